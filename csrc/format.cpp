@@ -1,0 +1,70 @@
+#include "format.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <unordered_map>
+
+namespace metalmm {
+namespace {
+
+std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits) {
+  std::vector<Format> out;
+  for (int64_t group : {32, 64, 128}) {
+    for (auto [type, suffix] : {std::pair{ScaleType::kF16, ""},
+                                {ScaleType::kBF16, "_bf16"},
+                                {ScaleType::kF32, "_f32"}}) {
+      out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
+                     Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type), bits, type});
+    }
+  }
+  return out;
+}
+
+std::vector<Format> make_formats() {
+  std::vector<Format> out;
+#define MM_DENSE(name, Struct, bytes) \
+  out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes});
+#define MM_BLOCK(name, Struct, values, bytes, alignment) \
+  out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes});
+#define MM_AFFINE(name, Struct, bits)                               \
+  for (Format& f : affine_variants(#name, Codec::Struct, bits)) {   \
+    out.push_back(std::move(f));                                    \
+  }
+#include "../metal/formats.def"
+  return out;
+}
+
+std::string lower(std::string_view s) {
+  std::string out(s);
+  std::transform(out.begin(), out.end(), out.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return out;
+}
+
+}  // namespace
+
+int64_t Format::row_bytes(int64_t k) const {
+  const int64_t bytes = k / block_values * block_bytes;
+  if (layout != Layout::kAffine) return bytes;
+  return (bytes + kAffineRowAlignment - 1) / kAffineRowAlignment * kAffineRowAlignment;
+}
+
+const std::vector<Format>& all_formats() {
+  static const auto* formats = new std::vector<Format>(make_formats());
+  return *formats;
+}
+
+const Format& format_by_name(std::string_view name) {
+  static const auto* index = [] {
+    auto* map = new std::unordered_map<std::string, const Format*>();
+    for (const Format& f : all_formats()) map->emplace(f.name, &f);
+    return map;
+  }();
+  auto it = index->find(lower(name));
+  if (it != index->end()) return *it->second;
+  std::string allowed;
+  for (const Format& f : all_formats()) allowed += (allowed.empty() ? "" : ", ") + f.name;
+  throw std::invalid_argument("format: unknown '" + std::string(name) + "'; allowed: " + allowed);
+}
+
+}  // namespace metalmm
