@@ -1,0 +1,113 @@
+"""What every format has in common: names, sizes, argument checks and bounded memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK_VALUES = 1 << 20  # values converted at a time: a few tens of MB of temporaries
+
+SOURCE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def row_chunks(n: int, k: int) -> Iterator[slice]:
+    """Slices of consecutive rows, about CHUNK_VALUES values each, that cover n rows of k values."""
+    step = max(1, CHUNK_VALUES // max(1, k))
+    return (slice(r, min(n, r + step)) for r in range(0, n, step))
+
+
+class Format(ABC):
+    """A way to store a weight matrix W[N, K] as uint8 [N, row_bytes(K)].
+
+    quantize and dequantize are the specification that the native kernels are tested against.
+    Both compute in f32 with one IEEE rounding per operation.
+    """
+
+    name: str
+    block_values: int  # K must be a multiple of this; for affine, the group size
+    block_bytes: int  # bytes of block_values values, without the padding of a row
+
+    @property
+    def bits_per_weight(self) -> float:
+        """8 * block_bytes / block_values."""
+        return 8 * self.block_bytes / self.block_values
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of k values. ValueError if k is not a multiple of the block."""
+        if k < 0 or k % self.block_values:
+            raise ValueError(
+                f"{self.name}: K = {k} is not a multiple of the block of {self.block_values} values"
+            )
+        return k // self.block_values * self.block_bytes
+
+    def quantize(self, w: Tensor) -> Tensor:
+        """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
+
+        ValueError if the shape, the dtype or K does not fit, or if a row has NaN or Inf.
+        Finite values too large for the format's scale store an infinite scale, as ggml does.
+        """
+        if w.dim() != 2:
+            raise ValueError(f"{self.name}: w must be [N, K], got shape {list(w.shape)}")
+        if w.dtype not in SOURCE_DTYPES:
+            raise ValueError(f"{self.name}: w must be float32, float16 or bfloat16, got {w.dtype}")
+        n, k = w.shape
+        out = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=w.device)
+        for rows in row_chunks(n, k):
+            x = w[rows].detach().to(torch.float32)
+            finite = torch.isfinite(x).all(dim=1)
+            if not bool(finite.all()):
+                row = rows.start + int((~finite).nonzero()[0])
+                raise ValueError(f"{self.name}: row {row} of w has NaN or Inf")
+            if k > 0:
+                out[rows] = self._encode_rows(x)
+        return out
+
+    def dequantize(self, packed: Tensor, k: int) -> Tensor:
+        """packed uint8 [N, row_bytes(k)] -> W f32 [N, k]. ValueError if dtype or shape differs."""
+        self._check_packed(packed, k)
+        n = packed.shape[0]
+        out = torch.empty(n, k, dtype=torch.float32, device=packed.device)
+        for rows in row_chunks(n, k):
+            if k > 0:
+                out[rows] = self._decode_rows(packed[rows], k)
+        return out
+
+    def _check_packed(self, packed: Tensor, k: int) -> None:
+        row_bytes = self.row_bytes(k)
+        if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != row_bytes:
+            raise ValueError(
+                f"{self.name}: packed must be uint8 [N, {row_bytes}] for K = {k}, "
+                f"got {packed.dtype} {list(packed.shape)}"
+            )
+
+    @abstractmethod
+    def _encode_rows(self, x: Tensor) -> Tensor:
+        """x f32 [R, K], finite, K > 0 -> uint8 [R, row_bytes]."""
+
+    @abstractmethod
+    def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
+        """uint8 [R, row_bytes] -> f32 [R, k]."""
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}>"
+
+
+class BlockFormat(Format):
+    """A row is a sequence of independent blocks of block_values values in block_bytes bytes."""
+
+    def _encode_rows(self, x: Tensor) -> Tensor:
+        return self.encode(x.reshape(-1, self.block_values)).reshape(x.shape[0], -1)
+
+    def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
+        return self.decode(packed.reshape(-1, self.block_bytes)).reshape(packed.shape[0], k)
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Tensor:
+        """x f32 [B, block_values] -> uint8 [B, block_bytes]."""
+
+    @abstractmethod
+    def decode(self, blocks: Tensor) -> Tensor:
+        """uint8 [B, block_bytes] -> f32 [B, block_values]."""

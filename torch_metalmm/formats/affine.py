@@ -1,0 +1,112 @@
+"""MLX affine formats: codes of 2 to 8 bits with a scale and a bias per group of values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._base import Format
+from ._bits import codes_to_stream, stream_to_codes
+from ._search import f32, to_code
+
+ROW_ALIGNMENT = 16
+
+_SUFFIX = {torch.float16: "", torch.bfloat16: "_bf16", torch.float32: "_f32"}
+
+
+class Affine(Format):
+    """w = scale * q + bias, product and sum rounded to f32 one after the other, q in 0..2**bits-1.
+
+    A row: codes (little-endian bit stream, K * bits / 8 bytes) | scales (K / group of dtype) |
+    biases (the same) | zeros up to a multiple of 16 bytes.
+
+    Quantizer, f32, per group, n = 2**bits - 1: s = max((max - min) / n, 1e-7f); if |min| > |max|
+    edge = min, else edge = max and s = -s; z = rint(edge / s); if z != 0 then s = edge / z and
+    bias = edge, else bias = 0; q = clamp(rint((x - bias) / s), 0, n); s and bias are rounded to
+    dtype only when stored.
+    """
+
+    def __init__(self, bits: int, group: int, dtype: torch.dtype) -> None:
+        self.name = f"affine{bits}_g{group}{_SUFFIX[dtype]}"
+        self.bits = bits
+        self.dtype = dtype
+        self.block_values = group
+        self.block_bytes = group * bits // 8 + 2 * dtype.itemsize
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of k values, padding included. ValueError as Format.row_bytes."""
+        return -(-super().row_bytes(k) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    def pack(self, codes: Tensor, scales: Tensor, biases: Tensor) -> Tensor:
+        """The tensors of an MLX layer -> uint8 [N, row_bytes(K)], no bit changed.
+
+        codes uint32 [N, K * bits / 32], scales and biases of self.dtype [N, K / group].
+        ValueError if a shape or dtype does not fit.
+        """
+        if codes.dtype != torch.uint32 or codes.dim() != 2:
+            raise ValueError(
+                f"{self.name}: codes must be uint32 [N, K * {self.bits} / 32], "
+                f"got {codes.dtype} {list(codes.shape)}"
+            )
+        n, k = codes.shape[0], codes.shape[1] * 32 // self.bits
+        row_bytes = self.row_bytes(k)
+        for label, t in (("scales", scales), ("biases", biases)):
+            if t.dtype != self.dtype or tuple(t.shape) != (n, k // self.block_values):
+                raise ValueError(
+                    f"{self.name}: {label} must be {self.dtype} [{n}, {k // self.block_values}], "
+                    f"got {t.dtype} {list(t.shape)}"
+                )
+        out = torch.zeros(n, row_bytes, dtype=torch.uint8, device=codes.device)
+        begin = 0
+        for plane in (codes, scales, biases):
+            data = plane.contiguous().view(torch.uint8)
+            out[:, begin : begin + data.shape[1]] = data
+            begin += data.shape[1]
+        return out
+
+    def unpack(self, packed: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Inverse of pack: (codes uint32, scales, biases)."""
+        self._check_packed(packed, k)
+        code_bytes = k * self.bits // 8
+        plane = k // self.block_values * self.dtype.itemsize
+        cuts = (0, code_bytes, code_bytes + plane, code_bytes + 2 * plane)
+        parts = [
+            packed[:, a:b].clone(memory_format=torch.contiguous_format)
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+        return (
+            parts[0].view(torch.uint32),
+            parts[1].view(self.dtype),
+            parts[2].view(self.dtype),
+        )
+
+    def _encode_rows(self, x: Tensor) -> Tensor:
+        high = 2**self.bits - 1
+        groups = x.reshape(x.shape[0], -1, self.block_values)
+        lo, hi = groups.amin(dim=2), groups.amax(dim=2)
+        s = torch.maximum((hi - lo) / high, f32(1e-7, x))
+        low_edge = lo.abs() > hi.abs()
+        edge = torch.where(low_edge, lo, hi)
+        s = torch.where(low_edge, s, -s)
+        zero = (edge / s).round()
+        has_zero = zero != 0
+        s = torch.where(has_zero, edge / zero, s)
+        bias = torch.where(has_zero, edge, torch.zeros_like(edge))
+        q = to_code((groups - bias[:, :, None]) / s[:, :, None], 0, high).to(torch.uint8)
+        codes = codes_to_stream(q.reshape(x.shape[0], -1), self.bits)
+        return self.pack(codes.view(torch.uint32), s.to(self.dtype), bias.to(self.dtype))
+
+    def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
+        codes, scales, biases = self.unpack(packed, k)
+        q = stream_to_codes(codes.view(torch.uint8), self.bits).float()
+        groups = q.reshape(q.shape[0], -1, self.block_values)
+        w = scales.float()[:, :, None] * groups + biases.float()[:, :, None]
+        return w.reshape(q.shape[0], k)
+
+
+AFFINE = tuple(
+    Affine(bits, group, dtype)
+    for bits in (2, 3, 4, 5, 6, 8)
+    for group in (32, 64, 128)
+    for dtype in _SUFFIX
+)

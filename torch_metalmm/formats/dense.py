@@ -1,0 +1,33 @@
+"""Dense formats: the values themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._base import Format
+
+
+class Dense(Format):
+    """w stored as `dtype`, rounded to nearest even; a value too large for it becomes Inf."""
+
+    block_values = 1
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.block_bytes = dtype.itemsize
+
+    def _encode_rows(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).contiguous().view(torch.uint8)
+
+    def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
+        data = packed.clone(memory_format=torch.contiguous_format)
+        return data.view(self.dtype).float()
+
+
+DENSE = (
+    Dense("f32", torch.float32),
+    Dense("f16", torch.float16),
+    Dense("bf16", torch.bfloat16),
+)

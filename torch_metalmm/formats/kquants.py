@@ -1,0 +1,227 @@
+"""GGML K-quants: blocks of 256 values in sub-blocks of 16 or 32, whose scales are quantized too.
+
+Element order and byte offsets are in the class docstrings; `split_fields` gives the order of the
+codes. Every quantizer searches the scale of each sub-block, quantizes the scales, rounds d (and
+dmin) to f16, then quantizes the values again with the scales as they will be decoded; a
+sub-block whose decoded scale is 0 keeps the codes of the search.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._base import BlockFormat
+from ._bits import bytes_to_half, half_to_bytes, join_fields, round_to_half, split_fields
+from ._search import (
+    TINY,
+    elements_first,
+    f32,
+    first_max,
+    groups_first,
+    ordered_sum,
+    search_asymmetric,
+    search_descent,
+    search_symmetric,
+    signed_max,
+    to_code,
+)
+
+
+def _requantize(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int) -> Tensor:
+    """clamp(rint(x / d), low, high) - low, or codes where d is 0; all [n, G] and [G]."""
+    return torch.where(d == 0, codes, to_code(x / d, low, high) - low)
+
+
+def _quantize_scales(v: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Scales v [B, S] >= 0 -> f32 d [B], codes f32 [B, S].
+
+    top = max(v), first of equals, at least 0; d = top / levels,
+    code = clamp(rint((levels / top) * v), 0, levels); all 0 where top is 0.
+    """
+    top = first_max(v.t()).clamp(min=0.0)
+    codes = to_code((levels / top)[:, None] * v, 0, levels)
+    return top / levels, codes.masked_fill((top == 0)[:, None], 0)
+
+
+class _Asymmetric(BlockFormat):
+    """w = (d * sc[s]) * q - (dmin * m[s]); sc, m >= 0 per sub-block s, q in 0..2**bits - 1.
+
+    scale, offset = search_asymmetric of each sub-block with its weights; d, sc from the scales
+    and dmin, m from the offsets by _quantize_scales with `levels`; then
+    q = clamp(rint((x + f16(dmin) * m) / (f16(d) * sc))).
+    """
+
+    block_values = 256
+    sub: int  # values in a sub-block
+    bits: int
+    levels: int  # largest sc and m
+    trials: tuple[float, float, int, bool]  # start, step, steps, absolute error
+
+    def weights(self, x: Tensor) -> Tensor:
+        """Importance of each element: sqrt((sum x^2) / n) + |x| over the n of a sub-block."""
+        return (ordered_sum(x * x) / x.shape[0]).sqrt() + x.abs()
+
+    def search(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """x f32 [B, 256] -> d f32 [B], dmin f32 [B], sc u8 [B, S], m u8 [B, S], q u8 [B, 256]."""
+        blocks, high = x.shape[0], 2**self.bits - 1
+        xt = elements_first(x, self.sub)
+        scale, offset, q = search_asymmetric(xt, self.weights(xt), high, *self.trials)
+        d, sc = _quantize_scales(scale.reshape(blocks, -1), self.levels)
+        dmin, m = _quantize_scales(offset.reshape(blocks, -1), self.levels)
+        step = (round_to_half(d)[:, None] * sc).reshape(-1)
+        shift = (round_to_half(dmin)[:, None] * m).reshape(-1)
+        q = groups_first(_requantize(xt + shift, step, q, 0, high), blocks)
+        return d, dmin, sc.to(torch.uint8), m.to(torch.uint8), q.to(torch.uint8)
+
+    def values(self, d: Tensor, dmin: Tensor, sc: Tensor, m: Tensor, q: Tensor) -> Tensor:
+        """The equation of the class: d, dmin f32 [B, 1], sc, m u8 [B, S], q u8 [B, 256]."""
+        codes = q.float().reshape(q.shape[0], -1, self.sub)
+        return ((d * sc)[:, :, None] * codes - (dmin * m)[:, :, None]).reshape(q.shape[0], -1)
+
+
+class Q2_K(_Asymmetric):
+    """scales[16] @0 (low nibble sc, high nibble m), qs[64] @16, d f16 @80, dmin f16 @82.
+
+    Sub-blocks of 16; the search minimises sum |x| * |error|.
+    """
+
+    name, block_bytes = "q2_k", 84
+    sub, bits, levels, trials = 16, 2, 15, (-0.5, 0.1, 15, True)
+
+    def weights(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+    def encode(self, x: Tensor) -> Tensor:
+        d, dmin, sc, m, q = self.search(x)
+        qs = join_fields(q, 2, 2)
+        return torch.cat([sc | (m << 4), qs, half_to_bytes(d), half_to_bytes(dmin)], dim=1)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        d, dmin = bytes_to_half(blocks[:, 80:82]), bytes_to_half(blocks[:, 82:84])
+        q = split_fields(blocks[:, 16:80], 2, 2)
+        return self.values(d, dmin, blocks[:, :16] & 15, blocks[:, :16] >> 4, q)
+
+
+class Q3_K(BlockFormat):
+    """w = (d * (sc - 32)) * (q - 4). hmask[32] @0, qs[64] @32, scales[12] @96, d f16 @108.
+
+    Sub-blocks of 16. scale = search_descent; D = the scale of largest magnitude (first of equals);
+    inv = -32 / D, sc = clamp(rint(inv * scale), -32, 31) + 32, d = 1 / inv; if D is 0 then all
+    sc and d are 0. q = clamp(rint(x / (f16(d) * (sc - 32))), -4, 3) + 4.
+    scales: low nibbles of bytes 0..7 = low 4 bits of sc 0..7, high nibbles those of sc 8..15;
+    bits 2p, 2p+1 of byte 8 + i = high 2 bits of sc 4p + i. hmask holds bit 2 of q.
+    """
+
+    name, block_values, block_bytes = "q3_k", 256, 110
+
+    def encode(self, x: Tensor) -> Tensor:
+        xt = elements_first(x, 16)
+        scale, q = search_descent(xt, 4)
+        scale = scale.reshape(-1, 16)
+        top = signed_max(scale.t())
+        inv = -32 / top
+        d = (1 / inv).masked_fill(top == 0, 0)
+        sc = (to_code(inv[:, None] * scale, -32, 31) + 32).masked_fill((top == 0)[:, None], 0)
+        step = (round_to_half(d)[:, None] * (sc - 32)).reshape(-1)
+        q = groups_first(_requantize(xt, step, q, -4, 3), x.shape[0])
+        codes, sc = q.to(torch.uint8), sc.to(torch.uint8)
+        scales = [join_fields(sc & 15, 1, 4), join_fields(sc >> 4, 1, 2)]
+        qs = [join_fields(codes >> 2, 1, 1), join_fields(codes & 3, 2, 2)]
+        return torch.cat([*qs, *scales, half_to_bytes(d)], dim=1)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        sc = split_fields(blocks[:, 96:104], 1, 4) | (split_fields(blocks[:, 104:108], 1, 2) << 4)
+        q = split_fields(blocks[:, 32:96], 2, 2) | (split_fields(blocks[:, :32], 1, 1) << 2)
+        step = bytes_to_half(blocks[:, 108:]) * (sc.float() - 32)
+        return (step[:, :, None] * (q.float() - 4).reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _join_scales(sc: Tensor, m: Tensor) -> Tensor:
+    """6-bit sc, m uint8 [B, 8] -> 12 bytes.
+
+    Bytes 0..3 = sc[0..3] | (sc[4..7] >> 4) << 6, bytes 4..7 the same of m,
+    bytes 8..11 = sc[4..7] & 15 | (m[4..7] & 15) << 4.
+    """
+    first = sc[:, :4] | ((sc[:, 4:] >> 4) << 6)
+    second = m[:, :4] | ((m[:, 4:] >> 4) << 6)
+    return torch.cat([first, second, (sc[:, 4:] & 15) | ((m[:, 4:] & 15) << 4)], dim=1)
+
+
+def _split_scales(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of _join_scales."""
+    a, b, c = data[:, :4], data[:, 4:8], data[:, 8:]
+    sc = torch.cat([a & 63, (c & 15) | ((a >> 6) << 4)], dim=1)
+    return sc, torch.cat([b & 63, (c >> 4) | ((b >> 6) << 4)], dim=1)
+
+
+class Q4_K(_Asymmetric):
+    """d f16 @0, dmin f16 @2, scales[12] @4 (8 sc and 8 m of 6 bits), qs[128] @16.
+
+    Sub-blocks of 32; the search minimises sum weight * error^2.
+    """
+
+    name, block_bytes = "q4_k", 144
+    sub, bits, levels, trials = 32, 4, 63, (-1.0, 0.1, 20, False)
+
+    def encode(self, x: Tensor) -> Tensor:
+        d, dmin, sc, m, q = self.search(x)
+        head = [half_to_bytes(d), half_to_bytes(dmin), _join_scales(sc, m)]
+        return torch.cat([*head, join_fields(q, 4, 4)], dim=1)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        d, dmin = bytes_to_half(blocks[:, :2]), bytes_to_half(blocks[:, 2:4])
+        return self.values(
+            d, dmin, *_split_scales(blocks[:, 4:16]), split_fields(blocks[:, 16:], 4, 4)
+        )
+
+
+class Q5_K(_Asymmetric):
+    """d f16 @0, dmin f16 @2, scales[12] @4, qh[32] @16, qs[128] @48.
+
+    As q4_k; bit s of qh[l] is the fifth bit of element 32 * s + l.
+    """
+
+    name, block_bytes = "q5_k", 176
+    sub, bits, levels, trials = 32, 5, 63, (-0.5, 0.1, 15, False)
+
+    def encode(self, x: Tensor) -> Tensor:
+        d, dmin, sc, m, q = self.search(x)
+        head = [half_to_bytes(d), half_to_bytes(dmin), _join_scales(sc, m)]
+        return torch.cat([*head, join_fields(q >> 4, 1, 1), join_fields(q & 15, 4, 4)], dim=1)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        d, dmin = bytes_to_half(blocks[:, :2]), bytes_to_half(blocks[:, 2:4])
+        q = split_fields(blocks[:, 48:], 4, 4) | (split_fields(blocks[:, 16:48], 1, 1) << 4)
+        return self.values(d, dmin, *_split_scales(blocks[:, 4:16]), q)
+
+
+class Q6_K(BlockFormat):
+    """w = (d * sc) * (q - 32). ql[128] @0, qh[64] @128, sc i8[16] @192, d f16 @208.
+
+    Sub-blocks of 16. scale = search_symmetric; D = the scale of largest magnitude (first of
+    equals). If |D| < TINY all bytes are 0. inv = -128 / D, d = 1 / inv,
+    sc = clamp(rint(inv * scale), -128, 127), q = clamp(rint(x / (f16(d) * sc)), -32, 31) + 32.
+    """
+
+    name, block_values, block_bytes = "q6_k", 256, 210
+
+    def encode(self, x: Tensor) -> Tensor:
+        xt = elements_first(x, 16)
+        scale, q = search_symmetric(xt, 32)
+        scale = scale.reshape(-1, 16)
+        top = signed_max(scale.t())
+        inv = -128 / top
+        sc = to_code(inv[:, None] * scale, -128, 127)
+        d = 1 / inv
+        step = (round_to_half(d)[:, None] * sc).reshape(-1)
+        q = groups_first(_requantize(xt, step, q, -32, 31), x.shape[0]).to(torch.uint8)
+        qs = [join_fields(q & 15, 2, 4), join_fields(q >> 4, 2, 2)]
+        out = torch.cat([*qs, sc.to(torch.int8).view(torch.uint8), half_to_bytes(d)], dim=1)
+        return out.masked_fill((top.abs() < f32(TINY, x))[:, None], 0)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        q = split_fields(blocks[:, :128], 2, 4) | (split_fields(blocks[:, 128:192], 2, 2) << 4)
+        sc = blocks[:, 192:208].contiguous().view(torch.int8).float()
+        step = bytes_to_half(blocks[:, 208:]) * sc
+        return (step[:, :, None] * (q.float() - 32).reshape(-1, 16, 16)).reshape(-1, 256)
