@@ -16,8 +16,9 @@ def split_fields(data: Tensor, chunks: int, bits: int) -> Tensor:
     data uint8 [B, chunks * width], field f = bits [f * bits, (f + 1) * bits) of a byte.
     Returns uint8 [B, 8 / bits * data.shape[1]]. This is the element order of every GGML block.
     """
-    split = data.reshape(data.shape[0], chunks, 1, -1) >> _shifts(bits, 8 // bits, data.device)
-    return (split & (2**bits - 1)).reshape(data.shape[0], -1)
+    shifts = _shifts(bits, 8 // bits, data.device)
+    fields = torch.bitwise_right_shift(data.reshape(data.shape[0], chunks, 1, -1), shifts)
+    return (fields & (2**bits - 1)).reshape(data.shape[0], -1)
 
 
 def join_fields(q: Tensor, chunks: int, bits: int) -> Tensor:

@@ -15,6 +15,7 @@ from ._base import BlockFormat
 from ._bits import bytes_to_half, half_to_bytes, join_fields, round_to_half, split_fields
 from ._search import (
     TINY,
+    divide,
     elements_first,
     f32,
     first_max,
@@ -24,6 +25,7 @@ from ._search import (
     search_descent,
     search_symmetric,
     signed_max,
+    square_root,
     to_code,
 )
 
@@ -36,11 +38,11 @@ def _requantize(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int) -> Ten
 def _quantize_scales(v: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Scales v [B, S] >= 0 -> f32 d [B], codes f32 [B, S].
 
-    top = max(v), first of equals, at least 0; d = top / levels,
+    top = the largest of +0 and v; d = top / levels,
     code = clamp(rint((levels / top) * v), 0, levels); all 0 where top is 0.
     """
-    top = first_max(v.t()).clamp(min=0.0)
-    codes = to_code((levels / top)[:, None] * v, 0, levels)
+    top = first_max(torch.cat([torch.zeros_like(v[:, :1]), v], dim=1).t())
+    codes = to_code(divide(levels, top)[:, None] * v, 0, levels)
     return top / levels, codes.masked_fill((top == 0)[:, None], 0)
 
 
@@ -60,7 +62,7 @@ class _Asymmetric(BlockFormat):
 
     def weights(self, x: Tensor) -> Tensor:
         """Importance of each element: sqrt((sum x^2) / n) + |x| over the n of a sub-block."""
-        return (ordered_sum(x * x) / x.shape[0]).sqrt() + x.abs()
+        return square_root(ordered_sum(x * x) / x.shape[0]) + x.abs()
 
     def search(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x f32 [B, 256] -> d f32 [B], dmin f32 [B], sc u8 [B, S], m u8 [B, S], q u8 [B, 256]."""
@@ -120,8 +122,8 @@ class Q3_K(BlockFormat):
         scale, q = search_descent(xt, 4)
         scale = scale.reshape(-1, 16)
         top = signed_max(scale.t())
-        inv = -32 / top
-        d = (1 / inv).masked_fill(top == 0, 0)
+        inv = divide(-32, top)
+        d = divide(1, inv).masked_fill(top == 0, 0)
         sc = (to_code(inv[:, None] * scale, -32, 31) + 32).masked_fill((top == 0)[:, None], 0)
         step = (round_to_half(d)[:, None] * (sc - 32)).reshape(-1)
         q = groups_first(_requantize(xt, step, q, -4, 3), x.shape[0])
@@ -211,9 +213,9 @@ class Q6_K(BlockFormat):
         scale, q = search_symmetric(xt, 32)
         scale = scale.reshape(-1, 16)
         top = signed_max(scale.t())
-        inv = -128 / top
+        inv = divide(-128, top)
         sc = to_code(inv[:, None] * scale, -128, 127)
-        d = 1 / inv
+        d = divide(1, inv)
         step = (round_to_half(d)[:, None] * sc).reshape(-1)
         q = groups_first(_requantize(xt, step, q, -32, 31), x.shape[0]).to(torch.uint8)
         qs = [join_fields(q & 15, 2, 4), join_fields(q >> 4, 2, 2)]
