@@ -1,0 +1,33 @@
+// Codes, one per byte, to bit fields.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace metalmm::cpu::quant {
+
+// The order of every GGML block: a run of 8 / kBits * kWidth values fills kWidth bytes; field f of
+// byte l is value f * kWidth + l of the run.
+template <int kBits, int kWidth>
+inline void join_fields(const uint8_t* q, int n, uint8_t* out) {
+  constexpr int kFields = 8 / kBits;
+  for (; n > 0; n -= kFields * kWidth, q += kFields * kWidth, out += kWidth) {
+    for (int l = 0; l < kWidth; ++l) {
+      int byte = 0;
+      for (int f = 0; f < kFields; ++f) byte |= q[f * kWidth + l] << (f * kBits);
+      out[l] = static_cast<uint8_t>(byte);
+    }
+  }
+}
+
+// A little-endian bit stream: value i in bits [i * kBits, (i + 1) * kBits). n is a multiple of 8.
+template <int kBits>
+inline void pack_stream(const uint8_t* q, int64_t n, uint8_t* out) {
+  for (; n > 0; n -= 8, q += 8, out += kBits) {
+    uint64_t word = 0;
+    for (int i = 0; i < 8; ++i) word |= static_cast<uint64_t>(q[i]) << (i * kBits);
+    std::memcpy(out, &word, kBits);
+  }
+}
+
+}  // namespace metalmm::cpu::quant
