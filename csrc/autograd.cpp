@@ -1,0 +1,270 @@
+// Gradients for activations, bias and c, and autocast, for every engine: both are written in terms of the
+// ops themselves. Packed weights are frozen.
+//
+// In C++ because a Python autograd formula costs every call of the op: see bench/README.md, "op overhead".
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+
+namespace metalmm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Name = std::string_view;
+using OptionalName = std::optional<std::string_view>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+Tensor call_linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
+                   OptionalName strategy) {
+  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name,
+                                  OptionalName)>("metalmm::linear");
+  return op.call(x, w, bias, format, strategy);
+}
+
+Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
+  static auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, Name, int64_t)>("metalmm::linear_input_grad");
+  return op.call(grad, w, format, in_features);
+}
+
+Tensor call_swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
+  static auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name)>("metalmm::swiglu");
+  return op.call(x, wg, wu, fg, fu);
+}
+
+Tensor call_swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
+                          const OptionalTensor& bias, Name format) {
+  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                  Name)>("metalmm::swiglu_linear");
+  return op.call(gate, up, w, bias, format);
+}
+
+using ScaledSignature = Tensor(const Tensor&, const Tensor&, Name, const OptionalTensor&, double, double,
+                               OptionalName);
+Tensor call_gemv(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
+                 double beta, OptionalName strategy) {
+  static auto op = find_op<ScaledSignature>("metalmm::gemv");
+  return op.call(x, w, format, c, alpha, beta, strategy);
+}
+Tensor call_gemm(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
+                 double beta, OptionalName strategy) {
+  static auto op = find_op<ScaledSignature>("metalmm::gemm");
+  return op.call(x, w, format, c, alpha, beta, strategy);
+}
+
+int64_t last_size(const Tensor& t) { return t.sym_size(-1).guard_int(__FILE__, __LINE__); }
+
+// The gradient of an addend of y: summed over the dimensions it was broadcast over, in its own dtype.
+Tensor bias_grad(const Tensor& grad, at::ScalarType type) {
+  const Tensor g = grad.to(at::kFloat);
+  return (g.dim() > 1 ? g.flatten(0, -2).sum(0) : g).to(type);
+}
+
+bool needs_grad(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
+
+void check_frozen(const char* name, const Tensor& w) {
+  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !w.requires_grad(), name,
+                    ": requires grad, but weights of metalmm ops are frozen; pass weight.detach()");
+}
+
+struct Linear : torch::autograd::Function<Linear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+                        std::string format, std::optional<std::string> strategy) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({w});
+    ctx->saved_data["format"] = format;
+    ctx->saved_data["in_features"] = last_size(x);
+    if (needs_grad(bias)) ctx->saved_data["bias_type"] = static_cast<int64_t>(bias->scalar_type());
+    return call_linear(x, w, bias, format, strategy);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Tensor w = ctx->get_saved_variables()[0];
+    variable_list out(5);
+    if (ctx->needs_input_grad(0)) {
+      out[0] = call_input_grad(grads[0], w, ctx->saved_data["format"].toStringRef(),
+                               ctx->saved_data["in_features"].toInt());
+    }
+    if (ctx->saved_data.count("bias_type")) {
+      out[2] = bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
+    }
+    return out;
+  }
+};
+
+struct InputGrad : torch::autograd::Function<InputGrad> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& w, std::string format,
+                        int64_t in_features) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({w});
+    ctx->saved_data["format"] = format;
+    return call_input_grad(grad, w, format, in_features);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Tensor w = ctx->get_saved_variables()[0];
+    return {call_linear(grads[0], w, std::nullopt, ctx->saved_data["format"].toStringRef(), std::nullopt),
+            Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// d silu(g) / d g = s (1 + g (1 - s)), s = sigmoid(g)
+Tensor silu_slope(const Tensor& g) {
+  const Tensor s = g.sigmoid();
+  return s * (1 + g * (1 - s));
+}
+
+struct SwiGLU : torch::autograd::Function<SwiGLU> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& wg, const Tensor& wu,
+                        std::string fg, std::string fu) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, wg, wu});
+    ctx->saved_data["fg"] = fg;
+    ctx->saved_data["fu"] = fu;
+    return call_swiglu(x, wg, wu, fg, fu);
+  }
+  // gate and up are computed again: saving them would hold two f32 [M, N] per layer.
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &wg = saved[1], &wu = saved[2];
+    const std::string fg = ctx->saved_data["fg"].toStringRef(), fu = ctx->saved_data["fu"].toStringRef();
+    const Tensor x32 = x.to(at::kFloat), g = grads[0].to(at::kFloat);
+    const Tensor gate = call_linear(x32, wg, std::nullopt, fg, std::nullopt);
+    const Tensor up = call_linear(x32, wu, std::nullopt, fu, std::nullopt);
+    const int64_t k = last_size(x);
+    const Tensor dx = call_input_grad(g * up * silu_slope(gate), wg, fg, k) +
+                      call_input_grad(g * at::silu(gate), wu, fu, k);
+    return {dx.to(x.scalar_type()), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+struct SwiGLULinear : torch::autograd::Function<SwiGLULinear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up, const Tensor& w,
+                        const OptionalTensor& bias, std::string format) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({gate, up, w});
+    ctx->saved_data["format"] = format;
+    if (needs_grad(bias)) ctx->saved_data["bias_type"] = static_cast<int64_t>(bias->scalar_type());
+    return call_swiglu_linear(gate, up, w, bias, format);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor gate = saved[0].to(at::kFloat), up = saved[1].to(at::kFloat);
+    const Tensor dh = call_input_grad(grads[0].to(at::kFloat), saved[2],
+                                      ctx->saved_data["format"].toStringRef(), last_size(gate));
+    variable_list out(5);
+    if (ctx->needs_input_grad(0)) out[0] = (dh * up * silu_slope(gate)).to(saved[0].scalar_type());
+    if (ctx->needs_input_grad(1)) out[1] = (dh * at::silu(gate)).to(saved[1].scalar_type());
+    if (ctx->saved_data.count("bias_type")) {
+      out[3] = bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
+    }
+    return out;
+  }
+};
+
+// gemv or gemm: y = alpha x Wᵀ + beta c
+template <auto kCall>
+struct Scaled : torch::autograd::Function<Scaled<kCall>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, std::string format,
+                        const OptionalTensor& c, double alpha, double beta,
+                        std::optional<std::string> strategy) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({w});
+    ctx->saved_data["format"] = format;
+    ctx->saved_data["alpha"] = alpha;
+    ctx->saved_data["beta"] = beta;
+    ctx->saved_data["in_features"] = last_size(x);
+    if (needs_grad(c)) ctx->saved_data["c_type"] = static_cast<int64_t>(c->scalar_type());
+    return kCall(x, w, format, c, alpha, beta, strategy);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Tensor w = ctx->get_saved_variables()[0];
+    variable_list out(7);
+    if (ctx->needs_input_grad(0)) {
+      out[0] = call_input_grad(grads[0] * ctx->saved_data["alpha"].toDouble(), w,
+                               ctx->saved_data["format"].toStringRef(),
+                               ctx->saved_data["in_features"].toInt());
+    }
+    if (ctx->saved_data.count("c_type")) {
+      out[3] = (grads[0] * ctx->saved_data["beta"].toDouble())
+                   .to(static_cast<at::ScalarType>(ctx->saved_data["c_type"].toInt()));
+    }
+    return out;
+  }
+};
+
+std::optional<std::string> owned(OptionalName name) {
+  return name.has_value() ? std::optional<std::string>(*name) : std::nullopt;
+}
+
+// The Autograd kernels. Without a gradient to record they cost one check and one redispatch.
+Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
+              OptionalName strategy) {
+  check_frozen("weight", w);
+  if (at::GradMode::is_enabled() && (x.requires_grad() || needs_grad(bias))) {
+    return Linear::apply(x, w, bias, std::string(format), owned(strategy));
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_linear(x, w, bias, format, strategy);
+}
+
+Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
+  if (at::GradMode::is_enabled() && grad.requires_grad()) {
+    return InputGrad::apply(grad, w, std::string(format), in_features);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_input_grad(grad, w, format, in_features);
+}
+
+Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
+  check_frozen("gate_weight", wg);
+  check_frozen("up_weight", wu);
+  if (at::GradMode::is_enabled() && x.requires_grad()) {
+    return SwiGLU::apply(x, wg, wu, std::string(fg), std::string(fu));
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_swiglu(x, wg, wu, fg, fu);
+}
+
+Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w, const OptionalTensor& bias,
+                     Name format) {
+  check_frozen("weight", w);
+  if (at::GradMode::is_enabled() && (gate.requires_grad() || up.requires_grad() || needs_grad(bias))) {
+    return SwiGLULinear::apply(gate, up, w, bias, std::string(format));
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_swiglu_linear(gate, up, w, bias, format);
+}
+
+template <auto kCall>
+Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
+              double beta, OptionalName strategy) {
+  check_frozen("weight", w);
+  if (at::GradMode::is_enabled() && (x.requires_grad() || needs_grad(c))) {
+    return Scaled<kCall>::apply(x, w, std::string(format), c, alpha, beta, owned(strategy));
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return kCall(x, w, format, c, alpha, beta, strategy);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
+  m.impl("linear", linear);
+  m.impl("linear_input_grad", linear_input_grad);
+  m.impl("swiglu", swiglu);
+  m.impl("swiglu_linear", swiglu_linear);
+  m.impl("gemv", scaled<call_gemv>);
+  m.impl("gemm", scaled<call_gemm>);
+}
+
+}  // namespace metalmm

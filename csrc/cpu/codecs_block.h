@@ -1,0 +1,148 @@
+// GGML blocks of 32 values: decode to f32 vectors. Layouts: metal/formats.def; bytes as in a GGUF file.
+//
+// A codec is a struct of static functions:
+//   kBlockValues, kBlockBytes
+//   Row    pointers into one row of W;         Row row(const uint8_t*, const RowLayout&)
+//   Block  what is computed once per block;    Block open(const Row&, int64_t block)
+//   F      get<kVector>(block, chunk): values [32 chunk + kWidth kVector, + kWidth) of the block
+// Every value is rounded as the Python specification rounds it, on every instruction set.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+constexpr int kVectors = kChunk / kWidth;
+
+template <int kValues, int kBytes>
+struct BlockCodec {
+  static constexpr int kTailValueBytes = 0;  // non-zero where a row may end within a chunk
+  static constexpr int kBlockValues = kValues;
+  static constexpr int kBlockBytes = kBytes;
+  using Row = const uint8_t*;
+  static MM_INLINE Row row(const uint8_t* p, const RowLayout&) { return p; }
+  static MM_INLINE const uint8_t* at(Row row, int64_t block) { return row + block * kBytes; }
+};
+
+// Nibble order of the 32-blocks: byte j holds value j (low) and j + 16 (high).
+template <int kVector>
+MM_INLINE I nibbles(const uint8_t* qs) {
+  constexpr int kFirst = kVector * kWidth;
+  const I bytes = load_u8(qs + kFirst % 16);
+  return kFirst < 16 ? bytes : bytes >> 4;
+}
+
+inline constexpr float kQ4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+inline constexpr float kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                         1,    13,   25,  38,  53,  69,  89,  113};
+// Twice the FP4 values, so that the scale is halved and 2^128 (e = 255) stays finite, as in gguf.
+inline constexpr float kFP4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// d * value[code]
+template <const float* kValues>
+struct LookupBlock : BlockCodec<32, 18> {
+  struct Block {
+    Table16 table;
+    const uint8_t* qs;
+  };
+  static MM_INLINE Block open(Row row, int64_t block) {
+    const uint8_t* b = at(row, block);
+    return {Table16(kValues, half(b)), b + 2};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& b, int) {
+    return b.table(nibbles<kVector>(b.qs));
+  }
+};
+struct Q4_0 : LookupBlock<kQ4Values> {};
+struct IQ4_NL : LookupBlock<kIQ4Values> {};
+
+// 2^(e - 127) * value[code]
+struct MXFP4 : BlockCodec<32, 17> {
+  using Block = Q4_0::Block;
+  static MM_INLINE Block open(Row row, int64_t block) {
+    const uint8_t* b = at(row, block);
+    const uint32_t e = b[0];
+    const uint32_t half_scale = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    return {Table16(kFP4Doubled, set1(load_as<float>(&half_scale))), b + 1};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& b, int) {
+    return b.table(nibbles<kVector>(b.qs));
+  }
+};
+
+// d * code + m
+struct Q4_1 : BlockCodec<32, 20> {
+  struct Block {
+    Linear16 table;
+    const uint8_t* qs;
+  };
+  static MM_INLINE Block open(Row row, int64_t block) {
+    const uint8_t* b = at(row, block);
+    return {Linear16(half(b), half(b + 2)), b + 4};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& b, int) {
+    return b.table(nibbles<kVector>(b.qs));
+  }
+};
+
+// Five-bit code: a nibble and one bit of the 32-bit word qh.
+template <int kVector>
+MM_INLINE I fives(const uint8_t* qs, uint32_t qh) {
+  return (nibbles<kVector>(qs) & 15) | select_bits(qh >> (kVector * kWidth), 16);
+}
+
+// d * (code - 16)
+struct Q5_0 : BlockCodec<32, 22> {
+  struct Block {
+    F d;
+    uint32_t qh;
+    const uint8_t* qs;
+  };
+  static MM_INLINE Block open(Row row, int64_t block) {
+    const uint8_t* b = at(row, block);
+    return {half(b), load_as<uint32_t>(b + 2), b + 6};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& b, int) {
+    return to_float(fives<kVector>(b.qs, b.qh) - 16) * b.d;
+  }
+};
+
+// d * code + m
+struct Q5_1 : BlockCodec<32, 24> {
+  struct Block {
+    F d, m;
+    uint32_t qh;
+    const uint8_t* qs;
+  };
+  static MM_INLINE Block open(Row row, int64_t block) {
+    const uint8_t* b = at(row, block);
+    return {half(b), half(b + 2), load_as<uint32_t>(b + 4), b + 8};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& b, int) {
+    return fma(to_float(fives<kVector>(b.qs, b.qh)), b.d, b.m);
+  }
+};
+
+// d * code
+struct Q8_0 : BlockCodec<32, 34> {
+  struct Block {
+    F d;
+    const uint8_t* qs;
+  };
+  static MM_INLINE Block open(Row row, int64_t block) {
+    const uint8_t* b = at(row, block);
+    return {half(b), b + 2};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& b, int) {
+    return to_float(load_s8(b.qs + kVector * kWidth)) * b.d;
+  }
+};
+
+}  // namespace metalmm::cpu::MM_ISA

@@ -1,0 +1,181 @@
+// GGML super-blocks of 256 values: decode to f32 vectors. The contract is in codecs_block.h.
+// open() turns the packed scales of a super-block into f32 once; they stay in the first-level cache.
+#pragma once
+
+#include "codecs_block.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+// out[i] = scale * bytes[i] for 16 bytes, signed or not.
+template <bool kSigned>
+MM_INLINE void scale_bytes16(const uint8_t* bytes, F scale, float* out) {
+  for (int i = 0; i < 16; i += kWidth) {
+    const I v = kSigned ? load_s8(bytes + i) : load_u8(bytes + i);
+    store(out + i, to_float(v) * scale);
+  }
+}
+
+// scale * code + offset, the product exact.
+struct SubScales {
+  float scale[16], offset[16];
+  const uint8_t* b;
+};
+
+// (d s) code - (dmin m): 2-bit codes, 4-bit s and m per 16 values.
+struct Q2_K : BlockCodec<256, 84> {
+  using Block = SubScales;
+  static MM_INLINE Block open(Row row, int64_t block) {
+    Block k;
+    k.b = at(row, block);
+    const F d = half(k.b + 80), dmin = half(k.b + 82);
+    for (int i = 0; i < 16; i += kWidth) {
+      const I bytes = load_u8(k.b + i);
+      store(k.scale + i, to_float(bytes & 15) * d);
+      store(k.offset + i, -(to_float(bytes >> 4) * dmin));
+    }
+    return k;
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    constexpr int kFirst = kVector * kWidth;
+    const I bytes = load_u8(k.b + 16 + chunk / 4 * 32 + kFirst);
+    const int s = 2 * chunk + kFirst / 16;
+    return fma(to_float(bytes >> (chunk % 4 * 2) & 3), set1(k.scale[s]), set1(k.offset[s]));
+  }
+};
+
+// (d s) (code - 4): 3-bit codes, the high bit in hmask; 6-bit s - 32 per 16 values.
+struct Q3_K : BlockCodec<256, 110> {
+  using Block = SubScales;
+  static MM_INLINE Block open(Row row, int64_t block) {
+    Block k;
+    k.b = at(row, block);
+    const uint32_t a = load_as<uint32_t>(k.b + 96), b = load_as<uint32_t>(k.b + 100),
+                   high = load_as<uint32_t>(k.b + 104);
+    constexpr uint32_t kLow = 0x0f0f0f0f, kTwo = 0x03030303;
+    const uint32_t words[4] = {(a & kLow) | (high & kTwo) << 4, (b & kLow) | (high >> 2 & kTwo) << 4,
+                               (a >> 4 & kLow) | (high >> 4 & kTwo) << 4,
+                               (b >> 4 & kLow) | (high >> 6 & kTwo) << 4};
+    const F d = half(k.b + 108);
+#if defined(__AVX512F__)
+    const __m128i s = _mm_set_epi32(words[3], words[2], words[1], words[0]);
+    store(k.scale, to_float((I)_mm512_cvtepu8_epi32(s) - 32) * d);
+#else
+    uint8_t s[16];
+    std::memcpy(s, words, sizeof s);
+    for (int i = 0; i < 16; i += kWidth) store(k.scale + i, to_float(load_u8(s + i) - 32) * d);
+#endif
+    return k;
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    constexpr int kFirst = kVector * kWidth;
+    const I low = load_u8(k.b + 32 + chunk / 4 * 32 + kFirst) >> (chunk % 4 * 2) & 3;
+    const I high = load_u8(k.b + kFirst) >> chunk & 1;
+    return to_float(low + high * 4 - 4) * set1(k.scale[2 * chunk + kFirst / 16]);
+  }
+};
+
+// scale[0..8) = d s, scale[8..16) = -dmin m: the 6-bit scales and minima of q4_k and q5_k.
+MM_INLINE SubScales open_scales_6bit(const uint8_t* b) {
+  SubScales k;
+  k.b = b;
+  const F d = half(b), minus_dmin = -half(b + 2);
+#if defined(__AVX512F__)
+  // In registers: four stored words read back as one vector would not forward.
+  const __m128i v = load_as<__m128i>(b);  // d dmin | a | b | c
+  const __m128i a_c_b_c = _mm_shuffle_epi32(v, _MM_SHUFFLE(3, 2, 3, 1));
+  const __m128i a_a_b_b = _mm_shuffle_epi32(v, _MM_SHUFFLE(2, 2, 1, 1));
+  const __m128i low = _mm_and_si128(_mm_srlv_epi32(a_c_b_c, _mm_set_epi32(4, 0, 0, 0)),
+                                    _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
+  const __m128i high = _mm_and_si128(_mm_srli_epi32(a_a_b_b, 2),
+                                     _mm_set_epi32(0x30303030, 0, 0x30303030, 0));
+  const I s = (I)_mm512_cvtepu8_epi32(_mm_or_si128(low, high));
+  store(k.scale, to_float(s) * (F)_mm512_mask_blend_ps(0xff00, d, minus_dmin));
+#else
+  const uint32_t a = load_as<uint32_t>(b + 4), m = load_as<uint32_t>(b + 8), c = load_as<uint32_t>(b + 12);
+  constexpr uint32_t kSix = 0x3f3f3f3f, kLow = 0x0f0f0f0f, kTwo = 0x03030303;
+  const uint32_t words[4] = {a & kSix, (c & kLow) | (a >> 6 & kTwo) << 4, m & kSix,
+                             (c >> 4 & kLow) | (m >> 6 & kTwo) << 4};
+  uint8_t s[16];
+  std::memcpy(s, words, sizeof words);
+  for (int i = 0; i < 8; i += kWidth) {
+    store(k.scale + i, to_float(load_u8(s + i)) * d);
+    store(k.scale + 8 + i, to_float(load_u8(s + 8 + i)) * minus_dmin);
+  }
+#endif
+  return k;
+}
+
+// Nibbles of q4_k and q5_k: 32 bytes hold chunk 2c (low) and 2c + 1 (high).
+template <int kVector>
+MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
+  const I bytes = load_u8(qs + chunk / 2 * 32 + kVector * kWidth);
+  return chunk % 2 ? bytes >> 4 : bytes;
+}
+
+// (d s) code - (dmin m): 4-bit codes, 6-bit s and m per 32 values.
+struct Q4_K : BlockCodec<256, 144> {
+  using Block = SubScales;
+  static MM_INLINE Block open(Row row, int64_t block) { return open_scales_6bit(at(row, block)); }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    const Linear16 table(set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
+    return table(nibbles_by_chunk<kVector>(k.b + 16, chunk));
+  }
+};
+
+// As q4_k, with a fifth bit in qh: bit chunk of byte l.
+struct Q5_K : BlockCodec<256, 176> {
+  using Block = SubScales;
+  static MM_INLINE Block open(Row row, int64_t block) { return open_scales_6bit(at(row, block)); }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    const I low = nibbles_by_chunk<kVector>(k.b + 48, chunk) & 15;
+    const I high = load_u8(k.b + 16 + kVector * kWidth) >> chunk & 1;
+    return fma(to_float(low | high << 4), set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
+  }
+};
+
+// (d s) (code - 32): 6-bit codes, int8 s per 16 values.
+struct Q6_K : BlockCodec<256, 210> {
+  using Block = SubScales;
+  static MM_INLINE Block open(Row row, int64_t block) {
+    Block k;
+    k.b = at(row, block);
+    scale_bytes16<true>(k.b + 192, half(k.b + 208), k.scale);
+    return k;
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    constexpr int kFirst = kVector * kWidth;
+    const int half_block = chunk / 4, t = chunk % 4;
+    const I bytes = load_u8(k.b + half_block * 64 + t % 2 * 32 + kFirst);
+    const I low = t < 2 ? bytes & 15 : bytes >> 4;
+    const I high = load_u8(k.b + 128 + half_block * 32 + kFirst) >> (2 * t) & 3;
+    return to_float((low | high << 4) - 32) * set1(k.scale[2 * chunk + kFirst / 16]);
+  }
+};
+
+// (d (s - 32)) value[code]: nibbles as in the 32-blocks, 6-bit s per 32 values.
+struct IQ4_XS : BlockCodec<256, 136> {
+  using Block = SubScales;
+  static MM_INLINE Block open(Row row, int64_t block) {
+    Block k;
+    k.b = at(row, block);
+    const uint32_t high = load_as<uint16_t>(k.b + 2);
+    const float d = half_to_float(k.b);
+    for (int j = 0; j < 8; ++j) {
+      const int s = (k.b[4 + j / 2] >> (j % 2 * 4) & 15) | (high >> (2 * j) & 3) << 4;
+      k.scale[j] = d * static_cast<float>(s - 32);
+    }
+    return k;
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    const Table16 table(kIQ4Values, set1(k.scale[chunk]));
+    return table(nibbles<kVector>(k.b + 8 + 16 * chunk));
+  }
+};
+
+}  // namespace metalmm::cpu::MM_ISA

@@ -1,0 +1,126 @@
+// Formats that are planes rather than blocks: affine codes | scales | biases, and dense values.
+// The contract is in codecs_block.h; a block here is one chunk of 32 values.
+#pragma once
+
+#include "codecs_block.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+// Codes [kWidth kVector, + kWidth) of a chunk of a little-endian stream of kBits-bit codes, as integers
+// whose low kBits bits are the code; what lies above is undefined.
+// Each lane takes the two bytes that its code touches, then shifts. The loads reach at most 6 bytes beyond
+// the chunk, where the scales and the padding of the row are.
+template <int kBits, int kVector>
+MM_INLINE I stream_codes(const uint8_t* chunk) {
+  const uint8_t* p = chunk + kVector * kWidth * kBits / 8;
+#if defined(__AVX512F__)
+  alignas(64) static constexpr auto kPick = [] {
+    struct {
+      uint8_t byte[64];
+      int32_t shift[16];
+    } t{};
+    for (int lane = 0; lane < 16; ++lane) {
+      const int bit = lane * kBits;
+      for (int b = 0; b < 4; ++b) {
+        t.byte[4 * lane + b] = static_cast<uint8_t>(b < 2 ? (bit / 8 + b) % 16 : 0x80);
+      }
+      t.shift[lane] = bit % 8;
+    }
+    return t;
+  }();
+  const __m512i source = kBits <= 4 ? _mm512_set1_epi64(load_as<int64_t>(p))
+                                    : _mm512_broadcast_i32x4(load_as<__m128i>(p));
+  const __m512i bytes = _mm512_shuffle_epi8(source, load_as<__m512i>(kPick.byte));
+  return (I)_mm512_srlv_epi32(bytes, load_as<__m512i>(kPick.shift));
+#else
+  constexpr int kFirstBit = kVector * kWidth * kBits % 8;
+  uint64_t word = 0;
+  std::memcpy(&word, p, (kFirstBit + kWidth * kBits + 7) / 8);
+  word >>= kFirstBit;
+  I codes;
+  for (int i = 0; i < kWidth; ++i) codes[i] = static_cast<int32_t>(word >> (i * kBits) & 0xff);
+  return codes;
+#endif
+}
+
+// scale * code + bias
+template <int kBits>
+struct Affine {
+  static constexpr int kTailValueBytes = 0;
+  static constexpr int kBlockValues = kChunk;
+  static constexpr int kBlockBytes = kChunk * kBits / 8;
+  static constexpr int kMask = (1 << kBits) - 1;
+  struct Row {
+    const uint8_t *codes, *scales, *biases;
+    int group_shift;
+    ScaleType type;
+  };
+  struct Block {
+    F scale, bias;
+    F table;  // scale * code + bias by the low 4 bits of a lane; codes of up to 4 bits with AVX-512
+    const uint8_t* codes;
+  };
+#if defined(__AVX512F__)
+  static constexpr bool kTable = kBits <= 4;
+#else
+  static constexpr bool kTable = false;
+#endif
+
+  static MM_INLINE Row row(const uint8_t* p, const RowLayout& l) {
+    return {p, p + l.scales_offset, p + l.biases_offset, l.group_shift, l.scale_type};
+  }
+  static MM_INLINE F parameter(const uint8_t* plane, int64_t group, ScaleType type) {
+    if (type == ScaleType::kF16) return half(plane + 2 * group);
+    if (type == ScaleType::kBF16) return set1(bf16_to_float(plane + 2 * group));
+    return set1(load_as<float>(plane + 4 * group));
+  }
+  static MM_INLINE Block open(const Row& row, int64_t chunk) {
+    const int64_t group = chunk >> row.group_shift;
+    Block k;
+    k.scale = parameter(row.scales, group, row.type);
+    k.bias = parameter(row.biases, group, row.type);
+    k.codes = row.codes + chunk * kBlockBytes;
+    if constexpr (kTable) {
+      F code;
+      for (int i = 0; i < kWidth; ++i) code[i] = static_cast<float>(i & kMask);
+      k.table = code * k.scale + k.bias;
+    }
+    return k;
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int) {
+    if constexpr (kBits == 8) {
+      return to_float(load_u8(k.codes + kVector * kWidth)) * k.scale + k.bias;
+    } else {
+      const I codes = stream_codes<kBits, kVector>(k.codes);
+#if defined(__AVX512F__)
+      if constexpr (kTable) return _mm512_permutexvar_ps((__m512i)codes, k.table);
+#endif
+      return to_float(codes & kMask) * k.scale + k.bias;
+    }
+  }
+};
+using Affine2 = Affine<2>;
+using Affine3 = Affine<3>;
+using Affine4 = Affine<4>;
+using Affine5 = Affine<5>;
+using Affine6 = Affine<6>;
+using Affine8 = Affine<8>;
+
+// Values as they are. A row need not be a whole number of chunks: the kernels copy its tail.
+template <int kValueBytes, F (*kLoad)(const uint8_t*)>
+struct Dense : BlockCodec<kChunk, kChunk * kValueBytes> {
+  static constexpr int kTailValueBytes = kValueBytes;
+  using Block = const uint8_t*;
+  static MM_INLINE Block open(const uint8_t* row, int64_t chunk) { return Dense::at(row, chunk); }
+  template <int kVector>
+  static MM_INLINE F get(const Block& p, int) {
+    return kLoad(p + kVector * kWidth * kValueBytes);
+  }
+};
+MM_INLINE F load_f32(const uint8_t* p) { return load_as<F>(p); }
+using F32 = Dense<4, load_f32>;
+using F16 = Dense<2, load_f16>;
+using BF16 = Dense<2, load_bf16>;
+
+}  // namespace metalmm::cpu::MM_ISA

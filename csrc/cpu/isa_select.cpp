@@ -1,0 +1,61 @@
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace metalmm::cpu {
+
+// MM_FOR_EACH_ISA(X): X(name, whether this machine runs it), best first. The build says what it holds.
+#if defined(__x86_64__)
+#define MM_FOR_EACH_ISA(X)                                                                         \
+  X(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&             \
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&        \
+                __builtin_cpu_supports("fma"))                                                     \
+  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))                         \
+  X(scalar, true)
+#elif defined(__aarch64__)
+#define MM_FOR_EACH_ISA(X) \
+  X(neon, true)            \
+  X(scalar, true)
+#else
+#define MM_FOR_EACH_ISA(X) X(scalar, true)
+#endif
+
+#define MM_DECLARE(isa, runs)      \
+  namespace isa {                  \
+  extern const IsaKernels kKernels; \
+  }
+MM_FOR_EACH_ISA(MM_DECLARE)
+
+const IsaKernels* const* available_isas(int* count) {
+  static const IsaKernels* isas[4];
+  static const int n = [] {
+    int found = 0;
+#define MM_COLLECT(isa, runs) \
+  if (runs) isas[found++] = &isa::kKernels;
+    MM_FOR_EACH_ISA(MM_COLLECT)
+    return found;
+  }();
+  *count = n;
+  return isas;
+}
+
+const IsaKernels& current_isa() {
+  static const IsaKernels* chosen = [] {
+    int count;
+    const IsaKernels* const* isas = available_isas(&count);
+    const char* wanted = std::getenv("METALMM_CPU_ISA");
+    if (wanted == nullptr || *wanted == '\0') return isas[0];
+    std::string allowed;
+    for (int i = 0; i < count; ++i) {
+      if (std::string(wanted) == isas[i]->name) return isas[i];
+      allowed += (i ? ", " : "") + std::string(isas[i]->name);
+    }
+    throw std::invalid_argument("METALMM_CPU_ISA: '" + std::string(wanted) +
+                                "' is not available here; allowed: " + allowed);
+  }();
+  return *chosen;
+}
+
+}  // namespace metalmm::cpu

@@ -1,0 +1,94 @@
+// What the drivers call: one table of kernels per instruction set, chosen at run time. No torch.
+#pragma once
+
+#include <cstdint>
+
+#include "../format.h"
+
+namespace metalmm::cpu {
+
+// Kernels walk a row in chunks of 32 values; every block of every format is a whole number of them.
+constexpr int kChunk = 32;
+
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Where the planes of an affine row are; unused by the other formats.
+struct RowLayout {
+  int64_t scales_offset, biases_offset;
+  int group_shift;  // log2 of the chunks that share a scale
+  ScaleType scale_type;
+};
+
+struct Weight {
+  const uint8_t* data;
+  int64_t row_stride;  // bytes
+  int64_t k;           // values per row
+  RowLayout layout;
+  const uint8_t* row(int64_t n) const { return data + n * row_stride; }
+};
+
+// y[m * y_stride + n - first_row] = sum over k of x[m, k] w[n, k], for the rows [first_row, last_row) and
+// as many m as the kernel is compiled for.
+// The rows of x are interleaved by vectors: x[m, k] is at (k / width * M + m) * width + k % width, for k up
+// to round_up(K, kChunk), zero beyond K. One stream, and immediate offsets for all m.
+struct DotArgs {
+  Weight weight;
+  int64_t first_row, last_row;
+  const float* x;
+  float* y;
+  int64_t y_stride;
+};
+using DotKernel = void (*)(const DotArgs&);
+
+// The M for which a dot kernel is compiled. Another M takes the next larger one.
+constexpr int kDotRows[] = {1, 2, 3, 4, 6, 8};
+constexpr int kNumDotKernels = sizeof kDotRows / sizeof kDotRows[0];
+constexpr int kMaxDotRows = kDotRows[kNumDotKernels - 1];
+
+// out[0 .. last - first) = w[row, first .. last); first is a multiple of the block.
+using DecodeKernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t last, float* out);
+
+struct CodecKernels {
+  DotKernel dot[kNumDotKernels];
+  DecodeKernel decode;
+};
+
+// Values of K that are decoded at a time for a tile, and the distance of decoded rows in floats: a constant,
+// so that the addresses of a tile's rows are immediates, and no multiple of 4 KiB, so that they spread over
+// the sets of the first-level cache.
+constexpr int64_t kDecodeK = 512;
+constexpr int64_t kDecodeStride = kDecodeK + 16;
+
+// c[r * c_stride + p * width + lane] (+)=
+//     sum over k of w[r * kDecodeStride + k] x[p * x_stride + k * width + lane]
+// for r < tile_rows, p < panels.
+struct TileArgs {
+  const float* w;
+  const float* x;
+  int64_t x_stride;
+  int64_t k;
+  float* c;
+  int64_t c_stride;
+  bool accumulate;
+};
+using TileKernel = void (*)(const TileArgs&);
+
+constexpr int kMaxPanels = 4;
+
+struct IsaKernels {
+  const char* name;
+  int width;      // floats per vector, columns of a panel
+  int tile_rows;  // rows of W per tile
+  int panels;     // panels per tile, at most kMaxPanels
+  TileKernel tile[kMaxPanels];  // by panels - 1
+  CodecKernels codec[kNumCodecs];
+};
+
+// The instruction sets this build holds and this machine runs, best first.
+const IsaKernels* const* available_isas(int* count);
+
+// The one in use: the best, or the one named by the environment variable METALMM_CPU_ISA.
+// Throws std::invalid_argument when that names none of the available.
+const IsaKernels& current_isa();
+
+}  // namespace metalmm::cpu

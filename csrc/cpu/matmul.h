@@ -1,0 +1,35 @@
+// y = x Wᵀ on the CPU, in f32: the three ways to walk it, and which is taken.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string_view>
+
+#include "kernels.h"
+
+namespace metalmm::cpu {
+
+// gemv          each row of x on its own: W is decoded M times
+// gemv_batched  up to kMaxDotRows rows of x share one decoding of W, in registers
+// gemm          W is decoded into the cache, block by block, and multiplied in register tiles
+enum class Strategy { kGemv, kGemvBatched, kGemm };
+
+// Throws std::invalid_argument that lists the CPU's strategies.
+Strategy strategy_by_name(std::string_view name);
+
+// The fastest for m rows of x.
+Strategy choose_strategy(int64_t m);
+
+// A packed weight [N, row_bytes] as the kernels take it. `w` must outlive the result.
+Weight make_weight(const at::Tensor& w, const Format& format, int64_t k);
+
+// x f32 [M, K], its last dimension dense -> f32 [M, N], contiguous.
+at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
+                  std::optional<Strategy> strategy);
+
+// Rows [first, last) of W as f32 [last - first, K].
+at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int64_t first,
+                       int64_t last);
+
+}  // namespace metalmm::cpu

@@ -1,0 +1,34 @@
+// A loop over [begin, end) on torch's threads, torch.set_num_threads obeyed.
+#pragma once
+
+#include <ATen/Parallel.h>
+#if defined(__APPLE__) && !defined(_OPENMP)
+#include <dispatch/dispatch.h>
+
+#include <algorithm>
+#endif
+
+namespace metalmm::cpu {
+
+// f(first, last) for disjoint ranges of at least `grain` that cover [begin, end).
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
+#if defined(__APPLE__) && !defined(_OPENMP)
+  // Apple's clang has no OpenMP, without which at::parallel_for runs on one thread. f must not throw.
+  const int64_t parts =
+      std::min<int64_t>(at::get_num_threads(), (end - begin + grain - 1) / std::max<int64_t>(grain, 1));
+  if (parts <= 1 || at::in_parallel_region()) {
+    if (begin < end) f(begin, end);
+    return;
+  }
+  const int64_t step = (end - begin + parts - 1) / parts;
+  dispatch_apply(parts, DISPATCH_APPLY_AUTO, ^(size_t i) {
+    const int64_t first = begin + static_cast<int64_t>(i) * step;
+    if (first < end) f(first, std::min(end, first + step));
+  });
+#else
+  at::parallel_for(begin, end, grain, f);
+#endif
+}
+
+}  // namespace metalmm::cpu

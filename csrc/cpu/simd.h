@@ -1,0 +1,218 @@
+// One vector type per instruction set, in a namespace of its own.
+//
+// A translation unit is compiled once per instruction set with MM_ISA naming it (avx512, avx2, neon,
+// scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no inline function of the
+// standard library: the linker keeps one copy of such a function, and it might be the AVX-512 one.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define MM_INLINE inline __attribute__((always_inline))
+
+namespace metalmm::cpu::MM_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+// Compiler vectors: operators work lane by lane; contraction is off, so a * b + c rounds twice.
+typedef float F __attribute__((vector_size(4 * kWidth)));
+typedef int32_t I __attribute__((vector_size(4 * kWidth)));
+typedef uint8_t U8 __attribute__((vector_size(kWidth)));
+typedef int8_t S8 __attribute__((vector_size(kWidth)));
+typedef uint16_t U16 __attribute__((vector_size(2 * kWidth)));
+
+template <class T>
+MM_INLINE T load_as(const void* p) {
+  T v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+MM_INLINE F load(const float* p) { return load_as<F>(p); }
+MM_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+MM_INLINE F set1(float v) { return F{} + v; }
+MM_INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
+
+// kWidth bytes as integers. gcc 12 takes __builtin_convertvector of bytes apart lane by lane: 4x slower GEMV.
+MM_INLINE I load_u8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (I)_mm512_cvtepu8_epi32(load_as<__m128i>(p));
+#elif defined(__AVX2__)
+  return (I)_mm256_cvtepu8_epi32(_mm_loadu_si64(p));
+#else
+  return __builtin_convertvector(load_as<U8>(p), I);
+#endif
+}
+MM_INLINE I load_s8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (I)_mm512_cvtepi8_epi32(load_as<__m128i>(p));
+#elif defined(__AVX2__)
+  return (I)_mm256_cvtepi8_epi32(_mm_loadu_si64(p));
+#else
+  return __builtin_convertvector(load_as<S8>(p), I);
+#endif
+}
+
+// a * b + c with one rounding where the machine has it.
+MM_INLINE F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Keeps a vector that several instructions use in a register: gcc would load it again for each.
+MM_INLINE F in_register(F v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
+// Sum of the lanes, as a tree.
+MM_INLINE float sum(F v) {
+  float lane[kWidth];
+  store(lane, v);
+  for (int n = kWidth / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
+  }
+  return lane[0];
+}
+
+// f16 to f32 by integer arithmetic, where the machine has no instruction. Exact, subnormals included.
+MM_INLINE float half_bits_to_float(uint32_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+  uint32_t bits;
+  if (magnitude >= 0x7c00u) {
+    bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
+  } else if (magnitude >= 0x400u) {
+    bits = sign | ((magnitude << 13) + 0x38000000u);
+  } else {
+    const float v = static_cast<float>(magnitude) * 0x1p-24f;
+    return sign ? -v : v;
+  }
+  return load_as<float>(&bits);
+}
+
+MM_INLINE float half_to_float(const uint8_t* p) {
+#if defined(__F16C__)
+  return _cvtsh_ss(load_as<uint16_t>(p));
+#elif defined(__aarch64__)
+  return load_as<__fp16>(p);
+#else
+  return half_bits_to_float(load_as<uint16_t>(p));
+#endif
+}
+
+// An f16 in every lane.
+MM_INLINE F half(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_set1_epi16(load_as<int16_t>(p)));
+#else
+  return set1(half_to_float(p));
+#endif
+}
+
+MM_INLINE float bf16_to_float(const uint8_t* p) {
+  const uint32_t bits = static_cast<uint32_t>(load_as<uint16_t>(p)) << 16;
+  return load_as<float>(&bits);
+}
+
+// kWidth consecutive f16 or bf16.
+MM_INLINE F load_f16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  F v;
+  for (int i = 0; i < kWidth; ++i) v[i] = half_to_float(p + 2 * i);
+  return v;
+#endif
+}
+
+MM_INLINE F load_bf16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16);
+#elif defined(__AVX2__)
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_as<__m128i>(p)), 16);
+#else
+  return (F)(__builtin_convertvector(load_as<U16>(p), I) << 16);
+#endif
+}
+
+// value in the lanes whose bit of bits is set (lane i, bit i), 0 elsewhere.
+MM_INLINE I select_bits(uint32_t bits, int32_t value) {
+#if defined(__AVX512F__)
+  return (I)_mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), value);
+#else
+  I weight;
+  for (int i = 0; i < kWidth; ++i) weight[i] = 1 << i;
+  return ((I{} + static_cast<int32_t>(bits)) & weight) != 0 ? I{} + value : I{};
+#endif
+}
+
+// scale * values[code]: a table of 16 values, scaled once, then one permute per vector where the table
+// fits a register (AVX-512), otherwise look up first and scale after: the same product.
+struct Table16 {
+  Table16() = default;
+#if defined(__AVX512F__)
+  F entries;
+  MM_INLINE Table16(const float* values, F scale) : entries(load(values) * scale) {}
+  // The permute reads the low four bits of each lane only.
+  MM_INLINE F operator()(I code) const { return _mm512_permutexvar_ps((__m512i)code, entries); }
+#else
+  const float* values;
+  F scale;
+  MM_INLINE Table16(const float* v, F s) : values(v), scale(s) {}
+  MM_INLINE F operator()(I code) const {
+    code &= 15;
+#if defined(__AVX2__)
+    const F low = _mm256_permutevar8x32_ps(load(values), (__m256i)code);
+    const F high = _mm256_permutevar8x32_ps(load(values + 8), (__m256i)code);
+    return (code > 7 ? high : low) * scale;
+#else
+    F v;
+    for (int i = 0; i < kWidth; ++i) v[i] = values[code[i]];
+    return v * scale;
+#endif
+  }
+#endif
+};
+
+// scale * code + offset for 4-bit codes. The product is exact, so fma rounds as the specification does.
+struct Linear16 {
+  Linear16() = default;
+#if defined(__AVX512F__)
+  F entries;
+  MM_INLINE Linear16(F scale, F offset) {
+    const F code = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    entries = fma(code, scale, offset);
+  }
+  MM_INLINE F operator()(I code) const { return _mm512_permutexvar_ps((__m512i)code, entries); }
+#else
+  F scale, offset;
+  MM_INLINE Linear16(F s, F o) : scale(s), offset(o) {}
+  MM_INLINE F operator()(I code) const { return fma(to_float(code & 15), scale, offset); }
+#endif
+};
+
+}  // namespace metalmm::cpu::MM_ISA

@@ -1,0 +1,58 @@
+"""Builds torch_metalmm._C with CMake against the torch that is installed. Everything else: pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def program(name: str) -> str:
+    """`name` beside this Python (a build environment's bin folder), else from PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise RuntimeError(f"{name} not found: pip install {name}")
+    return found
+
+
+class CMakeBuild(build_ext):
+    """`cmake -G Ninja`, then a parallel build, in build/."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+        import torch
+
+        target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+        build.mkdir(parents=True, exist_ok=True)
+        standard = "20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else "17"
+        cmake = program("cmake")
+        subprocess.run(
+            [
+                cmake,
+                f"-S{ROOT}",
+                f"-B{build}",
+                "-GNinja",
+                f"-DCMAKE_MAKE_PROGRAM={program('ninja')}",
+                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                f"-DTORCH_DIR={Path(torch.__file__).parent}",
+                f"-DTORCH_CXX_STANDARD={standard}",
+                *os.environ.get("CMAKE_ARGS", "").split(),
+            ],
+            check=True,
+        )
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        subprocess.run([cmake, "--build", str(build), "-j", jobs], check=True)
+
+
+setup(ext_modules=[Extension("torch_metalmm._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

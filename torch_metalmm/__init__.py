@@ -1,0 +1,38 @@
+"""PyTorch linear layers whose weights stay packed in GGML or MLX formats.
+
+Importing this package registers torch.ops.metalmm. The parts that need transformers are imported
+when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import ops as ops
+from .linear import QuantEmbedding, QuantLinear
+from .quantize import quantize_
+
+if TYPE_CHECKING:
+    from .checkpoint import load_packed, save_packed
+    from .gguf import load_gguf
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QuantEmbedding",
+    "QuantLinear",
+    "load_gguf",
+    "load_packed",
+    "quantize_",
+    "save_packed",
+]
+
+_LAZY = {"load_gguf": "gguf", "load_packed": "checkpoint", "save_packed": "checkpoint"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
