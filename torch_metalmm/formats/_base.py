@@ -47,7 +47,8 @@ class Format(ABC):
         """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
 
         ValueError if the shape, the dtype or K does not fit, or if a row has NaN or Inf.
-        Finite values too large for the format's scale store an infinite scale, as ggml does.
+        Nothing is raised for a finite value beyond the range of the format's scales: it stores an
+        infinite scale (from about 1e18 on perhaps a NaN), as ggml does.
         """
         if w.dim() != 2:
             raise ValueError(f"{self.name}: w must be [N, K], got shape {list(w.shape)}")

@@ -16,9 +16,8 @@ def split_fields(data: Tensor, chunks: int, bits: int) -> Tensor:
     data uint8 [B, chunks * width], field f = bits [f * bits, (f + 1) * bits) of a byte.
     Returns uint8 [B, 8 / bits * data.shape[1]]. This is the element order of every GGML block.
     """
-    shifts = _shifts(bits, 8 // bits, data.device)
-    fields = torch.bitwise_right_shift(data.reshape(data.shape[0], chunks, 1, -1), shifts)
-    return (fields & (2**bits - 1)).reshape(data.shape[0], -1)
+    fields = data.reshape(data.shape[0], chunks, 1, -1) >> _shifts(bits, 8 // bits, data.device)
+    return (fields & ((1 << bits) - 1)).reshape(data.shape[0], -1)
 
 
 def join_fields(q: Tensor, chunks: int, bits: int) -> Tensor:
@@ -54,7 +53,7 @@ def stream_to_codes(data: Tensor, bits: int) -> Tensor:
     word = torch.zeros_like(octets[:, :, 0])
     for i in range(bits):
         word |= octets[:, :, i] << (8 * i)
-    codes = [(word >> (bits * i)) & (2**bits - 1) for i in range(8)]
+    codes = [(word >> (bits * i)) & ((1 << bits) - 1) for i in range(8)]
     return torch.stack(codes, dim=2).to(torch.uint8).reshape(data.shape[0], -1)
 
 
