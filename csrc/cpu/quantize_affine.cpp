@@ -17,7 +17,10 @@ struct ScaleBias {
 };
 
 // rint(v) for any v; integers and NaN as they are.
-float round_even(float v) { return magnitude(v) < 0x1p22f ? (v + kRounder) - kRounder : v; }
+float round_even(float v) {
+  const float rounder = v < 0 ? -0x1p23f : 0x1p23f;  // no half is left from here on
+  return magnitude(v) < 0x1p23f ? (v + rounder) - rounder : v;
+}
 
 // s = max((max - min) / n, 1e-7); the edge of larger |.| gets a code that decodes to it.
 ScaleBias fit(const float* x, int n, float high_code) {

@@ -96,8 +96,8 @@ inline AsymmetricFit search_asymmetric(const Lanes* x, const Lanes* w, float sta
   return best;
 }
 
-// x ~ scale * (q - high). The codes of the search are q = high + clamp(rint(inv * x), -high, high -
-// 1), and 0 where not `filled`.
+// x ~ scale * q, -high <= q < high. The codes of the search, q + high, are high + rint(inv * x)
+// kept within 0 .. 2 * high - 1, and 0 where not `filled`.
 struct SymmetricFit {
   Lanes scale, inv;
   Mask filled;
