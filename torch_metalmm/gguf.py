@@ -1,0 +1,218 @@
+"""Loading a GGUF file as a transformers model whose weights stay packed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .gguf_file import GgufFile
+from .gguf_map import TensorMap, model_config, tensor_map, tokenizer
+from .quantize import weight_shape
+from .skeleton import can_pack, empty_model, put_dense, put_packed, tied_names
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DENSE_FORMATS = ("f32", "f16", "bf16")
+_ROPE_DIVISORS = "rope_freqs.weight"  # read into the config, see gguf_map
+
+
+def load_gguf(
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a GGUF file, for every architecture that transformers maps.
+
+    Each 2-D weight of a Linear, Conv1D (GPT-2) or Embedding becomes a QuantLinear or
+    QuantEmbedding: on the CPU a view of the memory-mapped file, copied only where the architecture
+    reorders rows (Llama's q and k); on another device a copy. The file must stay in place while
+    the model is used. A tied output head shares the embedding's bytes. Everything else (norms,
+    biases, convolutions, stacked experts) is decoded to `dtype`, the dtype of the activations too.
+    A quantized weight that cannot stay packed is decoded with a warning, and so are named the
+    tensors of the file that the model has no place for. The model is frozen and in eval mode.
+
+    FileNotFoundError, ImportError (transformers or gguf missing), or ValueError, before any weight
+    is read: not a GGUF file, truncated, a tensor type without a format here, an architecture
+    transformers does not map, a missing tensor or one of another shape than the model's.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+    _require_extra()
+    file = GgufFile(path)
+    _check_whole(file)
+    config, values = model_config(file)
+    try:
+        model = empty_model(config, dtype)
+    except (RuntimeError, TypeError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"{file.path}: no model fits its metadata: {error}") from error
+    mapping = tensor_map(file, model, values)
+    plan = _plan(file, model, mapping)
+    tokens = tokenizer(file, config)
+    _warn(file, plan, dtype)
+    _fill(model, file, mapping, plan, device)
+    _set_end_tokens(model, file)
+    return model.requires_grad_(False), tokens
+
+
+@dataclass
+class _Packed:
+    """A tensor of the file that stays packed: where it goes and in which order its rows are."""
+
+    source: str
+    names: list[str]
+    rows: np.ndarray | None
+
+
+@dataclass
+class _Plan:
+    packed: dict[str, _Packed] = field(default_factory=dict)  # by the first of its model names
+    dense: list[str] = field(default_factory=list)
+    zeros: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+
+def _require_extra() -> None:
+    try:
+        import gguf  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"loading GGUF files needs the package {error.name!r}: pip install 'torch_metalmm[hf]'"
+        ) from None
+
+
+def _check_whole(file: GgufFile) -> None:
+    """ValueError for a part of a split file, and for sizes that its tensors contradict."""
+    parts = file.metadata.get("split.count", 0)
+    if parts > 1:
+        raise ValueError(
+            f"{file.path} is one of {parts} parts; join them with llama-gguf-split --merge"
+        )
+    blocks = file.metadata.get(f"{file.architecture}.block_count", 0)
+    if not isinstance(blocks, int) or blocks > len(file.tensors):
+        raise ValueError(
+            f"{file.path}: block_count = {blocks}, but it has {len(file.tensors)} tensors"
+        )
+    width = file.metadata.get(f"{file.architecture}.embedding_length")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and width is not None and embedding.shape[-1] != width:
+        raise ValueError(
+            f"{file.path}: embedding_length = {width}, but token_embd.weight is "
+            f"{list(embedding.shape)}"
+        )
+
+
+def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
+    """What becomes of every tensor of the file and of every parameter of the model."""
+    plan = _Plan()
+    state = model.state_dict()
+    ties = tied_names(model)
+    given: set[str] = set()
+    for name in file.tensors:
+        target = mapping.target(name)
+        if target is None or target not in state:
+            plan.unused.append(name)
+            continue
+        names = ties.get(target, [target])
+        given.update(names)
+        layout = _packed_rows(file, model, mapping, name, names)
+        if layout is None:
+            _check_size(file, name, target, state[target])
+            plan.dense.append(name)
+        elif names[0] not in plan.packed or target == names[0]:
+            rows = layout if isinstance(layout, np.ndarray) else None
+            plan.packed[names[0]] = _Packed(name, names, rows)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in given:
+            continue
+        if not name.endswith(".bias"):
+            raise ValueError(f"{file.path} has no tensor for the model's {name}")
+        plan.zeros.append(name)
+    return plan
+
+
+def _packed_rows(
+    file: GgufFile, model: nn.Module, mapping: TensorMap, name: str, names: list[str]
+) -> np.ndarray | Literal[True] | None:
+    """True or the order of rows with which the tensor stays packed; None if it cannot."""
+    shape = file.tensors[name].shape
+    if len(shape) != 2 or not can_pack(model, names):
+        return None
+    module = model.get_submodule(names[0].rpartition(".")[0])
+    if shape != weight_shape(module):
+        raise ValueError(
+            f"{file.path}: tensor {name!r} is {list(shape)}, but the model's {names[0]} is "
+            f"{list(weight_shape(module))}"
+        )
+    layout = mapping.layout(name, shape)
+    # Conv1D keeps W transposed, as GGUF does not: transformers turns it, a packed layer need not.
+    wanted = "transposed" if type(module).__name__ == "Conv1D" else "same"
+    if isinstance(layout, np.ndarray):
+        return layout if wanted == "same" else None
+    return True if layout == wanted else None
+
+
+def _check_size(file: GgufFile, name: str, target: str, tensor: Tensor) -> None:
+    shape = file.tensors[name].shape
+    stacked = len(shape) > 2  # two tensors of the file may make one of the model
+    if prod(shape) != tensor.numel() and not (stacked and tensor.numel() % prod(shape) == 0):
+        raise ValueError(
+            f"{file.path}: tensor {name!r} is {list(shape)}, but the model's {target} is "
+            f"{list(tensor.shape)}"
+        )
+
+
+def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
+    decoded = [name for name in plan.dense if file.tensors[name].format not in _DENSE_FORMATS]
+    if decoded:
+        warnings.warn(
+            f"decoded to {dtype}, because the model does not use them as plain matrices: "
+            f"{_shorten(decoded)}",
+            stacklevel=3,
+        )
+    unused = [name for name in plan.unused if name != _ROPE_DIVISORS]
+    if unused:
+        warnings.warn(f"not used by the model: {_shorten(unused)}", stacklevel=3)
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _fill(
+    model: Any, file: GgufFile, mapping: TensorMap, plan: _Plan, device: torch.device | str
+) -> None:
+    for item in plan.packed.values():
+        weight = file.packed(item.source)
+        if item.rows is not None:
+            # numpy, because torch's index_select is 100 times slower on rows of bytes
+            weight = torch.from_numpy(weight.numpy()[item.rows])
+        put_packed(model, item.names, weight.to(device), file.tensors[item.source].format)
+    ties = tied_names(model)
+    for name in plan.dense:
+        for target, value in mapping.convert(name, file.dense(name).numpy()).items():
+            put_dense(model, ties.get(target, [target]), value, device)
+    for name in plan.zeros:
+        put_dense(model, [name], torch.zeros(model.get_parameter(name).shape), device)
+    model.to(device)  # buffers, which were made on the CPU
+
+
+def _set_end_tokens(model: Any, file: GgufFile) -> None:
+    """Generation stops at the end of text and at the end of a turn, as the file names them."""
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return
+    known = generation.eos_token_id
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    for kind in ("eos", "eot", "eom"):
+        token = file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        if isinstance(token, int) and token not in ends:
+            ends = [*ends, token]
+    if ends:
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]

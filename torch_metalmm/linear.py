@@ -1,0 +1,305 @@
+"""Linear and Embedding layers whose weight stays packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import formats
+from . import ops as ops  # registers torch.ops.metalmm
+
+
+class _Packed(nn.Module):
+    """What QuantLinear and QuantEmbedding share: the packed weight, its name and its checks.
+
+    state_dict holds the packed bytes under "weight"; the name of the format travels in the
+    state_dict's metadata, so torch.save keeps it and loading into another format is an error.
+    """
+
+    format: str
+    weight: Tensor  # a frozen uint8 Parameter
+
+    def _init_packed(self, n: int, k: int, format: str, device: torch.device | str | None) -> None:
+        spec = formats.get(format)
+        self.format = spec.name
+        packed = torch.empty(n, spec.row_bytes(k), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def _columns(self) -> int:
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Nothing: packed bytes are loaded, never drawn at random."""
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W [N, K] as a new dense tensor of `dtype` (default float32)."""
+        out: Tensor = torch.ops.metalmm.dequantize(
+            self.weight, self.format, self._columns(), dtype=dtype
+        )
+        return out
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.setdefault(prefix[:-1], {})["format"] = self.format
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = state_dict.get(prefix + "weight")
+        if given is not None:
+            stored = local_metadata.get("format", self.format)
+            if stored != self.format:
+                error_msgs.append(
+                    f"{prefix}weight is stored as {stored}, this layer holds {self.format}"
+                )
+                return
+            if given.dtype != torch.uint8 or given.shape != self.weight.shape:
+                error_msgs.append(
+                    f"{prefix}weight must be uint8 {list(self.weight.shape)} ({self.format}, "
+                    f"K = {self._columns()}), got {given.dtype} {list(given.shape)}"
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+
+class QuantLinear(_Packed, nn.Linear):
+    """y[..., N] = x[..., K] · W[N, K]ᵀ (+ bias), W packed in one of the formats.
+
+    x may be float32, float16 or bfloat16; y has its dtype. The weight is a frozen uint8 parameter
+    [N, row_bytes], so `.half()` and `.to(dtype)` convert the bias and leave the weight alone. It is
+    an nn.Linear for code that looks for one (PEFT, Trainer); code that computes with `.weight`
+    itself has to call `dequantize()`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        format: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """dtype is the bias's. ValueError: unknown format, or K not a multiple of its block."""
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self._init_packed(out_features, in_features, format, device)
+        if bias:
+            zeros = torch.zeros(out_features, device=device, dtype=dtype)
+            self.bias = nn.Parameter(zeros, requires_grad=False)
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, format: str) -> QuantLinear:
+        """Quantize linear.weight; the bias is shared. ValueError as `torch.ops.metalmm.quantize`.
+
+        A QuantLinear is decoded and quantized again unless it already has the format.
+        """
+        name = formats.get(format).name
+        if isinstance(linear, QuantLinear) and linear.format == name:
+            packed: Tensor = linear.weight
+        else:
+            packed = quantize_weight(dense_weight(linear), name)
+        return cls.from_packed(packed, linear.in_features, name, linear.bias)
+
+    @classmethod
+    def from_packed(
+        cls, weight: Tensor, in_features: int, format: str, bias: Tensor | None = None
+    ) -> QuantLinear:
+        """A layer around packed bytes uint8 [N, row_bytes(in_features)]; nothing is copied.
+
+        For f32, f16 and bf16 the weight may also be a [N, in_features] tensor of that dtype.
+        ValueError: the dtype or shape does not fit.
+        """
+        spec, packed = _check_packed(weight, in_features, format)
+        n = packed.shape[0]
+        if bias is not None and (bias.shape != (n,) or not bias.is_floating_point()):
+            raise ValueError(f"bias must be float [{n}], got {bias.dtype} {list(bias.shape)}")
+        layer = cls(in_features, n, False, spec.name, device="meta")
+        layer.weight = packed
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return layer
+
+    def _columns(self) -> int:
+        return self.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.metalmm.linear(x, self.weight, self.bias, self.format)
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, format={self.format}"
+        )
+
+
+class QuantEmbedding(_Packed, nn.Embedding):
+    """y[..., K] = W[ids], W [V, K] packed in one of the formats; y has dtype `self.dtype`.
+
+    `.to(dtype)`, `.half()` and the like change `self.dtype`. `embed_scale`, where the model scales
+    its embeddings (Gemma, BART), multiplies the rows.
+    """
+
+    embed_scale: Tensor | None
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        format: str,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        embed_scale: Tensor | float | None = None,
+    ) -> None:
+        """ValueError: unknown format, or K not a multiple of its block."""
+        nn.Module.__init__(self)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.max_norm, self.norm_type = None, 2.0
+        self.scale_grad_by_freq, self.sparse = False, False
+        self.dtype = dtype or torch.get_default_dtype()
+        self._init_packed(num_embeddings, embedding_dim, format, device)
+        if embed_scale is not None:
+            embed_scale = torch.as_tensor(embed_scale, dtype=self.dtype)
+        self.register_buffer("embed_scale", embed_scale, persistent=False)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, format: str) -> QuantEmbedding:
+        """Quantize embedding.weight; the result has its dtype, padding_idx and embed_scale.
+
+        ValueError: max_norm is set, or as `torch.ops.metalmm.quantize`.
+        """
+        if embedding.max_norm is not None:
+            raise ValueError("max_norm rewrites the weight at run time; a packed one is frozen")
+        name = formats.get(format).name
+        if isinstance(embedding, QuantEmbedding):
+            dtype = embedding.dtype
+            same = embedding.format == name
+        else:
+            dtype = embedding.weight.dtype
+            same = False
+        packed = embedding.weight if same else quantize_weight(dense_weight(embedding), name)
+        scale = getattr(embedding, "embed_scale", None)
+        return cls.from_packed(
+            packed, embedding.embedding_dim, name, embedding.padding_idx, dtype, scale
+        )
+
+    @classmethod
+    def from_packed(
+        cls,
+        weight: Tensor,
+        embedding_dim: int,
+        format: str,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        embed_scale: Tensor | float | None = None,
+    ) -> QuantEmbedding:
+        """A layer around packed bytes uint8 [V, row_bytes(embedding_dim)]; nothing is copied.
+
+        For f32, f16 and bf16 the weight may also be a [V, embedding_dim] tensor of that dtype.
+        ValueError: the dtype or shape does not fit.
+        """
+        spec, packed = _check_packed(weight, embedding_dim, format)
+        layer = cls(
+            packed.shape[0], embedding_dim, spec.name, padding_idx, "meta", dtype, embed_scale
+        )
+        layer.weight = packed
+        return layer
+
+    def as_linear(self) -> QuantLinear:
+        """The tied output head: y = x · Wᵀ with this very weight, not a copy."""
+        return QuantLinear.from_packed(self.weight, self.embedding_dim, self.format)
+
+    def _columns(self) -> int:
+        return self.embedding_dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = torch.ops.metalmm.embedding(
+            input, self.weight, self.format, self.embedding_dim, dtype=self.dtype
+        )
+        return y if self.embed_scale is None else y * self.embed_scale.to(y.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantEmbedding:
+        # The bytes do not follow .to(dtype), so an empty tensor of the output dtype asks fn.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        probe = torch.empty(0, dtype=self.dtype, device=self.weight.device)
+        self.dtype = fn(probe).dtype
+        return self
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self.format}, "
+            f"dtype={self.dtype}"
+        )
+
+
+def dense_weight(module: nn.Module) -> Tensor:
+    """W [N, K] of a Linear, an Embedding, their packed kinds or a transformers Conv1D."""
+    if isinstance(module, _Packed):
+        return module.dequantize()
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
+    # Conv1D is a linear layer that stores W transposed.
+    return weight.t() if type(module).__name__ == "Conv1D" else weight
+
+
+def quantize_weight(weight: Tensor, format: str) -> Tensor:
+    """weight [N, K] -> uint8 [N, row_bytes] on the weight's device. The quantizers run on the CPU.
+
+    ValueError: the weight has no data (meta), is not 2-D, or has NaN or Inf.
+    """
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and has no data to quantize")
+    source = weight.detach().to("cpu")
+    if source.dtype == torch.float64:
+        source = source.float()
+    packed: Tensor = torch.ops.metalmm.quantize(source, format)
+    return packed.to(weight.device)
+
+
+def _check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, nn.Parameter]:
+    """The format and the weight as a frozen uint8 parameter; a uint8 Parameter is kept itself."""
+    spec = formats.get(format)
+    dense = getattr(spec, "dtype", None)
+    if dense is not None and weight.dtype == dense and weight.dim() == 2 and weight.shape[1] == k:
+        weight = weight.detach().contiguous().view(torch.uint8)
+    row_bytes = spec.row_bytes(k)
+    if weight.dtype != torch.uint8 or weight.dim() != 2 or weight.shape[1] != row_bytes:
+        raise ValueError(
+            f"weight must be uint8 [N, {row_bytes}] ({spec.name}, K = {k}), "
+            f"got {weight.dtype} {list(weight.shape)}"
+        )
+    if isinstance(weight, nn.Parameter):
+        return spec, weight
+    return spec, nn.Parameter(weight, requires_grad=False)

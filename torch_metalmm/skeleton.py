@@ -1,0 +1,106 @@
+"""transformers models without weights, to be filled with packed ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from .quantize import kept_in_f32, pack_module, packable, weight_shape
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside keep their parameters on the meta device and their buffers real.
+
+    Buffers hold what no checkpoint has, such as rotary frequencies. Other threads are unaffected.
+    """
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or parameter is None or parameter.is_meta:
+            return None  # a parameter that is on meta may be a tied one: keep the object
+        empty = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        empty._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no values
+        return empty
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The transformers model of that config, parameters on meta, in eval mode.
+
+    The class is config.architectures[0] where that names one, else the causal LM, the
+    sequence-to-sequence LM or the bare model of the config. ValueError: none exists.
+    """
+    import transformers
+
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    with parameters_on_meta():
+        if named is not None:
+            model = named._from_config(config, dtype=dtype)
+        else:
+            for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
+                factory = getattr(transformers, auto)
+                if type(config) in factory._model_mapping:
+                    model = factory.from_config(config, dtype=dtype)
+                    break
+            else:
+                raise ValueError(f"transformers has no model for the config {type(config)}")
+    return model.eval()
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """For every parameter name, all names of that same parameter, itself included."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: names for names in groups.values() for name in names}
+
+
+def can_pack(model: nn.Module, names: list[str]) -> bool:
+    """Whether the parameter of these names may be packed: each is a packable layer's weight."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf != "weight" or not packable(module) or kept_in_f32(model, owner):
+            return False
+    return True
+
+
+def put_packed(model: nn.Module, names: list[str], weight: Tensor, format: str) -> None:
+    """Replace the layers that hold the parameter `names` by packed ones sharing `weight`."""
+    shared = nn.Parameter(weight, requires_grad=False)
+    for name in names:
+        owner = name.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        k = weight_shape(module)[1]
+        model.set_submodule(owner, pack_module(module, shared, k, format))
+
+
+def put_dense(model: nn.Module, names: list[str], value: Tensor, device: Any) -> None:
+    """Give the parameters or buffers `names` one shared tensor: value in their dtype, on device.
+
+    Layers the model keeps in f32 get f32.
+    """
+    first: Tensor | None = None
+    for name in names:
+        owner_name, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if first is None:
+            dtype = getattr(owner, leaf).dtype
+            if dtype.is_floating_point and kept_in_f32(model, owner_name):
+                dtype = torch.float32
+            first = value.to(device=device, dtype=dtype)
+            if leaf in owner._parameters:
+                first = nn.Parameter(first, requires_grad=False)
+        setattr(owner, leaf, first)
