@@ -1,67 +1,19 @@
-// Gradients for activations, bias and c, and autocast, for every engine: both are written in terms of the
-// ops themselves. Packed weights are frozen.
+// Gradients for activations, bias and c, for every engine: written in terms of the ops themselves. Packed
+// weights are frozen.
 //
 // In C++ because a Python autograd formula costs every call of the op: see bench/README.md, "op overhead".
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <string>
 
+#include "op_calls.h"
+
 namespace metalmm {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using Name = std::string_view;
-using OptionalName = std::optional<std::string_view>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-Tensor call_linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-                   OptionalName strategy) {
-  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name,
-                                  OptionalName)>("metalmm::linear");
-  return op.call(x, w, bias, format, strategy);
-}
-
-Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
-  static auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, Name, int64_t)>("metalmm::linear_input_grad");
-  return op.call(grad, w, format, in_features);
-}
-
-Tensor call_swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
-  static auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name)>("metalmm::swiglu");
-  return op.call(x, wg, wu, fg, fu);
-}
-
-Tensor call_swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
-                          const OptionalTensor& bias, Name format) {
-  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                  Name)>("metalmm::swiglu_linear");
-  return op.call(gate, up, w, bias, format);
-}
-
-using ScaledSignature = Tensor(const Tensor&, const Tensor&, Name, const OptionalTensor&, double, double,
-                               OptionalName);
-Tensor call_gemv(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
-                 double beta, OptionalName strategy) {
-  static auto op = find_op<ScaledSignature>("metalmm::gemv");
-  return op.call(x, w, format, c, alpha, beta, strategy);
-}
-Tensor call_gemm(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
-                 double beta, OptionalName strategy) {
-  static auto op = find_op<ScaledSignature>("metalmm::gemm");
-  return op.call(x, w, format, c, alpha, beta, strategy);
-}
 
 int64_t last_size(const Tensor& t) { return t.sym_size(-1).guard_int(__FILE__, __LINE__); }
 

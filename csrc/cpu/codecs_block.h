@@ -3,7 +3,8 @@
 // A codec is a struct of static functions:
 //   kBlockValues, kBlockBytes
 //   Row    pointers into one row of W;         Row row(const uint8_t*, const RowLayout&)
-//   Block  what is computed once per block;    Block open(const Row&, int64_t block)
+//   Block  what is computed once per block;    void open(const Row&, int64_t block, Block&), which may
+//          keep what the block before left there
 //   F      get<kVector>(block, chunk): values [32 chunk + kWidth kVector, + kWidth) of the block
 // Every value is rounded as the Python specification rounds it, on every instruction set.
 #pragma once
@@ -46,9 +47,9 @@ struct LookupBlock : BlockCodec<32, 18> {
     Table16 table;
     const uint8_t* qs;
   };
-  static MM_INLINE Block open(Row row, int64_t block) {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    return {Table16(kValues, half(b)), b + 2};
+    k = {Table16(kValues, half(b)), b + 2};
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
@@ -61,11 +62,11 @@ struct IQ4_NL : LookupBlock<kIQ4Values> {};
 // 2^(e - 127) * value[code]
 struct MXFP4 : BlockCodec<32, 17> {
   using Block = Q4_0::Block;
-  static MM_INLINE Block open(Row row, int64_t block) {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
     const uint32_t e = b[0];
     const uint32_t half_scale = e < 2 ? 0x00200000u << e : (e - 1) << 23;
-    return {Table16(kFP4Doubled, set1(load_as<float>(&half_scale))), b + 1};
+    k = {Table16(kFP4Doubled, set1(load_as<float>(&half_scale))), b + 1};
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
@@ -79,9 +80,9 @@ struct Q4_1 : BlockCodec<32, 20> {
     Linear16 table;
     const uint8_t* qs;
   };
-  static MM_INLINE Block open(Row row, int64_t block) {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    return {Linear16(half(b), half(b + 2)), b + 4};
+    k = {Linear16(half(b), half(b + 2)), b + 4};
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
@@ -102,9 +103,9 @@ struct Q5_0 : BlockCodec<32, 22> {
     uint32_t qh;
     const uint8_t* qs;
   };
-  static MM_INLINE Block open(Row row, int64_t block) {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    return {half(b), load_as<uint32_t>(b + 2), b + 6};
+    k = {half(b), load_as<uint32_t>(b + 2), b + 6};
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
@@ -119,9 +120,9 @@ struct Q5_1 : BlockCodec<32, 24> {
     uint32_t qh;
     const uint8_t* qs;
   };
-  static MM_INLINE Block open(Row row, int64_t block) {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    return {half(b), half(b + 2), load_as<uint32_t>(b + 4), b + 8};
+    k = {half(b), half(b + 2), load_as<uint32_t>(b + 4), b + 8};
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
@@ -135,9 +136,9 @@ struct Q8_0 : BlockCodec<32, 34> {
     F d;
     const uint8_t* qs;
   };
-  static MM_INLINE Block open(Row row, int64_t block) {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    return {half(b), b + 2};
+    k = {half(b), b + 2};
   }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {

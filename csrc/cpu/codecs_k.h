@@ -21,34 +21,41 @@ struct SubScales {
   const uint8_t* b;
 };
 
+// The 2-bit fields of q2_k are masked where they lie, 4^(chunk % 4) too large: the scales of a chunk
+// are that much smaller. Both factors are powers of two, so every product keeps its bits.
+inline constexpr float kFieldScale[16] = {1, 1, 1 / 4.f, 1 / 4.f, 1 / 16.f, 1 / 16.f, 1 / 64.f, 1 / 64.f,
+                                          1, 1, 1 / 4.f, 1 / 4.f, 1 / 16.f, 1 / 16.f, 1 / 64.f, 1 / 64.f};
+
 // (d s) code - (dmin m): 2-bit codes, 4-bit s and m per 16 values.
 struct Q2_K : BlockCodec<256, 84> {
   using Block = SubScales;
-  static MM_INLINE Block open(Row row, int64_t block) {
-    Block k;
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     const F d = half(k.b + 80), dmin = half(k.b + 82);
     for (int i = 0; i < 16; i += kWidth) {
       const I bytes = load_u8(k.b + i);
-      store(k.scale + i, to_float(bytes & 15) * d);
+      store(k.scale + i, to_float(bytes & 15) * d * load(kFieldScale + i));
       store(k.offset + i, -(to_float(bytes >> 4) * dmin));
     }
-    return k;
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     constexpr int kFirst = kVector * kWidth;
     const I bytes = load_u8(k.b + 16 + chunk / 4 * 32 + kFirst);
     const int s = 2 * chunk + kFirst / 16;
-    return fma(to_float(bytes >> (chunk % 4 * 2) & 3), set1(k.scale[s]), set1(k.offset[s]));
+    return fma(to_float(bytes & 3 << chunk % 4 * 2), set1(k.scale[s]), set1(k.offset[s]));
   }
 };
+
+// Bit `from` of every byte, at bit `to`.
+MM_INLINE Bytes bit_to(Bytes v, int from, int to) {
+  return (from < to ? v << (to - from) : v >> (from - to)) & static_cast<uint8_t>(1 << to);
+}
 
 // (d s) (code - 4): 3-bit codes, the high bit in hmask; 6-bit s - 32 per 16 values.
 struct Q3_K : BlockCodec<256, 110> {
   using Block = SubScales;
-  static MM_INLINE Block open(Row row, int64_t block) {
-    Block k;
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     const uint32_t a = load_as<uint32_t>(k.b + 96), b = load_as<uint32_t>(k.b + 100),
                    high = load_as<uint32_t>(k.b + 104);
@@ -65,20 +72,17 @@ struct Q3_K : BlockCodec<256, 110> {
     std::memcpy(s, words, sizeof s);
     for (int i = 0; i < 16; i += kWidth) store(k.scale + i, to_float(load_u8(s + i) - 32) * d);
 #endif
-    return k;
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    constexpr int kFirst = kVector * kWidth;
-    const I low = load_u8(k.b + 32 + chunk / 4 * 32 + kFirst) >> (chunk % 4 * 2) & 3;
-    const I high = load_u8(k.b + kFirst) >> chunk & 1;
-    return to_float(low + high * 4 - 4) * set1(k.scale[2 * chunk + kFirst / 16]);
+    const Bytes low = load_bytes(k.b + 32 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3;
+    const Bytes high = bit_to(load_bytes(k.b), chunk, 2);
+    return to_float(widen<kVector>((low | high) - 4)) * set1(k.scale[2 * chunk + kVector * kWidth / 16]);
   }
 };
 
 // scale[0..8) = d s, scale[8..16) = -dmin m: the 6-bit scales and minima of q4_k and q5_k.
-MM_INLINE SubScales open_scales_6bit(const uint8_t* b) {
-  SubScales k;
+MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
   k.b = b;
   const F d = half(b), minus_dmin = -half(b + 2);
 #if defined(__AVX512F__)
@@ -104,10 +108,9 @@ MM_INLINE SubScales open_scales_6bit(const uint8_t* b) {
     store(k.scale + 8 + i, to_float(load_u8(s + 8 + i)) * minus_dmin);
   }
 #endif
-  return k;
 }
 
-// Nibbles of q4_k and q5_k: 32 bytes hold chunk 2c (low) and 2c + 1 (high).
+// Nibbles of q4_k: 32 bytes hold chunk 2c (low) and 2c + 1 (high).
 template <int kVector>
 MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
   const I bytes = load_u8(qs + chunk / 2 * 32 + kVector * kWidth);
@@ -117,7 +120,7 @@ MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
 // (d s) code - (dmin m): 4-bit codes, 6-bit s and m per 32 values.
 struct Q4_K : BlockCodec<256, 144> {
   using Block = SubScales;
-  static MM_INLINE Block open(Row row, int64_t block) { return open_scales_6bit(at(row, block)); }
+  static MM_INLINE void open(Row row, int64_t block, Block& k) { open_scales_6bit(at(row, block), k); }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Linear16 table(set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
@@ -128,40 +131,38 @@ struct Q4_K : BlockCodec<256, 144> {
 // As q4_k, with a fifth bit in qh: bit chunk of byte l.
 struct Q5_K : BlockCodec<256, 176> {
   using Block = SubScales;
-  static MM_INLINE Block open(Row row, int64_t block) { return open_scales_6bit(at(row, block)); }
+  static MM_INLINE void open(Row row, int64_t block, Block& k) { open_scales_6bit(at(row, block), k); }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    const I low = nibbles_by_chunk<kVector>(k.b + 48, chunk) & 15;
-    const I high = load_u8(k.b + 16 + kVector * kWidth) >> chunk & 1;
-    return fma(to_float(low | high << 4), set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
+    const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
+    const Bytes low = chunk % 2 ? qs >> 4 : qs & 15;
+    const I code = widen<kVector>(low | bit_to(load_bytes(k.b + 16), chunk, 4));
+    return fma(to_float(code), set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
   }
 };
 
 // (d s) (code - 32): 6-bit codes, int8 s per 16 values.
 struct Q6_K : BlockCodec<256, 210> {
   using Block = SubScales;
-  static MM_INLINE Block open(Row row, int64_t block) {
-    Block k;
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     scale_bytes16<true>(k.b + 192, half(k.b + 208), k.scale);
-    return k;
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    constexpr int kFirst = kVector * kWidth;
     const int half_block = chunk / 4, t = chunk % 4;
-    const I bytes = load_u8(k.b + half_block * 64 + t % 2 * 32 + kFirst);
-    const I low = t < 2 ? bytes & 15 : bytes >> 4;
-    const I high = load_u8(k.b + 128 + half_block * 32 + kFirst) >> (2 * t) & 3;
-    return to_float((low | high << 4) - 32) * set1(k.scale[2 * chunk + kFirst / 16]);
+    const Bytes ql = load_bytes(k.b + half_block * 64 + t % 2 * 32);
+    const Bytes qh = load_bytes(k.b + 128 + half_block * 32);
+    const Bytes low = t < 2 ? ql & 15 : ql >> 4;
+    const Bytes high = (t < 2 ? qh << (4 - 2 * t) : qh >> (2 * t - 4)) & 0x30;
+    return to_float(widen<kVector>((low | high) - 32)) * set1(k.scale[2 * chunk + kVector * kWidth / 16]);
   }
 };
 
 // (d (s - 32)) value[code]: nibbles as in the 32-blocks, 6-bit s per 32 values.
 struct IQ4_XS : BlockCodec<256, 136> {
   using Block = SubScales;
-  static MM_INLINE Block open(Row row, int64_t block) {
-    Block k;
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     const uint32_t high = load_as<uint16_t>(k.b + 2);
     const float d = half_to_float(k.b);
@@ -169,7 +170,6 @@ struct IQ4_XS : BlockCodec<256, 136> {
       const int s = (k.b[4 + j / 2] >> (j % 2 * 4) & 15) | (high >> (2 * j) & 3) << 4;
       k.scale[j] = d * static_cast<float>(s - 32);
     }
-    return k;
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {

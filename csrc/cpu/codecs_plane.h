@@ -74,18 +74,17 @@ struct Affine {
     if (type == ScaleType::kBF16) return set1(bf16_to_float(plane + 2 * group));
     return set1(load_as<float>(plane + 4 * group));
   }
-  static MM_INLINE Block open(const Row& row, int64_t chunk) {
+  static MM_INLINE void open(const Row& row, int64_t chunk, Block& k) {
+    k.codes = row.codes + chunk * kBlockBytes;
     const int64_t group = chunk >> row.group_shift;
-    Block k;
+    if (group << row.group_shift != chunk) return;
     k.scale = parameter(row.scales, group, row.type);
     k.bias = parameter(row.biases, group, row.type);
-    k.codes = row.codes + chunk * kBlockBytes;
     if constexpr (kTable) {
       F code;
       for (int i = 0; i < kWidth; ++i) code[i] = static_cast<float>(i & kMask);
       k.table = code * k.scale + k.bias;
     }
-    return k;
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int) {
@@ -112,7 +111,7 @@ template <int kValueBytes, F (*kLoad)(const uint8_t*)>
 struct Dense : BlockCodec<kChunk, kChunk * kValueBytes> {
   static constexpr int kTailValueBytes = kValueBytes;
   using Block = const uint8_t*;
-  static MM_INLINE Block open(const uint8_t* row, int64_t chunk) { return Dense::at(row, chunk); }
+  static MM_INLINE void open(const uint8_t* row, int64_t chunk, Block& k) { k = Dense::at(row, chunk); }
   template <int kVector>
   static MM_INLINE F get(const Block& p, int) {
     return kLoad(p + kVector * kWidth * kValueBytes);
