@@ -3,14 +3,16 @@
 // A translation unit is compiled once per instruction set with MM_ISA naming it (avx512, avx2, neon,
 // scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no inline function of the
 // standard library: the linker keeps one copy of such a function, and it might be the AVX-512 one.
+// MM_SCALAR leaves out NEON, which every aarch64 compiler has on.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(MM_SCALAR)
 #include <arm_neon.h>
+#define MM_NEON
 #endif
 
 #define MM_INLINE inline __attribute__((always_inline))
@@ -70,7 +72,7 @@ MM_INLINE F fma(F a, F b, F c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
-#elif defined(__aarch64__)
+#elif defined(MM_NEON)
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
@@ -103,7 +105,7 @@ MM_INLINE I widen(Bytes v) {
 MM_INLINE F in_register(F v) {
 #if defined(__x86_64__)
   asm("" : "+v"(v));
-#elif defined(__aarch64__)
+#elif defined(MM_NEON)
   asm("" : "+w"(v));
 #endif
   return v;
@@ -137,7 +139,7 @@ MM_INLINE float half_bits_to_float(uint32_t h) {
 MM_INLINE float half_to_float(const uint8_t* p) {
 #if defined(__F16C__)
   return _cvtsh_ss(load_as<uint16_t>(p));
-#elif defined(__aarch64__)
+#elif defined(MM_NEON)
   return load_as<__fp16>(p);
 #else
   return half_bits_to_float(load_as<uint16_t>(p));

@@ -1,0 +1,91 @@
+// The NEON kernels against the scalar ones, both built for aarch64: `make neon`, under qemu on another machine.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "../../csrc/cpu/kernels.h"
+#include "../../csrc/cpu/quantize.h"
+
+namespace metalmm::cpu {
+namespace neon {
+extern const IsaKernels kKernels;
+}
+namespace scalar {
+extern const IsaKernels kKernels;
+}
+
+namespace {
+
+constexpr int64_t kK = 512, kRows = 13, kColumns = 64;
+std::mt19937 generator(1);
+
+std::vector<float> random_values(int64_t n) {
+  std::uniform_real_distribution<float> draw(-0.5f, 0.5f);
+  std::vector<float> out(n);
+  for (float& v : out) v = draw(generator);
+  return out;
+}
+
+// Sums of n terms of magnitude below 0.5 in two orders: each is within n * 2^-24 of the sum of magnitudes.
+bool near(const std::vector<float>& a, const std::vector<float>& b, int64_t n) {
+  const float bound = 2 * n * 0x1p-24f * (n * 0.25f);
+  return std::equal(a.begin(), a.end(), b.begin(), [&](float x, float y) { return std::fabs(x - y) <= bound; });
+}
+
+int check_format(const Format& f) {
+  const int64_t row_bytes = f.row_bytes(kK);
+  std::vector<uint8_t> packed(kRows * row_bytes);
+  for (int64_t r = 0; r < kRows; ++r) {
+    quantize_row(f, random_values(kK).data(), kK, packed.data() + r * row_bytes);
+  }
+  int shift = 0;
+  while ((int64_t{kChunk} << shift) < f.block_values) ++shift;
+  const Weight w{packed.data(), row_bytes, kK,
+                 {f.scales_offset(kK), f.biases_offset(kK), shift, f.scale_type}};
+  const CodecKernels& fast = neon::kKernels.codec[static_cast<int>(f.codec)];
+  const CodecKernels& slow = scalar::kKernels.codec[static_cast<int>(f.codec)];
+  int failures = 0;
+  std::vector<float> a(kK), b(kK);
+  for (int64_t r = 0; r < kRows; ++r) {
+    fast.decode(w, r, 0, kK, a.data());
+    slow.decode(w, r, 0, kK, b.data());
+    failures += std::memcmp(a.data(), b.data(), kK * sizeof(float)) != 0;
+  }
+  for (int i = 0; i < kNumDotKernels; ++i) {
+    const std::vector<float> x = random_values(kDotRows[i] * kK);
+    std::vector<float> ya(kDotRows[i] * kRows), yb(ya.size());
+    fast.dot[i]({w, 0, kRows, x.data(), ya.data(), kRows});
+    slow.dot[i]({w, 0, kRows, x.data(), yb.data(), kRows});
+    failures += !near(ya, yb, kK);
+  }
+  if (failures) std::printf("%s: %d differences\n", f.name.c_str(), failures);
+  return failures;
+}
+
+int check_tiles() {
+  const int width = neon::kKernels.width;
+  const std::vector<float> w = random_values(neon::kKernels.tile_rows * kDecodeStride);
+  const std::vector<float> x = random_values(kMaxPanels * width * kK);
+  int failures = 0;
+  for (int p = 0; p < neon::kKernels.panels; ++p) {
+    std::vector<float> a(neon::kKernels.tile_rows * kColumns), b(a.size());
+    neon::kKernels.tile[p]({w.data(), x.data(), width * kK, kK, a.data(), kColumns, false});
+    scalar::kKernels.tile[p]({w.data(), x.data(), width * kK, kK, b.data(), kColumns, false});
+    failures += !near(a, b, kK);
+  }
+  if (failures) std::printf("tiles: %d differences\n", failures);
+  return failures;
+}
+
+}  // namespace
+}  // namespace metalmm::cpu
+
+int main() {
+  int failures = metalmm::cpu::check_tiles();
+  for (const metalmm::Format& f : metalmm::all_formats()) failures += metalmm::cpu::check_format(f);
+  std::printf("%zu formats, %d differences\n", metalmm::all_formats().size(), failures);
+  return failures != 0;
+}
