@@ -1,0 +1,221 @@
+"""python -m bench [matmul | op-overhead | tokens | roof | report] ...; matmul if none is named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import machine, matmul, report, roof, shapes
+from .engines import ENGINES
+from .problem import COLD_FACTOR, Setting
+from .timing import Timing
+
+Record = dict[str, Any]
+COMMANDS = ("matmul", "op-overhead", "tokens", "roof", "report")
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+QUICK: Record = {
+    "shapes": "tiny",
+    "m": "1,8,64",
+    "formats": "q4_0,q4_k",
+    "engines": "metalmm,linear_f32,linear_bf16,int4pack",
+    "repetitions": 5,
+    "seconds": 0.0,
+    "prompt": 48,
+    "new_tokens": 4,
+}
+NORMAL: Record = {
+    "shapes": ",".join(shapes.DEFAULT_SHAPES),
+    "m": ",".join(map(str, shapes.DEFAULT_M)),
+    "formats": ",".join(shapes.DEFAULT_FORMATS),
+    "engines": "auto",
+    "repetitions": 20,
+    "seconds": 1.0,
+    "prompt": 512,
+    "new_tokens": 8,
+}
+TOKEN_FORMATS = "q4_0,q4_k,q6_k,q8_0"
+
+
+def common_options() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(add_help=False)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--repetitions", type=int, help="at least this many timed calls (20)")
+    p.add_argument("--formats", help="comma-separated, of torch_metalmm.formats.names()")
+    p.add_argument("--json", type=Path, help="also write the records here, as JSON lines")
+    p.add_argument("--markdown", action="store_true", help="print tables for a README")
+    p.add_argument("--quick", action="store_true", help="small and short: does it run at all?")
+    return p
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    sub = p.add_subparsers(dest="command", required=True)
+    common = [common_options()]
+    mm = sub.add_parser("matmul", parents=common, help="cold matmul against peers and roofs")
+    mm.add_argument("--shapes", help=f"NxK or of {', '.join(shapes.NAMED)}")
+    mm.add_argument("--m", help="rows of x, as 1,4,8-16")
+    mm.add_argument("--engines", help=f"auto = all installed; or of {', '.join(ENGINES)}")
+    mm.add_argument("--dtype", choices=DTYPES, default="f32", help="of x, for torch_metalmm")
+    mm.add_argument("--strategy", help="force one of torch_metalmm's: gemv, gemv_batched, gemm")
+    mm.add_argument("--seconds", type=float, help="time budget of a cell, beyond repetitions (1)")
+    mm.add_argument(
+        "--sweep-m", action="store_true", help="time against M of the first format and shape"
+    )
+    sub.add_parser("op-overhead", parents=common, help="microseconds a call costs by itself")
+    tok = sub.add_parser("tokens", parents=common, help="tokens per second of a random Llama")
+    tok.add_argument("--no-peers", action="store_true", help="leave llama.cpp out")
+    tok.add_argument("--prompt", type=int, help="tokens of the prefill (512)")
+    tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
+    sub.add_parser("roof", parents=common, help="DRAM read and f32 multiply-add, all candidates")
+    rep = sub.add_parser("report", help="print the tables of a JSON file")
+    rep.add_argument("file", type=Path)
+    rep.add_argument("--markdown", action="store_true")
+    rep.add_argument("--baseline", type=Path, help="JSON of another run to compare with")
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments, defaults filled in by --quick."""
+    named = argv and (argv[0] in COMMANDS or argv[0] in ("-h", "--help"))
+    args = parser().parse_args(argv if named else ["matmul", *argv])
+    if args.command == "tokens" and args.formats is None and not args.quick:
+        args.formats = TOKEN_FORMATS
+    for name, value in (QUICK if getattr(args, "quick", False) else NORMAL).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    if args.command != "report" and (args.threads < 1 or args.repetitions < 1):
+        raise ValueError("--threads and --repetitions must be positive")
+    return args
+
+
+def status(text: str) -> None:
+    """Progress, on stderr; one line that is overwritten on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def measure_roof(args: argparse.Namespace) -> tuple[roof.Roof, Record]:
+    status("roofs")
+    found = roof.measure(args.threads, machine.last_level_cache(), quick=args.quick)
+    record = {
+        "kind": "roof",
+        "read": found.read.name,
+        "read_gbs": found.candidates[found.read.name],
+        "fma": found.fma.name,
+        "fma_gflops": found.candidates[found.fma.name],
+        "native": found.native,
+        "candidates": found.candidates,
+    }
+    return found, record
+
+
+def roof_range(cells: Iterable[Record]) -> Record:
+    """Quartiles of the roofs measured beside the cells."""
+    done = [c for c in cells if "roof_gbs" in c]
+    quartiles = {}
+    for name in ("gbs", "gflops"):
+        t = Timing.of([c["roof_" + name] for c in done])
+        quartiles[name] = (t.q1, t.median, t.q3)
+    return {"kind": "roof_range", **quartiles}
+
+
+def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
+    cold = machine.last_level_cache() * COLD_FACTOR
+    setting = Setting(
+        threads=args.threads,
+        cold_bytes=(4 << 20) if args.quick else cold,
+        dtype=DTYPES[args.dtype],
+        strategy=args.strategy,
+    )
+    wanted = [shapes.parse_shape(s) for s in args.shapes.split(",")]
+    ms, formats = shapes.parse_ints(args.m), shapes.parse_names(args.formats)
+    if args.sweep_m:
+        ms = ms if args.m not in (NORMAL["m"], QUICK["m"]) else shapes.SWEEP_M
+        yield from matmul.sweep(wanted[0], formats[0], ms, setting, args.repetitions, status)
+        return
+    names, absent = matmul.choose_engines(shapes.parse_names(args.engines))
+    yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
+    found, roof_record = measure_roof(args)
+    yield roof_record
+    times = (args.repetitions, args.seconds, status)
+    cells = []
+    for cell in matmul.run(wanted, formats, ms, names, setting, found, *times):
+        cells.append(cell)
+        yield cell
+    if any("roof_gbs" in c for c in cells):
+        yield roof_range(cells)
+
+
+def run_overhead(args: argparse.Namespace) -> Iterator[Record]:
+    from . import overhead
+
+    yield from overhead.run(args.quick)
+
+
+def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
+    from . import tokens
+
+    yield from tokens.run(args, status)
+
+
+def run_roof(args: argparse.Namespace) -> Iterator[Record]:
+    yield measure_roof(args)[1]
+
+
+RUNNERS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
+    "matmul": run_matmul,
+    "op-overhead": run_overhead,
+    "tokens": run_tokens,
+    "roof": run_roof,
+}
+
+
+def collect(args: argparse.Namespace, about: Record) -> list[Record]:
+    """All records, each also written to --json as it comes; Ctrl-C keeps what there is."""
+    records: list[Record] = []
+    with open(args.json or os.devnull, "w") as file:
+        try:
+            for r in chain([about], RUNNERS[args.command](args)):
+                records.append(r)
+                file.write(json.dumps(r) + "\n")
+                file.flush()
+        except KeyboardInterrupt:
+            status("interrupted")
+    status("\n" if sys.stderr.isatty() else "done")
+    return records
+
+
+def main(argv: list[str]) -> int:
+    """0; 1 if a result was wrong; 2 for bad arguments."""
+    try:
+        args = parse(argv)
+        if args.command == "report":
+            before = report.read_records(args.baseline) if args.baseline else ()
+            report.show(report.read_records(args.file), args.markdown, before)
+            return 0
+        torch.set_num_threads(args.threads)
+        about = {**machine.describe(args.threads), "quick": args.quick}
+        busy = about["load_before"] > 0.5
+        if busy:
+            status(f"load average {about['load_before']}: other programs run, times are noisy\n")
+        with torch.inference_mode(args.command != "op-overhead"):
+            records = collect(args, about)
+    except (ValueError, OSError) as e:
+        print(f"bench: {e}", file=sys.stderr)
+        return 2
+    report.show(records, args.markdown)
+    return 0 if all(r.get("ok", True) for r in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""torch_metalmm itself, and the list of all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import formats
+
+from .peers import TorchDense, TorchInt4
+from .peers_ggml import Ggml
+from .peers_other import Mlx, OnnxRuntime
+from .problem import Engine, Problem, Rounding, Variant, rotated
+
+
+class MetalMM:
+    """torch.ops.metalmm.linear on CPU tensors, x in the dtype of the setting."""
+
+    def missing(self) -> str | None:
+        return None
+
+    def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
+        for name in names:
+            spec = formats.get(name)
+            if problem.shape.k % spec.block_values == 0:
+                yield self._variant(problem, spec.name)
+
+    def _variant(self, problem: Problem, name: str) -> Variant:
+        op = torch.ops.metalmm.linear
+        k, setting = problem.shape.k, problem.setting
+        packed = op_quantize(problem.w, name)
+        weights = rotated(packed, problem.copies(packed.nbytes))
+
+        def bind(x: Tensor) -> Callable[[int], Tensor]:
+            given = x.to(setting.dtype)
+            return lambda i: op(given, weights[i], None, name, setting.strategy)
+
+        label = name if setting.strategy is None else f"{name} {setting.strategy}"
+        exact = setting.dtype is torch.float32
+        return Variant(
+            engine="metalmm",
+            name=f"metalmm {label}" + ("" if exact else f" {setting.dtype}".replace("torch.", "")),
+            format=name,
+            weight_bytes=packed.nbytes,
+            copies=len(weights),
+            bind=bind,
+            decoded=lambda rows: formats.get(name).dequantize(packed[rows], k).double(),
+            rounding=Rounding() if exact else Rounding.to(setting.dtype),
+        )
+
+
+def op_quantize(w: Tensor, name: str) -> Tensor:
+    """w packed by the native quantizer."""
+    return cast(Tensor, torch.ops.metalmm.quantize(w, name))
+
+
+# By the name of --engines, torch_metalmm first.
+ENGINES: dict[str, Engine] = {
+    "metalmm": MetalMM(),
+    "linear_f32": TorchDense(torch.float32),
+    "linear_bf16": TorchDense(torch.bfloat16),
+    "int4pack": TorchInt4(),
+    "ggml": Ggml(),
+    "onnxruntime": OnnxRuntime(),
+    "mlx": Mlx(),
+}

@@ -1,0 +1,80 @@
+"""What a run must state about the machine and the code: the first line of its JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metalmm import _C
+
+UNKNOWN_CACHE = 96 << 20  # larger than most: cold stays cold where the size cannot be read
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    root = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of a core; UNKNOWN_CACHE if the system does not say."""
+    sizes = [0]
+    for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*/size"):
+        if found := re.fullmatch(r"(\d+)([KMG])", _read(index)):
+            sizes.append(int(found[1]) * _UNITS[found[2]])
+    return max(sizes) or UNKNOWN_CACHE
+
+
+def cpu_name() -> str:
+    """The CPU's name for people."""
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string")
+    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE))
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        name += f" (family {fields['cpu family']}, model {fields.get('model', '?')})"
+    return name
+
+
+def load_average() -> float:
+    """Runnable processes of the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Date, commit, command, machine and versions of this run."""
+    dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    return {
+        "kind": "run",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": (_output("git", "rev-parse", "--short", "HEAD") or "unknown") + "+" * dirty,
+        "command": "python -m bench " + shlex.join(sys.argv[1:]),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "cache_bytes": last_level_cache(),
+        "isa": _C.cpu_isa(),
+        "torch": str(torch.__version__),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_before": round(load_average(), 2),
+    }

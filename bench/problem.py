@@ -1,0 +1,167 @@
+"""One weight matrix, the variants that multiply by it, and the check each passes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .shapes import Shape
+from .timing import Clock, wall_clock
+
+CHECKED_ROWS = 256
+COLD_FACTOR = 3  # copies of W fill this many last-level caches
+CONFIDENCE = 8.0
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to dtype."""
+    return 2.0 ** -_DIGITS[dtype]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line chose, the same for all matrices of a run."""
+
+    threads: int
+    cold_bytes: int  # the copies of one W are at least this large together
+    dtype: torch.dtype = torch.float32
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A dense random W[N, K] that every variant quantizes for itself."""
+
+    shape: Shape
+    setting: Setting
+
+    @cached_property
+    def w(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.shape.n * 31 + self.shape.k)
+        return torch.randn(self.shape.n, self.shape.k, generator=generator).mul_(0.02)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The rows that are checked: all, or CHECKED_ROWS evenly spaced, both ends included."""
+        n = self.shape.n
+        return torch.linspace(0, n - 1, min(n, CHECKED_ROWS), dtype=torch.float64).round().long()
+
+    def x(self, m: int) -> Tensor:
+        """Activations f32 [m, K]."""
+        return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
+
+    def copies(self, weight_bytes: int) -> int:
+        return max(1, math.ceil(self.setting.cold_bytes / weight_bytes))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What an engine rounds, from which the bound of its error follows.
+
+    x_error(x f64 [M, K]) is the largest |change| of each activation before it is multiplied; None:
+    there is none. y is rounded to `out` once.
+    """
+
+    x_error: Callable[[Tensor], Tensor] | None = None
+    out: torch.dtype = torch.float32
+
+    @staticmethod
+    def to(dtype: torch.dtype) -> Rounding:
+        """x and y rounded to dtype."""
+        return Rounding(lambda x: x.abs() * unit(dtype), dtype)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute y[M, N] = x · Wᵀ.
+
+    bind(x f32 [M, K]) prepares the activations, untimed, and returns call(i) -> y with copy i of W.
+    decoded(rows) is W[rows] in f64 as the engine has it.
+    """
+
+    engine: str
+    name: str
+    weight_bytes: int
+    copies: int
+    bind: Callable[[Tensor], Callable[[int], Tensor]]
+    decoded: Callable[[Tensor], Tensor]
+    rounding: Rounding = Rounding()
+    format: str = ""
+    clock: Clock = wall_clock
+    max_m: int | None = None  # slow peers stop here
+
+
+class Engine(Protocol):
+    """A source of variants."""
+
+    def missing(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+        ...
+
+    def variants(self, problem: Problem, formats: Sequence[str]) -> Iterator[Variant]:
+        """Those that fit the problem. W is quantized and copied here."""
+        ...
+
+
+def rotated(packed: Tensor, copies: int) -> list[Tensor]:
+    """`packed` and copies - 1 clones."""
+    return [packed, *(packed.clone() for _ in range(copies - 1))]
+
+
+@dataclass(frozen=True)
+class Check:
+    """error = |y - y64| / |y64|, Frobenius; worst = the largest |y - y64| / bound of an element."""
+
+    error: float
+    worst: float
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= 1.0  # false for NaN
+
+    def record(self) -> dict[str, Any]:
+        return {"error": self.error, "worst": self.worst, "ok": self.ok}
+
+
+class Checker:
+    """Compares variants of a problem with float64 on the rows problem.rows.
+
+    |y - y64| <= dx |W|ᵀ + c sqrt(K) u (|x| |W|ᵀ) + u_out |y64|: what the engine says it rounds, K
+    additions in any order with independent errors (Higham and Mary 2019: c = 8 is exceeded with
+    probability 1e-10; the worst case has K in place of c sqrt(K)), one rounding of y.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._decoded: dict[str, Tensor] = {}
+
+    def __call__(self, variant: Variant, x: Tensor, call: Callable[[int], Tensor]) -> Check:
+        """Checks the first and the last copy; the worse counts."""
+        rows, rounding = self.problem.rows, variant.rounding
+        w = self._decoded.get(variant.name)
+        if w is None:
+            w = self._decoded[variant.name] = variant.decoded(rows)
+        x64, wt = x.double(), w.t()
+        y64 = x64 @ wt
+        gamma = CONFIDENCE * math.sqrt(x.shape[1] + 2) * unit(torch.float32)
+        bound = gamma * (x64.abs() @ wt.abs())
+        if rounding.x_error is not None:
+            bound += rounding.x_error(x64) @ wt.abs()
+        bound += unit(rounding.out) * (y64.abs() + bound)
+        bound += torch.finfo(rounding.out).smallest_normal
+        checks = []
+        for i in {0, variant.copies - 1}:
+            difference = (call(i).double()[:, rows] - y64).abs()
+            checks.append(Check(float(difference.norm() / y64.norm()), _worst(difference / bound)))
+        return max(checks, key=lambda c: math.inf if math.isnan(c.worst) else c.worst)
+
+
+def _worst(ratio: Tensor) -> float:
+    return math.nan if bool(ratio.isnan().any()) else float(ratio.max())

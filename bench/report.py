@@ -1,0 +1,260 @@
+"""Records (JSON lines) -> tables, for the terminal or as markdown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+ABSENT = "–"
+FULL_COLUMNS = ["variant", "M", "µs", "IQR", "GB/s", "of read", "GFLOP/s", "of f32 peak"]
+FULL_COLUMNS += ["vs F.linear f32", "error"]
+
+
+@dataclass
+class Table:
+    """Left-aligned first column, numbers in the others."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The JSON lines of a file. ValueError: a line that is no JSON object."""
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{path}, line {number}: not a JSON object") from e
+    return records
+
+
+def digits(value: float | None, significant: int = 3) -> str:
+    """12345 -> "12345", 1.2345 -> "1.23"; ABSENT for None."""
+    if value is None:
+        return ABSENT
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, significant - max(whole, 1))}f}"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.0f} %"
+
+
+def scientific(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def spread(r: Record) -> float:
+    """Interquartile range in percent of the median."""
+    return float(100 * (r["us_q3"] - r["us_q1"]) / r["us"])
+
+
+def run_lines(records: Sequence[Record]) -> list[str]:
+    """Machine, versions, command and roofs in sentences."""
+    out, kinds = [], {r["kind"] for r in records}
+    for r in records:
+        if r["kind"] == "run":
+            cache = r["cache_bytes"] / 2**20
+            out += [
+                f"{r['date']}, commit {r['commit']}, `{r['command']}`",
+                f"{r['cpu']}, {r['cores']} cores, last-level cache {cache:.0f} MiB, {r['system']}; "
+                f"torch {r['torch']}, {r['threads']} threads, ISA {r['isa']}; "
+                f"load average before the run {r['load_before']}",
+            ]
+            if r["quick"]:
+                out.append("--quick: weights are not cold and calls are few; a smoke test only")
+        elif r["kind"] == "roof":
+            torch_best = max(v for n, v in r["candidates"].items() if n.startswith("torch "))
+            out.append(
+                f"Roofs of this run: DRAM read {r['read_gbs']:.1f} GB/s ({r['read']}; "
+                f"best torch op {torch_best:.1f}), f32 {r['fma_gflops']:.0f} GFLOP/s ({r['fma']})"
+                + ("" if r["native"] else "; no C++ compiler: these may be too low")
+            )
+            if all(k in ("run", "roof") for k in kinds):
+                out += [
+                    f"{rate:8.1f} {'GFLOP/s' if name.startswith('f32') else 'GB/s'} {name}"
+                    for name, rate in sorted(r["candidates"].items(), key=lambda c: -c[1])
+                ]
+        elif r["kind"] == "skipped":
+            out.append(f"Not run: {r['what']} ({r['why']})")
+        elif r["kind"] == "roof_range":
+            out.append(
+                f"Beside the cells, median (quartiles): DRAM read {_range(r['gbs'])} GB/s, "
+                f"f32 {_range(r['gflops'])} GFLOP/s; percentages refer to the cell's own"
+            )
+    return out
+
+
+def _range(q: Sequence[float]) -> str:
+    return f"{digits(q[1])} ({digits(q[0])}–{digits(q[2])})"
+
+
+def full_tables(records: Sequence[Record]) -> list[Table]:
+    """One table per shape, one row per M and variant."""
+    tables: dict[str, Table] = {}
+    for r in records:
+        if r["kind"] != "matmul":
+            continue
+        title = f"{r['n']}×{r['k']}"
+        table = tables.setdefault(title, Table(f"W {title}", FULL_COLUMNS))
+        row = [r["variant"], str(r["m"])]
+        if r["ok"]:
+            speedup = r.get("speedup")
+            row += [
+                digits(r["us"], 4),
+                percent(spread(r)),
+                digits(r["gbs"]),
+                percent(r["percent_read"]),
+                digits(r["gflops"]),
+                percent(r["percent_peak"]),
+                ABSENT if speedup is None else f"{speedup:.2f}×",
+                scientific(r["error"]),
+            ]
+        else:
+            row += ["WRONG", *[ABSENT] * 6, scientific(r["error"])]
+        table.rows.append(row)
+    return list(tables.values())
+
+
+def summary_tables(records: Sequence[Record]) -> list[Table]:
+    """One table per shape, a row per variant: ms by M, GB/s at the least M, GFLOP/s at the most."""
+    by_shape: dict[str, dict[str, dict[int, Record]]] = {}
+    for r in records:
+        if r["kind"] == "matmul":
+            rows = by_shape.setdefault(f"{r['n']}×{r['k']}", {})
+            rows.setdefault(r["variant"], {})[r["m"]] = r
+    return [_summary(shape, rows) for shape, rows in by_shape.items()]
+
+
+def _summary(shape: str, rows: dict[str, dict[int, Record]]) -> Table:
+    ms = sorted({m for cells in rows.values() for m in cells})
+    first, last = ms[0], ms[-1]
+    columns = [f"W {shape}, ms at", *(f"M={m}" for m in ms)]
+    columns += [f"GB/s M={first}", "of read", f"GFLOP/s M={last}", "of f32 peak"]
+    columns += ["worst IQR", "error"]
+    table = Table("", columns)
+    for name, cells in rows.items():
+        row = [name]
+        for m in ms:
+            cell = cells.get(m)
+            row.append(_milliseconds(cell))
+        low, high = cells.get(first, {}), cells.get(last, {})
+        row += [digits(low.get("gbs")), percent(low.get("percent_read"))]
+        row += [digits(high.get("gflops")), percent(high.get("percent_peak"))]
+        spreads = [spread(c) for c in cells.values() if c["ok"]]
+        row.append(percent(max(spreads)) if spreads else ABSENT)
+        row.append(scientific(max(c["error"] for c in cells.values())))
+        table.rows.append(row)
+    return table
+
+
+def _milliseconds(cell: Record | None) -> str:
+    if cell is None:
+        return ABSENT
+    return digits(cell["us"] / 1e3) if cell["ok"] else "WRONG"
+
+
+def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Table:
+    """Time in units of that run's F.linear f32, against the same of another run: machines drift."""
+    key = ("n", "k", "m", "variant")
+    before = {tuple(r[x] for x in key): r["speedup"] for r in baseline if "speedup" in r}
+    table = Table("vs baseline", ["variant", "W", "M", "vs F.linear f32", "baseline", "change"])
+    for r in records:
+        old = before.get(tuple(r.get(x) for x in key))
+        if old is not None and "speedup" in r:
+            change = r["speedup"] / old - 1
+            where = [r["variant"], f"{r['n']}×{r['k']}", str(r["m"])]
+            table.rows.append([*where, f"{r['speedup']:.2f}×", f"{old:.2f}×", f"{change:+.0%}"])
+    return table
+
+
+def sweep_table(records: Sequence[Record]) -> list[Table]:
+    """Time against M, with the inversions that the quartiles confirm."""
+    cells = [r for r in records if r["kind"] == "sweep"]
+    if not cells:
+        return []
+    c = cells[0]
+    title = f"{c['variant']}, W {c['n']}×{c['k']}"
+    table = Table(title, ["M", "µs", "IQR", "µs per row", "GFLOP/s", "error", "note"])
+    for r in cells:
+        if not r["ok"]:
+            table.rows.append([str(r["m"]), "WRONG", *[ABSENT] * 3, scientific(r["error"]), ""])
+            continue
+        note = f"faster than M={r['slower_m']}" if "slower_m" in r else ""
+        numbers = [digits(r["us"], 4), percent(spread(r)), digits(r["us"] / r["m"])]
+        table.rows.append(
+            [str(r["m"]), *numbers, digits(r["gflops"]), scientific(r["error"]), note]
+        )
+    return [table]
+
+
+def overhead_table(records: Sequence[Record]) -> list[Table]:
+    """Microseconds per call, a column per gradient mode."""
+    cells = [r for r in records if r["kind"] == "overhead"]
+    if not cells:
+        return []
+    modes = list(dict.fromkeys(r["mode"] for r in cells))
+    table = Table("", ["µs per call, " + cells[0]["size"], *modes])
+    for name in dict.fromkeys(r["call"] for r in cells):
+        found = {r["mode"]: r for r in cells if r["call"] == name}
+        row = [
+            f"{digits(r['us'])} ({digits(r['us_q1'])}–{digits(r['us_q3'])})" if r else ABSENT
+            for r in map(found.get, modes)
+        ]
+        table.rows.append([name, *row])
+    return [table]
+
+
+def tokens_table(records: Sequence[Record]) -> list[Table]:
+    """Tokens per second of whole models."""
+    cells = [r for r in records if r["kind"] == "tokens"]
+    if not cells:
+        return []
+    prompt = cells[0]["prompt"]
+    columns = ["weights MB", "decode tok/s", "quartiles", f"prefill {prompt} tok/s", "quartiles"]
+    table = Table(cells[0]["model"], ["system", *columns, "logits error"])
+    for r in cells:
+        row = [r["system"], digits(r["weight_bytes"] / 1e6)]
+        for part in ("decode", "prefill"):
+            row += [digits(r[part]), f"{digits(r[part + '_q1'])}–{digits(r[part + '_q3'])}"]
+        table.rows.append([*row, "WRONG" if not r["ok"] else scientific(r["error"])])
+    return [table]
+
+
+def to_markdown(table: Table) -> str:
+    lines = [f"**{table.title}**", ""] if table.title else []
+    lines.append("| " + " | ".join(table.columns) + " |")
+    lines.append("|---|" + "---:|" * (len(table.columns) - 1))
+    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    return "\n".join(lines)
+
+
+def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
+    """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
+    tables = (summary_tables if markdown else full_tables)(records)
+    tables += sweep_table(records) + overhead_table(records) + tokens_table(records)
+    if baseline:
+        tables.append(baseline_table(records, baseline))
+    if markdown:
+        print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")
+        return
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for line in run_lines(records):
+        console.print(line, markup=False)
+    for t in tables:
+        rich = RichTable(title=t.title or None, title_justify="left")
+        for i, column in enumerate(t.columns):
+            rich.add_column(column, justify="right" if i else "left", no_wrap=True)
+        for row in t.rows:
+            rich.add_row(*row)
+        console.print(rich)

@@ -1,0 +1,68 @@
+"""Shapes of the weights of real models, by name, and the parsing of lists from the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """W[N, K] of one layer."""
+
+    name: str
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k}"
+
+
+NAMED = {
+    s.name: s
+    for s in (
+        Shape("tiny", 512, 1024),
+        Shape("attn", 4096, 4096),  # q and o of Llama 7B and 8B
+        Shape("kv", 1024, 4096),  # Llama 8B
+        Shape("up", 11008, 4096),  # Llama 7B
+        Shape("down", 4096, 11008),
+        Shape("head", 32000, 4096),
+        Shape("up-8b", 14336, 4096),  # Llama 8B
+        Shape("down-8b", 4096, 14336),
+        Shape("head-8b", 128256, 4096),
+    )
+}
+BY_SIZE = {str(s): s for s in NAMED.values()}
+
+DEFAULT_SHAPES = ("attn", "up", "down", "head")
+DEFAULT_FORMATS = ("q4_0", "q8_0", "q4_k", "q6_k", "affine4_g64")
+DEFAULT_M = (1, 4, 8, 16, 128, 512)
+SWEEP_M = (*range(1, 65), 512)
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of NAMED, or NxK. ValueError: anything else."""
+    text = text.strip().lower().replace("×", "x")
+    if text in NAMED:
+        return NAMED[text]
+    if text in BY_SIZE:
+        return BY_SIZE[text]
+    n, x, k = text.partition("x")
+    if not (x and n.isdigit() and k.isdigit() and int(n) > 0 and int(k) > 0):
+        raise ValueError(f"shape {text!r}; must be NxK or one of {', '.join(NAMED)}")
+    return Shape(text, int(n), int(k))
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """The integers of "1,4,8-10". ValueError: not positive integers."""
+    out: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdigit() and int(first) > 0 and (not dash or last.isdigit())):
+            raise ValueError(f"{part!r}; must be a positive integer or a range a-b")
+        out.extend(range(int(first), int(last or first) + 1))
+    return tuple(dict.fromkeys(out))
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """The names of "a, B", in lower case, each once."""
+    return tuple(dict.fromkeys(p.strip().lower() for p in text.split(",") if p.strip()))

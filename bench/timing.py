@@ -1,0 +1,105 @@
+"""Interleaved timing of cold calls: median and quartiles, never the best."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# call(i) does the work on copy i of its weight; the engine waits until the work is done.
+Call = Callable[[int], object]
+# clock(work) runs work once, returns its seconds; a GPU engine brings one that reads its timer.
+Clock = Callable[[Callable[[], object]], float]
+
+MIN_ROUNDS = 5
+MAX_BURST = 16
+BURST_SECONDS = 0.01
+# Idle workers of libgomp and ONNX Runtime spin for milliseconds, on the next variant's cores.
+PAUSE_SECONDS = 0.01
+
+
+def wall_clock(work: Callable[[], object]) -> float:
+    """Seconds of work() on the host's clock."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: median and quartiles of `count` calls."""
+
+    median: float
+    q1: float
+    q3: float
+    count: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        """The quartiles by linear interpolation; ValueError: no samples."""
+        if not samples:
+            raise ValueError("no samples")
+        s = sorted(samples)
+
+        def at(q: float) -> float:
+            low, part = divmod(q * (len(s) - 1), 1)
+            high = min(int(low) + 1, len(s) - 1)
+            return s[int(low)] * (1 - part) + s[high] * part
+
+        return Timing(at(0.5), at(0.25), at(0.75), len(s))
+
+
+@dataclass
+class Timed:
+    """One variant of an interleaved run. copies = how many weights call(i) rotates over."""
+
+    call: Call
+    copies: int = 1
+    clock: Clock = wall_clock
+
+    def __post_init__(self) -> None:
+        self.samples: list[float] = []
+        self._next = 0
+        self._burst = 1
+
+    def _once(self) -> float:
+        i = self._next
+        self._next = (i + 1) % self.copies
+        return self.clock(lambda: self.call(i))
+
+    def warm_up(self) -> None:
+        """Two calls; sets how many calls make a burst."""
+        self._once()
+        seconds = self._once()
+        self._burst = max(1, min(MAX_BURST, int(BURST_SECONDS / max(seconds, 1e-9))))
+
+    def burst(self) -> None:
+        """One untimed call, which wakes the worker threads, then up to MAX_BURST timed ones."""
+        time.sleep(PAUSE_SECONDS)
+        if self._burst > 1:
+            self._once()
+        self.samples.extend(self._once() for _ in range(self._burst))
+
+
+def interleave(
+    variants: Mapping[str, Timed], repetitions: int, seconds: float = 0.0
+) -> dict[str, Timing]:
+    """Rounds over all variants in random order, until each has `repetitions` samples in at least
+    MIN_ROUNDS rounds and `seconds` have passed."""
+    shuffle = random.Random(0).shuffle
+    for v in variants.values():
+        v.warm_up()
+    start, rounds = time.perf_counter(), 0
+    min_rounds = min(MIN_ROUNDS, repetitions)
+    while (
+        rounds < min_rounds
+        or time.perf_counter() - start < seconds
+        or any(len(v.samples) < repetitions for v in variants.values())
+    ):
+        order = list(variants.values())
+        shuffle(order)
+        for v in order:
+            v.burst()
+        rounds += 1
+    return {name: Timing.of(v.samples) for name, v in variants.items()}
