@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .gguf_file import GgufFile
-from .gguf_map import TensorMap, model_config, tensor_map, tokenizer
-from .quantize import weight_shape
-from .skeleton import can_pack, empty_model, put_dense, put_packed, tied_names
+from .gguf_map import Layout, TensorMap, model_config, tensor_map, tokenizer
+from .replace import is_conv1d, weight_shape
+from .skeleton import (
+    can_pack,
+    empty_model,
+    put_dense,
+    put_packed,
+    set_input_order,
+    tied_names,
+    untie,
+)
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE_FORMATS = ("f32", "f16", "bf16")
@@ -46,14 +55,14 @@ def load_gguf(
     _require_extra()
     file = GgufFile(path)
     _check_whole(file)
-    config, values = model_config(file)
-    try:
+    with _blaming(file, "transformers makes no config of its metadata"):
+        config, values = model_config(file)
+    with _blaming(file, "no model fits its metadata"):
         model = empty_model(config, dtype)
-    except (RuntimeError, TypeError, ZeroDivisionError, OverflowError) as error:
-        raise ValueError(f"{file.path}: no model fits its metadata: {error}") from error
-    mapping = tensor_map(file, model, values)
+        mapping = tensor_map(file, model, values)
     plan = _plan(file, model, mapping)
-    tokens = tokenizer(file, config)
+    with _blaming(file, "transformers makes no tokenizer of its metadata"):
+        tokens = tokenizer(file, config)
     _warn(file, plan, dtype)
     _fill(model, file, mapping, plan, device)
     _set_end_tokens(model, file)
@@ -62,16 +71,17 @@ def load_gguf(
 
 @dataclass
 class _Packed:
-    """A tensor of the file that stays packed: where it goes and in which order its rows are."""
+    """A tensor of the file that stays packed, and where it goes."""
 
     source: str
     names: list[str]
-    rows: np.ndarray | None
+    layout: Layout
 
 
 @dataclass
 class _Plan:
-    packed: dict[str, _Packed] = field(default_factory=dict)  # by the first of its model names
+    names: dict[str, list[str]]  # every name in the model of each tensor the file gives
+    packed: list[_Packed] = field(default_factory=list)
     dense: list[str] = field(default_factory=list)
     zeros: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -85,6 +95,20 @@ def _require_extra() -> None:
         raise ImportError(
             f"loading GGUF files needs the package {error.name!r}: pip install 'torch_metalmm[hf]'"
         ) from None
+
+
+@contextmanager
+def _blaming(file: GgufFile, step: str) -> Iterator[None]:
+    """Whatever other code raises on strange metadata becomes a ValueError that names the file."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        said = str(error) or repr(error)
+        if said.startswith(file.path):
+            raise
+        raise ValueError(f"{file.path}: {step}: {said}") from error
 
 
 def _check_whole(file: GgufFile) -> None:
@@ -110,26 +134,24 @@ def _check_whole(file: GgufFile) -> None:
 
 def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
     """What becomes of every tensor of the file and of every parameter of the model."""
-    plan = _Plan()
     state = model.state_dict()
-    ties = tied_names(model)
-    given: set[str] = set()
-    for name in file.tensors:
-        target = mapping.target(name)
+    targets = {name: mapping.target(name) for name in file.tensors}
+    given = {target for target in targets.values() if target is not None and target in state}
+    plan = _Plan(_names_to_fill(model, given))
+    for name, target in targets.items():
         if target is None or target not in state:
             plan.unused.append(name)
             continue
-        names = ties.get(target, [target])
-        given.update(names)
-        layout = _packed_rows(file, model, mapping, name, names)
+        names = plan.names[target]
+        layout = _packed_layout(file, model, mapping, name, names)
         if layout is None:
             _check_size(file, name, target, state[target])
             plan.dense.append(name)
-        elif names[0] not in plan.packed or target == names[0]:
-            rows = layout if isinstance(layout, np.ndarray) else None
-            plan.packed[names[0]] = _Packed(name, names, rows)
+        else:
+            plan.packed.append(_Packed(name, names, layout))
+    filled = {name for names in plan.names.values() for name in names}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name in given:
+        if name in filled:
             continue
         if not name.endswith(".bias"):
             raise ValueError(f"{file.path} has no tensor for the model's {name}")
@@ -137,25 +159,43 @@ def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
     return plan
 
 
-def _packed_rows(
+def _names_to_fill(model: Any, given: set[str]) -> dict[str, list[str]]:
+    """{tensor the file gives: the names it fills}: its own and those tied to it.
+
+    Tied names that the file gives one by one are not tied in this model; transformers does the
+    same, and files of Bloom and Falcon can have an output head of their own.
+    """
+    untie(model, given)
+    ties = tied_names(model)
+    result = {}
+    for target in given:
+        group = ties.get(target, [target])
+        first = next(name for name in group if name in given)
+        free = [name for name in group if name not in given] if target == first else []
+        result[target] = [target, *free]
+    return result
+
+
+def _packed_layout(
     file: GgufFile, model: nn.Module, mapping: TensorMap, name: str, names: list[str]
-) -> np.ndarray | Literal[True] | None:
-    """True or the order of rows with which the tensor stays packed; None if it cannot."""
+) -> Layout | None:
+    """How the tensor stays packed in the model; None if it cannot."""
     shape = file.tensors[name].shape
     if len(shape) != 2 or not can_pack(model, names):
         return None
-    module = model.get_submodule(names[0].rpartition(".")[0])
-    if shape != weight_shape(module):
+    modules = [model.get_submodule(n.rpartition(".")[0]) for n in names]
+    if shape != weight_shape(modules[0]):
         raise ValueError(
             f"{file.path}: tensor {name!r} is {list(shape)}, but the model's {names[0]} is "
-            f"{list(weight_shape(module))}"
+            f"{list(weight_shape(modules[0]))}"
         )
     layout = mapping.layout(name, shape)
-    # Conv1D keeps W transposed, as GGUF does not: transformers turns it, a packed layer need not.
-    wanted = "transposed" if type(module).__name__ == "Conv1D" else "same"
-    if isinstance(layout, np.ndarray):
-        return layout if wanted == "same" else None
-    return True if layout == wanted else None
+    if layout is None or layout.transposed != is_conv1d(modules[0]):
+        return None
+    if layout.columns is not None and not all(isinstance(m, nn.Linear) for m in modules):
+        return None
+    # Conv1D keeps W transposed and GGUF does not: transformers turns it, a packed layer need not.
+    return layout
 
 
 def _check_size(file: GgufFile, name: str, target: str, tensor: Tensor) -> None:
@@ -188,16 +228,18 @@ def _shorten(names: list[str]) -> str:
 def _fill(
     model: Any, file: GgufFile, mapping: TensorMap, plan: _Plan, device: torch.device | str
 ) -> None:
-    for item in plan.packed.values():
+    for item in plan.packed:
         weight = file.packed(item.source)
-        if item.rows is not None:
+        if item.layout.rows is not None:
             # numpy, because torch's index_select is 100 times slower on rows of bytes
-            weight = torch.from_numpy(weight.numpy()[item.rows])
+            weight = torch.from_numpy(weight.numpy()[item.layout.rows])
         put_packed(model, item.names, weight.to(device), file.tensors[item.source].format)
-    ties = tied_names(model)
+        if item.layout.columns is not None:
+            order = torch.from_numpy(item.layout.columns.argsort()).to(device)
+            set_input_order(model, item.names, order)
     for name in plan.dense:
         for target, value in mapping.convert(name, file.dense(name).numpy()).items():
-            put_dense(model, ties.get(target, [target]), value, device)
+            put_dense(model, plan.names[target], value, device)
     for name in plan.zeros:
         put_dense(model, [name], torch.zeros(model.get_parameter(name).shape), device)
     model.to(device)  # buffers, which were made on the CPU

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .gguf_file import GgufFile
 
-_PROBE_WIDTH = 4
+_PROBE_SIZE = 4
 
 
 def supported_architectures() -> list[str]:
@@ -79,11 +80,23 @@ def tokenizer(file: GgufFile, config: Any) -> Any:
     return made
 
 
+@dataclass
+class Layout:
+    """The model's matrix is the file's, transposed or with its rows or its columns in this order.
+
+    rows[i] is the file's row that is the model's row i; columns likewise.
+    """
+
+    transposed: bool = False
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+
 class TensorMap(ABC):
     """Where a GGUF tensor goes in the model, and what transformers does to it on the way."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[str, tuple[int, int]], np.ndarray | str | None] = {}
+        self._layouts: dict[tuple[str, tuple[int, int]], Layout | None] = {}
         self._open: dict[str, Any] = {}  # model tensors that wait for another of the file
 
     @abstractmethod
@@ -94,22 +107,26 @@ class TensorMap(ABC):
     def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
         """The model tensors that are complete once this one is given: {model name: tensor}."""
 
-    def layout(self, name: str, shape: tuple[int, int]) -> np.ndarray | str | None:
-        """How a 2-D tensor [N, K] is laid out in the model, found by converting a probe.
+    def layout(self, name: str, shape: tuple[int, int]) -> Layout | None:
+        """How the model has a 2-D tensor [N, K] of the file, found by converting a probe.
 
-        "same"; "transposed" (whole); an index array (the model's row i is the file's row
-        index[i]); or None if the model needs other values or an order within the rows.
+        None if it is more than an order of rows or of columns, or has other values.
         """
         key = (re.sub(r"\.\d+\.", ".#.", name), shape)
         if key not in self._layouts:
-            try:
-                self._layouts[key] = self._probe(name, shape[0], _PROBE_WIDTH)
-            except (ValueError, IndexError, RuntimeError):  # it counts the columns
-                self._layouts[key] = self._probe(name, *shape)
+            n, k = shape
+            for probe in ((n, _PROBE_SIZE), (_PROBE_SIZE, k), shape):
+                try:
+                    self._layouts[key] = self._probe(name, *probe)
+                    break
+                except (ValueError, IndexError, RuntimeError):  # it counts what was left out
+                    continue
+            else:
+                self._layouts[key] = None
         return self._layouts[key]
 
-    def _probe(self, name: str, n: int, width: int) -> np.ndarray | str | None:
-        probe = np.arange(n * width).reshape(n, width)
+    def _probe(self, name: str, n: int, k: int) -> Layout | None:
+        probe = np.arange(n * k).reshape(n, k)
         with np.errstate(all="ignore"):
             made = self.convert(name, probe)
         self._open.clear()
@@ -117,14 +134,21 @@ class TensorMap(ABC):
             return None
         out = next(iter(made.values())).numpy()
         if np.array_equal(out, probe):
-            return "same"
+            return Layout()
         if np.array_equal(out, probe.T):
-            return "transposed"
+            return Layout(transposed=True)
         if out.shape != probe.shape:
             return None
-        rows = out[:, 0] // width
-        is_order = np.array_equal(np.sort(rows), np.arange(n))
-        return rows if is_order and np.array_equal(out, probe[rows]) else None
+        rows, columns = out[:, 0] // k, out[0] % k
+        if _is_order(rows, n) and np.array_equal(out, probe[rows]):
+            return Layout(rows=rows)
+        if _is_order(columns, k) and np.array_equal(out, probe[:, columns]):
+            return Layout(columns=columns)
+        return None
+
+
+def _is_order(index: np.ndarray, n: int) -> bool:
+    return np.array_equal(np.sort(index), np.arange(n))
 
 
 def tensor_map(file: GgufFile, model: Any, config_values: dict[str, Any]) -> TensorMap:

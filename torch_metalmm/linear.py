@@ -87,11 +87,16 @@ class _Packed(nn.Module):
 class QuantLinear(_Packed, nn.Linear):
     """y[..., N] = x[..., K] · W[N, K]ᵀ (+ bias), W packed in one of the formats.
 
+    With `input_order`, int64 [K], column j of the packed matrix belongs to x[..., input_order[j]]:
+    some architectures reorder columns, which cannot be done inside the blocks of a packed row.
+
     x may be float32, float16 or bfloat16; y has its dtype. The weight is a frozen uint8 parameter
     [N, row_bytes], so `.half()` and `.to(dtype)` convert the bias and leave the weight alone. It is
     an nn.Linear for code that looks for one (PEFT, Trainer); code that computes with `.weight`
     itself has to call `dequantize()`.
     """
+
+    input_order: Tensor | None
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class QuantLinear(_Packed, nn.Linear):
             self.bias = nn.Parameter(zeros, requires_grad=False)
         else:
             self.register_parameter("bias", None)
+        self.register_buffer("input_order", None)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, format: str) -> QuantLinear:
@@ -123,8 +129,12 @@ class QuantLinear(_Packed, nn.Linear):
         if isinstance(linear, QuantLinear) and linear.format == name:
             packed: Tensor = linear.weight
         else:
-            packed = quantize_weight(dense_weight(linear), name)
-        return cls.from_packed(packed, linear.in_features, name, linear.bias)
+            dense = linear.dequantize() if isinstance(linear, QuantLinear) else linear.weight
+            packed = quantize_weight(dense, name)
+        layer = cls.from_packed(packed, linear.in_features, name, linear.bias)
+        if packed is linear.weight:
+            layer.input_order = getattr(linear, "input_order", None)
+        return layer
 
     @classmethod
     def from_packed(
@@ -148,9 +158,22 @@ class QuantLinear(_Packed, nn.Linear):
     def _columns(self) -> int:
         return self.in_features
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W [N, K] as a new dense tensor of `dtype` (default float32), columns in x's order."""
+        dense = super().dequantize(dtype)
+        return dense if self.input_order is None else dense[:, self.input_order.argsort()]
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
         y: Tensor = torch.ops.metalmm.linear(x, self.weight, self.bias, self.format)
         return y
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        order = state_dict.get(prefix + "input_order")
+        if order is not None and self.input_order is None:
+            self.input_order = torch.empty_like(order, device=self.weight.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return (
@@ -201,13 +224,12 @@ class QuantEmbedding(_Packed, nn.Embedding):
         if embedding.max_norm is not None:
             raise ValueError("max_norm rewrites the weight at run time; a packed one is frozen")
         name = formats.get(format).name
-        if isinstance(embedding, QuantEmbedding):
-            dtype = embedding.dtype
-            same = embedding.format == name
+        if not isinstance(embedding, QuantEmbedding):
+            packed, dtype = quantize_weight(embedding.weight, name), embedding.weight.dtype
+        elif embedding.format == name:
+            packed, dtype = embedding.weight, embedding.dtype
         else:
-            dtype = embedding.weight.dtype
-            same = False
-        packed = embedding.weight if same else quantize_weight(dense_weight(embedding), name)
+            packed, dtype = quantize_weight(embedding.dequantize(), name), embedding.dtype
         scale = getattr(embedding, "embed_scale", None)
         return cls.from_packed(
             packed, embedding.embedding_dim, name, embedding.padding_idx, dtype, scale
@@ -261,17 +283,6 @@ class QuantEmbedding(_Packed, nn.Embedding):
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self.format}, "
             f"dtype={self.dtype}"
         )
-
-
-def dense_weight(module: nn.Module) -> Tensor:
-    """W [N, K] of a Linear, an Embedding, their packed kinds or a transformers Conv1D."""
-    if isinstance(module, _Packed):
-        return module.dequantize()
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    weight = weight.detach()
-    # Conv1D is a linear layer that stores W transposed.
-    return weight.t() if type(module).__name__ == "Conv1D" else weight
 
 
 def quantize_weight(weight: Tensor, format: str) -> Tensor:

@@ -8,17 +8,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import formats
-from .linear import QuantEmbedding, QuantLinear, dense_weight, quantize_weight
+from .linear import QuantEmbedding, QuantLinear, quantize_weight
+from .replace import (
+    dense_weight,
+    largest_magnitude,
+    pack_module,
+    packable,
+    replaceable,
+    weight_shape,
+)
 
 Spec = str | Mapping[str, str | None] | Callable[[str, nn.Module], str | None]
 Filter = Callable[[str, nn.Module], bool]
+_Chooser = Callable[[str, nn.Module], "str | object | None"]
 
+_F16_MAX = 65504.0
 # llama.cpp's choice for a K that super-blocks of 256 values do not divide.
 _FALLBACK = {
     "q2_k": "iq4_nl",
@@ -60,8 +70,8 @@ def quantize_(
     A weight that several layers share (tied embeddings) stays one tensor: it takes the format that
     any of them is given, and stays dense if a None pattern or filter_fn excludes one of them. A
     layer whose K the format's block does not divide gets resolve_format's choice, with a warning.
-    Layers already packed are decoded and packed again if they are given another format. Layers the
-    model keeps in f32 by name (T5's `wo`) stay dense.
+    Layers already packed are decoded and packed again if they are given another format. Layers
+    whose weight the model reads itself (T5's `wo`) stay dense, with a warning.
 
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
@@ -76,54 +86,6 @@ def quantize_(
             _replace(model, job)
             advance(job.values)
     return model
-
-
-def packable(module: nn.Module) -> bool:
-    """Whether a packed layer can take this module's place without changing what it computes."""
-    if isinstance(module, QuantLinear | QuantEmbedding):
-        return True
-    if isinstance(module, nn.Embedding):
-        # A subclass may compute something else; one that scales the rows is known (Gemma, BART).
-        plain = type(module) is nn.Embedding or hasattr(module, "embed_scale")
-        return plain and module.max_norm is None
-    # Exact type: some subclasses hand their weight to other code (nn.MultiheadAttention).
-    return type(module) is nn.Linear or _is_conv1d(module)
-
-
-def kept_in_f32(model: nn.Module, name: str) -> bool:
-    """Whether the model asks to keep the layer of that name in f32, whatever its dtype.
-
-    Such models convert activations to `weight.dtype` before the call, which bytes do not have.
-    """
-    keep: set[str] = set()
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        keep.update(getattr(model, attribute, None) or ())
-    return not keep.isdisjoint(name.split("."))
-
-
-def pack_module(module: nn.Module, weight: Tensor, k: int, format: str) -> nn.Module:
-    """The packed layer with this weight that stands in for `module` (see `packable`)."""
-    new: nn.Module
-    if isinstance(module, nn.Embedding):
-        dtype = module.dtype if isinstance(module, QuantEmbedding) else module.weight.dtype
-        scale = getattr(module, "embed_scale", None)
-        new = QuantEmbedding.from_packed(weight, k, format, module.padding_idx, dtype, scale)
-    else:
-        bias = module.bias
-        assert bias is None or isinstance(bias, Tensor)
-        new = QuantLinear.from_packed(weight, k, format, bias)
-    return new.train(module.training)
-
-
-def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """(N, K) of a packable layer."""
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[1], weight.shape[0]
 
 
 @contextmanager
@@ -158,11 +120,6 @@ class _Job:
         return n * k
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
 def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
     if packable(model):
         raise ValueError(
@@ -170,35 +127,52 @@ def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
             "use QuantLinear.from_linear or QuantEmbedding.from_embedding"
         )
     chooser = _chooser(spec)
-    jobs = []
-    for sites in _shared_weights(model):
-        if any(kept_in_f32(model, name) for name, _ in sites):
+    groups = _shared_weights(model)
+    jobs, read = [], []
+    for sites in groups:
+        wanted = _wanted_format(sites, chooser, filter_fn)
+        if wanted is None:
             continue
-        if filter_fn is not None and not all(filter_fn(name, m) for name, m in sites):
+        if not all(replaceable(model, name) for name, _ in sites):
+            read.append(sites[0][0])
             continue
-        choices = [chooser(name, m) for name, m in sites]
-        asked = {formats.get(c).name for c in choices if isinstance(c, str)}
-        if not asked or _DENSE in choices:
-            continue
-        names = [name for name, _ in sites]
-        if len(asked) > 1:
-            raise ValueError(
-                f"{', '.join(names)} share one weight but are given {', '.join(sorted(asked))}; "
-                "give them one format"
-            )
-        wanted = asked.pop()
         format = resolve_format(wanted, weight_shape(sites[0][1])[1])
-        if all(getattr(m, "format", None) == format for _, m in sites):
-            continue
-        jobs.append(_Job(sites, wanted, format))
-    unused = chooser.unused() if isinstance(chooser, _Patterns) else []
-    if unused:
-        layers = [name for sites in _shared_weights(model) for name, _ in sites]
+        if not all(getattr(module, "format", None) == format for _, module in sites):
+            jobs.append(_Job(sites, wanted, format))
+    if isinstance(chooser, _Patterns) and (unused := chooser.unused()):
+        layers = [name for sites in groups for name, _ in sites]
         raise ValueError(
-            f"spec: no Linear or Embedding is named {', '.join(map(repr, unused))}; the layers are "
+            f"spec: no layer is named {', '.join(map(repr, unused))}; the layers are "
             f"{', '.join(layers[:8])}{', ...' if len(layers) > 8 else ''}"
         )
+    if read:
+        warnings.warn(
+            f"left dense, because the model reads their weight itself: {', '.join(read)}",
+            stacklevel=3,
+        )
     return jobs
+
+
+def _wanted_format(
+    sites: list[tuple[str, nn.Module]], chooser: _Chooser, filter_fn: Filter | None
+) -> str | None:
+    """The one format asked for the weight that these layers hold; None: leave it dense."""
+    choices = [chooser(name, module) for name, module in sites]
+    for (name, _), choice in zip(sites, choices, strict=True):
+        if not (choice is None or choice is _DENSE or isinstance(choice, str)):
+            raise TypeError(f"spec gives {name} {choice!r}; it must be a format name or None")
+    asked = {formats.get(choice).name for choice in choices if isinstance(choice, str)}
+    if filter_fn is not None and not all(filter_fn(name, module) for name, module in sites):
+        return None
+    if not asked or _DENSE in choices:
+        return None
+    if len(asked) > 1:
+        names = ", ".join(name for name, _ in sites)
+        raise ValueError(
+            f"{names} share one weight but are given {', '.join(sorted(asked))}; "
+            "give them one format"
+        )
+    return asked.pop()
 
 
 def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -250,7 +224,7 @@ def _matcher(pattern: str) -> Callable[[str], object]:
         raise ValueError(f"spec: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _chooser(spec: Any) -> Callable[[str, nn.Module], str | object | None]:
+def _chooser(spec: Any) -> _Chooser:
     if isinstance(spec, str):
         name = formats.get(spec).name
         return lambda _name, _module: name
@@ -273,11 +247,11 @@ def _check(jobs: list[_Job]) -> None:
             raise ValueError(f"{job.name}.weight is on the meta device and has no data")
         if not weight.is_floating_point():
             raise ValueError(f"{job.name}.weight must be float, got {weight.dtype}")
-        if weight.numel() == 0:
-            continue
-        low, high = torch.aminmax(weight.detach())
-        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        largest = largest_magnitude(weight)
+        if not isfinite(largest):
             raise ValueError(f"{job.name}.weight has NaN or Inf")
+        if job.format == "f16" and largest > _F16_MAX:
+            raise ValueError(f"{job.name}.weight has {largest:g}, too large for f16")
 
 
 def _warn_fallbacks(jobs: list[_Job]) -> None:
@@ -295,10 +269,9 @@ def _warn_fallbacks(jobs: list[_Job]) -> None:
 
 def _replace(model: nn.Module, job: _Job) -> None:
     first = job.sites[0][1]
-    k = weight_shape(first)[1]
     packed = nn.Parameter(quantize_weight(dense_weight(first), job.format), requires_grad=False)
     made: dict[int, nn.Module] = {}
     for name, module in job.sites:
         if id(module) not in made:
-            made[id(module)] = pack_module(module, packed, k, job.format)
+            made[id(module)] = pack_module(module, packed, job.format)
         model.set_submodule(name, made[id(module)])

