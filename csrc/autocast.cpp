@@ -1,5 +1,5 @@
-// Under torch.autocast an op takes its activations in the autocast dtype. Weights are packed; bias and c are
-// added in f32 whatever their dtype.
+// Under torch.autocast an op takes its activations in the autocast dtype. Weights are packed; bias
+// and c are added in f32 whatever their dtype.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -35,8 +35,8 @@ Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name
 }
 
 template <c10::DeviceType kDevice>
-Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w, const OptionalTensor& bias,
-                     Name format) {
+Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
+                     const OptionalTensor& bias, Name format) {
   const Lowered<kDevice> lower;
   return call_swiglu_linear(lower(gate), lower(up), w, bias, format);
 }

@@ -1,7 +1,8 @@
-// Gradients for activations, bias and c, for every engine: written in terms of the ops themselves. Packed
-// weights are frozen.
+// Gradients for activations, bias and c, for every engine: written in terms of the ops themselves.
+// Packed weights are frozen.
 //
-// In C++ because a Python autograd formula costs every call of the op: see bench/README.md, "op overhead".
+// In C++ because a Python autograd formula costs every call of the op: see bench/README.md, "op
+// overhead".
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -17,7 +18,8 @@ using torch::autograd::variable_list;
 
 int64_t last_size(const Tensor& t) { return t.sym_size(-1).guard_int(__FILE__, __LINE__); }
 
-// The gradient of an addend of y: summed over the dimensions it was broadcast over, in its own dtype.
+// The gradient of an addend of y: summed over the dimensions it was broadcast over, in its own
+// dtype.
 Tensor bias_grad(const Tensor& grad, at::ScalarType type) {
   const Tensor g = grad.to(at::kFloat);
   return (g.dim() > 1 ? g.flatten(0, -2).sum(0) : g).to(type);
@@ -31,8 +33,9 @@ void check_frozen(const char* name, const Tensor& w) {
 }
 
 struct Linear : torch::autograd::Function<Linear> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
-                        std::string format, std::optional<std::string> strategy) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w,
+                        const OptionalTensor& bias, std::string format,
+                        std::optional<std::string> strategy) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({w});
     ctx->saved_data["format"] = format;
@@ -48,15 +51,16 @@ struct Linear : torch::autograd::Function<Linear> {
                                ctx->saved_data["in_features"].toInt());
     }
     if (ctx->saved_data.count("bias_type")) {
-      out[2] = bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
+      out[2] =
+          bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
     }
     return out;
   }
 };
 
 struct InputGrad : torch::autograd::Function<InputGrad> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& w, std::string format,
-                        int64_t in_features) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& w,
+                        std::string format, int64_t in_features) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({w});
     ctx->saved_data["format"] = format;
@@ -64,7 +68,8 @@ struct InputGrad : torch::autograd::Function<InputGrad> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor w = ctx->get_saved_variables()[0];
-    return {call_linear(grads[0], w, std::nullopt, ctx->saved_data["format"].toStringRef(), std::nullopt),
+    return {call_linear(grads[0], w, std::nullopt, ctx->saved_data["format"].toStringRef(),
+                        std::nullopt),
             Tensor(), Tensor(), Tensor()};
   }
 };
@@ -88,7 +93,8 @@ struct SwiGLU : torch::autograd::Function<SwiGLU> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &wg = saved[1], &wu = saved[2];
-    const std::string fg = ctx->saved_data["fg"].toStringRef(), fu = ctx->saved_data["fu"].toStringRef();
+    const std::string fg = ctx->saved_data["fg"].toStringRef(),
+                      fu = ctx->saved_data["fu"].toStringRef();
     const Tensor x32 = x.to(at::kFloat), g = grads[0].to(at::kFloat);
     const Tensor gate = call_linear(x32, wg, std::nullopt, fg, std::nullopt);
     const Tensor up = call_linear(x32, wu, std::nullopt, fu, std::nullopt);
@@ -117,7 +123,8 @@ struct SwiGLULinear : torch::autograd::Function<SwiGLULinear> {
     if (ctx->needs_input_grad(0)) out[0] = (dh * up * silu_slope(gate)).to(saved[0].scalar_type());
     if (ctx->needs_input_grad(1)) out[1] = (dh * at::silu(gate)).to(saved[1].scalar_type());
     if (ctx->saved_data.count("bias_type")) {
-      out[3] = bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
+      out[3] =
+          bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
     }
     return out;
   }
@@ -187,10 +194,11 @@ Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name
   return call_swiglu(x, wg, wu, fg, fu);
 }
 
-Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w, const OptionalTensor& bias,
-                     Name format) {
+Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
+                     const OptionalTensor& bias, Name format) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() && (gate.requires_grad() || up.requires_grad() || needs_grad(bias))) {
+  if (at::GradMode::is_enabled() &&
+      (gate.requires_grad() || up.requires_grad() || needs_grad(bias))) {
     return SwiGLULinear::apply(gate, up, w, bias, std::string(format));
   }
   at::AutoDispatchBelowADInplaceOrView guard;

@@ -48,15 +48,17 @@ at::Tensor check_weight(const char* name, const at::Tensor& weight, const Format
                         const at::Tensor& x) {
   check_k(name, format, k);
   check_device(name, weight, x);
-  TORCH_CHECK_VALUE(weight.dim() == 2, name, ": shape ", weight.sizes(), "; must be [N, row_bytes]");
+  TORCH_CHECK_VALUE(weight.dim() == 2, name, ": shape ", weight.sizes(),
+                    "; must be [N, row_bytes]");
   if (weight.scalar_type() != at::kByte && dense_dtype(format) == weight.scalar_type()) {
     TORCH_CHECK_VALUE(weight.size(1) == k, name, ": shape ", weight.sizes(), ", but K = ", k);
     return weight.contiguous().view(at::kByte);
   }
   TORCH_CHECK_VALUE(weight.scalar_type() == at::kByte, name, ": dtype ", weight.scalar_type(),
                     "; allowed: uint8 rows of ", format.name);
-  TORCH_CHECK_VALUE(weight.size(1) == format.row_bytes(k), name, ": shape ", weight.sizes(), "; a row of ",
-                    k, " values in ", format.name, " has ", format.row_bytes(k), " bytes");
+  TORCH_CHECK_VALUE(weight.size(1) == format.row_bytes(k), name, ": shape ", weight.sizes(),
+                    "; a row of ", k, " values in ", format.name, " has ", format.row_bytes(k),
+                    " bytes");
   return weight.stride(1) == 1 || weight.numel() == 0 ? weight : weight.contiguous();
 }
 
@@ -72,12 +74,13 @@ void check_addend(const char* name, const std::optional<at::Tensor>& t, at::IntA
 int64_t resolve_in_features(const at::Tensor& weight, const Format& format,
                             std::optional<int64_t> in_features) {
   if (in_features.has_value()) return *in_features;
-  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sizes(), "; must be [N, row_bytes]");
+  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sizes(),
+                    "; must be [N, row_bytes]");
   const int64_t row = weight.size(1);
   if (weight.scalar_type() != at::kByte && format.layout == Layout::kDense) return row;
   const int64_t k = row / format.block_bytes * format.block_values;
-  TORCH_CHECK_VALUE(format.row_bytes(k) == row, "weight: rows of ", row, " bytes are no whole number of ",
-                    format.name, " blocks");
+  TORCH_CHECK_VALUE(format.row_bytes(k) == row, "weight: rows of ", row,
+                    " bytes are no whole number of ", format.name, " blocks");
   const int64_t smaller = k - format.block_values;
   TORCH_CHECK_VALUE(smaller < 0 || format.row_bytes(smaller) != row, "in_features: rows of ", row,
                     " bytes hold ", smaller, " or ", k, " values of ", format.name, "; say which");

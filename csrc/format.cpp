@@ -10,9 +10,8 @@ namespace {
 std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits) {
   std::vector<Format> out;
   for (int64_t group : {32, 64, 128}) {
-    for (auto [type, suffix] : {std::pair{ScaleType::kF16, ""},
-                                {ScaleType::kBF16, "_bf16"},
-                                {ScaleType::kF32, "_f32"}}) {
+    for (auto [type, suffix] :
+         {std::pair{ScaleType::kF16, ""}, {ScaleType::kBF16, "_bf16"}, {ScaleType::kF32, "_f32"}}) {
       out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
                      Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type), bits, type});
     }
@@ -26,9 +25,9 @@ std::vector<Format> make_formats() {
   out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes});
 #define MM_BLOCK(name, Struct, values, bytes, alignment) \
   out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes});
-#define MM_AFFINE(name, Struct, bits)                               \
-  for (Format& f : affine_variants(#name, Codec::Struct, bits)) {   \
-    out.push_back(std::move(f));                                    \
+#define MM_AFFINE(name, Struct, bits)                             \
+  for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \
+    out.push_back(std::move(f));                                  \
   }
 #include "../metal/formats.def"
   return out;

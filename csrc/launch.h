@@ -23,12 +23,14 @@ struct Pass {
 };
 
 struct Plan {
-  std::vector<Pass> passes;      // in order; each sees what the one before wrote
-  size_t workspace_bytes = 0;    // scratch bound to kSlotPartial (and to kSlotY of the pass that fills it)
-  std::string reason;            // why this strategy, in words
+  std::vector<Pass> passes;  // in order; each sees what the one before wrote
+  size_t workspace_bytes =
+      0;               // scratch bound to kSlotPartial (and to kSlotY of the pass that fills it)
+  std::string reason;  // why this strategy, in words
 };
 
-// Memory bound to a slot: a base, the byte offset at which the operand starts, and the bytes after it.
+// Memory bound to a slot: a base, the byte offset at which the operand starts, and the bytes after
+// it.
 struct Buffer {
   void* base = nullptr;
   size_t offset = 0;

@@ -9,26 +9,33 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, m) {
-  m.def("formats", [] {
-    py::list out;
-    for (const metalmm::Format& f : metalmm::all_formats()) {
-      const char* layouts[] = {"dense", "block", "affine"};
-      py::dict row;
-      row["name"] = f.name;
-      row["layout"] = layouts[static_cast<int>(f.layout)];
-      row["block_values"] = f.block_values;
-      row["block_bytes"] = f.block_bytes;
-      out.append(row);
-    }
-    return out;
-  }, "The format table, one dict per format: name, layout, block_values, block_bytes.");
-  m.def("cpu_isas", [] {
-    int count;
-    const auto* isas = metalmm::cpu::available_isas(&count);
-    py::list out;
-    for (int i = 0; i < count; ++i) out.append(isas[i]->name);
-    return out;
-  }, "Instruction sets of the CPU engine that this machine runs, best first.");
-  m.def("cpu_isa", [] { return std::string(metalmm::cpu::current_isa().name); },
-        "The instruction set in use: the best, or the one METALMM_CPU_ISA names.");
+  m.def(
+      "formats",
+      [] {
+        py::list out;
+        for (const metalmm::Format& f : metalmm::all_formats()) {
+          const char* layouts[] = {"dense", "block", "affine"};
+          py::dict row;
+          row["name"] = f.name;
+          row["layout"] = layouts[static_cast<int>(f.layout)];
+          row["block_values"] = f.block_values;
+          row["block_bytes"] = f.block_bytes;
+          out.append(row);
+        }
+        return out;
+      },
+      "The format table, one dict per format: name, layout, block_values, block_bytes.");
+  m.def(
+      "cpu_isas",
+      [] {
+        int count;
+        const auto* isas = metalmm::cpu::available_isas(&count);
+        py::list out;
+        for (int i = 0; i < count; ++i) out.append(isas[i]->name);
+        return out;
+      },
+      "Instruction sets of the CPU engine that this machine runs, best first.");
+  m.def(
+      "cpu_isa", [] { return std::string(metalmm::cpu::current_isa().name); },
+      "The instruction set in use: the best, or the one METALMM_CPU_ISA names.");
 }

@@ -20,13 +20,15 @@ auto find_op(const char* name) {
 }
 
 inline Tensor call_linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-                   OptionalName strategy) {
-  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name,
-                                  OptionalName)>("metalmm::linear");
+                          OptionalName strategy) {
+  static auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name, OptionalName)>(
+          "metalmm::linear");
   return op.call(x, w, bias, format, strategy);
 }
 
-inline Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
+inline Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format,
+                              int64_t in_features) {
   static auto op =
       find_op<Tensor(const Tensor&, const Tensor&, Name, int64_t)>("metalmm::linear_input_grad");
   return op.call(grad, w, format, in_features);
@@ -39,21 +41,22 @@ inline Tensor call_swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, N
 }
 
 inline Tensor call_swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
-                          const OptionalTensor& bias, Name format) {
-  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                  Name)>("metalmm::swiglu_linear");
+                                 const OptionalTensor& bias, Name format) {
+  static auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, Name)>(
+          "metalmm::swiglu_linear");
   return op.call(gate, up, w, bias, format);
 }
 
-using ScaledSignature = Tensor(const Tensor&, const Tensor&, Name, const OptionalTensor&, double, double,
-                               OptionalName);
-inline Tensor call_gemv(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
-                 double beta, OptionalName strategy) {
+using ScaledSignature = Tensor(const Tensor&, const Tensor&, Name, const OptionalTensor&, double,
+                               double, OptionalName);
+inline Tensor call_gemv(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c,
+                        double alpha, double beta, OptionalName strategy) {
   static auto op = find_op<ScaledSignature>("metalmm::gemv");
   return op.call(x, w, format, c, alpha, beta, strategy);
 }
-inline Tensor call_gemm(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
-                 double beta, OptionalName strategy) {
+inline Tensor call_gemm(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c,
+                        double alpha, double beta, OptionalName strategy) {
   static auto op = find_op<ScaledSignature>("metalmm::gemm");
   return op.call(x, w, format, c, alpha, beta, strategy);
 }

@@ -4,11 +4,13 @@
 TORCH_LIBRARY(metalmm, m) {
   // y = x Wᵀ + bias
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, str format, str? strategy=None) -> Tensor");
-  // grad W: the gradient of linear with respect to x; grad [..., N] -> [..., K], in the dtype of grad
+  // grad W: the gradient of linear with respect to x; grad [..., N] -> [..., K], in the dtype of
+  // grad
   m.def("linear_input_grad(Tensor grad, Tensor weight, str format, int in_features) -> Tensor");
   // silu(x Gᵀ) * (x Uᵀ)
   m.def(
-      "swiglu(Tensor x, Tensor gate_weight, Tensor up_weight, str format_gate, str format_up) -> Tensor");
+      "swiglu(Tensor x, Tensor gate_weight, Tensor up_weight, str format_gate, str format_up) -> "
+      "Tensor");
   // (silu(gate) * up) Wᵀ + bias
   m.def("swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str format) -> Tensor");
   // alpha W x + beta c;  x [K], c [N]
@@ -20,7 +22,8 @@ TORCH_LIBRARY(metalmm, m) {
       "gemm(Tensor x, Tensor weight, str format, Tensor? c=None, float alpha=1, float beta=0, "
       "str? strategy=None) -> Tensor");
   m.def(
-      "dequantize(Tensor weight, str format, int? in_features=None, *, ScalarType? dtype=None) -> Tensor");
+      "dequantize(Tensor weight, str format, int? in_features=None, *, ScalarType? dtype=None) -> "
+      "Tensor");
   m.def("quantize(Tensor w, str format) -> Tensor");
   m.def(
       "embedding(Tensor ids, Tensor weight, str format, int? in_features=None, *, "

@@ -20,7 +20,9 @@ def _check_weight(name: str, weight: Tensor, format: str, k: int) -> int:
     f = formats.get(format)
     dense = weight.dtype != torch.uint8 and _DENSE.get(f.name) == weight.dtype
     if weight.dim() != 2 or not (dense or weight.dtype == torch.uint8):
-        raise ValueError(f"{name}: {weight.dtype} {list(weight.shape)}; must be uint8 [N, row_bytes]")
+        raise ValueError(
+            f"{name}: {weight.dtype} {list(weight.shape)}; must be uint8 [N, row_bytes]"
+        )
     want = k if dense else f.row_bytes(k)
     if weight.shape[1] != want:
         raise ValueError(

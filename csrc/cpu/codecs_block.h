@@ -1,9 +1,11 @@
-// GGML blocks of 32 values: decode to f32 vectors. Layouts: metal/formats.def; bytes as in a GGUF file.
+// GGML blocks of 32 values: decode to f32 vectors. Layouts: metal/formats.def; bytes as in a GGUF
+// file.
 //
 // A codec is a struct of static functions:
 //   kBlockValues, kBlockBytes
 //   Row    pointers into one row of W;         Row row(const uint8_t*, const RowLayout&)
-//   Block  what is computed once per block;    void open(const Row&, int64_t block, Block&), which may
+//   Block  what is computed once per block;    void open(const Row&, int64_t block, Block&), which
+//   may
 //          keep what the block before left there
 //   F      get<kVector>(block, chunk): values [32 chunk + kWidth kVector, + kWidth) of the block
 // Every value is rounded as the Python specification rounds it, on every instruction set.

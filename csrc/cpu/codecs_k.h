@@ -1,5 +1,6 @@
 // GGML super-blocks of 256 values: decode to f32 vectors. The contract is in codecs_block.h.
-// open() turns the packed scales of a super-block into f32 once; they stay in the first-level cache.
+// open() turns the packed scales of a super-block into f32 once; they stay in the first-level
+// cache.
 #pragma once
 
 #include "codecs_block.h"
@@ -21,10 +22,11 @@ struct SubScales {
   const uint8_t* b;
 };
 
-// The 2-bit fields of q2_k are masked where they lie, 4^(chunk % 4) too large: the scales of a chunk
-// are that much smaller. Both factors are powers of two, so every product keeps its bits.
-inline constexpr float kFieldScale[16] = {1, 1, 1 / 4.f, 1 / 4.f, 1 / 16.f, 1 / 16.f, 1 / 64.f, 1 / 64.f,
-                                          1, 1, 1 / 4.f, 1 / 4.f, 1 / 16.f, 1 / 16.f, 1 / 64.f, 1 / 64.f};
+// The 2-bit fields of q2_k are masked where they lie, 4^(chunk % 4) too large: the scales of a
+// chunk are that much smaller. Both factors are powers of two, so every product keeps its bits.
+inline constexpr float kFieldScale[16] = {1,        1,        1 / 4.f,  1 / 4.f, 1 / 16.f, 1 / 16.f,
+                                          1 / 64.f, 1 / 64.f, 1,        1,       1 / 4.f,  1 / 4.f,
+                                          1 / 16.f, 1 / 16.f, 1 / 64.f, 1 / 64.f};
 
 // (d s) code - (dmin m): 2-bit codes, 4-bit s and m per 16 values.
 struct Q2_K : BlockCodec<256, 84> {
@@ -60,9 +62,9 @@ struct Q3_K : BlockCodec<256, 110> {
     const uint32_t a = load_as<uint32_t>(k.b + 96), b = load_as<uint32_t>(k.b + 100),
                    high = load_as<uint32_t>(k.b + 104);
     constexpr uint32_t kLow = 0x0f0f0f0f, kTwo = 0x03030303;
-    const uint32_t words[4] = {(a & kLow) | (high & kTwo) << 4, (b & kLow) | (high >> 2 & kTwo) << 4,
-                               (a >> 4 & kLow) | (high >> 4 & kTwo) << 4,
-                               (b >> 4 & kLow) | (high >> 6 & kTwo) << 4};
+    const uint32_t words[4] = {
+        (a & kLow) | (high & kTwo) << 4, (b & kLow) | (high >> 2 & kTwo) << 4,
+        (a >> 4 & kLow) | (high >> 4 & kTwo) << 4, (b >> 4 & kLow) | (high >> 6 & kTwo) << 4};
     const F d = half(k.b + 108);
 #if defined(__AVX512F__)
     const __m128i s = _mm_set_epi32(words[3], words[2], words[1], words[0]);
@@ -77,7 +79,8 @@ struct Q3_K : BlockCodec<256, 110> {
   static MM_INLINE F get(const Block& k, int chunk) {
     const Bytes low = load_bytes(k.b + 32 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3;
     const Bytes high = bit_to(load_bytes(k.b), chunk, 2);
-    return to_float(widen<kVector>((low | high) - 4)) * set1(k.scale[2 * chunk + kVector * kWidth / 16]);
+    return to_float(widen<kVector>((low | high) - 4)) *
+           set1(k.scale[2 * chunk + kVector * kWidth / 16]);
   }
 };
 
@@ -92,12 +95,13 @@ MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
   const __m128i a_a_b_b = _mm_shuffle_epi32(v, _MM_SHUFFLE(2, 2, 1, 1));
   const __m128i low = _mm_and_si128(_mm_srlv_epi32(a_c_b_c, _mm_set_epi32(4, 0, 0, 0)),
                                     _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
-  const __m128i high = _mm_and_si128(_mm_srli_epi32(a_a_b_b, 2),
-                                     _mm_set_epi32(0x30303030, 0, 0x30303030, 0));
+  const __m128i high =
+      _mm_and_si128(_mm_srli_epi32(a_a_b_b, 2), _mm_set_epi32(0x30303030, 0, 0x30303030, 0));
   const I s = (I)_mm512_cvtepu8_epi32(_mm_or_si128(low, high));
   store(k.scale, to_float(s) * (F)_mm512_mask_blend_ps(0xff00, d, minus_dmin));
 #else
-  const uint32_t a = load_as<uint32_t>(b + 4), m = load_as<uint32_t>(b + 8), c = load_as<uint32_t>(b + 12);
+  const uint32_t a = load_as<uint32_t>(b + 4), m = load_as<uint32_t>(b + 8),
+                 c = load_as<uint32_t>(b + 12);
   constexpr uint32_t kSix = 0x3f3f3f3f, kLow = 0x0f0f0f0f, kTwo = 0x03030303;
   const uint32_t words[4] = {a & kSix, (c & kLow) | (a >> 6 & kTwo) << 4, m & kSix,
                              (c >> 4 & kLow) | (m >> 6 & kTwo) << 4};
@@ -120,7 +124,9 @@ MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
 // (d s) code - (dmin m): 4-bit codes, 6-bit s and m per 32 values.
 struct Q4_K : BlockCodec<256, 144> {
   using Block = SubScales;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) { open_scales_6bit(at(row, block), k); }
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    open_scales_6bit(at(row, block), k);
+  }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Linear16 table(set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
@@ -131,7 +137,9 @@ struct Q4_K : BlockCodec<256, 144> {
 // As q4_k, with a fifth bit in qh: bit chunk of byte l.
 struct Q5_K : BlockCodec<256, 176> {
   using Block = SubScales;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) { open_scales_6bit(at(row, block), k); }
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    open_scales_6bit(at(row, block), k);
+  }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
@@ -155,7 +163,8 @@ struct Q6_K : BlockCodec<256, 210> {
     const Bytes qh = load_bytes(k.b + 128 + half_block * 32);
     const Bytes low = t < 2 ? ql & 15 : ql >> 4;
     const Bytes high = (t < 2 ? qh << (4 - 2 * t) : qh >> (2 * t - 4)) & 0x30;
-    return to_float(widen<kVector>((low | high) - 32)) * set1(k.scale[2 * chunk + kVector * kWidth / 16]);
+    return to_float(widen<kVector>((low | high) - 32)) *
+           set1(k.scale[2 * chunk + kVector * kWidth / 16]);
   }
 };
 

@@ -6,10 +6,10 @@
 
 namespace metalmm::cpu::MM_ISA {
 
-// Codes [kWidth kVector, + kWidth) of a chunk of a little-endian stream of kBits-bit codes, as integers
-// whose low kBits bits are the code; what lies above is undefined.
-// Each lane takes the two bytes that its code touches, then shifts. The loads reach at most 6 bytes beyond
-// the chunk, where the scales and the padding of the row are.
+// Codes [kWidth kVector, + kWidth) of a chunk of a little-endian stream of kBits-bit codes, as
+// integers whose low kBits bits are the code; what lies above is undefined. Each lane takes the two
+// bytes that its code touches, then shifts. The loads reach at most 6 bytes beyond the chunk, where
+// the scales and the padding of the row are.
 template <int kBits, int kVector>
 MM_INLINE I stream_codes(const uint8_t* chunk) {
   const uint8_t* p = chunk + kVector * kWidth * kBits / 8;
@@ -111,7 +111,9 @@ template <int kValueBytes, F (*kLoad)(const uint8_t*)>
 struct Dense : BlockCodec<kChunk, kChunk * kValueBytes> {
   static constexpr int kTailValueBytes = kValueBytes;
   using Block = const uint8_t*;
-  static MM_INLINE void open(const uint8_t* row, int64_t chunk, Block& k) { k = Dense::at(row, chunk); }
+  static MM_INLINE void open(const uint8_t* row, int64_t chunk, Block& k) {
+    k = Dense::at(row, chunk);
+  }
   template <int kVector>
   static MM_INLINE F get(const Block& p, int) {
     return kLoad(p + kVector * kWidth * kValueBytes);

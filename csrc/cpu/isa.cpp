@@ -6,9 +6,10 @@
 
 namespace metalmm::cpu::MM_ISA {
 
-// Rows of W per pass for m rows of x: rows * m accumulators and the decoded weights live in registers, of
-// which there are 32 (AVX-512, NEON) or 16. More rows share each load of x and give memory more streams;
-// decoding a super-block takes more registers than a block of 32. Zen 4, q5_k, M = 4: two rows 2.4 ms, four 3.5.
+// Rows of W per pass for m rows of x: rows * m accumulators and the decoded weights live in
+// registers, of which there are 32 (AVX-512, NEON) or 16. More rows share each load of x and give
+// memory more streams; decoding a super-block takes more registers than a block of 32. Zen 4, q5_k,
+// M = 4: two rows 2.4 ms, four 3.5.
 template <class Codec>
 constexpr int dot_rows(int m) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -30,16 +31,19 @@ struct Tail {
 };
 
 // Owner: one thread; kRows rows of W at a time against all kM rows of x.
-// Traffic: each block of W once, decoded once into registers; x once per kRows rows. The rows of a pass lie
-//   a kRows-th of the range apart, so that each is one long stream for the prefetcher: Zen 4, one thread,
-//   cold q4_0: 11.1 GB/s against 8.2 with neighbouring rows, where each stream restarts at every row.
+// Traffic: each block of W once, decoded once into registers; x once per kRows rows. The rows of a
+// pass lie
+//   a kRows-th of the range apart, so that each is one long stream for the prefetcher: Zen 4, one
+//   thread, cold q4_0: 11.1 GB/s against 8.2 with neighbouring rows, where each stream restarts at
+//   every row.
 // Needs: x zero-padded to whole chunks. Rows beyond last_row read the last row and are not stored.
 template <class Codec, int kRows, int kM>
 struct Dot {
   using Block = typename Codec::Block;
 
   template <int kVector>
-  static MM_INLINE void multiply(const Block* open, int chunk, const float* x, F (&acc)[kRows][kM]) {
+  static MM_INLINE void multiply(const Block* open, int chunk, const float* x,
+                                 F (&acc)[kRows][kM]) {
     F w[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) w[r] = Codec::template get<kVector>(open[r], chunk);
@@ -59,7 +63,8 @@ struct Dot {
     }
   }
 
-  static MM_INLINE void multiply_rows(const DotArgs& a, const uint8_t* const* p, F (&acc)[kRows][kM]) {
+  static MM_INLINE void multiply_rows(const DotArgs& a, const uint8_t* const* p,
+                                      F (&acc)[kRows][kM]) {
     const int64_t blocks = a.weight.k / Codec::kBlockValues, done = blocks * Codec::kBlockValues;
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], a.weight.layout);
@@ -201,7 +206,7 @@ const IsaKernels kKernels = {MM_STRING(MM_ISA),
 #include "../../metal/formats.def"
                              }};
 
-#define MM_BLOCK(name, Struct, values, bytes, alignment)                            \
+#define MM_BLOCK(name, Struct, values, bytes, alignment) \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);
 #include "../../metal/formats.def"
 

@@ -6,13 +6,14 @@
 
 namespace metalmm::cpu {
 
-// MM_FOR_EACH_ISA(X): X(name, whether this machine runs it), best first. The build says what it holds.
+// MM_FOR_EACH_ISA(X): X(name, whether this machine runs it), best first. The build says what it
+// holds.
 #if defined(__x86_64__)
-#define MM_FOR_EACH_ISA(X)                                                                         \
-  X(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&             \
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&        \
-                __builtin_cpu_supports("fma"))                                                     \
-  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))                         \
+#define MM_FOR_EACH_ISA(X)                                                                  \
+  X(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&      \
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
+                __builtin_cpu_supports("fma"))                                              \
+  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))                  \
   X(scalar, true)
 #elif defined(__aarch64__)
 #define MM_FOR_EACH_ISA(X) \
@@ -22,8 +23,8 @@ namespace metalmm::cpu {
 #define MM_FOR_EACH_ISA(X) X(scalar, true)
 #endif
 
-#define MM_DECLARE(isa, runs)      \
-  namespace isa {                  \
+#define MM_DECLARE(isa, runs)       \
+  namespace isa {                   \
   extern const IsaKernels kKernels; \
   }
 MM_FOR_EACH_ISA(MM_DECLARE)

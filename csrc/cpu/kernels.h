@@ -27,10 +27,10 @@ struct Weight {
   const uint8_t* row(int64_t n) const { return data + n * row_stride; }
 };
 
-// y[m * y_stride + n - first_row] = sum over k of x[m, k] w[n, k], for the rows [first_row, last_row) and
-// as many m as the kernel is compiled for.
-// The rows of x are interleaved by vectors: x[m, k] is at (k / width * M + m) * width + k % width, for k up
-// to round_up(K, kChunk), zero beyond K. One stream, and immediate offsets for all m.
+// y[m * y_stride + n - first_row] = sum over k of x[m, k] w[n, k], for the rows [first_row,
+// last_row) and as many m as the kernel is compiled for. The rows of x are interleaved by vectors:
+// x[m, k] is at (k / width * M + m) * width + k % width, for k up to round_up(K, kChunk), zero
+// beyond K. One stream, and immediate offsets for all m.
 struct DotArgs {
   Weight weight;
   int64_t first_row, last_row;
@@ -53,9 +53,9 @@ struct CodecKernels {
   DecodeKernel decode;
 };
 
-// Values of K that are decoded at a time for a tile, and the distance of decoded rows in floats: a constant,
-// so that the addresses of a tile's rows are immediates, and no multiple of 4 KiB, so that they spread over
-// the sets of the first-level cache.
+// Values of K that are decoded at a time for a tile, and the distance of decoded rows in floats: a
+// constant, so that the addresses of a tile's rows are immediates, and no multiple of 4 KiB, so
+// that they spread over the sets of the first-level cache.
 constexpr int64_t kDecodeK = 512;
 constexpr int64_t kDecodeStride = kDecodeK + 16;
 
@@ -77,9 +77,9 @@ constexpr int kMaxPanels = 4;
 
 struct IsaKernels {
   const char* name;
-  int width;      // floats per vector, columns of a panel
-  int tile_rows;  // rows of W per tile
-  int panels;     // panels per tile, at most kMaxPanels
+  int width;                    // floats per vector, columns of a panel
+  int tile_rows;                // rows of W per tile
+  int panels;                   // panels per tile, at most kMaxPanels
   TileKernel tile[kMaxPanels];  // by panels - 1
   CodecKernels codec[kNumCodecs];
 };

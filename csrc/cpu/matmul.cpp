@@ -12,12 +12,13 @@
 namespace metalmm::cpu {
 namespace {
 
-// Where the register kernels stop paying: 8 rows at a time cost 8-row steps, a tile of two panels costs 32
-// rows whole. Zen 4, q4_0 4096 x 4096: M = 24 takes 4.5 ms in three steps, 5.4 ms as a tile.
+// Where the register kernels stop paying: 8 rows at a time cost 8-row steps, a tile of two panels
+// costs 32 rows whole. Zen 4, q4_0 4096 x 4096: M = 24 takes 4.5 ms in three steps, 5.4 ms as a
+// tile.
 constexpr int64_t kMaxBatchedRows = 24;
 
-// A gemm step: kBlockRows rows of W by kBlockColumns rows of x, kDecodeK values of K at a time. Decoded W
-// (100 KB), x (512 KB) and c (48 KB) share a second-level cache of 1 MB.
+// A gemm step: kBlockRows rows of W by kBlockColumns rows of x, kDecodeK values of K at a time.
+// Decoded W (100 KB), x (512 KB) and c (48 KB) share a second-level cache of 1 MB.
 constexpr int64_t kBlockRows = 48;
 constexpr int64_t kBlockColumns = 256;
 
@@ -42,7 +43,8 @@ void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t 
 void dot_rows(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
               at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1);
-  const int index = static_cast<int>(std::lower_bound(kDotRows, kDotRows + kNumDotKernels, m) - kDotRows);
+  const int index =
+      static_cast<int>(std::lower_bound(kDotRows, kDotRows + kNumDotKernels, m) - kDotRows);
   const int64_t rows = kDotRows[index];
   const float* packed = x.const_data_ptr<float>();
   std::vector<float> buffer;
@@ -67,7 +69,8 @@ void dot_rows(const IsaKernels& isa, const Format& format, const Weight& w, cons
   });
 }
 
-// x [M, K] as panels of `width` rows: x[p * width + lane, k] at (p * K + k) * width + lane, zero beyond M.
+// x [M, K] as panels of `width` rows: x[p * width + lane, k] at (p * K + k) * width + lane, zero
+// beyond M.
 std::vector<float> pack_panels(const at::Tensor& x, int width) {
   const int64_t m = x.size(0), k = x.size(1), stride = x.stride(0);
   const int64_t panels = (m + width - 1) / width;
@@ -75,16 +78,16 @@ std::vector<float> pack_panels(const at::Tensor& x, int width) {
   const float* from = x.const_data_ptr<float>();
   parallel_for(0, panels, std::max<int64_t>(1, 4096 / std::max<int64_t>(k, 1)),
                [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; ++p) {
-      float* to = out.data() + p * k * width;
-      for (int64_t i = 0; i < k; ++i) {
-        for (int64_t lane = 0; lane < width; ++lane) {
-          const int64_t row = p * width + lane;
-          to[i * width + lane] = row < m ? from[row * stride + i] : 0.f;
-        }
-      }
-    }
-  });
+                 for (int64_t p = first; p < last; ++p) {
+                   float* to = out.data() + p * k * width;
+                   for (int64_t i = 0; i < k; ++i) {
+                     for (int64_t lane = 0; lane < width; ++lane) {
+                       const int64_t row = p * width + lane;
+                       to[i * width + lane] = row < m ? from[row * stride + i] : 0.f;
+                     }
+                   }
+                 }
+               });
   return out;
 }
 
@@ -102,7 +105,8 @@ struct Gemm {
     const int64_t panels = (m1 - m0 + isa.width - 1) / isa.width;
     for (int64_t k0 = 0; k0 < w.k; k0 += kDecodeK) {
       const int64_t k1 = std::min(w.k, k0 + kDecodeK);
-      for (int64_t r = n0; r < n1; ++r) codec.decode(w, r, k0, k1, decoded + (r - n0) * kDecodeStride);
+      for (int64_t r = n0; r < n1; ++r)
+        codec.decode(w, r, k0, k1, decoded + (r - n0) * kDecodeStride);
       for (int64_t p = 0; p < panels; p += isa.panels) {
         const TileKernel tile = isa.tile[std::min<int64_t>(isa.panels, panels - p) - 1];
         const float* panel = x + ((first_panel + p) * w.k + k0) * isa.width;
@@ -122,7 +126,12 @@ void gemm(const IsaKernels& isa, const Format& format, const Weight& w, const at
           at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1);
   const std::vector<float> panels = pack_panels(x, isa.width);
-  const Gemm job{isa, isa.codec[static_cast<int>(format.codec)], w, panels.data(), m, n,
+  const Gemm job{isa,
+                 isa.codec[static_cast<int>(format.codec)],
+                 w,
+                 panels.data(),
+                 m,
+                 n,
                  y.mutable_data_ptr<float>()};
   const int64_t row_blocks = (n + kBlockRows - 1) / kBlockRows;
   const int64_t column_blocks = (m + kBlockColumns - 1) / kBlockColumns;

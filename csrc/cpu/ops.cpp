@@ -1,8 +1,11 @@
-// The ops on CPU tensors. Everything between two ops stays f32; the result is rounded once, to its dtype.
+// The ops on CPU tensors. Everything between two ops stays f32; the result is rounded once, to its
+// dtype.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "../checks.h"
@@ -19,7 +22,9 @@ using OptionalName = std::optional<std::string_view>;
 // Values decoded at a time where a whole dense W is never wanted: 32 MB of f32.
 constexpr int64_t kStreamedValues = 8 << 20;
 
-int64_t streamed_rows(int64_t k) { return std::max<int64_t>(1, kStreamedValues / std::max<int64_t>(k, 1)); }
+int64_t streamed_rows(int64_t k) {
+  return std::max<int64_t>(1, kStreamedValues / std::max<int64_t>(k, 1));
+}
 
 std::optional<Strategy> check_strategy(OptionalName name) {
   if (!name.has_value()) return std::nullopt;
@@ -55,8 +60,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalT
   return like_input(y, x);
 }
 
-at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight, std::string_view format,
-                             int64_t in_features) {
+at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
+                             std::string_view format, int64_t in_features) {
   const Format& f = check_format(format);
   const int64_t n = check_activations("grad", grad);
   const at::Tensor w = check_weight("weight", weight, f, in_features, grad);
@@ -141,27 +146,40 @@ at::Tensor dequantize(const at::Tensor& weight, std::string_view format,
   return out;
 }
 
+bool all_finite(const float* x, int64_t n) {
+  int32_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= !(std::fabs(x[i]) <= std::numeric_limits<float>::max());
+  return !bad;
+}
+
 at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   const Format& f = check_format(format);
   const int64_t k = check_activations("w", w);
   TORCH_CHECK_VALUE(w.dim() == 2, "w: shape ", w.sizes(), "; must be [N, K]");
-  TORCH_CHECK_VALUE(k % f.block_values == 0, "w: K = ", k, " is not a multiple of the block of ", f.name,
-                    ", ", f.block_values, " values");
+  TORCH_CHECK_VALUE(k % f.block_values == 0, "w: K = ", k, " is not a multiple of the block of ",
+                    f.name, ", ", f.block_values, " values");
   const int64_t n = w.size(0), row_bytes = f.row_bytes(k);
   at::Tensor out = at::empty({n, row_bytes}, w.options().dtype(at::kByte));
   uint8_t* to = out.mutable_data_ptr<uint8_t>();
   const int64_t step = streamed_rows(k);
-  for (int64_t r = 0; r < n; r += step) {
+  std::atomic<int64_t> bad_row{n};
+  for (int64_t r = 0; r < n && bad_row == n; r += step) {
     const int64_t rows = std::min(step, n - r);
     const at::Tensor source = w.detach().narrow(0, r, rows).to(at::kFloat).contiguous();
-    const at::Tensor finite = source.isfinite().all(1);
-    TORCH_CHECK_VALUE(finite.all().item<bool>(), "w: row ", r + at::argmin(finite.to(at::kInt)).item<int64_t>(),
-                      " has NaN or Inf");
     const float* from = source.const_data_ptr<float>();
     parallel_for(0, rows, 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) quantize_row(f, from + i * k, k, to + (r + i) * row_bytes);
+      for (int64_t i = first; i < last; ++i) {
+        if (all_finite(from + i * k, k)) {
+          quantize_row(f, from + i * k, k, to + (r + i) * row_bytes);
+        } else {
+          int64_t seen = bad_row;
+          while (r + i < seen && !bad_row.compare_exchange_weak(seen, r + i)) {
+          }
+        }
+      }
     });
   }
+  TORCH_CHECK_VALUE(bad_row == n, "w: row ", bad_row.load(), " has NaN or Inf");
   return out;
 }
 
@@ -177,8 +195,8 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::strin
   const int64_t* id = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel(), n = w.size(0);
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < n, "ids: ", id[i], " is out of range; the table has ", n,
-                      " rows");
+    TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < n, "ids: ", id[i], " is out of range; the table has ",
+                      n, " rows");
   }
   at::Tensor out = at::empty({count, k}, w.options().dtype(at::kFloat));
   const Weight table = make_weight(w, f, k);

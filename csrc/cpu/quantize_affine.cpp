@@ -70,7 +70,8 @@ void quantize_affine(const Format& f, const float* x, int64_t k, uint8_t* out) {
   for (int64_t g = 0; g < k / group; ++g, x += group, out += group * kBits / 8) {
     const ScaleBias s = fit(x, group, kHigh);
     for (int i = 0; i < group; ++i) {
-      q[i] = static_cast<uint8_t>(static_cast<int32_t>(to_code((x[i] - s.bias) / s.scale, 0.f, kHigh)));
+      q[i] = static_cast<uint8_t>(
+          static_cast<int32_t>(to_code((x[i] - s.bias) / s.scale, 0.f, kHigh)));
     }
     pack_stream<kBits>(q, group, out);
     store_as(f.scale_type, scales, g, s.scale);

@@ -20,7 +20,9 @@ void convert(const float* x, int64_t k, uint8_t* out) {
 
 }  // namespace
 
-void quantize_f32(const float* x, int64_t k, uint8_t* out) { std::memcpy(out, x, sizeof(float) * k); }
+void quantize_f32(const float* x, int64_t k, uint8_t* out) {
+  std::memcpy(out, x, sizeof(float) * k);
+}
 void quantize_f16(const float* x, int64_t k, uint8_t* out) { convert<to_half>(x, k, out); }
 void quantize_bf16(const float* x, int64_t k, uint8_t* out) { convert<to_bfloat>(x, k, out); }
 

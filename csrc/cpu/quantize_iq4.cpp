@@ -12,7 +12,8 @@ constexpr int kSub = 32;
 constexpr int kTries = 7;
 constexpr int kTrials = 1 + 2 * kTries + 1;
 constexpr int kLevels = 16;
-constexpr float kLevel[kLevels] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr float kLevel[kLevels] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
 
 constexpr float middle(int code) { return (kLevel[code] + kLevel[code + 1]) / 2; }
 

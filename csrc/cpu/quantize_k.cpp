@@ -59,8 +59,8 @@ struct Searched {
 // q = clamp(rint((x + dmin * m) / (d * sc))), d and dmin as they will be decoded; a sub-block whose
 // decoded scale is 0 keeps the codes of the search.
 template <int kSub, int kHigh>
-void requantize(const float* x, const Searched& found, const Scales& sc, const Scales& m, float d, float dmin,
-                uint8_t* q) {
+void requantize(const float* x, const Searched& found, const Scales& sc, const Scales& m, float d,
+                float dmin, uint8_t* q) {
   for (int s = 0; s < kBlock / kSub; ++s, x += kSub, q += kSub) {
     const float step = d * sc.code[s];
     const float shift = dmin * m.code[s];

@@ -17,7 +17,8 @@ constexpr int kSubs = kBlock / kSub;
 template <int kHigh>
 void requantize(const float* x, float step, uint8_t* q) {
   for (int i = 0; i < kSub; ++i) {
-    q[i] = static_cast<uint8_t>(static_cast<int32_t>(to_code(x[i] / step, -kHigh, kHigh - 1)) + kHigh);
+    q[i] =
+        static_cast<uint8_t>(static_cast<int32_t>(to_code(x[i] / step, -kHigh, kHigh - 1)) + kHigh);
   }
 }
 

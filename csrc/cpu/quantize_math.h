@@ -73,7 +73,9 @@ inline float clamp(float v, float low, float high) {
 }
 
 // rint(v) clamped to [low, high], |low| and |high| < 2^22; NaN to low.
-inline float to_code(float v, float low, float high) { return clamp((v + kRounder) - kRounder, low, high); }
+inline float to_code(float v, float low, float high) {
+  return clamp((v + kRounder) - kRounder, low, high);
+}
 
 // 1 / d, and 0 where d is 0.
 inline float reciprocal(float d) { return d == 0 ? 0.f : 1 / d; }

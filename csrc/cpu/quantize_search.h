@@ -166,8 +166,8 @@ inline Lanes search_descent(const Lanes* x, Lanes* codes) {
       const Lanes code = to_code(x[i] * b / a, low_code, high_code);
       const Lanes new_a = a + wx[i] * code;
       const Lanes new_b = b + w[i] * code * code;
-      const Mask better =
-          (a > zero) & (code != old) & (new_b > zero) & (new_a * new_a * sum_b > sum_a * sum_a * new_b);
+      const Mask better = (a > zero) & (code != old) & (new_b > zero) &
+                          (new_a * new_a * sum_b > sum_a * sum_a * new_b);
       codes[i] = select(better, code, old);
       sum_a = select(better, new_a, sum_a);
       sum_b = select(better, new_b, sum_b);

@@ -1,9 +1,9 @@
 // One vector type per instruction set, in a namespace of its own.
 //
-// A translation unit is compiled once per instruction set with MM_ISA naming it (avx512, avx2, neon,
-// scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no inline function of the
-// standard library: the linker keeps one copy of such a function, and it might be the AVX-512 one.
-// MM_SCALAR leaves out NEON, which every aarch64 compiler has on.
+// A translation unit is compiled once per instruction set with MM_ISA naming it (avx512, avx2,
+// neon, scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no inline
+// function of the standard library: the linker keeps one copy of such a function, and it might be
+// the AVX-512 one. MM_SCALAR leaves out NEON, which every aarch64 compiler has on.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,8 @@ MM_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
 MM_INLINE F set1(float v) { return F{} + v; }
 MM_INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
 
-// kWidth bytes as integers. gcc 12 takes __builtin_convertvector of bytes apart lane by lane: 4x slower GEMV.
+// kWidth bytes as integers. gcc 12 takes __builtin_convertvector of bytes apart lane by lane: 4x
+// slower GEMV.
 MM_INLINE I load_u8(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (I)_mm512_cvtepu8_epi32(load_as<__m128i>(p));
@@ -79,8 +80,8 @@ MM_INLINE F fma(F a, F b, F c) {
 #endif
 }
 
-// 32 bytes: the codes of a chunk, put together before they are widened. An operation on them costs a quarter
-// of one on the same codes as integers.
+// 32 bytes: the codes of a chunk, put together before they are widened. An operation on them costs
+// a quarter of one on the same codes as integers.
 typedef uint8_t Bytes __attribute__((vector_size(32)));
 MM_INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 
@@ -89,7 +90,8 @@ template <int kVector>
 MM_INLINE I widen(Bytes v) {
 #if defined(__AVX512F__)
   const __m256i b = (__m256i)v;
-  return (I)_mm512_cvtepi8_epi32(kVector ? _mm256_extracti128_si256(b, 1) : _mm256_castsi256_si128(b));
+  return (I)_mm512_cvtepi8_epi32(kVector ? _mm256_extracti128_si256(b, 1)
+                                         : _mm256_castsi256_si128(b));
 #elif defined(__AVX2__)
   const __m256i b = (__m256i)v;
   const __m128i half = kVector < 2 ? _mm256_castsi256_si128(b) : _mm256_extracti128_si256(b, 1);
@@ -121,7 +123,8 @@ MM_INLINE float sum(F v) {
   return lane[0];
 }
 
-// f16 to f32 by integer arithmetic, where the machine has no instruction. Exact, subnormals included.
+// f16 to f32 by integer arithmetic, where the machine has no instruction. Exact, subnormals
+// included.
 MM_INLINE float half_bits_to_float(uint32_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
   uint32_t bits;
@@ -194,8 +197,8 @@ MM_INLINE I select_bits(uint32_t bits, int32_t value) {
 #endif
 }
 
-// scale * values[code]: a table of 16 values, scaled once, then one permute per vector where the table
-// fits a register (AVX-512), otherwise look up first and scale after: the same product.
+// scale * values[code]: a table of 16 values, scaled once, then one permute per vector where the
+// table fits a register (AVX-512), otherwise look up first and scale after: the same product.
 struct Table16 {
   Table16() = default;
 #if defined(__AVX512F__)
@@ -222,7 +225,8 @@ struct Table16 {
 #endif
 };
 
-// scale * code + offset for 4-bit codes. The product is exact, so fma rounds as the specification does.
+// scale * code + offset for 4-bit codes. The product is exact, so fma rounds as the specification
+// does.
 struct Linear16 {
   Linear16() = default;
 #if defined(__AVX512F__)

@@ -1,4 +1,5 @@
-// The NEON kernels against the scalar ones, both built for aarch64: `make neon`, under qemu on another machine.
+// The NEON kernels against the scalar ones, both built for aarch64: `make neon`, under qemu on
+// another machine.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -29,10 +30,12 @@ std::vector<float> random_values(int64_t n) {
   return out;
 }
 
-// Sums of n terms of magnitude below 0.5 in two orders: each is within n * 2^-24 of the sum of magnitudes.
+// Sums of n terms of magnitude below 0.5 in two orders: each is within n * 2^-24 of the sum of
+// magnitudes.
 bool near(const std::vector<float>& a, const std::vector<float>& b, int64_t n) {
   const float bound = 2 * n * 0x1p-24f * (n * 0.25f);
-  return std::equal(a.begin(), a.end(), b.begin(), [&](float x, float y) { return std::fabs(x - y) <= bound; });
+  return std::equal(a.begin(), a.end(), b.begin(),
+                    [&](float x, float y) { return std::fabs(x - y) <= bound; });
 }
 
 int check_format(const Format& f) {
@@ -43,7 +46,9 @@ int check_format(const Format& f) {
   }
   int shift = 0;
   while ((int64_t{kChunk} << shift) < f.block_values) ++shift;
-  const Weight w{packed.data(), row_bytes, kK,
+  const Weight w{packed.data(),
+                 row_bytes,
+                 kK,
                  {f.scales_offset(kK), f.biases_offset(kK), shift, f.scale_type}};
   const CodecKernels& fast = neon::kKernels.codec[static_cast<int>(f.codec)];
   const CodecKernels& slow = scalar::kKernels.codec[static_cast<int>(f.codec)];
