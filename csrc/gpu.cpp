@@ -1,0 +1,112 @@
+#include "gpu.h"
+
+#include <algorithm>
+#include <cctype>
+#include <stdexcept>
+
+namespace metalmm {
+namespace {
+
+constexpr auto M1 = Generation::kM1;
+constexpr auto M2 = Generation::kM2;
+constexpr auto M3 = Generation::kM3;
+constexpr auto M4 = Generation::kM4;
+constexpr auto M5 = Generation::kM5;
+constexpr auto kBase = ChipClass::kBase;
+constexpr auto kPro = ChipClass::kPro;
+constexpr auto kMax = ChipClass::kMax;
+constexpr auto kUltra = ChipClass::kUltra;
+
+constexpr uint32_t kLanesPerCore = 128;  // instructions issued per core and cycle, M1 to M5
+
+// Cores and bandwidth: Apple's technical specifications of the Macs that carry the chip, largest
+// configuration. Clocks: third-party measurements (powermetrics, published FLOP/s over lanes), good
+// to some 5 %; no choice depends on them. Family: Metal feature set tables. Threadgroup memory is
+// 32 KB in all.
+std::vector<Gpu> make_gpus() {
+  return {
+      // name, generation, class, family, cores, GB/s, MHz
+      {"m1", M1, kBase, 7, 8, 68, 1278},           // LPDDR4X-4266, 128 bit
+      {"m1-pro", M1, kPro, 7, 16, 200, 1296},      // LPDDR5-6400, 256 bit
+      {"m1-max", M1, kMax, 7, 32, 400, 1296},      // 512 bit
+      {"m1-ultra", M1, kUltra, 7, 64, 800, 1296},  // two M1 Max
+      {"m2", M2, kBase, 8, 10, 100, 1398},         // LPDDR5-6400, 128 bit
+      {"m2-pro", M2, kPro, 8, 19, 200, 1398},
+      {"m2-max", M2, kMax, 8, 38, 400, 1398},
+      {"m2-ultra", M2, kUltra, 8, 76, 800, 1398},
+      {"m3", M3, kBase, 9, 10, 100, 1398},
+      {"m3-pro", M3, kPro, 9, 18, 150, 1398},  // 192 bit: fewer bytes than an M2 Pro
+      {"m3-max", M3, kMax, 9, 40, 400, 1398},  // 300 GB/s with 30 cores
+      {"m3-ultra", M3, kUltra, 9, 80, 819, 1398},
+      {"m4", M4, kBase, 9, 10, 120, 1470},     // LPDDR5X-7500
+      {"m4-pro", M4, kPro, 9, 20, 273, 1578},  // LPDDR5X-8533, 256 bit
+      {"m4-max", M4, kMax, 9, 40, 546, 1578},  // 410 GB/s with 32 cores
+      {"m5", M5, kBase, 10, 10, 153, 1620},    // LPDDR5X-9600
+      {"m5-pro", M5, kPro, 10, 20, 307, 1620},
+      {"m5-max", M5, kMax, 10, 40, 614, 1620},  // 460 GB/s with 32 cores
+  };
+}
+
+// Lower case, dashes for spaces, without the maker: "Apple M4 Max" -> "m4-max".
+std::string normal(std::string_view name) {
+  std::string out;
+  for (unsigned char c : name)
+    out += c == ' ' || c == '_' ? '-' : static_cast<char>(std::tolower(c));
+  constexpr std::string_view kMaker = "apple-";
+  return out.rfind(kMaker, 0) == 0 ? out.substr(kMaker.size()) : out;
+}
+
+const Gpu* find(std::string_view name) {
+  const std::string wanted = normal(name);
+  for (const Gpu& gpu : all_gpus()) {
+    if (gpu.name == wanted) return &gpu;
+  }
+  return nullptr;
+}
+
+// The newest row of the family, base class; beyond the families of the table, the newest row.
+const Gpu& row_of_family(int family) {
+  const int last = all_gpus().back().family;
+  const Gpu* found = &all_gpus().front();
+  for (const Gpu& gpu : all_gpus()) {
+    if (gpu.chip_class == kBase && gpu.family <= std::min(family, last)) found = &gpu;
+  }
+  return *found;
+}
+
+}  // namespace
+
+double Gpu::instructions_per_weight(double bytes_per_weight) const {
+  const double lanes = static_cast<double>(cores) * kLanesPerCore * clock_mhz * 1e6;
+  return lanes / (bandwidth_gb_s * 1e9 / bytes_per_weight);
+}
+
+const std::vector<Gpu>& all_gpus() {
+  static const auto* gpus = new std::vector<Gpu>(make_gpus());
+  return *gpus;
+}
+
+const Gpu& gpu_by_name(std::string_view name) {
+  if (const Gpu* gpu = find(name)) return *gpu;
+  std::string allowed;
+  for (const Gpu& gpu : all_gpus()) allowed += (allowed.empty() ? "" : ", ") + gpu.name;
+  throw std::invalid_argument("chip: unknown '" + std::string(name) + "'; allowed: " + allowed);
+}
+
+Gpu gpu_of_device(std::string_view device_name, int family, uint32_t cores,
+                  uint32_t max_threadgroup_memory) {
+  const Gpu* known = find(device_name);
+  Gpu gpu = known ? *known : row_of_family(family);
+  gpu.name = normal(device_name);
+  if (family) gpu.family = family;
+  if (cores) gpu.cores = cores;
+  if (max_threadgroup_memory) gpu.max_threadgroup_memory = max_threadgroup_memory;
+  return gpu;
+}
+
+const char* to_string(ChipClass c) {
+  constexpr const char* names[] = {"base", "Pro", "Max", "Ultra"};
+  return names[static_cast<int>(c)];
+}
+
+}  // namespace metalmm

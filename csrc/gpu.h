@@ -1,0 +1,47 @@
+// The machine as a value: what plan() needs to know about a GPU. No torch, no Metal.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace metalmm {
+
+// Generation and class pick the row of tuning.def; the numbers are read from the device where there
+// is one, and from the table of chips where there is none (tests, `metalmm explain`).
+enum class Generation : int { kM1 = 1, kM2, kM3, kM4, kM5 };
+enum class ChipClass : int { kBase, kPro, kMax, kUltra };
+
+struct Gpu {
+  std::string name;  // "m4-max"
+  Generation generation = Generation::kM1;
+  ChipClass chip_class = ChipClass::kBase;
+  int family = 7;  // MTLGPUFamilyApple7 ... Apple10
+  uint32_t cores = 8;
+  uint32_t bandwidth_gb_s = 68;  // nominal, decimal: of explain, not of the choice
+  uint32_t clock_mhz = 1278;     // approximate: of explain, not of the choice
+  uint32_t max_threadgroup_memory = 32768;
+  uint32_t max_threads = 1024;  // per threadgroup
+
+  // Instructions that this chip can issue for a weight of so many bytes while it streams the
+  // weights from memory: lane-instructions per second over weights per second.
+  double instructions_per_weight(double bytes_per_weight) const;
+};
+
+// M1 ... M5, base to Ultra, each in its largest configuration.
+const std::vector<Gpu>& all_gpus();
+
+// Chip by name, in any case, spaces for dashes allowed ("m4-max", "Apple M4 Max"). Throws
+// std::invalid_argument that lists the names.
+const Gpu& gpu_by_name(std::string_view name);
+
+// The row for what a device reports. A name outside the table (a new chip, an A-series one) takes
+// the newest row of its family, so that an unknown machine still gets a plan; a number that is 0
+// keeps the table's.
+Gpu gpu_of_device(std::string_view device_name, int family, uint32_t cores,
+                  uint32_t max_threadgroup_memory);
+
+const char* to_string(ChipClass c);
+
+}  // namespace metalmm
