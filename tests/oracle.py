@@ -1,0 +1,227 @@
+"""What the ops must return: float64 values from the Python specification, each with an error bound.
+
+An engine computes in f32 and rounds once, to the dtype of the result. With u = 2^-24, every f32
+operation gives fl(a op b) = (a op b)(1 + d), |d| <= u, plus at most 2^-149 where it underflows.
+n such factors multiply to 1 + d, |d| <= gamma(n) = n u / (1 - n u).
+
+Dot product of K terms, in any order, fused or not: a term is multiplied once and then takes part in
+at most K - 1 additions, K roundings at most (adding a zero is exact, so padding costs nothing):
+    |y - sum x w| <= gamma(K) sum |x| |w|
+Decoding adds no error: the engines' f32 weights are the specification's, bit for bit (test_exact),
+and f16 and bf16 activations convert to f32 exactly.
+
+Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), half the spacing of subnormals s_T:
+    |fl_T(y) - y| <= u_T |y| + s_T
+f32 stores without rounding. float64 adds K 2^-53 sum |x| |w| of its own.
+
+`Value` carries the exact value and the bound through a chain of such operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from format_cases import HALF_FIELDS, UNIT_SCALE
+from torch import Tensor
+
+from torch_metalmm import formats
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORMATS = formats.names()
+
+# One format of each kind of row: dense, lookup, offset, super-blocks, planes.
+KINDS = ("f32", "bf16", "q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "affine3_g64", "affine6_g32_f32")
+
+U = 2.0**-24
+TINY = 2.0**-149
+U64 = 2.0**-53
+STORE = {
+    torch.float32: (0.0, 0.0),
+    torch.float16: (2.0**-11, 2.0**-25),
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+}
+
+# f32 roundings in silu(x) = x / (1 + exp(-x)): exp is within 1 ulp (2 u), then + and /, and one
+# more where it is x times a sigmoid.
+SILU_ROUNDINGS = 5
+SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
+SLOPE_SLOPE = 0.5  # the largest |silu''|, at 0
+
+
+def gamma(n: float | Tensor) -> float | Tensor:
+    """n u / (1 - n u)."""
+    return n * U / (1 - n * U)
+
+
+@dataclass
+class Value:
+    """An f32 computation: its exact value and a bound of |computed - exact|, both float64."""
+
+    exact: Tensor
+    error: Tensor
+
+    @staticmethod
+    def of(t: Tensor) -> Value:
+        """An input: t itself, without error."""
+        return Value(t.double(), torch.zeros_like(t, dtype=torch.float64))
+
+    def size(self) -> Tensor:
+        """A bound of |computed|."""
+        return self.exact.abs() + self.error
+
+    def dot(self, w: Tensor, chain: int | None = None) -> Value:
+        """self [..., K] times w [N, K] transposed; a term takes `chain` roundings, or K."""
+        w64, k = w.double(), w.shape[1]
+        terms = self.size() @ w64.abs().T
+        rounding = (gamma(k if chain is None else chain) + k * U64) * terms + k * TINY
+        return Value(self.exact @ w64.T, self.error @ w64.abs().T + rounding)
+
+    def rounded(self, count: float | Tensor = 1) -> Value:
+        """This after `count` more roundings."""
+        return Value(self.exact, self.error + gamma(count) * self.size() + TINY)
+
+    def __add__(self, other: Value) -> Value:
+        return Value(self.exact + other.exact, self.error + other.error).rounded()
+
+    def __mul__(self, other: Value | float) -> Value:
+        if not isinstance(other, Value):
+            return Value(self.exact * other, self.error * abs(other)).rounded()
+        error = self.error * other.size() + self.size() * other.error
+        return Value(self.exact * other.exact, error).rounded()
+
+    def silu(self) -> Value:
+        """x sigmoid(x)."""
+        exact = torch.nn.functional.silu(self.exact)
+        return Value(exact, SILU_SLOPE * self.error).rounded(SILU_ROUNDINGS)
+
+    def silu_slope(self) -> Value:
+        """s (1 + x (1 - s)), s = sigmoid(x).
+
+        s has 4 roundings, so 1 - s errs by 5 u, x (1 - s) by 6 u |x|, 1 + x (1 - s) by
+        u (1 + 7 |x|), the product by u (6 + 12 |x|).
+        """
+        s = self.exact.sigmoid()
+        exact = s * (1 + self.exact * (1 - s))
+        return Value(exact, SLOPE_SLOPE * self.error + gamma(6 + 12 * self.size()))
+
+    def store(self, dtype: torch.dtype) -> Value:
+        """Rounded to dtype."""
+        u, spacing = STORE[dtype]
+        return Value(self.exact, self.error + u * self.size() + spacing)
+
+
+def y64(x: Tensor, w: Tensor) -> Tensor:
+    """x [..., K] times w f32 [N, K] (of the specification) transposed, in float64."""
+    return x.double() @ w.double().T
+
+
+def bound(x: Tensor, w: Tensor, k: int, dtype: torch.dtype, chain: int | None = None) -> Tensor:
+    """gamma(chain or k) |x| |w|T, then the store to dtype: the largest |y - y64|, elementwise."""
+    if w.shape[1] != k or x.shape[-1] != k:
+        raise ValueError(f"k = {k}, but x is {list(x.shape)} and w {list(w.shape)}")
+    return Value.of(x).dot(w, chain).store(dtype).error
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Value:
+    """x wT + bias in the dtype of x."""
+    y = Value.of(x).dot(w)
+    return (y if bias is None else y + Value.of(bias)).store(x.dtype)
+
+
+def check(actual: Tensor, expected: Value, what: str = "") -> float:
+    """Prints and returns the largest error / bound; AssertionError where it exceeds 1.
+
+    A NaN or an infinity in `actual` is beyond any bound.
+    """
+    assert actual.shape == expected.exact.shape, (what, actual.shape, expected.exact.shape)
+    if actual.numel() == 0:
+        return 0.0
+    error = (actual.detach().cpu().double() - expected.exact).abs()
+    ratio = (error / expected.error).nan_to_num(nan=torch.inf)
+    ratio = torch.where(error == 0, 0.0, ratio)
+    worst = float(ratio.max())
+    print(f"{what}: error / bound = {worst:.3g}")
+    if worst > 1:
+        at = [int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape)]
+        got, want, limit = (float(t[tuple(at)]) for t in (actual, expected.exact, expected.error))
+        count = int((ratio > 1).sum())
+        raise AssertionError(
+            f"{what}: at {at} got {got!r}, exact {want!r}, error {abs(got - want):.3g} > bound "
+            f"{limit:.3g}; {count} of {ratio.numel()} elements are out of bounds"
+        )
+    return worst
+
+
+# ---- inputs
+
+
+def generator(*seed: object) -> torch.Generator:
+    """Seeded by the text of its arguments, the same in every process."""
+    return torch.Generator().manual_seed(
+        sum(b * 31**i for i, b in enumerate(repr(seed).encode())) % 2**63
+    )
+
+
+def activations(*shape: int, dtype: torch.dtype = torch.float32, seed: object = 0) -> Tensor:
+    """Normal x of this shape."""
+    return torch.randn(shape, generator=generator("x", seed)).to(dtype)
+
+
+def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:
+    sign = torch.where(torch.rand(shape, generator=g) < 0.5, -1.0, 1.0)
+    return sign * (low + (high - low) * torch.rand(shape, generator=g))
+
+
+def random_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
+    """uint8 [n, row_bytes]: every code and sub-scale random, the scales finite and of like size."""
+    f, g = formats.get(name), generator("w", name, seed)
+    if n * k == 0:
+        return torch.empty(n, f.row_bytes(k), dtype=torch.uint8)
+    if hasattr(f, "dtype") and f.block_values == 1:
+        return f.quantize(torch.randn(n, k, generator=g))
+    if isinstance(f, formats.Affine):
+        groups = (n, k // f.block_values)
+        high = 2**f.bits - 1
+        codes = torch.randint(0, 256, (n, k * f.bits // 8), generator=g, dtype=torch.uint8)
+        scales = _uniform(groups, 0.5 / high, 1.5 / high, g).to(f.dtype)
+        return f.pack(codes.view(torch.uint32), scales, _uniform(groups, 0.0, 1.0, g).to(f.dtype))
+    blocks = torch.randint(
+        0, 256, (n * k // f.block_values, f.block_bytes), generator=g, dtype=torch.uint8
+    )
+    if name == "mxfp4":
+        blocks[:, 0] = torch.randint(124, 128, blocks.shape[:1], generator=g, dtype=torch.uint8)
+    for at in HALF_FIELDS[name]:
+        field = _uniform((len(blocks), 1), 2.0**-8, 2.0**-6, g).half()
+        blocks[:, at : at + 2] = field.view(torch.uint8)
+    return blocks.reshape(n, f.row_bytes(k))
+
+
+def integer_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
+    """uint8 [n, row_bytes] of multiples of 1/2, at most 256: sums of them are exact."""
+    f, g = formats.get(name), generator("i", name, seed)
+    if hasattr(f, "dtype") and f.block_values == 1:
+        return f.quantize(torch.randint(-8, 9, (n, k), generator=g).float())
+    if isinstance(f, formats.Affine):
+        groups = (n, k // f.block_values)
+        codes = torch.randint(0, 256, (n, k * f.bits // 8), generator=g, dtype=torch.uint8)
+        scales = torch.randint(1, 2, groups, generator=g).to(f.dtype)
+        biases = torch.randint(-(2**f.bits) + 1, 1, groups, generator=g).to(f.dtype)
+        return f.pack(codes.view(torch.uint32), scales, biases)
+    blocks = torch.randint(
+        0, 256, (n * k // f.block_values, f.block_bytes), generator=g, dtype=torch.uint8
+    )
+    for at, data in UNIT_SCALE[name][0].items():
+        blocks[:, at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return blocks.reshape(n, f.row_bytes(k))
+
+
+def spec(name: str, packed: Tensor, k: int) -> Tensor:
+    """W f32 [N, k] by the Python specification."""
+    return formats.get(name).dequantize(packed.cpu(), k)
+
+
+def long_k(name: str) -> int:
+    """A K that takes the loops of every engine more than twice round and leaves a ragged rest."""
+    block = formats.get(name).block_values
+    return {1: 1061, 32: 1056, 64: 1088, 128: 1152, 256: 1280}[block]
