@@ -1,28 +1,78 @@
-// The tile constants of every strategy, read by the shaders and by plan(): nothing is restated on either side.
+// The tile constants of every strategy, read by the shaders and by plan(): nothing is restated on
+// either side.
 #pragma once
+
+// A constant of a namespace or of a struct. Metal rejects one outside the constant address space;
+// constexpr variables of a function need no macro.
+#if defined(__METAL_VERSION__)
+#define MM_CONST static constant constexpr const
+#else
+#define MM_CONST static constexpr
+#endif
 
 namespace metalmm {
 
-constexpr int kSimdWidth = 32;
-constexpr int kChunkValues = 32;  // every block of every format is a whole number of chunks
+MM_CONST int kSimdWidth = 32;
+MM_CONST int kChunkValues = 32;  // every block of every format is a whole number of chunks
 
-// gemv and gemv_batched: rows of W per simdgroup, simdgroups per threadgroup. A simdgroup owns its rows and
-// walks all of K. The variants are rows of strategies.def, not copies of the kernel.
-struct GemvStandard { static constexpr int kRows = 4, kSimdgroups = 4; };
-struct GemvLargeK { static constexpr int kRows = 4, kSimdgroups = 8; };   // simdgroups share rows, split K
-struct GemvWideN { static constexpr int kRows = 8, kSimdgroups = 4; };
+// gemv and gemv_batched: rows of W per simdgroup, simdgroups per threadgroup. A simdgroup owns its
+// rows and walks all of K. The variants are rows of strategies.def, not copies of the kernel.
+struct GemvStandard {
+  MM_CONST int kRows = 4, kSimdgroups = 4;
+};
+struct GemvLargeK {  // simdgroups share rows, split K
+  MM_CONST int kRows = 4, kSimdgroups = 8;
+};
+struct GemvWideN {
+  MM_CONST int kRows = 8, kSimdgroups = 4;
+};
 
-// gemm: one threadgroup computes kN rows of W by kM rows of x, kK values of K at a time, with
-// kSimdgroups simdgroups of 8 x 8 matrices.
-struct GemmTile { static constexpr int kN = 64, kM = 32, kK = 32, kSimdgroups = 4; };
-struct GemmSmallTile { static constexpr int kN = 64, kM = 8, kK = 32, kSimdgroups = 4; };
+// The four gemm strategies. A threadgroup owns kN rows of W by kM rows of x and takes kK values of
+// K at a time. Threadgroups: x tiles of M, y tiles of N, z parts of K; M varies fastest, so that
+// the threadgroups that run together read few rows of W, the larger operand.
 
-// gemm_tiled: threadgroup memory, no matrix unit. One thread owns kPerThread x kPerThread results.
-struct GemmTiledTile { static constexpr int kN = 32, kM = 32, kK = 32, kPerThread = 2; };
+// Threadgroup rows of kK values are kTilePad elements longer: eight rows then start in eight
+// different banks, and 16-byte vectors stay aligned.
+MM_CONST int kTilePad = 8;
 
-constexpr int kNaiveThreads = 64;      // gemm_naive, gemv_naive: one thread per result
-constexpr int kCopyThreads = 256;      // embedding, dequantize, elementwise, split-K reduction
-constexpr int kMaxBatch = 16;          // gemv_batched: most rows of x, in passes of at most kBatchPerPass
-constexpr int kBatchPerPass = 8;
+// Bytes of an operand in a gemm tile. f16 activations multiply half tiles (weights rounded to 11
+// bits); f32 and bf16 multiply float tiles, in which both operands are exact.
+constexpr int tile_operand_bytes(bool x_is_f16) { return x_is_f16 ? 2 : 4; }
+
+// gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices.
+struct GemmTile {
+  MM_CONST int kN = 64, kM = 32, kK = 32, kSimdgroups = 4;
+  MM_CONST int kThreads = kSimdgroups * kSimdWidth;
+  static constexpr int threadgroup_bytes(bool x_is_f16) {
+    return (kN + kM) * (kK + kTilePad) * tile_operand_bytes(x_is_f16);
+  }
+};
+
+// gemm_small: every simdgroup owns kN / kSimdgroups rows of W and decodes them into registers.
+struct GemmSmallTile {
+  MM_CONST int kN = 64, kM = 8, kK = 64, kSimdgroups = 4;
+  MM_CONST int kThreads = kSimdgroups * kSimdWidth;
+  static constexpr int threadgroup_bytes(bool) { return 0; }
+};
+
+// gemm_tiled: float tiles in threadgroup memory, no matrix unit. One thread owns kPerThread x
+// kPerThread results.
+struct GemmTiledTile {
+  MM_CONST int kN = 32, kM = 32, kK = 32, kPerThread = 2;
+  MM_CONST int kThreads = kN * kM / (kPerThread * kPerThread);
+  MM_CONST int kStride = kK + 1;  // odd: a column of a tile lies in 32 different banks
+  static constexpr int threadgroup_bytes(bool) { return (kN + kM) * kStride * 4; }
+};
+
+MM_CONST int kNaiveThreads = 64;  // gemm_naive, gemv_naive: one thread per result
+struct GemmNaiveTile {            // threads along N; one row of x per threadgroup
+  MM_CONST int kN = kNaiveThreads, kM = 1, kK = 16;
+  MM_CONST int kThreads = kNaiveThreads;
+  static constexpr int threadgroup_bytes(bool) { return 0; }
+};
+
+MM_CONST int kCopyThreads = 256;  // embedding, dequantize, elementwise, split-K reduction
+MM_CONST int kMaxBatch = 16;      // gemv_batched: most rows of x, in passes of kBatchPerPass
+MM_CONST int kBatchPerPass = 8;
 
 }  // namespace metalmm
