@@ -87,10 +87,10 @@ def test_a_string_packs_every_layer_and_frees_the_dense_weights() -> None:
 
 def test_packed_weights_are_the_specifications() -> None:
     model, reference = Net(), Net()
-    quantize_(model, "q4_k", progress=False)
+    quantize_(model, "q5_1", progress=False)
     for name in LAYERS:
         dense = reference.get_submodule(name).weight
-        assert torch.equal(model.get_submodule(name).weight, formats.get("q4_k").quantize(dense)), (
+        assert torch.equal(model.get_submodule(name).weight, formats.get("q5_1").quantize(dense)), (
             name
         )
 

@@ -48,6 +48,7 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> N
         "shared": shared,
     }
     config.architectures = [type(model).__name__]
+    config.dtype = _activation_dtype(model)
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
     try:
         _save_tensors(tensors, staging / _WEIGHTS)
@@ -147,6 +148,15 @@ def _quantization(path: Path) -> dict[str, Any]:
         )
     result: dict[str, Any] = quant
     return result
+
+
+def _activation_dtype(model: Any) -> torch.dtype:
+    """What the model computes in now; its config may tell of an earlier time."""
+    for module in model.modules():
+        if isinstance(module, QuantEmbedding):
+            return module.dtype
+    dtype: torch.dtype = model.dtype
+    return dtype
 
 
 def _distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

