@@ -42,6 +42,11 @@ class Backend:
         return self.put(memory).as_strided(view.shape, view.stride(), view.storage_offset())
 
 
+def leaf(t: Tensor, backend: Backend) -> Tensor:
+    """t on the engine's device, requiring a gradient of its own."""
+    return backend.put(t).detach().requires_grad_()
+
+
 def _dispatch_absent(key: str, device_runs: Callable[[], bool]) -> Callable[[], str]:
     def absent() -> str:
         if not torch._C._dispatch_has_kernel_for_dispatch_key("metalmm::linear", key):
