@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torch_metalmm import formats
+
 from . import machine, matmul, report, roof, shapes
 from .engines import ENGINES
 from .problem import COLD_FACTOR, Setting
@@ -129,6 +131,15 @@ def roof_range(cells: Iterable[Record]) -> Record:
     return {"kind": "roof_range", **quartiles}
 
 
+def check_formats(names: Iterable[str], wanted: Iterable[shapes.Shape]) -> None:
+    """ValueError: an unknown format, or one whose block does not divide a K."""
+    for name in names:
+        block = formats.get(name).block_values
+        for shape in wanted:
+            if shape.k % block:
+                raise ValueError(f"{name}: K = {shape.k} is not a multiple of its block, {block}")
+
+
 def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
     cold = machine.last_level_cache() * COLD_FACTOR
     setting = Setting(
@@ -138,18 +149,19 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
         strategy=args.strategy,
     )
     wanted = [shapes.parse_shape(s) for s in args.shapes.split(",")]
-    ms, formats = shapes.parse_ints(args.m), shapes.parse_names(args.formats)
+    ms, names = shapes.parse_ints(args.m), shapes.parse_names(args.formats)
+    check_formats(names, wanted)
     if args.sweep_m:
         ms = ms if args.m not in (NORMAL["m"], QUICK["m"]) else shapes.SWEEP_M
-        yield from matmul.sweep(wanted[0], formats[0], ms, setting, args.repetitions, status)
+        yield from matmul.sweep(wanted[0], names[0], ms, setting, args.repetitions, status)
         return
-    names, absent = matmul.choose_engines(shapes.parse_names(args.engines))
+    engines, absent = matmul.choose_engines(shapes.parse_names(args.engines))
     yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
     found, roof_record = measure_roof(args)
     yield roof_record
     times = (args.repetitions, args.seconds, status)
     cells = []
-    for cell in matmul.run(wanted, formats, ms, names, setting, found, *times):
+    for cell in matmul.run(wanted, names, ms, engines, setting, found, *times):
         cells.append(cell)
         yield cell
     if any("roof_gbs" in c for c in cells):
@@ -165,6 +177,8 @@ def run_overhead(args: argparse.Namespace) -> Iterator[Record]:
 def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
     from . import tokens
 
+    for name in args.formats.split(","):
+        formats.get(name)
     yield from tokens.run(args, status)
 
 

@@ -47,7 +47,7 @@ class MetalMM:
             weight_bytes=packed.nbytes,
             copies=len(weights),
             bind=bind,
-            decoded=lambda rows: formats.get(name).dequantize(packed[rows], k).double(),
+            decoded=lambda: formats.get(name).dequantize(packed[problem.rows], k).double(),
             rounding=Rounding() if exact else Rounding.to(setting.dtype),
         )
 

@@ -38,7 +38,7 @@ class TorchDense:
             weight_bytes=w.nbytes,
             copies=len(weights),
             bind=bind,
-            decoded=lambda rows: w[rows].double(),
+            decoded=lambda: w[problem.rows].double(),
             rounding=Rounding() if exact else Rounding.to(self.dtype),
         )
 
@@ -65,10 +65,10 @@ class TorchInt4:
             given = x.bfloat16()
             return lambda i: op(given, weights[i][0], GROUP, weights[i][1])
 
-        def decoded(rows: Tensor) -> Tensor:
-            steps = (codes[rows] - 8).double().unflatten(1, (-1, GROUP))
-            scale, zero = scales[rows].double(), zeros[rows].double()
-            return (steps * scale.unsqueeze(-1) + zero.unsqueeze(-1)).flatten(1)
+        rows = problem.rows
+        steps = (codes[rows] - 8).double().unflatten(1, (-1, GROUP))
+        scale, zero = scales[rows].double(), zeros[rows].double()
+        decoded = (steps * scale.unsqueeze(-1) + zero.unsqueeze(-1)).flatten(1)
 
         yield Variant(
             engine="torch",
@@ -76,7 +76,7 @@ class TorchInt4:
             weight_bytes=bytes,
             copies=count,
             bind=bind,
-            decoded=decoded,
+            decoded=lambda: decoded,
             rounding=Rounding.to(torch.bfloat16),
         )
 

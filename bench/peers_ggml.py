@@ -31,7 +31,7 @@ class Ggml:
         for name in names:
             spec = formats.get(name)
             blocks = spec.block_values in (32, SUPER_BLOCK)
-            type = getattr(Types, spec.name.upper().replace("_k", "_K"), None)
+            type = getattr(Types, spec.name.upper(), None)
             if blocks and type is not None and problem.shape.k % spec.block_values == 0:
                 yield self._variant(problem, spec.name, int(type), spec.block_values)
 
@@ -50,6 +50,6 @@ class Ggml:
             weight_bytes=packed.nbytes,
             copies=len(weights.tensors),
             bind=bind,
-            decoded=lambda rows: formats.get(name).dequantize(packed[rows], k).double(),
+            decoded=lambda: formats.get(name).dequantize(packed[problem.rows], k).double(),
             rounding=int8_activations(block),
         )

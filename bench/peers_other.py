@@ -40,65 +40,66 @@ class OnnxRuntime:
         n, k = problem.shape.n, problem.shape.k
         bytes = n * k // 2 + n * k // GROUP * 4
         copies = problem.copies(bytes)
-        if k % GROUP or bytes * copies >= PROTOBUF_LIMIT:
+        if k % GROUP or bytes >= PROTOBUF_LIMIT:
             return
         codes, scales = quantize_symmetric(problem.w)
 
-        def decoded(rows: Tensor) -> Tensor:
-            steps = (codes[rows].double() - 8).unflatten(1, (-1, GROUP))
-            return (steps * scales[rows].double().unsqueeze(-1)).flatten(1)
+        rows = problem.rows
+        steps = (codes[rows].double() - 8).unflatten(1, (-1, GROUP))
+        decoded = (steps * scales[rows].double().unsqueeze(-1)).flatten(1)
 
         roundings = {"int8": (4, int8_activations(GROUP)), "f32": (1, Rounding())}
         for activations, (level, rounding) in roundings.items():
-            session = _session(codes, scales, copies, level, problem.setting.threads)
+            model = _model(codes, scales, level)
+            sessions = [_session(model, problem.setting.threads) for _ in range(copies)]
             yield Variant(
                 engine="onnxruntime",
                 name=f"ONNX Runtime int4 g{GROUP} {activations}",
                 weight_bytes=bytes,
                 copies=copies,
-                bind=_binder(session),
-                decoded=decoded,
+                bind=_binder(sessions),
+                decoded=lambda: decoded,
                 rounding=rounding,
             )
 
 
-def _session(codes: Tensor, scales: Tensor, copies: int, level: int, threads: int) -> Any:
-    """A session with `copies` equal nodes x -> y<i>, each with weights of its own."""
-    import onnxruntime
+def _model(codes: Tensor, scales: Tensor, level: int) -> bytes:
+    """The ONNX model y[M, N] = MatMulNBits(x[M, K])."""
     from onnx import TensorProto, helper, numpy_helper
 
     (n, k), groups = codes.shape, scales.shape[1]
     pairs = codes.unflatten(1, (groups, GROUP // 2, 2))
     packed = (pairs[..., 0] | pairs[..., 1] << 4).numpy()
-    nodes, initializers, outputs = [], [], []
+    weights = [
+        numpy_helper.from_array(packed, "w"),
+        numpy_helper.from_array(scales.flatten().numpy(), "s"),
+    ]
     attributes = {"K": k, "N": n, "bits": 4, "block_size": GROUP, "accuracy_level": level}
-    for i in range(copies):
-        initializers.append(numpy_helper.from_array(packed, f"w{i}"))
-        initializers.append(numpy_helper.from_array(scales.flatten().numpy(), f"s{i}"))
-        inputs = ["x", f"w{i}", f"s{i}"]
-        nodes.append(
-            helper.make_node("MatMulNBits", inputs, [f"y{i}"], domain="com.microsoft", **attributes)
-        )
-        outputs.append(helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, ["M", n]))
+    node = helper.make_node(
+        "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **attributes
+    )
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", k])
-    graph = helper.make_graph(nodes, "copies", [x], outputs, initializers)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["M", n])
+    graph = helper.make_graph([node], "linear", [x], [y], weights)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    providers = ["CPUExecutionProvider"]
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
+    return model
 
 
-def _binder(session: Any) -> Callable[[Tensor], Callable[[int], Tensor]]:
+def _session(model: bytes, threads: int) -> Any:
+    """A session of its own for each copy: its idle threads must not spin beside the next one's."""
     import onnxruntime
 
-    run = onnxruntime.RunOptions()
-    run.only_execute_path_to_fetches = True
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
+
+def _binder(sessions: list[Any]) -> Callable[[Tensor], Callable[[int], Tensor]]:
     def bind(x: Tensor) -> Callable[[int], Tensor]:
         feed = {"x": x.numpy()}
-        return lambda i: torch.from_numpy(session.run([f"y{i}"], feed, run)[0])
+        return lambda i: torch.from_numpy(sessions[i].run(["y"], feed)[0])
 
     return bind
 
@@ -132,8 +133,8 @@ class Mlx:
 
             return call
 
-        def decoded(rows: Tensor) -> Tensor:
-            picked = [p[mx.array(rows.numpy())] for p in planes]
+        def decoded() -> Tensor:
+            picked = [p[mx.array(problem.rows.numpy())] for p in planes]
             return torch.from_numpy(
                 np.array(mx.dequantize(*picked, group_size=GROUP, bits=4))
             ).double()

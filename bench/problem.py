@@ -83,7 +83,7 @@ class Variant:
     """One way to compute y[M, N] = x · Wᵀ.
 
     bind(x f32 [M, K]) prepares the activations, untimed, and returns call(i) -> y with copy i of W.
-    decoded(rows) is W[rows] in f64 as the engine has it.
+    decoded() is W[problem.rows] in f64 as the engine has it.
     """
 
     engine: str
@@ -91,7 +91,7 @@ class Variant:
     weight_bytes: int
     copies: int
     bind: Callable[[Tensor], Callable[[int], Tensor]]
-    decoded: Callable[[Tensor], Tensor]
+    decoded: Callable[[], Tensor]
     rounding: Rounding = Rounding()
     format: str = ""
     clock: Clock = wall_clock
@@ -147,7 +147,7 @@ class Checker:
         rows, rounding = self.problem.rows, variant.rounding
         w = self._decoded.get(variant.name)
         if w is None:
-            w = self._decoded[variant.name] = variant.decoded(rows)
+            w = self._decoded[variant.name] = variant.decoded()
         x64, wt = x.double(), w.t()
         y64 = x64 @ wt
         gamma = CONFIDENCE * math.sqrt(x.shape[1] + 2) * unit(torch.float32)

@@ -181,7 +181,11 @@ def sweep_table(records: Sequence[Record]) -> list[Table]:
     if not cells:
         return []
     c = cells[0]
-    title = f"{c['variant']}, W {c['n']}×{c['k']}"
+    falls = [str(r["m"]) for r in cells if "slower_m" in r]
+    verdict = f"time falls at M = {', '.join(falls)}" if falls else "time never falls as M grows"
+    if not all(r["ok"] for r in cells):
+        verdict = "wrong results are not timed"
+    title = f"{c['variant']}, W {c['n']}×{c['k']}: {verdict}"
     table = Table(title, ["M", "µs", "IQR", "µs per row", "GFLOP/s", "error", "note"])
     for r in cells:
         if not r["ok"]:

@@ -69,9 +69,8 @@ class Timed:
         return self.clock(lambda: self.call(i))
 
     def warm_up(self) -> None:
-        """Two calls; sets how many calls make a burst."""
-        self._once()
-        seconds = self._once()
+        """Three calls; sets how many calls make a burst."""
+        seconds = min(self._once() for _ in range(3))
         self._burst = max(1, min(MAX_BURST, int(BURST_SECONDS / max(seconds, 1e-9))))
 
     def burst(self) -> None:
