@@ -1,0 +1,43 @@
+// The words of the Metal Shading Language that C++ lacks. No header of the host may be included
+// after this one.
+#pragma once
+
+// Address spaces are types, as in Apple's front end: a pointer into one does not convert to
+// another. These four are numbered 0 in x86-64 and aarch64 code, so that every check that clang can
+// emit covers them too; on NVPTX they are global, global, shared and generic. __global_host is
+// clang's name for a space of its own here: unlike
+// __constant it admits declarations without a value, which function constants are.
+#define device __attribute__((opencl_global_device))
+#define constant const __attribute__((opencl_global_host))
+#define threadgroup __attribute__((opencl_local))
+#define thread
+#define kernel
+#define METAL_FUNC inline __attribute__((always_inline))
+#define METAL_CONST constant
+#define MTL_CONST constant
+
+// [[threadgroup(n)]] cannot stand where the word is a macro: a file that is compiled as it is
+// leaves it out if this is defined. (testing.py reads the attributes, this one too, from text in
+// which no word is a macro.)
+#define MM_STAND_IN 1
+#define __METAL__ 1
+#ifndef __METAL_VERSION__
+#define __METAL_VERSION__ 310
+#endif
+#define __METAL_MACOS__ 1
+#define __HAVE_BFLOAT__ 1
+#define __HAVE_SIMDGROUP_MATRIX__ 1
+#define __HAVE_SIMDGROUP_REDUCTION__ 1
+
+// A function constant has no value when its file is compiled. Its storage is a variable that the
+// launcher sets: mm_fc_<the text between the parentheses>, defined before the file is included
+// (torch_metalmm/testing.py).
+#define function_constant(index) clang::loader_uninitialized, gnu::alias("mm_fc_" #index)
+
+#pragma clang diagnostic ignored "-Wunknown-attributes"
+#pragma clang diagnostic ignored "-Wignored-attributes"
+#pragma clang diagnostic ignored "-Wunknown-pragmas"
+#pragma clang diagnostic ignored "-Wuser-defined-literals"
+#pragma clang diagnostic ignored "-Wduplicate-decl-specifier"
+#pragma clang diagnostic ignored "-Wreserved-user-defined-literal"
+#pragma clang diagnostic ignored "-Wpsabi"

@@ -1,0 +1,52 @@
+// What compiled shaders ask of the emulator (csrc/msl/emulator.cpp).
+#pragma once
+
+#include "types.h"
+
+namespace metal {
+namespace emulator {
+
+// Computes a collective once all its lanes have arrived: in[i] and out[i] are lane i's, null where
+// there is none.
+using Combine = void (*)(void* const* in, void* const* out);
+enum Scope : uint { kScopeQuad = 4, kScopeSimd = 32, kScopeThreadgroup = 0 };
+
+extern "C" {
+// Waits for the other lanes of `scope`; the last to arrive calls `combine` (if any). `flags`: the
+// memory a barrier orders. Two lanes that wait at different kinds or lines are reported as a
+// divergent collective.
+void mm_collective(uint scope, const char* kind, uint flags, const char* file, uint line,
+                   Combine combine, void* in, void* out);
+uint mm_active_lanes();  // bit i: lane i of the simdgroup has not returned from the kernel
+uint mm_lane();
+bool mm_constant_is_set(const void* storage);
+// The line that the reports of the next accesses name; null ends it.
+void mm_site(const char* file, uint line);
+}
+
+// A collective whose value each lane computes by itself: only that all lanes come here is checked.
+METAL_FUNC void checkpoint(const char* kind, const char* file, uint line) {
+#ifdef MM_CHECKED
+  mm_collective(kScopeSimd, kind, 0, file, line, nullptr, nullptr, nullptr);
+#else
+  (void)kind, (void)file, (void)line;
+#endif
+}
+METAL_FUNC void site(const char* file, uint line) {
+#ifdef MM_CHECKED
+  mm_site(file, line);
+#else
+  (void)file, (void)line;
+#endif
+}
+
+}  // namespace emulator
+}  // namespace metal
+
+// The caller's place, as trailing parameters of each collective.
+#define MM_SITE const char *file = __builtin_FILE(), uint line = __builtin_LINE()
+
+template <class T>
+METAL_FUNC bool is_function_constant_defined(constant T& value) {
+  return metal::emulator::mm_constant_is_set((const void*)&value);
+}

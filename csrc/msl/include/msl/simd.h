@@ -1,0 +1,315 @@
+// <metal_simdgroup>, <metal_quadgroup>: simd_* over the 32 lanes of a simdgroup, quad_* over 4
+// neighbours.
+#pragma once
+
+#include "integer.h"
+#include "runtime.h"
+
+namespace metal {
+namespace emulator {
+
+struct Sum {
+  template <class T>
+  static T of(T a, T b) {
+    return a + b;
+  }
+  template <class T>
+  static T identity() {
+    return construct<T>(0);
+  }
+};
+struct Product {
+  template <class T>
+  static T of(T a, T b) {
+    return a * b;
+  }
+  template <class T>
+  static T identity() {
+    return construct<T>(1);
+  }
+};
+struct Smallest {
+  template <class T>
+  static T of(T a, T b) {
+    return min(a, b);
+  }
+};
+struct Largest {
+  template <class T>
+  static T of(T a, T b) {
+    return max(a, b);
+  }
+};
+struct And {
+  template <class T>
+  static T of(T a, T b) {
+    return a & b;
+  }
+};
+struct Or {
+  template <class T>
+  static T of(T a, T b) {
+    return a | b;
+  }
+};
+struct Xor {
+  template <class T>
+  static T of(T a, T b) {
+    return a ^ b;
+  }
+};
+
+// One value to all lanes. The tree halves the distance: lane i and i + 16, then 8, 4, 2, 1.
+template <uint Width, class Op, class T>
+void reduce(void* const* in, void* const* out) {
+  T values[Width];
+  bool have[Width];
+  for (uint i = 0; i < Width; ++i) {
+    have[i] = in[i] != nullptr;
+    if (have[i]) {
+      values[i] = *static_cast<T*>(in[i]);
+    }
+  }
+  for (uint d = Width / 2; d > 0; d /= 2) {
+    for (uint i = 0; i < d; ++i) {
+      if (have[i] && have[i + d]) {
+        values[i] = Op::of(values[i], values[i + d]);
+      } else if (have[i + d]) {
+        values[i] = values[i + d];
+        have[i] = true;
+      }
+    }
+  }
+  for (uint i = 0; i < Width; ++i) {
+    if (out[i]) {
+      *static_cast<T*>(out[i]) = values[0];
+    }
+  }
+}
+
+template <uint Width, class Op, bool Inclusive, class T>
+void prefix(void* const* in, void* const* out) {
+  T sum = Op::template identity<T>();
+  for (uint i = 0; i < Width; ++i) {
+    if (in[i]) {
+      T next = Op::of(sum, *static_cast<T*>(in[i]));
+      *static_cast<T*>(out[i]) = Inclusive ? next : sum;
+      sum = next;
+    }
+  }
+}
+
+// A lane's value and the lane it reads; a lane outside [0, Width) reads `fill`.
+template <class T>
+struct Shuffle {
+  T data;
+  T fill;
+  int from;
+};
+template <uint Width, class T>
+void shuffle(void* const* in, void* const* out) {
+  for (uint i = 0; i < Width; ++i) {
+    if (!in[i]) {
+      continue;
+    }
+    auto mine = static_cast<Shuffle<T>*>(in[i]);
+    if (mine->from < 0 || mine->from >= int(Width)) {
+      *static_cast<T*>(out[i]) = mine->fill;
+    } else if (in[mine->from]) {
+      *static_cast<T*>(out[i]) = static_cast<Shuffle<T>*>(in[mine->from])->data;
+    } else {
+      __builtin_memset(out[i], 0xFF, sizeof(T));  // a lane that has returned has no value
+    }
+  }
+}
+template <uint Width, class T>
+void first(void* const* in, void* const* out) {
+  T value{};
+  for (uint i = Width; i-- > 0;) {
+    if (in[i]) {
+      value = *static_cast<T*>(in[i]);
+    }
+  }
+  for (uint i = 0; i < Width; ++i) {
+    if (out[i]) {
+      *static_cast<T*>(out[i]) = value;
+    }
+  }
+}
+template <uint Width>
+void ballot(void* const* in, void* const* out) {
+  ulong mask = 0;
+  for (uint i = 0; i < Width; ++i) {
+    mask |= in[i] && *static_cast<bool*>(in[i]) ? 1ul << i : 0;
+  }
+  for (uint i = 0; i < Width; ++i) {
+    if (out[i]) {
+      *static_cast<ulong*>(out[i]) = mask;
+    }
+  }
+}
+
+template <uint Width, class T, class In>
+METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file, uint line) {
+  T out;
+  mm_collective(Width, kind, 0, file, line, combine, &in, &out);
+  return out;
+}
+
+}  // namespace emulator
+
+// The lanes that voted true.
+struct simd_vote {
+  using vote_t = ulong;
+  ulong mask;
+  constexpr simd_vote(ulong m = 0) : mask(m) {}
+  constexpr explicit operator vote_t() const { return mask; }
+  constexpr bool all() const { return mask == 0xFFFFFFFFul; }
+  constexpr bool any() const { return mask != 0; }
+};
+using quad_vote = simd_vote;
+
+#define MM_REDUCE(name, group, Width, Op)                                                     \
+  template <class T>                                                                          \
+  METAL_FUNC T group##_##name(T x, MM_SITE) {                                                 \
+    return emulator::collect<Width, T>(#group "_" #name, x,                                   \
+                                       emulator::reduce<Width, emulator::Op, T>, file, line); \
+  }
+#define MM_PREFIX(name, group, Width, Op, inclusive)                                              \
+  template <class T>                                                                              \
+  METAL_FUNC T group##_prefix_##name(T x, MM_SITE) {                                              \
+    return emulator::collect<Width, T>(#group "_prefix_" #name, x,                                \
+                                       emulator::prefix<Width, emulator::Op, inclusive, T>, file, \
+                                       line);                                                     \
+  }
+// `from` and `fill` are expressions of x, n, me (the lane) and Width.
+#define MM_SHUFFLE(name, group, Width, fill, from, ...)                                       \
+  template <class T>                                                                          \
+  METAL_FUNC T group##_##name(T x, __VA_ARGS__, MM_SITE) {                                    \
+    int me = emulator::mm_lane() % Width;                                                     \
+    return emulator::collect<Width, T>(#group "_" #name,                                      \
+                                       emulator::Shuffle<T>{x, fill, static_cast<int>(from)}, \
+                                       emulator::shuffle<Width, T>, file, line);              \
+  }
+#define MM_GROUP(group, Width)                                                                     \
+  MM_REDUCE(sum, group, Width, Sum)                                                                \
+  MM_REDUCE(product, group, Width, Product)                                                        \
+  MM_REDUCE(min, group, Width, Smallest)                                                           \
+  MM_REDUCE(max, group, Width, Largest)                                                            \
+  MM_REDUCE(and, group, Width, And)                                                                \
+  MM_REDUCE(or, group, Width, Or)                                                                  \
+  MM_REDUCE(xor, group, Width, Xor)                                                                \
+  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                                                \
+  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                                               \
+  MM_PREFIX(inclusive_product, group, Width, Product, true)                                        \
+  MM_PREFIX(exclusive_product, group, Width, Product, false)                                       \
+  MM_SHUFFLE(shuffle, group, Width, x, n % Width, ushort n)                                        \
+  MM_SHUFFLE(broadcast, group, Width, x, n % Width, ushort n)                                      \
+  MM_SHUFFLE(shuffle_xor, group, Width, x, (me ^ n) % Width, ushort n)                             \
+  MM_SHUFFLE(shuffle_up, group, Width, x, me - n, ushort n)                                        \
+  MM_SHUFFLE(shuffle_down, group, Width, x, me + n, ushort n)                                      \
+  MM_SHUFFLE(shuffle_rotate_up, group, Width, x, (me + Width - n % Width) % Width, ushort n)       \
+  MM_SHUFFLE(shuffle_rotate_down, group, Width, x, (me + n) % Width, ushort n)                     \
+  template <class T>                                                                               \
+  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width,           \
+                                           MM_SITE) {                                              \
+    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_up", x, fill, -int(n), modulo,  \
+                                         file, line);                                              \
+  }                                                                                                \
+  template <class T>                                                                               \
+  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width,         \
+                                             MM_SITE) {                                            \
+    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_down", x, fill, int(n), modulo, \
+                                         file, line);                                              \
+  }                                                                                                \
+  template <class T>                                                                               \
+  METAL_FUNC T group##_broadcast_first(T x, MM_SITE) {                                             \
+    return emulator::collect<Width, T>(#group "_broadcast_first", x, emulator::first<Width, T>,    \
+                                       file, line);                                                \
+  }                                                                                                \
+  METAL_FUNC simd_vote group##_ballot(bool x, MM_SITE) {                                           \
+    return emulator::collect<Width, ulong>(#group "_ballot", x, emulator::ballot<Width>, file,     \
+                                           line);                                                  \
+  }                                                                                                \
+  METAL_FUNC bool group##_any(bool x, MM_SITE) {                                                   \
+    return emulator::collect<Width, ulong>(#group "_any", x, emulator::ballot<Width>, file,        \
+                                           line) != 0;                                             \
+  }                                                                                                \
+  METAL_FUNC bool group##_all(bool x, MM_SITE) {                                                   \
+    return emulator::collect<Width, ulong>(#group "_all", !x, emulator::ballot<Width>, file,       \
+                                           line) == 0;                                             \
+  }                                                                                                \
+  METAL_FUNC simd_vote group##_active_threads_mask() {                                             \
+    return (emulator::mm_active_lanes() >> (emulator::mm_lane() / Width * Width)) &                \
+           ((1ul << Width) - 1);                                                                   \
+  }                                                                                                \
+  METAL_FUNC bool group##_is_first() {                                                             \
+    return emulator::mm_lane() % Width == ctz(group##_active_threads_mask().mask);                 \
+  }
+
+namespace emulator {
+
+// Lanes come in runs of `modulo`; a lane that would read from outside its run reads, of the
+// neighbouring run's place in `fill`, the element that would follow.
+template <class T>
+struct FillShuffle {
+  T data, fill;
+  int by, modulo;
+};
+template <uint Width, class T>
+void fill_combine(void* const* in, void* const* out) {
+  for (int i = 0; i < int(Width); ++i) {
+    if (!in[i]) {
+      continue;
+    }
+    auto mine = static_cast<FillShuffle<T>*>(in[i]);
+    int run = i / mine->modulo * mine->modulo, at = i - run + mine->by;
+    bool inside = at >= 0 && at < mine->modulo;
+    int from = run + (at + mine->modulo) % mine->modulo;
+    auto other = from < int(Width) ? static_cast<FillShuffle<T>*>(in[from]) : nullptr;
+    if (other) {
+      *static_cast<T*>(out[i]) = inside ? other->data : other->fill;
+    } else {
+      __builtin_memset(out[i], 0xFF, sizeof(T));
+    }
+  }
+}
+template <uint Width, class T>
+METAL_FUNC T fill_shuffle(const char* kind, T x, T fill, int by, ushort modulo, const char* file,
+                          uint line) {
+  return collect<Width, T>(kind, FillShuffle<T>{x, fill, by, modulo}, fill_combine<Width, T>, file,
+                           line);
+}
+
+}  // namespace emulator
+
+MM_GROUP(simd, 32)
+MM_GROUP(quad, 4)
+#undef MM_GROUP
+#undef MM_SHUFFLE
+#undef MM_PREFIX
+#undef MM_REDUCE
+METAL_FUNC bool simd_is_helper_thread() { return false; }
+
+enum class mem_flags : uint {
+  mem_none = 0,
+  mem_device = 1,
+  mem_threadgroup = 2,
+  mem_texture = 4,
+  mem_threadgroup_imageblock = 8,
+  mem_object_data = 16
+};
+constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return static_cast<mem_flags>(static_cast<uint>(a) | static_cast<uint>(b));
+}
+
+METAL_FUNC void threadgroup_barrier(mem_flags flags, MM_SITE) {
+  emulator::mm_collective(emulator::kScopeThreadgroup, "threadgroup_barrier",
+                          static_cast<uint>(flags), file, line, nullptr, nullptr, nullptr);
+}
+METAL_FUNC void simdgroup_barrier(mem_flags flags, MM_SITE) {
+  emulator::mm_collective(emulator::kScopeSimd, "simdgroup_barrier", static_cast<uint>(flags), file,
+                          line, nullptr, nullptr, nullptr);
+}
+
+}  // namespace metal
