@@ -38,10 +38,24 @@ enum Slot : MM_U32 {
   kSlotC = 4,
   kSlotWeight2 = 5,  // up weight of swiglu_up
   kSlotX2 = 6,       // up of swiglu_down; second operand of a probe
-  kSlotIds = 7,
+  kSlotIds = 7,      // int64
   kSlotPartial = 8,  // f32 partial results [parts, M, N] that the reduction pass reads
   kSlotArgs = 9,     // constant KernelArgs&
   kSlotCount = 10
+};
+
+constexpr MM_U32 slot_bit(Slot slot) { return MM_U32(1) << slot; }
+
+// What the kernels of a family declare.
+enum SlotBits : MM_U32 {
+  kBindProbe = slot_bit(kSlotX) | slot_bit(kSlotX2) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
+  kBindEpilogue = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotC) | slot_bit(kSlotArgs),
+  kBindMatmul = kBindEpilogue | slot_bit(kSlotX) | slot_bit(kSlotWeight),
+  kBindSwigluUp = kBindMatmul | slot_bit(kSlotWeight2),
+  kBindSwigluDown = kBindMatmul | slot_bit(kSlotX2),
+  kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
+  kBindDequantize = slot_bit(kSlotWeight) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
+  kBindEmbedding = kBindDequantize | slot_bit(kSlotIds)
 };
 
 // Function constants: at most six. What removes a branch or fixes a stride.
@@ -49,18 +63,27 @@ enum FunctionConstant : MM_U32 {
   kConstantK = 0,          // uint: K, known at pipeline creation so that loops have a fixed trip count
   kConstantGroup = 1,      // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format (0 f16, 1 bf16, 2 f32)
-  kConstantEpilogue = 3,   // uint: bit 0 bias, bit 1 beta * c, bit 2 alpha, bit 3 y is an f32 partial
+  kConstantEpilogue = 3,   // uint: EpilogueBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched, 0 otherwise
-  kConstantBounds = 5,     // uint: bit 0 N has a tail, bit 1 M has a tail, bit 2 K has a tail
+  kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6
 };
 
 enum EpilogueBits : MM_U32 {
   kEpilogueBias = 1,
-  kEpilogueC = 2,
+  kEpilogueC = 2,       // + beta * c
   kEpilogueAlpha = 4,
-  kEpiloguePartial = 8
+  kEpiloguePartial = 8  // y is f32 [parts, M, N] of the workspace; the other bits are zero
 };
-enum BoundsBits : MM_U32 { kBoundsN = 1, kBoundsM = 2, kBoundsK = 4 };
+
+// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a kernel
+// that is not told of it loads element by element.
+enum BoundsBits : MM_U32 {
+  kBoundsN = 1,
+  kBoundsM = 2,
+  kBoundsK = 4,
+  kBoundsAlignedX = 8,       // rows of x (and x2) are aligned to 4 of their elements
+  kBoundsAlignedWeight = 16  // dense weights: rows are aligned to 16 bytes
+};
 
 }  // namespace metalmm

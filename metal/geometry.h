@@ -15,17 +15,31 @@ namespace metalmm {
 MM_CONST int kSimdWidth = 32;
 MM_CONST int kChunkValues = 32;  // every block of every format is a whole number of chunks
 
-// gemv and gemv_batched: rows of W per simdgroup, simdgroups per threadgroup. A simdgroup owns its
-// rows and walks all of K. The variants are rows of strategies.def, not copies of the kernel.
-struct GemvStandard {
-  MM_CONST int kRows = 4, kSimdgroups = 4;
+// The gemv strategies: a simdgroup owns kRows rows of W and walks all of K; with kShareRows the
+// simdgroups of a threadgroup own the same rows and split K between them. A threadgroup owns kN
+// rows of W and kM rows of x (gemv_batched: kM or fewer, by kConstantBatch). The variants are rows
+// of strategies.def, not copies of the kernel. Threadgroups as those of gemm, below.
+
+MM_CONST int kCodebookBytes = 1024;  // value pairs by code byte, for formats whose codes are indices
+MM_CONST int kBatchPerPass = 8;      // gemv_batched: most rows of x a pass
+MM_CONST int kMaxBatch = 16;         // gemv_batched: most rows of x
+
+template <int rows, int simdgroups, bool share_rows = false, int batch = 1>
+struct GemvGeometry {
+  MM_CONST int kRows = rows, kSimdgroups = simdgroups;
+  MM_CONST bool kShareRows = share_rows;
+  MM_CONST int kN = share_rows ? rows : rows * simdgroups, kM = batch;
+  MM_CONST int kThreads = simdgroups * kSimdWidth;
+  static constexpr int threadgroup_bytes(bool) {
+    return kCodebookBytes + (share_rows ? simdgroups * rows * 4 : 0);
+  }
 };
-struct GemvLargeK {  // simdgroups share rows, split K
-  MM_CONST int kRows = 4, kSimdgroups = 8;
-};
-struct GemvWideN {
-  MM_CONST int kRows = 8, kSimdgroups = 4;
-};
+using GemvStandard = GemvGeometry<4, 4>;
+using GemvLargeK = GemvGeometry<4, 8, true>;
+using GemvWideN = GemvGeometry<8, 4>;
+using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
+using GemvCoalesced = GemvGeometry<1, 4>;
+using SwigluUp = GemvGeometry<2, 4>;  // as many rows of gate as of up
 
 // The four gemm strategies. A threadgroup owns kN rows of W by kM rows of x and takes kK values of
 // K at a time. Threadgroups: x tiles of M, y tiles of N, z parts of K; M varies fastest, so that
@@ -71,8 +85,21 @@ struct GemmNaiveTile {            // threads along N; one row of x per threadgro
   static constexpr int threadgroup_bytes(bool) { return 0; }
 };
 
-MM_CONST int kCopyThreads = 256;  // embedding, dequantize, elementwise, split-K reduction
-MM_CONST int kMaxBatch = 16;      // gemv_batched: most rows of x, in passes of kBatchPerPass
-MM_CONST int kBatchPerPass = 8;
+// Flat grids of ceil(items / kThreads) threadgroups; an item is kValues values, and a row is
+// ceil(K / kValues) items.
+MM_CONST int kCopyThreads = 256;
+template <int values>
+struct FlatGeometry {
+  MM_CONST int kValues = values, kThreads = kCopyThreads;
+};
+using DecodeItems = FlatGeometry<16>;  // embedding (count rows), dequantize (N rows)
+using ResultItems = FlatGeometry<1>;   // split_reduce: M * N items
+using ProbeItems = FlatGeometry<4>;    // elementwise: ceil(count / 4) items
+
+// dot: one threadgroup.
+struct DotGeometry {
+  MM_CONST int kThreads = kCopyThreads;
+  MM_CONST int kThreadgroupBytes = kThreads / kSimdWidth * 4;
+};
 
 }  // namespace metalmm

@@ -1,0 +1,78 @@
+// Kernel entries: function constants, and the macros that turn a struct with a static run() into a
+// kernel. All [[attributes]] live here. Include it before any header of formats/, tile/ or kernels/.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "abi.h"
+#include "geometry.h"
+
+#pragma METAL fp math_mode(safe)
+#pragma METAL fp contract(off)
+
+#define MM_UNROLL _Pragma("clang loop unroll(full)")
+
+namespace metalmm {
+
+using namespace metal;
+
+constant uint fc_k [[function_constant(kConstantK)]];
+constant uint fc_group [[function_constant(kConstantGroup)]];
+constant uint fc_scale_type [[function_constant(kConstantScaleType)]];
+constant uint fc_epilogue [[function_constant(kConstantEpilogue)]];
+constant uint fc_batch [[function_constant(kConstantBatch)]];
+constant uint fc_bounds [[function_constant(kConstantBounds)]];
+
+inline bool has_n_tail() { return (fc_bounds & kBoundsN) != 0; }
+inline bool has_m_tail() { return (fc_bounds & kBoundsM) != 0; }
+inline bool has_k_tail() { return (fc_bounds & kBoundsK) != 0; }
+inline bool x_is_aligned() { return (fc_bounds & kBoundsAlignedX) != 0; }
+inline bool weight_is_aligned() { return (fc_bounds & kBoundsAlignedWeight) != 0; }
+
+// Where a thread is: its threadgroup in the grid, its index there, its simdgroup and lane.
+struct Position {
+  uint3 tg;
+  uint index, sg, lane;
+};
+
+// Where results go and what joins them on the way: y = alpha * acc + bias + beta * c.
+template <class T>
+struct Result {
+  device T* y;
+  device const T* bias;
+  device const T* c;
+};
+
+}  // namespace metalmm
+
+// A kernel is its slots (abi.h), then what every kernel has. `memory` is the threadgroup memory of
+// the plan. The last argument is the statement that calls run().
+#define MM_IN(type, name, slot) device const type *name [[buffer(metalmm::slot)]]
+#define MM_OUT(type) device type *y [[buffer(metalmm::kSlotY)]]
+#define MM_RESULT(type) MM_OUT(type), MM_IN(type, bias, kSlotBias), MM_IN(type, c, kSlotC)
+#if defined(MM_STAND_IN)  // where `threadgroup` is a macro, it cannot be an attribute
+#define MM_MEMORY
+#else
+#define MM_MEMORY [[threadgroup(0)]]
+#endif
+#define MM_KERNEL(name, slots, ...)                                                              \
+  kernel void name(slots, constant metalmm::KernelArgs &args [[buffer(metalmm::kSlotArgs)]],     \
+                   threadgroup float4 *memory MM_MEMORY,                                         \
+                   uint3 tg [[threadgroup_position_in_grid]],                                    \
+                   uint thread_index [[thread_index_in_threadgroup]],                            \
+                   uint sg [[simdgroup_index_in_threadgroup]],                                   \
+                   uint lane [[thread_index_in_simdgroup]]) {                                    \
+    const metalmm::Position at = {tg, thread_index, sg, lane};                                   \
+    __VA_ARGS__;                                                                                 \
+  }
+#define MM_COMMA ,
+
+// M(dtype, T, ...) for each dtype of x and y.
+#define MM_EACH_DTYPE(M, ...) \
+  M(f32, float, __VA_ARGS__) M(f16, half, __VA_ARGS__) M(bf16, bfloat, __VA_ARGS__)
+
+// Kernel<Struct, T>::run(x, weight, result, args, memory, at) as strategy_format_dtype.
+#define MM_MATMUL(dtype, T, strategy, format, Struct, Kernel)                                    \
+  MM_KERNEL(strategy##_##format##_##dtype,                                                       \
+            MM_IN(T, x, kSlotX) MM_COMMA MM_IN(uchar, weight, kSlotWeight) MM_COMMA MM_RESULT(T), \
+            metalmm::Kernel<metalmm::Struct, T>::run(x, weight, {y, bias, c}, args, memory, at))
