@@ -109,15 +109,9 @@ def status(text: str) -> None:
 def measure_roof(args: argparse.Namespace) -> tuple[roof.Roof, Record]:
     status("roofs")
     found = roof.measure(args.threads, machine.last_level_cache(), quick=args.quick)
-    record = {
-        "kind": "roof",
-        "read": found.read.name,
-        "read_gbs": found.candidates[found.read.name],
-        "fma": found.fma.name,
-        "fma_gflops": found.candidates[found.fma.name],
-        "native": found.native,
-        "candidates": found.candidates,
-    }
+    record: Record = {"kind": "roof", "native": found.native, "candidates": found.candidates}
+    for kind, probes in (("read", found.read), ("fma", found.fma)):
+        record[kind] = {p.name: found.candidates[p.name] for p in probes}
     return found, record
 
 

@@ -16,7 +16,6 @@ from .timing import Timed, Timing, interleave
 Record = dict[str, Any]
 Progress = Callable[[str], None]
 REFERENCE = "F.linear f32"
-_READ, _FMA = "roof: read", "roof: FMA"
 
 
 def choose_engines(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -60,17 +59,18 @@ def timing_fields(t: Timing) -> Record:
     return {**{key: round(value * 1e6, 3) for key, value in scaled.items()}, "count": t.count}
 
 
-def rates(record: Record, t: Timing, roofs: dict[str, float]) -> Record:
+def rates(record: Record, t: Timing, roofs: tuple[float, float]) -> Record:
     """Weight bytes and flops per second, and what part of the roofs (GB/s, GFLOP/s) that is."""
+    roof_gbs, roof_gflops = roofs
     gbs = record["weight_bytes"] / t.median / 1e9
     gflops = 2.0 * record["m"] * record["n"] * record["k"] / t.median / 1e9
     return {
         "gbs": gbs,
         "gflops": gflops,
-        "roof_gbs": roofs[_READ],
-        "roof_gflops": roofs[_FMA],
-        "percent_read": 100 * gbs / roofs[_READ],
-        "percent_peak": 100 * gflops / roofs[_FMA],
+        "roof_gbs": roof_gbs,
+        "roof_gflops": roof_gflops,
+        "percent_read": 100 * gbs / roof_gbs,
+        "percent_peak": 100 * gflops / roof_gflops,
     }
 
 
@@ -86,7 +86,7 @@ def run_cell(
     """One record per variant at this M. A wrong variant is not timed."""
     x = problem.x(m)
     cells: list[Record] = []
-    timed: dict[str, Timed] = {_READ: roof.read.timed(), _FMA: roof.fma.timed()}
+    timed = roof.timed()
     for v in variants:
         if v.max_m is not None and m > v.max_m:
             continue
@@ -96,10 +96,7 @@ def run_cell(
         if check.ok:
             timed[v.name] = Timed(call, v.copies, v.clock)
     timings = interleave(timed, repetitions, seconds)
-    roofs = {
-        _READ: roof.read.work / timings[_READ].median / 1e9,
-        _FMA: roof.fma.work / timings[_FMA].median / 1e9,
-    }
+    roofs = roof.reached(timings)
     reference = timings.get(REFERENCE)
     for cell in cells:
         t = timings.get(cell["variant"])

@@ -71,12 +71,12 @@ def run_lines(records: Sequence[Record]) -> list[str]:
             if r["quick"]:
                 out.append("--quick: weights are not cold and calls are few; a smoke test only")
         elif r["kind"] == "roof":
-            torch_best = max(v for n, v in r["candidates"].items() if n.startswith("torch "))
-            out.append(
-                f"Roofs of this run: DRAM read {r['read_gbs']:.1f} GB/s ({r['read']}; "
-                f"best torch op {torch_best:.1f}), f32 {r['fma_gflops']:.0f} GFLOP/s ({r['fma']})"
-                + ("" if r["native"] else "; no C++ compiler: these may be too low")
+            read, fma = (
+                ", ".join(f"{digits(rate)} ({name})" for name, rate in r[kind].items())
+                for kind in ("read", "fma")
             )
+            warning = "" if r["native"] else "; no C++ compiler: these may be too low"
+            out.append(f"Roofs at the start: DRAM read GB/s {read}; f32 GFLOP/s {fma}{warning}")
             if all(k in ("run", "roof") for k in kinds):
                 out += [
                     f"{rate:8.1f} {'GFLOP/s' if name.startswith('f32') else 'GB/s'} {name}"
@@ -86,7 +86,7 @@ def run_lines(records: Sequence[Record]) -> list[str]:
             out.append(f"Not run: {r['what']} ({r['why']})")
         elif r["kind"] == "roof_range":
             out.append(
-                f"Beside the cells, median (quartiles): DRAM read {_range(r['gbs'])} GB/s, "
+                f"Roofs beside the cells, median (quartiles): DRAM read {_range(r['gbs'])} GB/s, "
                 f"f32 {_range(r['gflops'])} GFLOP/s; percentages refer to the cell's own"
             )
     return out

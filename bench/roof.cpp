@@ -1,4 +1,4 @@
-// The two ceilings of a CPU, as plain loops: bytes read from memory per second, f32 multiply-adds per second.
+// The two ceilings of a CPU, as plain loops: reading memory and f32 multiply-adds.
 // Compiled when a benchmark starts (bench/roof.py), for the machine it runs on.
 #include <cstddef>
 #include <cstdint>
@@ -56,7 +56,7 @@ uint64_t read_part(const char* p, size_t bytes, size_t ahead) {
 
 extern "C" {
 
-// A buffer of ones on 2 MiB pages where the system gives them: address translation is not the ceiling.
+// A buffer of ones, on 2 MiB pages where the system gives them: address translation costs nothing.
 char* roof_buffer(size_t bytes) {
   const size_t page = size_t{2} << 20;
   void* p = nullptr;
@@ -70,7 +70,8 @@ char* roof_buffer(size_t bytes) {
 }
 
 // Reads the buffer `passes` times.
-uint64_t roof_read(const char* p, size_t bytes, int passes, int threads, int streams, size_t ahead) {
+uint64_t roof_read(const char* p, size_t bytes, int passes, int threads, int streams,
+                   size_t ahead) {
   const size_t part = bytes / threads / 4096 * 4096;
   std::vector<uint64_t> found(threads * 8);
   on_threads(threads, [&](int t) {

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .timing import Timed, interleave
+from .timing import Timed, Timing, interleave
 
 SOURCE = Path(__file__).with_name("roof.cpp")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+_PREFIX = "roof: "
 PROBE_SECONDS = 0.01  # longer than it takes to start threads
 
 
@@ -37,12 +38,25 @@ class Probe:
 
 @dataclass(frozen=True)
 class Roof:
-    """The best probe of each kind, to time beside the kernels, and what all candidates reached."""
+    """The best native and the best torch probe of each kind, to time beside the kernels: the faster
+    counts. And what all candidates reached at the start."""
 
-    read: Probe
-    fma: Probe
+    read: list[Probe]
+    fma: list[Probe]
     candidates: dict[str, float]  # GB/s, or GFLOP/s where the name says f32
     native: bool  # false: no compiler, torch ops only; the ceilings may be too low
+
+    def timed(self) -> dict[str, Timed]:
+        """The probes, to be interleaved with the kernels."""
+        return {_PREFIX + p.name: p.timed() for p in self.read + self.fma}
+
+    def reached(self, timings: Mapping[str, Timing]) -> tuple[float, float]:
+        """GB/s and GFLOP/s, from the timings of timed()."""
+
+        def best(probes: list[Probe]) -> float:
+            return max(p.work / timings[_PREFIX + p.name].median for p in probes) / 1e9
+
+        return best(self.read), best(self.fma)
 
 
 def _compilers() -> list[list[str]]:
@@ -111,21 +125,21 @@ def measure(threads: int, cache_bytes: int, repetitions: int = 7, quick: bool = 
     bytes = (64 << 20) if quick else max(256 << 20, 8 * cache_bytes)
     lib = _compile()
     if lib is None:
-        readers, flops = _torch_readers(torch.ones(bytes // 4)), []
+        readers, flops = [_torch_readers(torch.ones(bytes // 4))], []
     else:
         data = lib.roof_buffer(bytes)
         if not data:
             raise MemoryError(f"no memory for the {bytes >> 20} MiB buffer of the DRAM read probe")
         t = torch.frombuffer((ctypes.c_char * bytes).from_address(data), dtype=torch.float32)
-        readers = _native_readers(lib, data, bytes, threads, quick) + _torch_readers(t)
-        flops = [_native_fma(lib, threads)]
-    flops.append(_sgemm(512 if quick else 2048))
-    probes = {p.name: p for p in readers + flops}
+        readers = [_native_readers(lib, data, bytes, threads, quick), _torch_readers(t)]
+        flops = [[_native_fma(lib, threads)]]
+    flops.append([_sgemm(512 if quick else 1024)])
+    probes = {p.name: p for group in readers + flops for p in group}
     timings = interleave({name: p.timed() for name, p in probes.items()}, repetitions)
     rates = {name: probes[name].work / t.median / 1e9 for name, t in timings.items()}
     return Roof(
-        read=max(readers, key=lambda p: rates[p.name]),
-        fma=max(flops, key=lambda p: rates[p.name]),
+        read=[max(group, key=lambda p: rates[p.name]) for group in readers],
+        fma=[max(group, key=lambda p: rates[p.name]) for group in flops],
         candidates=rates,
         native=lib is not None,
     )
