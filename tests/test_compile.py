@@ -73,7 +73,7 @@ def test_a_compiled_layer_equals_eager(name: str, dtype: torch.dtype, backend: B
 
 
 def test_a_compiled_model_equals_eager(backend: Backend) -> None:
-    """Embedding, silu and head in one graph; fused torch ops may round otherwise, within the bound."""
+    """Embedding, silu and head in one graph; fused torch ops may round otherwise, in bounds."""
     model = Block().to(backend.device)
     ids = backend.put(torch.tensor([[3, 49, 0], [1, 1, 7]]))
     scale = backend.put(torch.tensor(0.5))
