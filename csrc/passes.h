@@ -1,0 +1,49 @@
+// From a strategy to its dispatches: grid, group, threadgroup bytes, constants, slots, arguments.
+// All of it follows from metal/strategies.def, metal/geometry.h and the format; what is chosen, and
+// why, is in plan.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace metalmm {
+
+enum class Family { Matmul, Rows, Flat, Single };
+
+// A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
+struct StrategyInfo {
+  const char* name;
+  Family family;
+  uint32_t slots;
+  int n, m;    // Matmul: rows of W and of x per threadgroup
+  int k;       // Matmul: values of K per step; a part of split-K is a whole number of steps
+  int values;  // Rows, Flat: values per thread
+  int threads;
+  int threadgroup_bytes, threadgroup_bytes_f16;  // by the dtype of x
+};
+const StrategyInfo& info_of(StrategyId strategy);
+
+// Rows of x per threadgroup: gemv_batched spreads M evenly over its passes.
+int64_t rows_of_x(StrategyId strategy, int64_t m);
+
+// Threadgroups of one part.
+int64_t groups_of(StrategyId strategy, const Problem& problem);
+
+uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype);
+
+// K cut into parts of k_per_part values, a whole number of blocks and of steps; the last may be
+// shorter, none is empty.
+struct Parts {
+  int64_t count = 1;
+  int64_t k_per_part = 0;
+};
+// At most so many parts.
+Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
+
+Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts);
+Pass reduce_pass(const Problem& problem, const Parts& parts);
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace metalmm

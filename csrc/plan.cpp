@@ -1,0 +1,283 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "../metal/geometry.h"
+#include "passes.h"
+
+namespace metalmm {
+namespace {
+
+using S = StrategyId;
+
+// ---- tuning.def as values
+
+enum class Generations { M1_M2, M3_M4, M5 };
+
+struct Tuning {
+  Generations generations;
+  ChipClass chip_class;
+  int64_t batched_max_m, small_max_m, large_k_min_k, large_k_groups, wide_n_min_n;
+};
+
+struct Split {
+  StrategyId strategy;
+  int64_t groups_per_core, min_k_per_part;
+};
+
+constexpr Tuning kTunings[] = {
+#define MM_TUNING(generations, chip_class, ...) \
+  {Generations::generations, ChipClass::k##chip_class, __VA_ARGS__},
+#include "tuning.def"
+};
+
+constexpr Split kSplits[] = {
+#define MM_SPLIT(strategy, ...) {S::strategy, __VA_ARGS__},
+#include "tuning.def"
+};
+
+struct Fused {
+  Op op;
+  int64_t max_m;
+};
+
+constexpr Fused kFused[] = {
+#define MM_FUSED(op, max_m) {Op::op, max_m},
+#include "tuning.def"
+};
+
+const Tuning& tuning_of(const Gpu& gpu) {
+  const auto group = gpu.generation <= Generation::kM2   ? Generations::M1_M2
+                     : gpu.generation <= Generation::kM4 ? Generations::M3_M4
+                                                         : Generations::M5;
+  for (const Tuning& t : kTunings) {
+    if (t.generations == group && t.chip_class == gpu.chip_class) return t;
+  }
+  throw std::logic_error("tuning.def: no row for " + gpu.name);
+}
+
+const Split* split_of(StrategyId strategy) {
+  for (const Split& s : kSplits) {
+    if (s.strategy == strategy) return &s;
+  }
+  return nullptr;
+}
+
+// ---- the choice
+
+struct Choice {
+  StrategyId strategy;
+  std::string reason;
+};
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
+  if (p.n > t.wide_n_min_n) {
+    return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
+                                ": more rows a simdgroup, fewer loads of x"};
+  }
+  const int64_t groups = groups_of(S::gemv, p), wanted = t.large_k_groups * gpu.cores;
+  if (p.k >= t.large_k_min_k && groups < wanted) {
+    return {S::gemv_large_k, "M = 1, K = " + str(p.k) + " is at least " + str(t.large_k_min_k) +
+                                 " and the standard grid of " + str(groups) +
+                                 " threadgroups is under " + str(t.large_k_groups) +
+                                 " for each of " + str(gpu.cores) +
+                                 " cores: simdgroups share rows and split K"};
+  }
+  return {S::gemv, groups < wanted
+                       ? "M = 1, and K = " + str(p.k) + " is under " + str(t.large_k_min_k) +
+                             ", too short to split in a threadgroup"
+                       : "M = 1, and the grid of " + str(groups) + " threadgroups fills " +
+                             str(gpu.cores) + " cores"};
+}
+
+Choice choose_linear(const Problem& p, const Gpu& gpu) {
+  const Tuning& t = tuning_of(gpu);
+  if (p.m <= 1) return choose_gemv(p, gpu, t);
+  if (p.m <= t.batched_max_m) {
+    return {S::gemv_batched, "M = " + str(p.m) + " is in 2 ... " + str(t.batched_max_m) +
+                                 ": every weight is decoded once for up to " + str(kBatchPerPass) +
+                                 " rows"};
+  }
+  if (p.m <= t.small_max_m) {
+    return {S::gemm_small, "M = " + str(p.m) + " is in " + str(t.batched_max_m + 1) + " ... " +
+                               str(t.small_max_m) + ": tiles of " + str(GemmSmallTile::kM) +
+                               " rows of x waste less of the matrix unit than " +
+                               str(GemmTile::kM)};
+  }
+  return {S::gemm, "M = " + str(p.m) + " is over " + str(t.small_max_m) +
+                       ": matrix-unit tiles of " + str(GemmTile::kN) + " x " + str(GemmTile::kM)};
+}
+
+Choice choose(const Problem& p, const Gpu& gpu) {
+  switch (p.op) {
+    case Op::kLinear:
+      return choose_linear(p, gpu);
+    case Op::kSwigluUp:
+      return {S::swiglu_up, "gate and up in one pass over x"};
+    case Op::kSwigluDown:
+      return {S::swiglu_down, "silu(gate) * up is computed as x is loaded"};
+    case Op::kEmbedding:
+      return {S::embedding, "only the rows asked for are decoded"};
+    case Op::kDequantize:
+      return {S::dequantize, "every row is decoded"};
+    case Op::kAdd:
+      return {S::elementwise_add, "a probe"};
+    case Op::kSub:
+      return {S::elementwise_sub, "a probe"};
+    case Op::kMul:
+      return {S::elementwise_mul, "a probe"};
+    case Op::kDiv:
+      return {S::elementwise_div, "a probe"};
+    case Op::kDot:
+      return {S::dot, "a probe"};
+    case Op::kCount:
+      break;
+  }
+  throw std::logic_error("plan: no such op");
+}
+
+// The strategy, or one that does the same in less threadgroup memory.
+Choice fitting(Choice choice, const Problem& p, const Gpu& gpu) {
+  const StrategyId first = choice.strategy;
+  const auto fits = [&](StrategyId s) {
+    return threadgroup_bytes_of(s, p.dtype) <= gpu.max_threadgroup_memory;
+  };
+  if (fits(first)) return choice;
+  const std::string why =
+      std::string(to_string(first)) + " needs " + str(threadgroup_bytes_of(first, p.dtype)) +
+      " bytes of threadgroup memory, over the " + str(gpu.max_threadgroup_memory) + " of this GPU";
+  if (p.op == Op::kLinear) {
+    for (StrategyId s : {S::gemm_small, S::gemm_naive}) {
+      if (fits(s)) return {s, choice.reason + "; but " + why};
+    }
+  }
+  throw std::invalid_argument("gpu: " + why);
+}
+
+// Parts of K: as many as bring the grid to what the cores need, none shorter than the table allows.
+// Forced: at least 2.
+Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
+                   std::string* reason) {
+  const Split* split = split_of(strategy);
+  if (!split) return {1, p.k};
+  const int64_t groups = groups_of(strategy, p), wanted = split->groups_per_core * gpu.cores;
+  int64_t count = std::min(ceil_div(wanted, groups), p.k / split->min_k_per_part);
+  const bool is_needed = count > 1;
+  if (forced) count = std::max<int64_t>(count, 2);
+  const Parts parts = cut(strategy, p, count);
+  if (parts.count > 1) {
+    *reason +=
+        "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
+        (is_needed ? ", for " + str(groups) + " threadgroups are under " +
+                         str(split->groups_per_core) + " for each of " + str(gpu.cores) + " cores"
+                   : ", as asked");
+  }
+  return parts;
+}
+
+// ---- checks
+
+[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
+
+void check(const Problem& p) {
+  const std::string op = to_string(p.op);
+  if (p.m < 0 || p.n < 0 || p.k < 0) {
+    reject("shape: M, N, K = " + str(p.m) + ", " + str(p.n) + ", " + str(p.k) +
+           "; none may be negative");
+  }
+  const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
+  if (!has_epilogue && (p.has_bias || p.has_c || p.alpha != 1)) {
+    reject("bias, c, alpha: " + op + " has none; linear and swiglu_down have");
+  }
+  if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
+  if (p.op >= Op::kAdd) return;
+  if (!p.format) reject("format: " + op + " needs one");
+  if (p.k % p.format->block_values) {
+    reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
+           " values of a block of " + p.format->name);
+  }
+}
+
+std::string join(const std::vector<StrategyId>& strategies) {
+  std::string out;
+  for (StrategyId s : strategies) out += (out.empty() ? "" : ", ") + std::string(to_string(s));
+  return out;
+}
+
+// What the strategy computes, in words.
+std::string ability(StrategyId strategy) {
+  std::string ops;
+  for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
+    const auto able = strategies_of(static_cast<Op>(i));
+    if (std::find(able.begin(), able.end(), strategy) == able.end()) continue;
+    ops += (ops.empty() ? "" : ", ") + std::string(to_string(static_cast<Op>(i)));
+  }
+  return std::string(to_string(strategy)) + " computes " + ops;
+}
+
+Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
+  const auto able = strategies_of(p.op);
+  if (std::find(able.begin(), able.end(), strategy) == able.end()) {
+    reject("strategy: " + ability(strategy) + ", not " + to_string(p.op) + "; that takes " +
+           join(able));
+  }
+  const uint32_t bytes = threadgroup_bytes_of(strategy, p.dtype);
+  if (bytes > gpu.max_threadgroup_memory) {
+    reject("strategy: " + std::string(to_string(strategy)) + " needs " + str(bytes) +
+           " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
+  }
+  return {strategy, "forced"};
+}
+
+bool has_no_output(const Problem& p) {
+  if (p.op == Op::kDot) return false;
+  if (p.op >= Op::kAdd) return p.n == 0;
+  if (p.op == Op::kEmbedding) return p.m == 0 || p.k == 0;
+  if (p.op == Op::kDequantize) return p.n == 0 || p.k == 0;
+  return p.m == 0 || p.n == 0;
+}
+
+}  // namespace
+
+Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy) {
+  check(problem);
+  const bool is_split_forced = strategy == S::split_reduce;
+  if (is_split_forced) force(S::split_reduce, problem, gpu);
+  Plan out;
+  if (has_no_output(problem)) {
+    out.reason = "no output: no pass";
+    return out;
+  }
+  Choice choice = strategy && !is_split_forced ? force(*strategy, problem, gpu)
+                                               : fitting(choose(problem, gpu), problem, gpu);
+  Parts parts{1, problem.k};
+  if (problem.op <= Op::kSwigluDown) {
+    parts = choose_parts(choice.strategy, problem, gpu, is_split_forced, &choice.reason);
+  }
+  if (is_split_forced && parts.count == 1) {
+    reject("strategy: split_reduce adds parts of K, and K = " + str(problem.k) +
+           " is one part: a part of " + to_string(choice.strategy) + " is " +
+           str(cut(choice.strategy, problem, std::numeric_limits<int32_t>::max()).k_per_part) +
+           " values or a multiple");
+  }
+  out.reason = std::string(to_string(choice.strategy)) + ": " + choice.reason;
+  out.passes.push_back(main_pass(choice.strategy, problem, parts));
+  if (parts.count > 1) {
+    out.workspace_bytes = static_cast<size_t>(parts.count * problem.m * problem.n) * sizeof(float);
+    out.passes.push_back(reduce_pass(problem, parts));
+  }
+  return out;
+}
+
+bool is_fused(Op op, int64_t m) {
+  for (const Fused& f : kFused) {
+    if (f.op == op) return m <= f.max_m;
+  }
+  return false;
+}
+
+}  // namespace metalmm
