@@ -1,6 +1,5 @@
 // GGML blocks of 32 values. Byte j of the codes holds value j (low nibble) and j + 16 (high).
 // Two lanes share a block: lane p owns values [8p, 8p + 8) and [16 + 8p, 16 + 8p + 8).
-// Issue cycles per weight (bitwise, convert, shift, fma, load) without the shared loads of x.
 #pragma once
 
 #include "format.h"
@@ -13,40 +12,134 @@ struct Block32 : BlockFormat<32, bytes> {
   static uint first(uint piece) { return 8 * piece; }
 };
 
-// The four codes of a word of two bytes: values 2i, 2i + 1 of both runs, plus an integer.
-inline void nibbles(uint word, int i, float add, thread float (&q)[16]) {
-  const uint u = open_word(word);
-  q[2 * i] = field(u, 4, 0, add);
-  q[2 * i + 1] = field(u, 4, 8, add);
-  q[8 + 2 * i] = field(u, 4, 4, add);
-  q[9 + 2 * i] = field(u, 4, 12, add);
-}
-
-// The codes of 16 bytes, low or high nibbles, aligned to 2 bytes.
-inline void nibbles16(device const uchar* qs, bool high, float add, thread float (&q)[16]) {
+// The codes of 8 bytes, plus an integer: low nibbles, then high ones.
+inline void nibbles8x2(uint2 words, float add, thread float (&q)[16]) {
+  const ushort4 halves = as_type<ushort4>(words);
   MM_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const uint u = open_word(uint(load_as<ushort>(qs + 2 * i)) >> (high ? 4 : 0));
+  for (int i = 0; i < 4; ++i) {
+    const uint u = open_word(halves[i]);
     q[2 * i] = field(u, 4, 0, add);
     q[2 * i + 1] = field(u, 4, 8, add);
+    q[8 + 2 * i] = field(u, 4, 4, add);
+    q[9 + 2 * i] = field(u, 4, 12, add);
   }
 }
 
-// d * (code - 8).  Per weight: 1.25 bitwise, 2.06 fma, 0.31 load = 3.3 + loads.
+// As nibbles8x2 with a fifth bit: bits [0, 8) and [16, 24) of `fifth`.
+inline void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[16]) {
+  const ushort4 halves = as_type<ushort4>(words);
+  const uint opened = open_pair(fifth);
+  MM_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const uint u = open_word(halves[i / 2]);
+    const half2 bits = pair(opened, 1, i);
+    const float bias = add - pair_bias(4, i);
+    q[i] = add_pair(bits.x, 4, i, field(u, 4, i % 2 * 8, bias));
+    q[8 + i] = add_pair(bits.y, 4, i, field(u, 4, i % 2 * 8 + 4, bias));
+  }
+}
+
+// w = d w + m; the product is exact.
+inline void scale16(float d, float m, thread float (&w)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], m);
+}
+
+// d * (code - 8).
 struct Q4_0 : Block32<18> {
   MM_CONST bool kHasOffset = false;
   static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_0>& p) {
     device const uchar* b = block(row, unit);
-    MM_UNROLL
-    for (int i = 0; i < 4; ++i) nibbles(load_as<ushort>(b + 2 + 8 * piece + 2 * i), i, -8, p.q);
+    nibbles8x2(load_8<2>(b + 2 + 8 * piece), -8, p.q);
     p.d = load_half(b);
   }
   static void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
-    const float d = load_half(b);
-    nibbles16(b + 2, k & 16, -8, w);
+    nibbles16(load_16<2>(b + 2), k & 16, -8, w);
+    scale16(load_half(b), 0, w);
+  }
+};
+
+// d * code + m.
+struct Q4_1 : Block32<20> {
+  MM_CONST bool kHasOffset = true;
+  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_1>& p) {
+    device const uchar* b = block(row, unit);
+    nibbles8x2(load_8<4>(b + 4 + 8 * piece), 0, p.q);
+    const half2 d = load_as<half2>(b);
+    p.d = float(d.x);
+    p.m = float(d.y);
+  }
+  static void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = block(row, k / 32);
+    nibbles16(load_16<4>(b + 4), k & 16, 0, w);
+    scale16(load_half(b), load_half(b + 2), w);
+  }
+};
+
+// Adds 16 times bit i of `bits` to code i.
+inline void add_fifth16(uint bits, thread float (&w)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 16; ++i) w[i] += bits & (1u << i) ? 16.0f : 0.0f;
+}
+
+// d * (code - 16), five-bit codes: bit j of the word qh is the high bit of value j.
+struct Q5_0 : Block32<22> {
+  MM_CONST bool kHasOffset = false;
+  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_0>& p) {
+    device const uchar* b = block(row, unit);
+    fives8x2(load_8<2>(b + 6 + 8 * piece), load_4<2>(b + 2) >> (8 * piece), -16, p.q);
+    p.d = load_half(b);
+  }
+  static void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = block(row, k / 32);
+    nibbles16(load_16<2>(b + 6), k & 16, -16, w);
+    add_fifth16(load_4<2>(b + 2) >> (k & 16), w);
+    scale16(load_half(b), 0, w);
+  }
+};
+
+// d * code + m, codes as in q5_0.
+struct Q5_1 : Block32<24> {
+  MM_CONST bool kHasOffset = true;
+  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_1>& p) {
+    device const uchar* b = block(row, unit);
+    fives8x2(load_8<8>(b + 8 + 8 * piece), load_as<uint>(b + 4) >> (8 * piece), 0, p.q);
+    const half2 d = load_as<half2>(b);
+    p.d = float(d.x);
+    p.m = float(d.y);
+  }
+  static void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = block(row, k / 32);
+    nibbles16(load_16<8>(b + 8), k & 16, 0, w);
+    add_fifth16(load_as<uint>(b + 4) >> (k & 16), w);
+    scale16(load_half(b), load_half(b + 2), w);
+  }
+};
+
+// d * code, int8 codes.
+struct Q8_0 : Block32<34> {
+  MM_CONST bool kHasOffset = false;
+  // 2 kWords codes: flipping the sign bit adds 128.
+  template <int kWords>
+  static void codes(device const uchar* qs, thread float* q) {
     MM_UNROLL
-    for (int i = 0; i < 16; ++i) w[i] *= d;
+    for (int i = 0; i < kWords; ++i) {
+      const uint u = load_as<ushort>(qs + 2 * i) ^ (kExponent23 | 0x8080u);
+      q[2 * i] = field(u, 8, 0, -128);
+      q[2 * i + 1] = field(u, 8, 8, -128);
+    }
+  }
+  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q8_0>& p) {
+    device const uchar* b = block(row, unit);
+    codes<4>(b + 2 + 8 * piece, p.q);
+    codes<4>(b + 18 + 8 * piece, p.q + 8);
+    p.d = load_half(b);
+  }
+  static void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = block(row, k / 32);
+    codes<8>(b + 2 + (k & 16), w);
+    scale16(load_half(b), 0, w);
   }
 };
 

@@ -84,10 +84,48 @@ template <class T>
 inline T load_as(device const uchar* p) {
   return *(device const T*)p;
 }
-inline uint load_2x16(device const uchar* p) {  // a word at an address of 2-byte alignment
-  return as_type<uint>(ushort2(load_as<ushort>(p), load_as<ushort>(p + 2)));
+// 4, 8 and 16 bytes at an address of `alignment` bytes, in the widest loads that it allows.
+template <int alignment>
+inline uint load_4(device const uchar* p) {
+  if constexpr (alignment >= 4) {
+    return load_as<uint>(p);
+  } else {
+    return as_type<uint>(ushort2(load_as<ushort>(p), load_as<ushort>(p + 2)));
+  }
+}
+template <int alignment>
+inline uint2 load_8(device const uchar* p) {
+  if constexpr (alignment >= 8) {
+    return load_as<uint2>(p);
+  } else {
+    return uint2(load_4<alignment>(p), load_4<alignment>(p + 4));
+  }
+}
+template <int alignment>
+inline uint4 load_16(device const uchar* p) {
+  if constexpr (alignment >= 16) {
+    return load_as<uint4>(p);
+  } else {
+    return uint4(load_8<alignment>(p), load_8<alignment>(p + 8));
+  }
 }
 inline float load_half(device const uchar* p) { return float(load_as<half>(p)); }
+
+// ---- nibbles
+
+// The codes of 16 bytes, plus an integer: low or high nibbles.
+inline void nibbles16(uint4 words, bool high, float add, thread float (&q)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const ushort2 halves = as_type<ushort2>(words[i] >> (high ? 4 : 0));
+    MM_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      const uint u = open_word(halves[j]);
+      q[4 * i + 2 * j] = field(u, 4, 0, add);
+      q[4 * i + 2 * j + 1] = field(u, 4, 8, add);
+    }
+  }
+}
 
 // ---- the dot product of a piece, the same for every kernel that promises equal bits
 

@@ -51,8 +51,8 @@ struct KBlock : BlockFormat<256, bytes> {
   }
 };
 
-// The 32 codes of 16 bytes: low nibbles in q[0..16), high nibbles in q[16..32).
-inline void nibbles32(uint4 words, thread float (&q)[32]) {
+// The 32 codes of 16 bytes, plus integers: low nibbles, then high ones.
+inline void nibbles16x2(uint4 words, float add_low, float add_high, thread float (&q)[32]) {
   MM_UNROLL
   for (int i = 0; i < 4; ++i) {
     const ushort2 halves = as_type<ushort2>(words[i]);
@@ -60,24 +60,10 @@ inline void nibbles32(uint4 words, thread float (&q)[32]) {
     for (int j = 0; j < 2; ++j) {
       const uint u = open_word(halves[j]);
       const int at = 4 * i + 2 * j;
-      q[at] = field(u, 4, 0);
-      q[at + 1] = field(u, 4, 8);
-      q[16 + at] = field(u, 4, 4);
-      q[17 + at] = field(u, 4, 12);
-    }
-  }
-}
-
-// The 16 codes of 16 bytes: low or high nibbles.
-inline void nibbles16(uint4 words, bool high, thread float (&w)[16]) {
-  MM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const ushort2 halves = as_type<ushort2>(words[i] >> (high ? 4 : 0));
-    MM_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      const uint u = open_word(halves[j]);
-      w[4 * i + 2 * j] = field(u, 4, 0);
-      w[4 * i + 2 * j + 1] = field(u, 4, 8);
+      q[at] = field(u, 4, 0, add_low);
+      q[at + 1] = field(u, 4, 8, add_low);
+      q[16 + at] = field(u, 4, 4, add_high);
+      q[17 + at] = field(u, 4, 12, add_high);
     }
   }
 }
@@ -87,11 +73,40 @@ struct Q4_K : KBlock<144> {
   static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_K>& p) {
     device const uchar* b = block(row, unit);
     load_scales(b, piece, p);
-    nibbles32(load_as<uint4>(b + 16 + 16 * piece), p.q);
+    nibbles16x2(load_as<uint4>(b + 16 + 16 * piece), 0, 0, p.q);
   }
   static void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);
-    nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, w);
+    nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, 0, w);
+    apply_scales(b, k, w);
+  }
+};
+
+// As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 + l.
+struct Q5_K : KBlock<176> {
+  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_K>& p) {
+    device const uchar* b = block(row, unit);
+    load_scales(b, piece, p);
+    nibbles16x2(load_as<uint4>(b + 48 + 16 * piece), -pair_bias(4, 0), -pair_bias(4, 1), p.q);
+    const uint4 qh = load_as<uint4>(b + 16 + 16 * (piece & 1)) >> (piece & 6);
+    MM_UNROLL
+    for (int i = 0; i < 8; ++i) {  // two bytes at a time: even ones, then odd ones of a word
+      const uint opened = open_pair(qh[i / 2] >> (i % 2 * 8));
+      const half2 low = pair(opened, 1, 0), high = pair(opened, 1, 1);
+      const int at = i / 2 * 4 + i % 2;
+      p.q[at] = add_pair(low.x, 4, 0, p.q[at]);
+      p.q[at + 2] = add_pair(low.y, 4, 0, p.q[at + 2]);
+      p.q[at + 16] = add_pair(high.x, 4, 1, p.q[at + 16]);
+      p.q[at + 18] = add_pair(high.y, 4, 1, p.q[at + 18]);
+    }
+  }
+  static void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = block(row, k / 256);
+    const uint chunk = (k & 255) / 32;
+    nibbles16(load_as<uint4>(b + 48 + chunk / 2 * 32 + (k & 16)), k & 32, 0, w);
+    const uint4 qh = load_as<uint4>(b + 16 + (k & 16)) >> chunk;
+    MM_UNROLL
+    for (int i = 0; i < 16; ++i) w[i] += qh[i / 4] & (1u << i % 4 * 8) ? 16.0f : 0.0f;
     apply_scales(b, k, w);
   }
 };
