@@ -11,6 +11,7 @@ from typing import Any
 
 Record = dict[str, Any]
 ABSENT = "–"
+NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
 FULL_COLUMNS = ["variant", "M", "µs", "IQR", "GB/s", "of read", "GFLOP/s", "of f32 peak"]
 FULL_COLUMNS += ["vs F.linear f32", "error"]
 
@@ -182,9 +183,12 @@ def sweep_table(records: Sequence[Record]) -> list[Table]:
         return []
     c = cells[0]
     falls = [str(r["m"]) for r in cells if "slower_m" in r]
+    spreads = sorted(spread(r) for r in cells if r["ok"])
     verdict = f"time falls at M = {', '.join(falls)}" if falls else "time never falls as M grows"
-    if not all(r["ok"] for r in cells):
+    if len(spreads) < len(cells):
         verdict = "wrong results are not timed"
+    elif spreads[len(spreads) // 2] > NOISY:
+        verdict += "; but the machine was too busy to tell"
     title = f"{c['variant']}, W {c['n']}×{c['k']}: {verdict}"
     table = Table(title, ["M", "µs", "IQR", "µs per row", "GFLOP/s", "error", "note"])
     for r in cells:

@@ -19,7 +19,8 @@ from torch import Tensor
 from .timing import Timed, Timing, interleave
 
 SOURCE = Path(__file__).with_name("roof.cpp")
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+FLAGS = ["-O3", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+NATIVE = ("-march=native", "-mcpu=native")  # clang for aarch64 knows the second
 _PREFIX = "roof: "
 PROBE_SECONDS = 0.01  # longer than it takes to start threads
 
@@ -69,8 +70,8 @@ def _compilers() -> list[list[str]]:
 def _compile() -> ctypes.CDLL | None:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "roof.so"
-        for compiler in _compilers():
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(library)]
+        for compiler, native in product(_compilers(), NATIVE):
+            command = [*compiler, native, *FLAGS, str(SOURCE), "-o", str(library)]
             if subprocess.run(command, capture_output=True, check=False).returncode == 0:
                 return _declare(ctypes.CDLL(str(library)))
     return None
