@@ -64,14 +64,32 @@ const Gpu* find(std::string_view name) {
   return nullptr;
 }
 
-// The newest row of the family, base class; beyond the families of the table, the newest row.
-const Gpu& row_of_family(int family) {
-  const int last = all_gpus().back().family;
-  const Gpu* found = &all_gpus().front();
+// The newest row of a class whose family is not newer than this one, if there is one.
+const Gpu* newest(ChipClass chip_class, int family) {
+  const Gpu* found = nullptr;
   for (const Gpu& gpu : all_gpus()) {
-    if (gpu.chip_class == kBase && gpu.family <= std::min(family, last)) found = &gpu;
+    if (gpu.chip_class == chip_class && gpu.family <= family) found = &gpu;
   }
-  return *found;
+  return found;
+}
+
+bool ends_with(const std::string& s, std::string_view end) {
+  return s.size() >= end.size() && s.compare(s.size() - end.size(), end.size(), end) == 0;
+}
+
+// A chip outside the table: of the class its name ends in, of the newest generation of its family.
+Gpu unknown(const std::string& name, int family) {
+  ChipClass chip_class = kBase;
+  if (ends_with(name, "-pro")) chip_class = kPro;
+  if (ends_with(name, "-max")) chip_class = kMax;
+  if (ends_with(name, "-ultra")) chip_class = kUltra;
+  const Gpu* base = newest(kBase, family);
+  if (!base) base = &all_gpus().front();
+  const Gpu* same = newest(chip_class, family);
+  Gpu out = same ? *same : *base;
+  out.chip_class = chip_class;
+  out.generation = base->generation;
+  return out;
 }
 
 }  // namespace
@@ -95,9 +113,10 @@ const Gpu& gpu_by_name(std::string_view name) {
 
 Gpu gpu_of_device(std::string_view device_name, int family, uint32_t cores,
                   uint32_t max_threadgroup_memory) {
-  const Gpu* known = find(device_name);
-  Gpu gpu = known ? *known : row_of_family(family);
-  gpu.name = normal(device_name);
+  const std::string name = normal(device_name);
+  const Gpu* known = find(name);
+  Gpu gpu = known ? *known : unknown(name, family);
+  gpu.name = name;
   if (family) gpu.family = family;
   if (cores) gpu.cores = cores;
   if (max_threadgroup_memory) gpu.max_threadgroup_memory = max_threadgroup_memory;

@@ -36,9 +36,9 @@ const std::vector<Gpu>& all_gpus();
 // std::invalid_argument that lists the names.
 const Gpu& gpu_by_name(std::string_view name);
 
-// The row for what a device reports. A name outside the table (a new chip, an A-series one) takes
-// the newest row of its family, so that an unknown machine still gets a plan; a number that is 0
-// keeps the table's.
+// The row for what a device reports; a number that is 0 keeps the table's. A name outside the table
+// (a newer chip, one of an iPad) takes the class its name ends in and the newest generation of its
+// family, so that an unknown machine still gets a plan.
 Gpu gpu_of_device(std::string_view device_name, int family, uint32_t cores,
                   uint32_t max_threadgroup_memory);
 

@@ -8,7 +8,12 @@
 
 namespace py = pybind11;
 
+namespace metalmm {
+void bind_plan(py::module_& m);  // plan_bindings.cpp
+}
+
 PYBIND11_MODULE(_C, m) {
+  metalmm::bind_plan(m);
   m.def(
       "formats",
       [] {

@@ -33,6 +33,14 @@ constexpr Tuning kTunings[] = {
 #include "tuning.def"
 };
 
+constexpr bool batches_fit() {
+  for (const Tuning& t : kTunings) {
+    if (t.batched_max_m > kMaxBatch) return false;
+  }
+  return true;
+}
+static_assert(batches_fit(), "tuning.def: batched_max_m is over what gemv_batched takes");
+
 constexpr Split kSplits[] = {
 #define MM_SPLIT(strategy, ...) {S::strategy, __VA_ARGS__},
 #include "tuning.def"

@@ -144,6 +144,9 @@ void bind_plan(py::module_& m) {
       },
       "The table of chips, one dict per chip.");
   m.def(
+      "gpu", [](const std::string& chip) { return to_dict(gpu_by_name(chip)); }, "chip"_a,
+      "A row of the table of chips.");
+  m.def(
       "gpu_of_device",
       [](const std::string& name, int family, uint32_t cores, uint32_t max_threadgroup_memory) {
         return to_dict(gpu_of_device(name, family, cores, max_threadgroup_memory));

@@ -1,0 +1,125 @@
+"""What the Metal engine would do with a matrix product, on a chip that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _C, formats
+
+SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
+DTYPES = ("f16", "bf16", "f32")
+
+_TORCH_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+_LANES_PER_CORE = 128
+# The bits of metal/abi.h in words; test_plan compares them with the header.
+EPILOGUE_BITS = ("bias", "beta * c", "alpha", "f32 partial results")
+BOUNDS_BITS = ("N has a tail", "M has a tail", "K has a tail", "x aligned", "weight aligned")
+SCALE_TYPES = ("f16", "bf16", "f32")
+
+
+def chips() -> list[str]:
+    """Names of the chips that can be explained."""
+    return [str(gpu["name"]) for gpu in _C.gpus()]
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """(M, N, K) of "MxNxK". ValueError: not three sizes of at least 1."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(p.isascii() and p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"shape: {text!r} is not {SHAPE_HELP}")
+    m, n, k = (int(p) for p in parts)
+    return m, n, k
+
+
+def explain(
+    shape: str, format: str, chip: str, dtype: str = "f16", strategy: str | None = None
+) -> str:
+    """The plan of y[M, N] = x[M, K] W[N, K]^T on a chip, in words and bytes.
+
+    shape is "MxNxK", chip one of chips(), dtype that of x and y: f16, bf16, f32 or torch's name;
+    strategy, if given, is forced. ValueError: an unknown name, a malformed shape, a K that is not a
+    multiple of the block, a strategy that cannot compute it; each says what is allowed.
+    """
+    m, n, k = parse_shape(shape)
+    fmt, gpu = formats.get(format), _C.gpu(chip)
+    dtype = _TORCH_NAMES.get(dtype, dtype)
+    plan = _C.plan(m=m, n=n, k=k, format=format, dtype=dtype, chip=chip, strategy=strategy)
+    lines = [
+        f"y[{m}, {n}] = x[{m}, {k}] W[{n}, {k}]^T    W in {fmt.name}, x and y in {dtype}",
+        f"{gpu['name']}: {gpu['cores']} cores at about {gpu['clock_mhz']} MHz,"
+        f" {gpu['bandwidth_gb_s']} GB/s, Apple{gpu['family']},"
+        f" {gpu['max_threadgroup_memory']} bytes of threadgroup memory",
+        "",
+        plan["reason"],
+    ]
+    for i, one in enumerate(plan["passes"], 1):
+        lines += ["", f"pass {i} of {len(plan['passes'])}: {one['kernel']}", *_pass_lines(one)]
+    lines += ["", *_byte_lines(plan, m, n, k, fmt.row_bytes(k), _DTYPE_BYTES[dtype])]
+    return "\n".join([*lines, "", *_roof_lines(gpu, plan, m, n, k, fmt.row_bytes(k), dtype)])
+
+
+def _pass_lines(one: dict[str, Any]) -> list[str]:
+    grid, threads = one["grid"], one["group"][0] * one["group"][1] * one["group"][2]
+    axes = (
+        "" if one["kernel"].startswith("split_reduce") else "tiles of M x tiles of N x parts of K"
+    )
+    rows = [
+        ("grid", f"{' x '.join(map(str, grid))} threadgroups" + (f" ({axes})" if axes else "")),
+        ("group", f"{threads} threads, {threads // 32} simdgroups"),
+        ("memory", f"{one['threadgroup_bytes']} bytes per threadgroup"),
+        ("constants", ", ".join(_constants(one["constants"])) or "none"),
+        ("buffers", ", ".join(one["slots"])),
+    ]
+    return [f"  {name:10} {text}" for name, text in rows]
+
+
+def _constants(constants: dict[str, int]) -> list[str]:
+    """Function constants by name; bits in words, zeros that mean "not used" left out."""
+    words = {
+        "scale_type": SCALE_TYPES[constants["scale_type"]] if constants["group"] else "",
+        "epilogue": _bits(constants["epilogue"], EPILOGUE_BITS) or "none",
+        "bounds": _bits(constants["bounds"], BOUNDS_BITS),
+    }
+    shown = {name: words.get(name, str(value or "")) for name, value in constants.items()}
+    return [f"{name} = {text}" for name, text in shown.items() if text]
+
+
+def _bits(value: int, words: tuple[str, ...]) -> str:
+    return " + ".join(word for i, word in enumerate(words) if value >> i & 1)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _byte_lines(
+    plan: dict[str, Any], m: int, n: int, k: int, row_bytes: int, value: int
+) -> list[str]:
+    tiles_m, tiles_n, _ = plan["passes"][0]["grid"]
+    rows = [
+        ("weights", n * row_bytes, f"{row_bytes} a row; read {_times(tiles_m)}"),
+        ("x", m * k * value, f"read {_times(tiles_n)}, from cache after the first"),
+        ("y", m * n * value, "written once"),
+    ]
+    if plan["workspace_bytes"]:
+        rows.append(("partials", plan["workspace_bytes"], "f32, written and read once"))
+    width = max(len(f"{count:,}") for _, count, _ in rows)
+    return ["bytes", *(f"  {name:10} {count:{width},}  {note}" for name, count, note in rows)]
+
+
+def _roof_lines(
+    gpu: dict[str, Any], plan: dict[str, Any], m: int, n: int, k: int, row_bytes: int, dtype: str
+) -> list[str]:
+    moved = n * row_bytes + m * (k + n) * _DTYPE_BYTES[dtype] + 2 * plan["workspace_bytes"]
+    lanes = gpu["cores"] * _LANES_PER_CORE * gpu["clock_mhz"] * 1e6
+    memory, multiply = moved / (gpu["bandwidth_gb_s"] * 1e9), m * n * k / lanes
+    budget = lanes / (gpu["bandwidth_gb_s"] * 1e9 / (row_bytes / k))
+    bound = "memory" if memory > multiply else "multiply-add"
+    return [
+        "roof (nominal figures, nothing measured)",
+        f"  memory     {memory * 1e6:.1f} us for {moved / 1e6:.2f} MB, each byte moved once",
+        f"  arithmetic {multiply * 1e6:.1f} us for {m * n * k / 1e9:.2f} G multiply-adds"
+        f"; {bound} bound",
+        f"  budget     {budget:.1f} instructions per weight while W streams from memory",
+    ]
