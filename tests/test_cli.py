@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory, gguf: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The one-line message of a command that fails with status 1."""
     assert main([str(a) for a in arguments]) == 1
@@ -72,7 +80,8 @@ def test_info_as_a_module_needs_no_transformers() -> None:
 
 
 def test_generate_answers_with_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "What is the capital of France?", "--max-new-tokens", "16"]) == 0
+    question = "What is the capital of France?"
+    assert main(["generate", question, "--max-new-tokens", "16", "--threads", "1"]) == 0
     out, err = capsys.readouterr()
     assert "Paris" in out and "<|im" not in out
     numbers = (
@@ -82,13 +91,10 @@ def test_generate_answers_with_the_demo_model(capsys: pytest.CaptureFixture[str]
 
 
 def test_generate_options(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
-    threads = torch.get_num_threads()
     common = ["generate", "hello", "--model", str(gguf), "--max-new-tokens", "5", "--raw"]
-    try:
-        assert main([*common, "--threads", "1", "--dtype", "bfloat16"]) == 0
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
+    for threads in (2, 1):
+        assert main([*common, "--threads", str(threads), "--dtype", "bfloat16"]) == 0
+        assert torch.get_num_threads() == threads
     texts = []
     for seed in ("1", "1", "2"):
         capsys.readouterr()
@@ -169,7 +175,7 @@ def test_unwritable_output_is_found_before_loading(
     def never(*_: object) -> None:
         raise AssertionError("loaded a model that cannot be saved")
 
-    monkeypatch.setattr(cli, "_load", never)
+    monkeypatch.setattr(cli, "load_model", never)
     message = failure(capsys, "quantize", gguf, "--format", "q8_0", "--output", gguf / "x")
     assert "cannot write to the folder" in message
 

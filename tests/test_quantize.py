@@ -132,7 +132,9 @@ def test_callable_spec_and_filter() -> None:
     assert formats_of(model) == dict.fromkeys(LAYERS[1:], "q4_0")
 
 
-@pytest.mark.parametrize("spec", ["q5_0", {"head": "q5_0"}, {"embed": "q5_0"}])
+@pytest.mark.parametrize(
+    "spec", ["q5_0", {"head": "q5_0", "*": "q8_0"}, {"embed": "q5_0"}, {"*": "Q5_0", "head": None}]
+)
 def test_tied_weights_stay_one_tensor(spec: object) -> None:
     model = Net(tied=True)
     ids = torch.arange(10)
@@ -170,6 +172,12 @@ def test_fallback_is_reported_once_by_name() -> None:
     ]
 
 
+def test_a_report_names_like_layers_once() -> None:
+    model = nn.Sequential(*(nn.ModuleDict({"up": nn.Linear(96, 4)}) for _ in range(12)))
+    with pytest.warns(UserWarning, match=r"q4_k -> q5_0: model\.\*\.up \(12\)$"):
+        quantize_(nn.ModuleDict({"model": model}), "q4_k", progress=False)
+
+
 def test_packing_again_changes_the_format_or_nothing() -> None:
     model = quantize_(Net(), "q8_0", progress=False)
     kept = dict(model.named_modules())
@@ -204,7 +212,7 @@ def test_weights_that_other_code_reads_stay_dense() -> None:
     model = nn.ModuleDict(
         {"attention": nn.MultiheadAttention(64, 2), "layer": nn.TransformerEncoderLayer(64, 2, 64)}
     )
-    with pytest.warns(UserWarning, match="left dense, because .* layer.linear1, layer.linear2"):
+    with pytest.warns(UserWarning, match="left dense, because .*: layer.linear1, layer.linear2"):
         quantize_(model, "q4_0", progress=False)
     assert formats_of(model) == {}
     x = torch.randn(3, 1, 64)
@@ -273,8 +281,9 @@ def test_bad_spec_changes_nothing(error: type[Exception], message: str, spec: ob
 
 
 def test_two_formats_for_a_tied_weight() -> None:
-    message = "embed, head share one weight but are given q4_0, q8_0"
-    unchanged_after(ValueError, message, {"head": "q8_0", "*": "q4_0"}, Net(tied=True))
+    message = "one weight is shared, but spec gives embed q4_0, head q8_0"
+    spec = {"embed": "q4_0", "head": "q8_0"}.get
+    unchanged_after(ValueError, message, lambda name, _: spec(name), Net(tied=True))
 
 
 def set_value(model: nn.Module, value: float) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .gguf_file import GgufFile
 from .gguf_map import Layout, TensorMap, model_config, tensor_map, tokenizer
-from .replace import is_conv1d, weight_shape
+from .replace import is_conv1d, summary, weight_shape
 from .skeleton import (
     can_pack,
     empty_model,
@@ -215,15 +215,11 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
     if decoded:
         warnings.warn(
             f"decoded to {dtype}, because the model does not use them as plain matrices: "
-            f"{_shorten(decoded)}",
+            f"{summary(decoded)}",
             stacklevel=3,
         )
     if plan.unused:
-        warnings.warn(f"not used by the model: {_shorten(plan.unused)}", stacklevel=3)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)
 
 
 def _fill(

@@ -21,12 +21,13 @@ from .replace import (
     pack_module,
     packable,
     replaceable,
+    summary,
     weight_shape,
 )
 
 Spec = str | Mapping[str, str | None] | Callable[[str, nn.Module], str | None]
 Filter = Callable[[str, nn.Module], bool]
-_Chooser = Callable[[str, nn.Module], "str | object | None"]
+_Sites = list[tuple[str, nn.Module]]  # the layers that hold one weight, by name
 
 _F16_MAX = 65504.0
 # llama.cpp's choice for a K that super-blocks of 256 values do not divide.
@@ -67,11 +68,12 @@ def quantize_(
     format leaves the layer dense, as does matching nothing; or spec(name, module) -> format | None.
     filter_fn(name, module) -> False leaves a layer dense.
 
-    A weight that several layers share (tied embeddings) stays one tensor: it takes the format that
-    any of them is given, and stays dense if a None pattern or filter_fn excludes one of them. A
-    layer whose K the format's block does not divide gets resolve_format's choice, with a warning.
-    Layers already packed are decoded and packed again if they are given another format. Layers
-    whose weight the model reads itself (T5's `wo`) stay dense, with a warning.
+    A weight that several layers share (tied embeddings) stays one tensor: it takes the first
+    pattern that matches any of their names, or the format that spec gives any of them, and stays
+    dense if filter_fn excludes one. A layer whose K the format's block does not divide gets
+    resolve_format's choice, with a warning. Layers already packed are decoded and packed again if
+    they are given another format. Layers whose weight the model reads itself (T5's `wo`) stay
+    dense, with a warning.
 
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
@@ -106,7 +108,7 @@ def progress_bar(show: bool, total: int, title: str) -> Iterator[Callable[[int],
 class _Job:
     """One weight, the layers that hold it (each under one or more names) and its format."""
 
-    sites: list[tuple[str, nn.Module]]
+    sites: _Sites
     asked: str
     format: str
 
@@ -130,8 +132,9 @@ def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
     groups = _shared_weights(model)
     jobs, read = [], []
     for sites in groups:
-        wanted = _wanted_format(sites, chooser, filter_fn)
-        if wanted is None:
+        wanted = chooser(sites)
+        excluded = filter_fn is not None and not all(filter_fn(*site) for site in sites)
+        if wanted is None or excluded:
             continue
         if not all(replaceable(model, name) for name, _ in sites):
             read.append(sites[0][0])
@@ -147,40 +150,18 @@ def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
         )
     if read:
         warnings.warn(
-            f"left dense, because the model reads their weight itself: {', '.join(read)}",
+            f"left dense, because the model reads their weight itself: {summary(read)}",
             stacklevel=3,
         )
     return jobs
 
 
-def _wanted_format(
-    sites: list[tuple[str, nn.Module]], chooser: _Chooser, filter_fn: Filter | None
-) -> str | None:
-    """The one format asked for the weight that these layers hold; None: leave it dense."""
-    choices = [chooser(name, module) for name, module in sites]
-    for (name, _), choice in zip(sites, choices, strict=True):
-        if not (choice is None or choice is _DENSE or isinstance(choice, str)):
-            raise TypeError(f"spec gives {name} {choice!r}; it must be a format name or None")
-    asked = {formats.get(choice).name for choice in choices if isinstance(choice, str)}
-    if filter_fn is not None and not all(filter_fn(name, module) for name, module in sites):
-        return None
-    if not asked or _DENSE in choices:
-        return None
-    if len(asked) > 1:
-        names = ", ".join(name for name, _ in sites)
-        raise ValueError(
-            f"{names} share one weight but are given {', '.join(sorted(asked))}; "
-            "give them one format"
-        )
-    return asked.pop()
-
-
-def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+def _shared_weights(model: nn.Module) -> list[_Sites]:
     """The packable layers grouped by the weight they hold, in the order of the model.
 
     A weight that some other kind of module holds too is left out: it cannot be packed for one only.
     """
-    groups: dict[int, list[tuple[str, nn.Module]]] = {}
+    groups: dict[int, _Sites] = {}
     blocked: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if packable(module):
@@ -190,26 +171,24 @@ def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return [sites for key, sites in groups.items() if key not in blocked]
 
 
-_DENSE = object()  # a pattern says None: keep dense, which is more than not being matched
-
-
 class _Patterns:
-    """{pattern: format} as a function of a layer's name; remembers which patterns matched."""
+    """{pattern: format} as a choice; remembers which patterns matched."""
 
     def __init__(self, spec: Mapping[str, str | None]) -> None:
         self.rules: list[tuple[str, Callable[[str], object], str | None]] = []
         for pattern, format in spec.items():
-            if format is not None:
-                formats.get(format)
-            self.rules.append((pattern, _matcher(pattern), format))
+            name = None if format is None else formats.get(format).name
+            self.rules.append((pattern, _matcher(pattern), name))
         self.used: set[str] = set()
 
-    def __call__(self, name: str, module: nn.Module) -> str | object | None:
-        hits = [(pattern, format) for pattern, match, format in self.rules if match(name)]
+    def __call__(self, sites: _Sites) -> str | None:
+        hits = [
+            (pattern, format)
+            for pattern, match, format in self.rules
+            if any(match(name) for name, _ in sites)
+        ]
         self.used.update(pattern for pattern, _ in hits)
-        if not hits:
-            return None
-        return _DENSE if hits[0][1] is None else hits[0][1]
+        return hits[0][1] if hits else None
 
     def unused(self) -> list[str]:
         return [pattern for pattern, _, _ in self.rules if pattern not in self.used]
@@ -224,15 +203,30 @@ def _matcher(pattern: str) -> Callable[[str], object]:
         raise ValueError(f"spec: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _chooser(spec: Any) -> _Chooser:
+def _chooser(spec: Any) -> Callable[[_Sites], str | None]:
+    """The spec as a function from the layers that share a weight to the format it gets."""
     if isinstance(spec, str):
         name = formats.get(spec).name
-        return lambda _name, _module: name
+        return lambda sites: name
     if isinstance(spec, Mapping):
         return _Patterns(spec)
     if callable(spec):
-        return spec  # type: ignore[no-any-return]
+        return lambda sites: _asked(spec, sites)
     raise TypeError(f"spec must be a format name, a dict or a callable, got {type(spec).__name__}")
+
+
+def _asked(spec: Callable[[str, nn.Module], Any], sites: _Sites) -> str | None:
+    asked: dict[str, str] = {}
+    for name, module in sites:
+        choice = spec(name, module)
+        if isinstance(choice, str):
+            asked[formats.get(choice).name] = name
+        elif choice is not None:
+            raise TypeError(f"spec gives {name} {choice!r}; it must be a format name or None")
+    if len(asked) > 1:
+        given = ", ".join(f"{name} {format}" for format, name in asked.items())
+        raise ValueError(f"one weight is shared, but spec gives {given}")
+    return next(iter(asked), None)
 
 
 def _check(jobs: list[_Job]) -> None:
@@ -260,7 +254,7 @@ def _warn_fallbacks(jobs: list[_Job]) -> None:
         if job.format != job.asked:
             changed.setdefault((job.asked, job.format), []).append(job.name)
     if changed:
-        parts = [f"{a} -> {b}: {', '.join(names)}" for (a, b), names in changed.items()]
+        parts = [f"{a} -> {b}: {summary(names)}" for (a, b), names in changed.items()]
         warnings.warn(
             "K is not a multiple of the format's block; used instead: " + "; ".join(parts),
             stacklevel=3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from functools import cache
 from types import FunctionType
 
@@ -118,6 +119,14 @@ def _weights_read_by(parent: type[nn.Module]) -> frozenset[str]:
             if not harmless and (parent.__name__, owner.argval) not in _READ_ELSEWHERE:
                 found.add(str(owner.argval))
     return frozenset(found)
+
+
+def summary(names: list[str]) -> str:
+    """The names in one line; those that differ in a layer number only as "layers.*.up (30)"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return ", ".join(g[0] if len(g) == 1 else f"{p} ({len(g)})" for p, g in groups.items())
 
 
 def largest_magnitude(weight: Tensor) -> float:
