@@ -45,7 +45,7 @@ struct Result {
 
 }  // namespace metalmm
 
-// A kernel is its slots (abi.h), then what every kernel has. `memory` is the threadgroup memory of
+// A kernel is its slots (abi.h) in parentheses, then what every kernel has. `memory` is the threadgroup memory of
 // the plan. The last argument is the statement that calls run().
 #define MM_IN(type, name, slot) device const type *name [[buffer(metalmm::slot)]]
 #define MM_OUT(type) device type *y [[buffer(metalmm::kSlotY)]]
@@ -55,24 +55,25 @@ struct Result {
 #else
 #define MM_MEMORY [[threadgroup(0)]]
 #endif
-#define MM_KERNEL(name, slots, ...)                                                              \
-  kernel void name(slots, constant metalmm::KernelArgs &args [[buffer(metalmm::kSlotArgs)]],     \
-                   threadgroup float4 *memory MM_MEMORY,                                         \
-                   uint3 tg [[threadgroup_position_in_grid]],                                    \
-                   uint thread_index [[thread_index_in_threadgroup]],                            \
-                   uint sg [[simdgroup_index_in_threadgroup]],                                   \
-                   uint lane [[thread_index_in_simdgroup]]) {                                    \
-    const metalmm::Position at = {tg, thread_index, sg, lane};                                   \
-    __VA_ARGS__;                                                                                 \
+#define MM_LIST(...) __VA_ARGS__
+#define MM_KERNEL(name, slots, ...)                                                           \
+  kernel void name(MM_LIST slots,                                                             \
+                   constant metalmm::KernelArgs &args [[buffer(metalmm::kSlotArgs)]],         \
+                   threadgroup float4 *memory MM_MEMORY,                                      \
+                   uint3 tg [[threadgroup_position_in_grid]],                                 \
+                   uint thread_index [[thread_index_in_threadgroup]],                         \
+                   uint sg [[simdgroup_index_in_threadgroup]],                                \
+                   uint lane [[thread_index_in_simdgroup]]) {                                 \
+    const metalmm::Position at = {tg, thread_index, sg, lane};                                \
+    __VA_ARGS__;                                                                              \
   }
-#define MM_COMMA ,
 
 // M(dtype, T, ...) for each dtype of x and y.
 #define MM_EACH_DTYPE(M, ...) \
   M(f32, float, __VA_ARGS__) M(f16, half, __VA_ARGS__) M(bf16, bfloat, __VA_ARGS__)
 
 // Kernel<Struct, T>::run(x, weight, result, args, memory, at) as strategy_format_dtype.
-#define MM_MATMUL(dtype, T, strategy, format, Struct, Kernel)                                    \
-  MM_KERNEL(strategy##_##format##_##dtype,                                                       \
-            MM_IN(T, x, kSlotX) MM_COMMA MM_IN(uchar, weight, kSlotWeight) MM_COMMA MM_RESULT(T), \
+#define MM_MATMUL(dtype, T, strategy, format, Struct, Kernel)                                 \
+  MM_KERNEL(strategy##_##format##_##dtype,                                                    \
+            (MM_IN(T, x, kSlotX), MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)),           \
             metalmm::Kernel<metalmm::Struct, T>::run(x, weight, {y, bias, c}, args, memory, at))

@@ -1,0 +1,24 @@
+// The last step of every matmul: y = alpha * acc + bias + beta * c in f32, rounded once.
+#pragma once
+
+#include "../entry.h"
+
+namespace metalmm {
+
+// Result m, n. A split-K pass leaves acc itself, f32 [parts, M, N]; split_reduce does the rest.
+template <class T>
+inline void store_result(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
+                         float acc) {
+  if (fc_epilogue & kEpiloguePartial) {
+    device float* partial = (device float*)result.y;
+    partial[((ulong)part * args.m + m) * args.n + n] = acc;
+    return;
+  }
+  const long at = (long)m * args.y_stride + n;
+  if (fc_epilogue & kEpilogueAlpha) acc *= args.alpha;
+  if (fc_epilogue & kEpilogueBias) acc += float(result.bias[n]);
+  if (fc_epilogue & kEpilogueC) acc = fma(args.beta, float(result.c[at]), acc);
+  result.y[at] = T(acc);
+}
+
+}  // namespace metalmm

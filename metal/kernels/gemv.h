@@ -1,0 +1,59 @@
+// y[m, n] = x[m, :] . W[n, :]: one row of x per threadgroup.
+//
+// Owner    a simdgroup owns Geometry::kRows rows of W; its lanes own pieces of them (format.h), in
+//          units one after the other along K. With kShareRows the simdgroups of a threadgroup own the
+//          same rows, take the units in turn and add up in threadgroup memory.
+// Traffic  every byte of W once; x once per simdgroup, in registers for all of its rows.
+// Needs    threadgroup memory: the codebook, then kSimdgroups * kRows floats with kShareRows.
+#pragma once
+
+#include "gemv_core.h"
+
+namespace metalmm {
+
+template <class Format, class Geometry, class Source, class T>
+inline void gemv(typename Source::Row x, device const uchar* weight, Result<T> result,
+                 constant KernelArgs& args, threadgroup float4* memory, Position at) {
+  constexpr int kRows = Geometry::kRows;
+  threadgroup half2* book = (threadgroup half2*)memory;
+  fill<Format>(book, at.index, Geometry::kThreads);
+
+  const uint m = at.tg.x, part = at.tg.z;
+  const uint n = at.tg.y * Geometry::kN + (Geometry::kShareRows ? 0 : at.sg * kRows);
+  if (!Geometry::kShareRows && has_n_tail() && n >= args.n) return;
+  typename Format::Row rows[kRows];
+  find_rows<Format>(weight, args, n, rows);
+  float acc[kRows] = {};
+  const KRange k = k_of_part(args, part);
+  if constexpr (Geometry::kShareRows) {
+    accumulate<Format, kRows, Source>(rows, x, k, at.lane, at.sg, Geometry::kSimdgroups, book, acc);
+    threadgroup float* sums = (threadgroup float*)memory + kCodebookBytes / 4;
+    const float mine = sum_rows(acc, at.lane);
+    if (at.lane < uint(kRows)) sums[at.sg * kRows + at.lane] = mine;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (at.sg == 0 && at.lane < uint(kRows)) {
+      float sum = sums[at.lane];
+      for (uint s = 1; s < uint(Geometry::kSimdgroups); ++s) sum += sums[s * kRows + at.lane];
+      store_rows<kRows>(result, args, part, m, n, at.lane, sum);
+    }
+  } else {
+    accumulate<Format, kRows, Source>(rows, x, k, at.lane, 0, 1, book, acc);
+    store_rows<kRows>(result, args, part, m, n, at.lane, sum_rows(acc, at.lane));
+  }
+}
+
+template <class Format, class T, class Geometry>
+struct Gemv {
+  static void run(device const T* x, device const uchar* weight, Result<T> result,
+                  constant KernelArgs& args, threadgroup float4* memory, Position at) {
+    gemv<Format, Geometry, PlainX<T>>(x_row(x, args, at.tg.x), weight, result, args, memory, at);
+  }
+};
+template <class Format, class T>
+struct GemvOne : Gemv<Format, T, GemvStandard> {};
+template <class Format, class T>
+struct GemvLong : Gemv<Format, T, GemvLargeK> {};
+template <class Format, class T>
+struct GemvWide : Gemv<Format, T, GemvWideN> {};
+
+}  // namespace metalmm

@@ -1,0 +1,56 @@
+// The two halves of a SwiGLU block: gate and up projections in one pass, and the down projection
+// of silu(gate) * up.
+#pragma once
+
+#include "gemv.h"
+
+namespace metalmm {
+
+// y[m, n] = silu(x . Wgate[n, :]) * (x . Wup[n, :]), the product in f32, rounded once.
+//
+// Owner    a simdgroup owns kRows rows of each matrix.
+// Traffic  every byte of both matrices once; x once per simdgroup, not once per matrix.
+// Needs    threadgroup memory for the codebook.
+template <class Format, class T>
+struct SwigluGateUp {
+  static void run(device const T* x, device const uchar* gate, device const uchar* up,
+                  Result<T> result, constant KernelArgs& args, threadgroup float4* memory,
+                  Position at) {
+    constexpr int kRows = SwigluUp::kRows;
+    threadgroup half2* book = (threadgroup half2*)memory;
+    fill<Format>(book, at.index, SwigluUp::kThreads);
+    const uint m = at.tg.x, n = at.tg.y * SwigluUp::kN + at.sg * kRows;
+    if (has_n_tail() && n >= args.n) return;
+    typename Format::Row rows[2 * kRows];
+    MM_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const uint row = has_n_tail() ? min(n + r, args.n - 1) : n + r;
+      rows[r] = Format::row(gate + (long)row * args.w_stride, args);
+      rows[kRows + r] = Format::row(up + (long)row * args.w2_stride, args);
+    }
+    float acc[2 * kRows] = {};
+    accumulate<Format, 2 * kRows, PlainX<T>>(rows, x_row(x, args, m), {0, fc_k}, at.lane, 0, 1, book,
+                                             acc);
+    float mine = 0.0f;
+    MM_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float g = simd_sum(acc[r]), u = simd_sum(acc[kRows + r]);
+      if (at.lane == uint(r)) mine = silu(g) * u;
+    }
+    store_rows<kRows>(result, args, 0, m, n, at.lane, mine);
+  }
+};
+
+// y[m, n] = (silu(gate[m, :]) * up[m, :]) . W[n, :]; gemv with another source of x. An exponential
+// per value of K and simdgroup: kRows rows of W share it.
+template <class Format, class T>
+struct SwigluDown {
+  static void run(device const T* gate, device const T* up, device const uchar* weight,
+                  Result<T> result, constant KernelArgs& args, threadgroup float4* memory,
+                  Position at) {
+    const typename SiluMulX<T>::Row x = {x_row(gate, args, at.tg.x), x_row(up, args, at.tg.x)};
+    gemv<Format, GemvStandard, SiluMulX<T>>(x, weight, result, args, memory, at);
+  }
+};
+
+}  // namespace metalmm
