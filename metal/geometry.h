@@ -20,7 +20,7 @@ MM_CONST int kChunkValues = 32;  // every block of every format is a whole numbe
 // rows of W and kM rows of x (gemv_batched: kM or fewer, by kConstantBatch). The variants are rows
 // of strategies.def, not copies of the kernel. Threadgroups as those of gemm, below.
 
-MM_CONST int kCodebookBytes = 1024;  // value pairs by code byte, for formats whose codes are indices
+MM_CONST int kCodebookBytes = 1024;  // value pairs by code byte, for formats with a codebook
 MM_CONST int kBatchPerPass = 8;      // gemv_batched: most rows of x a pass
 MM_CONST int kMaxBatch = 16;         // gemv_batched: most rows of x
 

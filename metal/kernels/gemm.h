@@ -1,0 +1,62 @@
+// gemm: y = x Wᵀ by 8 x 8 matrices; W is decoded into threadgroup memory, once per tile.
+//
+// Owner    A threadgroup owns 64 rows of W (n) by 32 rows of x (m). A simdgroup owns 32 x 16 of
+//          them: 4 x 2 matrices of f32 sums, in registers.
+//                       m 0..15   16..31
+//            n  0..31     sg 0     sg 2
+//            n 32..63     sg 1     sg 3
+//          Per 32 values of K a thread decodes 16 of one row of W and loads 8 of one row of x.
+// Traffic  W is read M / 32 times, x N / 64 times, y is written once. Per 32 values of K: a thread
+//          stores 16 + 8 operands (4 + 2 vectors); a simdgroup loads 16 matrices of W and 8 of x
+//          for 32 multiplications.
+// Needs    (64 + 32) * 40 operands of threadgroup memory. Half operands, for f16 x, round W to 11
+//          bits; f32 and bf16 x multiply float operands.
+#pragma once
+
+#include "../tile/load.h"
+#include "../tile/mma.h"
+#include "../tile/store.h"
+
+namespace metalmm {
+
+template <class Format, class T>
+struct Gemm {
+  using Tile = GemmTile;
+  using E = typename TileOperand<T>::type;
+  static_assert(sizeof(E) == tile_operand_bytes(is_same<T, half>::value), "see threadgroup_bytes");
+
+  static void run(device const T* x, device const uchar* weight, Result<T> result,
+                  constant KernelArgs& args, threadgroup float4* memory, Position at) {
+    constexpr int kStride = Tile::kK + kTilePad;
+    constexpr uint kWLoaders = Tile::kK / 16;  // threads of a row
+    constexpr uint kXLoaders = Tile::kThreads / Tile::kM;
+    constexpr uint kXValues = Tile::kK / kXLoaders;
+    static_assert(Tile::kThreads == Tile::kN * kWLoaders, "a thread decodes 16 values");
+    threadgroup E* w_tile = reinterpret_cast<threadgroup E*>(memory);
+    threadgroup E* x_tile = w_tile + Tile::kN * kStride;
+
+    const uint n = at.tg.y * Tile::kN, m = at.tg.x * Tile::kM;
+    const uint w_line = at.index / kWLoaders, w_k = at.index % kWLoaders * 16;
+    const uint x_line = at.index / kXLoaders, x_k = at.index % kXLoaders * kXValues;
+    const typename Format::Row w_from = weight_row<Format>(weight, args, n + w_line);
+    device const T* x_from = x_row(x, args, m + x_line);
+    const uint sg_n = at.sg % 2 * (Tile::kN / 2), sg_m = at.sg / 2 * (Tile::kM / 2);
+
+    simdgroup_float8x8 acc[Tile::kN / 2 / kFragment][Tile::kM / 2 / kFragment];
+    clear(acc);
+    const KRange range = k_of_part(args, at.tg.z);
+    for (uint k = range.begin; k < range.end; k += Tile::kK) {
+      float w[16], xs[kXValues];
+      load_weights<Format>(w_from, k + w_k, range.end, w);
+      load_x(x_from, k + x_k, range.end, xs);
+      store_operands(w_tile + w_line * kStride + w_k, w);
+      store_operands(x_tile + x_line * kStride + x_k, xs);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      multiply<Tile::kK>(w_tile + sg_n * kStride, x_tile + sg_m * kStride, acc);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    store_tile(result, args, at, m + sg_m, n + sg_n, acc);
+  }
+};
+
+}  // namespace metalmm
