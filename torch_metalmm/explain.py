@@ -65,7 +65,7 @@ def _pass_lines(one: dict[str, Any]) -> list[str]:
         "" if one["kernel"].startswith("split_reduce") else "tiles of M x tiles of N x parts of K"
     )
     rows = [
-        ("grid", f"{' x '.join(map(str, grid))} threadgroups" + (f" ({axes})" if axes else "")),
+        ("grid", f"{' x '.join(map(str, grid))} threadgroups{axes}"),
         ("group", f"{threads} threads, {threads // 32} simdgroups"),
         ("memory", f"{one['threadgroup_bytes']} bytes per threadgroup"),
         ("constants", ", ".join(_constants(one["constants"])) or "none"),

@@ -1,0 +1,45 @@
+"""`metalmm explain`: plans in words and bytes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from plan_cases import ROOT
+
+from torch_metalmm import explain as explaining
+from torch_metalmm.explain import explain
+
+
+def test_explain() -> None:
+    """The example of the issue: what runs, its grid, its bytes, and why."""
+    text = explain("1x4096x4096", "q4_k", "m4-max")
+    assert "gemv_large_k_q4_k_f16" in text and "40 cores" in text
+    assert "1 x 1024 x 1 threadgroups" in text and "k = 4096" in text
+    assert "9,437,184" in text and "simdgroups share rows" in text
+    split = explain("32x1024x4096", "AFFINE4_G64_BF16", "Apple M4 Max", "bfloat16")
+    assert "pass 2 of 2: split_reduce_bf16" in split and "scale_type = bf16" in split
+    assert "partials" in split and "epilogue = f32 partial results" in split
+    forced = explain("8x64x64", "f16", "m1", "f32", "gemm_naive")
+    assert "gemm_naive: forced" in forced
+
+
+@pytest.mark.parametrize("shape", ["1x2", "1x2x3x4", "axbxc", "0x4x4", "-1x4x4", "1 x2x3", ""])
+def test_explain_shape(shape: str) -> None:
+    with pytest.raises(ValueError, match="shape: .* is not MxNxK"):
+        explain(shape, "q4_0", "m1")
+
+
+@pytest.mark.parametrize(
+    ("enum", "words"),
+    [
+        ("EpilogueBits", explaining.EPILOGUE_BITS),
+        ("BoundsBits", explaining.BOUNDS_BITS),
+    ],
+)
+def test_explain_names_every_bit(enum: str, words: tuple[str, ...]) -> None:
+    text = (ROOT / "metal" / "abi.h").read_text()
+    body = re.search(rf"enum {enum} : MM_U32 {{(.*?)}};", text, re.S)
+    assert body is not None
+    values = [int(v) for v in re.findall(r"= (\d+)", body[1])]
+    assert values == [1 << i for i in range(len(words))]

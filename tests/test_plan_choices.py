@@ -1,0 +1,164 @@
+"""What plan() chooses, what it passes to kernels, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_cases import CHIPS, NKS, STRATEGIES, strategies_used
+
+from torch_metalmm import _C, explain, formats
+
+BASELINES = {"gemv_naive", "gemv_coalesced", "gemm_naive", "gemm_tiled"}
+
+
+def chosen(**problem: Any) -> set[str]:
+    return set(strategies_used(_C.plan(**problem)))
+
+
+def test_every_strategy_is_reachable() -> None:
+    """Each is chosen for something, or is a baseline, which only a name reaches."""
+    found: set[str] = set()
+    for op in _C.ops():
+        for m in (1, 2, 16, 20, 128):
+            for n, k in (*NKS, (64, 65536)):
+                found |= chosen(op=op, m=m, n=n, k=k, format="q4_k", chip="m4-max")
+    assert set(STRATEGIES) - found == BASELINES
+    for name in STRATEGIES:
+        ops = [op for op in _C.ops() if name in _C.strategies(op)]
+        assert ops, name
+        for op in ops:
+            forced = {"m": 7, "n": 33, "k": 512, "format": "q4_0", "chip": "m1"}
+            assert name in chosen(op=op, strategy=name, **forced)
+
+
+@pytest.mark.parametrize("chip", explain.chips())
+def test_the_ladder_of_m(chip: str) -> None:
+    """With growing M: gemv, gemv_batched, gemm_small, gemm, each for one range of M."""
+    order = ["gemv", "gemv_batched", "gemm_small", "gemm"]
+    seen = []
+    for m in range(1, 40):
+        plan = _C.plan(m=m, n=14336, k=2048, format="q4_0", chip=chip)
+        seen.append(order.index(strategies_used(plan)[0]))
+    assert seen == sorted(seen) and set(seen) == {0, 1, 2, 3}
+    assert seen.count(0) == 1
+
+
+def test_split_k_fills_the_cores() -> None:
+    """A grid under the core count is cut along K, and never when it is over."""
+    few = _C.plan(m=64, n=256, k=8192, format="q8_0", chip="m4-max")
+    parts = few["passes"][0]["args"]["parts"]
+    grid = few["passes"][0]["grid"]
+    assert grid[0] * grid[1] < 40 <= grid[0] * grid[1] * parts
+    assert strategies_used(few)[1] == "split_reduce"
+    many = _C.plan(m=512, n=4096, k=8192, format="q8_0", chip="m4-max")
+    assert len(many["passes"]) == 1
+
+
+def test_less_threadgroup_memory_takes_another_kernel() -> None:
+    """A GPU with less memory than the tiles need still gets a plan, and is told why."""
+    small = {"max_threadgroup_memory": 8192}
+    problem: dict[str, Any] = {"m": 128, "n": 4096, "k": 4096, "format": "q4_k", "chip": "m1"}
+    assert chosen(**problem, dtype="f32") == {"gemm"}
+    plan = _C.plan(**problem, dtype="f32", gpu=small)
+    assert strategies_used(plan) == ["gemm_small"]
+    assert "15360 bytes" in plan["reason"]
+    with pytest.raises(ValueError, match="strategy: gemm needs 15360 .* has 8192"):
+        _C.plan(**problem, dtype="f32", gpu=small, strategy="gemm")
+
+
+def test_fused_swiglu_for_few_rows() -> None:
+    for op in ("swiglu_up", "swiglu_down"):
+        fused = [_C.is_fused(op, m) for m in (1, 2, 8, 512)]
+        assert fused[0] and not fused[-1] and fused == sorted(fused, reverse=True)
+    assert not _C.is_fused("linear", 1)
+
+
+def test_nothing_to_compute() -> None:
+    for op, sizes in (("linear", (0, 8, 32)), ("linear", (3, 0, 32)), ("embedding", (0, 8, 32))):
+        m, n, k = sizes
+        assert _C.plan(op, m=m, n=n, k=k, format="q4_0", chip="m1")["passes"] == []
+    # K = 0 is a sum of nothing, and bias: one pass.
+    assert len(_C.plan(m=2, n=8, k=0, format="q4_0", chip="m1", bias=True)["passes"]) == 1
+
+
+def test_arguments() -> None:
+    """Strides default to packed rows; planes and scales of affine; c only if beta is not 0."""
+    fmt = formats.get("affine4_g64_bf16")
+    one = _C.plan(m=3, n=5, k=192, format=fmt.name, chip="m1", c=True, beta=0.0)["passes"][0]
+    args, constants = one["args"], one["constants"]
+    assert (args["x_stride"], args["y_stride"], args["w_stride"]) == (192, 5, fmt.row_bytes(192))
+    assert (args["scales_offset"], args["biases_offset"]) == (96, 102)
+    assert (constants["group"], constants["scale_type"], constants["epilogue"]) == (64, 1, 0)
+    strides = {"x_stride": 0, "y_stride": 9, "w_stride": 4000}
+    args = _C.plan(m=3, n=5, k=192, format=fmt.name, chip="m1", **strides)["passes"][0]["args"]
+    assert {name: args[name] for name in strides} == strides
+
+
+@pytest.mark.parametrize(
+    ("changes", "x", "w"),
+    [
+        ({}, True, True),
+        ({"x_alignment": 4}, False, True),
+        ({"x_stride": 33}, False, True),
+        ({"x_stride": 33, "m": 1}, True, True),
+        ({"w_alignment": 8}, True, False),
+        ({"w_stride": 136}, True, False),
+        ({"format": "q8_0"}, True, False),
+    ],
+)
+def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
+    """Wide loads only where the first byte and the stride allow; of weights, only dense ones."""
+    problem = {"m": 2, "n": 4, "k": 64, "format": "f16", "dtype": "f16", "chip": "m1"} | changes
+    bounds = _C.plan(**problem)["passes"][0]["constants"]["bounds"]
+    assert (bool(bounds & 8), bool(bounds & 16)) == (x, w)
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ({"k": 100}, "k: 100 is not a multiple of the 32 values of a block of q4_0"),
+        ({"m": -1}, "shape: M, N, K = -1, 8, 32; none may be negative"),
+        ({"m": 2**32}, "m: 4294967296 does not fit 32 bits"),
+        ({"strategy": "fast"}, "strategy: unknown 'fast'; allowed: gemv, gemv_large_k"),
+        (
+            {"strategy": "embedding"},
+            "strategy: embedding computes embedding, not linear; that takes",
+        ),
+        (
+            {"op": "dot", "strategy": "gemm"},
+            "strategy: gemm computes linear, not dot; .* takes dot",
+        ),
+        ({"strategy": "split_reduce"}, "strategy: split_reduce adds parts of K, and K = 32 is one"),
+        ({"op": "swiglu_up", "bias": True}, "bias, c, alpha: swiglu_up has none"),
+        ({"beta": 1.0}, "c: missing, but beta is not 0"),
+        ({"chip": "m9"}, "chip: unknown 'm9'; allowed: m1, m1-pro"),
+        ({"dtype": "f64"}, "dtype: unknown 'f64'; allowed: f32, f16, bf16"),
+        ({"format": "q9"}, "format: unknown 'q9'; allowed: f32"),
+        ({"op": "conv"}, "op: unknown 'conv'; allowed: linear"),
+    ],
+)
+def test_refused(problem: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.plan(**{"n": 8, "k": 32, "format": "q4_0", "chip": "m1"} | problem)
+
+
+def test_chips() -> None:
+    """Ten chips and more, of four families, each with a row of the tuning table."""
+    table = _C.gpus()
+    assert {gpu["name"] for gpu in table} >= set(CHIPS) and len(CHIPS) == 10
+    assert {gpu["family"] for gpu in table} == {7, 8, 9, 10}
+    assert {gpu["class"] for gpu in table} == {"base", "Pro", "Max", "Ultra"}
+    assert all(_C.plan(n=8, k=32, format="q4_0", chip=gpu["name"])["passes"] for gpu in table)
+
+
+def test_gpu_of_device() -> None:
+    """A known device takes its row with its own numbers; an unknown one the nearest row."""
+    gpu = _C.gpu_of_device("Apple M4 Max", 9, cores=32, max_threadgroup_memory=65536)
+    assert gpu == _C.gpu("m4-max") | {"cores": 32, "max_threadgroup_memory": 65536}
+    assert _C.gpu("Apple M3 Ultra")["name"] == "m3-ultra"
+    later = _C.gpu_of_device("Apple M7 Ultra", 12, cores=96)
+    assert (later["generation"], later["class"], later["cores"]) == (5, "Ultra", 96)
+    assert _C.gpu_of_device("Apple A17 Pro GPU", 9)["class"] == "base"
+    assert _C.gpu_of_device("Apple A14 GPU", 7)["generation"] == 1
+    assert _C.gpu_of_device("Apple A13 GPU", 6)["generation"] == 1
