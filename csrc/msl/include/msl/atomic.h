@@ -1,6 +1,7 @@
 // <metal_atomic>: relaxed atomics on device and threadgroup memory.
 #pragma once
 
+#include "runtime.h"
 #include "traits.h"
 
 namespace metal {
@@ -40,16 +41,19 @@ using atomic_value_t = typename atomic_value<A>::type;
 template <class A>
 METAL_FUNC atomic_value_t<A> atomic_load_explicit(A p, memory_order) {
   atomic_value_t<A> v;
+  emulator::access((const void*)&p->value, sizeof(v), false, true);
   __atomic_load((const atomic_value_t<A>*)&p->value, &v, __ATOMIC_RELAXED);
   return v;
 }
 template <class A>
 METAL_FUNC void atomic_store_explicit(A p, atomic_value_t<A> v, memory_order) {
+  emulator::access((const void*)&p->value, sizeof(v), true, true);
   __atomic_store((atomic_value_t<A>*)&p->value, &v, __ATOMIC_RELAXED);
 }
 template <class A>
 METAL_FUNC atomic_value_t<A> atomic_exchange_explicit(A p, atomic_value_t<A> v, memory_order) {
   atomic_value_t<A> old;
+  emulator::access((const void*)&p->value, sizeof(v), true, true);
   __atomic_exchange((atomic_value_t<A>*)&p->value, &v, &old, __ATOMIC_RELAXED);
   return old;
 }
@@ -57,6 +61,7 @@ template <class A>
 METAL_FUNC bool atomic_compare_exchange_weak_explicit(A p, thread atomic_value_t<A>* expected,
                                                       atomic_value_t<A> v, memory_order,
                                                       memory_order) {
+  emulator::access((const void*)&p->value, sizeof(v), true, true);
   return __atomic_compare_exchange((atomic_value_t<A>*)&p->value, expected, &v, false,
                                    __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }

@@ -22,6 +22,16 @@ uint mm_lane();
 bool mm_constant_is_set(const void* storage);
 // The line that the reports of the next accesses name; null ends it.
 void mm_site(const char* file, uint line);
+void mm_access(const void* p, ulong n, bool write,
+               bool atomic);  // checks an access that clang does not report
+}
+
+METAL_FUNC void access(const void* p, ulong n, bool write, bool atomic = false) {
+#ifdef MM_CHECKED
+  mm_access(p, n, write, atomic);
+#else
+  (void)p, (void)n, (void)write, (void)atomic;
+#endif
 }
 
 // A collective whose value each lane computes by itself: only that all lanes come here is checked.
@@ -41,6 +51,45 @@ METAL_FUNC void site(const char* file, uint line) {
 }
 
 }  // namespace emulator
+}  // namespace metal
+
+namespace metal {
+
+// Copies of structs out of and into an address space, which C++ has no implicit constructors for.
+template <class T>
+METAL_FUNC T copy_bytes(const void* from) {
+  emulator::access(from, sizeof(T), false);
+  T v;
+  __builtin_memcpy((void*)&v, from, sizeof(T));
+  return v;
+}
+template <class T>
+METAL_FUNC T load(const device T& x) {
+  return copy_bytes<T>((const void*)&x);
+}
+template <class T>
+METAL_FUNC T load(constant T& x) {
+  return copy_bytes<T>((const void*)&x);
+}
+template <class T>
+METAL_FUNC T load(const threadgroup T& x) {
+  return copy_bytes<T>((const void*)&x);
+}
+template <class T>
+METAL_FUNC T load(const thread T& x) {
+  return x;
+}
+#define MM_STORE(space)                                           \
+  template <class T>                                              \
+  METAL_FUNC void store(space T& to, T value) {                   \
+    emulator::access((const void*)&to, sizeof(T), true);          \
+    __builtin_memcpy((void*)&to, (const void*)&value, sizeof(T)); \
+  }
+MM_STORE(device)
+MM_STORE(threadgroup)
+MM_STORE(thread)
+#undef MM_STORE
+
 }  // namespace metal
 
 // The caller's place, as trailing parameters of each collective.

@@ -1,0 +1,101 @@
+// One OS thread of the emulator and the threadgroup that it runs: a fiber per GPU thread.
+#pragma once
+
+#include "emulator.h"
+
+extern "C" void mm_site(const char* file, uint32_t line);
+
+namespace metalmm {
+
+constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / 32;
+constexpr size_t kStackBytes = 64 << 10;  // per GPU thread, the last page of it is not accessible
+constexpr uint32_t kMaxThreadgroupBytes = 32 << 10;
+constexpr size_t kRedzone = 256;  // between two [[threadgroup(i)]] arguments
+
+using Combine = void (*)(void* const* in, void* const* out);
+
+enum class State : uint8_t { kReady, kWaiting, kReturned, kAbsent };
+
+// The collective at which a lane waits.
+struct Wait {
+  uint32_t scope, flags, line;
+  const char* kind;
+  const char* file;
+  Combine combine;
+  void* in;
+  void* out;
+};
+
+struct Lane {
+  void* context;
+  State state;
+  uint32_t index;  // in the threadgroup
+  const char* stack;
+  Wait wait;
+  const char* site_file;  // the line that reports name instead of the machine address; null: none
+  uint32_t site_line;
+};
+
+// Who touched a byte of threadgroup memory last. An epoch of the threadgroup ends at a threadgroup
+// barrier that orders this memory, one of a simdgroup at any of its collectives; epochs count on
+// from threadgroup to threadgroup, so that an entry older than first_epoch says that nobody did.
+struct Shadow {
+  uint32_t write_epoch, write_simd_epoch, read_epoch, read_simd_epoch;
+  uint16_t writer, reader;
+  bool read_by_many, atomic;
+  uint64_t write_pc, read_pc;
+  const char* write_file;
+  uint32_t write_line;
+};
+
+struct Span {
+  char* begin;
+  char* end;
+  bool contains(const char* p, size_t n) const { return p >= begin && p + n <= end; }
+};
+
+struct Launch;
+
+struct Worker {
+  Launch* launch;
+  Worker* next_free;
+  char* stacks;
+  void* scheduler;  // the context that resumes lanes
+  Lane* current;    // null while the scheduler or a collective runs
+  Lane lanes[kMaxThreads];
+  uint32_t group[3], tg[3], n_threads, n_simdgroups;
+  uint32_t pass_next, pass_end,
+      pass_first;  // lanes of the simdgroup that runs, in the order of the schedule
+  uint32_t epoch, first_epoch, simd_epoch[kMaxSimdgroups], last_simd_epoch;
+  Span memory[kMmMaxSlots];  // [[threadgroup(i)]]
+  char* arena;
+  Span locals;     // threadgroup variables declared in kernels: this thread's TLS of the library
+  Shadow* shadow;  // of the arena, then of `locals`
+  size_t shadow_bytes;
+};
+
+struct Launch {
+  const MmLaunch* in;
+  MmReport* report;
+  uint32_t next;    // threadgroup to run, atomically incremented
+  uint32_t failed;  // set once by the first fault
+  uint64_t threadgroups;
+  void (*run)();
+  const void* arguments;
+};
+
+constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes + (kMmMaxSlots + 1) * kRedzone;
+
+Worker* this_worker();
+bool descending(const Worker& w);
+
+// Reports a fault of the current lane and never returns to it; the first fault of a launch is kept.
+[[noreturn]] void fail_here(MmFault fault, uint64_t pc, const char* format, ...);
+// The same for a lane that waits; returns.
+void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, ...);
+
+void prepare_memory(Worker& w);  // finds `locals`, once per launch
+void poison_memory(Worker& w);   // before each threadgroup
+void name_memory(const Worker& w, const char* p, char* text, size_t n);
+
+}  // namespace metalmm

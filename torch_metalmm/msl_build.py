@@ -1,0 +1,281 @@
+"""Compiles Metal Shading Language for the emulator: clang of the ziglang package, results cached by content.
+
+A library is one shader file, its table of kernels and the emulator (csrc/msl/*.cpp). Needs a source checkout.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source
+from .msl_translate import apply, edits_of_errors, visible_edits
+
+ROOT = Path(__file__).resolve().parent.parent
+INCLUDE = ROOT / "csrc" / "msl" / "include"
+CACHE = ROOT / "build" / "msl"
+_RUNTIME = ("emulator", "api", "memory")
+_MAX_ROUNDS = 12
+
+_PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=310"]
+_PREPROCESS += ["-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1", "-D__HAVE_SIMDGROUP_MATRIX__=1"]
+_PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__"]
+_LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", f"-I{INCLUDE}", "-fsigned-char"]
+_LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fno-rtti"]
+_CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+_CODE += ["-Xclang", "-ffloat16-excess-precision=none", "-w"]
+_CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
+_CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
+# What a checked library calls before each access, and where an alignment or an index is wrong.
+_CHECKS = ["-DMM_CHECKED", "-fsanitize-coverage=func,trace-loads,trace-stores"]
+_CHECKS += ["-fsanitize=alignment,array-bounds,integer-divide-by-zero"]
+_HOST = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fno-sanitize=all", "-fno-exceptions"]
+_HOST += ["-fno-rtti", "-fvisibility=hidden", "-c"]
+
+
+class BuildError(RuntimeError):
+    """The emulator itself could not be built; the message is the compiler's."""
+
+
+def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the ziglang package."""
+    command = [sys.executable, "-m", "ziglang", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+
+
+@functools.cache
+def _machine() -> list[str]:
+    """AVX2, FMA and binary16 conversions where the processor has them; no bf16 instructions, which drop
+    subnormal numbers."""
+    if platform.machine() != "x86_64":
+        return []
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ["-march=x86-64-v3"] if " avx2 " in flags and " f16c" in flags else []
+
+
+def digest(*parts: str | bytes | Path) -> str:
+    """A name for what `parts` say; a path stands for the bytes of its file."""
+    h = hashlib.sha256()
+    for part in parts:
+        data = part.read_bytes() if isinstance(part, Path) else part
+        data = data.encode() if isinstance(data, str) else data
+        h.update(len(data).to_bytes(8, "little") + data)
+    return h.hexdigest()[:20]
+
+
+@functools.cache
+def _tool_digest() -> str:
+    files = sorted(p for p in (ROOT / "csrc" / "msl").rglob("*") if p.is_file())
+    version = zig("version").stdout
+    if not version:
+        raise BuildError("the ziglang package, which has the compiler, is not installed")
+    return digest(version, *_machine(), *_LANGUAGE, *_CODE, *_CHECKS, *files)
+
+
+def _replace(path: Path, data: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+        f.write(data)
+    os.replace(f.name, path)
+
+
+@functools.cache
+def _runtime_objects() -> list[str]:
+    folder = CACHE / f"runtime-{_tool_digest()}"
+    objects = []
+    for name in _RUNTIME:
+        out = folder / f"{name}.o"
+        if not out.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f"{name}.{os.getpid()}.o"
+            source = str(ROOT / "csrc" / "msl" / f"{name}.cpp")
+            done = zig("c++", *_HOST, source, "-o", str(temporary))
+            if done.returncode:
+                raise BuildError(done.stderr)
+            os.replace(temporary, out)
+        objects.append(str(out))
+    return objects
+
+
+def preprocess(text: str, name: str, include: Sequence[Path]) -> str:
+    """`text` with its macros and includes expanded and the words of Metal left alone."""
+    folders = [f"-I{p}" for p in include]
+    marked = f'# 1 "{name}"\n{text}'
+    done = zig("clang", *_PREPROCESS, *_LANGUAGE, *folders, "-", text=marked)
+    if done.returncode:
+        raise MetalSyntaxError(done.stderr.strip())
+    return done.stdout
+
+
+_MARKER = re.compile(r'#(?:line)? (\d+) "((?:[^"\\]|\\.)*)"')
+
+
+def unmark(text: str, name: str) -> tuple[str, list[tuple[str, int]]]:
+    """`text` with empty lines for its line markers, and (file, line) of each line."""
+    lines, places = [], []
+    file, number = name, 1
+    for line in text.split("\n"):
+        marker = _MARKER.match(line)
+        if marker:
+            file, number = marker[2], int(marker[1])
+            lines.append("")
+            places.append((file, number))
+            continue
+        lines.append("" if line.startswith("#") and "pragma" not in line else line)
+        places.append((file, number))
+        number += 1
+    return "\n".join(lines), places
+
+
+def mark(text: str, places: list[tuple[str, int]]) -> str:
+    """`text` with line markers that name `places`."""
+    out = []
+    expected: tuple[str, int] | None = None
+    for line, place in zip(text.split("\n"), places, strict=True):
+        if place != expected:
+            out.append(f'# {place[1]} "{place[0]}"')
+        out.append(line)
+        expected = (place[0], place[1] + 1)
+    return "\n".join(out)
+
+
+def translate(text: str, name: str, include: Sequence[Path]) -> tuple[str, Source]:
+    """Text for plain clang, with line markers, and what it declares. MetalSyntaxError if it is not Metal."""
+    plain, places = unmark(preprocess(text, name, include), name)
+    source = Reader(plain).read()
+    plain = apply(plain, visible_edits(plain, source))
+    for i, constant in enumerate(source.constants):
+        constant.symbol = f"mm_fc_{i}"
+    prefix = _prefix(source.constants, translated=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "shader.cpp"
+        (Path(folder) / "prefix.h").write_text(prefix)
+        for _ in range(_MAX_ROUNDS):
+            file.write_text(plain + "\n" + _tables(source, checked=False))
+            errors = _syntax_errors(file)
+            if not errors:
+                break
+            edits = edits_of_errors(plain, str(file), errors)
+            if not edits:
+                raise MetalSyntaxError(_readable(errors, str(file), places))
+            plain = apply(plain, edits)
+        else:
+            raise MetalSyntaxError(_readable(errors, str(file), places))
+    return prefix + mark(plain, places), source
+
+
+def _syntax_errors(file: Path) -> str:
+    options = ["-fdiagnostics-print-source-range-info", "-fno-caret-diagnostics"]
+    options += ["-ferror-limit=0", "-fno-diagnostics-show-option", "-fsyntax-only", "-w"]
+    prefix = ["-include", str(file.parent / "prefix.h")]
+    done = zig("clang", *_LANGUAGE, *_machine(), *options, *prefix, str(file))
+    return done.stderr if done.returncode else ""
+
+
+def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
+    """clang's messages with the places of the original text."""
+    lines = []
+    for line in errors.splitlines():
+        m = re.match(re.escape(file) + r":(\d+):(\d+):(?:\{[^ ]*\}:)? (.*)", line)
+        if m:
+            place = places[min(int(m[1]), len(places)) - 1]
+            lines.append(f"{place[0]}:{place[1]}:{m[2]}: {m[3]}")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _prefix(constants: Sequence[Constant], translated: bool) -> str:
+    symbols = sorted({c.symbol for c in constants})
+    storage = "".join(
+        f"__attribute__((weak)) alignas(16) unsigned char {s}[16];\n" for s in symbols
+    )
+    head = "#define MM_TRANSLATED 1\n" if translated else ""
+    return f'{head}#include <metal_stdlib>\nextern "C" {{\n{storage}}}\n'
+
+
+def _tables(source: Source, checked: bool) -> str:
+    """C++ for the emulator: the kernels with the roles of their arguments, the function constants."""
+    kernels, constants, arguments = [], [], []
+    for i, k in enumerate(source.kernels):
+        rows = ", ".join(f"{{{role}, ({index})}}" for role, index in k.arguments)
+        arguments.append(
+            f"static const ::metal::emulator::Argument mm_a{i}[] = {{{rows or '{}'}}};\n"
+            f"static void mm_run{i}() {{ ::metal::emulator::call(&{k.expression}, mm_a{i}); }}\n"
+        )
+        kernels.append(f'{{"{k.name}", mm_run{i}, {len(k.arguments)}, mm_a{i}}},\n')
+    for i, c in enumerate(source.constants):
+        inner = f"constexpr uint mm_index{i} = static_cast<uint>({c.index});"
+        spaces = [s for s in c.namespace.split("::") if s]
+        arguments.append("".join(f"namespace {s} {{" for s in spaces) + inner + "}" * len(spaces))
+        path = f"{c.namespace}::{c.name}"
+        kind = f"decltype(::metal::emulator::value_of({path}))"
+        constants.append(
+            f'{{"{c.name}", {c.namespace}::mm_index{i}, '
+            f"::metal::emulator::constant_kind<{kind}>(), sizeof({path}), {c.symbol}}},\n"
+        )
+    head = '#include "msl/entry.h"\n' + "\n".join(arguments)
+    visible = '\nextern "C" __attribute__((visibility("default"), used)) extern const'
+    entry, number = "::metal::emulator::", f"{visible} uint "
+    return (
+        f"{head}{visible} {entry}KernelEntry mm_kernels[] = {{\n{''.join(kernels)}{{}}}};"
+        f"{number}mm_n_kernels = {len(kernels)};"
+        f"{visible} {entry}ConstantEntry mm_constants[] = {{\n{''.join(constants)}{{}}}};"
+        f"{number}mm_n_constants = {len(constants)};{number}mm_checked = {int(checked)};\n"
+    )
+
+
+def _link(folder: Path, text: str, checked: bool) -> None:
+    """Compiles `text` and links it with the emulator into folder/library.so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        file, obj = Path(temporary) / "shader.cpp", Path(temporary) / "shader.o"
+        library = Path(temporary) / "library.so"
+        file.write_text(text)
+        checks = _CHECKS if checked else []
+        command = [*_LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
+        done = zig("clang", *command)
+        if done.returncode == 0:
+            objects = [str(obj), *_runtime_objects()]
+            done = zig("cc", "-shared", "-g1", "-o", str(library), *objects, "-lm", "-lpthread")
+        if done.returncode:
+            raise BuildError(done.stderr)
+        os.replace(library, folder / "library.so")
+
+
+def build_text(text: str, name: str, include: Sequence[Path], checked: bool) -> Path:
+    """The library of a text by somebody else."""
+    key = digest(_tool_digest(), text, name, *map(str, include), str(checked), _scripts())
+    folder = CACHE / key
+    if not (folder / "library.so").exists():
+        translated, source = translate(text, name, include)
+        _link(folder, translated + "\n" + _tables(source, checked), checked)
+    return folder / "library.so"
+
+
+def build_file(path: Path, checked: bool) -> Path:
+    """The library of a shader of metal/, which is compiled as it is."""
+    expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
+    folder = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts())
+    if not (folder / "library.so").exists():
+        source = Reader(unmark(expanded, path.name)[0]).read()
+        text = _prefix(source.constants, translated=False) + f'#include "{path}"\n'
+        _link(folder, text + _tables(source, checked), checked)
+    return folder / "library.so"
+
+
+@functools.cache
+def _scripts() -> str:
+    folder = Path(__file__).parent
+    return digest(*(folder / f for f in ("msl_source.py", "msl_translate.py", "msl_build.py")))
+
+
+__all__ = ["BuildError", "Kernel", "MetalSyntaxError", "build_file", "build_text"]

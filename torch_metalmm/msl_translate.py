@@ -1,0 +1,242 @@
+"""Rewrites Metal Shading Language that Apple's front end takes and plain clang does not.
+
+Only texts of others need it (torch_metalmm.testing.MetalSource); the shaders of metal/ are compiled
+as they are. Two steps: what can be seen in the text (attributes, vector constructors, threadgroup
+variables in kernels), then what clang's own errors name (copies of structs between address spaces,
+conversions of vectors whose type is a template parameter).
+"""
+
+from __future__ import annotations
+
+import re
+
+from .msl_source import (
+    VECTORS,
+    Edit,
+    Source,
+    Token,
+    _is_attribute,
+    closing_angle,
+    lex,
+    matching,
+)
+
+_UNARY = frozenset({"*", "&", "-", "+", "!", "~", "++", "--"})
+
+
+def apply(text: str, edits: list[Edit]) -> str:
+    """`text` with all `edits` done. An edit at the place of another is done in the order given."""
+    out, at = [], 0
+    for e in sorted(edits, key=lambda e: (e.begin, e.end)):
+        if e.begin < at:
+            continue  # inside a replaced part
+        out += [text[at : e.begin], e.text]
+        at = e.end
+    return "".join(out) + text[at:]
+
+
+def visible_edits(text: str, source: Source) -> list[Edit]:
+    """What can be rewritten without knowing types. Removed text leaves its newlines."""
+    tokens = lex(text)
+    edits: list[Edit] = []
+    symbols = iter(f"mm_fc_{i}" for i in range(len(source.constants)))
+    bodies = 0
+    i = 0
+    while i < len(tokens):
+        token = tokens[i]
+        if _is_attribute(tokens, i):
+            end = matching(tokens, i)
+            edits.append(_attribute(text, tokens[i : end + 1], symbols))
+            i = end + 1
+            continue
+        if token.text == "{":
+            bodies += 1
+        elif token.text == "}":
+            bodies -= 1
+        elif token.text == "threadgroup" and bodies and _declares_storage(tokens, i):
+            edits.append(Edit(token.at, token.at, "static thread_local "))
+        edits += _vector_words(tokens, i)
+        i += 1
+    return edits
+
+
+def _attribute(text: str, tokens: list[Token], symbols: object) -> Edit:
+    begin, end = tokens[0].at, tokens[-1].end
+    newlines = "\n" * text.count("\n", begin, end)
+    if tokens[2].text == "function_constant":
+        symbol = next(symbols)  # type: ignore[call-overload]
+        kept = f'[[clang::loader_uninitialized, gnu::alias("{symbol}")]]'
+        return Edit(begin, end, kept + newlines)
+    return Edit(begin, end, newlines)
+
+
+def _declares_storage(tokens: list[Token], i: int) -> bool:
+    """Whether tokens[i] == "threadgroup" begins a variable of a function, not a pointer or argument."""
+    before = i - 1
+    while before >= 0 and tokens[before].text in ("const", "volatile"):
+        before -= 1
+    if before >= 0 and tokens[before].text == ")":  # alignas(16) threadgroup …
+        while before >= 0 and tokens[before].text != "alignas":
+            before -= 1
+        before -= 1
+    if before < 0 or tokens[before].text not in "{};":
+        return False
+    j = i + 1
+    while j < len(tokens) and tokens[j].text not in ("=", ";", ")"):
+        if tokens[j].text == "<":
+            j = closing_angle(tokens, j)
+        elif tokens[j].text == "[":
+            return True
+        elif tokens[j].text in ("*", "&", "("):
+            return False
+        j += 1
+    return j < len(tokens) and tokens[j].text == ";"
+
+
+def _vector_words(tokens: list[Token], i: int) -> list[Edit]:
+    """float4(…), (float4)x, static_cast<float4>(x), vec<T, 4>(…) become construct<…>(…)."""
+    token = tokens[i]
+    if token.text == "static_cast" and i + 1 < len(tokens) and tokens[i + 1].text == "<":
+        end = closing_angle(tokens, i + 1)
+        if _is_vector(tokens[i + 2 : end]):
+            return [Edit(token.at, token.end, "::metal::construct")]
+        return []
+    end = _vector_end(tokens, i)
+    if end == 0 or (i and tokens[i - 1].text in ("<", ",") and tokens[end].text in (">", ",")):
+        return []
+    name = " ".join(t.text for t in tokens[i:end])
+    if tokens[end].text == "(" and not _declarator(tokens, end):
+        return [Edit(token.at, tokens[end - 1].end, f"::metal::construct<{name}>")]
+    cast = i > 0 and tokens[i - 1].text == "(" and tokens[end].text == ")"
+    if cast and end + 1 < len(tokens) and not _is_call(tokens, i - 2):
+        last = _unary_end(tokens, end + 1)
+        if last > end:
+            return [
+                Edit(tokens[i - 1].at, tokens[end].end, f"::metal::construct<{name}>("),
+                Edit(tokens[last].end, tokens[last].end, ")"),
+            ]
+    return []
+
+
+def _is_vector(tokens: list[Token]) -> bool:
+    return _vector_end(tokens + [Token("punct", ">", 0)], 0) == len(tokens)
+
+
+def _vector_end(tokens: list[Token], i: int) -> int:
+    """The index after the vector type that begins at i; 0 if none does."""
+    if i and tokens[i - 1].text in ("::", ".", "->") and tokens[max(i - 2, 0)].text != "metal":
+        return 0
+    if tokens[i].text in VECTORS and i + 1 < len(tokens):
+        return i + 1
+    if tokens[i].text == "vec" and i + 1 < len(tokens) and tokens[i + 1].text == "<":
+        end = closing_angle(tokens, i + 1) + 1
+        return end if end < len(tokens) else 0
+    return 0
+
+
+def _declarator(tokens: list[Token], i: int) -> bool:
+    """Whether the "(" at i begins a declarator: float4 (&a)[2], float4 (*f)(int)."""
+    if tokens[i + 1].text not in ("&", "*") or i + 3 >= len(tokens):
+        return False
+    close = matching(tokens, i)
+    return close == i + 3 and close + 1 < len(tokens) and tokens[close + 1].text in ("[", "(")
+
+
+def _is_call(tokens: list[Token], i: int) -> bool:
+    """Whether a "(" after tokens[i] opens arguments: f(float4), sizeof(float4)."""
+    if i < 0:
+        return False
+    t = tokens[i]
+    return t.text in (")", "]", ">") or (t.kind == "word" and t.text not in ("return", "case"))
+
+
+def _unary_end(tokens: list[Token], i: int) -> int:
+    """The index of the last word of the unary expression that begins at i; i - 1 if none does."""
+    start = i
+    while i < len(tokens) and tokens[i].text in _UNARY:
+        i += 1
+    if i >= len(tokens):
+        return start - 1
+    if tokens[i].text == "(":
+        i = matching(tokens, i)
+        if i + 1 < len(tokens) and tokens[i + 1].kind in ("word", "number"):
+            return _unary_end(tokens, i + 1)  # another cast
+        if i + 1 < len(tokens) and tokens[i + 1].text == "(":
+            return _unary_end(tokens, i + 1)
+        if i + 1 < len(tokens) and tokens[i + 1].text == "*" and tokens[i - 1].text == "*":
+            return _unary_end(tokens, i + 1)
+    elif tokens[i].kind not in ("word", "number"):
+        return start - 1
+    while i + 1 < len(tokens):
+        text = tokens[i + 1].text
+        if text in ("(", "["):
+            i = matching(tokens, i + 1)
+        elif text in (".", "->", "::"):
+            i += 2
+        elif text == "<" and tokens[i].text in ("as_type", "static_cast", "reinterpret_cast"):
+            i = closing_angle(tokens, i + 1)
+        else:
+            break
+    return i
+
+
+_ERROR = re.compile(
+    r"^(?P<file>[^\n]*?):(?P<line>\d+):(?P<column>\d+):(?P<ranges>(?:\{[\d:-]+\})*):? "
+    r"(?P<kind>error|note|fatal error):(?P<text>[^\n]*)$",
+    re.MULTILINE,
+)
+_RANGE = re.compile(r"\{(\d+):(\d+)-(\d+):(\d+)\}")
+
+
+def edits_of_errors(text: str, file: str, errors: str) -> list[Edit]:
+    """Edits for those of clang's `errors` that name what Apple's front end accepts."""
+    starts = [0]
+    for m in re.finditer("\n", text):
+        starts.append(m.end())
+
+    def offset(line: str, column: str) -> int:
+        return starts[int(line) - 1] + int(column) - 1
+
+    edits: dict[tuple[int, int], list[Edit]] = {}
+    found = [m for m in _ERROR.finditer(errors)]
+    for n, m in enumerate(found):
+        if m["kind"] == "note" or m["file"] != file:
+            continue
+        notes = ""
+        for later in found[n + 1 :]:
+            if later["kind"] != "note":
+                break
+            notes += later["text"]
+        at = offset(m["line"], m["column"])
+        ranges = [(offset(a, b), offset(c, d)) for a, b, c, d in _RANGE.findall(m["ranges"] or "")]
+        new = _edits_of_error(text, m["text"], notes, at, ranges)
+        if new:
+            edits.setdefault((new[0].begin, new[0].end), new)
+    return [e for group in edits.values() for e in group]
+
+
+def _edits_of_error(
+    text: str, message: str, notes: str, at: int, ranges: list[tuple[int, int]]
+) -> list[Edit]:
+    spaces = "address space" in notes or "__g" in message or "__local" in message
+    if "no matching constructor" in message and spaces and ranges:
+        begin, end = ranges[-1]
+        return [Edit(begin, begin, "::metal::load("), Edit(end, end, ")")]
+    if "no viable overloaded '='" in message and spaces and len(ranges) == 2:
+        (left, _), (_, right) = ranges
+        return [
+            Edit(left, left, "::metal::store("),
+            Edit(at, at + 1, ","),
+            Edit(right, right, ")"),
+        ]
+    if "C-style cast from vector" in message:
+        match = re.compile(r"\(([^()]*)\)").match(text, at)
+        if match and ranges:
+            end = max(r[1] for r in ranges)
+            construct = f"::metal::construct<{match[1]}>("
+            return [Edit(at, match.end(), construct), Edit(end, end, ")")]
+    if "excess elements in" in message or "from vector" in message or "only take one" in message:
+        match = re.compile(r"(?:typename\s+)?[\w:]+(?:<[^()]*>)?(?=\s*\()").match(text, at)
+        if match:
+            return [Edit(at, match.end(), f"::metal::construct<{match[0]}>")]
+    return []
