@@ -1,5 +1,6 @@
 // Kernel entries: function constants, and the macros that turn a struct with a static run() into a
-// kernel. All [[attributes]] live here. Include it before any header of formats/, tile/ or kernels/.
+// kernel. All [[attributes]] live here. Include it before any header of formats/, tile/ or
+// kernels/.
 #pragma once
 
 #include <metal_stdlib>
@@ -23,11 +24,11 @@ constant uint fc_epilogue [[function_constant(kConstantEpilogue)]];
 constant uint fc_batch [[function_constant(kConstantBatch)]];
 constant uint fc_bounds [[function_constant(kConstantBounds)]];
 
-inline bool has_n_tail() { return (fc_bounds & kBoundsN) != 0; }
-inline bool has_m_tail() { return (fc_bounds & kBoundsM) != 0; }
-inline bool has_k_tail() { return (fc_bounds & kBoundsK) != 0; }
-inline bool x_is_aligned() { return (fc_bounds & kBoundsAlignedX) != 0; }
-inline bool weight_is_aligned() { return (fc_bounds & kBoundsAlignedWeight) != 0; }
+METAL_FUNC bool has_n_tail() { return (fc_bounds & kBoundsN) != 0; }
+METAL_FUNC bool has_m_tail() { return (fc_bounds & kBoundsM) != 0; }
+METAL_FUNC bool has_k_tail() { return (fc_bounds & kBoundsK) != 0; }
+METAL_FUNC bool x_is_aligned() { return (fc_bounds & kBoundsAlignedX) != 0; }
+METAL_FUNC bool weight_is_aligned() { return (fc_bounds & kBoundsAlignedWeight) != 0; }
 
 // Where a thread is: its threadgroup in the grid, its index there, its simdgroup and lane.
 struct Position {
@@ -45,10 +46,10 @@ struct Result {
 
 }  // namespace metalmm
 
-// A kernel is its slots (abi.h) in parentheses, then what every kernel has. `memory` is the threadgroup memory of
-// the plan. The last argument is the statement that calls run().
-#define MM_IN(type, name, slot) device const type *name [[buffer(metalmm::slot)]]
-#define MM_OUT(type) device type *y [[buffer(metalmm::kSlotY)]]
+// A kernel is its slots (abi.h) in parentheses, then what every kernel has. `memory` is the
+// threadgroup memory of the plan. The last argument is the statement that calls run().
+#define MM_IN(type, name, slot) device const type* name [[buffer(metalmm::slot)]]
+#define MM_OUT(type) device type* y [[buffer(metalmm::kSlotY)]]
 #define MM_RESULT(type) MM_OUT(type), MM_IN(type, bias, kSlotBias), MM_IN(type, c, kSlotC)
 #if defined(MM_STAND_IN)  // where `threadgroup` is a macro, it cannot be an attribute
 #define MM_MEMORY
@@ -56,16 +57,14 @@ struct Result {
 #define MM_MEMORY [[threadgroup(0)]]
 #endif
 #define MM_LIST(...) __VA_ARGS__
-#define MM_KERNEL(name, slots, ...)                                                           \
-  kernel void name(MM_LIST slots,                                                             \
-                   constant metalmm::KernelArgs &args [[buffer(metalmm::kSlotArgs)]],         \
-                   threadgroup float4 *memory MM_MEMORY,                                      \
-                   uint3 tg [[threadgroup_position_in_grid]],                                 \
-                   uint thread_index [[thread_index_in_threadgroup]],                         \
-                   uint sg [[simdgroup_index_in_threadgroup]],                                \
-                   uint lane [[thread_index_in_simdgroup]]) {                                 \
-    const metalmm::Position at = {tg, thread_index, sg, lane};                                \
-    __VA_ARGS__;                                                                              \
+#define MM_KERNEL(name, slots, ...)                                                          \
+  kernel void name(                                                                          \
+      MM_LIST slots, constant metalmm::KernelArgs& args [[buffer(metalmm::kSlotArgs)]],      \
+      threadgroup float4* memory MM_MEMORY, uint3 tg [[threadgroup_position_in_grid]],       \
+      uint thread_index [[thread_index_in_threadgroup]],                                     \
+      uint sg [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) { \
+    const metalmm::Position at = {tg, thread_index, sg, lane};                               \
+    __VA_ARGS__;                                                                             \
   }
 
 // M(dtype, T, ...) for each dtype of x and y.
@@ -73,7 +72,7 @@ struct Result {
   M(f32, float, __VA_ARGS__) M(f16, half, __VA_ARGS__) M(bf16, bfloat, __VA_ARGS__)
 
 // Kernel<Struct, T>::run(x, weight, result, args, memory, at) as strategy_format_dtype.
-#define MM_MATMUL(dtype, T, strategy, format, Struct, Kernel)                                 \
-  MM_KERNEL(strategy##_##format##_##dtype,                                                    \
-            (MM_IN(T, x, kSlotX), MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)),           \
+#define MM_MATMUL(dtype, T, strategy, format, Struct, Kernel)                       \
+  MM_KERNEL(strategy##_##format##_##dtype,                                          \
+            (MM_IN(T, x, kSlotX), MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)), \
             metalmm::Kernel<metalmm::Struct, T>::run(x, weight, {y, bias, c}, args, memory, at))

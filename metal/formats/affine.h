@@ -21,12 +21,19 @@ struct Affine {
   MM_CONST bool kHasOffset = true, kHasCodebook = false, kIsDense = false;
   using Row = AffineRow;
 
-  static Row row(device const uchar* p, constant KernelArgs& args) {
+  static METAL_FUNC Row row(device const uchar* p, constant KernelArgs& args) {
     return {p, args.scales_offset, args.biases_offset};
   }
-  static uint first(uint) { return 0; }
+  static METAL_FUNC uint first(uint) { return 0; }
 
-  static void codes(device const uchar* p, thread float (&q)[16]) {
+  template <int i>
+  static METAL_FUNC void fields(thread const uint (&alone)[bits], thread const uint (&both)[bits],
+                                thread float (&q)[16]) {
+    constexpr int kAt = i * bits / 16, kShift = i * bits % 16;
+    q[i] = field<bits, kShift>(kShift + bits <= 16 ? alone[kAt] : both[kAt]);
+    if constexpr (i < 15) fields<i + 1>(alone, both, q);
+  }
+  static METAL_FUNC void codes(device const uchar* p, thread float (&q)[16]) {
     ushort halves[bits + 1];
     MM_UNROLL
     for (int i = 0; i < bits; ++i) {
@@ -41,27 +48,29 @@ struct Affine {
       }
     }
     halves[bits] = 0;
+    uint alone[bits], both[bits];
     MM_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const int at = i * bits / 16, shift = i * bits % 16;
-      const uint word = shift + bits <= 16 ? uint(halves[at])
-                                           : as_type<uint>(ushort2(halves[at], halves[at + 1]));
-      q[i] = field(open_word(word), bits, shift);
+    for (int i = 0; i < bits; ++i) {
+      alone[i] = open_word(halves[i]);
+      both[i] = open_word(as_type<uint>(ushort2(halves[i], halves[i + 1])));
     }
+    fields<0>(alone, both, q);
   }
-  static float parameter(device const uchar* plane, uint group) {
+  static METAL_FUNC float parameter(device const uchar* plane, uint group) {
     if (fc_scale_type == 0) return load_half(plane + 2 * group);
     if (fc_scale_type == 1) return float(load_as<bfloat>(plane + 2 * group));
     return load_as<float>(plane + 4 * group);
   }
-  static uint group_of(uint unit) { return unit >> (fc_group == 32 ? 1 : fc_group == 64 ? 2 : 3); }
+  static METAL_FUNC uint group_of(uint unit) {
+    return unit >> (fc_group == 32 ? 1 : fc_group == 64 ? 2 : 3);
+  }
 
-  static void load(Row row, uint unit, uint, Codebook, thread Piece<Affine>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint, Codebook, thread Piece<Affine>& p) {
     codes(row.p + unit * uint(2 * bits), p.q);
     p.d = parameter(row.p + row.scales, group_of(unit));
     p.m = parameter(row.p + row.biases, group_of(unit));
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     const uint unit = k / 16;
     codes(row.p + unit * uint(2 * bits), w);
     const float scale = parameter(row.p + row.scales, group_of(unit));

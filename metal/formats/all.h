@@ -21,14 +21,14 @@ struct FormatCheck {
   MM_CONST bool kOk = true;
 };
 
-#define MM_DENSE(name, Struct, bytes)                                                     \
-  static_assert(Struct::kBlockValues == 1 && Struct::kBlockBytes == bytes, #name);        \
+#define MM_DENSE(name, Struct, bytes)                                              \
+  static_assert(Struct::kBlockValues == 1 && Struct::kBlockBytes == bytes, #name); \
   static_assert(FormatCheck<Struct>::kOk, #name);
-#define MM_BLOCK(name, Struct, values, bytes, alignment)                                  \
-  static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);   \
+#define MM_BLOCK(name, Struct, values, bytes, alignment)                                \
+  static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name); \
   static_assert(FormatCheck<Struct>::kOk, #name);
-#define MM_AFFINE(name, Struct, bits)                                                     \
-  static_assert(Struct::kBlockBytes * 8 == Struct::kBlockValues * bits, #name);           \
+#define MM_AFFINE(name, Struct, bits)                                           \
+  static_assert(Struct::kBlockBytes * 8 == Struct::kBlockValues * bits, #name); \
   static_assert(FormatCheck<Struct>::kOk, #name);
 #include "../formats.def"
 

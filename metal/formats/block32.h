@@ -9,38 +9,40 @@ namespace metalmm {
 template <int bytes>
 struct Block32 : BlockFormat<32, bytes> {
   MM_CONST int kLanes = 2, kValues = 16, kRun = 8, kRunStride = 16, kSegments = 1;
-  static uint first(uint piece) { return 8 * piece; }
+  static METAL_FUNC uint first(uint piece) { return 8 * piece; }
 };
 
 // The codes of 8 bytes, plus an integer: low nibbles, then high ones.
-inline void nibbles8x2(uint2 words, float add, thread float (&q)[16]) {
+METAL_FUNC void nibbles8x2(uint2 words, float add, thread float (&q)[16]) {
   const ushort4 halves = as_type<ushort4>(words);
   MM_UNROLL
   for (int i = 0; i < 4; ++i) {
     const uint u = open_word(halves[i]);
-    q[2 * i] = field(u, 4, 0, add);
-    q[2 * i + 1] = field(u, 4, 8, add);
-    q[8 + 2 * i] = field(u, 4, 4, add);
-    q[9 + 2 * i] = field(u, 4, 12, add);
+    q[2 * i] = field<4, 0>(u, add);
+    q[2 * i + 1] = field<4, 8>(u, add);
+    q[8 + 2 * i] = field<4, 4>(u, add);
+    q[9 + 2 * i] = field<4, 12>(u, add);
   }
 }
 
 // As nibbles8x2 with a fifth bit: bits [0, 8) and [16, 24) of `fifth`.
-inline void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[16]) {
+template <int i>
+METAL_FUNC void five(thread const uint (&u)[4], uint fifth, float add, thread float (&q)[16]) {
+  const half2 bits = pair<1, i>(fifth);
+  const float bias = add - pair_bias(4, i);
+  q[i] = add_pair(bits.x, 4, i, field<4, i % 2 * 8>(u[i / 2], bias));
+  q[8 + i] = add_pair(bits.y, 4, i, field<4, i % 2 * 8 + 4>(u[i / 2], bias));
+  if constexpr (i < 7) five<i + 1>(u, fifth, add, q);
+}
+METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[16]) {
   const ushort4 halves = as_type<ushort4>(words);
-  const uint opened = open_pair(fifth);
-  MM_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const uint u = open_word(halves[i / 2]);
-    const half2 bits = pair(opened, 1, i);
-    const float bias = add - pair_bias(4, i);
-    q[i] = add_pair(bits.x, 4, i, field(u, 4, i % 2 * 8, bias));
-    q[8 + i] = add_pair(bits.y, 4, i, field(u, 4, i % 2 * 8 + 4, bias));
-  }
+  const uint u[4] = {open_word(halves.x), open_word(halves.y), open_word(halves.z),
+                     open_word(halves.w)};
+  five<0>(u, open_pair(fifth), add, q);
 }
 
 // w = d w + m; the product is exact.
-inline void scale16(float d, float m, thread float (&w)[16]) {
+METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
   MM_UNROLL
   for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], m);
 }
@@ -48,12 +50,12 @@ inline void scale16(float d, float m, thread float (&w)[16]) {
 // d * (code - 8).
 struct Q4_0 : Block32<18> {
   MM_CONST bool kHasOffset = false;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_0>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_0>& p) {
     device const uchar* b = block(row, unit);
     nibbles8x2(load_8<2>(b + 2 + 8 * piece), -8, p.q);
     p.d = load_half(b);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     nibbles16(load_16<2>(b + 2), k & 16, -8, w);
     scale16(load_half(b), 0, w);
@@ -63,14 +65,14 @@ struct Q4_0 : Block32<18> {
 // d * code + m.
 struct Q4_1 : Block32<20> {
   MM_CONST bool kHasOffset = true;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_1>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_1>& p) {
     device const uchar* b = block(row, unit);
     nibbles8x2(load_8<4>(b + 4 + 8 * piece), 0, p.q);
     const half2 d = load_as<half2>(b);
     p.d = float(d.x);
     p.m = float(d.y);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     nibbles16(load_16<4>(b + 4), k & 16, 0, w);
     scale16(load_half(b), load_half(b + 2), w);
@@ -78,7 +80,7 @@ struct Q4_1 : Block32<20> {
 };
 
 // Adds 16 times bit i of `bits` to code i.
-inline void add_fifth16(uint bits, thread float (&w)[16]) {
+METAL_FUNC void add_fifth16(uint bits, thread float (&w)[16]) {
   MM_UNROLL
   for (int i = 0; i < 16; ++i) w[i] += bits & (1u << i) ? 16.0f : 0.0f;
 }
@@ -86,12 +88,12 @@ inline void add_fifth16(uint bits, thread float (&w)[16]) {
 // d * (code - 16), five-bit codes: bit j of the word qh is the high bit of value j.
 struct Q5_0 : Block32<22> {
   MM_CONST bool kHasOffset = false;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_0>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_0>& p) {
     device const uchar* b = block(row, unit);
     fives8x2(load_8<2>(b + 6 + 8 * piece), load_4<2>(b + 2) >> (8 * piece), -16, p.q);
     p.d = load_half(b);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     nibbles16(load_16<2>(b + 6), k & 16, -16, w);
     add_fifth16(load_4<2>(b + 2) >> (k & 16), w);
@@ -102,14 +104,14 @@ struct Q5_0 : Block32<22> {
 // d * code + m, codes as in q5_0.
 struct Q5_1 : Block32<24> {
   MM_CONST bool kHasOffset = true;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_1>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_1>& p) {
     device const uchar* b = block(row, unit);
     fives8x2(load_8<8>(b + 8 + 8 * piece), load_as<uint>(b + 4) >> (8 * piece), 0, p.q);
     const half2 d = load_as<half2>(b);
     p.d = float(d.x);
     p.m = float(d.y);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     nibbles16(load_16<8>(b + 8), k & 16, 0, w);
     add_fifth16(load_as<uint>(b + 4) >> (k & 16), w);
@@ -122,21 +124,21 @@ struct Q8_0 : Block32<34> {
   MM_CONST bool kHasOffset = false;
   // 2 kWords codes: flipping the sign bit adds 128.
   template <int kWords>
-  static void codes(device const uchar* qs, thread float* q) {
+  static METAL_FUNC void codes(device const uchar* qs, thread float* q) {
     MM_UNROLL
     for (int i = 0; i < kWords; ++i) {
       const uint u = load_as<ushort>(qs + 2 * i) ^ (kExponent23 | 0x8080u);
-      q[2 * i] = field(u, 8, 0, -128);
-      q[2 * i + 1] = field(u, 8, 8, -128);
+      q[2 * i] = field<8, 0>(u, -128);
+      q[2 * i + 1] = field<8, 8>(u, -128);
     }
   }
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q8_0>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q8_0>& p) {
     device const uchar* b = block(row, unit);
     codes<4>(b + 2 + 8 * piece, p.q);
     codes<4>(b + 18 + 8 * piece, p.q + 8);
     p.d = load_half(b);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     codes<8>(b + 2 + (k & 16), w);
     scale16(load_half(b), 0, w);

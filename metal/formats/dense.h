@@ -1,5 +1,5 @@
-// Values as they are. K is any number: units are whole pieces, the kernels take the tail by value().
-// Rows are aligned to a value, to 16 bytes only where a function constant says so.
+// Values as they are. K is any number: units are whole pieces, the kernels take the tail by
+// value(). Rows are aligned to a value, to 16 bytes only where a function constant says so.
 #pragma once
 
 #include "format.h"
@@ -13,10 +13,12 @@ struct Dense : BlockFormat<1, sizeof(V)> {
   MM_CONST bool kHasOffset = false, kIsDense = true;
   using Row = device const uchar*;
 
-  static uint first(uint) { return 0; }
-  static float value(Row row, uint k) { return float(load_as<V>(row + k * uint(sizeof(V)))); }
+  static METAL_FUNC uint first(uint) { return 0; }
+  static METAL_FUNC float value(Row row, uint k) {
+    return float(load_as<V>(row + k * uint(sizeof(V))));
+  }
 
-  static void values(Row row, uint k, thread float* w) {
+  static METAL_FUNC void values(Row row, uint k, thread float* w) {
     device const uchar* p = row + k * uint(sizeof(V));
     if (weight_is_aligned()) {
       const uint4 words = load_as<uint4>(p);
@@ -33,11 +35,11 @@ struct Dense : BlockFormat<1, sizeof(V)> {
       for (int i = 0; i < kValues; ++i) w[i] = value(row, k + i);
     }
   }
-  static void load(Row row, uint unit, uint, Codebook, thread Piece<Dense>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint, Codebook, thread Piece<Dense>& p) {
     values(row, unit * kValues, p.q);
     p.d = 1.0f;
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     MM_UNROLL
     for (int i = 0; i < 16; i += kValues) values(row, k + i, w + i);
   }

@@ -11,44 +11,60 @@ namespace metalmm {
 template <int bytes>
 struct KBlock16 : BlockFormat<256, bytes> {
   MM_CONST int kLanes = 8, kValues = 32, kRun = 8, kRunStride = 32, kSegments = 4;
-  static uint first(uint piece) { return 128 * (piece / 4) + 8 * (piece & 3); }
+  static METAL_FUNC uint first(uint piece) { return 128 * (piece / 4) + 8 * (piece & 3); }
 };
 
 // Two-bit fields of 8 bytes: run t in q[8t, 8t + 8), plus add[t].
-inline void crumbs8x4(uint2 words, float4 add, thread float (&q)[32]) {
+template <int t>
+METAL_FUNC void crumbs2x4(uint opened, int at, float4 add, thread float (&q)[32]) {
+  q[8 * t + at] = field<2, 2 * t>(opened, add[t]);
+  q[8 * t + at + 1] = field<2, 2 * t + 8>(opened, add[t]);
+  if constexpr (t < 3) crumbs2x4<t + 1>(opened, at, add, q);
+}
+METAL_FUNC void crumbs8x4(uint2 words, float4 add, thread float (&q)[32]) {
   const ushort4 halves = as_type<ushort4>(words);
   MM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const uint u = open_word(halves[i]);
-    MM_UNROLL
-    for (int t = 0; t < 4; ++t) {
-      q[8 * t + 2 * i] = field(u, 2, 2 * t, add[t]);
-      q[8 * t + 2 * i + 1] = field(u, 2, 8 + 2 * t, add[t]);
-    }
+  for (int i = 0; i < 4; ++i) crumbs2x4<0>(open_word(halves[i]), 2 * i, add, q);
+}
+
+// Adds 2^to times field t of 8 bytes, of `bits` bits each, to run t.
+template <int bits, int to, int t>
+METAL_FUNC void add_high2x4(uint opened, int at, thread float (&q)[32]) {
+  const half2 high = pair<bits, bits * t>(opened);
+  q[8 * t + at] = add_pair(high.x, to, bits * t, q[8 * t + at]);
+  q[8 * t + at + 2] = add_pair(high.y, to, bits * t, q[8 * t + at + 2]);
+  if constexpr (t < 3) add_high2x4<bits, to, t + 1>(opened, at, q);
+}
+template <int bits, int to>
+METAL_FUNC void add_high8x4(uint2 words, thread float (&q)[32]) {
+  MM_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    add_high2x4<bits, to, 0>(open_pair(words[i]), 4 * i, q);
+    add_high2x4<bits, to, 0>(open_pair(words[i] >> 8), 4 * i + 1, q);
   }
 }
 
 // Two-bit fields t of 16 bytes, plus an integer.
-inline void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) {
+METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) {
   MM_UNROLL
   for (int i = 0; i < 8; ++i) {
     const uint u = open_word(as_type<ushort2>(words[i / 2])[i % 2] >> (2 * t));
-    q[2 * i] = field(u, 2, 0, add);
-    q[2 * i + 1] = field(u, 2, 8, add);
+    q[2 * i] = field<2, 0>(u, add);
+    q[2 * i + 1] = field<2, 8>(u, add);
   }
 }
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
 struct Q2_K : KBlock16<84> {
   MM_CONST bool kHasOffset = true;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q2_K>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q2_K>& p) {
     device const uchar* b = block(row, unit);
     crumbs8x4(load_8<4>(b + 16 + 8 * piece), float4(0), p.q);
     const uint2 scales = load_8<4>(b + 8 * (piece / 4)) >> (8 * (piece / 2 & 1));
     MM_UNROLL
     for (int i = 0; i < 2; ++i) {
       const uint opened = open_pair(scales[i]);
-      const half2 scale = pair(opened, 4, 0), minimum = pair(opened, 4, 4);
+      const half2 scale = pair<4, 0>(opened), minimum = pair<4, 4>(opened);
       MM_UNROLL
       for (int j = 0; j < 2; ++j) {
         p.scale[2 * i + j] = float(scale[j]) - 1024.0f;
@@ -59,7 +75,7 @@ struct Q2_K : KBlock16<84> {
     p.d = float(d.x);
     p.m = -float(d.y);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);
     const uint group = (k & 255) / 16;
     crumbs16(load_16<4>(b + 16 + group / 8 * 32 + (k & 16)), group / 2 & 3, 0, w);
@@ -71,36 +87,27 @@ struct Q2_K : KBlock16<84> {
 };
 
 // (d (scale - 32)) (code - 4): bit 4n + t of byte l of hmask is the third bit of the code.
-// Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) + g.
+// Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) +
+// g.
 struct Q3_K : KBlock16<110> {
   MM_CONST bool kHasOffset = false;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q3_K>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q3_K>& p) {
     device const uchar* b = block(row, unit);
     const uint n = piece / 4, shift = 4 * n + 8 * (piece / 2 & 1);
-    const float4 bias = -4 - float4(pair_bias(2, 0), pair_bias(2, 1), pair_bias(2, 2), pair_bias(2, 3));
+    const float4 bias =
+        -4 - float4(pair_bias(2, 0), pair_bias(2, 1), pair_bias(2, 2), pair_bias(2, 3));
     crumbs8x4(load_8<2>(b + 32 + 8 * piece), bias, p.q);
-    const uint2 high = load_8<2>(b + 8 * (piece & 3)) >> (4 * n);
-    MM_UNROLL
-    for (int i = 0; i < 4; ++i) {  // two bytes at a time: even ones, then odd ones of a word
-      const uint opened = open_pair(high[i / 2] >> (i % 2 * 8));
-      MM_UNROLL
-      for (int t = 0; t < 4; ++t) {
-        const half2 bit = pair(opened, 1, t);
-        const int at = 8 * t + i / 2 * 4 + i % 2;
-        p.q[at] = add_pair(bit.x, 2, t, p.q[at]);
-        p.q[at + 2] = add_pair(bit.y, 2, t, p.q[at + 2]);
-      }
-    }
+    add_high8x4<1, 2>(load_8<2>(b + 8 * (piece & 3)) >> (4 * n), p.q);
     const uint2 low = load_8<2>(b + 96) >> shift;
     const uint top = load_4<2>(b + 104) >> shift;
     const uint2 six = (low & 0x000F000Fu) | (uint2(top << 4, top << 2) & 0x00300030u);
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
-      p.scale[t] = float(pair(open_pair(six[t / 2]), 6, 0)[t % 2]) - 1056.0f;
+      p.scale[t] = float(pair<6, 0>(open_pair(six[t / 2]))[t % 2]) - 1056.0f;
     }
     p.d = load_half(b + 108);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);
     const uint j = (k & 255) / 16;
     crumbs16(load_16<2>(b + 32 + j / 8 * 32 + (k & 16)), j / 2 & 3, -4, w);
@@ -109,39 +116,33 @@ struct Q3_K : KBlock16<110> {
     const uint top = b[104 + (j & 3)] >> (j / 4 * 2) & 3;
     const float d = load_half(b + 108) * (float(low | top << 4) - 32.0f);
     MM_UNROLL
-    for (int i = 0; i < 16; ++i) w[i] = d * (w[i] + (high[i / 4] & (1u << i % 4 * 8) ? 4.0f : 0.0f));
+    for (int i = 0; i < 16; ++i)
+      w[i] = d * (w[i] + (high[i / 4] & (1u << i % 4 * 8) ? 4.0f : 0.0f));
   }
 };
 
-// (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t >= 2;
-// the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
+// (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t
+// >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
 struct Q6_K : KBlock16<210> {
   MM_CONST bool kHasOffset = false;
-  static void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q6_K>& p) {
+  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q6_K>& p) {
     device const uchar* b = block(row, unit);
     const uint n = piece / 4, l = 8 * (piece & 3);
-    const uint2 high = load_8<2>(b + 128 + 8 * piece);
     MM_UNROLL
-    for (int i = 0; i < 8; ++i) {  // a word of two bytes of the low nibbles: t = s and s + 2
-      const int s = i / 4, at = 2 * (i % 4);
-      const uint u = open_word(load_as<ushort>(b + 64 * n + 32 * s + l + at));
+    for (int s = 0; s < 2; ++s) {  // low nibbles are run s, high nibbles run s + 2
+      const ushort4 halves = as_type<ushort4>(load_8<2>(b + 64 * n + 32 * s + l));
+      const float add_low = -32 - pair_bias(4, 2 * s), add_high = -32 - pair_bias(4, 2 * s + 4);
       MM_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        p.q[8 * s + at + j] = field(u, 4, 8 * j, -32 - pair_bias(4, 2 * s));
-        p.q[8 * s + 16 + at + j] = field(u, 4, 8 * j + 4, -32 - pair_bias(4, 2 * s + 4));
+      for (int i = 0; i < 4; ++i) {
+        const uint u = open_word(halves[i]);
+        const int at = 8 * s + 2 * i;
+        p.q[at] = field<4, 0>(u, add_low);
+        p.q[at + 1] = field<4, 8>(u, add_low);
+        p.q[at + 16] = field<4, 4>(u, add_high);
+        p.q[at + 17] = field<4, 12>(u, add_high);
       }
     }
-    MM_UNROLL
-    for (int i = 0; i < 4; ++i) {  // two bytes at a time: even ones, then odd ones of a word
-      const uint opened = open_pair(high[i / 2] >> (i % 2 * 8));
-      MM_UNROLL
-      for (int t = 0; t < 4; ++t) {
-        const half2 two = pair(opened, 2, 2 * t);
-        const int at = 8 * t + i / 2 * 4 + i % 2;
-        p.q[at] = add_pair(two.x, 4, 2 * t, p.q[at]);
-        p.q[at + 2] = add_pair(two.y, 4, 2 * t, p.q[at + 2]);
-      }
-    }
+    add_high8x4<2, 4>(load_8<2>(b + 128 + 8 * piece), p.q);
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {  // int8: flipping the sign bit adds 128
       const ushort byte = b[192 + 8 * n + l / 16 + 2 * t];
@@ -149,7 +150,7 @@ struct Q6_K : KBlock16<210> {
     }
     p.d = load_half(b + 208);
   }
-  static void decode16(Row row, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);
     const uint j = (k & 255) / 16, t = j / 2 & 3;
     float high[16];

@@ -7,8 +7,8 @@ namespace metalmm {
 
 // Result m, n. A split-K pass leaves acc itself, f32 [parts, M, N]; split_reduce does the rest.
 template <class T>
-inline void store_result(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
-                         float acc) {
+METAL_FUNC void store_result(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
+                             float acc) {
   if (fc_epilogue & kEpiloguePartial) {
     device float* partial = (device float*)result.y;
     partial[((ulong)part * args.m + m) * args.n + n] = acc;

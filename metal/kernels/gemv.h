@@ -1,8 +1,8 @@
 // y[m, n] = x[m, :] . W[n, :]: one row of x per threadgroup.
 //
 // Owner    a simdgroup owns Geometry::kRows rows of W; its lanes own pieces of them (format.h), in
-//          units one after the other along K. With kShareRows the simdgroups of a threadgroup own the
-//          same rows, take the units in turn and add up in threadgroup memory.
+//          units one after the other along K. With kShareRows the simdgroups of a threadgroup own
+//          the same rows, take the units in turn and add up in threadgroup memory.
 // Traffic  every byte of W once; x once per simdgroup, in registers for all of its rows.
 // Needs    threadgroup memory: the codebook, then kSimdgroups * kRows floats with kShareRows.
 #pragma once
@@ -12,8 +12,8 @@
 namespace metalmm {
 
 template <class Format, class Geometry, class Source, class T>
-inline void gemv(typename Source::Row x, device const uchar* weight, Result<T> result,
-                 constant KernelArgs& args, threadgroup float4* memory, Position at) {
+METAL_FUNC void gemv(typename Source::Row x, device const uchar* weight, Result<T> result,
+                     constant KernelArgs& args, threadgroup float4* memory, Position at) {
   constexpr int kRows = Geometry::kRows;
   threadgroup half2* book = (threadgroup half2*)memory;
   fill<Format>(book, at.index, Geometry::kThreads);
@@ -44,8 +44,8 @@ inline void gemv(typename Source::Row x, device const uchar* weight, Result<T> r
 
 template <class Format, class T, class Geometry>
 struct Gemv {
-  static void run(device const T* x, device const uchar* weight, Result<T> result,
-                  constant KernelArgs& args, threadgroup float4* memory, Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
     gemv<Format, Geometry, PlainX<T>>(x_row(x, args, at.tg.x), weight, result, args, memory, at);
   }
 };

@@ -1,4 +1,5 @@
-// y[m, n] = x[m, :] . W[n, :] for up to kBatchPerPass rows of x, each as gemv computes it, to the bit.
+// y[m, n] = x[m, :] . W[n, :] for up to kBatchPerPass rows of x, each as gemv computes it, to the
+// bit.
 //
 // Owner    a simdgroup owns kRows rows of W and fc_batch rows of x.
 // Traffic  every byte of W once per fc_batch rows of x, decoded once; x once per simdgroup and
@@ -18,9 +19,10 @@ struct GemvBatch {
   MM_CONST int kTogether = Format::kValues <= 16 ? kRows : kRows / 2;
 
   template <class Row>
-  static void add_unit(thread const Row (&rows)[kRows], thread const device T* const (&xs)[kBatchPerPass],
-                       uint unit, uint piece, Codebook book,
-                       thread float (&acc)[kBatchPerPass][kRows]) {
+  static METAL_FUNC void add_unit(thread const Row (&rows)[kRows],
+                                  thread const device T* const (&xs)[kBatchPerPass], uint unit,
+                                  uint piece, Codebook book,
+                                  thread float (&acc)[kBatchPerPass][kRows]) {
     MM_UNROLL
     for (int r0 = 0; r0 < kRows; r0 += kTogether) {
       Piece<Format> p[kTogether];
@@ -38,8 +40,8 @@ struct GemvBatch {
     }
   }
 
-  static void run(device const T* x, device const uchar* weight, Result<T> result,
-                  constant KernelArgs& args, threadgroup float4* memory, Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
     threadgroup half2* book = (threadgroup half2*)memory;
     fill<Format>(book, at.index, GemvBatched::kThreads);
     const uint n = at.tg.y * GemvBatched::kN + at.sg * kRows, m0 = at.tg.x * fc_batch;

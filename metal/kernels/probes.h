@@ -8,16 +8,16 @@
 namespace metalmm {
 
 struct Add {
-  static float of(float a, float b) { return a + b; }
+  static METAL_FUNC float of(float a, float b) { return a + b; }
 };
 struct Sub {
-  static float of(float a, float b) { return a - b; }
+  static METAL_FUNC float of(float a, float b) { return a - b; }
 };
 struct Mul {
-  static float of(float a, float b) { return a * b; }
+  static METAL_FUNC float of(float a, float b) { return a * b; }
 };
 struct Div {
-  static float of(float a, float b) { return a / b; }
+  static METAL_FUNC float of(float a, float b) { return a / b; }
 };
 
 // Owner    a thread owns kValues elements, kThreads apart.
@@ -25,8 +25,8 @@ struct Div {
 // Needs    nothing.
 template <class Op, class T>
 struct Elementwise {
-  static void run(device const T* x, device const T* x2, device T* y, constant KernelArgs& args,
-                  Position at) {
+  static METAL_FUNC void run(device const T* x, device const T* x2, device T* y,
+                             constant KernelArgs& args, Position at) {
     constexpr uint kThreads = ProbeItems::kThreads, kValues = ProbeItems::kValues;
     const ulong first = (ulong)at.tg.x * (kThreads * kValues) + at.index;
     MM_UNROLL
@@ -44,8 +44,8 @@ struct Elementwise {
 // Needs    one threadgroup, a float of threadgroup memory per simdgroup.
 template <class T>
 struct Dot {
-  static void run(device const T* x, device const T* x2, device T* y, constant KernelArgs& args,
-                  threadgroup float4* memory, Position at) {
+  static METAL_FUNC void run(device const T* x, device const T* x2, device T* y,
+                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
     threadgroup float* sums = (threadgroup float*)memory;
     float acc = 0.0f;
     for (ulong i = at.index; i < args.count; i += DotGeometry::kThreads) {

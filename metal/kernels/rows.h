@@ -10,7 +10,7 @@
 namespace metalmm {
 
 template <class Format, class T>
-inline void decode_to(typename Format::Row row, uint k, device T* y) {
+METAL_FUNC void decode_to(typename Format::Row row, uint k, device T* y) {
   float w[16];
   load_weights<Format>(row, k, fc_k, w);
   if (fc_k % 4 == 0 && (!has_k_tail() || k + 16 <= fc_k)) {
@@ -33,7 +33,7 @@ inline void decode_to(typename Format::Row row, uint k, device T* y) {
 struct RowItem {
   uint row, k;
 };
-inline RowItem row_item(Position at) {
+METAL_FUNC RowItem row_item(Position at) {
   const uint item = at.tg.x * DecodeItems::kThreads + at.index;
   const uint items = (fc_k + DecodeItems::kValues - 1) / DecodeItems::kValues;
   return {item / items, item % items * DecodeItems::kValues};
@@ -42,7 +42,8 @@ inline RowItem row_item(Position at) {
 // y[n, k] = W[n, k].
 template <class Format, class T>
 struct Dequantize {
-  static void run(device const uchar* weight, device T* y, constant KernelArgs& args, Position at) {
+  static METAL_FUNC void run(device const uchar* weight, device T* y, constant KernelArgs& args,
+                             Position at) {
     const RowItem item = row_item(at);
     if (item.row >= args.n) return;
     const typename Format::Row row = Format::row(weight + (long)item.row * args.w_stride, args);
@@ -53,8 +54,8 @@ struct Dequantize {
 // y[i, k] = W[ids[i], k]. The host has checked the ids; one out of range reads the nearest row.
 template <class Format, class T>
 struct Embedding {
-  static void run(device const long* ids, device const uchar* weight, device T* y,
-                  constant KernelArgs& args, Position at) {
+  static METAL_FUNC void run(device const long* ids, device const uchar* weight, device T* y,
+                             constant KernelArgs& args, Position at) {
     const RowItem item = row_item(at);
     if (item.row >= args.count) return;
     const long id = clamp(ids[item.row], 0L, (long)args.n - 1);

@@ -11,8 +11,8 @@ namespace metalmm {
 
 template <class T>
 struct SplitReduce {
-  static void run(device const float* partial, Result<T> result, constant KernelArgs& args,
-                  Position at) {
+  static METAL_FUNC void run(device const float* partial, Result<T> result,
+                             constant KernelArgs& args, Position at) {
     const uint i = at.tg.x * ResultItems::kThreads + at.index;
     const uint count = args.m * args.n;
     if (i >= count) return;

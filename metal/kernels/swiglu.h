@@ -13,9 +13,9 @@ namespace metalmm {
 // Needs    threadgroup memory for the codebook.
 template <class Format, class T>
 struct SwigluGateUp {
-  static void run(device const T* x, device const uchar* gate, device const uchar* up,
-                  Result<T> result, constant KernelArgs& args, threadgroup float4* memory,
-                  Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* gate, device const uchar* up,
+                             Result<T> result, constant KernelArgs& args,
+                             threadgroup float4* memory, Position at) {
     constexpr int kRows = SwigluUp::kRows;
     threadgroup half2* book = (threadgroup half2*)memory;
     fill<Format>(book, at.index, SwigluUp::kThreads);
@@ -29,8 +29,8 @@ struct SwigluGateUp {
       rows[kRows + r] = Format::row(up + (long)row * args.w2_stride, args);
     }
     float acc[2 * kRows] = {};
-    accumulate<Format, 2 * kRows, PlainX<T>>(rows, x_row(x, args, m), {0, fc_k}, at.lane, 0, 1, book,
-                                             acc);
+    accumulate<Format, 2 * kRows, PlainX<T>>(rows, x_row(x, args, m), {0, fc_k}, at.lane, 0, 1,
+                                             book, acc);
     float mine = 0.0f;
     MM_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -45,9 +45,9 @@ struct SwigluGateUp {
 // per value of K and simdgroup: kRows rows of W share it.
 template <class Format, class T>
 struct SwigluDown {
-  static void run(device const T* gate, device const T* up, device const uchar* weight,
-                  Result<T> result, constant KernelArgs& args, threadgroup float4* memory,
-                  Position at) {
+  static METAL_FUNC void run(device const T* gate, device const T* up, device const uchar* weight,
+                             Result<T> result, constant KernelArgs& args,
+                             threadgroup float4* memory, Position at) {
     const typename SiluMulX<T>::Row x = {x_row(gate, args, at.tg.x), x_row(up, args, at.tg.x)};
     gemv<Format, GemvStandard, SiluMulX<T>>(x, weight, result, args, memory, at);
   }
