@@ -12,6 +12,9 @@ constexpr int kChunk = 32;
 
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
+// f32 of every f16. Filled when the library is loaded, by code for the baseline instruction set.
+extern const float* const half_table;
+
 // Where the planes of an affine row are; unused by the other formats.
 struct RowLayout {
   int64_t scales_offset, biases_offset;

@@ -15,6 +15,8 @@
 #define MM_NEON
 #endif
 
+#include "kernels.h"
+
 #define MM_INLINE inline __attribute__((always_inline))
 
 namespace metalmm::cpu::MM_ISA {
@@ -152,7 +154,8 @@ MM_INLINE float half_to_float(const uint8_t* p) {
 // An f16 in every lane.
 MM_INLINE F half(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_set1_epi16(load_as<int16_t>(p)));
+  // A load that broadcasts, in place of a conversion on the ports that decode: 5.0 cycles per q4_0 block for 5.8.
+  return set1(half_table[load_as<uint16_t>(p)]);
 #else
   return set1(half_to_float(p));
 #endif
