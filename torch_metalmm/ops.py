@@ -6,10 +6,21 @@ and strides, same errors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import torch
 from torch import Tensor
 
 from . import _C, formats  # noqa: F401  (importing _C registers the ops)
+
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+
+
+def _fake(op: str) -> Callable[[_Function], _Function]:
+    """torch.library.register_fake for an op of ours, typed."""
+    return cast(Callable[[_Function], _Function], torch.library.register_fake(f"metalmm::{op}"))
+
 
 _ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -45,7 +56,7 @@ def _in_features(weight: Tensor, format: str, in_features: int | None) -> int:
     return weight.shape[1] // f.block_bytes * f.block_values
 
 
-@torch.library.register_fake("metalmm::linear")
+@_fake("linear")
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, format: str, strategy: str | None = None
 ) -> Tensor:
@@ -54,13 +65,13 @@ def _linear(
     return x.new_empty((*x.shape[:-1], n))
 
 
-@torch.library.register_fake("metalmm::linear_input_grad")
+@_fake("linear_input_grad")
 def _linear_input_grad(grad: Tensor, weight: Tensor, format: str, in_features: int) -> Tensor:
     _check_weight("weight", weight, format, in_features)
     return grad.new_empty((*grad.shape[:-1], in_features))
 
 
-@torch.library.register_fake("metalmm::swiglu")
+@_fake("swiglu")
 def _swiglu(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, format_gate: str, format_up: str
 ) -> Tensor:
@@ -70,7 +81,7 @@ def _swiglu(
     return x.new_empty((*x.shape[:-1], n))
 
 
-@torch.library.register_fake("metalmm::swiglu_linear")
+@_fake("swiglu_linear")
 def _swiglu_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, format: str
 ) -> Tensor:
@@ -79,8 +90,8 @@ def _swiglu_linear(
     return gate.new_empty((*gate.shape[:-1], n))
 
 
-@torch.library.register_fake("metalmm::gemv")
-@torch.library.register_fake("metalmm::gemm")
+@_fake("gemv")
+@_fake("gemm")
 def _scaled(
     x: Tensor,
     weight: Tensor,
@@ -93,7 +104,7 @@ def _scaled(
     return _linear(x, weight, None, format)
 
 
-@torch.library.register_fake("metalmm::dequantize")
+@_fake("dequantize")
 def _dequantize(
     weight: Tensor,
     format: str,
@@ -106,13 +117,13 @@ def _dequantize(
     return weight.new_empty((n, k), dtype=dtype or torch.float32)
 
 
-@torch.library.register_fake("metalmm::quantize")
+@_fake("quantize")
 def _quantize(w: Tensor, format: str) -> Tensor:
     _check_activations("w", w)
     return w.new_empty((w.shape[0], formats.get(format).row_bytes(w.shape[1])), dtype=torch.uint8)
 
 
-@torch.library.register_fake("metalmm::embedding")
+@_fake("embedding")
 def _embedding(
     ids: Tensor,
     weight: Tensor,
