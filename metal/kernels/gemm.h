@@ -25,8 +25,8 @@ struct Gemm {
   using E = typename TileOperand<T>::type;
   static_assert(sizeof(E) == tile_operand_bytes(is_same<T, half>::value), "see threadgroup_bytes");
 
-  static void run(device const T* x, device const uchar* weight, Result<T> result,
-                  constant KernelArgs& args, threadgroup float4* memory, Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
     constexpr int kStride = Tile::kK + kTilePad;
     constexpr uint kWLoaders = Tile::kK / 16;  // threads of a row
     constexpr uint kXLoaders = Tile::kThreads / Tile::kM;

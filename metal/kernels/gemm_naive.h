@@ -15,8 +15,8 @@ template <class Format, class T>
 struct GemmNaive {
   using Tile = GemmNaiveTile;
 
-  static void run(device const T* x, device const uchar* weight, Result<T> result,
-                  constant KernelArgs& args, threadgroup float4*, Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+                             constant KernelArgs& args, threadgroup float4*, Position at) {
     const uint n = at.tg.y * Tile::kN + at.index, m = at.tg.x;
     if (has_n_tail() && n >= args.n) return;
     const typename Format::Row w_from = Format::row(weight + long(n) * args.w_stride, args);

@@ -22,8 +22,8 @@ template <class Format, class T>
 struct GemmSmall {
   using Tile = GemmSmallTile;
 
-  static void run(device const T* x, device const uchar* weight, Result<T> result,
-                  constant KernelArgs& args, threadgroup float4*, Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+                             constant KernelArgs& args, threadgroup float4*, Position at) {
     constexpr int kRows = Tile::kN / Tile::kSimdgroups;
     constexpr int kMatrices = kRows / kFragment;
     static_assert(Tile::kK == 64 && Tile::kM == kFragment, "16 values of a row of W a lane");
@@ -57,8 +57,8 @@ struct GemmSmall {
 
  private:
   // acc += 8 rows of W * 8 rows of x over 64 values of K.
-  static void multiply(thread const float (&w)[16], thread const float (&xs)[2][8],
-                       thread simdgroup_float8x8& acc) {
+  static METAL_FUNC void multiply(thread const float (&w)[16], thread const float (&xs)[2][8],
+                                  thread simdgroup_float8x8& acc) {
     MM_UNROLL
     for (int j = 0; j < 8; ++j) {
       simdgroup_float8x8 a, b;

@@ -18,8 +18,8 @@ template <class Format, class T>
 struct GemmTiled {
   using Tile = GemmTiledTile;
 
-  static void run(device const T* x, device const uchar* weight, Result<T> result,
-                  constant KernelArgs& args, threadgroup float4* memory, Position at) {
+  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
     constexpr int kOwn = Tile::kPerThread, kStride = Tile::kStride;
     constexpr uint kColumns = Tile::kN / kOwn;  // threads along n
     threadgroup float* w_tile = reinterpret_cast<threadgroup float*>(memory);
@@ -58,9 +58,10 @@ struct GemmTiled {
   }
 
  private:
-  static void load_tiles(device const T* x, device const uchar* weight, constant KernelArgs& args,
-                         threadgroup float* w_tile, threadgroup float* x_tile, uint thread_index,
-                         uint m, uint n, uint k, uint end) {
+  static METAL_FUNC void load_tiles(device const T* x, device const uchar* weight,
+                                    constant KernelArgs& args, threadgroup float* w_tile,
+                                    threadgroup float* x_tile, uint thread_index, uint m, uint n,
+                                    uint k, uint end) {
     constexpr int kStride = Tile::kStride;
     constexpr uint kWLoaders = Tile::kK / 16;  // threads of a row
     constexpr uint kXLoaders = Tile::kThreads / Tile::kM;

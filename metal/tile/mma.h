@@ -20,15 +20,15 @@ MM_CONST int kFragment = 8;  // rows and columns of a simdgroup matrix
 //     row 2   4  4  5  5 12 12 13 13
 //     row 3   6  6  7  7 14 14 15 15
 //     row 4  16 16 17 17 24 24 25 25   and so on to row 7
-inline uint fragment_row(uint lane) { return (lane / 2) % 4 + (lane / 16) * 4; }
-inline uint fragment_column(uint lane) { return (lane % 2) * 2 + ((lane / 8) % 2) * 4; }
+METAL_FUNC uint fragment_row(uint lane) { return (lane / 2) % 4 + (lane / 16) * 4; }
+METAL_FUNC uint fragment_column(uint lane) { return (lane % 2) * 2 + ((lane / 8) % 2) * 4; }
 
 // acc[i][j] += rows [8 i, 8 i + 8) of tile A * rows [8 j, 8 j + 8) of tile B, transposed.
 // 8 values of K take kA + kB loads for kA * kB multiplications. A lane reads its two elements
 // of A as neighbours, those of B from two rows.
 template <int kK, int kA, int kB, class E>
-inline void multiply(threadgroup const E* a, threadgroup const E* b,
-                     thread simdgroup_float8x8 (&acc)[kA][kB]) {
+METAL_FUNC void multiply(threadgroup const E* a, threadgroup const E* b,
+                         thread simdgroup_float8x8 (&acc)[kA][kB]) {
   constexpr int kStride = kK + kTilePad;
   MM_UNROLL
   for (int k = 0; k < kK; k += kFragment) {
@@ -49,7 +49,7 @@ inline void multiply(threadgroup const E* a, threadgroup const E* b,
 }
 
 template <int kA, int kB>
-inline void clear(thread simdgroup_float8x8 (&acc)[kA][kB]) {
+METAL_FUNC void clear(thread simdgroup_float8x8 (&acc)[kA][kB]) {
   MM_UNROLL
   for (int i = 0; i < kA; ++i) {
     MM_UNROLL

@@ -13,8 +13,8 @@ using namespace metal;
 
 // y[m][n], and nothing outside it.
 template <class T>
-inline void store_inside(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
-                         float acc) {
+METAL_FUNC void store_inside(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
+                             float acc) {
   if (has_m_tail() && m >= args.m) return;
   if (has_n_tail() && n >= args.n) return;
   store_result(result, args, part, m, n, acc);
@@ -23,8 +23,8 @@ inline void store_inside(Result<T> result, constant KernelArgs& args, uint part,
 // acc[i][j] holds rows n + 8 i of W by rows m + 8 j of x. The 8 lanes of a column of a matrix write
 // 8 neighbours of a row of y.
 template <class T, int kA, int kB>
-inline void store_tile(Result<T> result, constant KernelArgs& args, Position at, uint m, uint n,
-                       thread simdgroup_float8x8 (&acc)[kA][kB]) {
+METAL_FUNC void store_tile(Result<T> result, constant KernelArgs& args, Position at, uint m, uint n,
+                           thread simdgroup_float8x8 (&acc)[kA][kB]) {
   const uint row = n + fragment_row(at.lane), column = m + fragment_column(at.lane);
   MM_UNROLL
   for (uint j = 0; j < kB; ++j) {
