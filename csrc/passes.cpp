@@ -77,7 +77,9 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
   const StrategyInfo& s = info_of(strategy);
   if (s.family == Family::Single) return {1, 1, 1};
   if (s.family != Family::Matmul) {
-    return {u32(ceil_div(items_of(strategy, p), s.threads), "grid"), 1, 1};
+    const int64_t groups = ceil_div(items_of(strategy, p), s.threads);
+    u32(groups * s.threads, "threads");  // kernels number them in 32 bits
+    return {u32(groups, "grid"), 1, 1};
   }
   return {u32(ceil_div(p.m, rows_of_x(strategy, p.m)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
           u32(parts, "grid")};
@@ -212,7 +214,6 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts) {
 Pass reduce_pass(const Problem& p, const Parts& parts) {
   Pass out = make_pass(S::split_reduce, p, parts, 1);
   out.constants[kConstantEpilogue] = epilogue_of(p);
-  out.args.count = u32(p.m * p.n, "m * n");
   return out;
 }
 

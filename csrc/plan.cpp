@@ -19,7 +19,7 @@ enum class Generations { M1_M2, M3_M4, M5 };
 struct Tuning {
   Generations generations;
   ChipClass chip_class;
-  int64_t batched_max_m, small_max_m, large_k_min_k, large_k_groups, wide_n_min_n;
+  int64_t batched_max_m, small_max_m, large_k_steps, large_k_groups, wide_n_min_n;
 };
 
 struct Split {
@@ -82,24 +82,29 @@ struct Choice {
 
 std::string str(int64_t v) { return std::to_string(v); }
 
+// Values of K that a simdgroup of gemv takes at a step: 32 lanes of 16 values, or of 32 where a
+// block has 256. A choice depends on it, no result.
+int64_t step_of(const Format& f) { return kSimdWidth * (f.block_values == 256 ? 32 : 16); }
+
 Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
   if (p.n > t.wide_n_min_n) {
     return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
-                                ": more rows a simdgroup, fewer loads of x"};
+                                ": more rows per simdgroup, fewer loads of x"};
   }
-  const int64_t groups = groups_of(S::gemv, p), wanted = t.large_k_groups * gpu.cores;
-  if (p.k >= t.large_k_min_k && groups < wanted) {
-    return {S::gemv_large_k, "M = 1, K = " + str(p.k) + " is at least " + str(t.large_k_min_k) +
-                                 " and the standard grid of " + str(groups) +
-                                 " threadgroups is under " + str(t.large_k_groups) +
-                                 " for each of " + str(gpu.cores) +
-                                 " cores: simdgroups share rows and split K"};
+  const int64_t groups = groups_of(S::gemv, p);
+  const int64_t wanted = t.large_k_groups * gpu.cores;
+  const int64_t long_k = t.large_k_steps * GemvLargeK::kSimdgroups * step_of(*p.format);
+  const int64_t min_k = 2 * groups < wanted ? long_k / 2 : long_k;
+  const std::string grid = "the standard grid of " + str(groups) + " threadgroups ";
+  const std::string fill = str(t.large_k_groups) + " for each of " + str(gpu.cores) + " cores";
+  if (groups >= wanted) {
+    return {S::gemv, "M = 1, and " + grid + "has " + fill};
   }
-  return {S::gemv, groups < wanted
-                       ? "M = 1, and K = " + str(p.k) + " is under " + str(t.large_k_min_k) +
-                             ", too short to split in a threadgroup"
-                       : "M = 1, and the grid of " + str(groups) + " threadgroups fills " +
-                             str(gpu.cores) + " cores"};
+  const std::string few = "M = 1, " + grid + "is under " + fill + ", and K = " + str(p.k) + " is ";
+  if (p.k < min_k) {
+    return {S::gemv, few + "under " + str(min_k) + ", too short to share among simdgroups"};
+  }
+  return {S::gemv_large_k, few + "at least " + str(min_k) + ": simdgroups share rows and split K"};
 }
 
 Choice choose_linear(const Problem& p, const Gpu& gpu) {

@@ -44,6 +44,27 @@ def test_the_ladder_of_m(chip: str) -> None:
     assert seen.count(0) == 1
 
 
+def test_variants_of_gemv() -> None:
+    """wide_n over 32768 rows; large_k by chip, where the grid is small and K long enough."""
+
+    def variant(n: int, k: int, format: str, chip: str) -> str:
+        return strategies_used(_C.plan(n=n, k=k, format=format, chip=chip))[0]
+
+    for n, k, format, chip, wanted in (
+        (32768, 4096, "q4_0", "m4-max", "gemv"),
+        (32769, 4096, "q4_0", "m4-max", "gemv_wide_n"),
+        (4096, 4096, "q4_0", "m4-max", "gemv_large_k"),
+        (4096, 4096, "q4_0", "m1", "gemv"),
+        (4096, 4096, "q4_k", "m4-max", "gemv"),
+        (4096, 8192, "q4_k", "m4-max", "gemv_large_k"),
+        (1024, 4096, "q4_k", "m4-max", "gemv_large_k"),
+        (1024, 2048, "q4_k", "m4-max", "gemv"),
+        (512, 4096, "q4_0", "m1", "gemv"),
+        (512, 8192, "q4_0", "m1", "gemv_large_k"),
+    ):
+        assert variant(n, k, format, chip) == wanted, (n, k, format, chip)
+
+
 def test_split_k_fills_the_cores() -> None:
     """A grid under the core count is cut along K, and never when it is over."""
     few = _C.plan(m=64, n=256, k=8192, format="q8_0", chip="m4-max")
