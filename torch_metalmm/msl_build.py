@@ -22,7 +22,7 @@ from .msl_translate import apply, edits_of_errors, visible_edits
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "msl" / "include"
 CACHE = ROOT / "build" / "msl"
-_RUNTIME = ("emulator", "api", "memory")
+_RUNTIME = ("emulator", "api", "memory", "rounding")
 _MAX_ROUNDS = 12
 
 _PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=310"]
@@ -35,8 +35,17 @@ _CODE += ["-Xclang", "-ffloat16-excess-precision=none", "-w"]
 _CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
 _CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
 # What a checked library calls before each access, and where an alignment or an index is wrong.
-_CHECKS = ["-DMM_CHECKED", "-fsanitize-coverage=func,trace-loads,trace-stores"]
+_CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
 _CHECKS += ["-fsanitize=alignment,array-bounds,integer-divide-by-zero"]
+for _option in (
+    "instrumentation-with-call-threshold=0",
+    "kernel-mem-intrinsic-prefix=1",
+    "instrument-atomics=0",
+    "opt-same-temp=0",
+    "globals=0",
+    "stack=0",
+):
+    _CHECKS += ["-mllvm", f"-asan-{_option}"]
 _HOST = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fno-sanitize=all", "-fno-exceptions"]
 _HOST += ["-fno-rtti", "-fvisibility=hidden", "-c"]
 

@@ -266,7 +266,8 @@ class Reader:
             if attribute[0].text == "function_constant" and len(attribute) > 3:
                 self._constant(attribute, plain, namespace)
         is_kernel = "kernel" in words or any(a[0].text == "kernel" for a in attributes)
-        names = [a[2].text.strip('"') for a in attributes if a[0].text == "host_name"]
+        hosts = [a[2:-1] for a in attributes if a[0].text == "host_name"]
+        names = ["".join(t.text[1:-1] for t in h) for h in hosts]
         if words[:1] == ["template"] and words[1:2] != ["<"]:
             self._instance(plain, names, namespace)
         elif is_kernel and body:
@@ -315,11 +316,12 @@ class Reader:
 
 def _ends_with_function(tokens: list[Token]) -> bool:
     """Whether `tokens` before a "{" are a function's head (else a struct's or an initializer's)."""
-    plain = _without_attributes(tokens)
-    if any(t.text == "=" for t in plain if t.kind == "punct"):
-        return False
-    words = {t.text for t in split_head(plain)}
-    return not words & {"struct", "class", "union", "enum"}
+    head = split_head(_without_attributes(tokens))
+    words, i = [], 0
+    while i < len(head):
+        words.append(head[i].text)
+        i = matching(head, i) + 1 if head[i].text in _CLOSE else i + 1
+    return not {"=", "struct", "class", "union", "enum"} & set(words)
 
 
 def split_head(tokens: list[Token]) -> list[Token]:

@@ -219,17 +219,16 @@ void name_memory(const Worker& w, const char* p, char* text, size_t n) {
 
 }  // namespace metalmm
 
-// Names that clang's -fsanitize-coverage=trace-loads,trace-stores and -fsanitize=alignment call.
+// Names that clang's -fsanitize=kernel-address and -fsanitize=alignment,array-bounds call.
 extern "C" {
 
-#define MM_TRACE(n)                                                     \
-  void __sanitizer_cov_load##n(const void* p) {                         \
-    metalmm::check_access(static_cast<const char*>(p), n, false, false, \
-                          __builtin_return_address(0));                 \
-  }                                                                     \
-  void __sanitizer_cov_store##n(const void* p) {                        \
-    metalmm::check_access(static_cast<const char*>(p), n, true, false,  \
-                          __builtin_return_address(0));                 \
+#define MM_HERE __builtin_return_address(0)
+#define MM_TRACE(n)                                                               \
+  void __asan_load##n##_noabort(const void* p) {                                  \
+    metalmm::check_access(static_cast<const char*>(p), n, false, false, MM_HERE); \
+  }                                                                               \
+  void __asan_store##n##_noabort(const void* p) {                                 \
+    metalmm::check_access(static_cast<const char*>(p), n, true, false, MM_HERE);  \
   }
 MM_TRACE(1)
 MM_TRACE(2)
@@ -237,9 +236,31 @@ MM_TRACE(4)
 MM_TRACE(8)
 MM_TRACE(16)
 
-// An access that is no plain load or store: an atomic, or the copy of a struct.
+void __asan_loadN_noabort(const void* p, size_t n) {
+  metalmm::check_access(static_cast<const char*>(p), n, false, false, MM_HERE);
+}
+void __asan_storeN_noabort(const void* p, size_t n) {
+  metalmm::check_access(static_cast<const char*>(p), n, true, false, MM_HERE);
+}
+void __asan_handle_no_return() {}
+void* __asan_memset(void* to, int value, size_t n) {
+  metalmm::check_access(static_cast<const char*>(to), n, true, false, MM_HERE);
+  return memset(to, value, n);
+}
+void* __asan_memcpy(void* to, const void* from, size_t n) {
+  metalmm::check_access(static_cast<const char*>(from), n, false, false, MM_HERE);
+  metalmm::check_access(static_cast<const char*>(to), n, true, false, MM_HERE);
+  return memcpy(to, from, n);
+}
+void* __asan_memmove(void* to, const void* from, size_t n) {
+  metalmm::check_access(static_cast<const char*>(from), n, false, false, MM_HERE);
+  metalmm::check_access(static_cast<const char*>(to), n, true, false, MM_HERE);
+  return memmove(to, from, n);
+}
+
+// An atomic access.
 void mm_access(const void* p, size_t n, bool write, bool atomic) {
-  metalmm::check_access(static_cast<const char*>(p), n, write, atomic, __builtin_return_address(0));
+  metalmm::check_access(static_cast<const char*>(p), n, write, atomic, MM_HERE);
 }
 
 struct UbsanPlace {

@@ -23,7 +23,7 @@ bool mm_constant_is_set(const void* storage);
 // The line that the reports of the next accesses name; null ends it.
 void mm_site(const char* file, uint line);
 void mm_access(const void* p, ulong n, bool write,
-               bool atomic);  // checks an access that clang does not report
+               bool atomic);  // an atomic access, which clang does not report
 }
 
 METAL_FUNC void access(const void* p, ulong n, bool write, bool atomic = false) {
@@ -58,7 +58,6 @@ namespace metal {
 // Copies of structs out of and into an address space, which C++ has no implicit constructors for.
 template <class T>
 METAL_FUNC T copy_bytes(const void* from) {
-  emulator::access(from, sizeof(T), false);
   T v;
   __builtin_memcpy((void*)&v, from, sizeof(T));
   return v;
@@ -82,7 +81,6 @@ METAL_FUNC T load(const thread T& x) {
 #define MM_STORE(space)                                           \
   template <class T>                                              \
   METAL_FUNC void store(space T& to, T value) {                   \
-    emulator::access((const void*)&to, sizeof(T), true);          \
     __builtin_memcpy((void*)&to, (const void*)&value, sizeof(T)); \
   }
 MM_STORE(device)

@@ -49,7 +49,7 @@ void multiply_add(void* const* in, void* const* out) {
 
 }  // namespace emulator
 
-template <class T, int Cols, int Rows>
+template <class T, int Cols, int Rows = Cols>
 struct simdgroup_matrix {
   static_assert(Cols == 8 && Rows == 8, "Metal has 8 x 8 simdgroup matrices only");
   static_assert(is_floating_point_v<T>, "simdgroup matrices are of half, bfloat or float");
@@ -72,13 +72,13 @@ using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
 using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
 using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
-template <class T, int Cols, int Rows>
+template <class T, int Cols, int Rows = Cols>
 METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, Cols, Rows> m;
   m.elements = static_cast<vec<T, 2>>(value);
   return m;
 }
-template <class T, int Cols, int Rows>
+template <class T, int Cols, int Rows = Cols>
 METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_diagonal_simdgroup_matrix(T value) {
   return simdgroup_matrix<T, Cols, Rows>(value);
 }

@@ -1,0 +1,34 @@
+// Conversions to bfloat that clang calls and the ziglang package's runtime library lacks: nearest,
+// ties to even.
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+
+__attribute__((weak)) __bf16 __truncsfbf2(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) {
+    bits |= 0x00400000;  // NaN: quiet, and not rounded to infinity
+  } else {
+    bits += 0x7FFF + (bits >> 16 & 1);
+  }
+  auto high = static_cast<uint16_t>(bits >> 16);
+  __bf16 y;
+  memcpy(&y, &high, sizeof y);
+  return y;
+}
+
+// Rounds once: to odd in f32 first, which keeps what the second rounding must know.
+__attribute__((weak)) __bf16 __truncdfbf2(double x) {
+  float y = static_cast<float>(x);
+  uint32_t bits;
+  memcpy(&bits, &y, sizeof bits);
+  if (static_cast<double>(y) != x && x == x && (bits & 1) == 0) {
+    bool away = (y < 0 ? -static_cast<double>(y) : static_cast<double>(y)) > (x < 0 ? -x : x);
+    bits += away ? -1 : 1;
+    memcpy(&y, &bits, sizeof y);
+  }
+  return __truncsfbf2(y);
+}
+}
