@@ -65,6 +65,12 @@ def test_variants_of_gemv() -> None:
         assert variant(n, k, format, chip) == wanted, (n, k, format, chip)
 
 
+def test_batches_are_even() -> None:
+    """gemv_batched spreads M over its passes: 9 rows are 5 and 4, not 8 and 1."""
+    one = _C.plan(m=9, n=4096, k=4096, format="q4_0", chip="m1")["passes"][0]
+    assert (one["constants"]["batch"], one["grid"][0]) == (5, 2)
+
+
 def test_split_k_fills_the_cores() -> None:
     """A grid under the core count is cut along K, and never when it is over."""
     few = _C.plan(m=64, n=256, k=8192, format="q8_0", chip="m4-max")
@@ -151,6 +157,10 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
             "strategy: gemm computes linear, not dot; .* takes dot",
         ),
         ({"strategy": "split_reduce"}, "strategy: split_reduce adds parts of K, and K = 32 is one"),
+        (
+            {"op": "embedding", "strategy": "split_reduce"},
+            "strategy: split_reduce computes linear, swiglu_down, not embedding",
+        ),
         ({"op": "swiglu_up", "bias": True}, "bias, c, alpha: swiglu_up has none"),
         ({"beta": 1.0}, "c: missing, but beta is not 0"),
         ({"chip": "m9"}, "chip: unknown 'm9'; allowed: m1, m1-pro"),
