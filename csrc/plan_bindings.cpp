@@ -123,18 +123,9 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   return out;
 }
 
-}  // namespace
+using namespace py::literals;
 
-void bind_plan(py::module_& m) {
-  using namespace py::literals;
-  m.def("plan", plan_of, "op"_a = "linear", py::kw_only(), "m"_a = 1, "n"_a = 1, "k"_a = 1,
-        "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
-        "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
-        "y_stride"_a = kPacked, "w_stride"_a = kPacked, "w2_stride"_a = kPacked,
-        "x_alignment"_a = 16, "w_alignment"_a = 16, "gpu"_a = py::dict(),
-        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason. `gpu` "
-        "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
-        "plan.h says.");
+void bind_chips(py::module_& m) {
   m.def(
       "gpus",
       [] {
@@ -153,6 +144,20 @@ void bind_plan(py::module_& m) {
       },
       "name"_a, "family"_a, "cores"_a = 0, "max_threadgroup_memory"_a = 0,
       "The row of the table for what a device reports; 0 keeps the table's number.");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  bind_chips(m);
+  m.def("plan", plan_of, "op"_a = "linear", py::kw_only(), "m"_a = 1, "n"_a = 1, "k"_a = 1,
+        "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
+        "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
+        "y_stride"_a = kPacked, "w_stride"_a = kPacked, "w2_stride"_a = kPacked,
+        "x_alignment"_a = 16, "w_alignment"_a = 16, "gpu"_a = py::dict(),
+        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason. `gpu` "
+        "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
+        "plan.h says.");
   m.def("kernel_names", &all_kernel_names,
         "Every function of the shader library: strategies, formats and dtypes multiplied out.");
   m.def(
