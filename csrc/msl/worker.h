@@ -8,7 +8,8 @@ extern "C" void mm_site(const char* file, uint32_t line);
 namespace metalmm {
 
 constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / 32;
-constexpr size_t kStackBytes = 64 << 10;  // per GPU thread, the last page of it is not accessible
+constexpr size_t kStackBytes = 64 << 10;  // per GPU thread
+constexpr size_t kPage = 16 << 10;        // a multiple of every page size in use
 constexpr uint32_t kMaxThreadgroupBytes = 32 << 10;
 constexpr size_t kRedzone = 256;  // between two [[threadgroup(i)]] arguments
 

@@ -1,0 +1,188 @@
+"""The emulator itself: seeded faults are reported with the right kind, place and thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_metalmm.testing import EmulatorFault, Function, MetalSource
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+ARGUMENTS = (
+    "device float* x [[buffer(0)]], device float* y [[buffer(1)]], "
+    "threadgroup float* t [[threadgroup(0)]], uint i [[thread_index_in_threadgroup]], "
+    "uint g [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]], "
+    "uint sg [[simdgroup_index_in_threadgroup]]"
+)
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+
+
+def kernel(body: str, checked: bool = True) -> Function:
+    """A kernel whose body begins at line 4 of faulty.metal."""
+    text = f"{HEAD}kernel void faulty({ARGUMENTS}) {{\n{body}\n}}\n"
+    return MetalSource(text, name="faulty.metal", checked=checked).function("faulty")
+
+
+def fault(
+    body: str, checked: bool = True, group: int = 64, schedule: str = "both", grid: int = 3
+) -> EmulatorFault:
+    x, y = torch.arange(64.0), torch.zeros(grid * 64)
+    with pytest.raises(EmulatorFault) as caught:
+        kernel(body, checked)(grid, group, [x, y], [256], schedule=schedule)
+    error = caught.value
+    assert error.kernel == "faulty"
+    assert error.kind == "race" or f"faulty.metal:{error.line}: " in str(error)
+    return error
+
+
+def where(error: EmulatorFault) -> tuple[str, int, int, int]:
+    return error.kind, error.line, error.simdgroup, error.lane
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_divergent_simd_sum(checked: bool) -> None:
+    error = fault("if (lane < 16) {\n  y[i] = simd_sum(x[i]);\n}", checked)
+    assert where(error) == ("divergent", 5, 0, 0)
+    assert "lane 0 waits at simd_sum, faulty.metal:5" in str(error)
+    assert "lane 16 has returned" in str(error)
+
+
+def test_divergent_kinds() -> None:
+    error = fault("if (lane == 7)\n y[i] = simd_sum(x[i]);\nelse\n y[i] = simd_max(x[i]);")
+    assert error.kind == "divergent"
+    assert {error.line, error.other[1] if error.other else 0} == {5, 7}
+
+
+def test_divergent_lines_of_one_kind() -> None:
+    body = "float a = x[i];\nif (sg == 1 && lane > 3)\n a = simd_sum(a);\nelse a = simd_sum(a);\n"
+    error = fault(body + "y[i] = a;")
+    assert error.kind == "divergent" and error.simdgroup == 1
+
+
+def test_divergent_simdgroup_matrix() -> None:
+    body = "simdgroup_float8x8 m(1), d;\nif (lane != 31)\n simdgroup_multiply(d, m, m);\ny[i] = 0;"
+    assert where(fault(body))[:2] == ("divergent", 6)
+
+
+def test_inactive_lanes_can_be_allowed() -> None:
+    body = "if (lane >= 16) return;\ny[i] = simd_sum(1.0f);"
+    y = torch.zeros(64)
+    kernel(body)(1, 64, [torch.zeros(64), y], [256], allow_inactive=True)
+    assert torch.equal(y.view(2, 32)[:, :16], torch.full((2, 16), 16.0))
+
+
+def test_barrier_that_one_simdgroup_does_not_reach() -> None:
+    error = fault(f"if (sg == 0) {{\n{BARRIER}\n}}\ny[i] = 1;")
+    assert where(error)[:2] == ("deadlock", 5)
+    assert "has returned" in str(error)
+
+
+def test_barriers_at_two_lines() -> None:
+    error = fault(f"if (sg == 0) {{\n{BARRIER}\n}} else {{\n{BARRIER}\n}}\n")
+    assert error.kind == "deadlock" and error.line == 5 and error.other == ("faulty.metal", 7)
+
+
+@pytest.mark.parametrize("schedule", ["ascending", "descending"])
+def test_missing_barrier_names_both_places(schedule: str) -> None:
+    error = fault("t[i] = x[i];\ny[i] = t[63 - i];", schedule=schedule)
+    lane = 0 if schedule == "ascending" else 31
+    if error.kind == "race":
+        assert error.line == 5 and error.other == ("faulty.metal", 4)
+    else:  # the other simdgroup has not written yet
+        assert where(error) == ("uninitialized", 5, int(schedule != "ascending"), lane)
+
+
+def test_write_after_read_without_barrier() -> None:
+    error = fault(f"t[i] = x[i];\n{BARRIER}\nfloat a = t[63 - i];\nt[i] = a;")
+    assert error.kind == "race" and {error.line, error.other[1] if error.other else 0} == {6, 7}
+
+
+def test_barrier_of_other_memory_orders_nothing() -> None:
+    body = "t[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_device);\ny[i] = t[63 - i];"
+    assert where(fault(body))[:2] == ("race", 6)
+
+
+def test_race_within_a_simdgroup() -> None:
+    error = fault("t[i] = x[i];\ny[i] = t[i ^ 1];", group=32, schedule="ascending")
+    assert error.kind in ("race", "uninitialized") and error.line == 5
+
+
+def test_simdgroup_barrier_orders_a_simdgroup() -> None:
+    body = "t[i] = x[i];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = t[i ^ 1];"
+    y = torch.zeros(64)
+    kernel(body)(1, 64, [torch.arange(64.0), y], [256])
+    assert torch.equal(y, torch.arange(64.0).view(32, 2).flip(1).flatten())
+
+
+def test_schedules_differ_without_memory_checks() -> None:
+    """An unchecked library still finds a missing barrier: poison and the order of simdgroups."""
+    error = fault("t[i] = x[i];\ny[i + 64 * g] = t[63 - i];", checked=False)
+    assert error.kind == "race" and "[[buffer(1)]]" in str(error)
+
+
+def test_uninitialized_threadgroup_memory() -> None:
+    error = fault("if (i == 0) t[0] = 1;\n" + BARRIER + "\nif (i == 40) y[i] = t[1];")
+    assert where(error) == ("uninitialized", 6, 1, 8)
+
+
+def test_local_threadgroup_array_is_poisoned_and_bounded() -> None:
+    error = fault("threadgroup float a[64];\nif (i > 0) a[i] = x[i];\n" + BARRIER + "\ny[i] = a[i];")
+    assert where(error) == ("uninitialized", 7, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "slot"),
+    [
+        ("y[i] = x[i + 1];", "[[buffer(0)]]"),
+        ("y[i + 129] = x[i];", "[[buffer(1)]]"),
+        ("t[i + 1] = x[i];", "[[threadgroup(0)]]"),
+        ("y[i] = x[int(i) - 64];", "[[buffer(0)]]"),
+    ],
+)
+def test_out_of_bounds(line: str, slot: str) -> None:
+    error = fault(f"\n{line}", schedule="ascending")
+    assert error.kind == "out_of_bounds" and error.line == 5 and slot in str(error)
+    assert (error.simdgroup, error.lane) == ((0, 0) if "int" in line else (1, 31))
+
+
+def test_out_of_bounds_of_wide_accesses_and_helpers() -> None:
+    assert fault("y[i] = ((device float4*)x)[i].w;").line == 4
+    error = fault("simdgroup_float8x8 m;\nsimdgroup_load(m, x, 16);\ny[i] = m.thread_elements()[0];")
+    assert where(error)[:2] == ("out_of_bounds", 5)
+
+
+def test_out_of_bounds_constant_table() -> None:
+    body = "constexpr float a[4] = {1, 2, 3, 4};\ny[i] = a[lane & 7];"
+    assert where(fault(body, group=32, schedule="ascending")) == ("undefined", 5, 0, 4)
+
+
+def test_misaligned() -> None:
+    error = fault("\ny[i] = ((device const float*)((device const char*)x + 2))[0];")
+    assert where(error)[:2] == ("misaligned", 5)
+    assert fault("((threadgroup float4*)(t + 1))[0] = 0;").kind == "misaligned"
+
+
+def test_the_thread_and_threadgroup_are_named() -> None:
+    error = fault("if (g == 2 && i == 37) y[1 << 20] = 0;")
+    assert error.threadgroup == (2, 0, 0) and (error.simdgroup, error.lane) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("group", "buffers", "memory", "message"),
+    [
+        (2048, 2, 256, "2048 threads per threadgroup"),
+        (64, 1, 256, "[[buffer(1)]] is not bound"),
+        (64, 2, 0, "[[threadgroup(0)]] has no memory"),
+        (64, 2, 40000, "at most 32768"),
+    ],
+)
+def test_wrong_launches(group: int, buffers: int, memory: int, message: str) -> None:
+    run = kernel("y[i] = x[i];")
+    with pytest.raises(EmulatorFault) as caught:
+        run(1, group, [torch.zeros(64)] * buffers, [memory])
+    assert message in str(caught.value) and caught.value.kind == "usage"
+
+
+def test_names_are_suggested() -> None:
+    with pytest.raises(KeyError, match="there are: faulty"):
+        MetalSource(f"{HEAD}kernel void faulty({ARGUMENTS}) {{}}").function("fault")
