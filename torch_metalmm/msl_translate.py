@@ -21,6 +21,8 @@ from .msl_source import (
     matching,
 )
 
+# One copy per thread of the host, which runs one threadgroup at a time; the emulator poisons it.
+_STORAGE = "[[clang::loader_uninitialized]] static thread_local "
 _UNARY = frozenset({"*", "&", "-", "+", "!", "~", "++", "--"})
 
 
@@ -54,7 +56,7 @@ def visible_edits(text: str, source: Source) -> list[Edit]:
         elif token.text == "}":
             bodies -= 1
         elif token.text == "threadgroup" and bodies and _declares_storage(tokens, i):
-            edits.append(Edit(token.at, token.at, "static thread_local "))
+            edits.append(Edit(token.at, token.at, _STORAGE))
         edits += _vector_words(tokens, i)
         i += 1
     return edits
@@ -73,8 +75,6 @@ def _attribute(text: str, tokens: list[Token], symbols: object) -> Edit:
 def _declares_storage(tokens: list[Token], i: int) -> bool:
     """Whether tokens[i] == "threadgroup" begins a variable of a function, not a pointer or argument."""
     before = i - 1
-    while before >= 0 and tokens[before].text in ("const", "volatile"):
-        before -= 1
     if before >= 0 and tokens[before].text == ")":  # alignas(16) threadgroup …
         while before >= 0 and tokens[before].text != "alignas":
             before -= 1

@@ -330,16 +330,6 @@ void mm_collective(uint32_t scope, const char* kind, uint32_t flags, const char*
 
 uint32_t mm_lane() { return this_worker()->current->index % 32; }
 
-uint32_t mm_active_lanes() {
-  Worker& w = *this_worker();
-  uint32_t first = w.current->index / 32 * 32, mask = 0;
-  for (uint32_t i = 0; i < 32; ++i) {
-    State s = w.lanes[first + i].state;
-    mask |= s == State::kReady || s == State::kWaiting ? 1u << i : 0;
-  }
-  return mask;
-}
-
 void mm_site(const char* file, uint32_t line) {
   Lane& lane = *this_worker()->current;
   lane.site_file = file;

@@ -17,7 +17,6 @@ extern "C" {
 // divergent collective.
 void mm_collective(uint scope, const char* kind, uint flags, const char* file, uint line,
                    Combine combine, void* in, void* out);
-uint mm_active_lanes();  // bit i: lane i of the simdgroup has not returned from the kernel
 uint mm_lane();
 bool mm_constant_is_set(const void* storage);
 // The line that the reports of the next accesses name; null ends it.

@@ -239,12 +239,12 @@ using quad_vote = simd_vote;
     return emulator::collect<Width, ulong>(#group "_all", !x, emulator::ballot<Width>, file,       \
                                            line) == 0;                                             \
   }                                                                                                \
-  METAL_FUNC simd_vote group##_active_threads_mask() {                                             \
-    return (emulator::mm_active_lanes() >> (emulator::mm_lane() / Width * Width)) &                \
-           ((1ul << Width) - 1);                                                                   \
+  METAL_FUNC simd_vote group##_active_threads_mask(MM_SITE) {                                      \
+    return emulator::collect<Width, ulong>(#group "_active_threads_mask", true,                    \
+                                           emulator::ballot<Width>, file, line);                   \
   }                                                                                                \
-  METAL_FUNC bool group##_is_first() {                                                             \
-    return emulator::mm_lane() % Width == ctz(group##_active_threads_mask().mask);                 \
+  METAL_FUNC bool group##_is_first(MM_SITE) {                                                      \
+    return emulator::mm_lane() % Width == ctz(group##_active_threads_mask(file, line).mask);       \
   }
 
 namespace emulator {
