@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from oracle import FORMATS, activations, check, linear, random_weight, spec
@@ -78,48 +80,48 @@ def exercise(name: str) -> None:
             assert torch.equal(packed_again, formats.get(name).quantize(source)), "quantize"
 
 
-def child(name: str) -> int:
-    """The wait status of a process that exercises `name`."""
+def status_of(call: Callable[[], None]) -> str:
+    """How a forked process that makes this call ended: "", the name of a signal, or "error"."""
     sys.stdout.flush()
     pid = os.fork()
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    status = 1
-    try:
-        with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
-            exercise(name)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    if pid == 0:
+        status = 1
+        try:
+            with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+                call()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        return signal.Signals(os.WTERMSIG(status)).name
+    return "error" if status else ""
 
 
 def over_read() -> None:
-    """Reads the first byte of the page behind a buffer: the guard must end the process."""
+    """Reads the byte behind a guarded buffer."""
     t = guarded(torch.zeros(100, dtype=torch.uint8), True)
     ctypes.string_at(t.data_ptr() + 100, 1)
 
 
+def over_write() -> None:
+    """Writes the byte behind a tensor of torch's own, as an op could behind its result."""
+    t = torch.empty(33)
+    ctypes.memset(t.data_ptr() + t.nbytes, 0, 1)
+    del t
+
+
 def main() -> int:
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
-    pid = os.fork()
-    if pid == 0:
-        over_read()
-        os._exit(0)
-    if os.waitpid(pid, 0)[1] not in (signal.SIGSEGV, signal.SIGBUS):
-        print("the guard page does not trap")
-        return 1
+    traps = {"over_read": status_of(over_read), "over_write": status_of(over_write)}
+    print(f"traps: {traps}")
     faulthandler.enable()
-    failed = {}
-    for name in FORMATS:
-        status = child(name)
-        if status:
-            sign = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            failed[name] = signal.Signals(sign).name if sign else "wrong result"
+    failed = {name: status for name in FORMATS if (status := status_of(partial(exercise, name)))}
     print(f"{len(FORMATS)} formats, failed: {failed or 'none'}")
-    return 1 if failed else 0
+    return 1 if failed or traps["over_read"] not in ("SIGSEGV", "SIGBUS") else 0
 
 
 if __name__ == "__main__":
