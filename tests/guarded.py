@@ -25,8 +25,8 @@ from torch_metalmm import formats
 
 ops = torch.ops.metalmm
 
-# Rows and dtype of x: every kernel for few rows, a row more than they take, and tiles.
-CALLS = [(m, torch.float32) for m in (1, 2, 3, 4, 6, 8, 9, 26)] + [
+# Rows and dtype of x: every kernel for few rows, filled or not, and tiles.
+CALLS = [(m, torch.float32) for m in (1, 2, 3, 4, 5, 6, 7, 8, 26)] + [
     (1, torch.bfloat16),
     (26, torch.bfloat16),
 ]
