@@ -1,0 +1,43 @@
+"""The choice of engines: what is asked for runs or is an error, never silently nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import BACKENDS, SELECTED, Backend, absences, around, select
+
+
+def test_what_runs_here_is_selected() -> None:
+    """Without a choice every engine of this machine that has a row; cpu is one."""
+    runs = [name for name, why in absences().items() if not why and name in BACKENDS]
+    assert [b.name for b in select(None)] == runs and "cpu" in runs
+    assert [b.name for b in select(" cpu,")] == ["cpu"]
+    assert SELECTED
+
+
+@pytest.mark.parametrize("asked", ["", ",", "cpu,tpu", "CPU"])
+def test_a_choice_of_nothing_known_is_an_error(asked: str) -> None:
+    with pytest.raises(pytest.UsageError, match="names no engine|unknown '(tpu|CPU)'; known: cpu"):
+        select(asked)
+
+
+def test_an_absent_engine_is_an_error() -> None:
+    """Not a skip: who asks for an engine wants its result."""
+    absent = [name for name, why in absences().items() if why]
+    for name in absent:
+        with pytest.raises(pytest.UsageError, match=f"{name} is absent: {absences()[name]}"):
+            select(f"cpu,{name}")
+    assert absent or len(BACKENDS) == len(absences())
+
+
+def test_the_strategies_are_those_of_the_engine(backend: Backend) -> None:
+    """The list by which tests force a strategy is the one that the op's error names."""
+    x = backend.put(torch.ones(1, 1))
+    with pytest.raises(ValueError, match="strategy: 'x' .*allowed: ") as caught:
+        torch.ops.metalmm.linear(x, x, None, "f32", "x")
+    allowed = str(caught.value).splitlines()[0].split("allowed: ")[1]
+    assert tuple(allowed.split(", ")) == backend.strategies
+
+
+def test_sizes_around_an_edge() -> None:
+    assert around(8) == (7, 8, 9, 17) and around(1) == (1, 2, 3)
