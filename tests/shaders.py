@@ -1,0 +1,100 @@
+"""Plans run on the lockstep emulator, with memory that ends where the operands end.
+
+Every launch runs under both schedules. Gaps between rows are NaN (bytes 0xFF), results NaN before
+they are written: what a kernel reads beyond its operands is reported, or poisons its results.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import _C
+from torch_metalmm.testing import shader_libraries
+
+NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+SLOTS = ("x", "weight", "y", "bias", "c", "weight2", "x2", "ids", "partial", "args")
+_ARGS = struct.Struct("<4q8I2f")  # KernelArgs of abi.h
+_LARGEST_PAGE = 1 << 14
+
+
+def memory_of(rows: Tensor, gap: int = 0, offset: int = 0) -> Tensor:
+    """One dimension with `rows`: offset elements before, gap elements between, nothing behind."""
+    m, k = rows.shape
+    fill = 255 if rows.dtype == torch.uint8 else torch.nan
+    size = offset + max(m - 1, 0) * (k + gap) + k * (m > 0)
+    memory = torch.full((size,), fill, dtype=rows.dtype)
+    memory.as_strided((m, k), (k + gap, 1), offset).copy_(rows)
+    return memory[offset:]
+
+
+def alignment_of(memory: Tensor) -> int:
+    """The largest power of two, up to a page, that divides the address."""
+    address = memory.data_ptr() | _LARGEST_PAGE
+    return address & -address
+
+
+def launch(one: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+    """Runs a pass of a plan on {slot: memory}."""
+    library = shader_libraries(True)[one["kernel"]]
+    run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
+    args = torch.frombuffer(bytearray(_ARGS.pack(*one["args"].values())), dtype=torch.uint8)
+    bound = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
+    run(one["grid"], one["group"], bound, [max(16, one["threadgroup_bytes"])])
+
+
+def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:
+    """The y of `buffers` after the plan of `op`; a slot that is None is bound to a NaN."""
+    x, w = (buffers.get(s) for s in ("x", "weight"))
+    plan = _C.plan(
+        op,
+        chip="m1",
+        dtype=NAMES[buffers["y"].dtype],
+        x_alignment=16 if x is None else alignment_of(x),
+        w_alignment=16 if w is None else alignment_of(w),
+        gpu={"cores": cores},
+        **problem,
+    )
+    partial = torch.full((max(plan["workspace_bytes"] // 4, 1),), torch.nan)
+    absent = torch.full((1,), torch.nan)
+    bound = {s: absent if t is None else t for s, t in buffers.items()}
+    bound = dict.fromkeys(SLOTS, absent) | bound | {"partial": partial}
+    *splits, last = plan["passes"]
+    for one in splits:
+        launch(one, bound | {"y": partial})
+    launch(last, bound)
+    return bound["y"]
+
+
+def linear(
+    strategy: str | None,
+    name: str,
+    packed: Tensor,
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gap: int = 0,
+    offset: int = 0,
+    cores: int = 1,
+) -> Tensor:
+    """alpha x Wᵀ + bias + beta c by one strategy; more cores than threadgroups make it split K."""
+    (m, k), n = x.shape, packed.shape[0]
+    return execute(
+        "linear",
+        {
+            "x": memory_of(x, gap, offset),
+            "weight": memory_of(packed, 16 * gap),
+            "y": torch.full((m, n), torch.nan, dtype=x.dtype),
+            "bias": bias,
+            "c": c,
+        },
+        cores,
+        m=m, n=n, k=k, format=name, strategy=strategy, bias=bias is not None, c=c is not None,
+        alpha=alpha, beta=beta, x_stride=k + gap, w_stride=packed.shape[1] + 16 * gap,
+    )  # fmt: skip
