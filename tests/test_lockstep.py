@@ -126,7 +126,9 @@ def test_uninitialized_threadgroup_memory() -> None:
 
 
 def test_local_threadgroup_array_is_poisoned_and_bounded() -> None:
-    error = fault("threadgroup float a[64];\nif (i > 0) a[i] = x[i];\n" + BARRIER + "\ny[i] = a[i];")
+    error = fault(
+        "threadgroup float a[64];\nif (i > 0) a[i] = x[i];\n" + BARRIER + "\ny[i] = a[i];"
+    )
     assert where(error) == ("uninitialized", 7, 0, 0)
 
 
@@ -147,7 +149,9 @@ def test_out_of_bounds(line: str, slot: str) -> None:
 
 def test_out_of_bounds_of_wide_accesses_and_helpers() -> None:
     assert fault("y[i] = ((device float4*)x)[i].w;").line == 4
-    error = fault("simdgroup_float8x8 m;\nsimdgroup_load(m, x, 16);\ny[i] = m.thread_elements()[0];")
+    error = fault(
+        "simdgroup_float8x8 m;\nsimdgroup_load(m, x, 16);\ny[i] = m.thread_elements()[0];"
+    )
     assert where(error)[:2] == ("out_of_bounds", 5)
 
 

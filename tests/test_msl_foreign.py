@@ -60,7 +60,11 @@ def test_simdgroup_gemm(name: str, dtype: torch.dtype, bm: int, m: int, n: int, 
     d = torch.full((m, n), torch.nan, dtype=dtype)
     constants = {200: m % bm == 0, 201: n % 32 == 0} | ({10: True} if bias else {})
     gemm = source("steel").function(name, constants)
-    gemm(((n + 31) // 32, (m + bm - 1) // bm), 128, [a, b, d, struct.pack("6i", m, n, k, k, k, n), row])
+    gemm(
+        ((n + 31) // 32, (m + bm - 1) // bm),
+        128,
+        [a, b, d, struct.pack("6i", m, n, k, k, k, n), row],
+    )
     expected = a.float() @ b.float().T + (row.float() if bias else 0)
     assert torch.equal(d, expected.to(dtype))
 

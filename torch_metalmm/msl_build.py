@@ -1,6 +1,7 @@
-"""Compiles Metal Shading Language for the emulator: clang of the ziglang package, results cached by content.
+"""Compiles Metal Shading Language for the emulator: clang of the ziglang package, cached by content.
 
-A library is one shader file, its table of kernels and the emulator (csrc/msl/*.cpp). Needs a source checkout.
+A library is one shader file, its table of kernels and the emulator (csrc/msl/*.cpp). It needs a
+source checkout.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess
 
 @functools.cache
 def _machine() -> list[str]:
-    """AVX2, FMA and binary16 conversions where the processor has them; no bf16 instructions, which drop
-    subnormal numbers."""
+    """AVX2, FMA and binary16 conversions where the processor has them.
+
+    No bf16 instructions: they drop subnormal numbers.
+    """
     if platform.machine() != "x86_64":
         return []
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -157,7 +160,7 @@ def mark(text: str, places: list[tuple[str, int]]) -> str:
 
 
 def translate(text: str, name: str, include: Sequence[Path]) -> tuple[str, Source]:
-    """Text for plain clang, with line markers, and what it declares. MetalSyntaxError if it is not Metal."""
+    """Text for plain clang, with line markers, and what it declares. Raises MetalSyntaxError."""
     plain, places = unmark(preprocess(text, name, include), name)
     source = Reader(plain).read()
     plain = apply(plain, visible_edits(plain, source))
@@ -212,7 +215,7 @@ def _prefix(constants: Sequence[Constant], translated: bool) -> str:
 
 
 def _tables(source: Source, checked: bool) -> str:
-    """C++ for the emulator: the kernels with the roles of their arguments, the function constants."""
+    """C++ for the emulator: kernels, the roles of their arguments, function constants."""
     kernels, constants, arguments = [], [], []
     for i, k in enumerate(source.kernels):
         rows = ", ".join(f"{{{role}, ({index})}}" for role, index in k.arguments)

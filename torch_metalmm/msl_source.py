@@ -1,5 +1,4 @@
-"""Reads Metal Shading Language: which kernels a text has, what their arguments are, and where plain clang
-needs other words than Apple's front end.
+"""Reads Metal Shading Language: the kernels of a text, their arguments, the function constants.
 
 The text is preprocessed first, with no word of Metal defined as a macro, so that a kernel made by a
 macro reads as one that is written out.
@@ -45,7 +44,8 @@ _TOKEN = re.compile(
     |(?P<punct>::|->|\+\+|--|<<=?|&&|\|\||[-+*/%&|^!=<>]=|.)""",
     re.VERBOSE | re.DOTALL,
 )
-_SCALARS = "bool char uchar short ushort int uint long ulong half bfloat float".split()
+_INTEGERS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
+_SCALARS = (*_INTEGERS, "half", "bfloat", "float")
 VECTORS = frozenset(f"{t}{n}" for t in _SCALARS for n in (2, 3, 4))
 _CLOSE = {"(": ")", "[": "]", "{": "}"}
 
@@ -65,7 +65,7 @@ class Token:
 
 @dataclass
 class Kernel:
-    """A kernel that can be launched: its host name, the C++ expression of it, (role, index) per argument."""
+    """A kernel to launch: its host name, the C++ expression of it, (role, index) per argument."""
 
     name: str
     expression: str
@@ -74,7 +74,7 @@ class Kernel:
 
 @dataclass
 class Constant:
-    """A function constant: `index` is an expression to evaluate in `namespace`, `symbol` its storage."""
+    """A function constant: `index` is an expression in `namespace`, `symbol` its storage."""
 
     name: str
     index: str
@@ -200,7 +200,7 @@ def _text(tokens: list[Token]) -> str:
 
 
 def _argument(tokens: list[Token], used: dict[str, int]) -> tuple[int, str]:
-    """(role, index expression) of one kernel argument. Without [[buffer]] the next free index counts."""
+    """(role, index expression) of one kernel argument; the next free index if it has none."""
     for attribute in _attributes(tokens):
         for part in split(attribute):
             word = _SYNONYMS.get(part[0].text, part[0].text)

@@ -73,7 +73,7 @@ def _attribute(text: str, tokens: list[Token], symbols: object) -> Edit:
 
 
 def _declares_storage(tokens: list[Token], i: int) -> bool:
-    """Whether tokens[i] == "threadgroup" begins a variable of a function, not a pointer or argument."""
+    """Whether tokens[i] == "threadgroup" begins a variable of a function, not a pointer."""
     before = i - 1
     if before >= 0 and tokens[before].text == ")":  # alignas(16) threadgroup …
         while before >= 0 and tokens[before].text != "alignas":

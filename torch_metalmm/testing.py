@@ -40,9 +40,8 @@ __all__ = [
 ]
 
 _MAX_SLOTS = 32
-_FAULTS = (
-    "none usage divergent deadlock out_of_bounds misaligned race uninitialized undefined"
-).split()
+_FAULTS = ("none", "usage", "divergent", "deadlock", "out_of_bounds", "misaligned", "race")
+_FAULTS += ("uninitialized", "undefined")
 _DESCENDING, _ALLOW_INACTIVE, _ALLOW_UNINITIALIZED = 1, 2, 4
 Size = int | Sequence[int]
 
@@ -160,7 +159,7 @@ class Library:
         return (entry * n).in_dll(self._dll, name)
 
     def function(self, name: str, constants: Mapping[int | str, Any] | None = None) -> Function:
-        """The kernel `name` with function constants {index or name: value}. KeyError names those there are."""
+        """The kernel `name` with function constants {index or name: value}; KeyError if there is none."""
         if name not in self.kernels:
             raise KeyError(f"no kernel {name!r}; there are: {', '.join(sorted(self.kernels))}")
         return Function(self, name, self._encode(constants or {}))
@@ -255,7 +254,7 @@ class Function:
         """Runs `grid` threadgroups of `group` threads; buffers[i] is [[buffer(i)]], written in place.
 
         schedule: "ascending", "descending" simdgroups and lanes, or "both" on equal inputs, whose
-        results must agree bit for bit. threads: those of the grid if its last threadgroups are smaller.
+        results must agree bit for bit. threads: those of the grid, fewer than grid * group.
         Raises EmulatorFault.
         """
         items = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
@@ -318,9 +317,9 @@ class Function:
 
 
 class MetalSource:
-    """A text of Metal Shading Language, by anyone. `checked=False` runs faster, without memory checks.
+    """A text of Metal Shading Language, by anyone.
 
-    name: what reports call the text; include: folders of its #include lines. MetalSyntaxError if
+    checked=False runs faster, without memory checks. name: what reports call the text; include: folders of its #include lines. MetalSyntaxError if
     it is not valid.
     """
 
