@@ -14,6 +14,8 @@ struct AffineRow {
 
 // A field that starts at bit 0 ... 15 of a 16-bit word ends below bit 23 of the word and the next
 // one, so no code of the stream needs a shift.
+// Bitwise 1.25 (2 bits), 1.4 (3), 1.4 (4), 1.7 (5), 1.75 (6), 1.6 (8), 0.06 shift, 2.12 fma, 0.2 to
+// 0.5 load: 3.6, 3.8, 3.8, 4.1, 4.1, 4.0 cycles.
 template <int bits>
 struct Affine {
   MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;

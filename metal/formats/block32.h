@@ -48,6 +48,7 @@ METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
 }
 
 // d * (code - 8).
+// 1.25 bitwise, 2.06 fma, 0.31 load: 3.3 cycles.
 struct Q4_0 : Block32<18> {
   MM_CONST bool kHasOffset = false;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_0>& p) {
@@ -63,6 +64,7 @@ struct Q4_0 : Block32<18> {
 };
 
 // d * code + m.
+// 1.25 bitwise, 2.12 fma, 0.19 load: 3.4 cycles.
 struct Q4_1 : Block32<20> {
   MM_CONST bool kHasOffset = true;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_1>& p) {
@@ -86,6 +88,7 @@ METAL_FUNC void add_fifth16(uint bits, thread float (&w)[16]) {
 }
 
 // d * (code - 16), five-bit codes: bit j of the word qh is the high bit of value j.
+// 1.8 bitwise, 0.06 shift, 3.06 fma, 0.44 load: 5.1 cycles.
 struct Q5_0 : Block32<22> {
   MM_CONST bool kHasOffset = false;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_0>& p) {
@@ -102,6 +105,7 @@ struct Q5_0 : Block32<22> {
 };
 
 // d * code + m, codes as in q5_0.
+// 1.8 bitwise, 0.06 shift, 3.12 fma, 0.25 load: 5.2 cycles.
 struct Q5_1 : Block32<24> {
   MM_CONST bool kHasOffset = true;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_1>& p) {
@@ -120,6 +124,7 @@ struct Q5_1 : Block32<24> {
 };
 
 // d * code, int8 codes.
+// 1.5 bitwise, 2.06 fma, 0.56 load: 3.6 cycles.
 struct Q8_0 : Block32<34> {
   MM_CONST bool kHasOffset = false;
   // 2 kWords codes: flipping the sign bit adds 128.

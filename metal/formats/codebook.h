@@ -41,6 +41,7 @@ METAL_FUNC void look_up16(uint4 words, bool high, thread float (&w)[16]) {
 }
 
 // d * level(code).
+// 0.3 bitwise, 0.25 shift, 1.06 fma, 0.81 load: 2.4 cycles.
 struct IQ4_NL : Block32<18>, IQ4Levels {
   MM_CONST bool kHasOffset = false, kHasCodebook = true;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook book,
@@ -58,6 +59,7 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
 
 // (d (scale - 32)) level(code): 6-bit scales per 32 values, codes as in iq4_nl.
 // Sixteen lanes share a super-block, two to a sub-block of 32.
+// 0.6 bitwise, 0.44 shift, 1.2 fma, 0.75 load: 3.5 cycles.
 struct IQ4_XS : BlockFormat<256, 136>, IQ4Levels {
   MM_CONST int kLanes = 16, kValues = 16, kRun = 8, kRunStride = 16, kSegments = 1;
   MM_CONST bool kHasOffset = false, kHasCodebook = true;
@@ -84,6 +86,7 @@ struct IQ4_XS : BlockFormat<256, 136>, IQ4Levels {
 };
 
 // 2^(e - 127) * fp4(code). Blocks of 17 bytes: byte loads, and a byte is what the codebook takes.
+// 0.4 bitwise, 0.12 select, 0.12 shift, 1.06 fma, 1.06 load: 2.1 cycles.
 struct MXFP4 : Block32<17> {
   MM_CONST bool kHasOffset = false, kHasCodebook = true;
   static METAL_FUNC half level(uint code) { return kFP4Doubled[code]; }

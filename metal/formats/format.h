@@ -28,6 +28,10 @@
 // mantissa of 2^23, is the float 2^23 + 2^s code, and one fma takes 2^23 and 2^s away (field()).
 // The word gets its exponent once; a mask per field keeps exponent and field. So a code costs
 // 1 bitwise + 1 fma, and 1 bitwise per word: no shift, no conversion. s + b <= 23.
+// Above each struct: operations per weight of its load() and of dot(), and issue cycles by the
+// costs of an M1 (1 for bitwise, float and select, 4 for shifts); loads are counted, not costed, x
+// and what does not change along K left out.
+//
 // Two 16-bit words side by side give two fields at a time in half precision (pair()): 2^10 + 2^s
 // code.
 #pragma once

@@ -55,6 +55,7 @@ METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) 
 }
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
+// 1.4 bitwise, 0.06 shift, 2.6 fma, 0.16 load: 4.3 cycles.
 struct Q2_K : KBlock16<84> {
   MM_CONST bool kHasOffset = true;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q2_K>& p) {
@@ -89,13 +90,14 @@ struct Q2_K : KBlock16<84> {
 // (d (scale - 32)) (code - 4): bit 4n + t of byte l of hmask is the third bit of the code.
 // Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) +
 // g.
+// 2.1 bitwise, 0.28 shift, 3.3 fma, 0.47 load: 6.5 cycles.
 struct Q3_K : KBlock16<110> {
   MM_CONST bool kHasOffset = false;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q3_K>& p) {
     device const uchar* b = block(row, unit);
     const uint n = piece / 4, shift = 4 * n + 8 * (piece / 2 & 1);
     const float4 bias =
-        -4 - float4(pair_bias(2, 0), pair_bias(2, 1), pair_bias(2, 2), pair_bias(2, 3));
+        -4.0f - float4(pair_bias(2, 0), pair_bias(2, 1), pair_bias(2, 2), pair_bias(2, 3));
     crumbs8x4(load_8<2>(b + 32 + 8 * piece), bias, p.q);
     add_high8x4<1, 2>(load_8<2>(b + 8 * (piece & 3)) >> (4 * n), p.q);
     const uint2 low = load_8<2>(b + 96) >> shift;
@@ -123,6 +125,7 @@ struct Q3_K : KBlock16<110> {
 
 // (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t
 // >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
+// 2.1 bitwise, 0.06 shift, 3.3 fma, 0.53 load: 5.7 cycles.
 struct Q6_K : KBlock16<210> {
   MM_CONST bool kHasOffset = false;
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q6_K>& p) {

@@ -70,6 +70,7 @@ METAL_FUNC void nibbles16x2(uint4 words, float add_low, float add_high, thread f
 }
 
 // (d scale) code - dmin minimum.
+// 1.5 bitwise, 0.09 shift, 2.35 fma, 0.16 load: 4.3 cycles.
 struct Q4_K : KBlock<144> {
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_K>& p) {
     device const uchar* b = block(row, unit);
@@ -85,6 +86,7 @@ struct Q4_K : KBlock<144> {
 
 // As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 +
 // l.
+// 2.3 bitwise, 0.34 shift, 3.35 fma, 0.19 load: 7.0 cycles.
 struct Q5_K : KBlock<176> {
   static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_K>& p) {
     device const uchar* b = block(row, unit);

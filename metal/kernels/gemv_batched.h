@@ -18,11 +18,12 @@ struct GemvBatch {
   // Rows decoded before x is read: more rows read x less often and need more registers.
   MM_CONST int kTogether = Format::kValues <= 16 ? kRows : kRows / 2;
 
+  using XRow = typename PlainX<T>::Row;
+
   template <class Row>
   static METAL_FUNC void add_unit(thread const Row (&rows)[kRows],
-                                  thread const device T* const (&xs)[kBatchPerPass], uint unit,
-                                  uint piece, Codebook book,
-                                  thread float (&acc)[kBatchPerPass][kRows]) {
+                                  thread const XRow (&xs)[kBatchPerPass], uint unit, uint piece,
+                                  Codebook book, thread float (&acc)[kBatchPerPass][kRows]) {
     MM_UNROLL
     for (int r0 = 0; r0 < kRows; r0 += kTogether) {
       Piece<Format> p[kTogether];
@@ -49,7 +50,7 @@ struct GemvBatch {
     if (has_n_tail() && n >= args.n) return;
     typename Format::Row rows[kRows];
     find_rows<Format>(weight, args, n, rows);
-    device const T* xs[kBatchPerPass];
+    XRow xs[kBatchPerPass];
     MM_UNROLL
     for (int m = 0; m < kBatchPerPass; ++m) {
       xs[m] = uint(m) < fc_batch ? x_row(x, args, m0 + m) : x;
