@@ -186,8 +186,26 @@ def test_ctz_clz_bits() -> None:
 
 @pytest.mark.parametrize(
     ("name", "f"),
-    [(n, getattr(torch, n)) for n in "exp exp2 log log2 log10 sin cos tan tanh sqrt rsqrt".split()]
-    + [(n, getattr(torch, n)) for n in "floor ceil trunc abs sinh cosh asin acos atan".split()]
+    [
+        (n, getattr(torch, n))
+        for n in (
+            "exp",
+            "exp2",
+            "log",
+            "log2",
+            "log10",
+            "sin",
+            "cos",
+            "tan",
+            "tanh",
+            "sqrt",
+            "rsqrt",
+        )
+    ]
+    + [
+        (n, getattr(torch, n))
+        for n in ("floor", "ceil", "trunc", "abs", "sinh", "cosh", "asin", "acos", "atan")
+    ]
     + [("rint", torch.round), ("saturate", lambda x: x.clamp(0, 1)), ("sign", torch.sign)],
 )
 def test_math(name: str, f: Callable[[Tensor], Tensor]) -> None:
@@ -267,7 +285,8 @@ kernel void k(device float* y) {{ y[0] = n; y[1] = twice; y[2] = flag_or; y[3] =
 
 def test_atomics_add_up() -> None:
     text = f"""{HEAD}
-kernel void k(device atomic_uint* total, device atomic_float* f, uint i [[thread_position_in_grid]]) {{
+kernel void k(device atomic_uint* total, device atomic_float* f,
+              uint i [[thread_position_in_grid]]) {{
   threadgroup atomic_int local;
   atomic_store_explicit(&local, 0, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -275,7 +294,10 @@ kernel void k(device atomic_uint* total, device atomic_float* f, uint i [[thread
   atomic_fetch_add_explicit(total, i, memory_order_relaxed);
   atomic_fetch_add_explicit(f, 0.5f, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (i % 64 == 0) atomic_fetch_max_explicit(total + 1, uint(atomic_load_explicit(&local, memory_order_relaxed)), memory_order_relaxed);
+  if (i % 64 == 0) {{
+    uint n = uint(atomic_load_explicit(&local, memory_order_relaxed));
+    atomic_fetch_max_explicit(total + 1, n, memory_order_relaxed);
+  }}
 }}"""
     total, f = torch.zeros(2, dtype=torch.int32), torch.zeros(1)
     MetalSource(text).function("k")(16, 64, [total, f])
@@ -316,7 +338,8 @@ def test_virtual_functions_are_rejected() -> None:
 def test_thread_positions() -> None:
     text = f"""{HEAD}
 kernel void k(device uint* y, uint3 at [[thread_position_in_grid]], uint3 n [[threads_per_grid]],
-              ushort2 tg [[threadgroup_position_in_grid]], uint3 in [[thread_position_in_threadgroup]],
+              ushort2 tg [[threadgroup_position_in_grid]],
+              uint3 in [[thread_position_in_threadgroup]],
               uint i [[thread_index_in_threadgroup]], uint sg [[simdgroup_index_in_threadgroup]],
               ushort lane [[thread_index_in_simdgroup]], uint sgs [[simdgroups_per_threadgroup]],
               uint width [[threads_per_simdgroup]], uint2 group [[threads_per_threadgroup]]) {{

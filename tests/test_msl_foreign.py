@@ -105,3 +105,28 @@ def test_function_pointer_arguments_and_conversions() -> None:
     y = torch.empty(2, 64)
     source("blocks").function("kernel_get_rows_q8_0")(1, 32, [w, y])
     assert torch.equal(y, formats.get("q8_0").dequantize(w, 64).half().float())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gemm_in_registers(transposed: bool) -> None:
+    m, n, k = 32, 24, 40
+    a, b = integers(m, k, seed=10, dtype=torch.half), integers(k, n, seed=11, dtype=torch.half)
+    c = torch.full((m, n), torch.nan)
+    constants = {0: m, 1: n, 2: k, 11: transposed}
+    gemm = source("registers").function("gemm_registers", constants)
+    gemm((n // 8, m // 16), 64, [a, b.T.contiguous() if transposed else b, c])
+    assert torch.equal(c, a.float() @ b.float())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float", torch.float32), ("half", torch.float16)])
+def test_reduction_from_a_macro(name: str, dtype: torch.dtype) -> None:
+    x, y = integers(200, seed=12, dtype=dtype), torch.zeros(1, dtype=dtype)
+    source("registers").function(f"reduce_max_{name}")(1, 256, [struct.pack("Q", 200), x, y])
+    assert y.item() == x.max().item()
+
+
+def test_structs_in_device_memory() -> None:
+    a, b = (torch.view_as_complex(integers(32, 2, seed=s)) for s in (13, 14))
+    c = torch.zeros(32, dtype=torch.complex64)
+    source("registers").function("complex_mul")(1, 32, [a, b, c])
+    assert torch.equal(c, a * b)

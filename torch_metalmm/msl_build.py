@@ -1,4 +1,4 @@
-"""Compiles Metal Shading Language for the emulator: clang of the ziglang package, cached by content.
+"""Compiles Metal Shading Language for the emulator: clang of the ziglang package, cached.
 
 A library is one shader file, its table of kernels and the emulator (csrc/msl/*.cpp). It needs a
 source checkout.

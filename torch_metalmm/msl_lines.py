@@ -81,7 +81,7 @@ def _callers(unit: Any, program: Any, address: int) -> list[tuple[str, int]]:
 
 @functools.cache
 def line_of(library: Path, address: int) -> tuple[str, int] | None:
-    """(file, line) of the call that returns to `address`; of its caller in the stand-in's headers."""
+    """(file, line) of the call that returns to `address`, outside the stand-in's headers."""
     address -= 1
     for unit, program, rows in _units(library):
         before: tuple[int, int, int, bool] | None = None

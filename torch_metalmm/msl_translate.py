@@ -23,6 +23,7 @@ from .msl_source import (
 
 # One copy per thread of the host, which runs one threadgroup at a time; the emulator poisons it.
 _STORAGE = "[[clang::loader_uninitialized]] static thread_local "
+_ACCESS = ("public", "private", "protected")
 _UNARY = frozenset({"*", "&", "-", "+", "!", "~", "++", "--"})
 
 
@@ -50,6 +51,13 @@ def visible_edits(text: str, source: Source) -> list[Edit]:
             end = matching(tokens, i)
             edits.append(_attribute(text, tokens[i : end + 1], symbols))
             i = end + 1
+            continue
+        if token.text == "(" and (method := _method_of_a_space(tokens, i)):
+            edits = [e for e in edits if e.end <= method.begin]
+            method.text = "\n" * text.count("\n", method.begin, method.end)
+            edits.append(method)
+            while i < len(tokens) and tokens[i].at < method.end:
+                i += 1
             continue
         if token.text == "{":
             bodies += 1
@@ -91,6 +99,29 @@ def _declares_storage(tokens: list[Token], i: int) -> bool:
             return False
         j += 1
     return j < len(tokens) and tokens[j].text == ";"
+
+
+def _method_of_a_space(tokens: list[Token], i: int) -> Edit | None:
+    """The removal of a member function for objects in device, constant or threadgroup memory.
+
+    The "(" at i opens its parameters. Plain clang has no such functions; the one for thread stays.
+    """
+    j = matching(tokens, i) + 1
+    while j < len(tokens) and tokens[j].text in ("const", "volatile"):
+        j += 1
+    spaces = ("device", "constant", "threadgroup")
+    if j + 1 >= len(tokens) or tokens[j].text not in spaces or tokens[j + 1].text not in "{;:":
+        return None
+    body = j + 1
+    while body < len(tokens) and tokens[body].text not in "{;":  # after a constructor's initializers
+        body = matching(tokens, body) + 1 if tokens[body].text == "(" else body + 1
+    begin = i
+    while begin and tokens[begin - 1].text not in ("{", "}", ";"):
+        if tokens[begin - 1].text == ":" and tokens[begin - 2].text in _ACCESS:
+            break
+        begin -= 1
+    end = matching(tokens, body) if tokens[body].text == "{" else body
+    return Edit(tokens[begin].at, tokens[end].end, "")
 
 
 def _vector_words(tokens: list[Token], i: int) -> list[Edit]:
