@@ -1,0 +1,241 @@
+"""The matrix kernels of metal/ on the lockstep emulator, every launch under both schedules.
+
+Plans give the launches. A buffer ends with its operand, so that an access beyond is reported; gaps
+between rows are NaN (bytes 0xFF), and so is what is not bound.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import around
+from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
+from torch import Tensor
+
+from torch_metalmm import _C, formats
+from torch_metalmm.testing import EmulatorFault, MetalSource, shader_libraries
+
+STRATEGIES = ("gemm", "gemm_small", "gemm_tiled", "gemm_naive")
+KINDS = ("f32", "bf16", "q4_0", "q5_1", "q6_k", "affine3_g64_bf16")
+DENSE = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of a value
+NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+METAL = Path(__file__).resolve().parent.parent / "metal"
+
+# Of metal/abi.h: the slots and the layout of KernelArgs, whose fields a plan has in this order.
+SLOTS = ("x", "weight", "y", "bias", "c", "weight2", "x2", "ids", "partial", "args")
+ARGS = struct.Struct("<4q8I2f")
+PARTIAL = 8
+
+
+def memory_of(rows: Tensor, gap: int) -> Tensor:
+    """`rows` in one dimension, gap elements of NaN (0xFF) between them, none behind the last."""
+    m, k = rows.shape
+    fill = 255 if rows.dtype == torch.uint8 else torch.nan
+    memory = torch.full(((m - 1) * (k + gap) + k,), fill, dtype=rows.dtype)
+    memory.as_strided((m, k), (k + gap, 1)).copy_(rows)
+    return memory
+
+
+def alignment_of(memory: Tensor) -> int:
+    return memory.data_ptr() & -memory.data_ptr()
+
+
+def launch(one: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+    """Runs a pass of a plan on {slot: memory}."""
+    library = shader_libraries(True)[one["kernel"]]
+    run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
+    args = torch.frombuffer(bytearray(ARGS.pack(*one["args"].values())), dtype=torch.uint8)
+    slots = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
+    run(one["grid"], one["group"], slots, [max(16, one["threadgroup_bytes"])])
+
+
+def multiply(
+    strategy: str,
+    name: str,
+    packed: Tensor,
+    x: Tensor,
+    *,
+    gaps: tuple[int, int] = (0, 0),
+    k_per_part: int = 0,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Tensor:
+    """alpha x Wᵀ + bias + beta c [M, N]; with k_per_part the f32 sums of the parts [parts, M, N].
+
+    gaps: elements between rows of x, bytes between rows of W.
+    """
+    (m, k), n = x.shape, packed.shape[0]
+    memory = {"x": memory_of(x, gaps[0]), "weight": memory_of(packed, gaps[1])}
+    plan = _C.plan(
+        m=m, n=n, k=k, format=name, dtype=NAMES[x.dtype], chip="m1", strategy=strategy,
+        bias=bias is not None, c=c is not None, alpha=alpha, beta=beta, gpu={"cores": 1},
+        x_stride=k + gaps[0], w_stride=packed.shape[1] + gaps[1],
+        x_alignment=alignment_of(memory["x"]), w_alignment=alignment_of(memory["weight"]),
+    )  # fmt: skip
+    (one,) = plan["passes"]
+    y = torch.full((m, n), torch.nan, dtype=x.dtype)
+    if k_per_part:
+        parts = -(-k // k_per_part)
+        y = torch.full((parts, m, n), torch.nan)
+        one["args"] |= {"k_per_part": k_per_part, "parts": parts}
+        one["constants"]["epilogue"] = PARTIAL
+        one["grid"][2] = parts
+    unbound = torch.full((1,), torch.nan)
+    optional = {"bias": unbound if bias is None else bias, "c": unbound if c is None else c}
+    launch(one, memory | optional | {"y": y})
+    return y
+
+
+def rounded_weights(strategy: str, x: Tensor, w: Tensor) -> Tensor | float:
+    """What gemm adds to the error for f16 x, since it rounds each weight to f16."""
+    if strategy != "gemm" or x.dtype != torch.float16:
+        return 0.0
+    u, spacing = oracle.STORE[torch.float16]
+    return x.double().abs() @ (u * w.double().abs() + spacing).T
+
+
+def expected(strategy: str, x: Tensor, w: Tensor) -> Value:
+    """x Wᵀ in f32, as the strategy computes it."""
+    y = Value.of(x).dot(w)
+    return Value(y.exact, y.error + rounded_weights(strategy, x, w))
+
+
+def some_k(name: str) -> int:
+    """More than two steps of every kernel, with a tail where the format has one."""
+    block = formats.get(name).block_values
+    return {1: 163, 32: 160, 64: 192}.get(block, 2 * block)
+
+
+@pytest.mark.parametrize("kernel", STRATEGIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
+    """Row i of x picks value i of every row of W: the output is W, rounded once to the dtype."""
+    k = some_k(name)
+    packed = random_weight(name, 3, k)
+    w = spec(name, packed, k)
+    for i, dtype in enumerate(DTYPES):
+        picked = torch.arange(i, k, 3)
+        y = multiply(kernel, name, packed, torch.eye(k, dtype=dtype)[picked])
+        want = w.T[picked].to(dtype)
+        assert torch.equal(y, want), (dtype, (y != want).nonzero()[:3].tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", STRATEGIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(name: str, kernel: str, dtype: torch.dtype) -> None:
+    """Random x, with tails of M and N, rows side by side and rows apart."""
+    k = some_k(name)
+    packed, x = random_weight(name, 67, k), activations(11, k, dtype=dtype)
+    want = expected(kernel, x, spec(name, packed, k)).store(dtype)
+    gaps = ((0, 0), (3, DENSE.get(name, 16)), (-k % 4 + 4, 48))[DTYPES.index(dtype)]
+    check(multiply(kernel, name, packed, x, gaps=gaps), want, f"{name} {kernel} gaps={gaps}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", STRATEGIES)
+@pytest.mark.parametrize("name", KINDS)
+def test_around_the_edges_of_the_tile(name: str, kernel: str, dtype: torch.dtype) -> None:
+    """M and N at 1, one below, at, one above and twice above the tile; M up to 130."""
+    tile = _C.strategy(kernel)
+    ms, ns = ({1, *around(tile[size])} for size in "mn")
+    ms, ns = sorted(ms | {130}), sorted(ns)
+    k = formats.get(name).block_values
+    k = {1: 65, 32: 96, 64: 128}.get(k, k)
+    packed, x = random_weight(name, ns[-1], k), activations(ms[-1], k, dtype=dtype)
+    want = expected(kernel, x, spec(name, packed, k)).store(dtype)
+    for i, m in enumerate(ms):
+        for n in ns[i % 2 :: 2]:
+            y = multiply(kernel, name, packed[:n], x[:m])
+            check(y, Value(want.exact[:m, :n], want.error[:m, :n]), f"{name} M={m} N={n}")
+
+
+@pytest.mark.parametrize("kernel", STRATEGIES)
+@pytest.mark.parametrize("name", DENSE)
+def test_every_k_of_dense_rows(name: str, kernel: str) -> None:
+    """K around every step: values beyond K are not read, and count as zero."""
+    step = _C.strategy(kernel)["k"]
+    for i, k in enumerate(sorted({*range(1, 20), *around(step), 3 * step + 17})):
+        packed, x = random_weight(name, 5, k), activations(9, k, dtype=DTYPES[i % 3])
+        want = expected(kernel, x, spec(name, packed, k)).store(x.dtype)
+        for gaps in ((0, 0), (-k % 4, -k * DENSE[name] % 16), (1, DENSE[name])):
+            y = multiply(kernel, name, packed, x, gaps=gaps)
+            check(y, want, f"{name} K={k} gaps={gaps}")
+
+
+@pytest.mark.parametrize("kernel", STRATEGIES)
+@pytest.mark.parametrize("name", KINDS)
+def test_parts_of_k(name: str, kernel: str) -> None:
+    """Split K leaves the f32 sum of each part, whatever the dtype; the last part is shorter."""
+    block = formats.get(name).block_values
+    step = max(_C.strategy(kernel)["k"], block)
+    k = 4 * step + (5 if block == 1 else step)
+    packed = random_weight(name, 70, k)
+    w = spec(name, packed, k)
+    for dtype in DTYPES:
+        x = activations(35, k, dtype=dtype)
+        y = multiply(kernel, name, packed, x, k_per_part=2 * step)
+        assert y.dtype == torch.float32 and len(y) == 3
+        for i, part in enumerate(y):
+            cut = slice(2 * step * i, 2 * step * (i + 1))
+            check(part, expected(kernel, x[:, cut], w[:, cut]), f"{name} {dtype} part {i}")
+
+
+@pytest.mark.parametrize("kernel", STRATEGIES)
+def test_epilogue(kernel: str) -> None:
+    """alpha x Wᵀ + bias + beta c, each alone and all together, rounded once."""
+    packed = random_weight("q4_0", 70, 64)
+    w = spec("q4_0", packed, 64)
+    for dtype in DTYPES:
+        x = activations(35, 64, dtype=dtype)
+        bias, c = activations(70, dtype=dtype, seed="b"), activations(35, 70, dtype=dtype, seed="c")
+        terms: list[dict[str, Any]] = [{"bias": bias}, {"alpha": -0.37}, {"c": c, "beta": 1.7}]
+        for given in (*terms, terms[0] | terms[1] | terms[2]):
+            want = expected(kernel, x, w) * given.get("alpha", 1.0)
+            if "bias" in given:
+                want = want + Value.of(bias)
+            if "c" in given:
+                want = want + Value.of(c) * given["beta"]
+            y = multiply(kernel, "q4_0", packed, x, **given)
+            check(y, want.store(dtype), f"{dtype} {sorted(given)}")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kernel", STRATEGIES)
+def test_large_activations_stay_finite(kernel: str, dtype: torch.dtype) -> None:
+    """x beyond the range of f16: none is staged through half."""
+    packed, x = random_weight("q4_k", 9, 256), (activations(9, 256) * 2.0**100).to(dtype)
+    want = expected(kernel, x, spec("q4_k", packed, 256)).store(dtype)
+    check(multiply(kernel, "q4_k", packed, x), want, kernel)
+
+
+@pytest.mark.parametrize("barrier", (0, 1))
+@pytest.mark.parametrize("kernel", ("gemm", "gemm_tiled"))
+def test_every_barrier_is_needed(kernel: str, barrier: int) -> None:
+    """Without either barrier of the main loop the emulator reports a race; above it had none."""
+    struct_name = {"gemm": "Gemm", "gemm_tiled": "GemmTiled"}[kernel]
+    call = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    pieces = (METAL / "kernels" / f"{kernel}.h").read_text().split(call)
+    assert len(pieces) == 3
+    text = pieces[0] + (pieces[1] + call, call + pieces[1])[1 - barrier] + pieces[2]
+    text = text.replace("#pragma once", "").replace('"../', '"')
+    text = f'#include "entry.h"\n#include "formats/all.h"\n{text}\n'
+    text += f"MM_MATMUL(f32, float, {kernel}, q4_0, Q4_0, {struct_name})\n"
+    run = MetalSource(text, include=[METAL]).function(
+        f"{kernel}_q4_0_f32", {0: 96, 1: 0, 2: 0, 3: 0, 4: 0, 5: 8}
+    )
+    tile = _C.strategy(kernel)
+    x, y = activations(tile["m"], 96), torch.empty(tile["m"], tile["n"])
+    args = ARGS.pack(96, tile["n"], 54, 0, tile["m"], tile["n"], 96, 96, 1, 0, 0, 0, 1.0, 0.0)
+    buffers = {0: x, 1: random_weight("q4_0", tile["n"], 96), 2: y, 3: x[0], 4: x[1]}
+    buffers[9] = torch.frombuffer(bytearray(args), dtype=torch.uint8)
+    with pytest.raises(EmulatorFault) as fault:
+        run(1, tile["threads"], buffers, [32768])
+    assert fault.value.kind in ("race", "uninitialized"), fault.value
