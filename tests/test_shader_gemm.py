@@ -1,57 +1,28 @@
-"""The matrix kernels of metal/ on the lockstep emulator, every launch under both schedules.
-
-Plans give the launches. A buffer ends with its operand, so that an access beyond is reported; gaps
-between rows are NaN (bytes 0xFF), and so is what is not bound.
-"""
+"""The matrix kernels of metal/ on the lockstep emulator, every launch under both schedules."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
+import shaders
 import torch
 from conftest import around
 from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
+from shaders import NAMES, alignment_of, launch, memory_of
 from torch import Tensor
 
 from torch_metalmm import _C, formats
-from torch_metalmm.testing import EmulatorFault, MetalSource, shader_libraries
+from torch_metalmm.testing import EmulatorFault, MetalSource
 
 STRATEGIES = ("gemm", "gemm_small", "gemm_tiled", "gemm_naive")
 KINDS = ("f32", "bf16", "q4_0", "q5_1", "q6_k", "affine3_g64_bf16")
 DENSE = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of a value
-NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 METAL = Path(__file__).resolve().parent.parent / "metal"
 
-# Of metal/abi.h: the slots and the layout of KernelArgs, whose fields a plan has in this order.
-SLOTS = ("x", "weight", "y", "bias", "c", "weight2", "x2", "ids", "partial", "args")
-ARGS = struct.Struct("<4q8I2f")
-PARTIAL = 8
-
-
-def memory_of(rows: Tensor, gap: int) -> Tensor:
-    """`rows` in one dimension, gap elements of NaN (0xFF) between them, none behind the last."""
-    m, k = rows.shape
-    fill = 255 if rows.dtype == torch.uint8 else torch.nan
-    memory = torch.full(((m - 1) * (k + gap) + k,), fill, dtype=rows.dtype)
-    memory.as_strided((m, k), (k + gap, 1)).copy_(rows)
-    return memory
-
-
-def alignment_of(memory: Tensor) -> int:
-    return memory.data_ptr() & -memory.data_ptr()
-
-
-def launch(one: dict[str, Any], buffers: dict[str, Tensor]) -> None:
-    """Runs a pass of a plan on {slot: memory}."""
-    library = shader_libraries(True)[one["kernel"]]
-    run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
-    args = torch.frombuffer(bytearray(ARGS.pack(*one["args"].values())), dtype=torch.uint8)
-    slots = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
-    run(one["grid"], one["group"], slots, [max(16, one["threadgroup_bytes"])])
+PARTIAL = 8  # kEpiloguePartial of abi.h
 
 
 def multiply(
@@ -218,24 +189,20 @@ def test_large_activations_stay_finite(kernel: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("barrier", (0, 1))
 @pytest.mark.parametrize("kernel", ("gemm", "gemm_tiled"))
-def test_every_barrier_is_needed(kernel: str, barrier: int) -> None:
+def test_every_barrier_is_needed(
+    kernel: str, barrier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without either barrier of the main loop the emulator reports a race; above it had none."""
-    struct_name = {"gemm": "Gemm", "gemm_tiled": "GemmTiled"}[kernel]
     call = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-    pieces = (METAL / "kernels" / f"{kernel}.h").read_text().split(call)
-    assert len(pieces) == 3
-    text = pieces[0] + (pieces[1] + call, call + pieces[1])[1 - barrier] + pieces[2]
+    load, compute, rest = (METAL / "kernels" / f"{kernel}.h").read_text().split(call)
+    text = load + (compute + call if barrier == 0 else call + compute) + rest
     text = text.replace("#pragma once", "").replace('"../', '"')
-    text = f'#include "entry.h"\n#include "formats/all.h"\n{text}\n'
-    text += f"MM_MATMUL(f32, float, {kernel}, q4_0, Q4_0, {struct_name})\n"
-    run = MetalSource(text, include=[METAL]).function(
-        f"{kernel}_q4_0_f32", {0: 96, 1: 0, 2: 0, 3: 0, 4: 0, 5: 8}
+    struct = {"gemm": "Gemm", "gemm_tiled": "GemmTiled"}[kernel]
+    text += f'#include "formats/all.h"\nMM_MATMUL(f32, float, {kernel}, q4_0, Q4_0, {struct})\n'
+    library = MetalSource(text, include=[METAL]).library
+    monkeypatch.setattr(
+        shaders, "shader_libraries", lambda _: dict.fromkeys(library.kernels, library)
     )
-    tile = _C.strategy(kernel)
-    x, y = activations(tile["m"], 96), torch.empty(tile["m"], tile["n"])
-    args = ARGS.pack(96, tile["n"], 54, 0, tile["m"], tile["n"], 96, 96, 1, 0, 0, 0, 1.0, 0.0)
-    buffers = {0: x, 1: random_weight("q4_0", tile["n"], 96), 2: y, 3: x[0], 4: x[1]}
-    buffers[9] = torch.frombuffer(bytearray(args), dtype=torch.uint8)
     with pytest.raises(EmulatorFault) as fault:
-        run(1, tile["threads"], buffers, [32768])
+        multiply(kernel, "q4_0", random_weight("q4_0", 64, 96), activations(32, 96))
     assert fault.value.kind in ("race", "uninitialized"), fault.value
