@@ -37,13 +37,14 @@ def alignment_of(memory: Tensor) -> int:
     return address & -address
 
 
-def launch(one: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "both") -> None:
     """Runs a pass of a plan on {slot: memory}."""
     library = shader_libraries(True)[one["kernel"]]
     run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
     args = torch.frombuffer(bytearray(_ARGS.pack(*one["args"].values())), dtype=torch.uint8)
     bound = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
-    run(one["grid"], one["group"], bound, [max(16, one["threadgroup_bytes"])])
+    memory = [max(16, one["threadgroup_bytes"])]
+    run(one["grid"], one["group"], bound, memory, schedule=schedule)
 
 
 def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,30 @@ def test_large_activations_stay_finite(kernel: str, dtype: torch.dtype) -> None:
     packed, x = random_weight("q4_k", 9, 256), (activations(9, 256) * 2.0**100).to(dtype)
     want = expected(kernel, x, spec("q4_k", packed, 256)).store(dtype)
     check(multiply(kernel, "q4_k", packed, x), want, kernel)
+
+
+def far_apart(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written."""
+    size = count * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
+
+
+@pytest.mark.parametrize("kernel", STRATEGIES)
+def test_offsets_beyond_32_bits(kernel: str) -> None:
+    """Rows of x, W and y 2^30 elements apart: offsets pass 2^32 bytes, and elements 2^31."""
+    m, n, k, stride = 4, 6, 64, 2**30
+    packed, x = random_weight("q8_0", n, k), activations(m, k, dtype=torch.float16)
+    memory = {"weight": far_apart((n - 1) * stride + packed.shape[1], torch.uint8)}
+    memory |= {s: far_apart((m - 1) * stride + k, x.dtype) for s in ("x", "y")}
+    memory["x"].as_strided(x.shape, (stride, 1)).copy_(x)
+    memory["weight"].as_strided(packed.shape, (stride, 1)).copy_(packed)
+    strides = {"x_stride": stride, "w_stride": stride, "y_stride": stride}
+    plan = _C.plan(m=m, n=n, k=k, format="q8_0", chip="m1", strategy=kernel, **strides)
+    unbound = torch.full((1,), torch.nan)
+    launch(plan["passes"][0], memory | {"bias": unbound, "c": unbound}, "ascending")
+    want = expected(kernel, x, spec("q8_0", packed, k)).store(x.dtype)
+    check(memory["y"].as_strided((m, n), (stride, 1)), want, kernel)
 
 
 @pytest.mark.parametrize("barrier", (0, 1))
