@@ -9,8 +9,10 @@
 // Traffic  W is read M / 32 times, x N / 64 times, y is written once. Per 32 values of K: a thread
 //          stores 16 + 8 operands (4 + 2 vectors); a simdgroup loads 16 matrices of W and 8 of x
 //          for 32 multiplications.
+// Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions; then 0.4
+//          stores of operands, 1.5 loads and 2 multiplications of matrices (clang 22, f32 x).
 // Needs    (64 + 32) * 40 operands of threadgroup memory. Half operands, for f16 x, round W to 11
-//          bits; f32 and bf16 x multiply float operands.
+//          bits and reach 65504; f32 and bf16 x multiply float operands.
 #pragma once
 
 #include "../tile/load.h"

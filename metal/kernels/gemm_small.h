@@ -9,6 +9,8 @@
 //                rows of x
 // Traffic  W is read M / 8 times, x once per simdgroup (from the cache, but for the first). Per 64
 //          values of K a lane decodes 32 weights and loads 16 of x, for 16 multiplications.
+// Cost     Per weight of q4_0 1.8 bitwise, 2 fma, 1.1 shifts and conversions and 0.5
+//          multiplications of matrices (clang 22, f32 x).
 // Needs    No threadgroup memory, no barrier. Operands are float: W and x are exact in every dtype.
 #pragma once
 

@@ -6,6 +6,7 @@
 //          first 64 threads decode 16 values of W each, and every thread loads 4 of x.
 // Traffic  W is read M / 32 times, x N / 32 times. Per value of K a thread reads 2 + 2 operands
 //          from threadgroup memory for 4 fma.
+// Cost     A weight is decoded once for 32 fma, each of which reads one operand of its own.
 // Needs    (32 + 32) * 33 floats of threadgroup memory.
 #pragma once
 
