@@ -1,4 +1,5 @@
-// What host and shaders agree on: arguments, buffer slots, function constants. Read by C++ and by MSL.
+// What host and shaders agree on: arguments, buffer slots, function constants. Read by C++ and by
+// MSL.
 #pragma once
 
 #if defined(__METAL_VERSION__)
@@ -12,28 +13,29 @@
 
 namespace metalmm {
 
-// One struct for every kernel; a kernel reads the fields its strategy needs. Strides are in elements for x, y
-// and c, in bytes for weights. All sizes are of the whole problem, not of a tile.
+// One struct for every kernel; a kernel reads the fields its strategy needs. Strides are in
+// elements for x, y and c, in bytes for weights. All sizes are of the whole problem, not of a tile.
 struct KernelArgs {
-  MM_I64 x_stride;    // row m of x, and of gate and up
-  MM_I64 y_stride;    // row m of y and of c
-  MM_I64 w_stride;    // row n of weight
-  MM_I64 w2_stride;   // row n of weight2
+  MM_I64 x_stride;   // row m of x, and of gate and up
+  MM_I64 y_stride;   // row m of y and of c
+  MM_I64 w_stride;   // row n of weight
+  MM_I64 w2_stride;  // row n of weight2
   MM_U32 m, n, k;
-  MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is one part
-  MM_U32 parts;       // split-K: partial results per output, 1 when not split
+  MM_U32 k_per_part;     // split-K: values of K per part, a whole number of blocks; k when there is
+                         // one part
+  MM_U32 parts;          // split-K: partial results per output, 1 when not split
   MM_U32 scales_offset;  // affine: byte offset in a row of the scales plane
   MM_U32 biases_offset;  // affine: byte offset in a row of the biases plane
-  MM_U32 count;       // ids of an embedding, elements of a probe
+  MM_U32 count;          // ids of an embedding, elements of a probe
   float alpha, beta;
 };
 
-// Buffer slots. A slot that a kernel does not declare stays unbound; a declared slot whose operand is absent
-// (bias, c) is bound to y and guarded by a function constant.
+// Buffer slots. A slot that a kernel does not declare stays unbound; a declared slot whose operand
+// is absent (bias, c) is bound to y and guarded by a function constant.
 enum Slot : MM_U32 {
-  kSlotX = 0,        // activations; gate of swiglu_down
-  kSlotWeight = 1,   // packed rows; gate weight of swiglu_up
-  kSlotY = 2,        // result, or f32 partial results of a split-K pass
+  kSlotX = 0,       // activations; gate of swiglu_down
+  kSlotWeight = 1,  // packed rows; gate weight of swiglu_up
+  kSlotY = 2,       // result, or f32 partial results of a split-K pass
   kSlotBias = 3,
   kSlotC = 4,
   kSlotWeight2 = 5,  // up weight of swiglu_up
@@ -60,8 +62,8 @@ enum SlotBits : MM_U32 {
 
 // Function constants: at most six. What removes a branch or fixes a stride.
 enum FunctionConstant : MM_U32 {
-  kConstantK = 0,          // uint: K, known at pipeline creation so that loops have a fixed trip count
-  kConstantGroup = 1,      // uint: group size of an affine format, 0 otherwise
+  kConstantK = 0,      // uint: K, known at pipeline creation so that loops have a fixed trip count
+  kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format (0 f16, 1 bf16, 2 f32)
   kConstantEpilogue = 3,   // uint: EpilogueBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched, 0 otherwise
@@ -71,13 +73,13 @@ enum FunctionConstant : MM_U32 {
 
 enum EpilogueBits : MM_U32 {
   kEpilogueBias = 1,
-  kEpilogueC = 2,       // + beta * c
+  kEpilogueC = 2,  // + beta * c
   kEpilogueAlpha = 4,
   kEpiloguePartial = 8  // y is f32 [parts, M, N] of the workspace; the other bits are zero
 };
 
-// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a kernel
-// that is not told of it loads element by element.
+// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
+// kernel that is not told of it loads element by element.
 enum BoundsBits : MM_U32 {
   kBoundsN = 1,
   kBoundsM = 2,

@@ -1,5 +1,7 @@
 // GGML blocks of 32 values. Byte j of the codes holds value j (low nibble) and j + 16 (high).
 // Two lanes share a block: lane p owns values [8p, 8p + 8) and [16 + 8p, 16 + 8p + 8).
+// Rejected: four lanes with 8 values each, which read x in longer runs but pay for scale and
+// address twice as often: q4_0 1.42 TB/s instead of 2.17 (H200, N = 128256, K = 4096).
 #pragma once
 
 #include "format.h"
