@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace metalmm {
 void bind_plan(py::module_& m);      // plan_bindings.cpp
 void bind_emulator(py::module_& m);  // msl/ops.cpp
-}
+}  // namespace metalmm
 
 PYBIND11_MODULE(_C, m) {
   metalmm::bind_plan(m);
