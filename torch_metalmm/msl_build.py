@@ -6,6 +6,8 @@ source checkout.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -14,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source
@@ -90,13 +92,6 @@ def _tool_digest() -> str:
     if not version:
         raise BuildError("the ziglang package, which has the compiler, is not installed")
     return digest(version, *_machine(), *_LANGUAGE, *_CODE, *_CHECKS, *files)
-
-
-def _replace(path: Path, data: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-        f.write(data)
-    os.replace(f.name, path)
 
 
 @functools.cache
@@ -247,7 +242,6 @@ def _tables(source: Source, checked: bool) -> str:
 
 def _link(folder: Path, text: str, checked: bool) -> None:
     """Compiles `text` and links it with the emulator into folder/library.so."""
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         file, obj = Path(temporary) / "shader.cpp", Path(temporary) / "shader.o"
         library = Path(temporary) / "library.so"
@@ -263,13 +257,26 @@ def _link(folder: Path, text: str, checked: bool) -> None:
         os.replace(library, folder / "library.so")
 
 
+@contextlib.contextmanager
+def _missing(folder: Path) -> Iterator[bool]:
+    """Whether folder/library.so is to be built; other processes that want it wait meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "library.so").exists():
+        yield False
+        return
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not (folder / "library.so").exists()
+
+
 def build_text(text: str, name: str, include: Sequence[Path], checked: bool) -> Path:
     """The library of a text by somebody else."""
     key = digest(_tool_digest(), text, name, *map(str, include), str(checked), _scripts())
     folder = CACHE / key
-    if not (folder / "library.so").exists():
-        translated, source = translate(text, name, include)
-        _link(folder, translated + "\n" + _tables(source, checked), checked)
+    with _missing(folder) as missing:
+        if missing:
+            translated, source = translate(text, name, include)
+            _link(folder, translated + "\n" + _tables(source, checked), checked)
     return folder / "library.so"
 
 
@@ -277,10 +284,11 @@ def build_file(path: Path, checked: bool) -> Path:
     """The library of a shader of metal/, which is compiled as it is."""
     expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
     folder = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts())
-    if not (folder / "library.so").exists():
-        source = Reader(unmark(expanded, path.name)[0]).read()
-        text = _prefix(source.constants, translated=False) + f'#include "{path}"\n'
-        _link(folder, text + _tables(source, checked), checked)
+    with _missing(folder) as missing:
+        if missing:
+            source = Reader(unmark(expanded, path.name)[0]).read()
+            text = _prefix(source.constants, translated=False) + f'#include "{path}"\n'
+            _link(folder, text + _tables(source, checked), checked)
     return folder / "library.so"
 
 

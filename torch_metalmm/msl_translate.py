@@ -113,7 +113,9 @@ def _method_of_a_space(tokens: list[Token], i: int) -> Edit | None:
     if j + 1 >= len(tokens) or tokens[j].text not in spaces or tokens[j + 1].text not in "{;:":
         return None
     body = j + 1
-    while body < len(tokens) and tokens[body].text not in "{;":  # after a constructor's initializers
+    while (
+        body < len(tokens) and tokens[body].text not in "{;"
+    ):  # after a constructor's initializers
         body = matching(tokens, body) + 1 if tokens[body].text == "(" else body + 1
     begin = i
     while begin and tokens[begin - 1].text not in ("{", "}", ";"):
