@@ -66,8 +66,10 @@ void write_report(Worker& w, const Lane* lane, MmFault fault, uint64_t pc, const
 }
 
 bool same_place(const Wait& a, const Wait& b) {
-  return a.line == b.line && a.scope == b.scope && strcmp(a.kind, b.kind) == 0 &&
-         strcmp(a.file, b.file) == 0;
+  if (a.line != b.line || a.scope != b.scope) return false;
+  // The same literals are mostly one; two instances of a template may have a copy each.
+  return (a.kind == b.kind || strcmp(a.kind, b.kind) == 0) &&
+         (a.file == b.file || strcmp(a.file, b.file) == 0);
 }
 
 // Runs the collective of lanes [first, first + width) if it can. `leader` waits in it.
