@@ -64,6 +64,6 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --no-build-isolation --editable ".[test,bench]"
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.demo
+$(VENV)/.lint: $(VENV)/.test
 	$(PIP) --no-build-isolation --editable ".[lint]"
 	touch $@

@@ -1,4 +1,4 @@
-"""Builds torch_metalmm._C with CMake against the torch that is installed. Everything else: pyproject.toml."""
+"""Builds torch_metalmm._C with CMake against the installed torch. The rest is in pyproject.toml."""
 
 from __future__ import annotations
 

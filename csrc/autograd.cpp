@@ -25,7 +25,10 @@ Tensor bias_grad(const Tensor& grad, at::ScalarType type) {
   return (g.dim() > 1 ? g.flatten(0, -2).sum(0) : g).to(type);
 }
 
-bool needs_grad(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
+// Whether a gradient is recorded through t. A forward-mode tangent counts: the Function then says
+// that it has no jvp, where skipping it would return a zero tangent.
+bool needs_grad(const Tensor& t) { return t.requires_grad() || t._fw_grad(0).defined(); }
+bool needs_grad(const OptionalTensor& t) { return t.has_value() && needs_grad(*t); }
 
 void check_frozen(const char* name, const Tensor& w) {
   TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !w.requires_grad(), name,
@@ -149,12 +152,13 @@ struct Scaled : torch::autograd::Function<Scaled<kCall>> {
     const Tensor w = ctx->get_saved_variables()[0];
     variable_list out(7);
     if (ctx->needs_input_grad(0)) {
-      out[0] = call_input_grad(grads[0] * ctx->saved_data["alpha"].toDouble(), w,
+      out[0] = call_input_grad(grads[0].to(at::kFloat) * ctx->saved_data["alpha"].toDouble(), w,
                                ctx->saved_data["format"].toStringRef(),
-                               ctx->saved_data["in_features"].toInt());
+                               ctx->saved_data["in_features"].toInt())
+                   .to(grads[0].scalar_type());
     }
     if (ctx->saved_data.count("c_type")) {
-      out[3] = (grads[0] * ctx->saved_data["beta"].toDouble())
+      out[3] = (grads[0].to(at::kFloat) * ctx->saved_data["beta"].toDouble())
                    .to(static_cast<at::ScalarType>(ctx->saved_data["c_type"].toInt()));
     }
     return out;
@@ -169,7 +173,7 @@ std::optional<std::string> owned(OptionalName name) {
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
               OptionalName strategy) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() && (x.requires_grad() || needs_grad(bias))) {
+  if (at::GradMode::is_enabled() && (needs_grad(x) || needs_grad(bias))) {
     return Linear::apply(x, w, bias, std::string(format), owned(strategy));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -177,7 +181,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name
 }
 
 Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
-  if (at::GradMode::is_enabled() && grad.requires_grad()) {
+  if (at::GradMode::is_enabled() && needs_grad(grad)) {
     return InputGrad::apply(grad, w, std::string(format), in_features);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -187,7 +191,7 @@ Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64
 Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
   check_frozen("gate_weight", wg);
   check_frozen("up_weight", wu);
-  if (at::GradMode::is_enabled() && x.requires_grad()) {
+  if (at::GradMode::is_enabled() && needs_grad(x)) {
     return SwiGLU::apply(x, wg, wu, std::string(fg), std::string(fu));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -197,19 +201,32 @@ Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name
 Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
                      const OptionalTensor& bias, Name format) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() &&
-      (gate.requires_grad() || up.requires_grad() || needs_grad(bias))) {
+  if (at::GradMode::is_enabled() && (needs_grad(gate) || needs_grad(up) || needs_grad(bias))) {
     return SwiGLULinear::apply(gate, up, w, bias, std::string(format));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   return call_swiglu_linear(gate, up, w, bias, format);
 }
 
+Tensor dequantize(const Tensor& w, Name format, std::optional<int64_t> in_features,
+                  std::optional<at::ScalarType> dtype) {
+  check_frozen("weight", w);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_dequantize(w, format, in_features, dtype);
+}
+
+Tensor embedding(const Tensor& ids, const Tensor& w, Name format,
+                 std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
+  check_frozen("weight", w);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_embedding(ids, w, format, in_features, dtype);
+}
+
 template <auto kCall>
 Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
               double beta, OptionalName strategy) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() && (x.requires_grad() || needs_grad(c))) {
+  if (at::GradMode::is_enabled() && (needs_grad(x) || needs_grad(c))) {
     return Scaled<kCall>::apply(x, w, std::string(format), c, alpha, beta, owned(strategy));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -223,6 +240,8 @@ TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
   m.impl("linear_input_grad", linear_input_grad);
   m.impl("swiglu", swiglu);
   m.impl("swiglu_linear", swiglu_linear);
+  m.impl("dequantize", dequantize);
+  m.impl("embedding", embedding);
   m.impl("gemv", scaled<call_gemv>);
   m.impl("gemm", scaled<call_gemm>);
 }

@@ -61,4 +61,20 @@ inline Tensor call_gemm(const Tensor& x, const Tensor& w, Name format, const Opt
   return op.call(x, w, format, c, alpha, beta, strategy);
 }
 
+inline Tensor call_dequantize(const Tensor& w, Name format, std::optional<int64_t> in_features,
+                              std::optional<at::ScalarType> dtype) {
+  static auto op =
+      find_op<Tensor(const Tensor&, Name, std::optional<int64_t>, std::optional<at::ScalarType>)>(
+          "metalmm::dequantize");
+  return op.call(w, format, in_features, dtype);
+}
+
+inline Tensor call_embedding(const Tensor& ids, const Tensor& w, Name format,
+                             std::optional<int64_t> in_features,
+                             std::optional<at::ScalarType> dtype) {
+  static auto op = find_op<Tensor(const Tensor&, const Tensor&, Name, std::optional<int64_t>,
+                                  std::optional<at::ScalarType>)>("metalmm::embedding");
+  return op.call(ids, w, format, in_features, dtype);
+}
+
 }  // namespace metalmm

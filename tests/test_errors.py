@@ -229,33 +229,7 @@ CASES = {
     "quantize format": Case(lambda t: ops.quantize(t.x, "int4"), "format", "'int4'", "q4_0, q4_1"),
 }
 
-# What the fakes check.
-TRACED = (
-    "x int",
-    "x f64",
-    "x K",
-    "weight dtype",
-    "weight f32 as q4_0",
-    "weight f32 as f16",
-    "weight row",
-    "weight of another format",
-    "weight dense K",
-    "weight 1-D",
-    "weight 3-D",
-    "format",
-    "format empty",
-    "gate_weight",
-    "up_weight",
-    "format_up",
-    "gate dtype",
-    "grad in_features",
-    "dequantize in_features",
-    "dequantize row",
-    "embedding row",
-    "quantize dtype",
-    "quantize f64",
-    "quantize format",
-)
+TRACED = [label for label, case in CASES.items() if not case.data]
 
 
 def expect(case: Case, t: Any) -> None:
@@ -279,6 +253,35 @@ def test_bad_arguments_of_fakes(label: str, backend: Backend) -> None:
         expect(CASES[label], SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()}))
 
 
-@pytest.mark.parametrize("label", TRACED)
+@pytest.mark.parametrize("label", [n for n in TRACED if "strategy" not in n])
 def test_bad_arguments_on_meta(label: str) -> None:
+    """As above, but for the strategies: they are an engine's, and meta is none."""
     expect(CASES[label], SimpleNamespace(**{k: v.to("meta") for k, v in arguments().items()}))
+
+
+def of_linear(t: Any) -> Any:
+    return ops.linear(t.x, t.w, t.bias, "q4_0")
+
+
+def of_embedding(t: Any) -> Any:
+    return ops.embedding(t.ids, t.w, "q4_0")
+
+
+MIXED = {
+    "x": (of_linear, lambda t: ops.swiglu_linear(t.x, t.x, t.w, None, "q4_0")),
+    "w": (of_linear, of_embedding, lambda t: ops.gemm(t.x, t.w, "q4_0")),
+    "bias": (of_linear,),
+    "c": (lambda t: ops.gemm(t.x, t.w, "q4_0", t.c),),
+    "ids": (of_embedding,),
+}
+
+
+@pytest.mark.parametrize("one", MIXED)
+def test_tensors_of_two_devices(one: str, backend: Backend) -> None:
+    """One argument on meta is an error that names both devices, not a result without data."""
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    t = SimpleNamespace(**put | {one: put[one].to("meta")})
+    for call in MIXED[one]:
+        with pytest.raises(ValueError, match=r"^\w+: is on .*must be on one device") as caught:
+            call(t)
+        assert "meta" in str(caught.value) and backend.device in str(caught.value)

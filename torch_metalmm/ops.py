@@ -1,7 +1,8 @@
 """torch.ops.metalmm: importing this module registers the ops and their fake implementations.
 
 The kernels, autograd and autocast are native. A fake returns what the op would: same shape, dtype
-and strides, same errors.
+and strides, same errors. It also runs for meta tensors, and where only some arguments are: that
+is an error, not a result without data.
 """
 
 from __future__ import annotations
@@ -23,12 +24,32 @@ def _fake(op: str) -> Callable[[_Function], _Function]:
 
 
 _ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
+_ALLOWED = "allowed: float32, float16, bfloat16"
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_STRATEGIES = {"cpu": ("gemv", "gemv_batched", "gemm")}
 
 
-def _check_weight(name: str, weight: Tensor, format: str, k: int) -> int:
-    """N of a packed weight; ValueError if its dtype or row size does not fit format and k."""
+def _check_device(name: str, t: Tensor, x: Tensor) -> None:
+    if t.device != x.device:
+        raise ValueError(
+            f"{name}: is on {t.device}, the activations on {x.device}; "
+            "all tensors of a call must be on one device"
+        )
+
+
+def _check_k(name: str, format: str, k: int) -> formats.Format:
     f = formats.get(format)
+    if k < 0 or k % f.block_values:
+        raise ValueError(
+            f"{name}: K = {k} is not a multiple of the block of {f.name}, {f.block_values} values"
+        )
+    return f
+
+
+def _check_weight(name: str, weight: Tensor, format: str, k: int, x: Tensor) -> int:
+    """N of a packed weight; ValueError if its dtype, row size or device does not fit."""
+    f = _check_k(name, format, k)
+    _check_device(name, weight, x)
     dense = weight.dtype != torch.uint8 and _DENSE.get(f.name) == weight.dtype
     if weight.dim() != 2 or not (dense or weight.dtype == torch.uint8):
         raise ValueError(
@@ -42,32 +63,76 @@ def _check_weight(name: str, weight: Tensor, format: str, k: int) -> int:
     return weight.shape[0]
 
 
-def _check_activations(name: str, x: Tensor) -> None:
+def _check_activations(name: str, x: Tensor) -> int:
+    """K, the last size of x."""
     if x.dtype not in _ACTIVATIONS:
-        raise ValueError(f"{name}: dtype {x.dtype}; allowed: float32, float16, bfloat16")
+        raise ValueError(f"{name}: dtype {x.dtype}; {_ALLOWED}")
+    if x.dim() < 1:
+        raise ValueError(f"{name}: must have at least one dimension, [..., K]")
+    return x.shape[-1]
+
+
+def _check_addend(name: str, t: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
+    if t is None:
+        return
+    _check_device(name, t, x)
+    if t.dtype not in _ACTIVATIONS:
+        raise ValueError(f"{name}: dtype {t.dtype}; {_ALLOWED}")
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name}: shape {list(t.shape)}; must be {list(shape)}")
+
+
+def _check_strategy(strategy: str | None, x: Tensor) -> None:
+    allowed = _STRATEGIES.get(x.device.type)
+    if strategy is not None and allowed is not None and strategy not in allowed:
+        raise ValueError(
+            f"strategy: '{strategy}' is not available on {x.device.type}; "
+            f"allowed: {', '.join(allowed)}"
+        )
+
+
+def _check_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None and dtype not in _ACTIVATIONS:
+        raise ValueError(f"dtype: {dtype}; {_ALLOWED}")
+    return dtype or torch.float32
 
 
 def _in_features(weight: Tensor, format: str, in_features: int | None) -> int:
+    f = formats.get(format)
     if in_features is not None:
         return in_features
-    f = formats.get(format)
+    if weight.dim() != 2:
+        raise ValueError(f"weight: shape {list(weight.shape)}; must be [N, row_bytes]")
+    row = weight.shape[1]
     if weight.dtype != torch.uint8:
-        return weight.shape[1]
-    return weight.shape[1] // f.block_bytes * f.block_values
+        return row
+    k = row // f.block_bytes * f.block_values
+    if f.row_bytes(k) != row:
+        raise ValueError(f"weight: rows of {row} bytes are no whole number of {f.name} blocks")
+    smaller = k - f.block_values
+    if smaller >= 0 and f.row_bytes(smaller) == row:
+        raise ValueError(
+            f"in_features: rows of {row} bytes hold {smaller} or {k} values of {f.name}; say which"
+        )
+    return k
 
 
 @_fake("linear")
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, format: str, strategy: str | None = None
 ) -> Tensor:
-    _check_activations("x", x)
-    n = _check_weight("weight", weight, format, x.shape[-1])
+    n = _check_weight("weight", weight, format, _check_activations("x", x), x)
+    _check_addend("bias", bias, (n,), x)
+    _check_strategy(strategy, x)
     return x.new_empty((*x.shape[:-1], n))
 
 
 @_fake("linear_input_grad")
 def _linear_input_grad(grad: Tensor, weight: Tensor, format: str, in_features: int) -> Tensor:
-    _check_weight("weight", weight, format, in_features)
+    n = _check_activations("grad", grad)
+    rows = _check_weight("weight", weight, format, in_features, grad)
+    if n != rows:
+        raise ValueError(f"grad: last size {n}; weight has {rows} rows")
     return grad.new_empty((*grad.shape[:-1], in_features))
 
 
@@ -75,9 +140,11 @@ def _linear_input_grad(grad: Tensor, weight: Tensor, format: str, in_features: i
 def _swiglu(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, format_gate: str, format_up: str
 ) -> Tensor:
-    _check_activations("x", x)
-    n = _check_weight("gate_weight", gate_weight, format_gate, x.shape[-1])
-    _check_weight("up_weight", up_weight, format_up, x.shape[-1])
+    k = _check_activations("x", x)
+    n = _check_weight("gate_weight", gate_weight, format_gate, k, x)
+    rows = _check_weight("up_weight", up_weight, format_up, k, x)
+    if n != rows:
+        raise ValueError(f"up_weight: has {rows} rows, gate_weight {n}")
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -85,14 +152,28 @@ def _swiglu(
 def _swiglu_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, format: str
 ) -> Tensor:
-    _check_activations("gate", gate)
-    n = _check_weight("weight", weight, format, gate.shape[-1])
+    k = _check_activations("gate", gate)
+    _check_addend("up", up, tuple(gate.shape), gate)
+    n = _check_weight("weight", weight, format, k, gate)
+    _check_addend("bias", bias, (n,), gate)
     return gate.new_empty((*gate.shape[:-1], n))
 
 
-@_fake("gemv")
-@_fake("gemm")
 def _scaled(
+    x: Tensor, weight: Tensor, format: str, c: Tensor | None, beta: float, dim: int
+) -> Tensor:
+    k = _check_activations("x", x)
+    if x.dim() != dim:
+        raise ValueError(f"x: shape {list(x.shape)}; must have {dim} dimensions")
+    shape = (*x.shape[:-1], _check_weight("weight", weight, format, k, x))
+    _check_addend("c", c, shape, x)
+    if beta != 0 and c is None:
+        raise ValueError(f"c: missing, but beta = {beta}")
+    return x.new_empty(shape)
+
+
+@_fake("gemv")
+def _gemv(
     x: Tensor,
     weight: Tensor,
     format: str,
@@ -101,7 +182,22 @@ def _scaled(
     beta: float = 0.0,
     strategy: str | None = None,
 ) -> Tensor:
-    return _linear(x, weight, None, format)
+    _check_strategy(strategy, x)
+    return _scaled(x, weight, format, c, beta, 1)
+
+
+@_fake("gemm")
+def _gemm(
+    x: Tensor,
+    weight: Tensor,
+    format: str,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    strategy: str | None = None,
+) -> Tensor:
+    _check_strategy(strategy, x)
+    return _scaled(x, weight, format, c, beta, 2)
 
 
 @_fake("dequantize")
@@ -112,15 +208,19 @@ def _dequantize(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    out = _check_dtype(dtype)
     k = _in_features(weight, format, in_features)
-    n = _check_weight("weight", weight, format, k)
-    return weight.new_empty((n, k), dtype=dtype or torch.float32)
+    n = _check_weight("weight", weight, format, k, weight)
+    return weight.new_empty((n, k), dtype=out)
 
 
 @_fake("quantize")
 def _quantize(w: Tensor, format: str) -> Tensor:
     _check_activations("w", w)
-    return w.new_empty((w.shape[0], formats.get(format).row_bytes(w.shape[1])), dtype=torch.uint8)
+    if w.dim() != 2:
+        raise ValueError(f"w: shape {list(w.shape)}; must be [N, K]")
+    f = _check_k("w", format, w.shape[1])
+    return w.new_empty((w.shape[0], f.row_bytes(w.shape[1])), dtype=torch.uint8)
 
 
 @_fake("embedding")
@@ -132,6 +232,9 @@ def _embedding(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    out = _check_dtype(dtype)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids: dtype {ids.dtype}; allowed: int64, int32")
     k = _in_features(weight, format, in_features)
-    _check_weight("weight", weight, format, k)
-    return weight.new_empty((*ids.shape, k), dtype=dtype or torch.float32)
+    _check_weight("weight", weight, format, k, ids)
+    return weight.new_empty((*ids.shape, k), dtype=out)

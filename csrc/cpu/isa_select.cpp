@@ -14,7 +14,8 @@ namespace metalmm::cpu {
   X(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&      \
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
                 __builtin_cpu_supports("fma"))                                              \
-  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))                  \
+  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&                \
+              __builtin_cpu_supports("f16c"))                                               \
   X(scalar, true)
 #elif defined(__aarch64__)
 #define MM_FOR_EACH_ISA(X) \

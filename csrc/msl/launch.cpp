@@ -59,7 +59,7 @@ void run(const Pass& pass, const Buffers& buffers, const EmulatorOptions& option
     in.threads[d] = pass.grid[d] * pass.group[d];
   }
   in.workers = options.workers ? options.workers : std::thread::hardware_concurrency();
-  in.flags = options.descending ? kMmDescending : 0;
+  in.flags = options.descending ? static_cast<uint32_t>(kMmDescending) : 0u;
   MmConstant constants[kConstantCount];
   for (uint32_t i = 0; i < kConstantCount; ++i) {
     constants[i] = {i, 4, {}};
