@@ -8,6 +8,7 @@ import pytest
 from plan_cases import ROOT
 
 from torch_metalmm import explain as explaining
+from torch_metalmm.cli import main
 from torch_metalmm.explain import explain
 
 
@@ -42,3 +43,9 @@ def test_explain_names_every_bit(enum: str, words: tuple[str, ...]) -> None:
     assert body is not None
     values = [int(v) for v in re.findall(r"= (\d+)", body[1])]
     assert values == [1 << i for i in range(len(words))]
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "1x4096x4096", "--format", "q4_k", "--chip", "m4-max"]
+    assert main(["explain", *arguments]) == 0
+    assert capsys.readouterr().out.strip() == explain("1x4096x4096", "q4_k", "m4-max")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import _C, __version__, formats
+from .explain import DTYPES, SHAPE_HELP, chips, explain
 from .generate import answer, demo_model, load_model, report_speed
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_generate(commands.add_parser("generate", help="answer a prompt"))
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
+    _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     info = commands.add_parser("info", help="formats, engines, and what this machine can run")
     info.set_defaults(run=_info)
     return parser
@@ -93,6 +95,20 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     _add_common(parser)
     parser.set_defaults(run=_quantize)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print the plan of a matrix product on a chip, in words and bytes."
+    parser.add_argument("--shape", required=True, metavar="MxNxK", help=SHAPE_HELP)
+    parser.add_argument("--format", required=True, help="of W; see `metalmm info`")
+    parser.add_argument("--chip", required=True, help=", ".join(chips()))
+    parser.add_argument("--dtype", default="f16", choices=DTYPES, help="of x and y; default f16")
+    parser.add_argument("--strategy", help="force it instead of choosing")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> None:
+    print(explain(args.shape, args.format, args.chip, args.dtype, args.strategy))
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
