@@ -78,7 +78,7 @@ BACKENDS = {b.name: b for b in (CPU,)}
 
 # Engines that a build may have and that have no row yet: named as absent in the report.
 _PLANNED = {
-    "emulator": lambda: "this build has no emulator",
+    "emulator": lambda: "its tests drive it directly, see testing.emulated",
     "cuda": _dispatch_absent("CUDA", torch.cuda.is_available),
     "mps": _dispatch_absent("MPS", torch.backends.mps.is_available),
 }
