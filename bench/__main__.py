@@ -1,4 +1,4 @@
-"""python -m bench [matmul | op-overhead | tokens | roof | report] ...; matmul if none is named."""
+"""python -m bench [matmul | op-overhead | tokens | roof | report | plot] ...; matmul if not named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .problem import COLD_FACTOR, Setting
 from .timing import Timing
 
 Record = dict[str, Any]
-COMMANDS = ("matmul", "op-overhead", "tokens", "roof", "report")
+COMMANDS = ("matmul", "op-overhead", "tokens", "roof", "report", "plot")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -81,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     rep.add_argument("file", type=Path)
     rep.add_argument("--markdown", action="store_true")
     rep.add_argument("--baseline", type=Path, help="JSON of another run to compare with")
+    plot = sub.add_parser("plot", help="draw the PNG plots of a JSON file")
+    plot.add_argument("file", type=Path)
+    plot.add_argument("--output", type=Path, default=Path("."), help="folder")
+    plot.add_argument("--prefix", default="", help="of the file names, as h200-")
     return p
 
 
@@ -93,7 +97,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, value in (QUICK if getattr(args, "quick", False) else NORMAL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    if args.command != "report" and (args.threads < 1 or args.repetitions < 1):
+    if args.command in RUNNERS and (args.threads < 1 or args.repetitions < 1):
         raise ValueError("--threads and --repetitions must be positive")
     return args
 
@@ -210,6 +214,11 @@ def main(argv: list[str]) -> int:
         if args.command == "report":
             before = report.read_records(args.baseline) if args.baseline else ()
             report.show(report.read_records(args.file), args.markdown, before)
+            return 0
+        if args.command == "plot":
+            from . import plots
+
+            print(*plots.draw(report.read_records(args.file), args.output, args.prefix), sep="\n")
             return 0
         torch.set_num_threads(args.threads)
         about = {**machine.describe(args.threads), "quick": args.quick}

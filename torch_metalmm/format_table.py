@@ -6,7 +6,7 @@ import re
 
 from . import _C
 
-_FAMILY = {"dense": "dense", "block": "GGML", "affine": "MLX affine"}
+FAMILIES = {"dense": "dense", "block": "GGML", "affine": "MLX affine"}
 
 
 def markdown() -> str:
@@ -16,7 +16,7 @@ def markdown() -> str:
     for f in _C.formats():
         bits = f"{8 * f['block_bytes'] / f['block_values']:g}"
         if f["layout"] != "affine":
-            family = _FAMILY[f["layout"]]
+            family = FAMILIES[f["layout"]]
             lines.append(f"| `{f['name']}` | {family} | {f['block_values']} | {bits} |")
         elif not re.search(r"_b?f\d+$", f["name"]):
             codec, group = f["name"].split("_g")
@@ -25,7 +25,7 @@ def markdown() -> str:
         names = ", ".join(f"`{codec}_g{group}`" for group, _ in groups)
         sizes = ", ".join(group for group, _ in groups)
         bits = ", ".join(bits for _, bits in groups)
-        lines.append(f"| {names} | {_FAMILY['affine']} | {sizes} | {bits} |")
+        lines.append(f"| {names} | {FAMILIES['affine']} | {sizes} | {bits} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,65 @@
+"""The benchmark's command line: it checks before it times, and draws what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bench.problem import Checker, Problem, Setting, Variant
+from bench.shapes import NAMED
+
+ROOT = Path(__file__).parent.parent
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The JSON lines of one quick run of the matrix."""
+    out = tmp_path_factory.mktemp("bench") / "out.jsonl"
+    done = bench("matmul", "--quick", "--engines", "metalmm,linear_f32", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
+    cells = [r for r in map(json.loads, quick.read_text().splitlines()) if r["kind"] == "matmul"]
+    assert {(c["variant"], c["m"]) for c in cells} == {
+        (v, m) for v in ("metalmm q4_0", "metalmm q4_k", "F.linear f32") for m in (1, 8, 64)
+    }
+    for cell in cells:
+        assert cell["ok"] and cell["us"] > 0 and cell["percent_read"] > 0
+
+
+def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
+    done = bench("plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-")
+    assert done.returncode == 0, done.stderr
+    for name in ("roofline", "bandwidth", "time"):
+        assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_without_times_cannot_be_plotted(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"kind": "run"}\n')
+    done = bench("plot", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path))
+    assert done.returncode == 2 and "nothing to plot" in done.stderr
+
+
+def test_one_wrong_code_in_a_million_is_found() -> None:
+    problem = Problem(NAMED["tiny"], Setting(threads=1, cold_bytes=1))
+    w = problem.w
+    spoiled = w.clone()
+    spoiled[511, 7] += 2.0**-6  # problem.rows has the last row
+    for weight, ok in ((w, True), (spoiled, False)):
+
+        def call(_: int, weight: torch.Tensor = weight) -> torch.Tensor:
+            return problem.x(2) @ weight.t()
+
+        variant = Variant("t", "t", w.nbytes, 1, lambda x: call, lambda: w[problem.rows].double())
+        assert Checker(problem)(variant, problem.x(2), call).ok is ok
