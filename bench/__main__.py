@@ -1,4 +1,4 @@
-"""python -m bench [matmul | op-overhead | tokens | roof | report | plot] ...; matmul if not named."""
+"""python -m bench [matmul | op-overhead | tokens | roof | report | plot] ...; else matmul."""
 
 from __future__ import annotations
 

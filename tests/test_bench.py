@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from bench.problem import Checker, Problem, Setting, Variant
 from bench.shapes import NAMED
 
