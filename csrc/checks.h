@@ -1,36 +1,77 @@
-// Argument checks that every engine shares. They run before any work; each error names the
-// argument, what was given and what is allowed, and is a ValueError in Python (IndexError for ids).
+// The arguments of every op, checked once for all engines. A check runs before any work; its error
+// names the argument, what was given and what is allowed, and is a ValueError in Python (IndexError
+// for ids). Tensors on different devices are an error that names one of them and both devices.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include <optional>
+#include <stdexcept>
 #include <string_view>
 
 #include "format.h"
 
 namespace metalmm {
 
-const Format& check_format(std::string_view name);
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalName = std::optional<std::string_view>;
 
-// A packed weight: uint8 [N, row_bytes(k)], or for a dense format [N, k] of its dtype. Returned as
-// uint8 with dense rows.
-at::Tensor check_weight(const char* name, const at::Tensor& weight, const Format& format, int64_t k,
-                        const at::Tensor& x);
+// A checked weight: uint8 [N, row_bytes(k)] with dense rows. A dense format is given as that, or as
+// [N, k] of its dtype.
+struct PackedWeight {
+  const Format& format;
+  at::Tensor rows;
+  int64_t k;
+};
 
-// x, f32 / f16 / bf16 with at least one dimension. Returns its last size, K.
-int64_t check_activations(const char* name, const at::Tensor& x);
+// x f32 / f16 / bf16 [..., K]; bias f32 / f16 / bf16 [N] or nothing.
+PackedWeight check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                          std::string_view format);
 
-// A floating tensor of exactly this shape on the device of x, or nothing.
-void check_addend(const char* name, const std::optional<at::Tensor>& t, at::IntArrayRef shape,
-                  const at::Tensor& x);
+// grad [..., N]
+PackedWeight check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
+                              std::string_view format, int64_t in_features);
 
-// K of a packed weight whose caller did not say: the one K that has this many bytes per row. The
-// padding of an affine row can leave several, and then in_features must be given.
-int64_t resolve_in_features(const at::Tensor& weight, const Format& format,
-                            std::optional<int64_t> in_features);
+// As many rows of gate as of up, each in its own format.
+struct GateUp {
+  PackedWeight gate, up;
+};
+GateUp check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
+                    std::string_view format_gate, std::string_view format_up);
+
+// gate and up [..., K] of the same shape
+PackedWeight check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
+                                 const at::Tensor& weight, const OptionalTensor& bias,
+                                 std::string_view format);
+
+// gemv (dim 1) and gemm (dim 2): c is of the shape of the result, and there if beta is not 0.
+PackedWeight check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
+                          const OptionalTensor& c, double beta, int64_t dim);
+
+// Where in_features is not given, it is the one K whose rows have as many bytes. The padding of an
+// affine row can leave several such K: then in_features must be given.
+PackedWeight check_dequantize(const at::Tensor& weight, std::string_view format,
+                              std::optional<int64_t> in_features);
+
+// ids int32 or int64 of any shape; of a table without rows, none. Whether each is in the table is
+// checked for ids on the CPU only: elsewhere it would wait for the device.
+PackedWeight check_embedding(const at::Tensor& ids, const at::Tensor& weight,
+                             std::string_view format, std::optional<int64_t> in_features);
+
+// w f32 / f16 / bf16 [N, K], K a multiple of the block.
+const Format& check_quantize(const at::Tensor& w, std::string_view format);
 
 // The dtype of decoded values: f32 unless given; f32, f16 or bf16.
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);
+
+// find(), whose std::invalid_argument (of code that knows no torch) becomes a ValueError.
+template <class Find>
+decltype(auto) or_value_error(Find find) {
+  try {
+    return find();
+  } catch (const std::invalid_argument& e) {
+    TORCH_CHECK_VALUE(false, e.what());
+  }
+}
 
 }  // namespace metalmm

@@ -1,20 +1,13 @@
 #include "gpu_ops.h"
 
 #include <algorithm>
-#include <stdexcept>
+#include <vector>
 
-#include "checks.h"
+#include "cpu/ops.h"
+#include "tensors.h"
 
 namespace metalmm::gpu {
 namespace {
-
-// x [..., K] as [M, K] whose rows are dense, in `dtype`.
-at::Tensor as_rows(const at::Tensor& x, at::ScalarType dtype) {
-  const int64_t k = x.size(-1);
-  const int64_t m = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
-  const at::Tensor rows = x.to(dtype).reshape({m, k});
-  return rows.stride(1) == 1 || k <= 1 ? rows : rows.contiguous();
-}
 
 int64_t row_stride(const at::Tensor& rows) {
   return rows.size(0) > 1 ? rows.stride(0) : rows.size(1);
@@ -32,10 +25,11 @@ Buffer buffer_of(const at::Tensor& t) {
   return b;
 }
 
-// The largest power of two, up to 16, that divides where t begins in memory.
+// The largest power of two, up to 16, that divides where t begins in memory. A Metal buffer begins
+// at a multiple of 256, and the data pointer of its storage is an object, not an address.
 int64_t alignment_of(const at::Tensor& t) {
-  const auto at = reinterpret_cast<uintptr_t>(t.storage().data()) +
-                  static_cast<uintptr_t>(t.storage_offset() * t.element_size());
+  const auto base = t.is_mps() ? uintptr_t{0} : reinterpret_cast<uintptr_t>(t.storage().data());
+  const auto at = base + static_cast<uintptr_t>(t.storage_offset() * t.element_size());
   return static_cast<int64_t>((at | 16) & -(at | 16));
 }
 
@@ -43,13 +37,15 @@ DType dtype_of(at::ScalarType t) {
   return t == at::kFloat ? DType::kF32 : t == at::kHalf ? DType::kF16 : DType::kBF16;
 }
 
-std::optional<StrategyId> check_strategy(OptionalName name) {
+std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {
   if (!name.has_value()) return std::nullopt;
-  try {
-    return strategy_by_name(*name);
-  } catch (const std::invalid_argument& e) {
-    TORCH_CHECK_VALUE(false, e.what());
+  std::string allowed;
+  for (StrategyId s : strategies_of(Op::kLinear)) {
+    if (*name == to_string(s)) return s;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(to_string(s));
   }
+  TORCH_CHECK_VALUE(false, "strategy: '", *name, "' is not available on ", x.device().type(),
+                    "; allowed: ", allowed);
 }
 
 // The operands of a problem; a tensor that is not defined is absent.
@@ -67,19 +63,16 @@ void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId
   if (o.x2.defined()) p.x_alignment = std::min(p.x_alignment, alignment_of(o.x2));
   if (o.weight.defined()) p.w_alignment = alignment_of(o.weight);
   if (o.weight2.defined()) p.w_alignment = std::min(p.w_alignment, alignment_of(o.weight2));
-  Plan made;
-  try {
-    made = plan(p, e.gpu, strategy);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+  const c10::Device device = o.y.device();
+  const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
+  if (made.passes.empty()) return;
   at::Tensor workspace;
   if (made.workspace_bytes) {
     const auto bytes = static_cast<int64_t>(made.workspace_bytes);
     workspace = at::empty({bytes / 4}, o.y.options().dtype(at::kFloat));
     buffers[kSlotPartial] = buffer_of(workspace);
   }
-  e.launch(made, buffers);
+  e.launch(made, buffers, device);
 }
 
 // bias or c in the dtype of the kernel, or none.
@@ -94,89 +87,96 @@ at::ScalarType common_dtype(const at::Tensor& x, const OptionalTensor& addend) {
   return same ? x.scalar_type() : at::kFloat;
 }
 
-at::Tensor like_input(const at::Tensor& y, const at::Tensor& x) {
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = y.size(1);
-  return y.view(shape).to(x.scalar_type());
-}
-
-Problem problem(Op op, const Format& f, const at::Tensor& rows, const at::Tensor& w) {
+Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
   Problem p;
   p.op = op;
   p.m = rows.size(0);
-  p.n = w.size(0);
-  p.k = rows.size(1);
-  p.format = &f;
+  p.n = w.rows.size(0);
+  p.k = w.k;
+  p.format = &w.format;
   p.dtype = dtype_of(rows.scalar_type());
   p.x_stride = row_stride(rows);
-  p.w_stride = row_stride(w);
+  p.w_stride = row_stride(w.rows);
   return p;
 }
 
-at::Tensor decode(const Engine& e, const at::Tensor& w, const Format& f, int64_t k,
+// Rows [first, last) of W.
+at::Tensor decode(const Engine& e, const PackedWeight& w, int64_t first, int64_t last,
                   at::ScalarType type) {
   Operands o;
-  o.weight = w;
-  o.y = at::empty({w.size(0), k}, w.options().dtype(type));
+  o.weight = w.rows.narrow(0, first, last - first);
+  o.y = at::empty({last - first, w.k}, w.rows.options().dtype(type));
   Problem p;
   p.op = Op::kDequantize;
-  p.n = w.size(0);
-  p.k = k;
-  p.format = &f;
+  p.n = last - first;
+  p.k = w.k;
+  p.format = &w.format;
   p.dtype = dtype_of(type);
-  p.w_stride = row_stride(w);
+  p.w_stride = row_stride(o.weight);
   run(e, p, o, std::nullopt);
   return o.y;
+}
+
+at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
+                         std::string_view format, const OptionalTensor& c, double alpha,
+                         double beta, OptionalName strategy, int64_t dim) {
+  const PackedWeight w = check_scaled(x, weight, format, c, beta, dim);
+  const at::ScalarType dtype = common_dtype(x, beta == 0 ? std::nullopt : c);
+  Operands o;
+  o.x = as_rows(x, dtype);
+  o.weight = w.rows;
+  if (beta != 0) o.c = addend(c, dtype);
+  o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
+  Problem p = problem(Op::kLinear, o.x, w);
+  p.has_c = beta != 0;
+  p.alpha = static_cast<float>(alpha);
+  p.beta = static_cast<float>(beta);
+  run(e, p, o, find_strategy(strategy, x));
+  return like_input(o.y, x);
 }
 
 }  // namespace
 
 at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                   const OptionalTensor& bias, std::string_view format, OptionalName strategy) {
-  const Format& f = check_format(format);
-  const at::Tensor w = check_weight("weight", weight, f, check_activations("x", x), x);
-  check_addend("bias", bias, {w.size(0)}, x);
+  const PackedWeight w = check_linear(x, weight, bias, format);
   const at::ScalarType dtype = common_dtype(x, bias);
   Operands o;
   o.x = as_rows(x, dtype);
-  o.weight = w;
+  o.weight = w.rows;
   o.bias = addend(bias, dtype);
-  o.y = at::empty({o.x.size(0), w.size(0)}, o.x.options());
-  Problem p = problem(Op::kLinear, f, o.x, w);
+  o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
+  Problem p = problem(Op::kLinear, o.x, w);
   p.has_bias = bias.has_value();
-  run(e, p, o, check_strategy(strategy));
+  run(e, p, o, find_strategy(strategy, x));
   return like_input(o.y, x);
 }
 
 at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, int64_t in_features) {
-  const Format& f = check_format(format);
-  const int64_t n = check_activations("grad", grad);
-  const at::Tensor w = check_weight("weight", weight, f, in_features, grad);
-  TORCH_CHECK_VALUE(n == w.size(0), "grad: last size ", n, "; weight has ", w.size(0), " rows");
-  const at::Tensor dense = decode(e, w, f, in_features, at::kFloat);
-  return like_input(as_rows(grad, at::kFloat).mm(dense), grad);
+  const PackedWeight w = check_input_grad(grad, weight, format, in_features);
+  const at::Tensor out = times_decoded(
+      as_rows(grad, at::kFloat), w.k,
+      [&](int64_t first, int64_t last) { return decode(e, w, first, last, at::kFloat); });
+  return like_input(out, grad);
 }
 
 at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
                   const at::Tensor& up_weight, std::string_view format_gate,
                   std::string_view format_up) {
-  const Format &fg = check_format(format_gate), &fu = check_format(format_up);
-  const int64_t k = check_activations("x", x);
+  const GateUp w = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
   Operands o;
-  o.weight = check_weight("gate_weight", gate_weight, fg, k, x);
-  o.weight2 = check_weight("up_weight", up_weight, fu, k, x);
-  TORCH_CHECK_VALUE(o.weight.size(0) == o.weight2.size(0), "up_weight: has ", o.weight2.size(0),
-                    " rows, gate_weight ", o.weight.size(0));
   o.x = as_rows(x, x.scalar_type());
-  if (&fg != &fu || !is_fused(Op::kSwigluUp, o.x.size(0))) {
+  if (&w.gate.format != &w.up.format || !is_fused(Op::kSwigluUp, o.x.size(0))) {
     const at::Tensor wide = x.to(at::kFloat);
     const at::Tensor gate = linear(e, wide, gate_weight, std::nullopt, format_gate, std::nullopt);
     const at::Tensor up = linear(e, wide, up_weight, std::nullopt, format_up, std::nullopt);
     return at::silu(gate).mul_(up).to(x.scalar_type());
   }
+  o.weight = w.gate.rows;
+  o.weight2 = w.up.rows;
   o.y = at::empty({o.x.size(0), o.weight.size(0)}, o.x.options());
-  Problem p = problem(Op::kSwigluUp, fg, o.x, o.weight);
+  Problem p = problem(Op::kSwigluUp, o.x, w.gate);
   p.w2_stride = row_stride(o.weight2);
   run(e, p, o, std::nullopt);
   return like_input(o.y, x);
@@ -185,11 +185,7 @@ at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_w
 at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                          const at::Tensor& weight, const OptionalTensor& bias,
                          std::string_view format) {
-  const Format& f = check_format(format);
-  const int64_t k = check_activations("gate", gate);
-  check_addend("up", up, gate.sizes(), gate);
-  const at::Tensor w = check_weight("weight", weight, f, k, gate);
-  check_addend("bias", bias, {w.size(0)}, gate);
+  const PackedWeight w = check_swiglu_linear(gate, up, weight, bias, format);
   const bool same = up.scalar_type() == gate.scalar_type();
   const at::ScalarType dtype = same ? common_dtype(gate, bias) : at::kFloat;
   Operands o;
@@ -203,79 +199,60 @@ at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tens
     o.x = o.x.contiguous();
     o.x2 = o.x2.contiguous();
   }
-  o.weight = w;
+  o.weight = w.rows;
   o.bias = addend(bias, dtype);
-  o.y = at::empty({o.x.size(0), w.size(0)}, o.x.options());
-  Problem p = problem(Op::kSwigluDown, f, o.x, w);
+  o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
+  Problem p = problem(Op::kSwigluDown, o.x, w);
   p.has_bias = bias.has_value();
   run(e, p, o, std::nullopt);
   return like_input(o.y, gate);
 }
 
-at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                         std::string_view format, const OptionalTensor& c, double alpha,
-                         double beta, OptionalName strategy, int64_t dim) {
-  const Format& f = check_format(format);
-  const int64_t k = check_activations("x", x);
-  TORCH_CHECK_VALUE(x.dim() == dim, "x: shape ", x.sizes(), "; must have ", dim, " dimensions");
-  const at::Tensor w = check_weight("weight", weight, f, k, x);
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = w.size(0);
-  check_addend("c", c, shape, x);
-  TORCH_CHECK_VALUE(beta == 0 || c.has_value(), "c: missing, but beta = ", beta);
-  const at::ScalarType dtype = common_dtype(x, beta == 0 ? std::nullopt : c);
-  Operands o;
-  o.x = as_rows(x, dtype);
-  o.weight = w;
-  if (beta != 0) o.c = addend(c, dtype);
-  o.y = at::empty({o.x.size(0), w.size(0)}, o.x.options());
-  Problem p = problem(Op::kLinear, f, o.x, w);
-  p.has_c = beta != 0;
-  p.alpha = static_cast<float>(alpha);
-  p.beta = static_cast<float>(beta);
-  run(e, p, o, check_strategy(strategy));
-  return like_input(o.y, x);
+at::Tensor gemv(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
+                std::string_view format, const OptionalTensor& c, double alpha, double beta,
+                OptionalName strategy) {
+  return scaled_matmul(e, x, weight, format, c, alpha, beta, strategy, 1);
+}
+
+at::Tensor gemm(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
+                std::string_view format, const OptionalTensor& c, double alpha, double beta,
+                OptionalName strategy) {
+  return scaled_matmul(e, x, weight, format, c, alpha, beta, strategy, 2);
 }
 
 at::Tensor dequantize(const Engine& e, const at::Tensor& weight, std::string_view format,
                       std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
-  const Format& f = check_format(format);
   const at::ScalarType type = check_dtype(dtype);
-  const int64_t k = resolve_in_features(weight, f, in_features);
-  return decode(e, check_weight("weight", weight, f, k, weight), f, k, type);
+  const PackedWeight w = check_dequantize(weight, format, in_features);
+  return decode(e, w, 0, w.rows.size(0), type);
 }
 
 at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& weight,
                      std::string_view format, std::optional<int64_t> in_features,
                      std::optional<at::ScalarType> dtype) {
-  const Format& f = check_format(format);
   const at::ScalarType type = check_dtype(dtype);
-  TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "ids: dtype ",
-                    ids.scalar_type(), "; allowed: int64, int32");
-  const int64_t k = resolve_in_features(weight, f, in_features);
+  const PackedWeight w = check_embedding(ids, weight, format, in_features);
   Operands o;
-  o.weight = check_weight("weight", weight, f, k, ids);
+  o.weight = w.rows;
   o.ids = ids.to(at::kLong).contiguous();
-  const int64_t rows = o.weight.size(0);
-  if (o.ids.is_cpu() && o.ids.numel()) {  // elsewhere this would wait for the device
-    const int64_t *first = o.ids.const_data_ptr<int64_t>(), *last = first + o.ids.numel();
-    const auto bad = std::find_if(first, last, [=](int64_t i) { return i < 0 || i >= rows; });
-    TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad,
-                      " is out of range; the table has ", rows, " rows");
-  }
-  o.y = at::empty({o.ids.numel(), k}, o.weight.options().dtype(type));
+  o.y = at::empty({o.ids.numel(), w.k}, w.rows.options().dtype(type));
   Problem p;
   p.op = Op::kEmbedding;
   p.m = o.ids.numel();
-  p.n = rows;
-  p.k = k;
-  p.format = &f;
+  p.n = w.rows.size(0);
+  p.k = w.k;
+  p.format = &w.format;
   p.dtype = dtype_of(type);
-  p.w_stride = row_stride(o.weight);
+  p.w_stride = row_stride(w.rows);
   run(e, p, o, std::nullopt);
   std::vector<int64_t> shape = ids.sizes().vec();
-  shape.push_back(k);
+  shape.push_back(w.k);
   return o.y.view(shape);
+}
+
+at::Tensor quantize(const Engine&, const at::Tensor& w, std::string_view format) {
+  check_quantize(w, format);
+  return cpu::quantize(w.detach().to(at::kCPU), format).to(w.device());
 }
 
 }  // namespace metalmm::gpu

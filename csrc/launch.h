@@ -14,11 +14,11 @@ namespace metalmm {
 // One dispatch. `kernel` is <strategy>_<format>_<dtype>, a function of the shader library.
 struct Pass {
   std::string kernel;
-  std::array<uint32_t, 3> grid;   // threadgroups
-  std::array<uint32_t, 3> group;  // threads per threadgroup
-  uint32_t threadgroup_bytes = 0;
+  std::array<uint32_t, 3> grid;    // threadgroups
+  std::array<uint32_t, 3> group;   // threads per threadgroup
+  uint32_t threadgroup_bytes = 0;  // bound to [[threadgroup(0)]], which every kernel declares
   std::array<uint32_t, kConstantCount> constants{};
-  uint32_t slots = 0;  // bit i: Slot i is bound
+  uint32_t slots = 0;  // bit i: the kernel declares Slot i
   KernelArgs args{};
 };
 
@@ -37,5 +37,15 @@ struct Buffer {
   size_t bytes = 0;
 };
 using Buffers = std::array<Buffer, kSlotCount>;
+
+// What a slot that the pass declares is bound to. The y of a pass that fills the workspace is the
+// workspace. An operand that is absent (bias, c) is y with no bytes: the kernel does not read it.
+// Not for kSlotArgs, which is pass.args.
+inline Buffer bound(const Pass& pass, const Buffers& buffers, uint32_t slot) {
+  const bool is_partial = pass.constants[kConstantEpilogue] & kEpiloguePartial;
+  const Buffer& y = buffers[is_partial ? kSlotPartial : kSlotY];
+  if (slot == kSlotY) return y;
+  return buffers[slot].base ? buffers[slot] : Buffer{y.base, y.offset, 0};
+}
 
 }  // namespace metalmm

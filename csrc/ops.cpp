@@ -25,6 +25,8 @@ TORCH_LIBRARY(metalmm, m) {
       "dequantize(Tensor weight, str format, int? in_features=None, *, ScalarType? dtype=None) -> "
       "Tensor");
   m.def("quantize(Tensor w, str format) -> Tensor");
+  // ids [...] -> [..., K]. An id outside the table is an IndexError on the CPU; on a device, where
+  // a check would wait, it gives the nearest row.
   m.def(
       "embedding(Tensor ids, Tensor weight, str format, int? in_features=None, *, "
       "ScalarType? dtype=None) -> Tensor");

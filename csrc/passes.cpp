@@ -23,6 +23,10 @@ struct StepOf<G, std::void_t<decltype(G::kK)>> {
   static constexpr int value = G::kK;
 };
 
+// MM_KERNEL of entry.h declares [[threadgroup(0)]] for every kernel. Memory must be bound to it,
+// and Metal takes multiples of 16 bytes.
+constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; }
+
 template <Family family, class G>
 constexpr StrategyInfo info(const char* name, uint32_t slots) {
   StrategyInfo out{name, family, slots, 0, 0, 0, 0, G::kThreads, 0, 0};
@@ -30,12 +34,13 @@ constexpr StrategyInfo info(const char* name, uint32_t slots) {
     out.n = G::kN;
     out.m = G::kM;
     out.k = StepOf<G>::value;
-    out.threadgroup_bytes = G::threadgroup_bytes(false);
-    out.threadgroup_bytes_f16 = G::threadgroup_bytes(true);
+    out.threadgroup_bytes = bound_bytes(G::threadgroup_bytes(false));
+    out.threadgroup_bytes_f16 = bound_bytes(G::threadgroup_bytes(true));
   } else if constexpr (family == Family::Single) {
-    out.threadgroup_bytes = out.threadgroup_bytes_f16 = G::kThreadgroupBytes;
+    out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(G::kThreadgroupBytes);
   } else {
     out.values = G::kValues;
+    out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(0);
   }
   return out;
 }

@@ -20,7 +20,7 @@ struct StrategyInfo {
   int k;       // Matmul: values of K per step; a part of split-K is a whole number of steps
   int values;  // Rows, Flat: values per thread
   int threads;
-  int threadgroup_bytes, threadgroup_bytes_f16;  // by the dtype of x
+  int threadgroup_bytes, threadgroup_bytes_f16;  // to bind, by the dtype of x
 };
 const StrategyInfo& info_of(StrategyId strategy);
 

@@ -30,8 +30,8 @@ struct KernelArgs {
   float alpha, beta;
 };
 
-// Buffer slots. A slot that a kernel does not declare stays unbound; a declared slot whose operand
-// is absent (bias, c) is bound to y and guarded by a function constant.
+// Buffer slots. A slot that a kernel does not declare stays unbound; one that it declares is bound
+// to what bound() of csrc/launch.h says, and not read where a function constant says absent.
 enum Slot : MM_U32 {
   kSlotX = 0,       // activations; gate of swiglu_down
   kSlotWeight = 1,  // packed rows; gate weight of swiglu_up

@@ -43,8 +43,7 @@ def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "bot
     run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
     args = torch.frombuffer(bytearray(_ARGS.pack(*one["args"].values())), dtype=torch.uint8)
     bound = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
-    memory = [max(16, one["threadgroup_bytes"])]
-    run(one["grid"], one["group"], bound, memory, schedule=schedule)
+    run(one["grid"], one["group"], bound, [one["threadgroup_bytes"]], schedule=schedule)
 
 
 def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:

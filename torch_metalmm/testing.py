@@ -17,12 +17,9 @@ import contextlib
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .msl_build import ROOT, BuildError, MetalSyntaxError, build_file, build_text
 from .msl_library import EmulatorFault, Function, Library
@@ -37,9 +34,6 @@ __all__ = [
     "emulated",
     "shader_libraries",
 ]
-
-_OPS: tuple[str, ...] = ("linear", "linear_input_grad", "swiglu", "swiglu_linear", "gemv", "gemm")
-_OPS += ("dequantize", "embedding")
 
 
 class MetalSource:
@@ -88,24 +82,17 @@ def emulated(
     """Inside, torch.ops.metalmm computes on CPU tensors by the shaders, planned for `chip`.
 
     Raises RuntimeError where the emulator finds a fault. checked: with memory checks, slower.
-    Autograd, autocast and the argument checks stay; quantize has no shader.
+    Autograd, autocast and the argument checks stay; quantize has no shader. Does not nest.
     """
     from . import _C
 
     for path in sorted({str(library.path) for library in shader_libraries(checked).values()}):
         _C.load_emulated(path)
-    _C.set_emulator(chip, descending, cores)
-    override = torch.library.Library("metalmm", "IMPL")  # type: ignore[no-untyped-call]
+    _C.install_emulator(chip, descending, cores)
     try:
-        for name in _OPS:
-            op = getattr(torch.ops.metalmm_emulator, name).default
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that a kernel is replaced is the point
-                override.impl(name, op, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:
-        override._destroy()  # type: ignore[no-untyped-call]
-        _C.set_emulator()
+        _C.remove_emulator()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -45,10 +45,6 @@ std::string message(const MmLaunch& launch, const MmReport& r, const std::string
   return r.fault == kMmUsage ? std::string(r.text) : place + std::string(r.text) + who;
 }
 
-MmBuffer bind(const Buffer& b) {
-  return {b.base ? static_cast<char*>(b.base) + b.offset : nullptr, b.bytes};
-}
-
 void run(const Pass& pass, const Buffers& buffers, const EmulatorOptions& options) {
   const Loaded loaded = find(pass.kernel);
   MmLaunch in{};
@@ -67,18 +63,15 @@ void run(const Pass& pass, const Buffers& buffers, const EmulatorOptions& option
   }
   in.n_constants = kConstantCount;
   in.constants = constants;
-  // What fills the workspace writes it as y; an operand that is absent is y, and is not read.
-  const bool partial = pass.constants[kConstantEpilogue] & kEpiloguePartial;
-  const MmBuffer y = bind(buffers[partial ? kSlotPartial : kSlotY]);
-  for (uint32_t i = 0; i < kSlotCount; ++i) {
+  for (uint32_t i = 0; i < kSlotArgs; ++i) {
     if (pass.slots >> i & 1) {
-      in.buffers[i] = i == kSlotY ? y : bind(buffers[i]);
-      if (!in.buffers[i].data) in.buffers[i] = {y.data, 0};
+      const Buffer b = bound(pass, buffers, i);
+      in.buffers[i] = {static_cast<char*>(b.base) + b.offset, b.bytes};
     }
   }
   KernelArgs args = pass.args;
   in.buffers[kSlotArgs] = {&args, sizeof args};
-  in.threadgroup_bytes[0] = pass.threadgroup_bytes ? pass.threadgroup_bytes : 16;
+  in.threadgroup_bytes[0] = pass.threadgroup_bytes;
   MmReport report;
   if (loaded.launch(&in, &report)) throw std::runtime_error(message(in, report, loaded.path));
 }

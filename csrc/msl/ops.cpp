@@ -1,103 +1,53 @@
-// torch.ops.metalmm_emulator: the ops on CPU tensors, computed by the shaders on the emulator.
-// torch_metalmm.testing builds the shaders and can put these in the place of torch.ops.metalmm.
+// The emulator as an engine of CPU tensors: while it is installed, torch.ops.metalmm is computed by
+// the shaders. torch_metalmm.testing builds them and installs it.
+#include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
-#include <torch/library.h>
 
-#include "../gpu_ops.h"
+#include <optional>
+
+#include "../engine_ops.h"
 #include "launch.h"
 
 namespace metalmm {
 namespace {
 
-using gpu::OptionalName;
-using gpu::OptionalTensor;
-
+Gpu g_gpu;
 EmulatorOptions g_options;
+std::optional<torch::Library> g_installed;
 
-gpu::Engine& engine() {
-  static gpu::Engine e{gpu_by_name("m1"), [](const Plan& plan, const Buffers& buffers) {
-                         launch_emulated(plan, buffers, g_options);
-                       }};
+const gpu::Engine& engine() {
+  static const gpu::Engine e{[](c10::Device) { return g_gpu; },
+                             [](const Plan& plan, const Buffers& buffers, c10::Device) {
+                               launch_emulated(plan, buffers, g_options);
+                             }};
   return e;
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias,
-                  std::string_view format, OptionalName strategy) {
-  return gpu::linear(engine(), x, w, bias, format, strategy);
-}
-at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& w, std::string_view format,
-                             int64_t in_features) {
-  return gpu::linear_input_grad(engine(), grad, w, format, in_features);
-}
-at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& up,
-                  std::string_view format_gate, std::string_view format_up) {
-  return gpu::swiglu(engine(), x, gate, up, format_gate, format_up);
-}
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
-                         const OptionalTensor& bias, std::string_view format) {
-  return gpu::swiglu_linear(engine(), gate, up, w, bias, format);
-}
-at::Tensor gemv(const at::Tensor& x, const at::Tensor& w, std::string_view format,
-                const OptionalTensor& c, double alpha, double beta, OptionalName strategy) {
-  return gpu::scaled_matmul(engine(), x, w, format, c, alpha, beta, strategy, 1);
-}
-at::Tensor gemm(const at::Tensor& x, const at::Tensor& w, std::string_view format,
-                const OptionalTensor& c, double alpha, double beta, OptionalName strategy) {
-  return gpu::scaled_matmul(engine(), x, w, format, c, alpha, beta, strategy, 2);
-}
-at::Tensor dequantize(const at::Tensor& w, std::string_view format, std::optional<int64_t> k,
-                      std::optional<at::ScalarType> dtype) {
-  return gpu::dequantize(engine(), w, format, k, dtype);
-}
-at::Tensor embedding(const at::Tensor& ids, const at::Tensor& w, std::string_view format,
-                     std::optional<int64_t> k, std::optional<at::ScalarType> dtype) {
-  return gpu::embedding(engine(), ids, w, format, k, dtype);
+void install(const std::string& chip, bool descending, uint32_t cores) {
+  TORCH_CHECK(!g_installed, "emulator: it is installed; emulated() does not nest");
+  g_gpu = gpu_by_name(chip);
+  if (cores) g_gpu.cores = cores;
+  g_options.descending = descending;
+  // torch warns that the CPU's kernels are replaced, which is the point.
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } handler;
+  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  g_installed.emplace(torch::Library::IMPL, "metalmm", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  gpu::register_engine<engine>(*g_installed);
 }
 
 }  // namespace
-
-TORCH_LIBRARY(metalmm_emulator, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, str format, str? strategy=None) -> Tensor",
-        linear);
-  m.def("linear_input_grad(Tensor grad, Tensor weight, str format, int in_features) -> Tensor",
-        linear_input_grad);
-  m.def(
-      "swiglu(Tensor x, Tensor gate_weight, Tensor up_weight, str format_gate, str format_up) -> "
-      "Tensor",
-      swiglu);
-  m.def("swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str format) -> Tensor",
-        swiglu_linear);
-  m.def(
-      "gemv(Tensor x, Tensor weight, str format, Tensor? c=None, float alpha=1, float beta=0, "
-      "str? strategy=None) -> Tensor",
-      gemv);
-  m.def(
-      "gemm(Tensor x, Tensor weight, str format, Tensor? c=None, float alpha=1, float beta=0, "
-      "str? strategy=None) -> Tensor",
-      gemm);
-  m.def(
-      "dequantize(Tensor weight, str format, int? in_features=None, *, ScalarType? dtype=None) -> "
-      "Tensor",
-      dequantize);
-  m.def(
-      "embedding(Tensor ids, Tensor weight, str format, int? in_features=None, *, "
-      "ScalarType? dtype=None) -> Tensor",
-      embedding);
-}
 
 void bind_emulator(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("load_emulated", load_emulated, py::arg("path"),
         "Makes the kernels of a library that torch_metalmm.testing built launchable.");
-  m.def(
-      "set_emulator",
-      [](const std::string& chip, bool descending, uint32_t cores) {
-        engine().gpu = gpu_by_name(chip);
-        if (cores) engine().gpu.cores = cores;
-        g_options.descending = descending;
-      },
-      py::arg("chip") = "m1", py::arg("descending") = false, py::arg("cores") = 0,
-      "The chip that torch.ops.metalmm_emulator plans for, and the order of its threads.");
+  m.def("install_emulator", install, py::arg("chip") = "m1", py::arg("descending") = false,
+        py::arg("cores") = 0,
+        "Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the "
+        "chip's own), and the order of its threads.");
+  m.def("remove_emulator", [] { g_installed.reset(); }, "The CPU's kernels again.");
 }
 
 }  // namespace metalmm

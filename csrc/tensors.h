@@ -1,0 +1,44 @@
+// Shapes and layouts of the tensors of a call, as every engine takes them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace metalmm {
+
+// x [..., K] as [M, K] in `dtype`, the last dimension dense; a view where it can be.
+inline at::Tensor as_rows(const at::Tensor& x, at::ScalarType dtype) {
+  const int64_t k = x.size(-1);
+  const int64_t m = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+  const at::Tensor rows = x.reshape({m, k}).to(dtype);
+  return rows.stride(1) == 1 || k <= 1 ? rows : rows.contiguous();
+}
+
+// y [M, n] as [..., n] in the dtype of x, with the leading dimensions of x.
+inline at::Tensor like_input(const at::Tensor& y, const at::Tensor& x) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = y.size(1);
+  return y.view(shape).to(x.scalar_type());
+}
+
+// Rows of K values that are decoded at a time where a whole dense W is never wanted: 32 MB of f32.
+inline int64_t streamed_rows(int64_t k) {
+  constexpr int64_t kStreamedValues = 8 << 20;
+  return std::max<int64_t>(1, kStreamedValues / std::max<int64_t>(k, 1));
+}
+
+// g W of f32 g [M, N] and W [N, K], of which decode(first, last) gives rows, f32.
+template <class Decode>
+at::Tensor times_decoded(const at::Tensor& g, int64_t k, Decode decode) {
+  at::Tensor out = at::zeros({g.size(0), k}, g.options());
+  const int64_t n = g.size(1), step = streamed_rows(k);
+  for (int64_t r = 0; r < n; r += step) {
+    const int64_t last = std::min(n, r + step);
+    out.addmm_(g.narrow(1, r, last - r), decode(r, last));
+  }
+  return out;
+}
+
+}  // namespace metalmm
