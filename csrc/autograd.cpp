@@ -222,6 +222,13 @@ Tensor embedding(const Tensor& ids, const Tensor& w, Name format,
   return call_embedding(ids, w, format, in_features, dtype);
 }
 
+Tensor probe(const Tensor& x, const Tensor& x2, Name op) {
+  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !(needs_grad(x) || needs_grad(x2)),
+                    "x: requires grad, but probe has no gradient; pass x.detach()");
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_probe(x, x2, op);
+}
+
 template <auto kCall>
 Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
               double beta, OptionalName strategy) {
@@ -242,6 +249,7 @@ TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
   m.impl("swiglu_linear", swiglu_linear);
   m.impl("dequantize", dequantize);
   m.impl("embedding", embedding);
+  m.impl("probe", probe);
   m.impl("gemv", scaled<call_gemv>);
   m.impl("gemm", scaled<call_gemm>);
 }

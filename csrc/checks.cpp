@@ -175,6 +175,22 @@ const Format& check_quantize(const at::Tensor& w, std::string_view format) {
   return f;
 }
 
+Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
+  TORCH_CHECK_VALUE(is_activation_dtype(x.scalar_type()), "x: dtype ", x.scalar_type(),
+                    "; allowed: float32, float16, bfloat16");
+  check_device("x2", x2, x);
+  TORCH_CHECK_VALUE(x2.scalar_type() == x.scalar_type() && x2.sizes() == x.sizes(),
+                    "x2: ", x2.scalar_type(), " ", x2.sizes(), "; must be as x, ", x.scalar_type(),
+                    " ", x.sizes());
+  constexpr Op kProbes[] = {Op::kAdd, Op::kSub, Op::kMul, Op::kDiv, Op::kDot};
+  std::string allowed;
+  for (const Op probe : kProbes) {
+    if (op == to_string(probe)) return probe;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(to_string(probe));
+  }
+  TORCH_CHECK_VALUE(false, "op: '", op, "'; allowed: ", allowed);
+}
+
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype) {
   const at::ScalarType t = dtype.value_or(at::kFloat);
   TORCH_CHECK_VALUE(is_activation_dtype(t), "dtype: ", t, "; allowed: float32, float16, bfloat16");

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "format.h"
+#include "plan.h"
 
 namespace metalmm {
 
@@ -60,6 +61,9 @@ PackedWeight check_embedding(const at::Tensor& ids, const at::Tensor& weight,
 
 // w f32 / f16 / bf16 [N, K], K a multiple of the block.
 const Format& check_quantize(const at::Tensor& w, std::string_view format);
+
+// x and x2 f32 / f16 / bf16, of the same shape and dtype. Returns the problem that op names.
+Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op);
 
 // The dtype of decoded values: f32 unless given; f32, f16 or bf16.
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);

@@ -27,6 +27,7 @@ void register_engine(torch::Library& m) {
   m.impl("dequantize", OpOf<&dequantize, engine>::call);
   m.impl("quantize", OpOf<&quantize, engine>::call);
   m.impl("embedding", OpOf<&embedding, engine>::call);
+  m.impl("probe", OpOf<&probe, engine>::call);
 }
 
 }  // namespace metalmm::gpu

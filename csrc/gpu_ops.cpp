@@ -255,4 +255,18 @@ at::Tensor quantize(const Engine&, const at::Tensor& w, std::string_view format)
   return cpu::quantize(w.detach().to(at::kCPU), format).to(w.device());
 }
 
+at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
+  Problem p;
+  p.op = check_probe(x, x2, op);
+  p.dtype = dtype_of(x.scalar_type());
+  const bool is_dot = p.op == Op::kDot;
+  (is_dot ? p.k : p.n) = x.numel();
+  Operands o;
+  o.x = x.contiguous();
+  o.x2 = x2.contiguous();
+  o.y = is_dot ? at::empty({}, x.options()) : at::empty(x.sizes(), x.options());
+  run(e, p, o, std::nullopt);
+  return o.y;
+}
+
 }  // namespace metalmm::gpu

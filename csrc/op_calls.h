@@ -77,4 +77,9 @@ inline Tensor call_embedding(const Tensor& ids, const Tensor& w, Name format,
   return op.call(ids, w, format, in_features, dtype);
 }
 
+inline Tensor call_probe(const Tensor& x, const Tensor& x2, Name op_name) {
+  static auto op = find_op<Tensor(const Tensor&, const Tensor&, Name)>("metalmm::probe");
+  return op.call(x, x2, op_name);
+}
+
 }  // namespace metalmm

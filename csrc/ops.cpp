@@ -30,4 +30,7 @@ TORCH_LIBRARY(metalmm, m) {
   m.def(
       "embedding(Tensor ids, Tensor weight, str format, int? in_features=None, *, "
       "ScalarType? dtype=None) -> Tensor");
+  // x op x2 for add, sub, mul, div; the dot product for dot, of shape []. Probes of an engine, for
+  // bench and tests: no gradient.
+  m.def("probe(Tensor x, Tensor x2, str op) -> Tensor");
 }

@@ -157,6 +157,17 @@ CASES = {
     "grad in_features": Case(
         lambda t: ops.linear_input_grad(t.c, t.w, "q4_0", 32), "weight", *rows_of("q4_0", 36, 32)
     ),
+    # probe
+    "probe dtype": Case(
+        lambda t: ops.probe(t.x.int(), t.x.int(), "add"), "x", "int|Int", "float32"
+    ),
+    "probe shape": Case(lambda t: ops.probe(t.x, t.x[1:], "add"), "x2", r"\[2, 64\]", r"\[3, 64\]"),
+    "probe x2 dtype": Case(
+        lambda t: ops.probe(t.x, t.x.half(), "mul"), "x2", "Half|16", "Float|32"
+    ),
+    "probe op": Case(
+        lambda t: ops.probe(t.x, t.x, "pow"), "op", "'pow'", "add, sub, mul, div, dot"
+    ),
     # dequantize, embedding
     "dequantize in_features": Case(
         lambda t: ops.dequantize(t.w, "q4_0", 96), "weight", *rows_of("q4_0", 36, 96)

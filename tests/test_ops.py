@@ -65,11 +65,18 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
         "embedding": (ops.embedding, (ids, w, "q4_0"), {}),
         "embedding, int32": (ops.embedding, (ids.int(), w, "q4_0", k), {"dtype": dtype}),
         "embedding, scalar": (ops.embedding, (ids[0, 0], w, "q4_0"), {}),
+        "probe": (ops.probe, (x3, x3.flip(0), "div"), {}),
+        "probe, dot": (ops.probe, (x, x.flip(0), "dot"), {}),
     }
 
 
 CALLS = tuple(op_calls(torch.float32))
-FROZEN = ("dequantize", "embedding", "quantize")  # take nothing that may require a gradient
+FROZEN = (
+    "dequantize",
+    "embedding",
+    "quantize",
+    "probe",
+)  # nothing requires a gradient
 
 
 def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ def _fake(op: str) -> Callable[[_Function], _Function]:
 _ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
 _ALLOWED = "allowed: float32, float16, bfloat16"
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+PROBES = ("add", "sub", "mul", "div", "dot")
 _STRATEGIES = {"cpu": ("gemv", "gemv_batched", "gemm")}
 
 
@@ -238,3 +239,16 @@ def _embedding(
     k = _in_features(weight, format, in_features)
     _check_weight("weight", weight, format, k, ids)
     return weight.new_empty((*ids.shape, k), dtype=out)
+
+
+@_fake("probe")
+def _probe(x: Tensor, x2: Tensor, op: str) -> Tensor:
+    if x.dtype not in _ACTIVATIONS:
+        raise ValueError(f"x: dtype {x.dtype}; {_ALLOWED}")
+    _check_device("x2", x2, x)
+    if x2.dtype != x.dtype or x2.shape != x.shape:
+        given, wanted = (f"{t.dtype} {list(t.shape)}" for t in (x2, x))
+        raise ValueError(f"x2: {given}; must be as x, {wanted}")
+    if op not in PROBES:
+        raise ValueError(f"op: '{op}'; allowed: {', '.join(PROBES)}")
+    return x.new_empty(() if op == "dot" else x.shape)

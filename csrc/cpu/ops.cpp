@@ -112,6 +112,26 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::strin
   return out.view(shape).to(type);
 }
 
+at::Tensor probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
+  const Op which = check_probe(x, x2, op);
+  const at::Tensor a = x.to(at::kFloat), b = x2.to(at::kFloat);
+  const auto compute = [&] {
+    switch (which) {
+      case Op::kAdd:
+        return a + b;
+      case Op::kSub:
+        return a - b;
+      case Op::kMul:
+        return a * b;
+      case Op::kDiv:
+        return a / b;
+      default:
+        return at::dot(a.flatten(), b.flatten());
+    }
+  };
+  return compute().to(x.scalar_type()).contiguous();
+}
+
 bool all_finite(const float* x, int64_t n) {
   int32_t bad = 0;
   for (int64_t i = 0; i < n; ++i) bad |= !(std::fabs(x[i]) <= std::numeric_limits<float>::max());
@@ -157,6 +177,7 @@ TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   m.impl("dequantize", dequantize);
   m.impl("quantize", quantize);
   m.impl("embedding", embedding);
+  m.impl("probe", probe);
 }
 
 }  // namespace metalmm::cpu
