@@ -77,6 +77,18 @@ class Value:
         rounding = (gamma(k if chain is None else chain) + k * U64) * terms + k * TINY
         return Value(self.exact @ w64.T, self.error @ w64.abs().T + rounding)
 
+    def matmul(self, other: Value) -> Value:
+        """self [M, K] times other [K, N], both with errors."""
+        k = self.exact.shape[-1]
+        terms = self.size() @ other.size()
+        error = self.error @ other.size() + self.size() @ other.error
+        rounding = (gamma(k) + k * U64) * terms + k * TINY
+        return Value(self.exact @ other.exact, error + rounding)
+
+    @property
+    def T(self) -> Value:
+        return Value(self.exact.T, self.error.T)
+
     def rounded(self, count: float | Tensor = 1) -> Value:
         """This after `count` more roundings."""
         return Value(self.exact, self.error + gamma(count) * self.size() + TINY)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import ops as ops
+from .late import when_imported
 from .linear import QuantEmbedding, QuantLinear
 from .quantize import quantize_
 
 if TYPE_CHECKING:
     from .checkpoint import load_packed, save_packed
     from .gguf import load_gguf
+    from .lora import merge_errors
 
 __version__ = "0.1.0"
 
@@ -23,11 +25,17 @@ __all__ = [
     "QuantLinear",
     "load_gguf",
     "load_packed",
+    "merge_errors",
     "quantize_",
     "save_packed",
 ]
 
-_LAZY = {"load_gguf": "gguf", "load_packed": "checkpoint", "save_packed": "checkpoint"}
+_LAZY = {
+    "load_gguf": "gguf",
+    "load_packed": "checkpoint",
+    "merge_errors": "lora",
+    "save_packed": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -36,3 +44,17 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def _plug_into_peft() -> None:
+    try:
+        from .lora import register
+    except ImportError as error:
+        import warnings
+
+        warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)
+    else:
+        register()
+
+
+when_imported("peft.tuners.lora", _plug_into_peft)
