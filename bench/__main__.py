@@ -15,7 +15,8 @@ import torch
 
 from torch_metalmm import formats
 
-from . import machine, matmul, report, roof, shapes
+from . import machine, matmul, report, roof, roof_gpu, shapes
+from .devices import CPU, Device
 from .engines import ENGINES
 from .problem import COLD_FACTOR, Setting
 from .timing import Timing
@@ -48,6 +49,7 @@ TOKEN_FORMATS = "q4_0,q4_k,q6_k,q8_0"
 
 def common_options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(add_help=False)
+    p.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--repetitions", type=int, help="at least this many timed calls (20)")
     p.add_argument("--formats", help="comma-separated, of torch_metalmm.formats.names()")
@@ -65,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     mm.add_argument("--shapes", help=f"NxK or of {', '.join(shapes.NAMED)}")
     mm.add_argument("--m", help="rows of x, as 1,4,8-16")
     mm.add_argument("--engines", help=f"auto = all installed; or of {', '.join(ENGINES)}")
-    mm.add_argument("--dtype", choices=DTYPES, default="f32", help="of x, for torch_metalmm")
+    mm.add_argument("--dtype", choices=DTYPES, help="of x, for torch_metalmm (cpu f32, else f16)")
     mm.add_argument("--strategy", help="force one of torch_metalmm's: gemv, gemv_batched, gemm")
     mm.add_argument("--seconds", type=float, help="time budget of a cell, beyond repetitions (1)")
     mm.add_argument(
@@ -112,7 +114,11 @@ def status(text: str) -> None:
 
 def measure_roof(args: argparse.Namespace) -> tuple[roof.Roof, Record]:
     status("roofs")
-    found = roof.measure(args.threads, machine.last_level_cache(), quick=args.quick)
+    device = Device.named(args.device)
+    if device == CPU:
+        found = roof.measure(args.threads, device.cache_bytes, quick=args.quick)
+    else:
+        found = roof_gpu.measure(device, quick=args.quick)
     record: Record = {"kind": "roof", "native": found.native, "candidates": found.candidates}
     for kind, probes in (("read", found.read), ("fma", found.fma)):
         record[kind] = {p.name: found.candidates[p.name] for p in probes}
@@ -139,11 +145,13 @@ def check_formats(names: Iterable[str], wanted: Iterable[shapes.Shape]) -> None:
 
 
 def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
-    cold = machine.last_level_cache() * COLD_FACTOR
+    device = Device.named(args.device)
+    cold = device.cache_bytes * COLD_FACTOR
     setting = Setting(
         threads=args.threads,
         cold_bytes=(4 << 20) if args.quick else cold,
-        dtype=DTYPES[args.dtype],
+        dtype=DTYPES[args.dtype] if args.dtype else device.dtype,
+        device=device,
         strategy=args.strategy,
     )
     wanted = [shapes.parse_shape(s) for s in args.shapes.split(",")]
@@ -153,7 +161,7 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
         ms = ms if args.m not in (NORMAL["m"], QUICK["m"]) else shapes.SWEEP_M
         yield from matmul.sweep(wanted[0], names[0], ms, setting, args.repetitions, status)
         return
-    engines, absent = matmul.choose_engines(shapes.parse_names(args.engines))
+    engines, absent = matmul.choose_engines(shapes.parse_names(args.engines), device)
     yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
     found, roof_record = measure_roof(args)
     yield roof_record
@@ -221,7 +229,9 @@ def main(argv: list[str]) -> int:
             print(*plots.draw(report.read_records(args.file), args.output, args.prefix), sep="\n")
             return 0
         torch.set_num_threads(args.threads)
-        about = {**machine.describe(args.threads), "quick": args.quick}
+        device = Device.named(args.device)
+        about = machine.describe(args.threads, device.name, device.cache_bytes)
+        about["quick"] = args.quick
         busy = about["load_before"] > 0.5
         if busy:
             status(f"load average {about['load_before']}: other programs run, times are noisy\n")

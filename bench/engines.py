@@ -10,16 +10,18 @@ from torch import Tensor
 
 from torch_metalmm import formats
 
-from .peers import TorchDense, TorchInt4
+from .devices import Device
+from .peers import DequantizeAndMm, TorchDense, TorchMv
 from .peers_ggml import Ggml
+from .peers_int import TorchInt4, TorchInt8
 from .peers_other import Mlx, OnnxRuntime
 from .problem import Engine, Problem, Rounding, Variant, rotated
 
 
 class MetalMM:
-    """torch.ops.metalmm.linear on CPU tensors, x in the dtype of the setting."""
+    """torch.ops.metalmm.linear, x in the dtype of the setting."""
 
-    def missing(self) -> str | None:
+    def missing(self, device: Device) -> str | None:
         return None
 
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
@@ -32,10 +34,10 @@ class MetalMM:
         op = torch.ops.metalmm.linear
         k, setting = problem.shape.k, problem.setting
         packed = op_quantize(problem.w, name)
-        weights = rotated(packed, problem.copies(packed.nbytes))
+        weights = rotated(packed.to(setting.device.type), problem.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
-            given = x.to(setting.dtype)
+            given = x.to(setting.device.type, setting.dtype)
             return lambda i: op(given, weights[i], None, name, setting.strategy)
 
         label = name if setting.strategy is None else f"{name} {setting.strategy}"
@@ -46,6 +48,7 @@ class MetalMM:
             format=name,
             weight_bytes=packed.nbytes,
             copies=len(weights),
+            device=setting.device,
             bind=bind,
             decoded=lambda: formats.get(name).dequantize(packed[problem.rows], k).double(),
             rounding=Rounding() if exact else Rounding.to(setting.dtype),
@@ -61,8 +64,12 @@ def op_quantize(w: Tensor, name: str) -> Tensor:
 ENGINES: dict[str, Engine] = {
     "metalmm": MetalMM(),
     "linear_f32": TorchDense(torch.float32),
+    "linear_f16": TorchDense(torch.float16),
     "linear_bf16": TorchDense(torch.bfloat16),
+    "mv_f16": TorchMv(torch.float16),
+    "dequantize_mm": DequantizeAndMm(),
     "int4pack": TorchInt4(),
+    "int8pack": TorchInt8(),
     "ggml": Ggml(),
     "onnxruntime": OnnxRuntime(),
     "mlx": Mlx(),

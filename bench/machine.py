@@ -46,14 +46,15 @@ def last_level_cache() -> int:
 
 
 def cpu_name() -> str:
-    """The CPU's name for people."""
+    """The CPU for people: its name, cores, and the instruction set in use."""
     if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string")
+        name = _output("sysctl", "-n", "machdep.cpu.brand_string")
+        return f"{name}, {os.cpu_count()} cores, {_C.cpu_isa()}"
     fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE))
     name = fields.get("model name") or platform.processor() or platform.machine()
     if "cpu family" in fields:
         name += f" (family {fields['cpu family']}, model {fields.get('model', '?')})"
-    return name
+    return f"{name}, {os.cpu_count()} cores, {_C.cpu_isa()}"
 
 
 def load_average() -> float:
@@ -61,7 +62,7 @@ def load_average() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def describe(threads: int) -> dict[str, Any]:
+def describe(threads: int, name: str, cache_bytes: int) -> dict[str, Any]:
     """Date, commit, command, machine and versions of this run."""
     dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
     return {
@@ -69,11 +70,9 @@ def describe(threads: int) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": (_output("git", "rev-parse", "--short", "HEAD") or "unknown") + "+" * dirty,
         "command": "python -m bench " + shlex.join(sys.argv[1:]),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "machine": name,
         "threads": threads,
-        "cache_bytes": last_level_cache(),
-        "isa": _C.cpu_isa(),
+        "cache_bytes": cache_bytes,
         "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",
         "load_before": round(load_average(), 2),

@@ -7,23 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
+from .devices import Device
 from .engines import ENGINES
 from .problem import Checker, Problem, Setting, Variant
 from .roof import Roof
 from .shapes import Shape
-from .timing import Timed, Timing, interleave
+from .timing import Timing, interleave
 
 Record = dict[str, Any]
 Progress = Callable[[str], None]
-REFERENCE = "F.linear f32"
+REFERENCE = {"cpu": "F.linear f32", "cuda": "F.linear f16", "mps": "F.linear f16"}
 
 
-def choose_engines(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def choose_engines(names: Sequence[str], device: Device) -> tuple[list[str], dict[str, str]]:
     """The engines that can run here, and why the others cannot. "auto" is all that are installed.
 
     ValueError: a name that is no engine, or one asked for by name that cannot run.
     """
-    absent = {name: why for name, e in ENGINES.items() if (why := e.missing())}
+    absent = {name: why for name, e in ENGINES.items() if (why := e.missing(device))}
     if tuple(names) == ("auto",):
         return [name for name in ENGINES if name not in absent], absent
     for name in names:
@@ -94,10 +95,10 @@ def run_cell(
         check = checker(v, x, call)
         cells.append({**describe_cell(v, problem.shape, m), **check.record()})
         if check.ok:
-            timed[v.name] = Timed(call, v.copies, v.clock)
+            timed[v.name] = v.device.timed(call, v.copies)
     timings = interleave(timed, repetitions, seconds)
     roofs = roof.reached(timings)
-    reference = timings.get(REFERENCE)
+    reference = timings.get(REFERENCE[problem.setting.device.type])
     for cell in cells:
         t = timings.get(cell["variant"])
         if t is not None:
@@ -149,7 +150,7 @@ def sweep(
         check = checker(variant, x, call)
         cells.append({**describe_cell(variant, shape, m), **check.record(), "kind": "sweep"})
         if check.ok:
-            timed[str(m)] = Timed(call, variant.copies, variant.clock)
+            timed[str(m)] = variant.device.timed(call, variant.copies)
     progress(f"{shape} {format}: timing {len(timed)} M, interleaved")
     timings = interleave(timed, repetitions) if timed else {}
     for cell in cells:

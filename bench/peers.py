@@ -1,4 +1,4 @@
-"""The variants of torch that torch_metalmm is compared with in every run."""
+"""The dense peers: torch's own products, and decoding W before them."""
 
 from __future__ import annotations
 
@@ -7,88 +7,98 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from torch_metalmm import formats
+
+from .devices import CPU, Device
 from .problem import Problem, Rounding, Variant, rotated, unit
 
-GROUP = 64
+GROUP = 64  # values per scale, where a peer lets us choose
+LABELS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class TorchDense:
     """F.linear with W, x and y in one dtype."""
 
+    label = "F.linear"
+    max_m: int | None = None
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.name = "F.linear " + {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
 
-    def missing(self) -> str | None:
-        return None
+    def missing(self, device: Device) -> str | None:
+        return "slow on the CPU" if device == CPU and self.dtype is torch.float16 else None
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, w)
 
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
+        device = problem.setting.device
         w = problem.w.to(self.dtype)
-        weights = rotated(w, problem.copies(w.nbytes))
-        linear = torch.nn.functional.linear
+        weights = rotated(w.to(device.type), problem.copies(w.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
-            given = x.to(self.dtype)
-            return lambda i: linear(given, weights[i])
+            given = x.to(device.type, self.dtype)
+            return lambda i: self.product(given, weights[i])
 
         exact = self.dtype is torch.float32
         yield Variant(
             engine="torch",
-            name=self.name,
+            name=f"{self.label} {LABELS[self.dtype]}",
             weight_bytes=w.nbytes,
             copies=len(weights),
+            device=device,
             bind=bind,
             decoded=lambda: w[problem.rows].double(),
             rounding=Rounding() if exact else Rounding.to(self.dtype),
+            max_m=self.max_m,
         )
 
 
-class TorchInt4:
-    """aten::_weight_int4pack_mm_for_cpu: 4-bit codes, bf16 scale and zero per 64, x in bf16."""
+class TorchMv(TorchDense):
+    """torch.mv, for one row of x."""
 
-    def missing(self) -> str | None:
-        op = "_convert_weight_to_int4pack_for_cpu"
-        return None if hasattr(torch.ops.aten, op) else "this torch has no int4 CPU kernel"
+    label = "torch.mv"
+    max_m = 1
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.mv(w, x[0]).unsqueeze(0)
+
+
+class DequantizeAndMm:
+    """torch.ops.metalmm.dequantize, then F.linear: what a loader without fused kernels does."""
+
+    def missing(self, device: Device) -> str | None:
+        return None
 
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
-        if problem.shape.k % GROUP or problem.shape.n % 16:
-            return
-        codes, scales, zeros = quantize_int4(problem.w)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        planes = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous()
-        bytes = packed.nbytes + planes.nbytes
-        count = problem.copies(bytes)
-        weights = list(zip(rotated(packed, count), rotated(planes, count), strict=True))
-        op = torch.ops.aten._weight_int4pack_mm_for_cpu
+        for name in names:
+            if problem.shape.k % formats.get(name).block_values == 0:
+                yield self._variant(problem, name)
+
+    def _variant(self, problem: Problem, name: str) -> Variant:
+        k, setting = problem.shape.k, problem.setting
+        ops = torch.ops.metalmm
+        packed = ops.quantize(problem.w, name)
+        weights = rotated(packed.to(setting.device.type), problem.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
-            given = x.bfloat16()
-            return lambda i: op(given, weights[i][0], GROUP, weights[i][1])
+            given, dtype = x.to(setting.device.type, setting.dtype), setting.dtype
+            linear = torch.nn.functional.linear
+            return lambda i: linear(given, ops.dequantize(weights[i], name, k, dtype=dtype))
 
-        rows = problem.rows
-        steps = (codes[rows] - 8).double().unflatten(1, (-1, GROUP))
-        scale, zero = scales[rows].double(), zeros[rows].double()
-        decoded = (steps * scale.unsqueeze(-1) + zero.unsqueeze(-1)).flatten(1)
-
-        yield Variant(
+        rounded = unit(setting.dtype) * 2  # of x, and of the decoded W
+        exact = setting.dtype is torch.float32
+        return Variant(
             engine="torch",
-            name=f"torch int4pack g{GROUP} bf16",
-            weight_bytes=bytes,
-            copies=count,
+            name=f"dequantize {name} + F.linear",
+            format=name,
+            weight_bytes=packed.nbytes,
+            copies=len(weights),
+            device=setting.device,
             bind=bind,
-            decoded=lambda: decoded,
-            rounding=Rounding.to(torch.bfloat16),
+            decoded=lambda: formats.get(name).dequantize(packed[problem.rows], k).double(),
+            rounding=Rounding() if exact else Rounding(lambda x: x.abs() * rounded, setting.dtype),
         )
-
-
-def quantize_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """W -> codes int32 [N, K], scales, zeros bf16 [N, K / 64]; w = (code - 8) scale + zero."""
-    groups = w.unflatten(1, (-1, GROUP))
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = ((high - low) / 15).clamp_min_(1e-8).bfloat16()
-    zeros = (low + 8 * scales.float()).bfloat16()
-    codes = ((groups - zeros.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)).round_()
-    return codes.clamp_(-8, 7).add_(8).int().flatten(1), scales, zeros
 
 
 def int8_activations(block: int) -> Rounding:

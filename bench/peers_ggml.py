@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_metalmm import formats
 
 from . import ggml
+from .devices import CPU, Device
 from .peers import int8_activations
 from .problem import Problem, Variant
 
@@ -19,7 +20,9 @@ SUPER_BLOCK = 256
 class Ggml:
     """One ggml_mul_mat per call, on the bytes torch_metalmm packs."""
 
-    def missing(self) -> str | None:
+    def missing(self, device: Device) -> str | None:
+        if device != CPU:
+            return "its CPU library"
         folder = ggml.library_folder()
         if folder is None:
             return "llama-cpp-python is not installed"

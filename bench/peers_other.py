@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .devices import CPU, Device
 from .peers import GROUP, int8_activations
 from .problem import Problem, Rounding, Variant
 
@@ -33,8 +34,8 @@ def quantize_symmetric(w: Tensor) -> tuple[Tensor, Tensor]:
 class OnnxRuntime:
     """com.microsoft.MatMulNBits, 4 bits, groups of 64; activations in int8, and in f32."""
 
-    def missing(self) -> str | None:
-        return _absent("onnx", "onnxruntime")
+    def missing(self, device: Device) -> str | None:
+        return _absent("onnx", "onnxruntime") if device == CPU else "its CPU engine"
 
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
         n, k = problem.shape.n, problem.shape.k
@@ -107,8 +108,8 @@ def _binder(sessions: list[Any]) -> Callable[[Tensor], Callable[[int], Tensor]]:
 class Mlx:
     """mlx.core.quantized_matmul on its CPU device, f32; M = 1 and small W: it is slow there."""
 
-    def missing(self) -> str | None:
-        return _absent("mlx")
+    def missing(self, device: Device) -> str | None:
+        return _absent("mlx") if device == CPU else "its CPU engine"
 
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
         import mlx.core as mx

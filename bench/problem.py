@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .devices import CPU, Device
 from .shapes import Shape
-from .timing import Clock, wall_clock
 
 CHECKED_ROWS = 256
 COLD_FACTOR = 3  # copies of W fill this many last-level caches
@@ -32,6 +32,7 @@ class Setting:
     threads: int
     cold_bytes: int  # the copies of one W are at least this large together
     dtype: torch.dtype = torch.float32
+    device: Device = CPU
     strategy: str | None = None
 
 
@@ -54,7 +55,7 @@ class Problem:
         return torch.linspace(0, n - 1, min(n, CHECKED_ROWS), dtype=torch.float64).round().long()
 
     def x(self, m: int) -> Tensor:
-        """Activations f32 [m, K]."""
+        """Activations f32 [m, K], on the CPU."""
         return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
 
     def copies(self, weight_bytes: int) -> int:
@@ -82,8 +83,8 @@ class Rounding:
 class Variant:
     """One way to compute y[M, N] = x · Wᵀ.
 
-    bind(x f32 [M, K]) prepares the activations, untimed, and returns call(i) -> y with copy i of W.
-    decoded() is W[problem.rows] in f64 as the engine has it.
+    bind(x f32 [M, K] on the CPU) prepares the activations, untimed, and returns call(i) -> y with
+    copy i of W. decoded() is W[problem.rows] in f64 on the CPU, as the engine has it.
     """
 
     engine: str
@@ -94,15 +95,15 @@ class Variant:
     decoded: Callable[[], Tensor]
     rounding: Rounding = Rounding()
     format: str = ""
-    clock: Clock = wall_clock
+    device: Device = CPU  # whose clock times it
     max_m: int | None = None  # slow peers stop here
 
 
 class Engine(Protocol):
     """A source of variants."""
 
-    def missing(self) -> str | None:
-        """Why it cannot run here; None if it can."""
+    def missing(self, device: Device) -> str | None:
+        """Why it cannot run here on that device; None if it can."""
         ...
 
     def variants(self, problem: Problem, formats: Sequence[str]) -> Iterator[Variant]:
@@ -158,7 +159,8 @@ class Checker:
         bound += torch.finfo(rounding.out).smallest_normal
         checks = []
         for i in {0, variant.copies - 1}:
-            difference = (call(i).double()[:, rows] - y64).abs()
+            y = call(i)
+            difference = (y[:, rows.to(y.device)].cpu().double() - y64).abs()
             checks.append(Check(float(difference.norm() / y64.norm()), _worst(difference / bound)))
         return max(checks, key=lambda c: math.inf if math.isnan(c.worst) else c.worst)
 

@@ -12,8 +12,8 @@ from typing import Any
 Record = dict[str, Any]
 ABSENT = "–"
 NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
-FULL_COLUMNS = ["variant", "M", "µs", "IQR", "GB/s", "of read", "GFLOP/s", "of f32 peak"]
-FULL_COLUMNS += ["vs F.linear f32", "error"]
+FULL_COLUMNS = ["variant", "M", "µs", "IQR", "GB/s", "of read", "GFLOP/s", "of peak"]
+FULL_COLUMNS += ["vs F.linear", "error"]
 
 
 @dataclass
@@ -65,8 +65,8 @@ def run_lines(records: Sequence[Record]) -> list[str]:
             cache = r["cache_bytes"] / 2**20
             out += [
                 f"{r['date']}, commit {r['commit']}, `{r['command']}`",
-                f"{r['cpu']}, {r['cores']} cores, last-level cache {cache:.0f} MiB, {r['system']}; "
-                f"torch {r['torch']}, {r['threads']} threads, ISA {r['isa']}; "
+                f"{r['machine']}, last-level cache {cache:.0f} MiB, {r['system']}; "
+                f"torch {r['torch']}, {r['threads']} threads; "
                 f"load average before the run {r['load_before']}",
             ]
             if r["quick"]:
@@ -77,20 +77,24 @@ def run_lines(records: Sequence[Record]) -> list[str]:
                 for kind in ("read", "fma")
             )
             warning = "" if r["native"] else "; no C++ compiler: these may be too low"
-            out.append(f"Roofs at the start: DRAM read GB/s {read}; f32 GFLOP/s {fma}{warning}")
+            out.append(f"Roofs at the start: memory GB/s {read}; GFLOP/s {fma}{warning}")
             if all(k in ("run", "roof") for k in kinds):
                 out += [
-                    f"{rate:8.1f} {'GFLOP/s' if name.startswith('f32') else 'GB/s'} {name}"
+                    f"{rate:8.1f} {'GB/s' if _is_memory(name) else 'GFLOP/s'} {name}"
                     for name, rate in sorted(r["candidates"].items(), key=lambda c: -c[1])
                 ]
         elif r["kind"] == "skipped":
             out.append(f"Not run: {r['what']} ({r['why']})")
         elif r["kind"] == "roof_range":
             out.append(
-                f"Roofs beside the cells, median (quartiles): DRAM read {_range(r['gbs'])} GB/s, "
-                f"f32 {_range(r['gflops'])} GFLOP/s; percentages refer to the cell's own"
+                f"Roofs beside the cells, median (quartiles): memory {_range(r['gbs'])} GB/s, "
+                f"{_range(r['gflops'])} GFLOP/s; percentages refer to the cell's own"
             )
     return out
+
+
+def _is_memory(candidate: str) -> bool:
+    return not candidate.startswith(("f32 ", "f16 "))
 
 
 def _range(q: Sequence[float]) -> str:
@@ -138,7 +142,7 @@ def _summary(shape: str, rows: dict[str, dict[int, Record]]) -> Table:
     ms = sorted({m for cells in rows.values() for m in cells})
     first, last = ms[0], ms[-1]
     columns = [f"W {shape}, ms at", *(f"M={m}" for m in ms)]
-    columns += [f"GB/s M={first}", "of read", f"GFLOP/s M={last}", "of f32 peak"]
+    columns += [f"GB/s M={first}", "of read", f"GFLOP/s M={last}", "of peak"]
     columns += ["worst IQR", "error"]
     table = Table("", columns)
     for name, cells in rows.items():
@@ -163,10 +167,10 @@ def _milliseconds(cell: Record | None) -> str:
 
 
 def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Table:
-    """Time in units of that run's F.linear f32, against the same of another run: machines drift."""
+    """Time in units of that run's F.linear, against the same of another run: machines drift."""
     key = ("n", "k", "m", "variant")
     before = {tuple(r[x] for x in key): r["speedup"] for r in baseline if "speedup" in r}
-    table = Table("vs baseline", ["variant", "W", "M", "vs F.linear f32", "baseline", "change"])
+    table = Table("vs baseline", ["variant", "W", "M", "vs F.linear", "baseline", "change"])
     for r in records:
         old = before.get(tuple(r.get(x) for x in key))
         if old is not None and "speedup" in r:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .devices import CPU, Device
 from .timing import Timed, Timing, interleave
 
 SOURCE = Path(__file__).with_name("roof.cpp")
@@ -32,9 +33,10 @@ class Probe:
     name: str
     call: Callable[[], object]
     work: float
+    device: Device = CPU
 
     def timed(self) -> Timed:
-        return Timed(lambda _: self.call())
+        return self.device.timed(lambda _: self.call())
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Roof:
 
     read: list[Probe]
     fma: list[Probe]
-    candidates: dict[str, float]  # GB/s, or GFLOP/s where the name says f32
+    candidates: dict[str, float]  # GB/s, or GFLOP/s where the name begins with f32 or f16
     native: bool  # false: no compiler, torch ops only; the ceilings may be too low
 
     def timed(self) -> dict[str, Timed]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 # call(i) does the work on copy i of its weight; the engine waits until the work is done.
 Call = Callable[[int], object]
-# clock(work) runs work once, returns its seconds; a GPU engine brings one that reads its timer.
-Clock = Callable[[Callable[[], object]], float]
 
 MIN_ROUNDS = 5
 MAX_BURST = 16
@@ -50,15 +48,16 @@ class Timing:
         return Timing(at(0.5), at(0.25), at(0.75), len(s))
 
 
-@dataclass
 class Timed:
-    """One variant of an interleaved run. copies = how many weights call(i) rotates over."""
+    """One variant of an interleaved run, by the host's clock; a device overrides _once and warm_up.
 
-    call: Call
-    copies: int = 1
-    clock: Clock = wall_clock
+    copies = how many weights call(i) rotates over.
+    """
 
-    def __post_init__(self) -> None:
+    pause = PAUSE_SECONDS
+
+    def __init__(self, call: Call, copies: int = 1) -> None:
+        self.call, self.copies = call, copies
         self.samples: list[float] = []
         self._next = 0
         self._burst = 1
@@ -66,16 +65,20 @@ class Timed:
     def _once(self) -> float:
         i = self._next
         self._next = (i + 1) % self.copies
-        return self.clock(lambda: self.call(i))
+        return wall_clock(lambda: self.call(i))
+
+    def _set_burst(self, most: int) -> None:
+        """Three calls; sets how many make a burst."""
+        seconds = min(self._once() for _ in range(3))
+        self._burst = max(1, min(most, int(BURST_SECONDS / max(seconds, 1e-9))))
 
     def warm_up(self) -> None:
-        """Three calls; sets how many calls make a burst."""
-        seconds = min(self._once() for _ in range(3))
-        self._burst = max(1, min(MAX_BURST, int(BURST_SECONDS / max(seconds, 1e-9))))
+        """Before the first burst."""
+        self._set_burst(MAX_BURST)
 
     def burst(self) -> None:
-        """One untimed call, which wakes the worker threads, then up to MAX_BURST timed ones."""
-        time.sleep(PAUSE_SECONDS)
+        """One untimed call, which wakes the worker threads, then those that are timed."""
+        time.sleep(self.pause)
         if self._burst > 1:
             self._once()
         self.samples.extend(self._once() for _ in range(self._burst))

@@ -1,0 +1,117 @@
+"""The devices a run can use: where tensors lie, and how the time of a call is read there.
+
+A GPU call is enqueued, not awaited, and one dispatch costs more than a small product: on cuda the
+calls are captured in a graph and events time its replay, on mps events time as many calls in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
+from .timing import Call, Timed
+
+MIN_CALLS = 16  # in a graph or between two events, so that what they cost is spread
+GPU_MAX_BURST = 4  # replays of a graph, or rows of calls, in a turn of a variant
+
+
+class GraphTimed(Timed):
+    """Seconds of a call inside a CUDA graph that rotates over all copies."""
+
+    pause = 0.0
+
+    def __init__(self, call: Call, copies: int = 1) -> None:
+        super().__init__(call, copies)
+        self._calls = copies * max(1, -(-MIN_CALLS // copies))
+
+    def warm_up(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles what is compiled at the first call
+            for i in range(self.copies):
+                self.call(i)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for i in range(self._calls):
+                self.call(i % self.copies)
+        self._set_burst(GPU_MAX_BURST)
+
+    def _once(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()  # type: ignore[no-untyped-call]
+        self._graph.replay()
+        end.record()  # type: ignore[no-untyped-call]
+        end.synchronize()  # type: ignore[no-untyped-call]
+        return float(start.elapsed_time(end)) / 1e3 / self._calls
+
+
+class RowTimed(Timed):
+    """Seconds of a call among as many as rotate over all copies, between two MPS events."""
+
+    pause = 0.0
+
+    def __init__(self, call: Call, copies: int = 1) -> None:
+        super().__init__(call, copies)
+        self._calls = copies * max(1, -(-MIN_CALLS // copies))
+
+    def warm_up(self) -> None:
+        self._set_burst(GPU_MAX_BURST)
+
+    def _once(self) -> float:
+        start, end = (torch.mps.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for i in range(self._calls):
+            self.call(i % self.copies)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / self._calls
+
+
+@dataclass(frozen=True)
+class Device:
+    """cpu, cuda or mps."""
+
+    type: str = "cpu"
+
+    @staticmethod
+    def named(name: str) -> Device:
+        """ValueError: an unknown device, or one that this machine or this build has not."""
+        present = {
+            "cpu": True,
+            "cuda": torch.cuda.is_available(),
+            "mps": torch.backends.mps.is_available(),
+        }
+        if name not in present:
+            raise ValueError(f"device {name!r}; must be one of {', '.join(present)}")
+        if not present[name]:
+            raise ValueError(f"device {name!r}: not on this machine")
+        has_kernels = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not has_kernels("metalmm::linear", name.upper()):
+            raise ValueError(f"device {name!r}: this build of torch_metalmm has no kernels for it")
+        return Device(name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, unless the command line says: what models run in on this device."""
+        return torch.float32 if self.type == "cpu" else torch.float16
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name() if self.type == "cuda" else cpu_name()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the cache that copies of W must exceed. Apple tells no size: its largest is 96 MB."""
+        if self.type == "cuda":
+            return int(torch.cuda.get_device_properties().L2_cache_size)
+        return UNKNOWN_CACHE if self.type == "mps" else last_level_cache()
+
+    def timed(self, call: Call, copies: int = 1) -> Timed:
+        kinds: dict[str, type[Timed]] = {"cpu": Timed, "cuda": GraphTimed, "mps": RowTimed}
+        return kinds[self.type](call, copies)
+
+
+CPU = Device()
