@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import ops as ops
+from .adopt import adopt_
 from .late import when_imported
 from .linear import QuantEmbedding, QuantLinear
 from .quantize import quantize_
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "QuantEmbedding",
     "QuantLinear",
+    "adopt_",
     "load_gguf",
     "load_packed",
     "merge_errors",

@@ -136,7 +136,7 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise self._error(f"general.alignment = {alignment} is not a power of two")
         start = -(-pos // alignment) * alignment
-        types = _type_names()
+        types = type_names()
         for name, shape, type_id, offset in raw:
             self._add_tensor(name, shape, types.get(type_id, f"#{type_id}"), start + offset)
 
@@ -212,7 +212,7 @@ class GgufFile:
         self.tensors[name] = TensorEntry(name, shape, kind, offset, nbytes)
 
 
-def _type_names() -> dict[int, str]:
+def type_names() -> dict[int, str]:
     """ggml's type ids and their names, lower case."""
     from gguf import GGMLQuantizationType
 
@@ -221,5 +221,5 @@ def _type_names() -> dict[int, str]:
 
 def _formats_in_files() -> list[str]:
     """The formats that a GGUF tensor can have."""
-    known = set(_type_names().values())
+    known = set(type_names().values())
     return [name for name in formats.names() if name in known]

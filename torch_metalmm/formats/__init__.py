@@ -6,6 +6,8 @@ The native kernels are tested against these classes; the table is metal/formats.
 
 from __future__ import annotations
 
+import torch
+
 from ._base import Format
 from .affine import AFFINE, Affine
 from .blocks32 import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
@@ -29,9 +31,23 @@ def get(name: str) -> Format:
     return found
 
 
+def affine(bits: int, group: int, dtype: torch.dtype) -> Affine:
+    """The affine format of these sizes, dtype being that of its scales. ValueError if none."""
+    for f in AFFINE:
+        if (f.bits, f.block_values, f.dtype) == (bits, group, dtype):
+            return f
+    allowed = (sorted({getattr(f, a) for f in AFFINE}) for a in ("bits", "block_values"))
+    raise ValueError(
+        f"affine: {bits} bits in groups of {group} with {dtype} scales; allowed: bits {{}}, groups "
+        "{}, scales of torch.float16, torch.bfloat16, torch.float32".format(
+            *(", ".join(map(str, values)) for values in allowed)
+        )
+    )
+
+
 def names() -> list[str]:
     """Every format name, in the order of metal/formats.def."""
     return list(_BY_NAME)
 
 
-__all__ = ["Affine", "Format", "get", "names"]
+__all__ = ["Affine", "Format", "affine", "get", "names"]
