@@ -1,4 +1,4 @@
-"""python -m bench [matmul | op-overhead | tokens | roof | report | plot] ...; else matmul."""
+"""python -m bench [matmul | matrix-ops | op-overhead | tokens | roof | report | plot] ..."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 
 from torch_metalmm import formats
 
-from . import machine, matmul, report, roof, roof_gpu, shapes
+from . import machine, matmul, matrix_ops, report, roof, roof_gpu, shapes
 from .devices import CPU, Device
 from .engines import ENGINES
 from .problem import COLD_FACTOR, Setting
 from .timing import Timing
 
 Record = dict[str, Any]
-COMMANDS = ("matmul", "op-overhead", "tokens", "roof", "report", "plot")
+COMMANDS = ("matmul", "matrix-ops", "op-overhead", "tokens", "roof", "report", "plot")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -73,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
     mm.add_argument(
         "--sweep-m", action="store_true", help="time against M of the first format and shape"
     )
+    one = sub.add_parser("matrix-ops", parents=common, help="one operation: result, check, time")
+    one.add_argument("operation", choices=matrix_ops.OPERATIONS)
+    one.add_argument("sizes", type=int, nargs="+", help="N; gemv: N K; gemm: M N K")
+    one.add_argument("--format", default="q4_0", help="of W, for gemv and gemm (q4_0)")
+    one.add_argument("--dtype", choices=DTYPES, help="of x (cpu f32, else f16)")
     sub.add_parser("op-overhead", parents=common, help="microseconds a call costs by itself")
     tok = sub.add_parser("tokens", parents=common, help="tokens per second of a random Llama")
     tok.add_argument("--no-peers", action="store_true", help="leave llama.cpp out")
@@ -110,6 +115,10 @@ def status(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
     else:
         print(text, file=sys.stderr, flush=True)
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    return DTYPES[args.dtype] if args.dtype else Device.named(args.device).dtype
 
 
 def measure_roof(args: argparse.Namespace) -> tuple[roof.Roof, Record]:
@@ -150,7 +159,7 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
     setting = Setting(
         threads=args.threads,
         cold_bytes=(4 << 20) if args.quick else cold,
-        dtype=DTYPES[args.dtype] if args.dtype else device.dtype,
+        dtype=dtype_of(args),
         device=device,
         strategy=args.strategy,
     )
@@ -174,6 +183,13 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
         yield roof_range(cells)
 
 
+def run_matrix_op(args: argparse.Namespace) -> Iterator[Record]:
+    device = Device.named(args.device)
+    found, roof_record = measure_roof(args)
+    yield roof_record
+    yield from matrix_ops.run(args, device, dtype_of(args), found)
+
+
 def run_overhead(args: argparse.Namespace) -> Iterator[Record]:
     from . import overhead
 
@@ -194,6 +210,7 @@ def run_roof(args: argparse.Namespace) -> Iterator[Record]:
 
 RUNNERS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "matmul": run_matmul,
+    "matrix-ops": run_matrix_op,
     "op-overhead": run_overhead,
     "tokens": run_tokens,
     "roof": run_roof,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import matrix_ops
+
 Record = dict[str, Any]
 ABSENT = "–"
 NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
@@ -252,6 +254,9 @@ def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] =
     """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
     tables = (summary_tables if markdown else full_tables)(records)
     tables += sweep_table(records) + overhead_table(records) + tokens_table(records)
+    for r in records:
+        if r["kind"] == "matrix-op":
+            print(*matrix_ops.lines(r), sep="\n")
     if baseline:
         tables.append(baseline_table(records, baseline))
     if markdown:

@@ -27,7 +27,7 @@ _ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
 _ALLOWED = "allowed: float32, float16, bfloat16"
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROBES = ("add", "sub", "mul", "div", "dot")
-_STRATEGIES = {"cpu": ("gemv", "gemv_batched", "gemm")}
+_STRATEGIES = {"cpu": ("gemv", "gemv_batched", "gemm", "gemm_tiled", "gemm_naive")}
 
 
 def _check_device(name: str, t: Tensor, x: Tensor) -> None:

@@ -148,11 +148,14 @@ void gemm(const IsaKernels& isa, const Format& format, const Weight& w, const at
 }  // namespace
 
 Strategy strategy_by_name(std::string_view name) {
-  if (name == "gemv") return Strategy::kGemv;
-  if (name == "gemv_batched") return Strategy::kGemvBatched;
-  if (name == "gemm") return Strategy::kGemm;
+  constexpr const char* kNames[] = {"gemv", "gemv_batched", "gemm", "gemm_tiled", "gemm_naive"};
+  std::string allowed;
+  for (int i = 0; i < 5; ++i) {
+    if (name == kNames[i]) return static_cast<Strategy>(i);
+    allowed += (i ? ", " : "") + std::string(kNames[i]);
+  }
   throw std::invalid_argument("strategy: '" + std::string(name) +
-                              "' is not available on cpu; allowed: gemv, gemv_batched, gemm");
+                              "' is not available on cpu; allowed: " + allowed);
 }
 
 Strategy choose_strategy(int64_t m) {
@@ -181,6 +184,10 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format
   const Strategy chosen = strategy.value_or(choose_strategy(m));
   if (chosen == Strategy::kGemm) {
     gemm(isa, format, weight, x, y);
+    return y;
+  }
+  if (chosen == Strategy::kGemmTiled || chosen == Strategy::kGemmNaive) {
+    (chosen == Strategy::kGemmTiled ? gemm_tiled : gemm_naive)(isa, format, weight, x, y);
     return y;
   }
   const int64_t step = chosen == Strategy::kGemv ? 1 : kMaxDotRows;

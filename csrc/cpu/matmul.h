@@ -13,7 +13,8 @@ namespace metalmm::cpu {
 // gemv          each row of x on its own: W is decoded M times
 // gemv_batched  up to kMaxDotRows rows of x share one decoding of W, in registers
 // gemm          W is decoded into the cache, block by block, and multiplied in register tiles
-enum class Strategy { kGemv, kGemvBatched, kGemm };
+// gemm_tiled, gemm_naive: baselines.cpp
+enum class Strategy { kGemv, kGemvBatched, kGemm, kGemmTiled, kGemmNaive };
 
 // Throws std::invalid_argument that lists the CPU's strategies.
 Strategy strategy_by_name(std::string_view name);
@@ -27,6 +28,12 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k);
 // x f32 [M, K], its last dimension dense -> f32 [M, N], contiguous.
 at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
                   std::optional<Strategy> strategy);
+
+// y [M, N] = x [M, K] Wᵀ without tuned kernels; x and y as matmul() has them.
+void gemm_naive(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
+                at::Tensor y);
+void gemm_tiled(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
+                at::Tensor y);
 
 // Rows [first, last) of W as f32 [last - first, K].
 at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int64_t first,
