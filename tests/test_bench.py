@@ -64,3 +64,19 @@ def test_one_wrong_code_in_a_million_is_found() -> None:
 
         variant = Variant("t", "t", w.nbytes, 1, lambda x: call, lambda: w[problem.rows].double())
         assert Checker(problem)(variant, problem.x(2), call).ok is ok
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes"),
+    [("add", "1000"), ("dot", "1000"), ("gemv", "64 256"), ("gemm-naive", "3 64 256")],
+)
+def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str) -> None:
+    done = bench("matrix-ops", operation, *sizes.split(), "--quick")
+    assert done.returncode == 0, done.stderr
+    for word in ("first", "checksum", "check     ok", "µs", "σ", "GB/s", "GFLOP/s", "% of the"):
+        assert word in done.stdout, word
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    done = bench("matrix-ops", "gemm", "4", "8", "--quick")
+    assert done.returncode == 2 and "takes M N K" in done.stderr
