@@ -31,8 +31,8 @@ _MAX_ROUNDS = 12
 _PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=310"]
 _PREPROCESS += ["-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1", "-D__HAVE_SIMDGROUP_MATRIX__=1"]
 _PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__"]
-_LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", f"-I{INCLUDE}", "-fsigned-char"]
-_LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fno-rtti"]
+LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", f"-I{INCLUDE}", "-fsigned-char"]
+LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fno-rtti"]
 _CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 _CODE += ["-Xclang", "-ffloat16-excess-precision=none", "-w"]
 _CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
@@ -87,11 +87,13 @@ def digest(*parts: str | bytes | Path) -> str:
 
 @functools.cache
 def _tool_digest() -> str:
-    files = sorted(p for p in (ROOT / "csrc" / "msl").rglob("*") if p.is_file())
+    folder = ROOT / "csrc" / "msl"
+    other = {"cuda", "nvptx"}  # what runs the shaders on a GPU
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and other.isdisjoint(p.parts))
     version = zig("version").stdout
     if not version:
         raise BuildError("the ziglang package, which has the compiler, is not installed")
-    return digest(version, *_machine(), *_LANGUAGE, *_CODE, *_CHECKS, *files)
+    return digest(version, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
 
 
 @functools.cache
@@ -116,7 +118,7 @@ def preprocess(text: str, name: str, include: Sequence[Path]) -> str:
     """`text` with its macros and includes expanded and the words of Metal left alone."""
     folders = [f"-I{p}" for p in include]
     marked = f'# 1 "{name}"\n{text}'
-    done = zig("clang", *_PREPROCESS, *_LANGUAGE, *folders, "-", text=marked)
+    done = zig("clang", *_PREPROCESS, *LANGUAGE, *folders, "-", text=marked)
     if done.returncode:
         raise MetalSyntaxError(done.stderr.strip())
     return done.stdout
@@ -183,7 +185,7 @@ def _syntax_errors(file: Path) -> str:
     options = ["-fdiagnostics-print-source-range-info", "-fno-caret-diagnostics"]
     options += ["-ferror-limit=0", "-fno-diagnostics-show-option", "-fsyntax-only", "-w"]
     prefix = ["-include", str(file.parent / "prefix.h")]
-    done = zig("clang", *_LANGUAGE, *_machine(), *options, *prefix, str(file))
+    done = zig("clang", *LANGUAGE, *_machine(), *options, *prefix, str(file))
     return done.stderr if done.returncode else ""
 
 
@@ -247,7 +249,7 @@ def _link(folder: Path, text: str, checked: bool) -> None:
         library = Path(temporary) / "library.so"
         file.write_text(text)
         checks = _CHECKS if checked else []
-        command = [*_LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
+        command = [*LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
         done = zig("clang", *command)
         if done.returncode == 0:
             objects = [str(obj), *_runtime_objects()]

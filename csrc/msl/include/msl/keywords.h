@@ -4,14 +4,19 @@
 
 // Address spaces are types, as in Apple's front end: a pointer into one does not convert to
 // another. These four are numbered 0 in x86-64 and aarch64 code, so that every check that clang can
-// emit covers them too; on NVPTX they are global, global, shared and generic. __global_host is
+// emit covers them too; on NVPTX they are global, generic, shared and generic. __global_host is
 // clang's name for a space of its own here: unlike
 // __constant it admits declarations without a value, which function constants are.
 #define device __attribute__((opencl_global_device))
-#define constant const __attribute__((opencl_global_host))
 #define threadgroup __attribute__((opencl_local))
 #define thread
+#ifdef __NVPTX__  // arguments are the entry's parameters, and a kernel is inlined into its entry
+#define constant const __attribute__((opencl_generic))
+#define kernel static inline __attribute__((always_inline))
+#else
+#define constant const __attribute__((opencl_global_host))
 #define kernel
+#endif
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST constant
 #define MTL_CONST constant
@@ -31,8 +36,13 @@
 
 // A function constant has no value when its file is compiled. Its storage is a variable that the
 // launcher sets: mm_fc_<the text between the parentheses>, defined before the file is included
-// (torch_metalmm/testing.py).
+// (torch_metalmm/testing.py). In PTX it is a symbol of that name, which torch_metalmm/ptx.py
+// removes.
+#ifdef __NVPTX__
+#define function_constant(index) clang::loader_uninitialized, gnu::weakref("mm_fc_" #index)
+#else
 #define function_constant(index) clang::loader_uninitialized, gnu::alias("mm_fc_" #index)
+#endif
 
 #pragma clang diagnostic ignored "-Wunknown-attributes"
 #pragma clang diagnostic ignored "-Wignored-attributes"

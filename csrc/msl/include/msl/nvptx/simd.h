@@ -1,0 +1,170 @@
+// <metal_simdgroup> and <metal_quadgroup> on NVIDIA GPUs, for lanes that all take part. Results are
+// the emulator's, bit for bit: a reduction adds lane i and i + 16, then 8, 4, 2, 1 (every
+// lane computes the sum of lane 0, for its operators commute); a prefix goes from lane to lane.
+#pragma once
+
+#include "../integer.h"
+#include "runtime.h"
+
+namespace metal {
+namespace warp {
+
+struct Sum {
+  template <class T>
+  static METAL_FUNC T of(T a, T b) {
+    return a + b;
+  }
+  template <class T>
+  static METAL_FUNC T identity() {
+    return construct<T>(0);
+  }
+};
+struct Product {
+  template <class T>
+  static METAL_FUNC T of(T a, T b) {
+    return a * b;
+  }
+  template <class T>
+  static METAL_FUNC T identity() {
+    return construct<T>(1);
+  }
+};
+#define MM_OPERATOR(Name, expression)  \
+  struct Name {                        \
+    template <class T>                 \
+    static METAL_FUNC T of(T a, T b) { \
+      return expression;               \
+    }                                  \
+  };
+MM_OPERATOR(Smallest, min(a, b))
+MM_OPERATOR(Largest, max(a, b))
+MM_OPERATOR(And, a& b)
+MM_OPERATOR(Or, a | b)
+MM_OPERATOR(Xor, a ^ b)
+#undef MM_OPERATOR
+
+template <uint Width, class Op, class T>
+METAL_FUNC T reduce(T x) {
+#pragma clang loop unroll(full)
+  for (uint d = Width / 2; d > 0; d /= 2) x = Op::of(x, from_lane_xor(x, d));
+  return x;
+}
+
+template <uint Width, class Op, bool Inclusive, class T>
+METAL_FUNC T prefix(T x) {
+  const uint me = lane() % Width, first = lane() - me;
+  T sum = Op::template identity<T>();
+  for (uint i = 0; i < Width; ++i) {
+    const T next = Op::of(sum, from_lane(x, first + i));
+    if (Inclusive ? i <= me : i < me) sum = next;
+  }
+  return sum;
+}
+
+// x of lane `from` of the group; `fill` where there is no such lane.
+template <uint Width, class T>
+METAL_FUNC T shuffle(T x, T fill, int from) {
+  const uint first = lane() / Width * Width;
+  const T other = from_lane(x, first + static_cast<uint>(from) % Width);
+  return from < 0 || from >= int(Width) ? fill : other;
+}
+
+// Lanes come in runs of `modulo`: from outside its run a lane reads the neighbouring run's
+// place in `fill`.
+template <uint Width, class T>
+METAL_FUNC T fill_shuffle(T x, T fill, int by, int modulo) {
+  const int me = static_cast<int>(lane() % Width), run = me / modulo * modulo, at = me - run + by;
+  const int from = run + (at + modulo) % modulo;
+  const T data = shuffle<Width>(x, x, from), other = shuffle<Width>(fill, fill, from);
+  return at >= 0 && at < modulo ? data : other;
+}
+
+// Bit i: lane i of the group votes true.
+template <uint Width>
+METAL_FUNC uint ballot(bool x) {
+  return reduce<Width, Or>(x ? 1u << lane() % Width : 0u);
+}
+
+}  // namespace warp
+
+struct simd_vote {
+  using vote_t = ulong;
+  ulong mask;
+  constexpr simd_vote(ulong m = 0) : mask(m) {}
+  constexpr explicit operator vote_t() const { return mask; }
+  constexpr bool all() const { return mask == 0xFFFFFFFFul; }
+  constexpr bool any() const { return mask != 0; }
+};
+using quad_vote = simd_vote;
+
+#define MM_REDUCE(name, group, Width, Op)       \
+  template <class T>                            \
+  METAL_FUNC T group##_##name(T x) {            \
+    return warp::reduce<Width, warp::Op, T>(x); \
+  }
+#define MM_PREFIX(name, group, Width, Op, inclusive)       \
+  template <class T>                                       \
+  METAL_FUNC T group##_prefix_##name(T x) {                \
+    return warp::prefix<Width, warp::Op, inclusive, T>(x); \
+  }
+// `from` is an expression of n and me, the lane's number in its group.
+#define MM_SHUFFLE(name, group, Width, from)                   \
+  template <class T>                                           \
+  METAL_FUNC T group##_##name(T x, ushort n) {                 \
+    const int me = static_cast<int>(warp::lane() % Width);     \
+    (void)me;                                                  \
+    return warp::shuffle<Width>(x, x, static_cast<int>(from)); \
+  }
+#define MM_GROUP(group, Width)                                                               \
+  MM_REDUCE(sum, group, Width, Sum)                                                          \
+  MM_REDUCE(product, group, Width, Product)                                                  \
+  MM_REDUCE(min, group, Width, Smallest)                                                     \
+  MM_REDUCE(max, group, Width, Largest)                                                      \
+  MM_REDUCE(and, group, Width, And)                                                          \
+  MM_REDUCE(or, group, Width, Or)                                                            \
+  MM_REDUCE(xor, group, Width, Xor)                                                          \
+  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                                          \
+  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                                         \
+  MM_PREFIX(inclusive_product, group, Width, Product, true)                                  \
+  MM_PREFIX(exclusive_product, group, Width, Product, false)                                 \
+  MM_SHUFFLE(shuffle, group, Width, n % Width)                                               \
+  MM_SHUFFLE(broadcast, group, Width, n % Width)                                             \
+  MM_SHUFFLE(shuffle_xor, group, Width, (me ^ n) % Width)                                    \
+  MM_SHUFFLE(shuffle_up, group, Width, me - n)                                               \
+  MM_SHUFFLE(shuffle_down, group, Width, me + n)                                             \
+  MM_SHUFFLE(shuffle_rotate_up, group, Width, (me + Width - n % Width) % Width)              \
+  MM_SHUFFLE(shuffle_rotate_down, group, Width, (me + n) % Width)                            \
+  template <class T>                                                                         \
+  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {   \
+    return warp::fill_shuffle<Width>(x, fill, -int(n), modulo);                              \
+  }                                                                                          \
+  template <class T>                                                                         \
+  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width) { \
+    return warp::fill_shuffle<Width>(x, fill, int(n), modulo);                               \
+  }                                                                                          \
+  template <class T>                                                                         \
+  METAL_FUNC T group##_broadcast_first(T x) {                                                \
+    return warp::shuffle<Width>(x, x, 0);                                                    \
+  }                                                                                          \
+  METAL_FUNC simd_vote group##_ballot(bool x) { return warp::ballot<Width>(x); }             \
+  METAL_FUNC bool group##_any(bool x) { return warp::ballot<Width>(x) != 0; }                \
+  METAL_FUNC bool group##_all(bool x) { return warp::ballot<Width>(!x) == 0; }               \
+  METAL_FUNC simd_vote group##_active_threads_mask() { return warp::ballot<Width>(true); }   \
+  METAL_FUNC bool group##_is_first() { return warp::lane() % Width == 0; }
+MM_GROUP(simd, 32)
+MM_GROUP(quad, 4)
+#undef MM_GROUP
+#undef MM_SHUFFLE
+#undef MM_PREFIX
+#undef MM_REDUCE
+
+enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return static_cast<mem_flags>(static_cast<uint>(a) | static_cast<uint>(b));
+}
+
+// Both order device and threadgroup memory, whatever the flags.
+METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
+METAL_FUNC void simdgroup_barrier(mem_flags) { __nvvm_bar_warp_sync(warp::kAll); }
+
+}  // namespace metal

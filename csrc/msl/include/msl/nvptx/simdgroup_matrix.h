@@ -1,0 +1,153 @@
+// <metal_simdgroup_matrix> on NVIDIA GPUs. With the lanes of runtime.h a matrix is a fragment of
+// mma.sync: lane 4 r + c / 2 of the warp holds elements c and c + 1 of row r.
+//
+// half * half + float runs on the tensor cores: products are exact, sums of 8 are aligned and
+// truncated by the hardware, in no stated order. Everything else is 8 fused multiply-adds in f32
+// in the order of k, as in the emulator, the operands exchanged between lanes.
+#pragma once
+
+#include "simd.h"
+
+#ifdef MM_MATRIX_LANES
+
+namespace metal {
+namespace warp {
+
+METAL_FUNC uint matrix_row() { return __nvvm_read_ptx_sreg_tid_x() % kWidth / 4; }
+METAL_FUNC uint matrix_column() { return __nvvm_read_ptx_sreg_tid_x() % 4 * 2; }
+
+// The fragment of the transposed matrix.
+METAL_FUNC uint transposed(uint fragment) {
+  uint out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
+  return out;
+}
+
+// c + a b: a 16 x 8 by 8 x 8 product whose lower eight rows are zero. b is transposed.
+METAL_FUNC vec<float, 2> multiply_add(uint a, uint b, vec<float, 2> c) {
+  vec<float, 2> d;
+  float lower[2];
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%7,%8,%9,%10};"
+      : "=f"(d.x), "=f"(d.y), "=f"(lower[0]), "=f"(lower[1])
+      : "r"(a), "r"(0), "r"(b), "f"(c.x), "f"(c.y), "f"(0.0f), "f"(0.0f));
+  return d;
+}
+
+template <class T>
+METAL_FUNC T from_hardware_lane(T x, uint from) {
+  const int lane = static_cast<int>(from);
+  return by_words(x, [=](int w) { return __nvvm_shfl_sync_idx_i32(kAll, w, lane, 31); });
+}
+
+}  // namespace warp
+
+template <class T, int Cols, int Rows = Cols>
+struct simdgroup_matrix {
+  static_assert(Cols == 8 && Rows == 8, "Metal has 8 x 8 simdgroup matrices only");
+  static_assert(is_floating_point_v<T>, "simdgroup matrices are of half, bfloat or float");
+  using element_type = T;
+  vec<T, 2> elements;
+  // The lane's fragment of the transposed matrix, where memory gave it: what is not used is not
+  // loaded, for all of it is inlined.
+  vec<T, 2> mirror;
+  bool has_mirror = false;
+
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal) {
+    for (uint e = 0; e < 2; ++e) {
+      const bool on = warp::matrix_row() == warp::matrix_column() + e;
+      elements[e] = on ? diagonal : static_cast<T>(0);
+    }
+  }
+  thread vec<T, 2>& thread_elements() {
+    has_mirror = false;
+    return elements;
+  }
+  const thread vec<T, 2>& thread_elements() const { return elements; }
+};
+
+using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
+using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
+using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
+
+template <class T, int Cols, int Rows = Cols>
+METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, Cols, Rows> m;
+  m.elements = m.mirror = static_cast<vec<T, 2>>(value);
+  m.has_mirror = true;
+  return m;
+}
+template <class T, int Cols, int Rows = Cols>
+METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_diagonal_simdgroup_matrix(T value) {
+  return simdgroup_matrix<T, Cols, Rows>(value);
+}
+
+// Element (row, column) of m is at p[(origin.y + row) * stride + origin.x + column], transposed
+// with row and column exchanged.
+#define MM_MATRIX_MEMORY(space)                                                                \
+  template <class T>                                                                           \
+  METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const space T* p,        \
+                                 ulong stride = 8, ulong2 origin = ulong2{0, 0},               \
+                                 bool transposed = false) {                                    \
+    const ulong row = warp::matrix_row(), column = warp::matrix_column();                      \
+    p += origin.y * stride + origin.x;                                                         \
+    vec<T, 2> along, across;                                                                   \
+    for (ulong e = 0; e < 2; ++e) {                                                            \
+      along[e] = p[row * stride + column + e];                                                 \
+      across[e] = p[(column + e) * stride + row];                                              \
+    }                                                                                          \
+    m.elements = transposed ? across : along;                                                  \
+    m.mirror = transposed ? along : across;                                                    \
+    m.has_mirror = true;                                                                       \
+  }                                                                                            \
+  template <class T>                                                                           \
+  METAL_FUNC void simdgroup_store(simdgroup_matrix<T, 8, 8> m, space T* p, ulong stride = 8,   \
+                                  ulong2 origin = ulong2{0, 0}, bool transposed = false) {     \
+    const ulong row = warp::matrix_row(), column = warp::matrix_column();                      \
+    p += origin.y * stride + origin.x;                                                         \
+    for (ulong e = 0; e < 2; ++e) {                                                            \
+      p[transposed ? (column + e) * stride + row : row * stride + column + e] = m.elements[e]; \
+    }                                                                                          \
+  }
+MM_MATRIX_MEMORY(device)
+MM_MATRIX_MEMORY(threadgroup)
+#undef MM_MATRIX_MEMORY
+
+template <class D, class A, class B, class C>
+METAL_FUNC void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d,
+                                              simdgroup_matrix<A, 8, 8> a,
+                                              simdgroup_matrix<B, 8, 8> b,
+                                              simdgroup_matrix<C, 8, 8> c) {
+  d.has_mirror = false;
+  if constexpr (is_same_v<A, half> && is_same_v<B, half> && is_same_v<C, float> &&
+                is_same_v<D, float>) {
+    const uint columns =
+        b.has_mirror ? as_type<uint>(b.mirror) : warp::transposed(as_type<uint>(b.elements));
+    d.elements = warp::multiply_add(as_type<uint>(a.elements), columns, c.elements);
+  } else {
+    const uint row = warp::matrix_row() * 4, column = warp::matrix_column() / 2;
+    vec<float, 2> sum = construct<vec<float, 2>>(c.elements);
+#pragma clang loop unroll(full)
+    for (uint k = 0; k < 8; k += 2) {
+      const vec<A, 2> left = warp::from_hardware_lane(a.elements, row + k / 2);
+#pragma clang loop unroll(full)
+      for (uint j = 0; j < 2; ++j) {
+        const vec<B, 2> right = warp::from_hardware_lane(b.elements, (k + j) * 4 + column);
+        sum.x = __builtin_fmaf(static_cast<float>(left[j]), static_cast<float>(right.x), sum.x);
+        sum.y = __builtin_fmaf(static_cast<float>(left[j]), static_cast<float>(right.y), sum.y);
+      }
+    }
+    d.elements = construct<vec<D, 2>>(sum);
+  }
+}
+template <class D, class A, class B>
+METAL_FUNC void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+                                   simdgroup_matrix<B, 8, 8> b) {
+  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(static_cast<D>(0)));
+}
+
+}  // namespace metal
+
+#endif  // MM_MATRIX_LANES

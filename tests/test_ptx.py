@@ -1,0 +1,71 @@
+"""The shaders as PTX, without a GPU: all compile, and are what the CUDA launcher expects."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torch_metalmm import _C, ptx
+
+N_CONSTANTS = 7  # those of abi.h, and whether the grid is one row
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, str]:
+    """{kernel: its PTX}."""
+    return {name: (ptx.FOLDER / f"{name}.ptx").read_text() for name in ptx.build()}
+
+
+def with_values(text: str) -> str:
+    """What the driver gets from the launcher: tokens replaced by numbers."""
+    text = text.replace("MM_THREADS", "128")
+    return re.sub(r"MM_CONSTANT_\d", "64", text)
+
+
+def test_every_kernel_of_the_table_has_ptx(kernels: dict[str, str]) -> None:
+    assert set(kernels) == set(_C.kernel_names())
+
+
+def test_a_kernel_is_a_module_of_its_own(kernels: dict[str, str]) -> None:
+    """One entry of that name, no calls, nothing left for a linker; threads are a token."""
+    for name, text in kernels.items():
+        assert re.findall(r"\.entry (\w+)", text) == [name]
+        assert text.count(".reqntid MM_THREADS, 1, 1") == 1, name
+        assert not re.search(r"\bcall\b|\.func\b|mm_fc_|mm_index_", text), name
+
+
+def test_function_constants_are_tokens(kernels: dict[str, str]) -> None:
+    """K and the epilogue of a gemv, the group of an affine format; none beyond the last."""
+    used = {n: set(map(int, re.findall(r"MM_CONSTANT_(\d+)", t))) for n, t in kernels.items()}
+    assert set.union(*used.values()) == set(range(N_CONSTANTS))
+    assert {0, 3, 5} <= used["gemv_q4_0_f16"] and 1 not in used["gemv_q4_0_f16"]
+    assert {0, 1, 2, 3, 5} <= used["gemv_affine4_f16"]
+    assert 4 in used["gemv_batched_q4_0_f16"]
+
+
+def test_registers_are_not_indexed_at_run_time(kernels: dict[str, str]) -> None:
+    """No array of a thread is left in memory, where it costs a load and a store per access."""
+    assert [n for n, t in kernels.items() if "__local_depot" in t] == []
+
+
+def test_f16_tiles_use_the_tensor_cores(kernels: dict[str, str]) -> None:
+    """f32 and bf16 multiply in f32, which tensor cores cannot."""
+    tensor = {n for n, t in kernels.items() if "mma.sync" in t}
+    assert tensor == {n for n in kernels if re.fullmatch(r"gemm_(?!small|tiled|naive).*_f16", n)}
+
+
+@pytest.mark.parametrize("kernel", ["gemm_q4_k_f16", "gemv_large_k_iq4_xs_bf16", "dot_f32"])
+def test_an_assembler_accepts_it(kernel: str, kernels: dict[str, str], tmp_path: Path) -> None:
+    """ptxas where it is installed; else only that no token is left."""
+    text = with_values(kernels[kernel])
+    assert "MM_" not in text
+    ptxas = shutil.which("ptxas")
+    if ptxas:
+        (tmp_path / "a.ptx").write_text(text)
+        command = [ptxas, "-arch=sm_90", str(tmp_path / "a.ptx"), "-o", str(tmp_path / "a.o")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
