@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops as ops
 from .adopt import adopt_
+from .fuse import fuse_, unfuse_
 from .late import when_imported
 from .linear import QuantEmbedding, QuantLinear
 from .quantize import quantize_
@@ -25,11 +26,13 @@ __all__ = [
     "QuantEmbedding",
     "QuantLinear",
     "adopt_",
+    "fuse_",
     "load_gguf",
     "load_packed",
     "merge_errors",
     "quantize_",
     "save_packed",
+    "unfuse_",
 ]
 
 _LAZY = {

@@ -26,6 +26,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils import PeftType
 from torch import Tensor, nn
 
+from .fused import LinearPart
 from .linear import QuantEmbedding, QuantLinear, quantize_weight
 
 _log = logging.getLogger(__name__)
@@ -202,6 +203,12 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
         kind = PackedLoraLinear if isinstance(target, QuantLinear) else PackedLoraEmbedding
         layer: nn.Module = kind(target, adapter_name, config=lora_config, **kwargs)
         return layer
+
+    def _check_merge_allowed(self) -> None:
+        super()._check_merge_allowed()
+        for name, module in self.model.named_modules():
+            if isinstance(module, _OnPacked) and isinstance(module.base_layer, LinearPart):
+                raise ValueError(f"{name} is part of a fused layer; call unfuse_ before merging")
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         with _merges_reported(self.model):

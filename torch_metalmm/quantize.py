@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import formats
+from .fused import LinearPart
 from .linear import QuantEmbedding, QuantLinear, quantize_weight
 from .replace import (
     dense_weight,
@@ -128,6 +129,8 @@ def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; "
             "use QuantLinear.from_linear or QuantEmbedding.from_embedding"
         )
+    if any(isinstance(module, LinearPart) for module in model.modules()):
+        raise ValueError("model has merged layers; call unfuse_ first")
     chooser = _chooser(spec)
     groups = _shared_weights(model)
     jobs, read = [], []

@@ -1,0 +1,236 @@
+"""The modules that fuse_ puts in place of others: linear layers of one input, and SwiGLU MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .linear import QuantLinear
+
+_linear = torch.ops.metalmm.linear.default
+_swiglu = torch.ops.metalmm.swiglu.default
+_swiglu_linear = torch.ops.metalmm.swiglu_linear.default
+
+FORMS = ("swiglu", "swiglu_linear")
+
+
+class MergedLinear(nn.Module):
+    """Linear layers of one input as one: their rows in one weight, uint8 [sum of N, row_bytes].
+
+    The layers stay in the model as LinearParts, which own nothing. Whichever of them is called
+    first computes for all; the others, called with the same tensor, take what is theirs.
+    state_dict has the layers' own names and nothing of this module.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    originals: list[QuantLinear]
+
+    def __init__(self, layers: list[QuantLinear]) -> None:
+        super().__init__()
+        first = layers[0]
+        self.format, self.in_features = first.format, first.in_features
+        self.rows: list[tuple[int, int]] = []
+        begin = 0
+        for layer in layers:
+            self.rows.append((begin, begin + layer.out_features))
+            begin += layer.out_features
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        bias = None if first.bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        self.register_parameter(
+            "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
+        )
+        self._held: tuple[Tensor, dict[int, Tensor]] | None = None
+        # Emptied, so that their bytes exist once. In a list they are no children: the parts are.
+        self.originals = layers
+        for layer in layers:
+            layer._parameters.update(weight=None, bias=None)
+
+    def take(self, x: Tensor, index: int) -> Tensor:
+        """The output of layer `index` for x. The others' wait, with x, until they are asked for."""
+        held = self._held
+        if held is None or held[0] is not x:
+            y = _linear(x, self.weight, self.bias, self.format)
+            held = self._held = (x, {i: y[..., a:b] for i, (a, b) in enumerate(self.rows)})
+        waiting = held[1]
+        out = waiting.pop(index, None)
+        if not waiting:
+            self._held = None
+        if out is not None:
+            return out
+        weight, bias = self.part(index)  # a second call with one tensor
+        alone: Tensor = _linear(x, weight, bias, self.format)
+        return alone
+
+    def part(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) of layer `index`: views of the merged ones."""
+        a, b = self.rows[index]
+        return self.weight[a:b], None if self.bias is None else self.bias[a:b]
+
+    def restore(self, index: int) -> QuantLinear:
+        """The layer as it was before merging. Its tensors are views; nothing is copied."""
+        layer = self.originals[index]
+        weight, bias = self.part(index)
+        layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All outputs side by side: y[..., sum of N]."""
+        y: Tensor = _linear(x, self.weight, self.bias, self.format)
+        return y
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        pass  # the parts save
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        pass  # the parts load
+
+    def extra_repr(self) -> str:
+        sizes = "+".join(str(b - a) for a, b in self.rows)
+        return f"in_features={self.in_features}, out_features={sizes}, format={self.format}"
+
+
+class LinearPart(QuantLinear):
+    """One of the layers of a MergedLinear; weight and bias are views of its rows.
+
+    Loading a state_dict copies into them. Setting them is an error: unfuse_ first.
+    """
+
+    merged: MergedLinear
+
+    def __init__(self, merged: MergedLinear, index: int) -> None:
+        nn.Module.__init__(self)
+        original = merged.originals[index]
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.format, self.index = original.format, index
+        self.register_buffer("input_order", None)
+        self.__dict__["merged"] = merged  # not a child: it is one of the parent
+        self.train(original.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.merged.part(self.index)[0]
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.merged.part(self.index)[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merged.take(x, self.index)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        raise ValueError(f"{name} belongs to a fused layer and cannot be set; call unfuse_ first")
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("weight", "bias"):
+            if (value := getattr(self, name)) is not None:
+                destination[prefix + name] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Into a layer of its own that shares these rows, which checks and copies as any other.
+        layer = QuantLinear.from_packed(self.weight, self.in_features, self.format, self.bias)
+        layer._load_from_state_dict(
+            state_dict,
+            prefix,
+            {**local_metadata, "assign_to_params_buffers": False},
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The names of gate, up and down in an MLP. up None: gate and up are halves of one layer."""
+
+    gate: str
+    up: str | None
+    down: str
+    gate_first: bool = True
+
+
+class SwiGLU(nn.Module):
+    """An MLP down(silu(gate(x)) * up(x)) whose gate and up are computed by one op.
+
+    Stands in for `original` and shares its children, under their names. A single row (decoding)
+    takes the form, more rows always the first:
+      "swiglu"         gate, up, SiLU and product in one op, then down
+      "swiglu_linear"  gate, then up, then SiLU, product and down in one op
+    Where a layer is not a plain packed one any more (it got an adapter or a hook), the original
+    computes.
+    """
+
+    original: nn.Module
+
+    def __init__(self, original: nn.Module, roles: Roles, form: str, note: str = "") -> None:
+        super().__init__()
+        self._modules = original._modules
+        # Not a child: its parameters would have two names.
+        self.__dict__["original"] = original
+        self.roles, self.form, self.note = roles, form, note
+        self.training = original.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers: dict[str, Any] = self._modules
+        roles = self.roles
+        gate, down = layers[roles.gate], layers[roles.down]
+        up = gate if roles.up is None else layers[roles.up]
+        if not (plain(gate) and plain(up) and plain(down)):
+            self.original.training = self.training
+            y: Tensor = self.original(x)
+            return y
+        gate_weight, up_weight = gate._parameters["weight"], up._parameters["weight"]
+        if roles.up is None:
+            half = gate_weight.shape[0] // 2
+            gate_weight, up_weight = gate_weight[:half], up_weight[half:]
+            if not roles.gate_first:
+                gate_weight, up_weight = up_weight, gate_weight
+        weight, bias = down._parameters["weight"], down._parameters["bias"]
+        # A symbolic size stands for many rows.
+        rows = x.shape[:-1].numel()
+        if self.form == "swiglu_linear" and isinstance(rows, int) and rows == 1:
+            a = _linear(x, gate_weight, None, gate.format)
+            b = _linear(x, up_weight, None, up.format)
+            y = _swiglu_linear(a, b, weight, bias, down.format)
+        else:
+            h = _swiglu(x, gate_weight, up_weight, gate.format, up.format)
+            y = _linear(h, weight, bias, down.format)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"form={self.form}{self.note}"
+
+
+def plain(layer: Any) -> bool:
+    """Whether calling the layer is one call of the op: packed, without hook or input order."""
+    return type(layer) is QuantLinear and layer._buffers["input_order"] is None and unhooked(layer)
+
+
+def unhooked(module: nn.Module) -> bool:
+    """Whether calling the module calls its class's forward and nothing else."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # accelerate's hooks
+    )
