@@ -24,9 +24,8 @@ inline at::Tensor like_input(const at::Tensor& y, const at::Tensor& x) {
 }
 
 // Rows of K values that are decoded at a time where a whole dense W is never wanted: 32 MB of f32.
-inline int64_t streamed_rows(int64_t k) {
-  constexpr int64_t kStreamedValues = 8 << 20;
-  return std::max<int64_t>(1, kStreamedValues / std::max<int64_t>(k, 1));
+inline int64_t streamed_rows(int64_t k, int64_t values = 8 << 20) {
+  return std::max<int64_t>(1, values / std::max<int64_t>(k, 1));
 }
 
 // g W of f32 g [M, N] and W [N, K], of which decode(first, last) gives rows, f32.

@@ -53,6 +53,8 @@ def load_gguf(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     _require_extra()
+    from .hf import attach
+
     file = GgufFile(path)
     _check_whole(file)
     with _blaming(file, "transformers makes no config of its metadata"):
@@ -68,6 +70,7 @@ def load_gguf(
     _warn(file, plan, dtype)
     _fill(model, file, mapping, plan, device)
     _set_end_tokens(model, file)
+    attach(model)
     return model.requires_grad_(False), tokens
 
 

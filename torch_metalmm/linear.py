@@ -195,6 +195,7 @@ class QuantEmbedding(_Packed, nn.Embedding):
     """
 
     embed_scale: Tensor | None
+    scalar_embed_scale: float | None  # what embed_scale holds, rounded to dtype
     dtype: torch.dtype
 
     def __init__(
@@ -205,7 +206,7 @@ class QuantEmbedding(_Packed, nn.Embedding):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        embed_scale: Tensor | float | None = None,
+        embed_scale: float | None = None,
     ) -> None:
         """ValueError: unknown format, or K not a multiple of its block."""
         nn.Module.__init__(self)
@@ -216,9 +217,17 @@ class QuantEmbedding(_Packed, nn.Embedding):
         self.scale_grad_by_freq, self.sparse = False, False
         self.dtype = dtype or torch.get_default_dtype()
         self._init_packed(num_embeddings, embedding_dim, format, device)
-        if embed_scale is not None:
-            embed_scale = torch.as_tensor(embed_scale, dtype=self.dtype)
-        self.register_buffer("embed_scale", embed_scale, persistent=False)
+        self.scalar_embed_scale = None if embed_scale is None else float(embed_scale)
+        self.register_buffer("embed_scale", None, persistent=False)
+        self.reset_scale()
+
+    def reset_scale(self) -> None:
+        """Make the buffer embed_scale anew: no checkpoint has it."""
+        if self.scalar_embed_scale is not None:
+            device = "cpu" if self.weight.is_meta else self.weight.device
+            self.embed_scale = torch.tensor(
+                self.scalar_embed_scale, dtype=self.dtype, device=device
+            )
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, format: str) -> QuantEmbedding:
@@ -235,9 +244,13 @@ class QuantEmbedding(_Packed, nn.Embedding):
             packed, dtype = embedding.weight, embedding.dtype
         else:
             packed, dtype = quantize_weight(embedding.dequantize(), name), embedding.dtype
-        scale = getattr(embedding, "embed_scale", None)
         return cls.from_packed(
-            packed, embedding.embedding_dim, name, embedding.padding_idx, dtype, scale
+            packed,
+            embedding.embedding_dim,
+            name,
+            embedding.padding_idx,
+            dtype,
+            embedding_scale(embedding),
         )
 
     @classmethod
@@ -248,7 +261,7 @@ class QuantEmbedding(_Packed, nn.Embedding):
         format: str,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
-        embed_scale: Tensor | float | None = None,
+        embed_scale: float | None = None,
     ) -> QuantEmbedding:
         """A layer around packed bytes uint8 [V, row_bytes(embedding_dim)]; nothing is copied.
 
@@ -288,6 +301,13 @@ class QuantEmbedding(_Packed, nn.Embedding):
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self.format}, "
             f"dtype={self.dtype}"
         )
+
+
+def embedding_scale(embedding: nn.Embedding) -> float | None:
+    """What the embedding multiplies its rows by, None for nothing."""
+    # Gemma's buffer embed_scale has no data on the meta device; its scalar_embed_scale does.
+    scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
+    return None if scale is None else float(scale)
 
 
 def quantize_weight(weight: Tensor, format: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -80,15 +81,25 @@ def quantize_(
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
     formats for one shared weight, NaN or Inf in a weight, a weight on the meta device.
     """
-    jobs = _plan(model, spec, filter_fn)
+    jobs = plan(model, spec, filter_fn)
     _check(jobs)
-    _warn_fallbacks(jobs)
+    warn_fallbacks(jobs)
     with progress_bar(progress, sum(j.values for j in jobs), "Quantizing") as advance:
         while jobs:
             job = jobs.pop(0)
-            _replace(model, job)
+            job.put(model, quantize_weight(dense_weight(job.sites[0][1]), job.format))
             advance(job.values)
+    _tell_transformers(model)
     return model
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """A transformers model learns of its packed layers, so that its save_pretrained works."""
+    if "transformers.modeling_utils" in sys.modules:
+        from .hf import attach, is_transformers_model
+
+        if is_transformers_model(model):
+            attach(model)
 
 
 @contextmanager
@@ -106,7 +117,7 @@ def progress_bar(show: bool, total: int, title: str) -> Iterator[Callable[[int],
 
 
 @dataclass
-class _Job:
+class Job:
     """One weight, the layers that hold it (each under one or more names) and its format."""
 
     sites: _Sites
@@ -122,8 +133,18 @@ class _Job:
         n, k = weight_shape(self.sites[0][1])
         return n * k
 
+    def put(self, model: nn.Module, weight: Tensor) -> None:
+        """Replace the layers in the model by packed ones of this weight, uint8 [N, row_bytes]."""
+        packed = nn.Parameter(weight, requires_grad=False)
+        made: dict[int, nn.Module] = {}
+        for name, module in self.sites:
+            if id(module) not in made:
+                made[id(module)] = pack_module(module, packed, self.format)
+            model.set_submodule(name, made[id(module)])
 
-def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
+
+def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[Job]:
+    """What quantize_ would do. Weights are not read and may be on the meta device."""
     if packable(model):
         raise ValueError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; "
@@ -144,7 +165,7 @@ def _plan(model: nn.Module, spec: Spec, filter_fn: Filter | None) -> list[_Job]:
             continue
         format = resolve_format(wanted, weight_shape(sites[0][1])[1])
         if not all(getattr(module, "format", None) == format for _, module in sites):
-            jobs.append(_Job(sites, wanted, format))
+            jobs.append(Job(sites, wanted, format))
     if isinstance(chooser, _Patterns) and (unused := chooser.unused()):
         layers = [name for sites in groups for name, _ in sites]
         raise ValueError(
@@ -232,7 +253,7 @@ def _asked(spec: Callable[[str, nn.Module], Any], sites: _Sites) -> str | None:
     return next(iter(asked), None)
 
 
-def _check(jobs: list[_Job]) -> None:
+def _check(jobs: list[Job]) -> None:
     """ValueError if a weight has no data, NaN or Inf. Reads every weight once, copies none."""
     for job in jobs:
         module = job.sites[0][1]
@@ -240,18 +261,23 @@ def _check(jobs: list[_Job]) -> None:
             continue
         weight = module.weight
         assert isinstance(weight, Tensor)
-        if weight.is_meta:
-            raise ValueError(f"{job.name}.weight is on the meta device and has no data")
-        if not weight.is_floating_point():
-            raise ValueError(f"{job.name}.weight must be float, got {weight.dtype}")
-        largest = largest_magnitude(weight)
-        if not isfinite(largest):
-            raise ValueError(f"{job.name}.weight has NaN or Inf")
-        if job.format == "f16" and largest > _F16_MAX:
-            raise ValueError(f"{job.name}.weight has {largest:g}, too large for f16")
+        check_weight(f"{job.name}.weight", weight, job.format)
 
 
-def _warn_fallbacks(jobs: list[_Job]) -> None:
+def check_weight(name: str, weight: Tensor, format: str) -> None:
+    """ValueError if a dense weight cannot be packed: no data, not float, NaN, Inf, too large."""
+    if weight.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no data")
+    if not weight.is_floating_point():
+        raise ValueError(f"{name} must be float, got {weight.dtype}")
+    largest = largest_magnitude(weight)
+    if not isfinite(largest):
+        raise ValueError(f"{name} has NaN or Inf")
+    if format == "f16" and largest > _F16_MAX:
+        raise ValueError(f"{name} has {largest:g}, too large for f16")
+
+
+def warn_fallbacks(jobs: list[Job]) -> None:
     changed: dict[tuple[str, str], list[str]] = {}
     for job in jobs:
         if job.format != job.asked:
@@ -262,13 +288,3 @@ def _warn_fallbacks(jobs: list[_Job]) -> None:
             "K is not a multiple of the format's block; used instead: " + "; ".join(parts),
             stacklevel=3,
         )
-
-
-def _replace(model: nn.Module, job: _Job) -> None:
-    first = job.sites[0][1]
-    packed = nn.Parameter(quantize_weight(dense_weight(first), job.format), requires_grad=False)
-    made: dict[int, nn.Module] = {}
-    for name, module in job.sites:
-        if id(module) not in made:
-            made[id(module)] = pack_module(module, packed, job.format)
-        model.set_submodule(name, made[id(module)])

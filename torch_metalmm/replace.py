@@ -11,7 +11,7 @@ from types import FunctionType
 import torch
 from torch import Tensor, nn
 
-from .linear import QuantEmbedding, QuantLinear
+from .linear import QuantEmbedding, QuantLinear, embedding_scale
 
 # Linear layers in all but name: transformers' classes that compute x · W (Conv1D), x · Wᵀ + bias.
 _LINEAR_CLASSES = {
@@ -70,8 +70,9 @@ def pack_module(module: nn.Module, weight: Tensor, format: str) -> nn.Module:
         raise ValueError(f"weight must have {n} rows, got {list(weight.shape)}")
     if isinstance(module, nn.Embedding):
         dtype = module.dtype if isinstance(module, QuantEmbedding) else module.weight.dtype
-        scale = getattr(module, "embed_scale", None)
-        new = QuantEmbedding.from_packed(weight, k, format, module.padding_idx, dtype, scale)
+        new = QuantEmbedding.from_packed(
+            weight, k, format, module.padding_idx, dtype, embedding_scale(module)
+        )
     else:
         bias = module.bias
         assert bias is None or isinstance(bias, Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,15 +38,28 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """The transformers model of that config, parameters on meta, in eval mode.
+def named_class(config: Any) -> Any:
+    """The model class that config.architectures[0] names; None if it names none of this config.
 
-    The class is config.architectures[0] where that names one, else the causal LM, the
-    sequence-to-sequence LM or the bare model of the config. ValueError: none exists.
+    The name may come from any file, so it chooses among transformers' models and nothing else.
     """
     import transformers
 
     named = getattr(transformers, (config.architectures or [""])[0], None)
+    if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
+        return None
+    return named if isinstance(config, named.config_class or ()) else None
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The transformers model of that config, parameters on meta, in eval mode.
+
+    The class is named_class, else the causal LM, the sequence-to-sequence LM or the bare model of
+    the config. ValueError: none exists.
+    """
+    import transformers
+
+    named = named_class(config)
     with parameters_on_meta():
         if named is not None:
             model = named._from_config(config, dtype=dtype)
@@ -58,6 +72,15 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
             else:
                 raise ValueError(f"transformers has no model for the config {type(config)}")
     return model.eval()
+
+
+def empty_like(model: Any, dtype: torch.dtype) -> Any:
+    """A model of the class and config of the transformers model, dense, parameters on meta."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with parameters_on_meta():
+        return type(model)._from_config(config, dtype=dtype)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
