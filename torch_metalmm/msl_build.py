@@ -125,6 +125,8 @@ def preprocess(text: str, name: str, include: Sequence[Path]) -> str:
 
 
 _MARKER = re.compile(r'#(?:line)? (\d+) "((?:[^"\\]|\\.)*)"')
+# How far a loop is unrolled changes no result, and may be said by a macro that is gone.
+_PRAGMA = re.compile(r"#\s*pragma (?!unroll|nounroll|clang loop)")
 
 
 def unmark(text: str, name: str) -> tuple[str, list[tuple[str, int]]]:
@@ -138,7 +140,7 @@ def unmark(text: str, name: str) -> tuple[str, list[tuple[str, int]]]:
             lines.append("")
             places.append((file, number))
             continue
-        lines.append("" if line.startswith("#") and "pragma" not in line else line)
+        lines.append("" if line.startswith("#") and not _PRAGMA.match(line) else line)
         places.append((file, number))
         number += 1
     return "\n".join(lines), places

@@ -24,6 +24,11 @@ from .msl_source import (
 # One copy per thread of the host, which runs one threadgroup at a time; the emulator poisons it.
 _STORAGE = "[[clang::loader_uninitialized]] static thread_local "
 _ACCESS = ("public", "private", "protected")
+# A literal that is double in C++ and float in Metal. -cl-single-precision-constant forgets those in
+# templates.
+_DOUBLE = re.compile(
+    r"(?!0[xX])(?=[\d'.]*[.eE])[\d.][\d'.]*(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+"
+)
 _UNARY = frozenset({"*", "&", "-", "+", "!", "~", "++", "--"})
 
 
@@ -63,6 +68,8 @@ def visible_edits(text: str, source: Source) -> list[Edit]:
             bodies += 1
         elif token.text == "}":
             bodies -= 1
+        elif token.kind == "number" and _DOUBLE.fullmatch(token.text):
+            edits.append(Edit(token.end, token.end, "f"))
         elif token.text == "threadgroup" and bodies and _declares_storage(tokens, i):
             edits.append(Edit(token.at, token.at, _STORAGE))
         edits += _vector_words(tokens, i)
@@ -138,8 +145,12 @@ def _vector_words(tokens: list[Token], i: int) -> list[Edit]:
     if end == 0 or (i and tokens[i - 1].text in ("<", ",") and tokens[end].text in (">", ",")):
         return []
     name = " ".join(t.text for t in tokens[i:end])
+    while i > 1 and tokens[i - 1].text == "::" and tokens[i - 2].text in ("metal", "::"):
+        i -= 2  # metal::float4(…)
+    if i and tokens[i - 1].text == "::":
+        i -= 1
     if tokens[end].text == "(" and not _declarator(tokens, end):
-        return [Edit(token.at, tokens[end - 1].end, f"::metal::construct<{name}>")]
+        return [Edit(tokens[i].at, tokens[end - 1].end, f"::metal::construct<{name}>")]
     cast = i > 0 and tokens[i - 1].text == "(" and tokens[end].text == ")"
     if cast and end + 1 < len(tokens) and not _is_call(tokens, i - 2):
         last = _unary_end(tokens, end + 1)
@@ -157,6 +168,8 @@ def _is_vector(tokens: list[Token]) -> bool:
 
 def _vector_end(tokens: list[Token], i: int) -> int:
     """The index after the vector type that begins at i; 0 if none does."""
+    if i and tokens[i - 1].text == "operator":
+        return 0
     if i and tokens[i - 1].text in ("::", ".", "->") and tokens[max(i - 2, 0)].text != "metal":
         return 0
     if tokens[i].text in VECTORS and i + 1 < len(tokens):
@@ -218,14 +231,15 @@ _ERROR = re.compile(
     r"(?P<kind>error|note|fatal error):(?P<text>[^\n]*)$",
     re.MULTILINE,
 )
+# What Metal rounds, and clang does not convert.
+_HALF_TO_BFLOAT = re.compile(r"cast from '.*' \(aka '(_Float16|__bf16)'\) to .* is not allowed")
 _RANGE = re.compile(r"\{(\d+):(\d+)-(\d+):(\d+)\}")
 
 
 def edits_of_errors(text: str, file: str, errors: str) -> list[Edit]:
     """Edits for those of clang's `errors` that name what Apple's front end accepts."""
-    starts = [0]
-    for m in re.finditer("\n", text):
-        starts.append(m.end())
+    starts = [0] + [m.end() for m in re.finditer("\n", text)]
+    lines = len(starts)
 
     def offset(line: str, column: str) -> int:
         return starts[int(line) - 1] + int(column) - 1
@@ -240,6 +254,8 @@ def edits_of_errors(text: str, file: str, errors: str) -> list[Edit]:
             if later["kind"] != "note":
                 break
             notes += later["text"]
+        if int(m["line"]) > lines:
+            continue  # in the tables after the text
         at = offset(m["line"], m["column"])
         ranges = [(offset(a, b), offset(c, d)) for a, b, c, d in _RANGE.findall(m["ranges"] or "")]
         new = _edits_of_error(text, m["text"], notes, at, ranges)
@@ -262,12 +278,31 @@ def _edits_of_error(
             Edit(at, at + 1, ","),
             Edit(right, right, ")"),
         ]
+    if "no viable overloaded operator[]" in message and len(ranges) == 2:
+        for name, member in (("matrix<", ".columns"), ("array<", ".elements")):
+            if name in message:
+                return [Edit(ranges[0][1], ranges[0][1], member)]
+    if _HALF_TO_BFLOAT.search(message) and ranges:
+        begin, end = ranges[-1]
+        return [Edit(begin, begin, "static_cast<float>("), Edit(end, end, ")")]
     if "C-style cast from vector" in message:
         match = re.compile(r"\(([^()]*)\)").match(text, at)
         if match and ranges:
             end = max(r[1] for r in ranges)
             construct = f"::metal::construct<{match[1]}>("
             return [Edit(at, match.end(), construct), Edit(end, end, ")")]
+    if "parameter may not be qualified with an address space" in message:
+        match = re.compile(r"\w+(?=\s*\[)").match(text, at)
+        if match:  # T a[2][3] is T (*a)[3]
+            return [
+                Edit(at, match.end(), f"(*{match[0]})"),
+                Edit(match.end(), text.index("]", at) + 1, ""),
+            ]
+    if "excess elements in" in message and re.search(r"[\w>]\s+$", text[max(at - 80, 0) : at]):
+        match = re.compile(r"(\w+)\s*\(").match(text, at)
+        if match and not re.search(r"\b(return|else|case)\s+$", text[max(at - 80, 0) : at]):
+            type_ = f"__remove_cv(decltype({match[1]}))"  # float4 a(1, 2, 3, 4);
+            return [Edit(at, match.end(), f"{match[1]} = ::metal::construct<{type_}>(")]
     if "excess elements in" in message or "from vector" in message or "only take one" in message:
         match = re.compile(r"(?:typename\s+)?[\w:]+(?:<[^()]*>)?(?=\s*\()").match(text, at)
         if match:

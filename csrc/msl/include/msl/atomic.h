@@ -6,7 +6,13 @@
 
 namespace metal {
 
-enum memory_order { memory_order_relaxed = 0 };
+enum memory_order { memory_order_relaxed = 0, memory_order_seq_cst = 5 };
+enum thread_scope {
+  thread_scope_thread,
+  thread_scope_threadgroup = 2,
+  thread_scope_device = 3,
+  thread_scope_simdgroup = 4
+};
 
 template <class T>
 struct atomic {

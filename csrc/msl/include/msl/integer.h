@@ -1,78 +1,110 @@
-// <metal_integer>, <metal_pack>: bit counts, bit fields, wide multiplies, packed conversions.
+// <metal_integer>: bit counts, bit fields, wide multiplies; on scalars and vectors.
 #pragma once
 
 #include "math.h"
 
 namespace metal {
 
-// f on every component.
-template <class T, class F>
-METAL_FUNC constexpr T each(T x, F f) {
+// f on every component of the arguments.
+template <class T, class F, class... More>
+METAL_FUNC constexpr T each(F f, T x, More... more) {
   if constexpr (vector_of<T>::size == 1) {
-    return f(x);
+    return f(x, more...);
   } else {
     T v{};
     for (int i = 0; i < vector_of<T>::size; ++i) {
-      v[i] = f(static_cast<element_t<T>>(x[i]));
+      v[i] = f(static_cast<element_t<T>>(x[i]), static_cast<element_t<More>>(more[i])...);
     }
     return v;
   }
 }
+template <class T>
+constexpr constant uint width_of = sizeof(element_t<T>) * 8;
+template <class T>
+using unsigned_t = make_unsigned_t<element_t<T>>;
+template <class T>  // of an element; holds every sum, and every product of 32 bits
+using wide_t = conditional_t<is_unsigned_v<element_t<T>>, unsigned __int128, __int128>;
+
+MM_UNARY(popcount, __builtin_elementwise_popcount(x))
+MM_UNARY(reverse_bits, __builtin_elementwise_bitreverse(x))
+MM_BINARY(addsat, return __builtin_elementwise_add_sat(x, y))
+MM_BINARY(subsat, return __builtin_elementwise_sub_sat(x, y))
 
 template <class T>
 METAL_FUNC constexpr T clz(T x) {
-  return each(x, [](element_t<T> e) {
-    return static_cast<element_t<T>>(
-        __builtin_clzg(static_cast<make_unsigned_t<element_t<T>>>(e), int(sizeof(e) * 8)));
-  });
+  return each(
+      [](auto e) { return __builtin_clzg(static_cast<unsigned_t<T>>(e), int(width_of<T>)); }, x);
 }
 template <class T>
 METAL_FUNC constexpr T ctz(T x) {
-  return each(x, [](element_t<T> e) {
-    return static_cast<element_t<T>>(
-        __builtin_ctzg(static_cast<make_unsigned_t<element_t<T>>>(e), int(sizeof(e) * 8)));
-  });
+  return each(
+      [](auto e) { return __builtin_ctzg(static_cast<unsigned_t<T>>(e), int(width_of<T>)); }, x);
 }
 // `bits` bits of x from `offset`, zero-extended (unsigned) or sign-extended (signed).
 template <class T>
 METAL_FUNC constexpr T extract_bits(T x, uint offset, uint bits) {
-  return each(x, [=](element_t<T> e) {
-    constexpr uint width = sizeof(e) * 8;
-    if (bits == 0 || offset >= width) {
-      return static_cast<element_t<T>>(0);
-    }
-    auto u = static_cast<ulong>(static_cast<make_unsigned_t<element_t<T>>>(e)) >> offset;
-    if constexpr (is_unsigned_v<element_t<T>>) {
-      return static_cast<element_t<T>>(bits >= 64 ? u : u & ((1ul << bits) - 1));
-    } else {
-      return static_cast<element_t<T>>(static_cast<long>(u << (64 - bits)) >> (64 - bits));
-    }
-  });
+  return each(
+      [=](auto e) {
+        using E = decltype(e);
+        if (bits == 0 || offset >= width_of<T>) {
+          return static_cast<E>(0);
+        }
+        ulong u = static_cast<ulong>(static_cast<unsigned_t<T>>(e)) >> offset;
+        if constexpr (is_unsigned_v<E>) {
+          return static_cast<E>(bits >= 64 ? u : u & ((1ul << bits) - 1));
+        } else {
+          return static_cast<E>(static_cast<long>(u << (64 - bits)) >> (64 - bits));
+        }
+      },
+      x);
 }
 template <class T>
 METAL_FUNC constexpr T insert_bits(T base, T insert, uint offset, uint bits) {
-  T mask = static_cast<T>((bits >= sizeof(T) * 8 ? ~T(0) : static_cast<T>((T(1) << bits) - 1))
-                          << offset);
-  return static_cast<T>((base & ~mask) | ((insert << offset) & mask));
+  const ulong mask = (bits >= 64 ? ~0ul : (1ul << bits) - 1) << offset;
+  return each(
+      [=](auto b, auto i) {
+        return static_cast<decltype(b)>((static_cast<ulong>(b) & ~mask) |
+                                        ((static_cast<ulong>(i) << offset) & mask));
+      },
+      base, insert);
 }
 template <class T>
 METAL_FUNC constexpr T rotate(T x, T by) {
-  constexpr int width = sizeof(element_t<T>) * 8;
-  using U = make_unsigned_t<T>;
-  U n = static_cast<U>(by) % width;
-  return static_cast<T>(n == 0 ? static_cast<U>(x)
-                               : (static_cast<U>(x) << n) | (static_cast<U>(x) >> (width - n)));
+  return each(
+      [](auto e, auto n) {
+        using U = unsigned_t<T>;
+        const uint left = static_cast<U>(n) % width_of<T>;
+        const auto u = static_cast<U>(e);
+        return static_cast<decltype(e)>(
+            left == 0 ? u : static_cast<U>(u << left) | static_cast<U>(u >> (width_of<T> - left)));
+      },
+      x, by);
 }
 // The upper half of the product.
 template <class T>
-METAL_FUNC constexpr T mulhi(T a, T b) {
-  if constexpr (sizeof(T) == 8) {
-    using Wide = conditional_t<is_unsigned_v<T>, unsigned __int128, __int128>;
-    return static_cast<T>((static_cast<Wide>(a) * static_cast<Wide>(b)) >> 64);
-  } else {
-    using Wide = conditional_t<is_unsigned_v<T>, ulong, long>;
-    return static_cast<T>((static_cast<Wide>(a) * static_cast<Wide>(b)) >> (sizeof(T) * 8));
-  }
+METAL_FUNC constexpr T mulhi(T x, T y) {
+  return each(
+      [](auto a, auto b) {
+        return static_cast<decltype(a)>((static_cast<wide_t<T>>(a) * static_cast<wide_t<T>>(b)) >>
+                                        width_of<T>);
+      },
+      x, y);
+}
+template <class T>
+METAL_FUNC constexpr T madhi(T x, T y, T z) {
+  return mulhi(x, y) + z;
+}
+template <class T>
+METAL_FUNC constexpr T madsat(T x, T y, T z) {
+  return each(
+      [](auto a, auto b, auto c) {
+        using E = decltype(a);
+        using W = wide_t<T>;
+        const W sum = static_cast<W>(a) * static_cast<W>(b) + static_cast<W>(c);
+        const W low = numeric_limits<E>::min(), high = numeric_limits<E>::max();
+        return static_cast<E>(sum < low ? low : sum > high ? high : sum);
+      },
+      x, y, z);
 }
 template <class T>
 METAL_FUNC constexpr T mul24(T a, T b) {
@@ -83,34 +115,26 @@ METAL_FUNC constexpr T mad24(T a, T b, T c) {
   return a * b + c;
 }
 template <class T>
-METAL_FUNC constexpr T absdiff(T a, T b) {
-  return a > b ? a - b : b - a;
+METAL_FUNC constexpr auto absdiff(T a, T b) {
+  using U = make_unsigned_t<T>;
+  if constexpr (vector_of<T>::size == 1) {
+    return static_cast<U>(a > b ? static_cast<U>(a) - static_cast<U>(b)
+                                : static_cast<U>(b) - static_cast<U>(a));
+  } else {
+    vec<unsigned_t<T>, vector_of<T>::size> v{};
+    for (int i = 0; i < vector_of<T>::size; ++i) {
+      v[i] = absdiff(static_cast<element_t<T>>(a[i]), static_cast<element_t<T>>(b[i]));
+    }
+    return v;
+  }
 }
 template <class T>
 METAL_FUNC constexpr T hadd(T a, T b) {
   return (a & b) + ((a ^ b) >> 1);
 }
-
-METAL_FUNC float4 unpack_unorm4x8_to_float(uint x) {
-  return construct<float4>(as_type<uchar4>(x)) / 255.0f;
-}
-METAL_FUNC float4 unpack_snorm4x8_to_float(uint x) {
-  return max(construct<float4>(as_type<char4>(x)) / 127.0f, -1.0f);
-}
-METAL_FUNC half4 unpack_unorm4x8_to_half(uint x) {
-  return construct<half4>(unpack_unorm4x8_to_float(x));
-}
-METAL_FUNC float2 unpack_unorm2x16_to_float(uint x) {
-  return construct<float2>(as_type<ushort2>(x)) / 65535.0f;
-}
-METAL_FUNC float2 unpack_snorm2x16_to_float(uint x) {
-  return max(construct<float2>(as_type<short2>(x)) / 32767.0f, -1.0f);
-}
-METAL_FUNC uint pack_float_to_unorm4x8(float4 x) {
-  return as_type<uint>(construct<uchar4>(rint(saturate(x) * 255.0f)));
-}
-METAL_FUNC uint pack_float_to_snorm4x8(float4 x) {
-  return as_type<uint>(construct<char4>(rint(clamp(x, -1.0f, 1.0f) * 127.0f)));
+template <class T>
+METAL_FUNC constexpr T rhadd(T a, T b) {
+  return (a | b) - ((a ^ b) >> 1);
 }
 
 }  // namespace metal

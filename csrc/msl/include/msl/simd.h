@@ -2,6 +2,7 @@
 // neighbours.
 #pragma once
 
+#include "atomic.h"
 #include "integer.h"
 #include "runtime.h"
 
@@ -40,24 +41,23 @@ struct Largest {
     return max(a, b);
   }
 };
-struct And {
-  template <class T>
-  static T of(T a, T b) {
-    return a & b;
-  }
-};
-struct Or {
-  template <class T>
-  static T of(T a, T b) {
-    return a | b;
-  }
-};
-struct Xor {
-  template <class T>
-  static T of(T a, T b) {
-    return a ^ b;
-  }
-};
+// Of floats, their bits.
+#define MM_BITWISE(Name, op)                                                        \
+  struct Name {                                                                     \
+    template <class T>                                                              \
+    static T of(T a, T b) {                                                         \
+      if constexpr (is_floating_point_v<T>) {                                       \
+        using Bits = conditional_t<sizeof(T) == 4, uint, ushort>;                   \
+        return as_type<T>(static_cast<Bits>(as_type<Bits>(a) op as_type<Bits>(b))); \
+      } else {                                                                      \
+        return a op b;                                                              \
+      }                                                                             \
+    }                                                                               \
+  };
+MM_BITWISE(And, &)
+MM_BITWISE(Or, |)
+MM_BITWISE(Xor, ^)
+#undef MM_BITWISE
 
 // One value to all lanes. The tree halves the distance: lane i and i + 16, then 8, 4, 2, 1.
 template <uint Width, class Op, class T>
@@ -303,6 +303,10 @@ constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return static_cast<mem_flags>(static_cast<uint>(a) | static_cast<uint>(b));
 }
 
+// Lanes run one at a time, so that their writes are in order.
+METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 METAL_FUNC void threadgroup_barrier(mem_flags flags, MM_SITE) {
   emulator::mm_collective(emulator::kScopeThreadgroup, "threadgroup_barrier",
                           static_cast<uint>(flags), file, line, nullptr, nullptr, nullptr);

@@ -46,6 +46,28 @@ struct remove_reference {
 template <class T>
 using remove_pointer_t = __remove_pointer(T);
 template <class T>
+struct remove_addrspace {
+  using type = T;
+};
+#define MM_SPACE(space)                    \
+  template <class T>                       \
+  struct remove_addrspace<space T> {       \
+    using type = T;                        \
+  };                                       \
+  template <class T>                       \
+  struct remove_addrspace<const space T> { \
+    using type = const T;                  \
+  };
+MM_SPACE(device)
+MM_SPACE(threadgroup)
+#undef MM_SPACE
+template <class T>
+struct remove_addrspace<constant T> {
+  using type = const T;
+};
+template <class T>
+using remove_addrspace_t = typename remove_addrspace<T>::type;
+template <class T>
 using decay_t = __decay(T);
 template <class T>
 using make_unsigned_t = __make_unsigned(T);
@@ -90,9 +112,6 @@ struct conditional<false, A, B> {
 };
 template <bool C, class A, class B>
 using conditional_t = typename conditional<C, A, B>::type;
-template <class...>
-using void_t = void;
-
 template <class... B>
 struct conjunction : bool_constant<(B::value && ...)> {};
 template <class... B>
@@ -119,7 +138,6 @@ MM_TRAIT(is_const, __is_const(T))
 MM_TRAIT(is_void, __is_void(T))
 MM_TRAIT(is_enum, __is_enum(T))
 MM_TRAIT(is_class, __is_class(T))
-MM_TRAIT(is_empty, __is_empty(T))
 MM_TRAIT(is_trivially_copyable, __is_trivially_copyable(T))
 #undef MM_TRAIT
 

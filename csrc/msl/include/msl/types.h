@@ -76,14 +76,25 @@ struct vector_of<vec<T, N>> {
 template <class T>
 using element_t = typename vector_of<T>::element;
 
+// clang converts no half to bfloat; through float it is rounded once.
+template <class E, class A>
+METAL_FUNC constexpr E convert_element(A a) {
+  if constexpr ((__is_same(E, bfloat) && __is_same(A, half)) ||
+                (__is_same(E, half) && __is_same(A, bfloat))) {
+    return static_cast<E>(static_cast<float>(a));
+  } else {
+    return static_cast<E>(a);
+  }
+}
+
 template <class V, class A>
 METAL_FUNC constexpr void append_components(thread V& v, thread int& at, A a) {
   using E = element_t<V>;
   if constexpr (vector_of<A>::size == 1) {
-    v[at++] = static_cast<E>(a);
+    v[at++] = convert_element<E>(a);
   } else {
     for (int i = 0; i < vector_of<A>::size; ++i) {
-      v[at++] = static_cast<E>(a[i]);
+      v[at++] = convert_element<E>(static_cast<element_t<A>>(a[i]));
     }
   }
 }
@@ -91,9 +102,9 @@ METAL_FUNC constexpr void append_components(thread V& v, thread int& at, A a) {
 template <class V, class A>
 METAL_FUNC constexpr V convert_to(A a) {
   if constexpr (vector_of<V>::size == 1) {
-    return static_cast<V>(a);
+    return convert_element<V>(a);
   } else if constexpr (vector_of<A>::size == 1) {
-    return static_cast<V>(static_cast<element_t<V>>(a));
+    return static_cast<V>(convert_element<element_t<V>>(a));
   } else {
     static_assert(vector_of<A>::size == vector_of<V>::size, "a vector of another length");
     return __builtin_convertvector(a, V);
