@@ -190,3 +190,13 @@ def test_wrong_launches(group: int, buffers: int, memory: int, message: str) -> 
 def test_names_are_suggested() -> None:
     with pytest.raises(KeyError, match="there are: faulty"):
         MetalSource(f"{HEAD}kernel void faulty({ARGUMENTS}) {{}}").function("fault")
+
+
+def test_threads_may_write_one_value_to_one_place() -> None:
+    """Simdgroups that write the same table are let pass; another value is a race."""
+    body = f"t[lane] = x[lane] + TERM;\n{BARRIER}\ny[i] = t[lane];"
+    y = torch.zeros(64)
+    kernel(body.replace("TERM", "1"))(1, 64, [torch.arange(64.0), y], [256])
+    assert torch.equal(y, torch.arange(32.0).repeat(2) + 1)
+    error = fault(body.replace("TERM", "sg"), schedule="ascending")
+    assert where(error) == ("race", 4, 1, 0) and error.other == ("faulty.metal", 4)

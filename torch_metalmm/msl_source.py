@@ -29,6 +29,7 @@ ROLES = (
     "quadgroup_index_in_threadgroup",
     "quadgroups_per_threadgroup",
     "grid_origin",
+    "optional_buffer",  # [[buffer(i), function_constant(f)]]: null where it is not bound
 )
 _SYNONYMS = {
     "dispatch_threads_per_threadgroup": "threads_per_threadgroup",
@@ -201,12 +202,14 @@ def _text(tokens: list[Token]) -> str:
 
 def _argument(tokens: list[Token], used: dict[str, int]) -> tuple[int, str]:
     """(role, index expression) of one kernel argument; the next free index if it has none."""
-    for attribute in _attributes(tokens):
-        for part in split(attribute):
-            word = _SYNONYMS.get(part[0].text, part[0].text)
-            if word in ROLES:
-                index = _text(part[2:-1]) if len(part) > 2 else "0"
-                return ROLES.index(word), index
+    parts = [p for a in _attributes(tokens) for p in split(a)]
+    optional = any(p[0].text == "function_constant" for p in parts)
+    for part in parts:
+        word = _SYNONYMS.get(part[0].text, part[0].text)
+        if word in ROLES:
+            index = _text(part[2:-1]) if len(part) > 2 else "0"
+            word = "optional_buffer" if word == "buffer" and optional else word
+            return ROLES.index(word), index
     words = [t.text for t in tokens]
     kind = "threadgroup" if "threadgroup" in words else "buffer"
     used[kind] = used.get(kind, -1) + 1

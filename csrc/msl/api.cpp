@@ -218,7 +218,7 @@ bool mm_constant_is_set(const void* storage) { return constant_is_set(storage); 
 
 void* mm_argument_memory(uint32_t role, uint32_t index) {
   const Worker& w = *this_worker();
-  return role == 0 ? w.launch->in->buffers[index].data : w.memory[index].begin;
+  return role == 1 ? w.memory[index].begin : w.launch->in->buffers[index].data;
 }
 
 // The roles of include/msl/entry.h from kRoleThreadPositionInGrid on.

@@ -41,6 +41,7 @@ void fiber_main() {
   Worker& w = *this_worker();
   Lane& lane = *w.current;
   w.launch->run();
+  check_shared_write(w, lane);
   lane.state = State::kReturned;
   yield(w, lane);
   __builtin_unreachable();
@@ -231,6 +232,7 @@ void start_lanes(Worker& w) {
     Lane& lane = w.lanes[i];
     lane.index = i;
     lane.site_file = nullptr;
+    lane.shared_write.bytes = 0;
     lane.state = i < w.n_threads ? State::kReady : State::kAbsent;
     lane.stack = w.stacks + i * kStackBytes;
     lane.context = fresh_context(w.stacks + (i + 1) * kStackBytes, fiber_main);
@@ -325,6 +327,7 @@ void mm_collective(uint32_t scope, const char* kind, uint32_t flags, const char*
                    uint32_t line, metalmm::Combine combine, void* in, void* out) {
   Worker& w = *this_worker();
   Lane& lane = *w.current;
+  check_shared_write(w, lane);
   lane.wait = {scope, flags, line, kind, file, combine, in, out};
   lane.state = State::kWaiting;
   metalmm::yield(w, lane);

@@ -88,7 +88,14 @@ void track(Worker& w, Shadow* s, const char* p, size_t n, bool write, bool atomi
     bool written = s->write_epoch >= w.first_epoch, read = s->read_epoch >= w.first_epoch;
     if (written && !(atomic && s->atomic) &&
         unordered(w, me, s->writer, s->write_epoch, s->write_simd_epoch)) {
-      report_race(w, *s, p + i, write, true, pc);
+      if (!write || atomic || s->atomic || n > sizeof w.current->shared_write.before) {
+        report_race(w, *s, p + i, write, true, pc);
+      }
+      SharedWrite& shared = w.current->shared_write;
+      if (shared.bytes == 0) {
+        shared = {p, n, {}, pc, *s};
+        memcpy(shared.before, p, n);
+      }
     }
     if (write) {
       bool many = s->read_by_many && s->read_epoch == epoch;
@@ -127,6 +134,7 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
   if (!w || !w->current) {
     return;
   }
+  check_shared_write(*w, *w->current);
   const char* stack = w->current->stack;
   if (p >= stack && p + n <= stack + kStackBytes) {
     return;
@@ -150,6 +158,15 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
 }
 
 }  // namespace
+
+void check_shared_write(Worker& w, Lane& lane) {
+  SharedWrite& shared = lane.shared_write;
+  const size_t n = shared.bytes;
+  shared.bytes = 0;
+  if (n != 0 && memcmp(shared.at, shared.before, n) != 0) {
+    report_race(w, shared.was, shared.at, true, true, shared.pc);
+  }
+}
 
 void prepare_memory(Worker& w) {
   Image found{reinterpret_cast<const char*>(&g_image), {}, {}};

@@ -27,16 +27,6 @@ struct Wait {
   void* out;
 };
 
-struct Lane {
-  void* context;
-  State state;
-  uint32_t index;  // in the threadgroup
-  const char* stack;
-  Wait wait;
-  const char* site_file;  // the line that reports name instead of the machine address; null: none
-  uint32_t site_line;
-};
-
 // Who touched a byte of threadgroup memory last. An epoch of the threadgroup ends at a threadgroup
 // barrier that orders this memory, one of a simdgroup at any of its collectives; epochs count on
 // from threadgroup to threadgroup, so that an entry older than first_epoch says that nobody did.
@@ -47,6 +37,27 @@ struct Shadow {
   uint64_t write_pc, read_pc;
   const char* write_file;
   uint32_t write_line;
+};
+
+// A write to bytes that another thread has written with no barrier between. It is a race if it
+// changes them: many kernels let every simdgroup write the same table.
+struct SharedWrite {
+  const char* at;
+  size_t bytes;  // 0: none
+  uint8_t before[16];
+  const void* pc;
+  Shadow was;  // of the first byte that another thread wrote
+};
+
+struct Lane {
+  void* context;
+  State state;
+  uint32_t index;  // in the threadgroup
+  const char* stack;
+  Wait wait;
+  const char* site_file;  // the line that reports name instead of the machine address; null: none
+  uint32_t site_line;
+  SharedWrite shared_write;
 };
 
 struct Span {
@@ -95,8 +106,9 @@ bool descending(const Worker& w);
 // The same for a lane that waits; returns.
 void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, ...);
 
-void prepare_memory(Worker& w);  // finds `locals`, once per launch
-void poison_memory(Worker& w);   // before each threadgroup
+void prepare_memory(Worker& w);                  // finds `locals`, once per launch
+void poison_memory(Worker& w);                   // before each threadgroup
+void check_shared_write(Worker& w, Lane& lane);  // before `lane` does anything else
 void name_memory(const Worker& w, const char* p, char* text, size_t n);
 
 }  // namespace metalmm

@@ -25,6 +25,7 @@ enum Role : uint {
   kRoleQuadgroupIndexInThreadgroup,
   kRoleQuadgroupsPerThreadgroup,
   kRoleZero,
+  kRoleOptionalBuffer,
 };
 struct Argument {
   uint role, index;

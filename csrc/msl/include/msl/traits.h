@@ -94,6 +94,8 @@ struct make_scalar {
   using type = make_scalar_t<T>;
 };
 
+template <class T>
+T&& declval();
 template <bool, class T = void>
 struct enable_if {};
 template <class T>
