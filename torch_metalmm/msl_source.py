@@ -29,7 +29,7 @@ ROLES = (
     "quadgroup_index_in_threadgroup",
     "quadgroups_per_threadgroup",
     "grid_origin",
-    "optional_buffer",  # [[buffer(i), function_constant(f)]]: null where it is not bound
+    "optional_buffer",  # [[buffer(i), function_constant(f)]]: reads zeros where it is not bound
 )
 _SYNONYMS = {
     "dispatch_threads_per_threadgroup": "threads_per_threadgroup",
