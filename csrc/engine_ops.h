@@ -1,6 +1,7 @@
 // The ops of an engine under the dispatch key of its tensors. gpu_ops.h says how one is added.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include "gpu_ops.h"
@@ -28,6 +29,19 @@ void register_engine(torch::Library& m) {
   m.impl("quantize", OpOf<&quantize, engine>::call);
   m.impl("embedding", OpOf<&embedding, engine>::call);
   m.impl("probe", OpOf<&probe, engine>::call);
+}
+
+// While the result lives, the engine computes on CPU tensors in the place of the CPU's kernels.
+template <const Engine& (*engine)()>
+torch::Library in_place_of_cpu() {
+  // torch warns that kernels are replaced, which is the point.
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } handler;
+  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  torch::Library m(torch::Library::IMPL, "metalmm", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  register_engine<engine>(m);
+  return m;
 }
 
 }  // namespace metalmm::gpu

@@ -11,11 +11,19 @@ namespace py = pybind11;
 namespace metalmm {
 void bind_plan(py::module_& m);      // plan_bindings.cpp
 void bind_emulator(py::module_& m);  // msl/ops.cpp
+namespace mps {
+void bind_recorder(py::module_& m);  // mps/recorder.cpp
+void bind_mps(py::module_& m);       // mps/ops.cpp, on macOS
+}  // namespace mps
 }  // namespace metalmm
 
 PYBIND11_MODULE(_C, m) {
   metalmm::bind_plan(m);
   metalmm::bind_emulator(m);
+  metalmm::mps::bind_recorder(m);
+#if defined(__APPLE__)
+  metalmm::mps::bind_mps(m);
+#endif
   m.def(
       "formats",
       [] {

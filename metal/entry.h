@@ -67,9 +67,19 @@ struct Result {
     __VA_ARGS__;                                                                             \
   }
 
-// M(dtype, T, ...) for each dtype of x and y.
+// M(dtype, T, ...) for each dtype of x and y; or for MM_ONLY_DTYPE alone, and each.h has
+// MM_ONLY_FORMAT: the one kernel that a compilation at run time wants.
+#define MM_DTYPE_f32(M, ...) M(f32, float, __VA_ARGS__)
+#define MM_DTYPE_f16(M, ...) M(f16, half, __VA_ARGS__)
+#define MM_DTYPE_bf16(M, ...) M(bf16, bfloat, __VA_ARGS__)
+#if defined(MM_ONLY_DTYPE)
+#define MM_JOIN_EXPANDED(a, b) a##b
+#define MM_JOIN(a, b) MM_JOIN_EXPANDED(a, b)
+#define MM_EACH_DTYPE(M, ...) MM_JOIN(MM_DTYPE_, MM_ONLY_DTYPE)(M, __VA_ARGS__)
+#else
 #define MM_EACH_DTYPE(M, ...) \
-  M(f32, float, __VA_ARGS__) M(f16, half, __VA_ARGS__) M(bf16, bfloat, __VA_ARGS__)
+  MM_DTYPE_f32(M, __VA_ARGS__) MM_DTYPE_f16(M, __VA_ARGS__) MM_DTYPE_bf16(M, __VA_ARGS__)
+#endif
 
 // Kernel<Struct, T>::run(x, weight, result, args, memory, at) as strategy_format_dtype.
 #define MM_MATMUL(dtype, T, strategy, format, Struct, Kernel)                       \

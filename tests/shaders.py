@@ -37,11 +37,16 @@ def alignment_of(memory: Tensor) -> int:
     return address & -address
 
 
+def args_of(one: dict[str, Any]) -> bytes:
+    """The arguments of a pass as the kernel reads them."""
+    return _ARGS.pack(*one["args"].values())
+
+
 def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "both") -> None:
     """Runs a pass of a plan on {slot: memory}."""
     library = shader_libraries(True)[one["kernel"]]
     run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
-    args = torch.frombuffer(bytearray(_ARGS.pack(*one["args"].values())), dtype=torch.uint8)
+    args = torch.frombuffer(bytearray(args_of(one)), dtype=torch.uint8)
     bound = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
     run(one["grid"], one["group"], bound, [one["threadgroup_bytes"]], schedule=schedule)
 

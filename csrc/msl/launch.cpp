@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "../encode.h"
 #include "emulator.h"
 
 namespace metalmm {
@@ -45,36 +46,52 @@ std::string message(const MmLaunch& launch, const MmReport& r, const std::string
   return r.fault == kMmUsage ? std::string(r.text) : place + std::string(r.text) + who;
 }
 
-void run(const Pass& pass, const Buffers& buffers, const EmulatorOptions& options) {
-  const Loaded loaded = find(pass.kernel);
-  MmLaunch in{};
-  in.kernel = pass.kernel.c_str();
-  for (int d = 0; d < 3; ++d) {
-    in.grid[d] = pass.grid[d];
-    in.group[d] = pass.group[d];
-    in.threads[d] = pass.grid[d] * pass.group[d];
+// The encoder of encode.h: fills in a launch, and runs it when it is dispatched.
+class Encoder {
+ public:
+  explicit Encoder(const EmulatorOptions& options) {
+    in_.workers = options.workers ? options.workers : std::thread::hardware_concurrency();
+    in_.flags = options.descending ? static_cast<uint32_t>(kMmDescending) : 0u;
   }
-  in.workers = options.workers ? options.workers : std::thread::hardware_concurrency();
-  in.flags = options.descending ? static_cast<uint32_t>(kMmDescending) : 0u;
-  MmConstant constants[kConstantCount];
-  for (uint32_t i = 0; i < kConstantCount; ++i) {
-    constants[i] = {i, 4, {}};
-    memcpy(constants[i].value, &pass.constants[i], 4);
+
+  void set_pipeline(const Pass& pass) {
+    loaded_ = find(pass.kernel);
+    in_.kernel = pass.kernel.c_str();
+    for (uint32_t i = 0; i < kConstantCount; ++i) {
+      constants_[i] = {i, 4, {}};
+      memcpy(constants_[i].value, &pass.constants[i], 4);
+    }
+    in_.n_constants = kConstantCount;
+    in_.constants = constants_;
   }
-  in.n_constants = kConstantCount;
-  in.constants = constants;
-  for (uint32_t i = 0; i < kSlotArgs; ++i) {
-    if (pass.slots >> i & 1) {
-      const Buffer b = bound(pass, buffers, i);
-      in.buffers[i] = {static_cast<char*>(b.base) + b.offset, b.bytes};
+  void set_buffer(uint32_t slot, const Buffer& b) {
+    in_.buffers[slot] = {static_cast<char*>(b.base) + b.offset, b.bytes};
+  }
+  void set_bytes(uint32_t slot, const void* bytes, size_t count) {
+    bytes_.assign(static_cast<const char*>(bytes), count);
+    in_.buffers[slot] = {bytes_.data(), count};
+  }
+  void set_threadgroup_memory(uint32_t index, uint32_t bytes) {
+    in_.threadgroup_bytes[index] = bytes;
+  }
+  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& group) {
+    for (int d = 0; d < 3; ++d) {
+      in_.grid[d] = grid[d];
+      in_.group[d] = group[d];
+      in_.threads[d] = grid[d] * group[d];
+    }
+    MmReport report;
+    if (loaded_.launch(&in_, &report)) {
+      throw std::runtime_error(message(in_, report, loaded_.path));
     }
   }
-  KernelArgs args = pass.args;
-  in.buffers[kSlotArgs] = {&args, sizeof args};
-  in.threadgroup_bytes[0] = pass.threadgroup_bytes;
-  MmReport report;
-  if (loaded.launch(&in, &report)) throw std::runtime_error(message(in, report, loaded.path));
-}
+
+ private:
+  Loaded loaded_;
+  MmLaunch in_{};
+  MmConstant constants_[kConstantCount];
+  std::string bytes_;  // aligned as malloc does, which KernelArgs needs
+};
 
 }  // namespace
 
@@ -98,7 +115,10 @@ void load_emulated(const std::string& path) {
 }
 
 void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options) {
-  for (const Pass& pass : plan.passes) run(pass, buffers, options);
+  for (const Pass& pass : plan.passes) {
+    Encoder encoder(options);
+    encode(encoder, pass, buffers);
+  }
 }
 
 }  // namespace metalmm

@@ -28,13 +28,7 @@ void install(const std::string& chip, bool descending, uint32_t cores) {
   g_gpu = gpu_by_name(chip);
   if (cores) g_gpu.cores = cores;
   g_options.descending = descending;
-  // torch warns that the CPU's kernels are replaced, which is the point.
-  struct Silent : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } handler;
-  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
-  g_installed.emplace(torch::Library::IMPL, "metalmm", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  gpu::register_engine<engine>(*g_installed);
+  g_installed.emplace(gpu::in_place_of_cpu<engine>());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// gemm: y = x Wᵀ by 8 x 8 matrices; W is decoded into threadgroup memory, once per tile.
+// gemm: y = x W^T by 8 x 8 matrices; W is decoded into threadgroup memory, once per tile.
 //
 // Owner    A threadgroup owns 64 rows of W (n) by 32 rows of x (m). A simdgroup owns 32 x 16 of
 //          them: 4 x 2 matrices of f32 sums, in registers.

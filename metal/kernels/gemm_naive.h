@@ -1,4 +1,4 @@
-// gemm_naive: y = x Wᵀ, a thread per result: the baseline of every other gemm.
+// gemm_naive: y = x W^T, a thread per result: the baseline of every other gemm.
 //
 // Owner    A threadgroup owns 64 rows of W by one row of x; thread t owns y[m][n + t] and walks K.
 // Traffic  W is read and decoded M times, x N / 64 times (its threads read the same 16 values). A

@@ -1,4 +1,4 @@
-// gemm_small: y = x Wᵀ for few rows of x; W is decoded into the registers of the matrix unit.
+// gemm_small: y = x W^T for few rows of x; W is decoded into the registers of the matrix unit.
 //
 // Owner    A threadgroup owns 64 rows of W by 8 rows of x; a simdgroup 16 of those rows of W: two
 //          8 x 8 matrices of f32 sums. K advances by 64 values, which 8 products of matrices cover:

@@ -1,4 +1,4 @@
-// gemm_tiled: y = x Wᵀ with tiles in threadgroup memory and no matrix unit: what decoding a weight
+// gemm_tiled: y = x W^T with tiles in threadgroup memory and no matrix unit: what decoding a weight
 // once for 32 rows of x gains over gemm_naive.
 //
 // Owner    A threadgroup owns 32 rows of W (n) by 32 rows of x (m). Thread t of 256 owns 2 x 2

@@ -1,0 +1,27 @@
+// What a Metal device says of itself, and whether the engine runs on it. No torch, no Metal.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "../gpu.h"
+
+namespace metalmm::mps {
+
+struct Facts {
+  std::string name;    // "Apple M4 Max"
+  int family = 0;      // n of the newest MTLGPUFamilyApple<n>; 0: not an Apple GPU
+  uint32_t cores = 0;  // 0: not known
+  uint32_t max_threadgroup_memory = 0;
+  uint32_t max_threads = 0;  // of a threadgroup, along its first axis
+  int macos = 0;             // major version
+};
+
+constexpr int kFirstFamily = 7;  // of M1
+constexpr int kLastFamily = 20;  // asked for: an SDK names the families it knows, the device says
+constexpr int kFirstMacOS = 14;  // has Metal 3.1, and so bfloat
+
+// The machine to plan for. Throws std::runtime_error: older than an M1 or than macOS 14.
+Gpu supported_gpu(const Facts& facts);
+
+}  // namespace metalmm::mps

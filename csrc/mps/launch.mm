@@ -1,0 +1,97 @@
+#include "launch.h"
+
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
+#include <ATen/mps/MPSStream.h>
+
+#include <vector>
+
+#include "../encode.h"
+#include "metal.h"
+
+namespace metalmm::mps {
+namespace {
+
+// Everything of the device. Never destroyed: at exit torch's device may go first.
+struct Metal {
+  Gpu gpu;
+  Pipelines<MetalDevice> pipelines;
+};
+
+Metal* make_metal() {
+  const Gpu gpu = supported_gpu(facts());
+  const MetalDevice device(at::mps::MPSDevice::getInstance()->device());
+  return new Metal{gpu, Pipelines<MetalDevice>(device)};
+}
+
+Metal& metal() {
+  static Metal* made = make_metal();
+  return *made;
+}
+
+// The encoder of encode.h for one pass. Only messages that torch's recording encoder knows.
+class MetalEncoder {
+ public:
+  MetalEncoder(id<MTLComputeCommandEncoder> encoder, id<MTLComputePipelineState> pipeline)
+      : encoder_(encoder), pipeline_(pipeline) {}
+
+  void set_pipeline(const Pass&) { [encoder_ setComputePipelineState:pipeline_]; }
+  void set_buffer(uint32_t slot, const Buffer& b) {
+    [encoder_ setBuffer:(__bridge id<MTLBuffer>)b.base offset:b.offset atIndex:slot];
+  }
+  void set_bytes(uint32_t slot, const void* bytes, size_t count) {
+    [encoder_ setBytes:bytes length:count atIndex:slot];
+  }
+  void set_threadgroup_memory(uint32_t index, uint32_t bytes) {
+    [encoder_ setThreadgroupMemoryLength:bytes atIndex:index];
+  }
+  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& group) {
+    [encoder_ dispatchThreadgroups:MTLSizeMake(grid[0], grid[1], grid[2])
+             threadsPerThreadgroup:MTLSizeMake(group[0], group[1], group[2])];
+  }
+
+ private:
+  id<MTLComputeCommandEncoder> encoder_;
+  id<MTLComputePipelineState> pipeline_;
+};
+
+}  // namespace
+
+Facts facts() {
+  if (!at::mps::is_available()) throw std::runtime_error("metalmm: torch has no MPS device here");
+  at::mps::MPSDevice* device = at::mps::MPSDevice::getInstance();
+  uint32_t cores = 0;
+  try {
+    cores = device->getCoreCount();  // of the I/O registry's AGXAccelerator
+  } catch (const std::exception&) {  // then the table of chips has it
+  }
+  return facts_of(device->device(), cores);
+}
+
+const Gpu& gpu() { return metal().gpu; }
+
+void launch(const Plan& plan, const Buffers& buffers) {
+  if (plan.passes.empty()) return;
+  @autoreleasepool {
+    Metal& m = metal();
+    std::vector<id<MTLComputePipelineState>> pipelines;  // before the queue waits for us
+    for (const Pass& pass : plan.passes) pipelines.push_back(m.pipelines.of(pass));
+    const auto* made = &pipelines;
+    at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+    at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+      @autoreleasepool {
+        auto& profiler = at::mps::getMPSProfiler();
+        for (size_t i = 0; i < made->size(); ++i) {
+          const Pass& pass = plan.passes[i];
+          const void* handle = (__bridge const void*)(*made)[i];
+          profiler.beginProfileKernel(handle, pass.kernel, false);
+          MetalEncoder encoder(stream->commandEncoder(), (*made)[i]);
+          encode(encoder, pass, buffers);
+          profiler.endProfileKernel(handle);
+        }
+      }
+    });
+  }
+}
+
+}  // namespace metalmm::mps

@@ -1,0 +1,38 @@
+// The Metal device as Pipelines needs one. Objective-C++ only.
+#pragma once
+
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
+
+#include <string>
+
+#include "facts.h"
+#include "pipelines.h"
+
+namespace metalmm::mps {
+
+class MetalDevice {
+ public:
+  using Library = id<MTLLibrary>;
+  using Function = id<MTLFunction>;
+  using Pipeline = id<MTLComputePipelineState>;
+
+  explicit MetalDevice(id<MTLDevice> device) : device_(device) {}
+
+  Library archive();
+  Library compile(const std::string& source, std::string* log);
+  Function function(Library library, const Pass& pass, std::string* log);
+  Pipeline pipeline(Function function, std::string* log);
+  uint32_t max_threads(Pipeline p) { return uint32_t(p.maxTotalThreadsPerThreadgroup); }
+  uint32_t simd_width(Pipeline p) { return uint32_t(p.threadExecutionWidth); }
+
+ private:
+  id<MTLDevice> device_;
+};
+
+// Where the library built ahead of time lies: beside this module, whether it is there or not.
+std::string archive_path();
+
+Facts facts_of(id<MTLDevice> device, uint32_t cores);
+
+}  // namespace metalmm::mps

@@ -1,0 +1,77 @@
+#include "metal.h"
+
+#include <dlfcn.h>
+
+namespace metalmm::mps {
+namespace {
+
+NSString* text(const std::string& s) { return [NSString stringWithUTF8String:s.c_str()]; }
+
+void report(NSError* error, std::string* log) {
+  if (error) *log = error.localizedDescription.UTF8String;
+}
+
+}  // namespace
+
+std::string archive_path() {
+  Dl_info self{};
+  dladdr(reinterpret_cast<const void*>(&archive_path), &self);
+  const std::string path = self.dli_fname ? self.dli_fname : "";
+  return path.substr(0, path.rfind('/') + 1) + "metalmm.metallib";
+}
+
+id<MTLLibrary> MetalDevice::archive() {
+  return [device_ newLibraryWithURL:[NSURL fileURLWithPath:text(archive_path())] error:nil];
+}
+
+id<MTLLibrary> MetalDevice::compile(const std::string& source, std::string* log) {
+  MTLCompileOptions* options = [MTLCompileOptions new];
+  options.languageVersion = MTLLanguageVersion3_1;
+  // NO means mathMode safe with precise functions on every system; setting the newer properties, of
+  // macOS 15, would say the same in a second way.
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+  options.fastMathEnabled = NO;
+#pragma clang diagnostic pop
+  NSError* error = nil;
+  id<MTLLibrary> out = [device_ newLibraryWithSource:text(source) options:options error:&error];
+  if (!out) report(error, log);
+  return out;
+}
+
+id<MTLFunction> MetalDevice::function(Library library, const Pass& pass, std::string* log) {
+  MTLFunctionConstantValues* values = [MTLFunctionConstantValues new];
+  for (uint32_t i = 0; i < kConstantCount; ++i) {
+    [values setConstantValue:&pass.constants[i] type:MTLDataTypeUInt atIndex:i];
+  }
+  NSError* error = nil;
+  id<MTLFunction> out = [library newFunctionWithName:text(pass.kernel)
+                                      constantValues:values
+                                               error:&error];
+  if (!out) report(error, log);
+  return out;
+}
+
+id<MTLComputePipelineState> MetalDevice::pipeline(Function function, std::string* log) {
+  NSError* error = nil;
+  id<MTLComputePipelineState> out = [device_ newComputePipelineStateWithFunction:function
+                                                                           error:&error];
+  if (!out) report(error, log);
+  return out;
+}
+
+Facts facts_of(id<MTLDevice> device, uint32_t cores) {
+  Facts out;
+  out.name = device.name.UTF8String;
+  for (int family = kLastFamily; family >= kFirstFamily && !out.family; --family) {
+    // Families newer than the SDK have no name in it; the numbers are 1000 + n.
+    if ([device supportsFamily:static_cast<MTLGPUFamily>(1000 + family)]) out.family = family;
+  }
+  out.cores = cores;
+  out.max_threadgroup_memory = uint32_t(device.maxThreadgroupMemoryLength);
+  out.max_threads = uint32_t(device.maxThreadsPerThreadgroup.width);
+  out.macos = int(NSProcessInfo.processInfo.operatingSystemVersion.majorVersion);
+  return out;
+}
+
+}  // namespace metalmm::mps

@@ -1,0 +1,45 @@
+// torch.ops.metalmm for MPS tensors.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <filesystem>
+
+#include "../engine_ops.h"
+#include "launch.h"
+
+namespace metalmm::mps {
+namespace {
+
+const gpu::Engine& engine() {
+  static const auto* e =
+      new gpu::Engine{[](c10::Device) { return gpu(); },
+                      [](const Plan& plan, const Buffers& b, c10::Device) { launch(plan, b); }};
+  return *e;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(metalmm, MPS, m) { gpu::register_engine<engine>(m); }
+
+void bind_mps(pybind11::module_& m) {
+  m.def(
+      "mps_facts",
+      [] {
+        const Facts f = facts();
+        const std::string archive = archive_path();
+        pybind11::dict out;
+        out["name"] = f.name;
+        out["family"] = f.family;
+        out["cores"] = f.cores;
+        out["max_threadgroup_memory"] = f.max_threadgroup_memory;
+        out["max_threads"] = f.max_threads;
+        out["macos"] = f.macos;
+        out["archive"] = std::filesystem::exists(archive) ? archive : std::string();
+        out["plans_for"] = supported_gpu(f).name;
+        return out;
+      },
+      "What the Metal device reports, and the path of the metallib beside this module, empty if "
+      "there is none. RuntimeError: no device, or not one that the engine runs on.");
+}
+
+}  // namespace metalmm::mps

@@ -1,0 +1,9 @@
+// What torch's MPSProfiler.h names of signposts.
+#pragma once
+
+#include <stdint.h>
+
+#import <os/log.h>
+
+typedef uint64_t os_signpost_id_t;
+typedef uint8_t os_signpost_type_t;

@@ -1,0 +1,231 @@
+// Pipelines and supported_gpu on a device that is scripted: test_mps_pipelines.py runs one scenario
+// per process and reads the lines.
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "mps/facts.h"
+#include "mps/pipelines.h"
+
+using namespace metalmm;
+using namespace metalmm::mps;
+
+namespace {
+
+struct Script {
+  bool has_archive = false, archive_works = true, compiles = true, has_function = true;
+  bool makes_pipeline = true;
+  uint32_t max_threads = 1024, simd_width = 32;
+  std::function<void()> while_compiling = [] {};
+
+  std::mutex mutex;
+  int archives = 0, compilations = 0, functions = 0, pipelines = 0;
+  std::string source;  // of the last compilation
+  void count(int& counter) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++counter;
+  }
+};
+
+class Device {
+ public:
+  using Library = std::shared_ptr<std::string>;
+  using Function = std::shared_ptr<Pass>;
+  using Pipeline = std::shared_ptr<Pass>;
+
+  explicit Device(Script* script) : s_(script) {}
+
+  Library archive() {
+    s_->count(s_->archives);
+    return s_->has_archive ? std::make_shared<std::string>("archive") : nullptr;
+  }
+  Library compile(const std::string& source, std::string* log) {
+    s_->while_compiling();
+    s_->count(s_->compilations);
+    std::lock_guard<std::mutex> lock(s_->mutex);
+    s_->source = source;
+    *log = "metal/a.h:3:1: error: no";
+    return s_->compiles ? std::make_shared<std::string>("source") : nullptr;
+  }
+  Function function(Library library, const Pass& pass, std::string* log) {
+    s_->count(s_->functions);
+    *log = "no function of the name in " + *library;
+    const bool works = *library == "archive" ? s_->archive_works : s_->has_function;
+    return works ? std::make_shared<Pass>(pass) : nullptr;
+  }
+  Pipeline pipeline(Function function, std::string* log) {
+    s_->count(s_->pipelines);
+    *log = "too many registers";
+    return s_->makes_pipeline ? function : nullptr;
+  }
+  uint32_t max_threads(Pipeline) { return s_->max_threads; }
+  uint32_t simd_width(Pipeline) { return s_->simd_width; }
+
+ private:
+  Script* s_;
+};
+
+Pass pass_of(const std::string& kernel, uint32_t k = 64) {
+  Pass out;
+  out.kernel = kernel;
+  out.grid = {1, 1, 1};
+  out.group = {128, 1, 1};
+  out.constants[kConstantK] = k;
+  return out;
+}
+
+const std::string kGemv = "gemv_q4_0_f16", kGemm = "gemm_q4_0_f16";
+
+void print(const Script& s) {
+  printf("archives %d compilations %d functions %d pipelines %d\n", s.archives, s.compilations,
+         s.functions, s.pipelines);
+}
+
+void attempt(Pipelines<Device>& pipelines, const Pass& pass) {
+  try {
+    const auto made = pipelines.of(pass);
+    printf("made %s %u\n", made->kernel.c_str(), made->constants[kConstantK]);
+  } catch (const std::exception& e) {
+    printf("error %s\n", e.what());
+  }
+}
+
+// One pipeline for passes that differ in what is set at a dispatch, one for each constant.
+void keys(Script& s) {
+  Pipelines<Device> pipelines{Device(&s)};
+  Pass pass = pass_of(kGemv);
+  const auto first = pipelines.of(pass);
+  pass.grid = {7, 8, 9};
+  pass.slots = 5;
+  pass.args.m = 3;
+  pass.threadgroup_bytes = 64;
+  printf("same %d\n", pipelines.of(pass) == first);
+  for (uint32_t i = 0; i < kConstantCount; ++i) {
+    Pass other = pass_of(kGemv);
+    other.constants[i] += 1;
+    printf("same %d\n", pipelines.of(other) == first);
+  }
+  attempt(pipelines, pass_of(kGemm));
+  print(s);
+}
+
+// Eight threads, three pipelines.
+void threads(Script& s) {
+  Pipelines<Device> pipelines{Device(&s)};
+  std::vector<std::thread> all;
+  for (int t = 0; t < 8; ++t) {
+    all.emplace_back([&, t] {
+      for (int i = 0; i < 300; ++i) pipelines.of(pass_of(kGemv, 32 * ((t + i) % 3)));
+    });
+  }
+  for (std::thread& t : all) t.join();
+  print(s);
+}
+
+// While one kernel compiles, another one's pipeline is made: the first waits for it.
+void overlap(Script& s) {
+  Pipelines<Device> pipelines{Device(&s)};
+  std::mutex mutex;
+  std::condition_variable condition;
+  bool other_is_made = false;
+  bool is_first = true;
+  s.while_compiling = [&] {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!is_first) return;
+    is_first = false;
+    condition.notify_all();
+    condition.wait(lock, [&] { return other_is_made; });
+  };
+  std::thread slow([&] { attempt(pipelines, pass_of(kGemv)); });
+  {
+    std::unique_lock<std::mutex> lock(mutex);
+    condition.wait(lock, [&] { return !is_first; });
+  }
+  attempt(pipelines, pass_of(kGemm));
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    other_is_made = true;
+  }
+  condition.notify_all();
+  slow.join();
+  print(s);
+}
+
+// The passes of `kernels`, with what `change` does to the script after each.
+void sequence(
+    Script& s, const std::vector<std::string>& kernels,
+    const std::function<void(Script&)>& change = [](Script&) {}) {
+  Pipelines<Device> pipelines{Device(&s)};
+  for (const std::string& kernel : kernels) {
+    attempt(pipelines, pass_of(kernel));
+    change(s);
+  }
+  print(s);
+}
+
+void supported(const Facts& f) {
+  try {
+    const Gpu gpu = supported_gpu(f);
+    printf("gpu %s %d %u %u %u\n", gpu.name.c_str(), gpu.family, gpu.cores,
+           gpu.max_threadgroup_memory, gpu.max_threads);
+  } catch (const std::runtime_error& e) {
+    printf("error %s\n", e.what());
+  }
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  Script s;
+  const std::string scenario = argv[1];
+  if (scenario == "keys") keys(s);
+  if (scenario == "threads") threads(s);
+  if (scenario == "overlap") overlap(s);
+  if (scenario == "source") {
+    sequence(s, {kGemv});
+    printf("%s", s.source.c_str());
+  }
+  if (scenario == "archive") {
+    s.has_archive = true;
+    sequence(s, {kGemv, kGemm});
+  }
+  if (scenario == "old_archive") {
+    s.has_archive = true;
+    s.archive_works = false;
+    sequence(s, {kGemv});
+  }
+  if (scenario == "log") {
+    s.compiles = false;
+    sequence(s, {kGemv, kGemv}, [](Script& script) { script.compiles = true; });
+  }
+  if (scenario == "no_function") {
+    s.has_function = false;
+    sequence(s, {kGemv});
+  }
+  if (scenario == "no_pipeline") {
+    s.makes_pipeline = false;
+    sequence(s, {kGemv});
+  }
+  if (scenario == "max_threads") {
+    s.max_threads = 96;
+    sequence(s, {kGemv});
+  }
+  if (scenario == "simd_width") {
+    s.simd_width = 16;
+    sequence(s, {kGemv});
+  }
+  if (scenario == "no_kernel") sequence(s, {"gemv_q4_0"});
+  if (scenario == "facts") {
+    supported({"Apple M4 Max", 9, 32, 32768, 1024, 15});
+    supported({"Apple M2", 8, 0, 0, 0, 14});
+    supported({"Apple M9 Pro", 13, 24, 65536, 2048, 30});
+    supported({"AMD Radeon Pro 5500M", 0, 0, 65536, 1024, 15});
+    supported({"Apple A13", 6, 4, 32768, 1024, 15});
+    supported({"Apple M1", 7, 8, 32768, 1024, 13});
+  }
+  return 0;
+}

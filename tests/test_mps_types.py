@@ -1,0 +1,134 @@
+"""The Objective-C++ of csrc/mps on Linux: compiled for arm64 macOS, every name it takes accounted
+for. Apple's headers are not here; apple_stubs declares the few types used."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from pathlib import Path
+
+import pybind11
+import pytest
+import torch
+from macho import MachO
+from plan_cases import ROOT
+
+from torch_metalmm.msl_build import zig
+
+MPS = ROOT / "csrc" / "mps"
+TORCH = Path(torch.__file__).parent / "include"
+STANDARD = "c++20"  # as setup.py chooses for this torch
+ROWS = [
+    line.split()
+    for line in (ROOT / "tests/mps_symbols.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+# What every C++ and Objective-C program of macOS takes from libSystem, libc++ and libobjc.
+RUNTIME = re.compile(
+    r"__ZN?K?St|__ZT[ISV]N?St|__Znwm|__Znam|__Zd[la]P|___cxa_|___gxx_|__Unwind_|_objc_"
+    r"|__NSConcrete|_mem(cmp|cpy|move|set)$|_strlen$|_dladdr$"
+)
+
+
+def compile_for_macos(file: Path, out: Path) -> str:
+    """The messages of clang for arm64 macOS 14, warnings as errors; "" if there are none."""
+    language = ["objective-c++", "-fobjc-arc"] if file.suffix == ".mm" else ["c++"]
+    options = ["-target", "aarch64-macos.14.0", "-x", *language, f"-std={STANDARD}", "-fblocks"]
+    options += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fvisibility=hidden", "-O1"]
+    options += [f"-I{ROOT / 'tests/apple_stubs'}", f"-I{ROOT / 'csrc'}"]
+    python = sysconfig.get_paths()["include"]
+    system = (TORCH, TORCH / "torch/csrc/api/include", pybind11.get_include(), python)
+    options += [word for folder in system for word in ("-isystem", str(folder))]
+    done = zig("c++", *options, "-c", str(file), "-o", str(out))
+    assert done.returncode == 0 or done.stderr
+    return done.stderr
+
+
+def listed(*kinds: str) -> set[str]:
+    return {name for kind, _, name in ROWS if kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MachO]:
+    """{file: its object} of every .mm file, and of the plain C++ beside them but for ops.cpp."""
+    folder = tmp_path_factory.mktemp("objects")
+    out = {}
+    for file in [*sorted(MPS.glob("*.mm")), MPS / "facts.cpp", MPS / "source.cpp"]:
+        target = folder / f"{file.name}.o"
+        assert compile_for_macos(file, target) == "", file.name
+        out[file.name] = MachO(target)
+    return out
+
+
+def test_every_name_is_accounted_for(objects: dict[str, MachO]) -> None:
+    """A symbol is of this directory, of the language's runtime, or in the list, and no more are."""
+    sources = {name: obj for name, obj in objects.items() if name.endswith(".mm")}
+    defined = set().union(*(obj.defined for obj in objects.values()))
+    needed = set().union(*(obj.undefined for obj in sources.values())) - defined
+    assert {name for name in needed if not RUNTIME.match(name)} == listed("torch", "class")
+    sent = set().union(*(obj.selectors for obj in sources.values()))
+    assert sent == listed("selector", "encoder")
+
+
+def test_torch_names_are_in_the_headers() -> None:
+    for kind, header, name in ROWS:
+        if kind == "torch":
+            words = re.findall(r"\d+([A-Za-z_]\w*?)(?=\d|E|$)", name)
+            text = (TORCH / header).read_text()
+            assert any(re.search(rf"\b{w}\b", text) for w in words if w not in ("at", "mps")), name
+
+
+def test_apple_names_are_declared(objects: dict[str, MachO]) -> None:
+    """The stubs declare nothing that is not used, so that nothing in them goes unchecked."""
+    stubs = {
+        framework: (ROOT / f"tests/apple_stubs/{framework}/{framework}.h").read_text()
+        for framework in ("Foundation", "Metal")
+    }
+    for kind, framework, name in ROWS:
+        if kind not in ("torch", "class") and name != "new":  # NSObject's, of libobjc
+            first = name.split(":")[0]
+            setter = re.match("set([A-Z])(.*)", first)
+            names = {first} | ({setter[1].lower() + setter[2]} if setter else set())
+            assert any(re.search(rf"\b{n}\b", stubs[framework]) for n in names), name
+
+
+def test_nothing_ends_commits_or_waits(objects: dict[str, MachO]) -> None:
+    """Command buffers are torch's: none of what would end or submit one is called."""
+    text = "".join(f.read_text() for f in MPS.glob("*.mm"))
+    for word in (
+        "endEncoding",
+        "commit",
+        "synchronize",
+        "waitUntil",
+        "commandBuffer",
+        "getDefault",
+    ):
+        assert word not in text, word
+    assert listed("encoder") <= objects["launch.mm"].selectors
+    assert not listed("encoder") & objects["metal.mm"].selectors
+
+
+def test_the_ops_compile(tmp_path: Path) -> None:
+    """ops.cpp is C++ that only macOS builds."""
+    assert compile_for_macos(MPS / "ops.cpp", tmp_path / "ops.o") == ""
+
+
+def test_a_wrong_type_is_found(tmp_path: Path) -> None:
+    """The check sees what it is for: a wrong argument, a message that nobody understands."""
+    text = (MPS / "metal.mm").read_text().replace('"metal.h"', f'"{MPS}/metal.h"')
+    for right, wrong, message in (
+        ("options:options", "options:source", "no viable conversion|cannot initialize"),
+        ("newLibraryWithURL", "newLibraryWithUrl", "not found|no visible|no known"),
+        ("atIndex:i]", "atIndex:values]", "cannot initialize"),
+    ):
+        assert right in text
+        file = tmp_path / "wrong.mm"
+        file.write_text(text.replace(right, wrong))
+        assert re.search(message, compile_for_macos(file, tmp_path / "wrong.o")), wrong
+
+
+def test_the_untested_surface_is_small() -> None:
+    """What no machine here can run stays below two hundred lines."""
+    files = [*MPS.glob("*.mm"), MPS / "metal.h"]
+    lines = [line.strip() for f in files for line in f.read_text().splitlines()]
+    assert sum(1 for line in lines if line and not line.startswith("//")) < 200
