@@ -205,9 +205,10 @@ class SwiGLU(nn.Module):
             if not roles.gate_first:
                 gate_weight, up_weight = up_weight, gate_weight
         weight, bias = down._parameters["weight"], down._parameters["bias"]
-        # A symbolic size stands for many rows.
-        rows = x.shape[:-1].numel()
-        if self.form == "swiglu_linear" and isinstance(rows, int) and rows == 1:
+        values = x.numel()
+        # A symbolic number stands for many rows; torch.Size.numel would make it a constant.
+        one_row = isinstance(values, int) and values == x.shape[-1]
+        if one_row and self.form == "swiglu_linear":
             a = _linear(x, gate_weight, None, gate.format)
             b = _linear(x, up_weight, None, up.format)
             y = _swiglu_linear(a, b, weight, bias, down.format)
