@@ -15,7 +15,7 @@ import pytest
 import torch
 from lora_cases import FORMATS, QUIET, SCALING, Block, adapted, delta, lora, randomize
 from oracle import Value, activations, check
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
 
@@ -28,18 +28,24 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 
 
 def run(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_this_package_does_not_import_peft() -> None:
-    run("import sys, torch_metalmm; assert not {'peft', 'transformers'} & set(sys.modules)")
-
-
-def test_peft_may_be_imported_first() -> None:
-    """In this process it is imported second."""
     run(
-        "import peft, torch_metalmm\n"
+        "import sys, torch_metalmm; torch_metalmm.merge_errors\n"
+        "assert not {'peft', 'transformers'} & set(sys.modules)"
+    )
+
+
+@pytest.mark.parametrize("first", ["peft", "torch_metalmm.lora"])
+def test_every_order_of_imports_plugs_in(first: str) -> None:
+    """In this process torch_metalmm is imported first, then peft."""
+    run(
+        f"import {first}, torch_metalmm, peft, warnings\n"
         "kind = peft.PEFT_TYPE_TO_TUNER_MAPPING['LORA']\n"
         "assert kind.__name__ == 'PackedLoraModel', kind\n"
         "assert issubclass(kind, peft.LoraModel)\n"
@@ -56,6 +62,11 @@ def test_every_way_of_adding_lora_finds_the_packed_layers() -> None:
     llama = quantize_(tiny_llama(), "q8_0", progress=False)
     llama.add_adapter(lora("q_proj"))
     assert kinds(llama) == ["PackedLoraLinear"] * 2
+    chosen = get_peft_model(
+        quantize_(tiny_llama(), "q8_0", progress=False),
+        LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    assert kinds(chosen) == ["PackedLoraLinear"] * 14  # all but the head
     dense = get_peft_model(nn.Sequential(nn.Linear(8, 8)), lora("0"))
     assert kinds(dense) == ["Linear"]
 

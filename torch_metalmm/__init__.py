@@ -13,13 +13,13 @@ from .adopt import adopt_
 from .fuse import fuse_, unfuse_
 from .late import when_imported
 from .linear import QuantEmbedding, QuantLinear
+from .lora_report import merge_errors
 from .quantize import quantize_
 
 if TYPE_CHECKING:
     from .checkpoint import load_packed, save_packed
     from .gguf import load_gguf
     from .hf_config import MetalMMConfig
-    from .lora import merge_errors
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,6 @@ _LAZY = {
     "MetalMMConfig": "hf_config",
     "load_gguf": "gguf",
     "load_packed": "checkpoint",
-    "merge_errors": "lora",
     "save_packed": "checkpoint",
 }
 
@@ -65,13 +64,11 @@ def _plug_into_transformers() -> None:
 
 def _plug_into_peft() -> None:
     try:
-        from .lora import register
+        from . import lora  # noqa: F401  # it registers its layers
     except ImportError as error:
         import warnings
 
         warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)
-    else:
-        register()
 
 
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.

@@ -8,14 +8,10 @@ much is logged for each layer, summed up in a warning and kept for `merge_errors
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
-from statistics import median
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -28,29 +24,10 @@ from torch import Tensor, nn
 
 from .fused import LinearPart
 from .linear import QuantEmbedding, QuantLinear, quantize_weight
-
-_log = logging.getLogger(__name__)
+from .lora_report import forget, merges_reported, record
 
 # The other named initialisations decompose the base weight or store a remainder of it in its place.
 _INITS = ("gaussian", "eva", "orthogonal")
-
-
-@dataclass(frozen=True)
-class MergeError:
-    """|packed - merged| in Frobenius norms: over |merged|, and over |merged - base|."""
-
-    weight: float
-    update: float
-
-
-_ERRORS: WeakKeyDictionary[nn.Module, MergeError] = WeakKeyDictionary()
-
-
-def merge_errors(model: nn.Module) -> dict[str, MergeError]:
-    """What packing again cost each packed layer of `model` that holds merged adapters, by name."""
-    return {
-        n.removesuffix(".base_layer"): _ERRORS[m] for n, m in model.named_modules() if m in _ERRORS
-    }
 
 
 class _OnPacked:
@@ -104,7 +81,7 @@ class _OnPacked:
             return  # none of them is in this layer
         self._before_merge = weight, bias
         _put(packed, new, None if bias is None else dense.bias.detach().to(bias.dtype))
-        _ERRORS[packed] = _merge_error(base, merged, packed.dequantize())
+        record(packed, base, merged)
 
     def unmerge(self) -> None:
         """Put the bytes back that the layer had before merge()."""
@@ -116,7 +93,7 @@ class _OnPacked:
         self._before_merge = None
         self.merged_adapters.clear()
         self._caches.clear()  # what PEFT would have unmerged with
-        _ERRORS.pop(self.base_layer, None)
+        forget(self.base_layer)
 
     @contextmanager
     def decoded(self) -> Iterator[Any]:
@@ -211,37 +188,12 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
                 raise ValueError(f"{name} is part of a fused layer; call unfuse_ before merging")
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        with _merges_reported(self.model):
+        with merges_reported(self.model):
             super().merge_adapter(*args, **kwargs)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        with _merges_reported(self.model):
+        with merges_reported(self.model):
             return super()._unload_and_optionally_merge(*args, **kwargs)
-
-
-def register() -> None:
-    """Make PEFT use PackedLoraModel for LoRA, in whichever way the adapters are added."""
-    PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = PackedLoraModel
-
-
-@contextmanager
-def _merges_reported(model: nn.Module) -> Iterator[None]:
-    before = {id(e) for e in _ERRORS.values()}
-    yield
-    merged = {n: e for n, e in merge_errors(model).items() if id(e) not in before}
-    if not merged:
-        return
-    for name, error in merged.items():
-        _log.info("merged %s: error / weight %.3g, error / update %.3g", name, *astuple(error))
-    worst = max(merged, key=lambda name: merged[name].weight)
-    updates = sorted(e.update for e in merged.values())
-    warnings.warn(
-        f"packing {len(merged)} merged layers again costs relative errors up to "
-        f"{merged[worst].weight:.2%} of the weight ({worst}), {median(updates):.2g} times what the "
-        f"adapters change (median; at most {updates[-1]:.2g}); torch_metalmm.merge_errors(model) "
-        "lists them",
-        stacklevel=4,
-    )
 
 
 def _is_packed(module: nn.Module) -> bool:
@@ -285,7 +237,5 @@ def _frozen(t: Tensor) -> nn.Parameter:
     return t if isinstance(t, nn.Parameter) else nn.Parameter(t, requires_grad=False)
 
 
-def _merge_error(base: Tensor, merged: Tensor, packed: Tensor) -> MergeError:
-    error = float(torch.linalg.norm(packed - merged))
-    sizes = (float(torch.linalg.norm(t)) for t in (merged, merged - base))
-    return MergeError(*(error / size if size else 0.0 for size in sizes))
+# In PEFT's table of methods, which every way of adding adapters looks into.
+PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = PackedLoraModel
