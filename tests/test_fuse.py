@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from conftest import Backend, leaf
 from fuse_cases import Attention, Gated, K, Model, decoded, fused
 from oracle import DTYPES, Value, activations, check, spec
 from torch import Tensor, nn
@@ -22,15 +23,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["q4_k", "affine4_g64", "bf16"])
-def test_merged_layers_compute_what_they_did(format: str, dtype: torch.dtype) -> None:
+def test_merged_layers_compute_what_they_did(
+    format: str, dtype: torch.dtype, backend: Backend
+) -> None:
     module = Attention((format,) * 3, bias=True)
     layers = [copy.deepcopy(layer) for layer in (module.a, module.b, module.c)]
-    fused(module)
+    fused(module.to(backend.device))
     assert [type(m) for m in (module.a, module.b, module.c)] == [LinearPart] * 3
     assert type(module.out) is QuantLinear
     for shape in ((K,), (1, K), (2, 5, K), (0, K)):
         x = activations(*shape, dtype=dtype)
-        for y, layer in zip(module(x), layers, strict=True):
+        for y, layer in zip(module(backend.put(x)), layers, strict=True):
             check(y, oracle.linear(x, decoded(layer), layer.bias), f"{format} {shape}")
     assert module.merged_a_b_c._held is None
 
@@ -74,10 +77,11 @@ def test_only_layers_of_one_format_are_merged() -> None:
     )
 
 
-def test_gradients_of_merged_layers() -> None:
-    module, x = fused(Attention()), activations(3, K).requires_grad_()
+def test_gradients_of_merged_layers(backend: Backend) -> None:
+    """Moved after they were merged."""
+    module, x = fused(Attention()).to(backend.device), leaf(activations(3, K), backend)
     g = [activations(3, n, seed=n) for n in (48, 16, 24)]
-    (dx,) = torch.autograd.grad(module(x), x, g)
+    (dx,) = torch.autograd.grad(module(x), x, [backend.put(t) for t in g])
     weights = [decoded(getattr(module, n)) for n in "abc"]
     check(dx, Value.of(torch.cat(g, 1)).dot(torch.cat(weights).T))
 

@@ -7,6 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from conftest import Backend
 from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
 from oracle import DTYPES, Value, activations, check
 from torch import Tensor, nn
@@ -24,33 +25,37 @@ def swiglu_exact(x: Tensor, gate: Tensor, up: Tensor, down: QuantLinear, form: s
     else:
         h = a.store(x.dtype).silu() * b.store(x.dtype)
     y = h.dot(decoded(down))
-    return (y if down.bias is None else y + Value.of(down.bias)).store(x.dtype)
+    return (y if down.bias is None else y + Value.of(down.bias.cpu())).store(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("format", ["q4_k", "affine4_g64"])
-def test_swiglu_computes_what_the_mlp_did(format: str, form: str, dtype: torch.dtype) -> None:
-    module = fused(Gated(format), form)
+def test_swiglu_computes_what_the_mlp_did(
+    format: str, form: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    module = fused(Gated(format).to(backend.device), form)
     assert type(module) is SwiGLU and module.roles == Roles("one", "two", "three")
     gate, up = decoded(module.one), decoded(module.two)
     for shape in ((K,), (1, 1, K), (2, 3, K), (0, K)):
         x = activations(*shape, dtype=dtype) / 4
         used = form if x.numel() == K else "swiglu"
-        check(module(x), swiglu_exact(x, gate, up, module.three, used), f"{form} {shape}")
+        want = swiglu_exact(x, gate, up, module.three, used)
+        check(module(backend.put(x)), want, f"{form} {shape}")
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gate_first", [True, False])
-def test_halves_of_one_layer(gate_first: bool, form: str) -> None:
-    module = fused(Halves(gate_first), form)
+def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> None:
+    module = fused(Halves(gate_first).to(backend.device), form)
     assert module.roles == Roles("both", None, "down", gate_first)
     gate, up = decoded(module.both).chunk(2)
     if not gate_first:
         gate, up = up, gate
     for m in (1, 3):
         x = activations(m, K) / 4
-        check(module(x), swiglu_exact(x, gate, up, module.down, form if m == 1 else "swiglu"))
+        want = swiglu_exact(x, gate, up, module.down, form if m == 1 else "swiglu")
+        check(module(backend.put(x)), want, f"{form} {m}")
 
 
 class Clamped(Gated):
@@ -124,8 +129,8 @@ def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "form=swiglu, for one row swiglu 10.0 us, swiglu_linear 20.0 us" in repr(model[1])
 
 
-def test_timing_both_forms_gives_times() -> None:
-    module = Gated()
+def test_timing_both_forms_gives_times(backend: Backend) -> None:
+    module = Gated().to(backend.device)
     seconds = fuse._times(module, Roles("one", "two", "three"), torch.float32)
     assert len(seconds) == 2 and all(0 < t < 10 for t in seconds)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lora_cases import QUIET, lora, randomize
 from peft import get_peft_model
+from safetensors import safe_open
 from tiny_models import VOCABULARY, tiny_llama, token_ids
 from torch import nn
 
@@ -103,9 +104,14 @@ def test_a_fused_model_is_saved_as_it_was(tmp_path: Path) -> None:
     save_packed(model, None, tmp_path / "fused")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "fused" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    model.save_pretrained(tmp_path / "theirs")
+    with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as file:
+        want = unfuse_(model).state_dict()
+        assert set(file.keys()) == set(want)
+        assert all(torch.equal(file.get_tensor(n), want[n]) for n in want)
     loaded, _ = load_packed(tmp_path / "fused")
     ids = token_ids(2, 6)
-    assert torch.equal(loaded(ids).logits, unfuse_(model)(ids).logits)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 # ---- adapters

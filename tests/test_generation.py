@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Backend
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor
 
@@ -25,8 +26,9 @@ def generate(model: Any, rows: list[Tensor], pad: int, tokens: int) -> list[list
     for i, row in enumerate(rows):
         ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
     with torch.inference_mode():
-        out = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)
+        out = model.generate(**inputs, pad_token_id=pad, **options)
     return out[:, longest:].tolist()
 
 
@@ -37,12 +39,14 @@ def alone(model: Any, rows: list[Tensor], pad: int, tokens: int) -> list[list[in
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", ["q4_k", "affine4_g64"])
-def test_rows_of_a_random_model(format: str, dtype: torch.dtype, fused: bool) -> None:
+def test_rows_of_a_random_model(
+    format: str, dtype: torch.dtype, fused: bool, backend: Backend
+) -> None:
     """Weights spread so that no two tokens are within the rounding of each other."""
     model = tiny_llama()
     with torch.no_grad():
         model.lm_head.weight *= 50
-    quantize_(model.to(dtype), format, progress=False)
+    quantize_(model.to(dtype), format, progress=False).to(backend.device)
     if fused:
         fuse_(model, "swiglu_linear")
     rows = [token_ids(n, seed=n) for n in LENGTHS]

@@ -13,6 +13,7 @@ import oracle
 import peft
 import pytest
 import torch
+from conftest import Backend
 from lora_cases import FORMATS, QUIET, SCALING, Block, adapted, delta, lora, randomize
 from oracle import Value, activations, check
 from peft import LoraConfig, get_peft_model
@@ -89,14 +90,20 @@ def exact_pass(model: Any, x: Tensor) -> tuple[Value, Value, Value]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_output_and_gradients_are_those_of_the_decoded_weights(format: str) -> None:
+def test_output_and_gradients_are_those_of_the_decoded_weights(
+    format: str, backend: Backend
+) -> None:
     """Against float64 with W + s B A, within the f32 roundings of the chain."""
-    model = adapted(format, "up", "down").base_model.model
     x, g = activations(9, 256), activations(9, 256, seed="g")
-    y = model(x)
+    there = adapted(format, "up", "down").base_model.model.to(backend.device)
+    y = there(backend.put(x))
+    y.backward(backend.put(g))
+    model = adapted(format, "up", "down").base_model.model
+    for a, b in zip(model.parameters(), there.parameters(), strict=True):
+        assert torch.equal(a, b.cpu())
+        a.grad = None if b.grad is None else b.grad.cpu()
     u, h, want = exact_pass(model, x)
     check(y, want, f"{format} y")
-    y.backward(g)
     (a1, b1), (a2, b2) = (
         (m.lora_A["default"].weight, m.lora_B["default"].weight) for m in (model.up, model.down)
     )
