@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .checkpoint import load_packed, save_packed
     from .gguf import load_gguf
     from .hf_config import MetalMMConfig
+    from .mlx import load_mlx
+    from .mlx_save import save_mlx
 
 __version__ = "0.1.0"
 
@@ -30,9 +32,11 @@ __all__ = [
     "adopt_",
     "fuse_",
     "load_gguf",
+    "load_mlx",
     "load_packed",
     "merge_errors",
     "quantize_",
+    "save_mlx",
     "save_packed",
     "unfuse_",
 ]
@@ -40,7 +44,9 @@ __all__ = [
 _LAZY = {
     "MetalMMConfig": "hf_config",
     "load_gguf": "gguf",
+    "load_mlx": "mlx",
     "load_packed": "checkpoint",
+    "save_mlx": "mlx_save",
     "save_packed": "checkpoint",
 }
 

@@ -12,12 +12,14 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -39,24 +41,30 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
     target = prepare_folder(folder)
     attach(model)
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-    try:
+    with staged(target) as staging:
         model.save_pretrained(staging, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        _move(staging, target)
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A temporary folder whose files move to `target` if nothing is raised, config.json last.
+
+    Weights of an earlier save are removed.
+    """
+    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+    try:
+        yield staging
+        files = sorted(staging.iterdir(), key=lambda f: f.name == CONFIG)
+        names = {file.name for file in files}
+        for file in files:
+            os.replace(file, target / file.name)
+        for old in target.iterdir():
+            if _WEIGHTS.fullmatch(old.name) and old.name not in names:
+                old.unlink()
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _move(staging: Path, target: Path) -> None:
-    files = sorted(staging.iterdir(), key=lambda f: f.name == _CONFIG)
-    names = {file.name for file in files}
-    for file in files:
-        os.replace(file, target / file.name)
-    for old in target.iterdir():
-        if _WEIGHTS.fullmatch(old.name) and old.name not in names:
-            old.unlink()
 
 
 def load_packed(
@@ -110,10 +118,12 @@ def is_packed(folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def prepare_folder(folder: str | os.PathLike[str]) -> Path:
+def prepare_folder(
+    folder: str | os.PathLike[str], is_ours: Callable[[Path], bool] = is_packed
+) -> Path:
     """The folder, made if needed and known to be writable.
 
-    OSError that says why not; FileExistsError if it holds a model that is not a packed one.
+    OSError that says why not; FileExistsError if it holds a model and not is_ours(folder).
     """
     path = Path(folder)
     try:
@@ -122,7 +132,7 @@ def prepare_folder(folder: str | os.PathLike[str]) -> Path:
             pass
     except OSError as error:
         raise type(error)(f"cannot write to the folder {path}: {error.strerror}") from None
-    if (path / _CONFIG).exists() and not is_packed(path):
+    if (path / CONFIG).exists() and not is_ours(path):
         raise FileExistsError(f"{path} holds another model; choose an empty folder")
     return path
 
@@ -131,14 +141,14 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model folder. FileNotFoundError; ValueError: it is no JSON object."""
     if not path.is_dir():
         raise FileNotFoundError(f"no such folder: {path}")
-    if not (path / _CONFIG).exists():
-        raise FileNotFoundError(f"{path} has no {_CONFIG}")
+    if not (path / CONFIG).exists():
+        raise FileNotFoundError(f"{path} has no {CONFIG}")
     try:
-        config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path / _CONFIG} is not JSON: {error}") from None
+        raise ValueError(f"{path / CONFIG} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path / _CONFIG} must be a JSON object, got {type(config).__name__}")
+        raise ValueError(f"{path / CONFIG} must be a JSON object, got {type(config).__name__}")
     return config
 
 

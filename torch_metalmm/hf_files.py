@@ -21,16 +21,21 @@ class Found:
 
 
 def read_headers(files: Sequence[str]) -> dict[str, Found]:
-    """{name in the file: tensor}; reads no tensor data. ValueError: no whole safetensors file."""
+    """{name in the file: tensor}; reads no tensor data.
+
+    ValueError: a file is not a whole safetensors file, or two have a tensor of one name.
+    """
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    found: dict[str, Found] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118  # it is no dict
                     tensor = opened.get_slice(key)
                     shape = tuple(tensor.get_shape())
+                    if key in found:
+                        raise ValueError(f"{key} is in {found[key].file} and in {file}")
                     found[key] = Found(str(file), tensor.get_dtype(), shape, False)
         except SafetensorError as error:
             raise ValueError(f"cannot read {file}: {error}") from None

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from ._base import BlockFormat
-from ._bits import bytes_to_half, half_to_bytes, join_fields, split_fields
+from ._bits import (
+    bytes_to_half,
+    codes_to_stream,
+    half_to_bytes,
+    join_fields,
+    split_fields,
+    stream_to_codes,
+)
 from ._search import elements_first, nearest_level, reciprocal, search_levels, signed_max, to_code
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -103,6 +110,36 @@ class MXFP4(BlockFormat):
         """2**(e - 128) f32 for e uint8 or int, exact; 0 and 1 give subnormals."""
         e = e.int()
         return torch.where(e < 2, 0x00200000 << e, (e - 1) << 23).int().view(torch.float32)
+
+    def pack(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The tensors of an MLX layer -> uint8 [N, row_bytes(K)], no bit changed.
+
+        codes uint32 [N, K / 8], 4-bit codes in order; scales uint8 [N, K / 32], the exponents e.
+        ValueError if a shape or dtype does not fit, or for e = 255, which is NaN to MLX.
+        """
+        if codes.dtype != torch.uint32 or codes.dim() != 2:
+            raise ValueError(
+                f"mxfp4: codes must be uint32 [N, K / 8], got {codes.dtype} {list(codes.shape)}"
+            )
+        n, k = codes.shape[0], codes.shape[1] * 8
+        blocks = self.row_bytes(k) // self.block_bytes
+        if scales.dtype != torch.uint8 or tuple(scales.shape) != (n, blocks):
+            raise ValueError(
+                f"mxfp4: scales must be uint8 [{n}, {blocks}], "
+                f"got {scales.dtype} {list(scales.shape)}"
+            )
+        if bool((scales == 255).any()):
+            raise ValueError("mxfp4: a scale is NaN (e = 255)")
+        q = stream_to_codes(codes.contiguous().view(torch.uint8), 4).reshape(-1, 32)
+        return torch.cat([scales.reshape(-1, 1), join_fields(q, 1, 4)], dim=1).reshape(n, -1)
+
+    def unpack(self, packed: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Inverse of pack: (codes uint32, scales)."""
+        self._check_packed(packed, k)
+        blocks = packed.reshape(-1, self.block_bytes)
+        codes = codes_to_stream(split_fields(blocks[:, 1:], 1, 4), 4)
+        n = packed.shape[0]
+        return codes.reshape(n, -1).view(torch.uint32), blocks[:, 0].reshape(n, -1).contiguous()
 
     def encode(self, x: Tensor) -> Tensor:
         top = x.abs().amax(dim=1)
