@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import oracle
@@ -190,7 +191,9 @@ def test_undoing_gives_the_modules_and_the_bytes_back_without_a_copy() -> None:
     state = {n: t.clone() for n, t in model.state_dict().items()}
     x = activations(2, K)
     y = model(x)
+    weights = [weakref.ref(modules[f"attention.{n}"].weight) for n in "abc"]
     fuse_(model, "swiglu")
+    assert [ref() for ref in weights] == [None] * 3  # the bytes exist once
     assert type(model.mlp) is SwiGLU and type(model.attention.a) is LinearPart
     merged = model.attention.merged_a_b_c.weight.data_ptr()
     unfuse_(model)

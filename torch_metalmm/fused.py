@@ -205,10 +205,8 @@ class SwiGLU(nn.Module):
             if not roles.gate_first:
                 gate_weight, up_weight = up_weight, gate_weight
         weight, bias = down._parameters["weight"], down._parameters["bias"]
-        values = x.numel()
-        # A symbolic number stands for many rows; torch.Size.numel would make it a constant.
-        one_row = isinstance(values, int) and values == x.shape[-1]
-        if one_row and self.form == "swiglu_linear":
+        # One row. torch.Size.numel would make a constant of a symbolic size.
+        if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
             a = _linear(x, gate_weight, None, gate.format)
             b = _linear(x, up_weight, None, up.format)
             y = _swiglu_linear(a, b, weight, bias, down.format)
