@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -91,8 +92,11 @@ def test_transformers_embedding() -> None:
     assert torch.equal(layer(ids), spec("q6_k", theirs.weight, 256)[ids].half())
 
 
-def test_a_model_of_transformers_with_a_tied_head() -> None:
-    """transformers' own replacement, then ours: one table for embedding and head, same logits."""
+def test_a_model_of_transformers_with_a_tied_head(tmp_path: Path) -> None:
+    """transformers' own replacement, then ours: one table for embedding and head, same logits.
+
+    Their quantizer, which could not save it, is gone with its layers.
+    """
 
     class Kernel:
         def supports(self, kind: int) -> bool:
@@ -109,6 +113,7 @@ def test_a_model_of_transformers_with_a_tied_head() -> None:
         type(model.lm_head) is GgufLinear
         and model.lm_head.weight is model.model.embed_tokens.weight
     )
+    model.hf_quantizer = Kernel()
     adopt_(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)} == {
@@ -116,6 +121,8 @@ def test_a_model_of_transformers_with_a_tied_head() -> None:
     }
     ids = token_ids(2, 5)
     assert torch.equal(model(ids).logits, want(ids).logits)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(ids).logits, want(ids).logits)
 
 
 def test_what_has_no_format_is_left_with_a_warning() -> None:

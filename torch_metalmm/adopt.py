@@ -6,6 +6,7 @@ imported here: GGML blocks with the number of their type, or MLX's codes, scales
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def adopt_(
     a weight still share it. filter_fn(name, module) -> False leaves a layer alone.
 
     A layer stays, with a warning, if its type has no format here, or if the model reads its weight
-    itself. Returns `model`.
+    itself. Where none stays, a transformers model can be saved as any packed one. Returns `model`.
     ValueError, before anything is changed: tensors that contradict each other or their layer, a
     weight on the meta device, patches (ComfyUI's LoRA) not merged into the weight.
     """
@@ -70,7 +71,18 @@ def adopt_(
     if left:
         parts = "; ".join(f"{reason}: {summary(names)}" for reason, names in left.items())
         warnings.warn(f"left as they are: {parts}", stacklevel=2)
+    else:
+        _tell_transformers(model)
     return model
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """A model of transformers forgets the quantizer that made the layers, and can be saved."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if kind is not None and isinstance(model, kind):
+        from .hf import attach
+
+        attach(model)
 
 
 def _plan(
