@@ -1,0 +1,86 @@
+"""Kernel by kernel, an NVIDIA GPU against the emulator: the same text, compiled twice.
+
+The reductions of both add in one order, so results are equal bit for bit. Not so where the tensor
+cores multiply, and where exp is another function.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+import torch
+from format_cases import same_bits
+from kernel_cases import PER_KERNEL, Case, case, emulate, planned_kernels
+from oracle import Value
+from plan_cases import STRATEGIES, strategy_of
+from torch import Tensor
+
+from torch_metalmm import _C
+
+KERNELS = _C.kernel_names()
+
+# A product on the tensor cores takes 8 terms at a time: these and the sum so far are aligned to the
+# largest and cut off at 2^-23 of it, 9 * 2 u of the sum of their sizes. K terms take K / 8 such
+# steps: as many roundings as a chain of 18 K / 8.
+TENSOR_CORE_CHAIN = 18 / 8
+
+
+@pytest.mark.parametrize("kernels_of", STRATEGIES)
+def test_the_cases_run_their_kernel(kernels_of: str) -> None:
+    for kernel in KERNELS:
+        if strategy_of(kernel) == kernels_of:
+            one = case(kernel, 0)
+            assert kernel in planned_kernels(one), one.problem
+
+
+@cache
+def recorded() -> dict[str, list[Tensor]]:
+    """The emulator's results from the file METALMM_EMULATED, which kernel_cases.py writes."""
+    file = os.environ.get("METALMM_EMULATED")
+    return torch.load(file) if file else {}
+
+
+def expected(one: Case, chain: float) -> Value:
+    """A matmul or one half of a SwiGLU; a term takes chain * K roundings."""
+    problem, dtype = one.problem, one.x[0].dtype
+    k = round(chain * problem["k"])
+    x = Value.of(one.x[0])
+    if problem["op"] == "swiglu_up":
+        gate, up = (x.dot(w, k) for w in one.weights)
+        return (gate.silu() * up).store(dtype)
+    if problem["op"] == "swiglu_down":
+        return (x.silu() * Value.of(one.x[1])).dot(one.weights[0], k).store(dtype)
+    y = x.dot(one.weights[0].half(), k)  # f16 tiles
+    if "alpha" in problem:
+        return (y * problem["alpha"] + Value.of(one.x[1]) * problem["beta"]).store(dtype)
+    return (y + Value.of(one.x[1])).store(dtype)
+
+
+def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
+    """Equal, or within what both may be off."""
+    assert gpu.dtype == emulator.dtype and gpu.shape == emulator.shape
+    strategy = strategy_of(one.kernel)
+    on_tensor_cores = strategy == "gemm" and one.x[0].dtype == torch.float16
+    if not on_tensor_cores and not strategy.startswith("swiglu"):
+        return same_bits(emulator.float(), gpu.float())
+    error = (
+        expected(one, 1).error + expected(one, TENSOR_CORE_CHAIN if on_tensor_cores else 1).error
+    )
+    return bool(((emulator.double() - gpu.double()).abs() <= error).all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("kernels_of", STRATEGIES)
+def test_emulator_and_gpu_agree(kernels_of: str) -> None:
+    wrong = []
+    for kernel in KERNELS:
+        if strategy_of(kernel) != kernels_of:
+            continue
+        emulator = recorded().get(kernel) or emulate(kernel)
+        for i in range(PER_KERNEL):
+            one = case(kernel, i)
+            if not agree(one, emulator[i], one.run(lambda t: t.cuda()).cpu()):
+                wrong.append((kernel, i, one.problem))
+    assert wrong == []
