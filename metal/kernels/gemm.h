@@ -47,18 +47,13 @@ struct Gemm {
     simdgroup_float8x8 acc[Tile::kN / 2 / kFragment][Tile::kM / 2 / kFragment];
     clear(acc);
     const KRange range = k_of_part(args, at.tg.z);
-    float w[16], xs[kXValues];
-    load_weights<Format>(w_from, range.begin + w_k, range.end, w);
-    load_x(x_from, range.begin + x_k, range.end, xs);
     for (uint k = range.begin; k < range.end; k += Tile::kK) {
+      float w[16], xs[kXValues];
+      load_weights<Format>(w_from, k + w_k, range.end, w);
+      load_x(x_from, k + x_k, range.end, xs);
       store_operands(w_tile + w_line * kStride + w_k, w);
       store_operands(x_tile + x_line * kStride + x_k, xs);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      const uint next = k + Tile::kK;
-      if (next < range.end) {
-        load_weights<Format>(w_from, next + w_k, range.end, w);
-        load_x(x_from, next + x_k, range.end, xs);
-      }
       multiply<Tile::kK>(w_tile + sg_n * kStride, x_tile + sg_m * kStride, acc);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

@@ -48,11 +48,11 @@ const Driver& driver() {
   return d;
 }
 
-void check(Result result, const char* what) {
+void check(Result result, const std::string& what) {
   if (result == 0) return;
   const char* name = nullptr;
   driver().error_name(result, &name);
-  throw std::runtime_error(std::string(what) + ": " + (name ? name : "unknown CUDA error"));
+  throw std::runtime_error(what + ": " + (name ? name : "unknown CUDA error"));
 }
 
 int multiprocessors(int device) {

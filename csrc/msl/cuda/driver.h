@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace metalmm::cuda {
 
@@ -36,7 +37,7 @@ struct Driver {
 const Driver& driver();
 
 // Throws std::runtime_error that names `what` and the error, unless it is success.
-void check(Result result, const char* what);
+void check(Result result, const std::string& what);
 
 int multiprocessors(int device);
 

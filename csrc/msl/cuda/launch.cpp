@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstring>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "../../encode.h"
 #include "driver.h"
 
 namespace metalmm::cuda {
@@ -79,9 +81,9 @@ Function compile(const Key& key) {
   void* values[] = {log, reinterpret_cast<void*>(sizeof log)};
   Module module = nullptr;
   const Result result = driver().module_load(&module, text.c_str(), 2, options, values);
-  check(result, (key.kernel + ": compiling PTX " + log).c_str());
+  check(result, key.kernel + ": compiling PTX " + log);
   Function function = nullptr;  // modules are never unloaded: their number is that of the kernels
-  check(driver().module_get_function(&function, module, key.kernel.c_str()), key.kernel.c_str());
+  check(driver().module_get_function(&function, module, key.kernel.c_str()), key.kernel);
   return function;
 }
 
@@ -92,38 +94,53 @@ Function find(const Key& key) {
   return g_functions[key] = compile(key);
 }
 
-void run(const Pass& pass, const Buffers& buffers, int device, Stream stream) {
-  auto grid = pass.grid;
-  Operands operands{};
-  operands.width = grid[0];
-  operands.height = grid[1];
-  for (uint32_t slot = 0; slot < kSlotArgs; ++slot) {
-    if (pass.slots >> slot & 1) {
-      const Buffer b = bound(pass, buffers, slot);
-      operands.slots[slot] = static_cast<const char*>(b.base) + b.offset;
+// The encoder of encode.h: gathers the parameters, and launches when it is dispatched.
+class Encoder {
+ public:
+  Encoder(int device, Stream stream) : device_(device), stream_(stream) {}
+
+  void set_pipeline(const Pass& pass) {
+    key_ = {pass.kernel, {}, pass.group[0], device_};
+    std::copy(pass.constants.begin(), pass.constants.end(), key_.constants.begin());
+  }
+  void set_buffer(uint32_t slot, const Buffer& b) {
+    operands_.slots[slot] = static_cast<const char*>(b.base) + b.offset;
+  }
+  void set_bytes(uint32_t, const void* bytes, size_t count) { memcpy(&args_, bytes, count); }
+  void set_threadgroup_memory(uint32_t, uint32_t bytes) { shared_bytes_ = bytes; }
+  void dispatch(std::array<uint32_t, 3> grid, const std::array<uint32_t, 3>& group) {
+    operands_.width = grid[0];
+    operands_.height = grid[1];
+    if (grid[1] > kMaxGridYZ || grid[2] > kMaxGridYZ) {
+      const uint64_t all = uint64_t{grid[0]} * grid[1] * grid[2];
+      if (all > INT32_MAX) throw std::runtime_error(key_.kernel + ": too many threadgroups");
+      key_.constants[kConstantCount] = 1;
+      grid = {static_cast<uint32_t>(all), 1, 1};
     }
+    void* parameters[] = {&operands_, &args_};
+    check(driver().launch(find(key_), grid[0], grid[1], grid[2], group[0], group[1], group[2],
+                          shared_bytes_, stream_, parameters, nullptr),
+          key_.kernel);
   }
-  Key key{pass.kernel, {}, pass.group[0], device};
-  std::copy(pass.constants.begin(), pass.constants.end(), key.constants.begin());
-  if (grid[1] > kMaxGridYZ || grid[2] > kMaxGridYZ) {
-    const uint64_t all = uint64_t{grid[0]} * grid[1] * grid[2];
-    if (all > INT32_MAX) throw std::runtime_error(pass.kernel + ": too many threadgroups");
-    key.constants[kConstantCount] = 1;
-    grid = {static_cast<uint32_t>(all), 1, 1};
-  }
-  KernelArgs args = pass.args;
-  void* parameters[] = {&operands, &args};
-  check(driver().launch(find(key), grid[0], grid[1], grid[2], pass.group[0], 1, 1,
-                        pass.threadgroup_bytes, stream, parameters, nullptr),
-        pass.kernel.c_str());
-}
+
+ private:
+  const int device_;
+  const Stream stream_;
+  Key key_{};
+  Operands operands_{};
+  KernelArgs args_{};
+  uint32_t shared_bytes_ = 0;
+};
 
 }  // namespace
 
 void launch(const Plan& plan, const Buffers& buffers, int device) {
   require_context(device);
   const Stream stream = current_stream(device);
-  for (const Pass& pass : plan.passes) run(pass, buffers, device, stream);
+  for (const Pass& pass : plan.passes) {
+    Encoder encoder(device, stream);
+    encode(encoder, pass, buffers);
+  }
 }
 
 }  // namespace metalmm::cuda
