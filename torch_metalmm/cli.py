@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import _C, __version__, formats
+from .doctor import engines, examine
 from .explain import DTYPES, SHAPE_HELP, chips, explain
 from .generate import answer, demo_model, load_model, report_speed
 
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="answer a prompt"))
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
+    _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
     info = commands.add_parser("info", help="formats, engines, and what this machine can run")
     info.set_defaults(run=_info)
     return parser
@@ -109,6 +111,24 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     print(explain(args.shape, args.format, args.chip, args.dtype, args.strategy))
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print versions and devices, then compare what each engine computes with the specification:"
+        " the text to send with a report. Exit status 1 if a check fails."
+    )
+    parser.add_argument("--device", help="cpu, mps or cuda; default: all that run here")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    failed = 0
+    for result in examine(args.device):
+        print(result.text, flush=True)
+        failed += not result.ok
+    if failed:
+        raise ValueError(f"{failed} checks failed")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -235,16 +255,7 @@ def _info(args: argparse.Namespace) -> None:
     print(f"\ntorch_metalmm {__version__}, torch {torch.__version__}, Python {python}")
     print(f"cpu   {isas}; {torch.get_num_threads()} threads of {os.cpu_count()} CPUs")
     for device in ("mps", "cuda"):
-        print(f"{device:5} {_engine(device)}")
-
-
-def _engine(device: str) -> str:
-    """What can be said about running the ops on tensors of that device."""
-    key = "MPS" if device == "mps" else "CUDA"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("metalmm::linear", key):
-        return "not in this build"
-    backend = torch.backends.mps if device == "mps" else torch.cuda
-    return "available" if backend.is_available() else "built, but this machine has no such device"
+        print(f"{device:5} {engines()[device] or 'available'}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
