@@ -1,5 +1,6 @@
 # make demo   install and answer a question with a packed model      make test   install and run every test
 # make lint   ruff, mypy, clang-format                               make bench  measure this machine
+# make doctor check every engine of this machine against the specification
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -7,11 +8,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One exact torch, so that a clone builds against what it was tested with; the wheel accepts 2.13.*.
 TORCH := torch==2.13.0
-SOURCES := pyproject.toml setup.py CMakeLists.txt metal/formats.def $(shell find csrc -type f)
+SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo test lint format bench neon clean
+.PHONY: demo doctor test lint format bench neon clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
+
+doctor: $(VENV)/.built
+	$(BIN)/metalmm doctor
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests

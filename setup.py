@@ -12,6 +12,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+PACKAGE = "torch_metalmm"
+# The oldest macOS that has Metal 3.1, and that torch's wheels run on; Python's own may be older.
+os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
 
 
 def program(name: str) -> str:
@@ -25,6 +28,12 @@ def program(name: str) -> str:
 
 class CMakeBuild(build_ext):
     """`cmake -G Ninja`, then a parallel build, in build/."""
+
+    def copy_extensions_to_source(self) -> None:
+        """Of an editable installation: also the shaders that cmake compiled, if it did."""
+        super().copy_extensions_to_source()
+        for file in Path(self.build_lib, PACKAGE).glob("*.metallib"):
+            self.copy_file(str(file), str(ROOT / PACKAGE / file.name))
 
     def build_extension(self, ext: Extension) -> None:
         import pybind11
@@ -55,4 +64,4 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--build", str(build), "-j", jobs], check=True)
 
 
-setup(ext_modules=[Extension("torch_metalmm._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(ext_modules=[Extension(f"{PACKAGE}._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

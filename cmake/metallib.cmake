@@ -1,0 +1,35 @@
+# metalmm.metallib beside the module: the shaders compiled ahead of time, so that the first use of a
+# kernel does not wait for the compiler. Only where Xcode's Metal compiler is installed: without it the
+# engine compiles the same shaders when they are used.
+#
+# METAL_COMPILER        the compiler; empty: none (-DMETAL_COMPILER= leaves the library out)
+# METAL_WARNINGS        -Werror for CI; not for users, whose compiler may be newer than ours
+
+find_program(XCRUN xcrun)
+if(NOT DEFINED METAL_COMPILER AND XCRUN)
+  # xcrun finds a compiler that then says it is not installed: ask for its version.
+  execute_process(COMMAND ${XCRUN} -sdk macosx metal --version
+    RESULT_VARIABLE METAL_IS_MISSING OUTPUT_QUIET ERROR_QUIET)
+  if(METAL_IS_MISSING EQUAL 0)
+    set(METAL_COMPILER ${XCRUN} -sdk macosx metal)
+  endif()
+endif()
+if(NOT METAL_COMPILER)
+  message(STATUS "No Metal compiler: kernels are compiled when they are first used")
+  return()
+endif()
+
+# As metal.mm compiles them: the language of macOS 14, no fast math.
+set(METAL_OPTIONS -std=metal3.1 -mmacosx-version-min=14.0 -fno-fast-math -Wall -Wextra ${METAL_WARNINGS})
+file(GLOB METAL_SHADERS CONFIGURE_DEPENDS metal/*.metal)
+foreach(shader ${METAL_SHADERS})
+  get_filename_component(name ${shader} NAME_WE)
+  set(air ${CMAKE_CURRENT_BINARY_DIR}/${name}.air)
+  add_custom_command(OUTPUT ${air} COMMAND ${METAL_COMPILER} ${METAL_OPTIONS} -c ${shader} -o ${air}
+    DEPENDS ${SHADERS} VERBATIM)
+  list(APPEND METAL_AIR ${air})
+endforeach()
+set(METALLIB ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)
+add_custom_command(OUTPUT ${METALLIB} COMMAND ${METAL_COMPILER} -mmacosx-version-min=14.0 ${METAL_AIR} -o ${METALLIB}
+  DEPENDS ${METAL_AIR} VERBATIM)
+add_custom_target(metallib ALL DEPENDS ${METALLIB})
