@@ -1,8 +1,16 @@
-"""Mach-O object files, as far as the tests of the Metal engine read them."""
+"""Mach-O files, as far as the tests of the Metal engine read them.
+
+    python tests/macho.py torch-2.13.0-cp312-cp312-macosx_14_0_arm64.whl …
+
+says whether the libraries and headers of these wheels have what mps_symbols.txt lists. pip download
+gets them on any machine, with --no-deps --only-binary :all: --platform macosx_14_0_arm64.
+"""
 
 from __future__ import annotations
 
 import struct
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +19,15 @@ _EXTERNAL, _TYPE = 0x01, 0x0E
 
 
 class MachO:
-    """A 64-bit object: the external symbols it defines and needs, the selectors it sends.
+    """A 64-bit file: the external symbols it defines and needs, the selectors it sends.
 
-    ValueError: the file is not one.
+    ValueError: it is none.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._data = path.read_bytes()
-        if struct.unpack_from("<I", self._data)[0] != _MAGIC_64:
-            raise ValueError(f"{path}: not a 64-bit Mach-O file")
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        if struct.unpack_from("<I", data)[0] != _MAGIC_64:
+            raise ValueError("not a 64-bit Mach-O file")
         self.defined: set[str] = set()
         self.undefined: set[str] = set()
         self.selectors: set[str] = set()
@@ -54,3 +62,25 @@ class MachO:
                 size, offset = struct.unpack_from("<QI", self._data, section + 40)
                 names = self._data[offset : offset + size].split(b"\0")
                 self.selectors |= {name.decode() for name in names if name}
+
+
+def listed() -> list[list[str]]:
+    """The rows of mps_symbols.txt: kind, where it is declared, name."""
+    lines = (Path(__file__).parent / "mps_symbols.txt").read_text().splitlines()
+    return [line.split() for line in lines if line and not line.startswith("#")]
+
+
+def missing_from_wheel(path: Path) -> list[str]:
+    """Listed symbols that the wheel's libtorch_cpu.dylib does not export, headers it lacks."""
+    with zipfile.ZipFile(path) as wheel:
+        exported = MachO(wheel.read("torch/lib/libtorch_cpu.dylib")).defined
+        files = set(wheel.namelist())
+    rows = [(header, name) for kind, header, name in listed() if kind == "torch"]
+    return [n for _, n in rows if n not in exported] + [
+        h for h in sorted({h for h, _ in rows}) if f"torch/include/{h}" not in files
+    ]
+
+
+if __name__ == "__main__":
+    for wheel in map(Path, sys.argv[1:]):
+        print(f"{wheel.name}: {', '.join(missing_from_wheel(wheel)) or 'nothing is missing'}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pybind11
 import pytest
 import torch
-from macho import MachO
+from macho import MachO, listed
 from plan_cases import ROOT
 
 from torch_metalmm.msl_build import zig
@@ -18,11 +18,7 @@ from torch_metalmm.msl_build import zig
 MPS = ROOT / "csrc" / "mps"
 TORCH = Path(torch.__file__).parent / "include"
 STANDARD = "c++20"  # as setup.py chooses for this torch
-ROWS = [
-    line.split()
-    for line in (ROOT / "tests/mps_symbols.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-]
+ROWS = listed()
 # What every C++ and Objective-C program of macOS takes from libSystem, libc++ and libobjc.
 RUNTIME = re.compile(
     r"__ZN?K?St|__ZT[ISV]N?St|__Znwm|__Znam|__Zd[la]P|___cxa_|___gxx_|__Unwind_|_objc_"
@@ -44,7 +40,7 @@ def compile_for_macos(file: Path, out: Path) -> str:
     return done.stderr
 
 
-def listed(*kinds: str) -> set[str]:
+def names(*kinds: str) -> set[str]:
     return {name for kind, _, name in ROWS if kind in kinds}
 
 
@@ -56,7 +52,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MachO]:
     for file in [*sorted(MPS.glob("*.mm")), MPS / "facts.cpp", MPS / "source.cpp"]:
         target = folder / f"{file.name}.o"
         assert compile_for_macos(file, target) == "", file.name
-        out[file.name] = MachO(target)
+        out[file.name] = MachO(target.read_bytes())
     return out
 
 
@@ -65,9 +61,9 @@ def test_every_name_is_accounted_for(objects: dict[str, MachO]) -> None:
     sources = {name: obj for name, obj in objects.items() if name.endswith(".mm")}
     defined = set().union(*(obj.defined for obj in objects.values()))
     needed = set().union(*(obj.undefined for obj in sources.values())) - defined
-    assert {name for name in needed if not RUNTIME.match(name)} == listed("torch", "class")
+    assert {name for name in needed if not RUNTIME.match(name)} == names("torch", "class")
     sent = set().union(*(obj.selectors for obj in sources.values()))
-    assert sent == listed("selector", "encoder")
+    assert sent == names("selector", "encoder")
 
 
 def test_torch_names_are_in_the_headers() -> None:
@@ -88,8 +84,8 @@ def test_apple_names_are_declared(objects: dict[str, MachO]) -> None:
         if kind not in ("torch", "class") and name != "new":  # NSObject's, of libobjc
             first = name.split(":")[0]
             setter = re.match("set([A-Z])(.*)", first)
-            names = {first} | ({setter[1].lower() + setter[2]} if setter else set())
-            assert any(re.search(rf"\b{n}\b", stubs[framework]) for n in names), name
+            words = {first} | ({setter[1].lower() + setter[2]} if setter else set())
+            assert any(re.search(rf"\b{n}\b", stubs[framework]) for n in words), name
 
 
 def test_nothing_ends_commits_or_waits(objects: dict[str, MachO]) -> None:
@@ -104,8 +100,8 @@ def test_nothing_ends_commits_or_waits(objects: dict[str, MachO]) -> None:
         "getDefault",
     ):
         assert word not in text, word
-    assert listed("encoder") <= objects["launch.mm"].selectors
-    assert not listed("encoder") & objects["metal.mm"].selectors
+    assert names("encoder") <= objects["launch.mm"].selectors
+    assert not names("encoder") & objects["metal.mm"].selectors
 
 
 def test_the_ops_compile(tmp_path: Path) -> None:
