@@ -8,16 +8,18 @@ the engines to run; without it all that this machine has run. Naming an absent o
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
-from torch_metalmm import _C
+from torch_metalmm import _C, testing
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ BACKENDS = {b.name: b for b in (CPU,)}
 
 # Engines that a build may have and that have no row yet: named as absent in the report.
 _PLANNED = {
-    "emulator": lambda: "its tests drive it directly, see testing.emulated",
+    "emulator": lambda: testing.absence() or "its tests drive it directly, see testing.emulated",
     "cuda": _dispatch_absent("CUDA", torch.cuda.is_available),
     "mps": _dispatch_absent("MPS", torch.backends.mps.is_available),
 }
@@ -170,3 +172,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             cells.update(str(v) for name, v in report.user_properties if name == "engine")
     counts = ", ".join(f"{n} ran {c} tests" for n, c in cells.items()) or "no test took an engine"
     terminalreporter.write_line(f"{_describe()}; {counts}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Where there is no emulator, the files that use it or its compiler are left out."""
+    if not testing.absence() or collection_path.suffix != ".py":
+        return None
+    uses = (
+        r"^from (torch_metalmm\.(testing|msl_\w+)|shaders) import|^from torch_metalmm import .*ptx"
+    )
+    return True if re.search(uses, collection_path.read_text(), re.M) else None

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import BACKENDS, SELECTED, Backend, absences, around, select
+from conftest import (
+    BACKENDS,
+    SELECTED,
+    Backend,
+    absences,
+    around,
+    pytest_ignore_collect,
+    select,
+)
+
+from torch_metalmm import testing
 
 
 def test_what_runs_here_is_selected() -> None:
@@ -41,3 +53,18 @@ def test_the_strategies_are_those_of_the_engine(backend: Backend) -> None:
 
 def test_sizes_around_an_edge() -> None:
     assert around(8) == (7, 8, 9, 17) and around(1) == (1, 2, 3)
+
+
+def test_files_that_need_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Mac they are left out, and what every engine runs is not."""
+    folder = Path(__file__).parent
+    emulated = ("test_msl", "test_lockstep", "test_shader_gemm", "test_mps_encode", "test_ptx")
+    others = ("test_exact", "test_matmul", "test_ops", "test_autograd", "test_linear")
+    monkeypatch.setattr(testing, "absence", lambda: "")
+    assert all(pytest_ignore_collect(folder / f"{f}.py") is None for f in emulated)
+    monkeypatch.setattr(testing, "absence", lambda: "no Linux")
+    assert all(pytest_ignore_collect(folder / f"{f}.py") for f in emulated)
+    assert all(
+        pytest_ignore_collect(folder / f"{f}.py") is None for f in (*others, "test_backends")
+    )
+    assert pytest_ignore_collect(folder) is None

@@ -31,9 +31,15 @@ __all__ = [
     "Library",
     "MetalSource",
     "MetalSyntaxError",
+    "absence",
     "emulated",
     "shader_libraries",
 ]
+
+
+def absence() -> str:
+    """Why there is no emulator here, "" if there is one."""
+    return "" if sys.platform == "linux" else "its libraries are ELF, it runs on Linux"
 
 
 class MetalSource:
