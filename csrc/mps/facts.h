@@ -18,7 +18,7 @@ struct Facts {
 };
 
 constexpr int kFirstFamily = 7;  // of M1
-constexpr int kLastFamily = 20;  // asked for: an SDK names the families it knows, the device says
+constexpr int kLastFamily = 20;  // the newest that a device is asked for; the newest chip's is 10
 constexpr int kFirstMacOS = 14;  // has Metal 3.1, and so bfloat
 
 // The machine to plan for. Throws std::runtime_error: older than an M1 or than macOS 14.
