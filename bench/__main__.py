@@ -1,4 +1,4 @@
-"""python -m bench [matmul | matrix-ops | op-overhead | tokens | roof | report | plot] ..."""
+"""python -m bench [matmul | matrix-ops | op-overhead | tokens | quality | roof | report | plot]"""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 
 from torch_metalmm import formats
 
-from . import machine, matmul, matrix_ops, report, roof, roof_gpu, shapes
+from . import machine, matmul, matrix_ops, quality, report, roof, roof_gpu, shapes
 from .devices import CPU, Device
 from .engines import ENGINES
 from .problem import COLD_FACTOR, Setting
 from .timing import Timing
 
 Record = dict[str, Any]
-COMMANDS = ("matmul", "matrix-ops", "op-overhead", "tokens", "roof", "report", "plot")
+COMMANDS = ("matmul", "matrix-ops", "op-overhead", "tokens", "quality", "roof", "report", "plot")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -44,7 +44,7 @@ NORMAL: Record = {
     "prompt": 512,
     "new_tokens": 8,
 }
-TOKEN_FORMATS = "q4_0,q4_k,q6_k,q8_0"
+OWN_FORMATS = {"tokens": "q4_0,q4_k,q6_k,q8_0", "quality": quality.FORMATS}
 
 
 def common_options() -> argparse.ArgumentParser:
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     tok.add_argument("--no-peers", action="store_true", help="leave llama.cpp out")
     tok.add_argument("--prompt", type=int, help="tokens of the prefill (512)")
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
+    sub.add_parser("quality", parents=common, help="what packing costs and saves, on real models")
     sub.add_parser("roof", parents=common, help="DRAM read and f32 multiply-add, all candidates")
     rep = sub.add_parser("report", help="print the tables of a JSON file")
     rep.add_argument("file", type=Path)
@@ -99,8 +100,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The arguments, defaults filled in by --quick."""
     named = argv and (argv[0] in COMMANDS or argv[0] in ("-h", "--help"))
     args = parser().parse_args(argv if named else ["matmul", *argv])
-    if args.command == "tokens" and args.formats is None and not args.quick:
-        args.formats = TOKEN_FORMATS
+    if args.command in OWN_FORMATS and args.formats is None and not args.quick:
+        args.formats = OWN_FORMATS[args.command]
     for name, value in (QUICK if getattr(args, "quick", False) else NORMAL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -204,6 +205,11 @@ def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
     yield from tokens.run(args, status)
 
 
+def run_quality(args: argparse.Namespace) -> Iterator[Record]:
+    names = [formats.get(name).name for name in args.formats.split(",")]
+    yield from quality.run(names, args.quick, status)
+
+
 def run_roof(args: argparse.Namespace) -> Iterator[Record]:
     yield measure_roof(args)[1]
 
@@ -213,6 +219,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "matrix-ops": run_matrix_op,
     "op-overhead": run_overhead,
     "tokens": run_tokens,
+    "quality": run_quality,
     "roof": run_roof,
 }
 

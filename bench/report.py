@@ -242,6 +242,42 @@ def tokens_table(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
+def quality_tables(records: Sequence[Record]) -> list[Table]:
+    """Quality and bytes of the formats, a table per model."""
+    tables: dict[str, Table] = {}
+    for r in records:
+        if r["kind"] != "quality":
+            continue
+        first = r["model"] not in tables
+        columns, numbers = _quality(r)
+        title = f"{r['model']}; {numbers[0]}"
+        table = tables.setdefault(r["model"], Table(title, ["", "MB", "less than f16", *columns]))
+        name = r["variant"]
+        others = [f"{100 * v:.0f} % {n}" for n, v in r["formats"].items() if n != name]
+        if others and not first:
+            name += f" ({', '.join(others)})"
+        saved = percent(100 * (1 - r["bytes"] / r["f16_bytes"]))
+        table.rows.append([name, digits(r["bytes"] / 1e6), saved, *numbers[1:]])
+    return list(tables.values())
+
+
+def _quality(r: Record) -> tuple[list[str], list[str]]:
+    """(columns, [what was measured on, a number for each column])."""
+    if "perplexity" in r:
+        return ["perplexity", "divergence", "same top token"], [
+            f"{r['tokens']} tokens",
+            f"{r['perplexity']:.2f}",
+            f"{r['divergence']:.4f}",
+            f"{100 * r['same_top']:.1f} %",
+        ]
+    return ["cosine", "worst", "largest change of a similarity"], [
+        f"{r['sentences']} sentences",
+        f"{r['cosine']:.5f}",
+        f"{r['worst_cosine']:.5f}",
+        f"{r['similarity_change']:.4f}",
+    ]
+
+
 def to_markdown(table: Table) -> str:
     lines = [f"**{table.title}**", ""] if table.title else []
     lines.append("| " + " | ".join(table.columns) + " |")
@@ -254,6 +290,7 @@ def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] =
     """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
     tables = (summary_tables if markdown else full_tables)(records)
     tables += sweep_table(records) + overhead_table(records) + tokens_table(records)
+    tables += quality_tables(records)
     for r in records:
         if r["kind"] == "matrix-op":
             print(*matrix_ops.lines(r), sep="\n")

@@ -80,3 +80,16 @@ def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str) -> 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     done = bench("matrix-ops", "gemm", "4", "8", "--quick")
     assert done.returncode == 2 and "takes M N K" in done.stderr
+
+
+def test_quality_of_the_real_models(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    done = bench("quality", "--quick", "--formats", "q8_0", "--threads", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = [r for r in map(json.loads, out.read_text().splitlines()) if r["kind"] == "quality"]
+    smollm2, packed, minilm, packed_minilm = rows
+    assert smollm2["divergence"] == 0 and minilm["worst_cosine"] > 1 - 1e-12
+    assert 0 < packed["divergence"] < 0.01 and packed["same_top"] > 0.9
+    assert 0.999 < packed_minilm["worst_cosine"] < packed_minilm["cosine"] < 1
+    for row in (packed, packed_minilm):
+        assert row["formats"] == {"q8_0": 1.0} and row["bytes"] < row["f16_bytes"] * 0.54
