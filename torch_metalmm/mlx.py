@@ -68,6 +68,14 @@ def load_mlx(
     return model.requires_grad_(False), read_tokenizer(path)
 
 
+def is_mlx(path: Path) -> bool:
+    """Whether the folder holds a quantized MLX checkpoint."""
+    try:
+        return pop_quantization(path, read_config(path)) is not None
+    except (OSError, ValueError):
+        return False
+
+
 def pop_quantization(path: Path, values: dict[str, Any]) -> Quantization | None:
     """What the config says of quantization; removed from it, as transformers would misread it."""
     other = values.pop("quantization_config", None)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from . import formats
-from .checkpoint import CONFIG, prepare_folder, read_config, staged
+from .checkpoint import CONFIG, prepare_folder, staged
 from .linear import QuantEmbedding, QuantLinear
-from .mlx import pop_quantization
+from .mlx import is_mlx
 from .mlx_layout import PREFIXES, Packing, config_entry, packing_of, unpack
 from .replace import is_conv1d
 
@@ -33,7 +33,7 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
     if not is_transformers_model(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
     tensors, layers = _mlx_tensors(model)
-    target = prepare_folder(folder, _is_mlx)
+    target = prepare_folder(folder, is_mlx)
     with staged(target) as staging:
         _write(tensors, staging)
         (staging / CONFIG).write_text(json.dumps(_mlx_config(model, layers), indent=2))
@@ -41,13 +41,6 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
             model.generation_config.save_pretrained(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-
-
-def _is_mlx(path: Path) -> bool:
-    try:
-        return pop_quantization(path, read_config(path)) is not None
-    except (OSError, ValueError):
-        return False
 
 
 def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
