@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source
+from .msl_rules import violations
+from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source, lex
 from .msl_translate import apply, edits_of_errors, visible_edits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +163,7 @@ def translate(text: str, name: str, include: Sequence[Path]) -> tuple[str, Sourc
     """Text for plain clang, with line markers, and what it declares. Raises MetalSyntaxError."""
     plain, places = unmark(preprocess(text, name, include), name)
     source = Reader(plain).read()
+    _check_rules(plain, places)
     plain = apply(plain, visible_edits(plain, source))
     for i, constant in enumerate(source.constants):
         constant.symbol = f"mm_fc_{i}"
@@ -183,9 +185,38 @@ def translate(text: str, name: str, include: Sequence[Path]) -> tuple[str, Sourc
     return prefix + mark(plain, places), source
 
 
+@functools.cache
+def _standard() -> frozenset[str]:
+    """Functions of Metal's standard library."""
+    text = "".join(f.read_text() for f in sorted(INCLUDE.glob("msl/*.h")))
+    names = re.findall(r"METAL_FUNC[^;{}()]*?(\w+)\(|MM_\w+\((\w+)", text)
+    return frozenset(name for pair in names for name in pair)
+
+
+def _check_rules(text: str, places: list[tuple[str, int]]) -> None:
+    """Raises MetalSyntaxError for what Metal forbids."""
+    errors = []
+    for token, message in violations(lex(text), _standard()):
+        before = text[: token.at]
+        file, line = places[before.count("\n")]
+        column = token.at - before.rfind("\n")
+        errors.append(f"{file}:{line}:{column}: error: {message}")
+    if errors:
+        raise MetalSyntaxError("\n".join(errors))
+
+
+_CAST = "a cast may not change the address space of a pointer"
+
+
 def _syntax_errors(file: Path) -> str:
     options = ["-fdiagnostics-print-source-range-info", "-fno-caret-diagnostics"]
-    options += ["-ferror-limit=0", "-fno-diagnostics-show-option", "-fsyntax-only", "-w"]
+    options += [
+        "-ferror-limit=0",
+        "-fno-diagnostics-show-option",
+        "-fsyntax-only",
+        "-Wno-everything",
+    ]
+    options += ["-Werror=vla-cxx-extension"]
     prefix = ["-include", str(file.parent / "prefix.h")]
     done = zig("clang", *LANGUAGE, *_machine(), *options, *prefix, str(file))
     return done.stderr if done.returncode else ""
@@ -196,6 +227,8 @@ def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
     lines = []
     for line in errors.splitlines():
         m = re.match(re.escape(file) + r":(\d+):(\d+):(?:\{[^ ]*\}:)? (.*)", line)
+        if m and "cast_pointer" in m[3]:
+            m = re.match(r"(\d+):(\d+): (.*)", f"{m[1]}:{m[2]}: error: {_CAST}")
         if m:
             place = places[min(int(m[1]), len(places)) - 1]
             lines.append(f"{place[0]}:{place[1]}:{m[2]}: {m[3]}")
@@ -299,7 +332,9 @@ def build_file(path: Path, checked: bool) -> Path:
 @functools.cache
 def _scripts() -> str:
     folder = Path(__file__).parent
-    return digest(*(folder / f for f in ("msl_source.py", "msl_translate.py", "msl_build.py")))
+    return digest(
+        *(folder / f for f in ("msl_source.py", "msl_rules.py", "msl_translate.py", "msl_build.py"))
+    )
 
 
 __all__ = ["BuildError", "Kernel", "MetalSyntaxError", "build_file", "build_text"]

@@ -42,7 +42,7 @@ _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\f\v]+|//[^\n]*|/\*.*?\*/)|(?P<newline>\n)|(?P<line>\#[^\n]*)
     |(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
     |(?P<number>\.?[0-9](?:[eEpP][+-]|[\w.'])*)|(?P<word>[A-Za-z_]\w*)
-    |(?P<punct>::|->|\+\+|--|<<=?|&&|\|\||[-+*/%&|^!=<>]=|.)""",
+    |(?P<punct>::|\.\.\.|->|\+\+|--|<<=?|&&|\|\||[-+*/%&|^!=<>]=|.)""",
     re.VERBOSE | re.DOTALL,
 )
 _INTEGERS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
@@ -128,7 +128,7 @@ def matching(tokens: list[Token], at: int) -> int:
 
 
 def closing_angle(tokens: list[Token], at: int) -> int:
-    """The index of the ">" that closes tokens[at] == "<"."""
+    """The index of the ">" that closes tokens[at] == "<"; len(tokens) if that compares."""
     depth, i = 0, at
     while i < len(tokens):
         text = tokens[i].text
@@ -140,8 +140,22 @@ def closing_angle(tokens: list[Token], at: int) -> int:
             depth -= 1
             if depth == 0:
                 return i
+        elif text == ";" or text == "}":
+            break
         i += 1
     return len(tokens)
+
+
+def is_pointer_cast(tokens: list[Token], begin: int, close: int) -> bool:
+    """Whether tokens[begin] "(" … tokens[close] ")" is a cast to a pointer: (device T*)x."""
+    if close + 1 >= len(tokens) or tokens[close].text != ")" or tokens[close - 1].text != "*":
+        return False
+    inside, after = tokens[begin + 1 : close], tokens[close + 1]
+    types = all(t.kind == "word" or t.text in ("*", "::", "<", ">", ",") for t in inside)
+    before = tokens[begin - 1] if begin else tokens[begin]
+    called = before.text in (")", "]", ">") or (before.kind == "word" and before.text != "return")
+    operand = after.kind != "punct" or after.text in ("(", "&", "*")
+    return types and not called and operand and inside[0].kind == "word"
 
 
 def _is_attribute(tokens: list[Token], i: int) -> bool:

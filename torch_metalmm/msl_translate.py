@@ -17,6 +17,7 @@ from .msl_source import (
     Token,
     _is_attribute,
     closing_angle,
+    is_pointer_cast,
     lex,
     matching,
 )
@@ -72,7 +73,7 @@ def visible_edits(text: str, source: Source) -> list[Edit]:
             edits.append(Edit(token.end, token.end, "f"))
         elif token.text == "threadgroup" and bodies and _declares_storage(tokens, i):
             edits.append(Edit(token.at, token.at, _STORAGE))
-        edits += _vector_words(tokens, i)
+        edits += _vector_words(tokens, i) or _pointer_cast(tokens, i)
         i += 1
     return edits
 
@@ -100,6 +101,8 @@ def _declares_storage(tokens: list[Token], i: int) -> bool:
     while j < len(tokens) and tokens[j].text not in ("=", ";", ")"):
         if tokens[j].text == "<":
             j = closing_angle(tokens, j)
+        elif tokens[j].text in ("__attribute__", "alignas", "decltype"):
+            j = matching(tokens, j + 1)
         elif tokens[j].text == "[":
             return True
         elif tokens[j].text in ("*", "&", "("):
@@ -162,6 +165,31 @@ def _vector_words(tokens: list[Token], i: int) -> list[Edit]:
     return []
 
 
+def _pointer_cast(tokens: list[Token], i: int) -> list[Edit]:
+    """(device T*)x and reinterpret_cast<device T*>(x) become cast_pointer<device T*>(x)."""
+    if tokens[i].text == "reinterpret_cast":
+        end = closing_angle(tokens, i + 1)
+        if end < len(tokens) and tokens[end - 1].text == "*":
+            return [Edit(tokens[i].at, tokens[i].end, "::metal::emulator::cast_pointer")]
+    if tokens[i].text != "(" or tokens[i + 1].kind != "word":
+        return []
+    close = i + 1  # of a short run of words
+    while close < len(tokens) and (
+        tokens[close].kind == "word" or tokens[close].text in ("*", "::", "<", ">", ",")
+    ):
+        close += 1
+    if not is_pointer_cast(tokens, i, close):
+        return []
+    last = _unary_end(tokens, close + 1)
+    if last <= close:
+        return []
+    type_ = " ".join(t.text for t in tokens[i + 1 : close])
+    return [
+        Edit(tokens[i].at, tokens[close].end, f"::metal::emulator::cast_pointer<{type_}>("),
+        Edit(tokens[last].end, tokens[last].end, ")"),
+    ]
+
+
 def _is_vector(tokens: list[Token]) -> bool:
     return _vector_end(tokens + [Token("punct", ">", 0)], 0) == len(tokens)
 
@@ -219,11 +247,17 @@ def _unary_end(tokens: list[Token], i: int) -> int:
             i = matching(tokens, i + 1)
         elif text in (".", "->", "::"):
             i += 2
-        elif text == "<" and tokens[i].text in ("as_type", "static_cast", "reinterpret_cast"):
+        elif text == "<" and _calls_template(tokens, i + 1):
             i = closing_angle(tokens, i + 1)
         else:
             break
     return i
+
+
+def _calls_template(tokens: list[Token], i: int) -> bool:
+    """Whether the "<" at i opens the arguments of a template function that is called."""
+    end = closing_angle(tokens, i)
+    return end + 1 < len(tokens) and tokens[end + 1].text == "("
 
 
 _ERROR = re.compile(
@@ -270,11 +304,11 @@ def _edits_of_error(
     spaces = "address space" in notes or "__g" in message or "__local" in message
     if "no matching constructor" in message and spaces and ranges:
         begin, end = ranges[-1]
-        return [Edit(begin, begin, "::metal::load("), Edit(end, end, ")")]
+        return [Edit(begin, begin, "::metal::emulator::load("), Edit(end, end, ")")]
     if "no viable overloaded '='" in message and spaces and len(ranges) == 2:
         (left, _), (_, right) = ranges
         return [
-            Edit(left, left, "::metal::store("),
+            Edit(left, left, "::metal::emulator::store("),
             Edit(at, at + 1, ","),
             Edit(right, right, ")"),
         ]

@@ -42,9 +42,9 @@
 #define float3(...) ::metal::construct<float3>(__VA_ARGS__)
 #define float4(...) ::metal::construct<float4>(__VA_ARGS__)
 
-#endif  // MM_TRANSLATED
-
 // Apple's compiler has no type of 64-bit floats; literals without a suffix are float there (and
 // here, by -cl-single-precision-constant).
 #pragma GCC poison double goto
 #pragma GCC poison virtual dynamic_cast typeid throw catch try new delete
+
+#endif  // MM_TRANSLATED

@@ -76,6 +76,8 @@ using mixed_t = typename Mixed<A...>::type;
 #define MM_MATH2(name, ...) MM_EVERYWHERE(MM_BINARY(name, __VA_ARGS__) MM_FLOATS2(name))
 #define MM_MATH3(name, ...) MM_EVERYWHERE(MM_TERNARY(name, __VA_ARGS__) MM_FLOATS3(name))
 
+namespace emulator {
+
 // f(float) of each component, where clang has no elementwise builtin.
 template <class T, class F>
 METAL_FUNC constexpr T by_float(T x, F f) {
@@ -91,16 +93,18 @@ METAL_FUNC constexpr T by_float(T x, F f) {
 }
 constexpr constant float kPi = 3.14159274101257324219f;
 
+}  // namespace emulator
+
 MM_MATH1(acos, __builtin_elementwise_acos(x))
-MM_MATH1(acosh, by_float(x, [](float e) { return __builtin_acoshf(e); }))
+MM_MATH1(acosh, emulator::by_float(x, [](float e) { return __builtin_acoshf(e); }))
 MM_MATH1(asin, __builtin_elementwise_asin(x))
-MM_MATH1(asinh, by_float(x, [](float e) { return __builtin_asinhf(e); }))
+MM_MATH1(asinh, emulator::by_float(x, [](float e) { return __builtin_asinhf(e); }))
 MM_MATH1(atan, __builtin_elementwise_atan(x))
-MM_MATH1(atanh, by_float(x, [](float e) { return __builtin_atanhf(e); }))
+MM_MATH1(atanh, emulator::by_float(x, [](float e) { return __builtin_atanhf(e); }))
 MM_MATH1(ceil, __builtin_elementwise_ceil(x))
 MM_MATH1(cos, __builtin_elementwise_cos(x))
 MM_MATH1(cosh, __builtin_elementwise_cosh(x))
-MM_MATH1(cospi, __builtin_elementwise_cos(x* convert_to<T>(kPi)))
+MM_MATH1(cospi, __builtin_elementwise_cos(x* convert_to<T>(emulator::kPi)))
 MM_MATH1(exp, __builtin_elementwise_exp(x))
 MM_MATH1(exp2, __builtin_elementwise_exp2(x))
 MM_MATH1(exp10, __builtin_elementwise_exp10(x))
@@ -115,11 +119,11 @@ MM_MATH1(round, __builtin_elementwise_round(x))
 MM_MATH1(rsqrt, convert_to<T>(1) / __builtin_elementwise_sqrt(x))
 MM_MATH1(sin, __builtin_elementwise_sin(x))
 MM_MATH1(sinh, __builtin_elementwise_sinh(x))
-MM_MATH1(sinpi, __builtin_elementwise_sin(x* convert_to<T>(kPi)))
+MM_MATH1(sinpi, __builtin_elementwise_sin(x* convert_to<T>(emulator::kPi)))
 MM_MATH1(sqrt, __builtin_elementwise_sqrt(x))
 MM_MATH1(tan, __builtin_elementwise_tan(x))
 MM_MATH1(tanh, __builtin_elementwise_tanh(x))
-MM_MATH1(tanpi, __builtin_elementwise_tan(x* convert_to<T>(kPi)))
+MM_MATH1(tanpi, __builtin_elementwise_tan(x* convert_to<T>(emulator::kPi)))
 MM_MATH1(trunc, __builtin_elementwise_trunc(x))
 
 MM_MATH2(atan2, return __builtin_elementwise_atan2(x, y))

@@ -5,6 +5,8 @@
 
 namespace metal {
 
+namespace emulator {
+
 // f on every component of the arguments.
 template <class T, class F, class... More>
 METAL_FUNC constexpr T each(F f, T x, More... more) {
@@ -25,6 +27,8 @@ using unsigned_t = make_unsigned_t<element_t<T>>;
 template <class T>  // of an element; holds every sum, and every product of 32 bits
 using wide_t = conditional_t<is_unsigned_v<element_t<T>>, unsigned __int128, __int128>;
 
+}  // namespace emulator
+
 MM_UNARY(popcount, __builtin_elementwise_popcount(x))
 MM_UNARY(reverse_bits, __builtin_elementwise_bitreverse(x))
 MM_BINARY(addsat, return __builtin_elementwise_add_sat(x, y))
@@ -32,24 +36,30 @@ MM_BINARY(subsat, return __builtin_elementwise_sub_sat(x, y))
 
 template <class T>
 METAL_FUNC constexpr T clz(T x) {
-  return each(
-      [](auto e) { return __builtin_clzg(static_cast<unsigned_t<T>>(e), int(width_of<T>)); }, x);
+  return emulator::each(
+      [](auto e) {
+        return __builtin_clzg(static_cast<emulator::unsigned_t<T>>(e), int(emulator::width_of<T>));
+      },
+      x);
 }
 template <class T>
 METAL_FUNC constexpr T ctz(T x) {
-  return each(
-      [](auto e) { return __builtin_ctzg(static_cast<unsigned_t<T>>(e), int(width_of<T>)); }, x);
+  return emulator::each(
+      [](auto e) {
+        return __builtin_ctzg(static_cast<emulator::unsigned_t<T>>(e), int(emulator::width_of<T>));
+      },
+      x);
 }
 // `bits` bits of x from `offset`, zero-extended (unsigned) or sign-extended (signed).
 template <class T>
 METAL_FUNC constexpr T extract_bits(T x, uint offset, uint bits) {
-  return each(
+  return emulator::each(
       [=](auto e) {
         using E = decltype(e);
-        if (bits == 0 || offset >= width_of<T>) {
+        if (bits == 0 || offset >= emulator::width_of<T>) {
           return static_cast<E>(0);
         }
-        ulong u = static_cast<ulong>(static_cast<unsigned_t<T>>(e)) >> offset;
+        ulong u = static_cast<ulong>(static_cast<emulator::unsigned_t<T>>(e)) >> offset;
         if constexpr (is_unsigned_v<E>) {
           return static_cast<E>(bits >= 64 ? u : u & ((1ul << bits) - 1));
         } else {
@@ -61,7 +71,7 @@ METAL_FUNC constexpr T extract_bits(T x, uint offset, uint bits) {
 template <class T>
 METAL_FUNC constexpr T insert_bits(T base, T insert, uint offset, uint bits) {
   const ulong mask = (bits >= 64 ? ~0ul : (1ul << bits) - 1) << offset;
-  return each(
+  return emulator::each(
       [=](auto b, auto i) {
         return static_cast<decltype(b)>((static_cast<ulong>(b) & ~mask) |
                                         ((static_cast<ulong>(i) << offset) & mask));
@@ -70,23 +80,26 @@ METAL_FUNC constexpr T insert_bits(T base, T insert, uint offset, uint bits) {
 }
 template <class T>
 METAL_FUNC constexpr T rotate(T x, T by) {
-  return each(
+  return emulator::each(
       [](auto e, auto n) {
-        using U = unsigned_t<T>;
-        const uint left = static_cast<U>(n) % width_of<T>;
+        using U = emulator::unsigned_t<T>;
+        const uint left = static_cast<U>(n) % emulator::width_of<T>;
         const auto u = static_cast<U>(e);
         return static_cast<decltype(e)>(
-            left == 0 ? u : static_cast<U>(u << left) | static_cast<U>(u >> (width_of<T> - left)));
+            left == 0
+                ? u
+                : static_cast<U>(u << left) | static_cast<U>(u >> (emulator::width_of<T> - left)));
       },
       x, by);
 }
 // The upper half of the product.
 template <class T>
 METAL_FUNC constexpr T mulhi(T x, T y) {
-  return each(
+  return emulator::each(
       [](auto a, auto b) {
-        return static_cast<decltype(a)>((static_cast<wide_t<T>>(a) * static_cast<wide_t<T>>(b)) >>
-                                        width_of<T>);
+        return static_cast<decltype(a)>(
+            (static_cast<emulator::wide_t<T>>(a) * static_cast<emulator::wide_t<T>>(b)) >>
+            emulator::width_of<T>);
       },
       x, y);
 }
@@ -96,10 +109,10 @@ METAL_FUNC constexpr T madhi(T x, T y, T z) {
 }
 template <class T>
 METAL_FUNC constexpr T madsat(T x, T y, T z) {
-  return each(
+  return emulator::each(
       [](auto a, auto b, auto c) {
         using E = decltype(a);
-        using W = wide_t<T>;
+        using W = emulator::wide_t<T>;
         const W sum = static_cast<W>(a) * static_cast<W>(b) + static_cast<W>(c);
         const W low = numeric_limits<E>::min(), high = numeric_limits<E>::max();
         return static_cast<E>(sum < low ? low : sum > high ? high : sum);
@@ -121,7 +134,7 @@ METAL_FUNC constexpr auto absdiff(T a, T b) {
     return static_cast<U>(a > b ? static_cast<U>(a) - static_cast<U>(b)
                                 : static_cast<U>(b) - static_cast<U>(a));
   } else {
-    vec<unsigned_t<T>, vector_of<T>::size> v{};
+    vec<emulator::unsigned_t<T>, vector_of<T>::size> v{};
     for (int i = 0; i < vector_of<T>::size; ++i) {
       v[i] = absdiff(static_cast<element_t<T>>(a[i]), static_cast<element_t<T>>(b[i]));
     }

@@ -5,6 +5,8 @@
 
 namespace metal {
 
+namespace emulator {
+
 // A value of b bits: [0, 1] in 2^b - 1 steps, or [-1, 1] in 2^(b-1) - 1 steps each way.
 template <class V>
 METAL_FUNC V from_unorm(V x, V steps) {
@@ -36,18 +38,20 @@ METAL_FUNC float4 linear_to_srgb(float4 c) {
   return c;
 }
 
-#define MM_PACK(layout, word, T, n, rule, steps)                                 \
-  METAL_FUNC float##n unpack_##layout##_to_float(word x) {                       \
-    return from_##rule(convert_to<float##n>(as_type<T##n>(x)), float##n(steps)); \
-  }                                                                              \
-  METAL_FUNC half##n unpack_##layout##_to_half(word x) {                         \
-    return convert_to<half##n>(unpack_##layout##_to_float(x));                   \
-  }                                                                              \
-  METAL_FUNC word pack_float_to_##layout(float##n x) {                           \
-    return as_type<word>(convert_to<T##n>(to_##rule(x, float##n(steps))));       \
-  }                                                                              \
-  METAL_FUNC word pack_half_to_##layout(half##n x) {                             \
-    return pack_float_to_##layout(convert_to<float##n>(x));                      \
+}  // namespace emulator
+
+#define MM_PACK(layout, word, T, n, rule, steps)                                           \
+  METAL_FUNC float##n unpack_##layout##_to_float(word x) {                                 \
+    return emulator::from_##rule(convert_to<float##n>(as_type<T##n>(x)), float##n(steps)); \
+  }                                                                                        \
+  METAL_FUNC half##n unpack_##layout##_to_half(word x) {                                   \
+    return convert_to<half##n>(unpack_##layout##_to_float(x));                             \
+  }                                                                                        \
+  METAL_FUNC word pack_float_to_##layout(float##n x) {                                     \
+    return as_type<word>(convert_to<T##n>(emulator::to_##rule(x, float##n(steps))));       \
+  }                                                                                        \
+  METAL_FUNC word pack_half_to_##layout(half##n x) {                                       \
+    return pack_float_to_##layout(convert_to<float##n>(x));                                \
   }
 MM_PACK(unorm4x8, uint, uchar, 4, unorm, 255.0f)
 MM_PACK(snorm4x8, uint, char, 4, snorm, 127.0f)
@@ -64,20 +68,20 @@ METAL_FUNC half4 unpack_unorm10a2_to_half(uint x) {
   return convert_to<half4>(unpack_unorm10a2_to_float(x));
 }
 METAL_FUNC uint pack_float_to_unorm10a2(float4 x) {
-  const uint4 u = convert_to<uint4>(to_unorm(x, float4{1023.0f, 1023.0f, 1023.0f, 3.0f}));
+  const uint4 u = convert_to<uint4>(emulator::to_unorm(x, float4{1023.0f, 1023.0f, 1023.0f, 3.0f}));
   return u.x | u.y << 10 | u.z << 20 | u.w << 30;
 }
 METAL_FUNC uint pack_half_to_unorm10a2(half4 x) {
   return pack_float_to_unorm10a2(convert_to<float4>(x));
 }
 METAL_FUNC float4 unpack_unorm4x8_srgb_to_float(uint x) {
-  return srgb_to_linear(unpack_unorm4x8_to_float(x));
+  return emulator::srgb_to_linear(unpack_unorm4x8_to_float(x));
 }
 METAL_FUNC half4 unpack_unorm4x8_srgb_to_half(uint x) {
   return convert_to<half4>(unpack_unorm4x8_srgb_to_float(x));
 }
 METAL_FUNC uint pack_float_to_srgb_unorm4x8(float4 x) {
-  return pack_float_to_unorm4x8(linear_to_srgb(x));
+  return pack_float_to_unorm4x8(emulator::linear_to_srgb(x));
 }
 METAL_FUNC uint pack_half_to_srgb_unorm4x8(half4 x) {
   return pack_float_to_srgb_unorm4x8(convert_to<float4>(x));

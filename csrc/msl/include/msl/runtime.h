@@ -53,6 +53,7 @@ METAL_FUNC void site(const char* file, uint line) {
 }  // namespace metal
 
 namespace metal {
+namespace emulator {
 
 // Copies of structs out of and into an address space, which C++ has no implicit constructors for.
 template <class T>
@@ -87,6 +88,7 @@ MM_STORE(threadgroup)
 MM_STORE(thread)
 #undef MM_STORE
 
+}  // namespace emulator
 }  // namespace metal
 
 // The caller's place, as trailing parameters of each collective.

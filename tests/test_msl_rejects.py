@@ -1,0 +1,127 @@
+"""What Metal forbids is an error that names its line."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_metalmm.testing import MetalSource, MetalSyntaxError
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+ARGUMENTS = (
+    "device float* x [[buffer(0)]], constant float* c [[buffer(1)]], "
+    "threadgroup float* t [[threadgroup(0)]], uint i [[thread_position_in_grid]]"
+)
+
+# In a kernel, on line 4.
+STATEMENTS = {
+    "double": ("double d = 1; x[i] = float(d);", "'double' is not supported"),
+    "long long": ("long long a = 1; x[i] = a;", "'long long' is not supported"),
+    "long double": ("long double a = 1; x[i] = a;", "'long double' is not supported"),
+    "128 bits": ("__int128 a = 1; x[i] = float(a);", "'__int128' is not supported"),
+    "goto": ("goto end; end: x[i] = 1;", "'goto' is not supported"),
+    "new": ("thread int* p = new int(1); x[i] = *p;", "'new' is not supported"),
+    "delete": ("thread float* p = nullptr; delete p;", "'delete' is not supported"),
+    "throw": ("throw 1;", "'throw' is not supported"),
+    "try": ("try { x[i] = 1; } catch (...) {}", "'try' is not supported"),
+    "typeid": ("x[i] = typeid(int).hash_code();", "'typeid' is not supported"),
+    "asm": ('asm("nop");', "'asm' is not supported"),
+    "thread_local": ("thread_local float a = 1; x[i] = a;", "'thread_local' is not supported"),
+    "std": ("x[i] = std::min(1.0f, 2.0f);", r"C\+\+ standard library"),
+    "static local": ("static int n = 0; x[i] = ++n;", "a static variable must reside in constant"),
+    "dynamic array": ("int n = int(x[i]); float a[n]; x[i] = a[0];", "variable length array"),
+    "function pointer": ("float (*f)(float) = exp; x[i] = f(1.0f);", "function pointers"),
+    "implicit device to threadgroup": ("threadgroup float* p = x;", "cannot initialize"),
+    "implicit constant to device": ("device float* p = c;", "cannot initialize"),
+    "implicit device to thread": ("thread float* p = x;", "cannot initialize"),
+    "implicit thread to device": ("float a = 1; device float* p = &a;", "cannot initialize"),
+    "cast device to threadgroup": ("t = (threadgroup float*)x;", "may not change the address"),
+    "cast threadgroup to device": ("x = (device float*)(t + 1);", "may not change the address"),
+    "cast device to thread": ("thread int* p = (thread int*)x;", "may not change the address"),
+    "cast thread to device": ("float a[2]; x = (device float*)a;", "may not change the address"),
+    "cast constant to device": ("x = (device float*)c;", "may not change the address"),
+    "reinterpret": ("t = reinterpret_cast<threadgroup float*>(x);", "may not change the address"),
+    "pointer without a space": ("float a = 1; float* p = &a; x[i] = *p;", "explicit address space"),
+    "reference without a space": ("float a = 1; float& p = a; x[i] = p;", "explicit address space"),
+    "cast without a space": ("float a[2]; x[i] = *(int*)a;", "explicit address space"),
+    "two spaces": ("device threadgroup float* p = x;", "multiple address spaces"),
+    "write to constant": ("((constant float*)c)[0] = 1;", "read-only|const"),
+    "unknown function": ("x[i] = erf(x[i]);", "undeclared identifier 'erf'"),
+    "ambiguous": ("x[i] = max(1, x[i]);", "ambiguous"),
+    "frexp of a pointer": ("int e; x[i] = frexp(x[i], &e);", "no matching function"),
+    "async copies": ("simdgroup_event e;", "no simdgroup_event"),
+    "half to bfloat": ("half h = 1; bfloat b = h; x[i] = b;", "cannot initialize|not allowed"),
+    "matrix of another size": ("simdgroup_matrix<float, 4, 4> m; x[i] = 1;", "8 x 8"),
+    "matrix of integers": ("simdgroup_matrix<int, 8, 8> m; x[i] = 1;", "half, bfloat or float"),
+    "short vector": ("float4 v = float4(1, 2, 3); x[i] = v.x;", "too few or too many"),
+    "unequal as_type": ("x[i] = as_type<float>(ushort(1));", "differ in size"),
+}
+
+# Outside, from line 3.
+DECLARATIONS = {
+    "mutable global": ("int counter = 0;", "program scope variable"),
+    "constexpr global": ("constexpr int kWidth = 4;", "program scope variable"),
+    "threadgroup global": ("threadgroup float tile[32];", "program scope variable"),
+    "global array": ("static float table[2] = {1, 2};", "program scope variable"),
+    "virtual": ("struct A { virtual void f() {} };", "'virtual' is not supported"),
+    "recursion": ("int f(int n) { return n ? n * f(n - 1) : 1; }", "recursion is not supported"),
+    "mutual recursion": (
+        "int g(int n);\nint f(int n) { return g(n); } int g(int n) { return f(n); }",
+        "recursion is not supported",
+    ),
+    "variadic": ("int f(int n, ...) { return n; }", "variadic functions"),
+    "parameter without a space": ("float f(float* p) { return *p; }", "explicit address space"),
+    "kernel result": ("kernel int f(device int* p [[buffer(0)]]) { return 1; }", "return void"),
+    "kernel pointer": ("kernel void f(float* p [[buffer(0)]]) {}", "explicit address space"),
+    "thread buffer": ("kernel void f(thread int* p [[buffer(0)]]) {}", "device or constant"),
+    "float position": (
+        "kernel void f(float i [[thread_position_in_grid]]) {}",
+        "type 'float' is not valid for attribute 'thread_position_in_grid'",
+    ),
+    "vector index": ("kernel void f(uint2 i [[thread_index_in_simdgroup]]) {}", "'uint2' is not"),
+    "texture": ("kernel void f(texture2d<float> t [[texture(0)]]) {}", "has no texture2d"),
+    "include": ("#include <vector>", "file not found"),
+}
+
+
+def rejected(text: str, line: int, message: str) -> None:
+    with pytest.raises(MetalSyntaxError, match=message) as caught:
+        MetalSource(text, name="bad.metal")
+    assert f"bad.metal:{line}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", STATEMENTS)
+def test_statement(case: str) -> None:
+    statement, message = STATEMENTS[case]
+    rejected(f"{HEAD}kernel void k({ARGUMENTS}) {{\n{statement}\n}}\n", 4, message)
+
+
+@pytest.mark.parametrize("case", DECLARATIONS)
+def test_declaration(case: str) -> None:
+    declaration, message = DECLARATIONS[case]
+    line = 4 if case == "mutual recursion" else 3
+    rejected(f"{HEAD}{declaration}\nkernel void k({ARGUMENTS}) {{ x[i] = 0; }}\n", line, message)
+
+
+def test_what_looks_alike_is_allowed() -> None:
+    """Words and shapes near the forbidden ones."""
+    MetalSource(
+        f"""{HEAD}
+struct S {{ S() = default; S(const thread S&) = delete; int a; }};
+template <typename T, float (*f)(T)> float apply(T x) {{ return f(x); }}
+template <int n> float depth(float x) {{ if constexpr (n > 0) {{ return depth<n - 1>(x) + 1; }}
+  return x; }}
+inline float load(const device float* p) {{ return *p; }}
+inline float load(const threadgroup float* p) {{ return *p; }}
+template <typename... A> float sum(A... a) {{ return (a + ...); }}
+constant float kTable[2] = {{1, 2}};
+float negate(float x) {{ return -x; }}
+kernel void k({ARGUMENTS}) {{
+  static constant constexpr int kTwo = 2;
+  const int n = 3;
+  float a[n] = {{}};
+  const thread float& r = a[1];
+  int p = n * kTwo, q = p & n;
+  x[i] = apply<float, negate>(r) + depth<3>(c[0]) + load(x) + load(t) + sum(1.0f, kTable[0]) + q;
+}}
+"""
+    )
