@@ -171,6 +171,26 @@ def test_the_thread_and_threadgroup_are_named() -> None:
     assert error.threadgroup == (2, 0, 0) and (error.simdgroup, error.lane) == (1, 5)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    "loop",
+    ["while (true) {}", "while (x[0] == 0) {}", "uint n = i;\nwhile (n < 99) n &= 63;\ny[n] = 1;"],
+)
+def test_endless_loops_are_reported(loop: str, checked: bool) -> None:
+    with pytest.raises(EmulatorFault, match="timeout: runs for more than 1 s") as caught:
+        kernel(f"if (g == 0 && i < 40) return;\n{loop}", checked)(
+            2, 64, [torch.zeros(64), torch.zeros(64)], [256], timeout=1
+        )
+    assert caught.value.kind == "timeout" and 4 <= caught.value.line <= 7
+
+
+def test_an_endless_loop_of_barriers_is_reported() -> None:
+    with pytest.raises(EmulatorFault, match="timeout"):
+        kernel(f"while (x[0] == 0) {{\n{BARRIER}\n}}")(
+            1, 64, [torch.zeros(64), torch.zeros(64)], [256], timeout=1
+        )
+
+
 @pytest.mark.parametrize(
     ("group", "buffers", "memory", "message"),
     [

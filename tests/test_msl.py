@@ -1,29 +1,15 @@
-"""The stand-in for Metal's standard library, function by function, against Python."""
+"""The stand-in for Metal's standard library and language, piece by piece, against Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from msl_kernels import HEAD, LANES, kernel, run
 from torch import Tensor
 
-from torch_metalmm.testing import EmulatorFault, MetalSource, MetalSyntaxError
+from torch_metalmm.testing import EmulatorFault, MetalSource
 
-HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 HALF_INPUTS = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
-
-
-def kernel(body: str, types: str = "device float* x, device float* y") -> MetalSource:
-    text = (
-        f"{HEAD}kernel void k({types}, uint i [[thread_position_in_grid]], "
-        f"uint lane [[thread_index_in_simdgroup]]) {{\n{body}\n}}\n"
-    )
-    return MetalSource(text)
-
-
-def run(source: MetalSource, n: int, buffers: list[Tensor | int | float], group: int = 64) -> None:
-    source.function("k")((n + group - 1) // group, group, buffers, threads=n)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("bfloat", torch.bfloat16)])
@@ -58,163 +44,6 @@ def test_all_65536_values_and_their_rounding(name: str, dtype: torch.dtype) -> N
     assert same(product, (values.float() * other.float()).to(dtype))
     assert same(ratio, (values.float() / other.float()).to(dtype))
     assert same(middle, m.to(dtype))
-
-
-LANES = list(range(32))
-FLOATS = [float((i * 7 + 3) % 11 - 5) for i in LANES]
-INTS = [(i * 37 + 11) % 64 for i in LANES]
-
-
-def product(v: list[float]) -> float:
-    p = 1.0
-    for a in v:
-        p *= a
-    return p
-
-
-def fold(op: Callable[[int, int], int]) -> Callable[[list[int]], int]:
-    def f(v: list[int]) -> int:
-        r = v[0]
-        for a in v[1:]:
-            r = op(r, a)
-        return r
-
-    return f
-
-
-REDUCTIONS: dict[str, tuple[str, Callable[[list], float]]] = {
-    "sum": ("float", sum),
-    "product": ("float", product),
-    "min": ("float", min),
-    "max": ("float", max),
-    "and": ("int", fold(lambda a, b: a & b)),
-    "or": ("int", fold(lambda a, b: a | b)),
-    "xor": ("int", fold(lambda a, b: a ^ b)),
-}
-
-
-def groups(width: int) -> list[list[int]]:
-    return [LANES[i : i + width] for i in range(0, 32, width)]
-
-
-def on_lanes(expression: str, type_: str, values: list[float]) -> list[float]:
-    """expression of v, i and lane on 32 lanes that hold `values`."""
-    dtype = torch.float32 if type_ == "float" else torch.int32
-    x, y = torch.tensor(values, dtype=dtype), torch.zeros(32, dtype=dtype)
-    text = f"{type_} v = x[i];\ny[i] = {type_}({expression});"
-    run(kernel(text, f"device {type_}* x, device {type_}* y"), 32, [x, y], group=32)
-    return y.tolist()
-
-
-@pytest.mark.parametrize(("group", "width"), [("simd", 32), ("quad", 4)])
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions(group: str, width: int, name: str) -> None:
-    type_, f = REDUCTIONS[name]
-    values = [float((i * 5) % 3 + 1) for i in LANES] if name == "product" else FLOATS
-    values = INTS if type_ == "int" else values
-    want = [f([values[j] for j in g]) for g in groups(width) for _ in g]
-    assert on_lanes(f"{group}_{name}(v)", type_, values) == pytest.approx(want, rel=1e-6)
-
-
-@pytest.mark.parametrize(("group", "width"), [("simd", 32), ("quad", 4)])
-@pytest.mark.parametrize("kind", ["inclusive", "exclusive"])
-@pytest.mark.parametrize("name", ["sum", "product"])
-def test_prefixes(group: str, width: int, kind: str, name: str) -> None:
-    values = [float(i % 2 + 1) for i in LANES]
-    f = sum if name == "sum" else product
-    last = 1 if kind == "inclusive" else 0
-    want = [f(values[j] for j in g[: n + last]) for g in groups(width) for n in range(width)]
-    assert on_lanes(f"{group}_prefix_{kind}_{name}(v)", "float", values) == want
-
-
-SHUFFLES: dict[str, Callable[[int, int], int]] = {
-    "shuffle(v, ushort((lane * 3 + 1) % W))": lambda i, w: i // w * w + (i * 3 + 1) % w,
-    "broadcast(v, 2)": lambda i, w: i // w * w + 2,
-    "broadcast_first(v)": lambda i, w: i // w * w,
-    "shuffle_xor(v, 3)": lambda i, w: i ^ 3,
-    "shuffle_up(v, 1)": lambda i, w: i - 1 if i % w else i,
-    "shuffle_down(v, 2)": lambda i, w: i + 2 if i % w + 2 < w else i,
-    "shuffle_rotate_up(v, 1)": lambda i, w: i // w * w + (i - 1) % w,
-    "shuffle_rotate_down(v, 3)": lambda i, w: i // w * w + (i + 3) % w,
-}
-
-
-@pytest.mark.parametrize(("group", "width"), [("simd", 32), ("quad", 4)])
-@pytest.mark.parametrize("call", SHUFFLES)
-def test_shuffles(group: str, width: int, call: str) -> None:
-    want = [FLOATS[SHUFFLES[call](i, width)] for i in LANES]
-    assert on_lanes(f"{group}_{call.replace('W', str(width))}", "float", FLOATS) == want
-
-
-@pytest.mark.parametrize(("group", "width"), [("simd", 32), ("quad", 4)])
-def test_shuffle_and_fill(group: str, width: int) -> None:
-    fill = [v + 100 for v in FLOATS]
-    for direction, step in (("up", -1), ("down", 1)):
-        want = []
-        for i in LANES:
-            at = i % width + step
-            source = FLOATS if 0 <= at < width else fill
-            want.append(source[i // width * width + at % width])
-        call = f"{group}_shuffle_and_fill_{direction}(v, v + 100, 1)"
-        assert on_lanes(call, "float", FLOATS) == want
-
-
-@pytest.mark.parametrize(("group", "width"), [("simd", 32), ("quad", 4)])
-def test_votes(group: str, width: int) -> None:
-    odd = sum(1 << j for j in range(1, width, 2))
-    mask = odd if odd < 1 << 31 else odd - (1 << 32)
-    want = {
-        f"ulong({group}_ballot(lane % 2 == 1))": [mask] * 32,
-        f"{group}_any(lane == 5)": [int(width == 32 or i // 4 == 1) for i in LANES],
-        f"{group}_all(lane >= 4)": [int(width == 4 and i >= 4) for i in LANES],
-        f"{group}_is_first()": [int(i % width == 0) for i in LANES],
-        f"ulong({group}_active_threads_mask())": [-1 if width == 32 else 15] * 32,
-    }
-    for call, values in want.items():
-        assert on_lanes(call, "int", INTS) == values, call
-
-
-def test_ctz_clz_bits() -> None:
-    values = [(1 << (i % 31)) * 5 & 0x7FFFFFFF for i in LANES]
-    assert on_lanes("ctz(v)", "int", values) == [(v & -v).bit_length() - 1 for v in values]
-    assert on_lanes("clz(v)", "int", values) == [32 - v.bit_length() for v in values]
-    assert on_lanes("popcount(v)", "int", values) == [bin(v).count("1") for v in values]
-    assert on_lanes("extract_bits(uint(v), 3, 7)", "int", values) == [v >> 3 & 127 for v in values]
-    assert on_lanes("insert_bits(v, 5, 4, 3)", "int", values) == [v & ~0x70 | 0x50 for v in values]
-    assert on_lanes("mulhi(uint(v), 77u)", "int", values) == [v * 77 >> 32 for v in values]
-
-
-@pytest.mark.parametrize(
-    ("name", "f"),
-    [
-        (n, getattr(torch, n))
-        for n in (
-            "exp",
-            "exp2",
-            "log",
-            "log2",
-            "log10",
-            "sin",
-            "cos",
-            "tan",
-            "tanh",
-            "sqrt",
-            "rsqrt",
-        )
-    ]
-    + [
-        (n, getattr(torch, n))
-        for n in ("floor", "ceil", "trunc", "abs", "sinh", "cosh", "asin", "acos", "atan")
-    ]
-    + [("rint", torch.round), ("saturate", lambda x: x.clamp(0, 1)), ("sign", torch.sign)],
-)
-def test_math(name: str, f: Callable[[Tensor], Tensor]) -> None:
-    x = torch.linspace(0.01, 0.99, 64) if name in ("asin", "acos") else torch.linspace(0.1, 6.5, 64)
-    x[0], y, v = 0.5, torch.empty(64), torch.empty(64)
-    body = f"y[i] = {name}(x[i]);\nv[i] = {name}(float4(x[i])).w;"
-    run(kernel(body, "device float* x, device float* y, device float* v"), 64, [x, y, v])
-    assert torch.allclose(y, f(x.double()).float(), rtol=1e-6, atol=1e-7)
-    assert torch.equal(y, v)
 
 
 @pytest.mark.parametrize(
@@ -302,37 +131,6 @@ kernel void k(device atomic_uint* total, device atomic_float* f,
     total, f = torch.zeros(2, dtype=torch.int32), torch.zeros(1)
     MetalSource(text).function("k")(16, 64, [total, f])
     assert total.tolist() == [1024 * 1023 // 2, 64] and f.item() == 512
-
-
-REJECTED = {
-    "device to thread": "float* p = x; y[0] = *p;",
-    "device to threadgroup": "threadgroup float* p = x;",
-    "constant to device": "device const float* p = c;",
-    "device reference": "thread float& r = x[0]; r = 1;",
-    "write to constant": "c[0] = 1;",
-    "cast between address spaces": "y[0] = *reinterpret_cast<threadgroup float*>(x);",
-    "address of a local as device": "float a; device float* p = &a;",
-    "double": "double a = 1; y[0] = a;",
-    "goto": "goto end; end: y[0] = 0;",
-    "new": "float* p = new float; y[0] = *p;",
-    "exceptions": "try { y[0] = 0; } catch (...) {}",
-    "implicit vector conversion": "float4 a = half4(1.0h);",
-    "too few components": "float4 a = float4(1, 2);",
-    "as_type of another size": "y[0] = as_type<float>(half(1));",
-    "unknown function": "y[0] = printf(1);",
-    "standard library": "y[0] = std::max(1.0f, 2.0f);",
-}
-
-
-@pytest.mark.parametrize("what", REJECTED)
-def test_what_metal_forbids_is_rejected(what: str) -> None:
-    with pytest.raises(MetalSyntaxError, match=r"source\.metal:\d+"):
-        kernel(REJECTED[what], "device float* x, device float* y, constant float* c")
-
-
-def test_virtual_functions_are_rejected() -> None:
-    with pytest.raises(MetalSyntaxError):
-        MetalSource(f"{HEAD}struct S {{ virtual float f(); }};")
 
 
 def test_thread_positions() -> None:

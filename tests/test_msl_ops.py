@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_metalmm import _C, formats
-from torch_metalmm.testing import emulated
+from torch_metalmm.testing import MetalSource, emulated
 
 ops = torch.ops.metalmm
 N, K = 37, 256
@@ -86,6 +86,34 @@ def test_gradients_and_empty_inputs() -> None:
         assert ops.linear(torch.empty(0, K), w, None, "q8_0").shape == (0, N)
     want = formats.get("q8_0").dequantize(w, K).sum(0)
     assert torch.allclose(x.grad, want.expand(2, K), rtol=1e-5, atol=1e-4)
+
+
+FAULTS = {
+    "y[1 << 20] = 1;": r"faulty\.metal:5: out of bounds: writes 4 bytes",
+    "t[i] = 1; t[i ^ 1] = i + 2; y[i] = t[i];": r"faulty\.metal:5: missing barrier.*other at faulty\.metal:5\)",
+    "if (i == 0) simd_sum(i); y[i] = 1;": r"faulty\.metal:5: divergent collective",
+}
+
+
+@pytest.mark.parametrize("statement", FAULTS)
+def test_a_fault_of_an_op_names_its_line(statement: str) -> None:
+    """In the place of a kernel of metal/, one that is wrong."""
+    faulty = MetalSource(
+        f"""#include <metal_stdlib>
+using namespace metal;
+kernel void dequantize_q8_0_f32(device float* y [[buffer(2)]],
+                                uint i [[thread_index_in_threadgroup]]) {{ threadgroup uint t[1024];
+  {statement}
+}}""",
+        name="faulty.metal",
+    )
+    with emulated(checked=True):
+        _C.load_emulated(str(faulty.library.path))
+        with pytest.raises(RuntimeError, match=FAULTS[statement]) as caught:
+            ops.dequantize(packed("q8_0"), "q8_0", dtype=torch.float32)
+    assert "[dequantize_q8_0_f32, threadgroup (0, 0, 0), simdgroup " in str(caught.value)
+    with emulated(checked=True):  # the real one again
+        assert ops.dequantize(packed("q8_0"), "q8_0").shape == (N, K)
 
 
 def test_a_library_that_is_none() -> None:

@@ -26,7 +26,7 @@ from .msl_translate import apply, edits_of_errors, visible_edits
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "msl" / "include"
 CACHE = ROOT / "build" / "msl"
-_RUNTIME = ("emulator", "api", "memory", "rounding")
+_RUNTIME = ("emulator", "api", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
 _PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=310"]
@@ -37,6 +37,7 @@ LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fn
 _CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 _CODE += ["-Xclang", "-ffloat16-excess-precision=none", "-w"]
 _CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
+_CODE += ["-fno-finite-loops"]  # an endless loop is to be found, not removed
 _CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
 # What a checked library calls before each access, and where an alignment or an index is wrong.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
@@ -98,7 +99,8 @@ def _tool_digest() -> str:
 
 
 @functools.cache
-def _runtime_objects() -> list[str]:
+def runtime_objects() -> list[str]:
+    """The emulator's own object files."""
     folder = CACHE / f"runtime-{_tool_digest()}"
     objects = []
     for name in _RUNTIME:
@@ -277,21 +279,33 @@ def _tables(source: Source, checked: bool) -> str:
     )
 
 
+def _compile(folder: Path, text: str, checked: bool) -> Path:
+    """Compiles translated `text` into folder/shader.o."""
+    file, obj = folder / "shader.cpp", folder / "shader.o"
+    file.write_text(text)
+    checks = _CHECKS if checked else []
+    command = [*LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
+    done = zig("clang", *command)
+    if done.returncode:
+        raise BuildError(done.stderr)
+    return obj
+
+
 def _link(folder: Path, text: str, checked: bool) -> None:
     """Compiles `text` and links it with the emulator into folder/library.so."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        file, obj = Path(temporary) / "shader.cpp", Path(temporary) / "shader.o"
         library = Path(temporary) / "library.so"
-        file.write_text(text)
-        checks = _CHECKS if checked else []
-        command = [*LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
-        done = zig("clang", *command)
-        if done.returncode == 0:
-            objects = [str(obj), *_runtime_objects()]
-            done = zig("cc", "-shared", "-g1", "-o", str(library), *objects, "-lm", "-lpthread")
+        objects = [str(_compile(Path(temporary), text, checked)), *runtime_objects()]
+        done = zig("cc", "-shared", "-g1", "-o", str(library), *objects, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
         os.replace(library, folder / "library.so")
+
+
+def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
+    """The object file of a text by somebody else, in `folder`, to link with another emulator."""
+    translated, source = translate(text, name, ())
+    return _compile(folder, translated + "\n" + _tables(source, checked), checked)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ _FAULTS: tuple[str, ...] = (
     "misaligned",
     "race",
 )
-_FAULTS += ("uninitialized", "undefined")
+_FAULTS += ("uninitialized", "undefined", "timeout")
 _DESCENDING, _ALLOW_INACTIVE, _ALLOW_UNINITIALIZED = 1, 2, 4
+_SECONDS = 300
 Size = int | Sequence[int]
 
 
@@ -50,6 +51,7 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_uint32 * 3),
         ("workers", ctypes.c_uint32),
         ("flags", ctypes.c_uint32),
+        ("seconds", ctypes.c_uint32),
         ("n_constants", ctypes.c_uint32),
         ("constants", ctypes.POINTER(_Constant)),
         ("buffers", _Buffer * _MAX_SLOTS),
@@ -234,12 +236,16 @@ class Function:
         allow_inactive: bool = False,
         allow_uninitialized: bool = False,
         workers: int | None = None,
+        timeout: int = _SECONDS,
     ) -> None:
         """Runs `grid` threadgroups of `group` threads; buffers[i] is [[buffer(i)]], in place.
 
         schedule: "ascending", "descending" simdgroups and lanes, or "both" on equal inputs, whose
         results must agree bit for bit. threads: those of the grid, fewer than grid * group.
-        Raises EmulatorFault.
+        allow_inactive: collectives and barriers may run without threads that have returned or wait
+        elsewhere, as on a GPU, where what such a thread would give is undefined: not by default.
+        allow_uninitialized: threadgroup memory that nobody wrote may be read. timeout: seconds
+        after which a run is an endless loop; 0: never. Raises EmulatorFault.
         """
         items = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
         memory = {i: _memory(b) for i, b in items if b is not None}
@@ -250,6 +256,7 @@ class Function:
         )
         flags = allow_inactive * _ALLOW_INACTIVE | allow_uninitialized * _ALLOW_UNINITIALIZED
         launch = self._launch(_size(grid), _size(group), sizes, flags, workers)
+        launch.seconds = timeout
         if threads is not None:
             launch.threads[:] = _size(threads)
         if schedule not in ("both", "ascending", "descending"):

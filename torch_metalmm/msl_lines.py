@@ -27,7 +27,8 @@ def _units(library: Path) -> list[tuple[Any, Any, list[tuple[int, int, int, bool
             rows = [
                 (e.state.address, e.state.file, e.state.line, e.state.end_sequence)
                 for e in program.get_entries()
-                if e.state is not None
+                # Line 0 is code of no line: it counts to the one before it.
+                if e.state is not None and (e.state.line or e.state.end_sequence)
             ]
             list(unit.iter_DIEs())  # read while the file is open
             units.append((unit, program, rows))

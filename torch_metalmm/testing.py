@@ -23,6 +23,7 @@ from typing import Any
 
 from .msl_build import ROOT, BuildError, MetalSyntaxError, build_file, build_text
 from .msl_library import EmulatorFault, Function, Library
+from .msl_lines import line_of
 
 __all__ = [
     "BuildError",
@@ -81,6 +82,11 @@ def shader_libraries(checked: bool = False) -> dict[str, Library]:
     return {k: library for library in libraries for k in library.kernels}
 
 
+def _line_of(library: str, address: int) -> str:
+    found = line_of(Path(library), address)
+    return f"{found[0]}:{found[1]}" if found else ""
+
+
 @contextlib.contextmanager
 def emulated(
     checked: bool = False, descending: bool = False, chip: str = "m1", cores: int = 0
@@ -94,6 +100,7 @@ def emulated(
 
     for path in sorted({str(library.path) for library in shader_libraries(checked).values()}):
         _C.load_emulated(path)
+    _C.set_line_of(_line_of)
     _C.install_emulator(chip, descending, cores)
     try:
         yield

@@ -202,9 +202,12 @@ __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmRepor
   }
   pthread_mutex_lock(&g_launching);
   set_constants(*in);
-  Launch launch{
-      in,          report,           0, 0, uint64_t{in->grid[0]} * in->grid[1] * in->grid[2],
-      kernel->run, kernel->arguments};
+  Launch launch{};
+  launch.in = in;
+  launch.report = report;
+  launch.threadgroups = uint64_t{in->grid[0]} * in->grid[1] * in->grid[2];
+  launch.run = kernel->run;
+  launch.arguments = kernel->arguments;
   uint32_t n = in->workers < 1 ? 1 : in->workers > 256 ? 256 : in->workers;
   n = launch.threadgroups < n ? static_cast<uint32_t>(launch.threadgroups) : n;
   if (n) {

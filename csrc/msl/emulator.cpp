@@ -17,7 +17,7 @@ uint32_t place(const Worker& w, uint32_t i, uint32_t n) { return descending(w) ?
 
 [[noreturn]] void leave(Worker& w, Lane& lane) {
   w.current = nullptr;
-  mm_switch(&lane.context, w.scheduler);
+  switch_stacks(lane.described, &lane.context, w.thread, w.scheduler);
   __builtin_unreachable();
 }
 
@@ -29,17 +29,18 @@ void yield(Worker& w, Lane& lane) {
     Lane& next = w.lanes[w.pass_first + place(w, w.pass_next++, 32)];
     if (next.state == State::kReady) {
       w.current = &next;
-      mm_switch(&lane.context, next.context);
+      switch_stacks(lane.described, &lane.context, next.described, next.context);
       return;
     }
   }
   w.current = nullptr;
-  mm_switch(&lane.context, w.scheduler);
+  switch_stacks(lane.described, &lane.context, w.thread, w.scheduler);
 }
 
 void fiber_main() {
   Worker& w = *this_worker();
   Lane& lane = *w.current;
+  lane.described.enter();
   w.launch->run();
   check_shared_write(w, lane);
   lane.state = State::kReturned;
@@ -129,7 +130,7 @@ void run_simdgroup(Worker& w, uint32_t sg) {
       Lane& lane = w.lanes[w.pass_first + place(w, w.pass_next++, 32)];
       if (lane.state == State::kReady) {
         w.current = &lane;
-        mm_switch(&w.scheduler, lane.context);
+        switch_stacks(w.thread, &w.scheduler, lane.described, lane.context);
         w.current = nullptr;
       }
     }
@@ -235,6 +236,7 @@ void start_lanes(Worker& w) {
     lane.shared_write.bytes = 0;
     lane.state = i < w.n_threads ? State::kReady : State::kAbsent;
     lane.stack = w.stacks + i * kStackBytes;
+    lane.described.set(lane.stack, kStackBytes);
     lane.context = fresh_context(w.stacks + (i + 1) * kStackBytes, fiber_main);
   }
   w.first_epoch = ++w.epoch;
@@ -294,6 +296,8 @@ void fail_here(MmFault fault, uint64_t pc, const char* format, ...) {
   leave(w, lane);
 }
 
+void stop_here(Worker& w) { leave(w, *w.current); }
+
 void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, ...) {
   va_list args;
   va_start(args, format);
@@ -303,7 +307,9 @@ void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, .
 
 void run_worker(Worker& w) {
   g_worker = &w;
-  prepare_memory(w);
+  prepare_watchdog(*w.launch, prepare_memory(w));
+  const Watchdog watchdog(w);
+  w.thread.set_to_thread();
   while (!__atomic_load_n(&w.launch->failed, __ATOMIC_ACQUIRE)) {
     uint64_t index = __atomic_fetch_add(&w.launch->next, 1, __ATOMIC_RELAXED);
     if (index >= w.launch->threadgroups) {

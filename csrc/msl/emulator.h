@@ -35,6 +35,7 @@ struct MmLaunch {
                         // smaller
   uint32_t workers;     // OS threads
   uint32_t flags;
+  uint32_t seconds;  // after which the launch is a fault; 0: never
   uint32_t n_constants;
   const MmConstant* constants;
   MmBuffer buffers[kMmMaxSlots];            // [[buffer(i)]]
@@ -51,6 +52,7 @@ enum MmFault : uint32_t {
   kMmRace,           // two threads, one byte of threadgroup memory, no barrier between
   kMmUninitialized,  // a read of threadgroup memory that nobody wrote
   kMmUndefined,      // an index outside a local array, a division by zero
+  kMmTimeout,        // MmLaunch::seconds have passed
 };
 
 // The first fault of a launch. Where `file` is null the place is the machine address `pc`, relative

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "../encode.h"
 #include "emulator.h"
@@ -23,6 +24,7 @@ struct Loaded {
 
 std::mutex g_mutex;
 std::map<std::string, Loaded> g_kernels;
+LineOf g_line_of;
 
 Loaded find(const std::string& kernel) {
   std::lock_guard<std::mutex> lock(g_mutex);
@@ -33,17 +35,23 @@ Loaded find(const std::string& kernel) {
   return found->second;
 }
 
+std::string place(const char* file, uint32_t line, uint64_t pc, const std::string& path) {
+  if (file) return std::string(file) + ":" + std::to_string(line);
+  if (!pc) return "";
+  const std::string found = g_line_of ? g_line_of(path, pc) : "";
+  char address[24];
+  snprintf(address, sizeof address, "+0x%llx", static_cast<unsigned long long>(pc));
+  return found.empty() ? path + address : found;
+}
+
 std::string message(const MmLaunch& launch, const MmReport& r, const std::string& path) {
-  char place[600], who[160];
-  if (r.file) {
-    snprintf(place, sizeof place, "%s:%u: ", r.file, r.line);
-  } else {
-    snprintf(place, sizeof place, "%s+0x%llx: ", path.c_str(),
-             static_cast<unsigned long long>(r.pc));
-  }
+  if (r.fault == kMmUsage) return r.text;
+  const std::string at = place(r.file, r.line, r.pc, path);
+  const std::string other = place(r.other_file, r.other_line, r.other_pc, path);
+  char who[160];
   snprintf(who, sizeof who, " [%s, threadgroup (%u, %u, %u), simdgroup %u, lane %u]", launch.kernel,
            r.threadgroup[0], r.threadgroup[1], r.threadgroup[2], r.simdgroup, r.lane);
-  return r.fault == kMmUsage ? std::string(r.text) : place + std::string(r.text) + who;
+  return at + ": " + r.text + (other.empty() ? "" : " (the other at " + other + ")") + who;
 }
 
 // The encoder of encode.h: fills in a launch, and runs it when it is dispatched.
@@ -51,6 +59,7 @@ class Encoder {
  public:
   explicit Encoder(const EmulatorOptions& options) {
     in_.workers = options.workers ? options.workers : std::thread::hardware_concurrency();
+    in_.seconds = options.seconds;
     in_.flags = options.descending ? static_cast<uint32_t>(kMmDescending) : 0u;
   }
 
@@ -94,6 +103,8 @@ class Encoder {
 };
 
 }  // namespace
+
+void set_line_of(LineOf line_of) { g_line_of = std::move(line_of); }
 
 void load_emulated(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

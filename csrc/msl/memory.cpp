@@ -134,6 +134,9 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
   if (!w || !w->current) {
     return;
   }
+  if (__atomic_load_n(&w->launch->failed, __ATOMIC_RELAXED)) {
+    stop_here(*w);
+  }
   check_shared_write(*w, *w->current);
   const char* stack = w->current->stack;
   if (p >= stack && p + n <= stack + kStackBytes) {
@@ -168,13 +171,13 @@ void check_shared_write(Worker& w, Lane& lane) {
   }
 }
 
-void prepare_memory(Worker& w) {
+Span prepare_memory(Worker& w) {
   Image found{reinterpret_cast<const char*>(&g_image), {}, {}};
   dl_iterate_phdr(find_image, &found);
   g_image = found.image;
   w.locals = found.locals;
   if (!mm_checked) {
-    return;
+    return g_image;
   }
   size_t bytes = (kArenaBytes + (w.locals.end - w.locals.begin)) * sizeof(Shadow);
   if (w.shadow_bytes < bytes) {
@@ -189,6 +192,7 @@ void prepare_memory(Worker& w) {
     perror("emulator: mmap of the shadow memory");
     abort();
   }
+  return g_image;
 }
 
 void poison_memory(Worker& w) {
@@ -259,7 +263,9 @@ void __asan_loadN_noabort(const void* p, size_t n) {
 void __asan_storeN_noabort(const void* p, size_t n) {
   metalmm::check_access(static_cast<const char*>(p), n, true, false, MM_HERE);
 }
+#if !defined(__SANITIZE_ADDRESS__)  // else the emulator itself is checked
 void __asan_handle_no_return() {}
+#endif
 void* __asan_memset(void* to, int value, size_t n) {
   metalmm::check_access(static_cast<const char*>(to), n, true, false, MM_HERE);
   return memset(to, value, n);

@@ -1,7 +1,15 @@
 // One OS thread of the emulator and the threadgroup that it runs: a fiber per GPU thread.
 #pragma once
 
+#include <time.h>
+
 #include "emulator.h"
+#include "stack.h"
+
+// The emulator's code in a section of its own: what a signal interrupts outside it is a shader.
+#if defined(__clang__)
+#pragma clang section text = "mm_runtime"
+#endif
 
 extern "C" void mm_site(const char* file, uint32_t line);
 
@@ -54,6 +62,7 @@ struct Lane {
   State state;
   uint32_t index;  // in the threadgroup
   const char* stack;
+  Stack described;
   Wait wait;
   const char* site_file;  // the line that reports name instead of the machine address; null: none
   uint32_t site_line;
@@ -73,6 +82,7 @@ struct Worker {
   Worker* next_free;
   char* stacks;
   void* scheduler;  // the context that resumes lanes
+  Stack thread;     // its stack
   Lane* current;    // null while the scheduler or a collective runs
   Lane lanes[kMaxThreads];
   uint32_t group[3], tg[3], n_threads, n_simdgroups;
@@ -94,7 +104,22 @@ struct Launch {
   uint64_t threadgroups;
   void (*run)();
   const void* arguments;
+  Span code, runtime;  // of the library, and of the emulator in it
+  void (*time_out)(Worker& w, const char* pc);
 };
+
+// Sends this thread, the worker's, a signal when the launch has run for too long.
+class Watchdog {
+ public:
+  explicit Watchdog(Worker& w);
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+
+ private:
+  timer_t timer_;
+  bool armed_ = false;
+};
+void prepare_watchdog(Launch& launch, Span code);
 
 constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes + (kMmMaxSlots + 1) * kRedzone;
 
@@ -103,11 +128,13 @@ bool descending(const Worker& w);
 
 // Reports a fault of the current lane and never returns to it; the first fault of a launch is kept.
 [[noreturn]] void fail_here(MmFault fault, uint64_t pc, const char* format, ...);
-// The same for a lane that waits; returns.
+// Leaves the current lane because another has failed.
+[[noreturn]] void stop_here(Worker& w);
+// The same as fail_here() for a lane that waits; returns.
 void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, ...);
 
-void prepare_memory(Worker& w);                  // finds `locals`, once per launch
-void poison_memory(Worker& w);                   // before each threadgroup
+Span prepare_memory(Worker& w);  // finds `locals`, once per launch; the span of the library
+void poison_memory(Worker& w);   // before each threadgroup
 void check_shared_write(Worker& w, Lane& lane);  // before `lane` does anything else
 void name_memory(const Worker& w, const char* p, char* text, size_t n);
 
