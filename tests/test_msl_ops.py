@@ -90,7 +90,9 @@ def test_gradients_and_empty_inputs() -> None:
 
 FAULTS = {
     "y[1 << 20] = 1;": r"faulty\.metal:5: out of bounds: writes 4 bytes",
-    "t[i] = 1; t[i ^ 1] = i + 2; y[i] = t[i];": r"faulty\.metal:5: missing barrier.*other at faulty\.metal:5\)",
+    "t[i] = 1; t[i ^ 1] = i + 2; y[i] = t[i];": (
+        r"faulty\.metal:5: missing barrier.*other at faulty\.metal:5\)"
+    ),
     "if (i == 0) simd_sum(i); y[i] = 1;": r"faulty\.metal:5: divergent collective",
 }
 

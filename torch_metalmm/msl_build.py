@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .msl_rules import violations
-from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source, lex
+from .msl_rules import check_rules
+from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source
 from .msl_translate import apply, edits_of_errors, visible_edits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,7 +165,7 @@ def translate(text: str, name: str, include: Sequence[Path]) -> tuple[str, Sourc
     """Text for plain clang, with line markers, and what it declares. Raises MetalSyntaxError."""
     plain, places = unmark(preprocess(text, name, include), name)
     source = Reader(plain).read()
-    _check_rules(plain, places)
+    check_rules(plain, places, _standard())
     plain = apply(plain, visible_edits(plain, source))
     for i, constant in enumerate(source.constants):
         constant.symbol = f"mm_fc_{i}"
@@ -193,18 +193,6 @@ def _standard() -> frozenset[str]:
     text = "".join(f.read_text() for f in sorted(INCLUDE.glob("msl/*.h")))
     names = re.findall(r"METAL_FUNC[^;{}()]*?(\w+)\(|MM_\w+\((\w+)", text)
     return frozenset(name for pair in names for name in pair)
-
-
-def _check_rules(text: str, places: list[tuple[str, int]]) -> None:
-    """Raises MetalSyntaxError for what Metal forbids."""
-    errors = []
-    for token, message in violations(lex(text), _standard()):
-        before = text[: token.at]
-        file, line = places[before.count("\n")]
-        column = token.at - before.rfind("\n")
-        errors.append(f"{file}:{line}:{column}: error: {message}")
-    if errors:
-        raise MetalSyntaxError("\n".join(errors))
 
 
 _CAST = "a cast may not change the address space of a pointer"

@@ -14,12 +14,14 @@ from .msl_source import (
     _SYNONYMS,
     ROLES,
     VECTORS,
+    MetalSyntaxError,
     Token,
     _attributes,
     _ends_with_function,
     _without_attributes,
     closing_angle,
     is_pointer_cast,
+    lex,
     matching,
     split,
     split_head,
@@ -56,6 +58,18 @@ def violations(tokens: list[Token], standard: frozenset[str] = frozenset()) -> l
     checker.scope(0, len(tokens), checker.outside)
     checker.recursion()
     return sorted(checker.errors, key=lambda e: e[0].at)
+
+
+def check_rules(text: str, places: list[tuple[str, int]], standard: frozenset[str]) -> None:
+    """Raises MetalSyntaxError for what Metal forbids in `text`, whose lines come from `places`."""
+    errors = []
+    for token, message in violations(lex(text), standard):
+        before = text[: token.at]
+        file, line = places[before.count("\n")]
+        column = token.at - before.rfind("\n")
+        errors.append(f"{file}:{line}:{column}: error: {message}")
+    if errors:
+        raise MetalSyntaxError("\n".join(errors))
 
 
 class _Checker:
