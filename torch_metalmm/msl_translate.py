@@ -30,6 +30,7 @@ _ACCESS = ("public", "private", "protected")
 _DOUBLE = re.compile(
     r"(?!0[xX])(?=[\d'.]*[.eE])[\d.][\d'.]*(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+"
 )
+_NARROW = re.compile(r"(?!0[xX])([\d.][\d'.]*(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
 _UNARY = frozenset({"*", "&", "-", "+", "!", "~", "++", "--"})
 
 
@@ -71,6 +72,9 @@ def visible_edits(text: str, source: Source) -> list[Edit]:
             bodies -= 1
         elif token.kind == "number" and _DOUBLE.fullmatch(token.text):
             edits.append(Edit(token.end, token.end, "f"))
+        elif token.kind == "number" and (narrow := _NARROW.fullmatch(token.text)):
+            type_ = "half" if narrow[2] in "hH" else "bfloat"
+            edits.append(Edit(token.at, token.end, f"static_cast<{type_}>({narrow[1]}L)"))
         elif token.text == "threadgroup" and bodies and _declares_storage(tokens, i):
             edits.append(Edit(token.at, token.at, _STORAGE))
         edits += _vector_words(tokens, i) or _pointer_cast(tokens, i)

@@ -109,6 +109,25 @@ METAL_FUNC matrix<T, C, R> operator*(matrix<T, K, R> a, matrix<T, C, K> b) {
   }
   return v;
 }
+template <class T>
+METAL_FUNC T determinant(matrix<T, 2, 2> a) {
+  return a[0][0] * a[1][1] - a[1][0] * a[0][1];
+}
+template <class T, int N>
+METAL_FUNC T determinant(matrix<T, N, N> a) {
+  T sum = 0;
+  for (int skip = 0; skip < N; ++skip) {  // along the first row
+    matrix<T, N - 1, N - 1> rest;
+    for (int c = 0; c < N - 1; ++c) {
+      for (int r = 0; r < N - 1; ++r) {
+        rest[c][r] = a[c + (c >= skip)][r + 1];
+      }
+    }
+    const T term = a[skip][0] * determinant(rest);
+    sum += skip % 2 == 0 ? term : -term;
+  }
+  return sum;
+}
 template <class T, int C, int R>
 METAL_FUNC matrix<T, R, C> transpose(matrix<T, C, R> a) {
   matrix<T, R, C> v;

@@ -24,10 +24,8 @@ using half =
 using bfloat = __bf16;  // 8 bits of exponent, 8 of significand; every operation rounds once
 static_assert(sizeof(long) == 8 && sizeof(int) == 4, "Metal's long has 64 bits");
 
+// 1.0h; the other suffixes (H, bf, BF) are not C++'s, and msl_translate.py writes casts for them.
 constexpr half operator""h(long double x) { return static_cast<half>(x); }
-constexpr half operator"" H(long double x) { return static_cast<half>(x); }
-constexpr bfloat operator"" bf(long double x) { return static_cast<bfloat>(static_cast<float>(x)); }
-constexpr bfloat operator"" BF(long double x) { return static_cast<bfloat>(static_cast<float>(x)); }
 
 namespace metal {
 
@@ -74,6 +72,13 @@ struct vector_of<vec<T, N>> {
   static constexpr int size = N;
 };
 template <class T>
+struct packed3;
+template <class T>
+struct vector_of<packed3<T>> {
+  using element = T;
+  static constexpr int size = 3;
+};
+template <class T>
 using element_t = typename vector_of<T>::element;
 
 // clang converts no half to bfloat; through float it is rounded once.
@@ -107,7 +112,7 @@ METAL_FUNC constexpr V convert_to(A a) {
     return static_cast<V>(convert_element<element_t<V>>(a));
   } else {
     static_assert(vector_of<A>::size == vector_of<V>::size, "a vector of another length");
-    return __builtin_convertvector(a, V);
+    return __builtin_convertvector(static_cast<vec<element_t<A>, vector_of<A>::size>>(a), V);
   }
 }
 
