@@ -116,10 +116,6 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   const int64_t row_bytes = p.format->row_bytes(p.k);
   a.w_stride = or_packed(p.w_stride, row_bytes);
   if (p.op == Op::kSwigluUp) a.w2_stride = or_packed(p.w2_stride, row_bytes);
-  if (p.format->layout == Layout::kAffine) {
-    a.scales_offset = u32(p.format->scales_offset(p.k), "k");
-    a.biases_offset = u32(p.format->biases_offset(p.k), "k");
-  }
   return a;
 }
 
@@ -137,7 +133,7 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
     if (p.m % rows_of_x(strategy, p.m)) out |= kBoundsM;
     if (p.k % s.k) out |= kBoundsK;
     const int64_t value_bytes = dtype_bytes(p.dtype);
-    if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 4 * value_bytes)) {
+    if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
       out |= kBoundsAlignedX;
     }
   } else if (s.family == Family::Rows && p.k % s.values) {

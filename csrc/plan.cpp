@@ -82,9 +82,18 @@ struct Choice {
 
 std::string str(int64_t v) { return std::to_string(v); }
 
-// Values of K that a simdgroup of gemv takes at a step: 32 lanes of 16 values, or of 32 where a
-// block has 256. A choice depends on it, no result.
-int64_t step_of(const Format& f) { return kSimdWidth * (f.block_values == 256 ? 32 : 16); }
+// Values of K that a simdgroup of gemv_large_k takes at a step. A choice depends on it, no result.
+int64_t step_of(const Format& f) {
+  switch (f.codec) {
+#define MM_PIECE(name, Struct, values, short_values) \
+  case Codec::Struct:                                \
+    return kSimdWidth * short_values;
+#include "../metal/pieces.def"
+    case Codec::kCount:
+      break;
+  }
+  throw std::logic_error("pieces.def: no row for " + f.name);
+}
 
 Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
   if (p.n > t.wide_n_min_n) {

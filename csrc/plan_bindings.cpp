@@ -45,8 +45,6 @@ py::dict to_dict(const KernelArgs& a) {
   out["k"] = a.k;
   out["k_per_part"] = a.k_per_part;
   out["parts"] = a.parts;
-  out["scales_offset"] = a.scales_offset;
-  out["biases_offset"] = a.biases_offset;
   out["count"] = a.count;
   out["alpha"] = a.alpha;
   out["beta"] = a.beta;

@@ -21,12 +21,10 @@ struct KernelArgs {
   MM_I64 w_stride;   // row n of weight
   MM_I64 w2_stride;  // row n of weight2
   MM_U32 m, n, k;
-  MM_U32 k_per_part;     // split-K: values of K per part, a whole number of blocks; k when there is
-                         // one part
-  MM_U32 parts;          // split-K: partial results per output, 1 when not split
-  MM_U32 scales_offset;  // affine: byte offset in a row of the scales plane
-  MM_U32 biases_offset;  // affine: byte offset in a row of the biases plane
-  MM_U32 count;          // ids of an embedding, elements of a probe
+  MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
+                      // one part
+  MM_U32 parts;       // split-K: partial results per output, 1 when not split
+  MM_U32 count;       // ids of an embedding, elements of a probe
   float alpha, beta;
 };
 
@@ -84,7 +82,7 @@ enum BoundsBits : MM_U32 {
   kBoundsN = 1,
   kBoundsM = 2,
   kBoundsK = 4,
-  kBoundsAlignedX = 8,       // rows of x (and x2) are aligned to 4 of their elements
+  kBoundsAlignedX = 8,       // rows of x (and x2) are aligned to 16 bytes
   kBoundsAlignedWeight = 16  // dense weights: rows are aligned to 16 bytes
 };
 

@@ -17,7 +17,7 @@ from torch_metalmm.testing import shader_libraries
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 SLOTS = ("x", "weight", "y", "bias", "c", "weight2", "x2", "ids", "partial", "args")
-_ARGS = struct.Struct("<4q8I2f")  # KernelArgs of abi.h
+_ARGS = struct.Struct("<4q6I2f")  # KernelArgs of abi.h
 _LARGEST_PAGE = 1 << 14
 
 

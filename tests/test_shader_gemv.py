@@ -4,6 +4,8 @@ dequantize, split-K and the probes; exact where that is a theorem, else within d
 from __future__ import annotations
 
 import operator
+import re
+from pathlib import Path
 
 import oracle
 import pytest
@@ -18,6 +20,7 @@ KERNELS = (
     *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
     *("gemv_coalesced", "gemv_naive"),
 )
+METAL = Path(__file__).resolve().parent.parent / "metal"
 WIDEST = 33  # rows of W: one more than the widest threadgroup owns
 # One format of each decode struct and plane: values of N and K vary over these only.
 KINDS = (
@@ -26,11 +29,12 @@ KINDS = (
 )
 
 
+PIECES = re.findall(r"MM_PIECE\((\w+), *\w+, *(\d+),", (METAL / "pieces.def").read_text())
+
+
 def step(name: str) -> int:
     """Values of K that a simdgroup takes at a time: a piece for each lane."""
-    if name in ("f32", "f16", "bf16"):
-        return 32 * (4 if name == "f32" else 8)
-    return 32 * (32 if name[0] == "q" and name.endswith("_k") else 16)
+    return 32 * int(dict(PIECES)[re.sub(r"_g\d+.*", "", name)])
 
 
 def two_loops(name: str, simdgroups: int = 1) -> int:

@@ -1,82 +1,142 @@
 // scale * code + bias, one scale and bias per group of 32, 64 or 128 values (a function constant).
-// A row is three planes: codes (a little-endian bit stream) | scales | biases. Each lane owns 16
-// consecutive values.
+// A row is three planes: codes (a little-endian bit stream) | scales | biases; K is a function
+// constant, so that all distances are. Each lane owns 32 consecutive values: `bits` words of codes.
 #pragma once
 
-#include "format.h"
+#include "piece.h"
 
 namespace metalmm {
 
-struct AffineRow {
-  device const uchar* p;
-  uint scales, biases;  // byte offsets of the planes
+// Codes of a stream of 16-bit words: a field that starts at bit 0 ... 15 of a word ends below bit
+// 23 of the word and the next one, so no code needs a shift. Two neighbours that are one 32-bit
+// word of memory cost nothing to join.
+template <int bits, int count>
+struct AffineStream {
+  MM_CONST int kWords = bits * count / 16;
+  ushort words[kWords + 1];
+
+  // Whether to read word i with the next one.
+  static constexpr bool joined(int i) { return i % 2 == 0 || 16 * (i + 1) % bits != 0; }
+
+  template <int i = 0>
+  static METAL_FUNC void fields(thread const uint (&opened)[kWords], thread float (&q)[count]) {
+    if constexpr (i < count) {
+      q[i] = field<bits, i * bits % 16>(opened[i * bits / 16]);
+      fields<i + 1>(opened, q);
+    }
+  }
+  static METAL_FUNC void unpack(thread const AffineStream& s, thread float (&q)[count]) {
+    uint opened[kWords];
+    MM_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      const uint both = as_type<uint>(ushort2(s.words[i], s.words[i + 1]));
+      opened[i] = open_word(joined(i) ? both : s.words[i]);
+    }
+    fields(opened, q);
+  }
 };
 
-// A field that starts at bit 0 ... 15 of a 16-bit word ends below bit 23 of the word and the next
-// one, so no code of the stream needs a shift.
-// Bitwise 1.25 (2 bits), 1.4 (3), 1.4 (4), 1.7 (5), 1.75 (6), 1.6 (8), 0.06 shift, 2.12 fma, 0.2 to
-// 0.5 load: 3.6, 3.8, 3.8, 4.1, 4.1, 4.0 cycles.
 template <int bits>
-struct Affine {
+struct Affine : PlainPiece {
   MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;
-  MM_CONST int kLanes = 1, kValues = 16, kRun = 16, kRunStride = 16, kSegments = 1;
-  MM_CONST bool kHasOffset = true, kHasCodebook = false, kIsDense = false;
-  using Row = AffineRow;
+  MM_CONST int kLanes = 1, kValues = 32, kRun = 32, kRunStride = 32, kOffsets = 1;
+  MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0;
+  MM_CONST bool kIsDense = false;
+  using Row = device const uchar*;
+  struct Raw {
+    uint words[bits];
+    uint scale, bias;  // bits of fc_scale_type
+  };
 
-  static METAL_FUNC Row row(device const uchar* p, constant KernelArgs& args) {
-    return {p, args.scales_offset, args.biases_offset};
-  }
+  static METAL_FUNC Row row(device const uchar* p, constant KernelArgs&) { return p; }
   static METAL_FUNC uint first(uint) { return 0; }
 
-  template <int i>
-  static METAL_FUNC void fields(thread const uint (&alone)[bits], thread const uint (&both)[bits],
-                                thread float (&q)[16]) {
-    constexpr int kAt = i * bits / 16, kShift = i * bits % 16;
-    q[i] = field<bits, kShift>(kShift + bits <= 16 ? alone[kAt] : both[kAt]);
-    if constexpr (i < 15) fields<i + 1>(alone, both, q);
+  static METAL_FUNC uint parameter(device const uchar* p) {
+    if (fc_scale_type == 2) return load_as<uint>(p);
+    return load_as<ushort>(p);
   }
-  static METAL_FUNC void codes(device const uchar* p, thread float (&q)[16]) {
-    ushort halves[bits + 1];
+  static METAL_FUNC float value(uint parameter) {
+    if (fc_scale_type == 0) return float(as_type<half>(ushort(parameter)));
+    if (fc_scale_type == 1) return float(as_type<bfloat>(ushort(parameter)));
+    return as_type<float>(parameter);
+  }
+  static METAL_FUNC uint group_of(uint unit) {
+    return unit >> (fc_group == 32 ? 0 : fc_group == 64 ? 1 : 2);
+  }
+
+  struct Cursor {
+    device const uchar* codes;
+    device const uchar* scale;
+  };
+  // Bytes of the scales, or of the biases, of so many units.
+  static METAL_FUNC uint parameter_bytes(uint units) {
+    return group_of(units) * (fc_scale_type == 2 ? 4 : 2);
+  }
+  // Where the scale of a unit is.
+  static METAL_FUNC device const uchar* scale_of(Row row, uint unit) {
+    return row + fc_k / 8 * bits + parameter_bytes(unit);
+  }
+  static METAL_FUNC uint to_bias() { return parameter_bytes(fc_k / 32); }
+  static METAL_FUNC Cursor start(Row row, uint unit) {
+    return {row + unit * uint(4 * bits), scale_of(row, unit)};
+  }
+  // As many units as a simdgroup takes are whole groups.
+  static METAL_FUNC Cursor next(Cursor c, uint units) {
+    return {c.codes + units * uint(4 * bits), c.scale + parameter_bytes(units)};
+  }
+  static METAL_FUNC void fetch(Cursor c, uint, thread Raw& raw) {
+    device const uchar* p = c.codes;
+    MM_UNROLL
+    for (int i = 0; i < bits; ++i) {
+      if constexpr (bits % 4 == 0) {
+        raw.words[i] = load_as<uint4>(p + i / 4 * 16)[i % 4];
+      } else if constexpr (bits % 2 == 0) {
+        raw.words[i] = load_as<uint2>(p + i / 2 * 8)[i % 2];
+      } else {
+        raw.words[i] = load_as<uint>(p + 4 * i);
+      }
+    }
+    raw.scale = parameter(c.scale);
+    raw.bias = parameter(c.scale + to_bias());
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Affine>& p) {
+    AffineStream<bits, 32> stream;
+    MM_UNROLL
+    for (int i = 0; i < 2 * bits; ++i) {
+      stream.words[i] = as_type<ushort2>(raw.words[i / 2])[i % 2];
+    }
+    stream.words[2 * bits] = 0;
+    if constexpr (bits == 4) {
+      MM_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        nibbles4(stream.words[i], p.q[4 * i], p.q[4 * i + 1], p.q[4 * i + 2], p.q[4 * i + 3]);
+      }
+    } else {
+      AffineStream<bits, 32>::unpack(stream, p.q);
+    }
+    p.d = value(raw.scale);
+    p.m = value(raw.bias);
+  }
+
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* p = row + k / 16 * uint(2 * bits);
+    AffineStream<bits, 16> stream;
     MM_UNROLL
     for (int i = 0; i < bits; ++i) {
       if constexpr (bits == 8) {
-        halves[i] = as_type<ushort2>(load_as<uint4>(p)[i / 2])[i % 2];
+        stream.words[i] = as_type<ushort2>(load_as<uint4>(p)[i / 2])[i % 2];
       } else if constexpr (bits == 4) {
-        halves[i] = load_as<ushort4>(p)[i];
+        stream.words[i] = load_as<ushort4>(p)[i];
       } else if constexpr (bits % 2 == 0) {
-        halves[i] = load_as<ushort2>(p + i / 2 * 4)[i % 2];
+        stream.words[i] = load_as<ushort2>(p + i / 2 * 4)[i % 2];
       } else {
-        halves[i] = load_as<ushort>(p + 2 * i);
+        stream.words[i] = load_as<ushort>(p + 2 * i);
       }
     }
-    halves[bits] = 0;
-    uint alone[bits], both[bits];
-    MM_UNROLL
-    for (int i = 0; i < bits; ++i) {
-      alone[i] = open_word(halves[i]);
-      both[i] = open_word(as_type<uint>(ushort2(halves[i], halves[i + 1])));
-    }
-    fields<0>(alone, both, q);
-  }
-  static METAL_FUNC float parameter(device const uchar* plane, uint group) {
-    if (fc_scale_type == 0) return load_half(plane + 2 * group);
-    if (fc_scale_type == 1) return float(load_as<bfloat>(plane + 2 * group));
-    return load_as<float>(plane + 4 * group);
-  }
-  static METAL_FUNC uint group_of(uint unit) {
-    return unit >> (fc_group == 32 ? 1 : fc_group == 64 ? 2 : 3);
-  }
-
-  static METAL_FUNC void load(Row row, uint unit, uint, Codebook, thread Piece<Affine>& p) {
-    codes(row.p + unit * uint(2 * bits), p.q);
-    p.d = parameter(row.p + row.scales, group_of(unit));
-    p.m = parameter(row.p + row.biases, group_of(unit));
-  }
-  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const uint unit = k / 16;
-    codes(row.p + unit * uint(2 * bits), w);
-    const float scale = parameter(row.p + row.scales, group_of(unit));
-    const float bias = parameter(row.p + row.biases, group_of(unit));
+    stream.words[bits] = 0;
+    AffineStream<bits, 16>::unpack(stream, w);
+    device const uchar* at = scale_of(row, k / 32);
+    const float scale = value(parameter(at)), bias = value(parameter(at + to_bias()));
     MM_UNROLL
     for (int i = 0; i < 16; ++i) {
       const float product = scale * w[i];  // rounded on its own where scales are f32

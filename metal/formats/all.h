@@ -17,7 +17,7 @@ struct FormatCheck {
   static_assert(kSimdWidth % Format::kLanes == 0, "");
   static_assert(Format::kBlockValues % kUnit == 0 || kUnit % Format::kBlockValues == 0, "");
   static_assert(Format::kRun % 4 == 0 && Format::kValues % Format::kRun == 0, "");
-  static_assert(Format::kSegments == 1 || Format::kSegments * Format::kRun == Format::kValues, "");
+  static_assert(Format::kValues % (Format::kSegments * Format::kChains) == 0, "");
   MM_CONST bool kOk = true;
 };
 
@@ -31,5 +31,9 @@ struct FormatCheck {
   static_assert(Struct::kBlockBytes * 8 == Struct::kBlockValues * bits, #name); \
   static_assert(FormatCheck<Struct>::kOk, #name);
 #include "../formats.def"
+#define MM_PIECE(name, Struct, values, short_values) \
+  static_assert(Struct::kValues == values, #name);   \
+  static_assert(ShortPiece<Struct>::type::kValues == short_values, #name);
+#include "../pieces.def"
 
 }  // namespace metalmm

@@ -1,16 +1,17 @@
 // GGML blocks of 32 values. Byte j of the codes holds value j (low nibble) and j + 16 (high).
-// Two lanes share a block: lane p owns values [8p, 8p + 8) and [16 + 8p, 16 + 8p + 8).
+// Two lanes share a block: lane p owns values [8p, 8p + 8) and [16 + 8p, 16 + 8p + 8); in q4_1, a
+// lane owns a block.
 // Rejected: four lanes with 8 values each, which read x in longer runs but pay for scale and
 // address twice as often: q4_0 1.42 TB/s instead of 2.17 (H200, N = 128256, K = 4096).
 #pragma once
 
-#include "format.h"
+#include "piece.h"
 
 namespace metalmm {
 
 template <int bytes>
-struct Block32 : BlockFormat<32, bytes> {
-  MM_CONST int kLanes = 2, kValues = 16, kRun = 8, kRunStride = 16, kSegments = 1;
+struct Block32 : BlockFormat<32, bytes>, PlainPiece {
+  MM_CONST int kLanes = 2, kValues = 16, kRun = 8, kRunStride = 16;
   static METAL_FUNC uint first(uint piece) { return 8 * piece; }
 };
 
@@ -50,13 +51,17 @@ METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
 }
 
 // d * (code - 8).
-// 1.25 bitwise, 2.06 fma, 0.31 load: 3.3 cycles.
 struct Q4_0 : Block32<18> {
-  MM_CONST bool kHasOffset = false;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_0>& p) {
-    device const uchar* b = block(row, unit);
-    nibbles8x2(load_8<2>(b + 2 + 8 * piece), -8, p.q);
-    p.d = load_half(b);
+  struct Raw {
+    uint2 codes;
+    half d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw = {load_8<2>(b + 2 + 8 * piece), load_as<half>(b)};
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_0>& p) {
+    nibbles8x2(raw.codes, -8, p.q);
+    p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
@@ -66,15 +71,23 @@ struct Q4_0 : Block32<18> {
 };
 
 // d * code + m.
-// 1.25 bitwise, 2.12 fma, 0.19 load: 3.4 cycles.
-struct Q4_1 : Block32<20> {
-  MM_CONST bool kHasOffset = true;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_1>& p) {
-    device const uchar* b = block(row, unit);
-    nibbles8x2(load_8<4>(b + 4 + 8 * piece), 0, p.q);
-    const half2 d = load_as<half2>(b);
-    p.d = float(d.x);
-    p.m = float(d.y);
+struct Q4_1 : BlockFormat<32, 20>, PlainPiece {
+  MM_CONST int kLanes = 1, kValues = 32, kRun = 16, kRunStride = 16;
+  MM_CONST int kSegments = 2, kOffsets = 1, kChains = 2, kChainBits = 8;
+  static METAL_FUNC uint first(uint) { return 0; }
+  struct Raw {
+    uint4 codes;
+    half2 d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint, thread Raw& raw) {
+    raw = {load_16<4>(b + 4), load_as<half2>(b)};
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_1>& p) {
+    nibbles16x2(raw.codes, p.q, p.q + 16);
+    p.scale[0] = 1.0f;
+    p.scale[1] = 1 / 16.0f;
+    p.d = float(raw.d.x);
+    p.m = float(raw.d.y);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
@@ -90,13 +103,19 @@ METAL_FUNC void add_fifth16(uint bits, thread float (&w)[16]) {
 }
 
 // d * (code - 16), five-bit codes: bit j of the word qh is the high bit of value j.
-// 1.8 bitwise, 0.06 shift, 3.06 fma, 0.44 load: 5.1 cycles.
 struct Q5_0 : Block32<22> {
-  MM_CONST bool kHasOffset = false;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_0>& p) {
-    device const uchar* b = block(row, unit);
-    fives8x2(load_8<2>(b + 6 + 8 * piece), load_4<2>(b + 2) >> (8 * piece), -16, p.q);
-    p.d = load_half(b);
+  struct Raw {
+    uint2 codes;
+    uint fifth;
+    half d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw = {load_8<2>(b + 6 + 8 * piece), load_4<2>(b + 2), load_as<half>(b)};
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_0>& p) {
+    fives8x2(raw.codes, raw.fifth >> (8 * piece), -16, p.q);
+    p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
@@ -107,15 +126,21 @@ struct Q5_0 : Block32<22> {
 };
 
 // d * code + m, codes as in q5_0.
-// 1.8 bitwise, 0.06 shift, 3.12 fma, 0.25 load: 5.2 cycles.
 struct Q5_1 : Block32<24> {
-  MM_CONST bool kHasOffset = true;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_1>& p) {
-    device const uchar* b = block(row, unit);
-    fives8x2(load_8<8>(b + 8 + 8 * piece), load_as<uint>(b + 4) >> (8 * piece), 0, p.q);
-    const half2 d = load_as<half2>(b);
-    p.d = float(d.x);
-    p.m = float(d.y);
+  MM_CONST int kOffsets = 1;
+  struct Raw {
+    uint2 codes;
+    uint fifth;
+    half2 d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw = {load_8<8>(b + 8 + 8 * piece), load_as<uint>(b + 4), load_as<half2>(b)};
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_1>& p) {
+    fives8x2(raw.codes, raw.fifth >> (8 * piece), 0, p.q);
+    p.d = float(raw.d.x);
+    p.m = float(raw.d.y);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
@@ -126,28 +151,31 @@ struct Q5_1 : Block32<24> {
 };
 
 // d * code, int8 codes.
-// 1.5 bitwise, 2.06 fma, 0.56 load: 3.6 cycles.
 struct Q8_0 : Block32<34> {
-  MM_CONST bool kHasOffset = false;
-  // 2 kWords codes: flipping the sign bit adds 128.
-  template <int kWords>
-  static METAL_FUNC void codes(device const uchar* qs, thread float* q) {
+  struct Raw {
+    uint4 codes;
+    half d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw.codes = uint4(load_8<2>(b + 2 + 8 * piece), load_8<2>(b + 18 + 8 * piece));
+    raw.d = load_as<half>(b);
+  }
+  // Flipping the sign bit adds 128.
+  static METAL_FUNC void bytes16(uint4 words, thread float (&q)[16]) {
     MM_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      const uint u = load_as<ushort>(qs + 2 * i) ^ (kExponent23 | 0x8080u);
-      q[2 * i] = field<8, 0>(u, -128);
-      q[2 * i + 1] = field<8, 8>(u, -128);
+    for (int i = 0; i < 16; i += 2) {
+      const uint u = as_type<ushort2>(words[i / 4])[i / 2 % 2] ^ (kExponent23 | 0x8080u);
+      q[i] = field<8, 0>(u, -128);
+      q[i + 1] = field<8, 8>(u, -128);
     }
   }
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q8_0>& p) {
-    device const uchar* b = block(row, unit);
-    codes<4>(b + 2 + 8 * piece, p.q);
-    codes<4>(b + 18 + 8 * piece, p.q + 8);
-    p.d = load_half(b);
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q8_0>& p) {
+    bytes16(raw.codes, p.q);
+    p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
-    codes<8>(b + 2 + (k & 16), w);
+    bytes16(load_16<2>(b + 2 + (k & 16)), w);
     scale16(load_half(b), 0, w);
   }
 };

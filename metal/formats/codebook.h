@@ -14,22 +14,23 @@ constant half kIQ4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 constant half kFP4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct IQ4Levels {
-  MM_CONST bool kHasCodebook = true;
   static METAL_FUNC half level(uint code) { return kIQ4Levels[code]; }
 };
 
-// Byte i of the codes: values i and 8 + i of a piece.
-METAL_FUNC void look_up8x2(Codebook book, uint byte, int i, thread float (&q)[16]) {
-  const half2 both = book[byte];
-  q[i] = float(both.x);
-  q[8 + i] = float(both.y);
-}
-METAL_FUNC void look_up8x2(Codebook book, uint2 words, thread float (&q)[16]) {
-  const ushort4 halves = as_type<ushort4>(words);
+// The 2 kBytes values of kBytes bytes of codes: low nibbles, then high ones.
+template <int kBytes>
+METAL_FUNC void look_up(Codebook book, thread const uint* words, thread float* q) {
   MM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    look_up8x2(book, halves[i] & 0xFF, 2 * i, q);
-    look_up8x2(book, halves[i] >> 8, 2 * i + 1, q);
+  for (int i = 0; i < kBytes; i += 2) {  // bytes of a word: 0 and 2, then 1 and 3
+    const uint pair = i % 4 == 0 ? words[i / 4] : words[i / 4] >> 8;
+    const ushort2 bytes = as_type<ushort2>(pair & 0x00FF00FFu);
+    MM_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      const half2 both = book[bytes[j]];
+      const int at = i / 4 * 4 + i % 4 / 2 + 2 * j;
+      q[at] = float(both.x);
+      q[kBytes + at] = float(both.y);
+    }
   }
 }
 template <class Levels>
@@ -41,14 +42,17 @@ METAL_FUNC void look_up16(uint4 words, bool high, thread float (&w)[16]) {
 }
 
 // d * level(code).
-// 0.3 bitwise, 0.25 shift, 1.06 fma, 0.81 load: 2.4 cycles.
 struct IQ4_NL : Block32<18>, IQ4Levels {
-  MM_CONST bool kHasOffset = false, kHasCodebook = true;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook book,
-                              thread Piece<IQ4_NL>& p) {
-    device const uchar* b = block(row, unit);
-    look_up8x2(book, load_8<2>(b + 2 + 8 * piece), p.q);
-    p.d = load_half(b);
+  MM_CONST bool kHasCodebook = true;
+  using Raw = Q4_0::Raw;
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    Q4_0::fetch(b, piece, raw);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
+                                thread Piece<IQ4_NL>& p) {
+    const uint words[2] = {raw.codes.x, raw.codes.y};
+    look_up<8>(book, words, p.q);
+    p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
@@ -58,12 +62,11 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
 };
 
 // (d (scale - 32)) level(code): 6-bit scales per 32 values, codes as in iq4_nl.
-// Sixteen lanes share a super-block, two to a sub-block of 32.
-// 0.6 bitwise, 0.44 shift, 1.2 fma, 0.75 load: 3.5 cycles.
-struct IQ4_XS : BlockFormat<256, 136>, IQ4Levels {
-  MM_CONST int kLanes = 16, kValues = 16, kRun = 8, kRunStride = 16, kSegments = 1;
-  MM_CONST bool kHasOffset = false, kHasCodebook = true;
-  static METAL_FUNC uint first(uint piece) { return 32 * (piece / 2) + 8 * (piece & 1); }
+// Eight lanes share a super-block: lane p owns sub-block p.
+struct IQ4_XS : BlockFormat<256, 136>, PlainPiece, IQ4Levels {
+  MM_CONST int kLanes = 8, kValues = 32, kRun = 32, kRunStride = 32;
+  MM_CONST bool kHasCodebook = true;
+  static METAL_FUNC uint first(uint piece) { return 32 * piece; }
 
   static METAL_FUNC float scale(device const uchar* b, uint sub) {
     const uint low = b[4 + sub / 2] >> (4 * (sub & 1)) & 15;
@@ -71,11 +74,27 @@ struct IQ4_XS : BlockFormat<256, 136>, IQ4Levels {
     const half six = as_type<half>(ushort(0x6400u | low | top << 4));
     return load_half(b) * (float(six) - 1056.0f);
   }
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook book,
-                              thread Piece<IQ4_XS>& p) {
-    device const uchar* b = block(row, unit);
-    look_up8x2(book, load_8<8>(b + 8 + 8 * piece), p.q);
-    p.d = scale(b, piece / 2);
+  struct Raw {
+    uint4 codes;
+    half d;
+    ushort tops, low;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw = {load_16<8>(b + 8 + 16 * piece), load_as<half>(b), load_as<ushort>(b + 2),
+           b[4 + piece / 2]};
+  }
+  // A lane's fields of `low` and `tops` are at bits that it knows: masks and units are its own.
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook book,
+                                thread Piece<IQ4_XS>& p) {
+    const uint words[4] = {raw.codes.x, raw.codes.y, raw.codes.z, raw.codes.w};
+    look_up<16>(book, words, p.q);
+    const uint low_shift = 4 * (piece & 1), top_shift = 2 * piece;
+    const float low_unit = power_of_two(-int(low_shift));
+    const float top_unit = power_of_two(4 - int(top_shift));
+    const half low = as_type<half>(ushort((raw.low | 0x6400u) & (0x6400u | 15u << low_shift)));
+    const float top = as_type<float>(open_word(raw.tops) & (kExponent23 | 3u << top_shift));
+    const float bias = -32.0f - 8388608.0f * top_unit - 1024.0f * low_unit;
+    p.d = float(raw.d) * fma(float(low), low_unit, fma(top, top_unit, bias));
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);
@@ -86,21 +105,31 @@ struct IQ4_XS : BlockFormat<256, 136>, IQ4Levels {
 };
 
 // 2^(e - 127) * fp4(code). Blocks of 17 bytes: byte loads, and a byte is what the codebook takes.
-// 0.4 bitwise, 0.12 select, 0.12 shift, 1.06 fma, 1.06 load: 2.1 cycles.
 struct MXFP4 : Block32<17> {
-  MM_CONST bool kHasOffset = false, kHasCodebook = true;
+  MM_CONST bool kHasCodebook = true;
   static METAL_FUNC half level(uint code) { return kFP4Doubled[code]; }
 
   // 2^(e - 128); subnormal for e < 2.
   static METAL_FUNC float scale(uint e) {
     return as_type<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
   }
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook book,
-                              thread Piece<MXFP4>& p) {
-    device const uchar* b = block(row, unit);
+  struct Raw {
+    uchar codes[8], e;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw.e = b[0];
     MM_UNROLL
-    for (int i = 0; i < 8; ++i) look_up8x2(book, b[1 + 8 * piece + i], i, p.q);
-    p.d = scale(b[0]);
+    for (int i = 0; i < 8; ++i) raw.codes[i] = b[1 + 8 * piece + i];
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
+                                thread Piece<MXFP4>& p) {
+    MM_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const half2 both = book[raw.codes[i]];
+      p.q[i] = float(both.x);
+      p.q[8 + i] = float(both.y);
+    }
+    p.d = scale(raw.e);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);

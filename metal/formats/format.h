@@ -12,25 +12,16 @@
 //       w[i] = W[k + i], k a multiple of 16, rounded as the Python specification rounds it.
 //       Dense formats read 16 values whatever K is, and have value(Row, k) for a tail.
 //
-// Pieces, for gemv. K is cut into units of kLanes * kValues values; each of kLanes lanes owns a
-// piece of a unit: kValues values in runs of kRun, a run every kRunStride values, the first at
-// first(piece). Lanes of a unit that are neighbours own neighbouring runs.
-//   static uint first(uint piece)
-//   static void load(Row row, uint unit, uint piece, Codebook book, thread Piece<Format>& p)
-//       Codes as integers in f32, not yet scaled: value i of run r is
-//         p.d * (kSegments == 1 ? 1 : p.scale[r]) * p.q[r * kRun + i]
-//           + (kHasOffset ? p.m * (kSegments == 1 ? 1 : p.offset[r]) : 0)
-//   kSegments                   1: one scale for the piece; else one per run
-//   kHasCodebook                load() reads `book`, which fill() has written
-//   static half level(uint code)  with kHasCodebook: the value of a 4-bit code
+// Pieces, for gemv: piece.h.
 //
-// Codes reach f32 without a conversion: a field of b bits at bit s of a 16-bit word, put into the
-// mantissa of 2^23, is the float 2^23 + 2^s code, and one fma takes 2^23 and 2^s away (field()).
-// The word gets its exponent once; a mask per field keeps exponent and field. So a code costs
-// 1 bitwise + 1 fma, and 1 bitwise per word: no shift, no conversion. s + b <= 23.
-// Above each struct: operations per weight of its load() and of dot(), and issue cycles by the
-// costs of an M1 (1 for bitwise, float and select, 4 for shifts); loads are counted, not costed, x
-// and what does not change along K left out.
+// Codes reach f32 without a conversion: a 16-bit word of codes, put into the mantissa of 2^23, is
+// a float ("opened"), and so is the word with some of its fields masked away, exponent kept. All
+// are integers below 2^24, so that differences are exact:
+//   field()   masks one field of b bits at bit s: 2^23 + 2^s code; one fma takes 2^23 and 2^s away.
+//             1 bitwise + 1 fma a code, and 1 bitwise a word.
+//   chains    words that keep 1, 2, 3 ... fields: each code is the difference of neighbours, times
+//             2^s, and the last word needs no mask: 1 bitwise less a word (nibbles4()).
+// No shift, no conversion. s + b <= 23.
 //
 // Two 16-bit words side by side give two fields at a time in half precision (pair()): 2^10 + 2^s
 // code.
@@ -44,22 +35,14 @@ namespace metalmm {
 
 using namespace metal;
 
-// Two values of every byte of 4-bit codes, in threadgroup memory: low nibble, high nibble.
-using Codebook = threadgroup const half2*;
-
-template <class Format>
-struct Piece {
-  float q[Format::kValues];
-  float scale[Format::kSegments], offset[Format::kSegments];
-  float d, m;
-};
-
 // ---- mantissa tricks
 
 MM_CONST uint kExponent23 = 0x4B000000;  // 2^23 as a float
 MM_CONST uint kExponent10 = 0x64006400;  // 2^10 as two halves
 
 METAL_FUNC uint open_word(uint word) { return word | kExponent23; }
+METAL_FUNC ushort half_word(uint word, int i) { return as_type<ushort2>(word)[i]; }
+METAL_FUNC float power_of_two(int e) { return as_type<float>(uint(e + 127) << 23); }
 
 // Shifts are template arguments, also where a loop would do: while a mask is not a constant yet, a
 // compiler turns (w | e) & (e | mask) into (w & mask) | e, two operations per code instead of one.
@@ -80,6 +63,25 @@ METAL_FUNC half2 pair(uint opened) {
   static_assert(shift + bits <= 10, "beyond the mantissa");
   constexpr uint kMask = kExponent10 | (((1u << bits) - 1u) << shift) * 0x00010001u;
   return as_type<half2>(opened & kMask);
+}
+
+// The fields of an opened word that masks a, b and c add one by one, and the rest of the word: a
+// chain of four.
+template <uint a, uint b, uint c>
+METAL_FUNC void chain4(uint opened, thread float& q0, thread float& q1, thread float& q2,
+                       thread float& q3) {
+  const float v0 = as_type<float>(opened & (kExponent23 | a));
+  const float v1 = as_type<float>(opened & (kExponent23 | b));
+  const float v2 = as_type<float>(opened & (kExponent23 | c));
+  q0 = v0 - 8388608.0f;
+  q1 = v1 - v0;
+  q2 = v2 - v1;
+  q3 = as_type<float>(opened) - v2;
+}
+// The four nibbles of a 16-bit word times 1, 16, 256 and 4096.
+METAL_FUNC void nibbles4(ushort word, thread float& q0, thread float& q1, thread float& q2,
+                         thread float& q3) {
+  chain4<0xF, 0xFF, 0xFFF>(open_word(word), q0, q1, q2, q3);
 }
 
 // q + 2^to code, of one half h of pair<bits, shift>(): exact, in one fma if q already has
@@ -126,6 +128,16 @@ METAL_FUNC float load_half(device const uchar* p) { return float(load_as<half>(p
 
 // ---- nibbles
 
+// 32 codes of 16 bytes as chains of two (kChainBits 8): low nibbles in low[i], then high ones times
+// 16 in high[i].
+METAL_FUNC void nibbles16x2(uint4 words, thread float* low, thread float* high) {
+  MM_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    const ushort half_word = as_type<ushort2>(words[i / 4])[i / 2 % 2];
+    nibbles4(half_word, low[i], high[i], low[i + 1], high[i + 1]);
+  }
+}
+
 // The codes of 16 bytes, plus an integer: low or high nibbles.
 METAL_FUNC void nibbles16(uint4 words, bool high, float add, thread float (&q)[16]) {
   MM_UNROLL
@@ -140,75 +152,19 @@ METAL_FUNC void nibbles16(uint4 words, bool high, float add, thread float (&q)[1
   }
 }
 
-// ---- the dot product of a piece, the same for every kernel that promises equal bits
-
-// x and the sums of its segments.
-template <class Format>
-struct XPiece {
-  float x[Format::kValues], sum[Format::kSegments];
-};
-
-template <class Format>
-METAL_FUNC void sum_segments(thread XPiece<Format>& x) {
-  if constexpr (Format::kHasOffset) {
-    constexpr int kValues = Format::kValues / Format::kSegments;
-    MM_UNROLL
-    for (int s = 0; s < Format::kSegments; ++s) {
-      float sum = x.x[s * kValues];
-      MM_UNROLL
-      for (int i = 1; i < kValues; ++i) sum += x.x[s * kValues + i];
-      x.sum[s] = sum;
-    }
-  }
-}
-
-// acc + sum of w x over a piece. One non-zero x gives w itself: q x, then scale q x, then d scale q
-// x round only where the specification's d scale q does, and the offset is added once.
-template <class Format>
-METAL_FUNC float dot(thread const Piece<Format>& p, thread const XPiece<Format>& x, float acc) {
-  constexpr int kValues = Format::kValues / Format::kSegments;
-  float total = 0.0f, offset = 0.0f;
-  MM_UNROLL
-  for (int s = 0; s < Format::kSegments; ++s) {
-    float sum = p.q[s * kValues] * x.x[s * kValues];
-    MM_UNROLL
-    for (int i = 1; i < kValues; ++i) {
-      sum = fma(p.q[s * kValues + i], x.x[s * kValues + i], sum);
-    }
-    if constexpr (Format::kSegments == 1) {
-      total = sum;
-      if constexpr (Format::kHasOffset) offset = x.sum[0];
-    } else {
-      total = fma(p.scale[s], sum, total);
-      if constexpr (Format::kHasOffset) offset = fma(p.offset[s], x.sum[s], offset);
-    }
-  }
-  acc = fma(p.d, total, acc);
-  if constexpr (Format::kHasOffset) acc = fma(p.m, offset, acc);
-  return acc;
-}
-
-// Writes the codebook with all threads of a threadgroup; ends with a barrier.
-template <class Format>
-METAL_FUNC void fill(threadgroup half2* book, uint thread_index, uint threads) {
-  if constexpr (Format::kHasCodebook) {
-    for (uint byte = thread_index; byte < 256; byte += threads) {
-      book[byte] = half2(Format::level(byte & 15), Format::level(byte >> 4));
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-}
-
 // A row of blocks is a pointer.
 template <int values, int bytes>
 struct BlockFormat {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
-  MM_CONST bool kHasCodebook = false, kIsDense = false;
+  MM_CONST bool kIsDense = false;
   using Row = device const uchar*;
   static METAL_FUNC Row row(device const uchar* p, constant KernelArgs&) { return p; }
   static METAL_FUNC device const uchar* block(Row row, uint index) {
     return row + index * uint(bytes);
   }
+  using Cursor = device const uchar*;
+  static METAL_FUNC Cursor start(Row row, uint unit) { return block(row, unit); }
+  static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
 };
 
 }  // namespace metalmm

@@ -1,48 +1,25 @@
 // q2_k, q3_k and q6_k: super-blocks of 256 values, a scale per 16.
 // Value 128n + 32t + l: bits [2t, 2t + 2) of byte 32n + l hold two bits of its code.
-// Eight lanes share a super-block: lane p owns the bytes [l, l + 8) of half n, n = p / 4,
-// l = 8 (p % 4), and of its scales those of 16-value group 8n + 2t + g, g = l / 16, t = 0 ... 3.
+// A lane owns kOwn of these bytes: lane p those from 32n + l = kOwn p, and of the scales those of
+// the groups 8n + 2t + g of 16 values, g = l / 16, t = 0 ... 3.
 #pragma once
 
-#include "format.h"
+#include "piece.h"
 
 namespace metalmm {
 
-template <int bytes>
-struct KBlock16 : BlockFormat<256, bytes> {
-  MM_CONST int kLanes = 8, kValues = 32, kRun = 8, kRunStride = 32, kSegments = 4;
-  static METAL_FUNC uint first(uint piece) { return 128 * (piece / 4) + 8 * (piece & 3); }
+template <int bytes, int own>
+struct KBlock16 : BlockFormat<256, bytes>, PlainPiece {
+  MM_CONST int kOwn = own, kLanes = 64 / own, kValues = 4 * own, kRun = own, kRunStride = 32;
+  MM_CONST int kSegments = 4;
+  static METAL_FUNC uint half_of(uint piece) { return piece * kOwn / 32; }
+  static METAL_FUNC uint byte_of(uint piece) { return piece * kOwn % 32; }
+  static METAL_FUNC uint group_of(uint piece) { return byte_of(piece) / 16; }
+  static METAL_FUNC uint first(uint piece) { return 128 * half_of(piece) + byte_of(piece); }
 };
 
-// Two-bit fields of 8 bytes: run t in q[8t, 8t + 8), plus add[t].
-template <int t>
-METAL_FUNC void crumbs2x4(uint opened, int at, float4 add, thread float (&q)[32]) {
-  q[8 * t + at] = field<2, 2 * t>(opened, add[t]);
-  q[8 * t + at + 1] = field<2, 2 * t + 8>(opened, add[t]);
-  if constexpr (t < 3) crumbs2x4<t + 1>(opened, at, add, q);
-}
-METAL_FUNC void crumbs8x4(uint2 words, float4 add, thread float (&q)[32]) {
-  const ushort4 halves = as_type<ushort4>(words);
-  MM_UNROLL
-  for (int i = 0; i < 4; ++i) crumbs2x4<0>(open_word(halves[i]), 2 * i, add, q);
-}
-
-// Adds 2^to times field t of 8 bytes, of `bits` bits each, to run t.
-template <int bits, int to, int t>
-METAL_FUNC void add_high2x4(uint opened, int at, thread float (&q)[32]) {
-  const half2 high = pair<bits, bits * t>(opened);
-  q[8 * t + at] = add_pair(high.x, to, bits * t, q[8 * t + at]);
-  q[8 * t + at + 2] = add_pair(high.y, to, bits * t, q[8 * t + at + 2]);
-  if constexpr (t < 3) add_high2x4<bits, to, t + 1>(opened, at, q);
-}
-template <int bits, int to>
-METAL_FUNC void add_high8x4(uint2 words, thread float (&q)[32]) {
-  MM_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    add_high2x4<bits, to, 0>(open_pair(words[i]), 4 * i, q);
-    add_high2x4<bits, to, 0>(open_pair(words[i] >> 8), 4 * i + 1, q);
-  }
-}
+// Two bytes as halves, exponent set.
+METAL_FUNC uint open_bytes(uchar a, uchar b) { return open_pair(as_type<uint>(ushort2(a, b))); }
 
 // Two-bit fields t of 16 bytes, plus an integer.
 METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) {
@@ -55,29 +32,56 @@ METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) 
 }
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
-// 1.4 bitwise, 0.06 shift, 2.6 fma, 0.16 load: 4.3 cycles.
-struct Q2_K : KBlock16<84> {
-  MM_CONST bool kHasOffset = true;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q2_K>& p) {
-    device const uchar* b = block(row, unit);
-    crumbs8x4(load_8<4>(b + 16 + 8 * piece), float4(0), p.q);
-    const uint2 scales = load_8<4>(b + 8 * (piece / 4)) >> (8 * (piece / 2 & 1));
+template <int own>
+struct Q2_KOf : KBlock16<84, own> {
+  using Base = KBlock16<84, own>;
+  using typename Base::Cursor;
+  using typename Base::Row;
+  MM_CONST int kOffsets = 4;
+  struct Raw {
+    uint codes[own / 4];
+    uchar scales[4];
+    half2 d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const uint opened = open_pair(scales[i]);
-      const half2 scale = pair<4, 0>(opened), minimum = pair<4, 4>(opened);
+    for (int i = 0; i < own / 4; ++i) {
+      raw.codes[i] = load_as<uint>(b + 16 + own * piece + 4 * i);
+    }
+    MM_UNROLL
+    for (int t = 0; t < 4; ++t) {
+      raw.scales[t] = b[8 * Base::half_of(piece) + Base::group_of(piece) + 2 * t];
+    }
+    raw.d = load_as<half2>(b + 80);
+  }
+  // Fields of two bytes: t of run t.
+  template <int t>
+  static METAL_FUNC void crumbs(uint opened, thread float* q) {
+    q[own * t] = field<2, 2 * t>(opened);
+    q[own * t + 1] = field<2, 2 * t + 8>(opened);
+    if constexpr (t < 3) crumbs<t + 1>(opened, q);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q2_KOf>& p) {
+    MM_UNROLL
+    for (int i = 0; i < own; i += 2) {
+      crumbs<0>(open_word(as_type<ushort2>(raw.codes[i / 4])[i / 2 % 2]), p.q + i);
+    }
+    MM_UNROLL
+    for (int t = 0; t < 4; t += 2) {  // minima times 16
+      const uint both = open_bytes(raw.scales[t], raw.scales[t + 1]);
+      const half2 low = pair<4, 0>(both), minimum = as_type<half2>(both) - low;
+      const half2 scale = low - 1024.0h;
       MM_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        p.scale[2 * i + j] = float(scale[j]) - 1024.0f;
-        p.offset[2 * i + j] = fma(float(minimum[j]), 1 / 16.0f, -64.0f);
+      for (int i = 0; i < 2; ++i) {
+        p.scale[t + i] = float(scale[i]);
+        p.offset[t + i] = float(minimum[i]);
       }
     }
-    const half2 d = load_as<half2>(b + 80);
-    p.d = float(d.x);
-    p.m = -float(d.y);
+    p.d = float(raw.d.x);
+    p.m = float(raw.d.y) * (-1 / 16.0f);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 256);
+    device const uchar* b = Base::block(row, k / 256);
     const uint group = (k & 255) / 16;
     crumbs16(load_16<4>(b + 16 + group / 8 * 32 + (k & 16)), group / 2 & 3, 0, w);
     const float d = load_half(b + 80) * float(b[group] & 15);
@@ -86,31 +90,86 @@ struct Q2_K : KBlock16<84> {
     for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], -m);
   }
 };
+using Q2_K = Q2_KOf<16>;
+template <>
+struct ShortPiece<Q2_K> {
+  using type = Q2_KOf<8>;
+};
 
 // (d (scale - 32)) (code - 4): bit 4n + t of byte l of hmask is the third bit of the code.
 // Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) +
 // g.
-// 2.1 bitwise, 0.28 shift, 3.3 fma, 0.47 load: 6.5 cycles.
-struct Q3_K : KBlock16<110> {
-  MM_CONST bool kHasOffset = false;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q3_K>& p) {
-    device const uchar* b = block(row, unit);
-    const uint n = piece / 4, shift = 4 * n + 8 * (piece / 2 & 1);
-    const float4 bias =
-        -4.0f - float4(pair_bias(2, 0), pair_bias(2, 1), pair_bias(2, 2), pair_bias(2, 3));
-    crumbs8x4(load_8<2>(b + 32 + 8 * piece), bias, p.q);
-    add_high8x4<1, 2>(load_8<2>(b + 8 * (piece & 3)) >> (4 * n), p.q);
-    const uint2 low = load_8<2>(b + 96) >> shift;
-    const uint top = load_4<2>(b + 104) >> shift;
-    const uint2 six = (low & 0x000F000Fu) | (uint2(top << 4, top << 2) & 0x00300030u);
+template <int own>
+struct Q3_KOf : KBlock16<110, own> {
+  using Base = KBlock16<110, own>;
+  using typename Base::Cursor;
+  using typename Base::Row;
+  struct Raw {
+    uint codes[own / 4], high[own / 4];
+    uchar low[4], top[2];
+    half d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    const uint g = Base::group_of(piece);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) {
-      p.scale[t] = float(pair<6, 0>(open_pair(six[t / 2]))[t % 2]) - 1056.0f;
+    for (int i = 0; i < own / 4; ++i) {
+      raw.codes[i] = load_4<2>(b + 32 + own * piece + 4 * i);
+      raw.high[i] = load_4<2>(b + Base::byte_of(piece) + 4 * i);
     }
-    p.d = load_half(b + 108);
+    MM_UNROLL
+    for (int t = 0; t < 4; ++t) raw.low[t] = b[96 + g + 2 * t];
+    MM_UNROLL
+    for (int t = 0; t < 2; ++t) raw.top[t] = b[104 + g + 2 * t];
+    raw.d = load_as<half>(b + 108);
+  }
+  // Third bits of runs t and t + 2, in two bytes: times two powers of two at once, they lie above
+  // the other two bits of their codes.
+  static METAL_FUNC void unpack_codes(thread const Raw& raw, uint n, thread float* q) {
+    const float unit = power_of_two(-4 * int(n)), spread0 = 20.0f * unit, spread1 = 40.0f * unit;
+    const float bias0 = 8388608.0f * (1.0f - spread0), bias1 = 8388608.0f * (1.0f - spread1);
+    const uint mask0 = kExponent23 | 0x0505u << (4 * n), mask1 = kExponent23 | 0x0A0Au << (4 * n);
+    MM_UNROLL
+    for (int i = 0; i < own; i += 2) {
+      const ushort even_codes = half_word(raw.codes[i / 4] & 0x33333333u, i / 2 % 2);
+      const ushort odd_codes = half_word(raw.codes[i / 4] & 0xCCCCCCCCu, i / 2 % 2);
+      const uint high = open_word(as_type<ushort2>(raw.high[i / 4])[i / 2 % 2]);
+      const uint high0 = as_type<uint>(fma(as_type<float>(high & mask0), spread0, bias0));
+      const uint high1 = as_type<uint>(fma(as_type<float>(high & mask1), spread1, bias1));
+      const uint even = (high0 & (kExponent23 | 0x04444u)) | even_codes;
+      const uint odd = (high1 & (kExponent23 | 0x11110u)) | odd_codes;
+      q[i] = field<3, 0>(even, -4);
+      q[2 * own + i] = field<3, 4>(even, -4);
+      q[i + 1] = field<3, 8>(even, -4);
+      q[2 * own + i + 1] = field<3, 12>(even, -4);
+      q[own + i] = field<3, 2>(odd, -4);
+      q[3 * own + i] = field<3, 6>(odd, -4);
+      q[own + i + 1] = field<3, 10>(odd, -4);
+      q[3 * own + i + 1] = field<3, 14>(odd, -4);
+    }
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q3_KOf>& p) {
+    const uint n = Base::half_of(piece);
+    unpack_codes(raw, n, p.q);
+    const uint low_mask = kExponent10 | 0x000F000Fu << (4 * n);
+    const uint tops = open_bytes(raw.top[0], raw.top[1]);
+    const half low_unit = n == 0 ? 1.0h : 1 / 16.0h;
+    MM_UNROLL
+    for (int t = 0; t < 4; t += 2) {
+      const half top_unit = (t == 0 ? 16.0h : 4.0h) * low_unit;
+      const uint top_mask = kExponent10 | 0x00030003u << (4 * n + t);
+      const half2 top = as_type<half2>(tops & top_mask);
+      const half2 low = as_type<half2>(open_bytes(raw.low[t], raw.low[t + 1]) & low_mask);
+      const half constant_part = -1024.0h * top_unit - 1024.0h * low_unit - 32.0h;
+      const half2 scale =
+          fma(low, half2(low_unit), fma(top, half2(top_unit), half2(constant_part)));
+      p.scale[t] = float(scale.x);
+      p.scale[t + 1] = float(scale.y);
+    }
+    p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 256);
+    device const uchar* b = Base::block(row, k / 256);
     const uint j = (k & 255) / 16;
     crumbs16(load_16<2>(b + 32 + j / 8 * 32 + (k & 16)), j / 2 & 3, -4, w);
     const uint4 high = load_16<2>(b + (k & 16)) >> (j / 2);
@@ -122,36 +181,61 @@ struct Q3_K : KBlock16<110> {
       w[i] = d * (w[i] + (high[i / 4] & (1u << i % 4 * 8) ? 4.0f : 0.0f));
   }
 };
+using Q3_K = Q3_KOf<16>;
+template <>
+struct ShortPiece<Q3_K> {
+  using type = Q3_KOf<8>;
+};
 
 // (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t
 // >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
-// 2.1 bitwise, 0.06 shift, 3.3 fma, 0.53 load: 5.7 cycles.
-struct Q6_K : KBlock16<210> {
-  MM_CONST bool kHasOffset = false;
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q6_K>& p) {
-    device const uchar* b = block(row, unit);
-    const uint n = piece / 4, l = 8 * (piece & 3);
+struct Q6_K : KBlock16<210, 8> {
+  struct Raw {
+    uint2 low[2], high;
+    uchar scales[4];
+    half d;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int s = 0; s < 2; ++s) {  // low nibbles are run s, high nibbles run s + 2
-      const ushort4 halves = as_type<ushort4>(load_8<2>(b + 64 * n + 32 * s + l));
-      const float add_low = -32 - pair_bias(4, 2 * s), add_high = -32 - pair_bias(4, 2 * s + 4);
+    for (int s = 0; s < 2; ++s) {
+      raw.low[s] = load_8<2>(b + 64 * half_of(piece) + 32 * s + byte_of(piece));
+    }
+    raw.high = load_8<2>(b + 128 + kOwn * piece);
+    MM_UNROLL
+    for (int t = 0; t < 4; ++t) {
+      raw.scales[t] = b[192 + 8 * half_of(piece) + group_of(piece) + 2 * t];
+    }
+    raw.d = load_as<half>(b + 208);
+  }
+  // Low nibbles are runs 0 and 1, high ones runs 2 and 3. The upper bits of runs 0 and 2, times 16,
+  // lie above them, and those of runs 1 and 3 times 4.
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q6_K>& p) {
+    MM_UNROLL
+    for (int i = 0; i < kOwn; i += 2) {
+      const float high = as_type<float>(open_word(as_type<ushort2>(raw.high[i / 4])[i / 2 % 2]));
       MM_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const uint u = open_word(halves[i]);
-        const int at = 8 * s + 2 * i;
-        p.q[at] = field<4, 0>(u, add_low);
-        p.q[at + 1] = field<4, 8>(u, add_low);
-        p.q[at + 16] = field<4, 4>(u, add_high);
-        p.q[at + 17] = field<4, 12>(u, add_high);
+      for (int s = 0; s < 2; ++s) {
+        const float spread = s == 0 ? 16.0f : 4.0f;
+        const uint bits = as_type<uint>(fma(high, spread, 8388608.0f * (1.0f - spread)));
+        const ushort low_codes = half_word(raw.low[s][i / 4] & 0x0F0F0F0Fu, i / 2 % 2);
+        const ushort high_codes = half_word(raw.low[s][i / 4] & 0xF0F0F0F0u, i / 2 % 2);
+        const uint low = (bits & (kExponent23 | 0x03030u)) | low_codes;
+        const uint top = (bits & (kExponent23 | 0x30300u)) | high_codes;
+        const int at = kOwn * s + i;
+        p.q[at] = field<6, 0>(low, -32);
+        p.q[at + 1] = field<6, 8>(low, -32);
+        p.q[2 * kOwn + at] = field<6, 4>(top, -32);
+        p.q[2 * kOwn + at + 1] = field<6, 12>(top, -32);
       }
     }
-    add_high8x4<2, 4>(load_8<2>(b + 128 + 8 * piece), p.q);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) {  // int8: flipping the sign bit adds 128
-      const ushort byte = b[192 + 8 * n + l / 16 + 2 * t];
-      p.scale[t] = float(as_type<half>(ushort(byte ^ 0x6480))) - 1152.0f;
+    for (int t = 0; t < 4; t += 2) {  // int8: flipping the sign bit adds 128
+      const uint both = as_type<uint>(ushort2(raw.scales[t], raw.scales[t + 1])) ^ 0x64806480u;
+      const half2 scale = as_type<half2>(both) - 1152.0h;
+      p.scale[t] = float(scale.x);
+      p.scale[t + 1] = float(scale.y);
     }
-    p.d = load_half(b + 208);
+    p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);

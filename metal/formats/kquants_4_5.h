@@ -1,108 +1,155 @@
 // q4_k and q5_k: super-blocks of 256 values, 6-bit scales and minima per 32.
 // Bytes [32c, 32c + 32) of the codes hold values [64c, 64c + 32) (low nibbles) and the next 32
-// (high). Eight lanes share a super-block: lane p owns the 16 bytes from 32c + 16t, c = p / 2, t =
-// p % 2.
+// (high). kOwn bytes of them are a lane's: lane p owns those from kOwn p, of chunk c = kOwn p / 32.
 #pragma once
 
-#include "format.h"
+#include "piece.h"
 
 namespace metalmm {
 
-// Scales and minima of values [64c, 64c + 32) and [64c + 32, 64c + 64), from the 12 packed bytes.
-// Two bytes of each of the three words hold the four numbers: for c < 2 the low 6 bits of a and b;
-// else 4 bits in a nibble of the third word and 2 at the top of a and b.
-METAL_FUNC void scales_6bit(device const uchar* packed, uint c, thread float (&scale)[2],
-                            thread float (&minimum)[2]) {
-  device const uchar* p = packed + 2 * (c & 1);
-  const uint ab = as_type<uint>(ushort2(load_as<ushort>(p), load_as<ushort>(p + 4)));
-  const ushort third = load_as<ushort>(p + 8);
-  const uint nibble = as_type<uint>(ushort2(third, third >> 4)) & 0x0F0F0F0Fu;
-  const uint six = c < 2 ? ab & 0x3F3F3F3Fu : nibble | ((ab & 0xC0C0C0C0u) >> 2);
-  const half2 even = pair<6, 0>(open_pair(six)), odd = pair<6, 0>(open_pair(six >> 8));
-  scale[0] = float(even.x) - 1024.0f;
-  scale[1] = float(odd.x) - 1024.0f;
-  minimum[0] = float(even.y) - 1024.0f;
-  minimum[1] = float(odd.y) - 1024.0f;
-}
+// The two packed scales and minima of chunk c, of values [64c, 64c + 32) and [64c + 32, 64c + 64):
+// for c < 2 the low 6 bits of bytes 2c + {0, 1} (scales) and 2c + {4, 5} (minima); else 4 bits in
+// the nibbles of byte 2c + {4, 5} and 2 at the top of bytes 2c - {4, 3} and 2c + {0, 1}.
+struct PackedScales {
+  uchar2 a, b, nibbles;
 
-template <int bytes>
-struct KBlock : BlockFormat<256, bytes> {
-  MM_CONST int kLanes = 8, kValues = 32, kRun = 16, kRunStride = 32, kSegments = 2;
-  MM_CONST bool kHasOffset = true;
-  static METAL_FUNC uint first(uint piece) { return 64 * (piece / 2) + 16 * (piece & 1); }
+  static METAL_FUNC PackedScales load(device const uchar* packed, uint c) {
+    device const uchar* p = packed + 2 * (c & 1);
+    return {load_as<uchar2>(p), load_as<uchar2>(p + 4), load_as<uchar2>(p + 8)};
+  }
+  // Masks and units depend on c alone, which a lane knows before the loop: 15 operations. In half,
+  // where all these integers are exact. The second scale comes divided by high_unit.
+  METAL_FUNC static void unpack(PackedScales s, uint c, half high_unit, thread half2& scale,
+                                thread half2& minimum) {
+    const bool split = c >= 2;
+    const uint low_mask = kExponent10 | (split ? 0x000F000Fu : 0u);
+    const uint high_mask = kExponent10 | (split ? 0x00F000F0u : 0u);
+    const uint top_mask = kExponent10 | (split ? 0x00C000C0u : 0x003F003Fu);
+    const half top_unit = split ? 0.25h : 1.0h;
+    const half2 unit = half2(1.0h, high_unit);
+    const uint a = open_pair(as_type<uint>(ushort2(s.a)));
+    const uint b = open_pair(as_type<uint>(ushort2(s.b)));
+    const uint nibbles = open_pair(as_type<uint>(ushort2(s.nibbles)));
+    const half scale_bias = -1024.0h * top_unit - 1024.0h;
+    const half minimum_bias = -1024.0h * top_unit - 64.0h;
+    scale = fma(as_type<half2>(nibbles & low_mask), unit, scale_bias * unit);
+    scale = fma(as_type<half2>(a & top_mask), top_unit * unit, scale);
+    minimum = fma(as_type<half2>(nibbles & high_mask), half2(1 / 16.0h), half2(minimum_bias));
+    minimum = fma(as_type<half2>(b & top_mask), half2(top_unit), minimum);
+  }
+};
 
-  // d, -dmin and the factors of both.
+template <int bytes, int own>
+struct KBlock : BlockFormat<256, bytes>, PlainPiece {
+  MM_CONST int kOwn = own, kLanes = 128 / own, kValues = 2 * own, kRun = own, kRunStride = 32;
+  MM_CONST int kSegments = 2, kOffsets = 2, kChains = 2, kChainBits = 8;
+  static METAL_FUNC uint chunk(uint piece) { return piece * kOwn / 32; }
+  static METAL_FUNC uint first(uint piece) { return 64 * chunk(piece) + piece * kOwn % 32; }
+
+  struct Scales {
+    half2 d;
+    PackedScales packed;
+  };
+  static METAL_FUNC Scales fetch_scales(device const uchar* b, uint c) {
+    return {load_as<half2>(b), PackedScales::load(b + 4, c)};
+  }
+  // d, -dmin and the factors of both, for codes of the second segment that come times 16.
   template <class P>
-  static METAL_FUNC void load_scales(device const uchar* b, uint piece, thread P& p) {
-    const half2 d = load_as<half2>(b);
-    p.d = float(d.x);
-    p.m = -float(d.y);
-    scales_6bit(b + 4, piece / 2, p.scale, p.offset);
+  static METAL_FUNC void unpack_scales(Scales s, uint c, thread P& p) {
+    half2 scale, minimum;
+    PackedScales::unpack(s.packed, c, 1 / 16.0h, scale, minimum);
+    MM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      p.scale[i] = float(scale[i]);
+      p.offset[i] = float(minimum[i]);
+    }
+    p.d = float(s.d.x);
+    p.m = -float(s.d.y);
   }
   // code -> (d scale) code - dmin minimum, for values [k, k + 16).
   static METAL_FUNC void apply_scales(device const uchar* b, uint k, thread float (&w)[16]) {
-    float scale[2], minimum[2];
-    scales_6bit(b + 4, (k & 255) / 64, scale, minimum);
-    const half2 d = load_as<half2>(b);
-    const bool high = k & 32;
-    const float s = float(d.x) * (high ? scale[1] : scale[0]);
-    const float m = -float(d.y) * (high ? minimum[1] : minimum[0]);
+    const uint c = (k & 255) / 64, high = k / 32 & 1;
+    const Scales packed = fetch_scales(b, c);
+    half2 scale, minimum;
+    PackedScales::unpack(packed.packed, c, 1.0h, scale, minimum);
+    const float s = float(packed.d.x) * float(high ? scale.y : scale.x);
+    const float m = -float(packed.d.y) * float(high ? minimum.y : minimum.x);
     MM_UNROLL
     for (int i = 0; i < 16; ++i) w[i] = fma(s, w[i], m);
   }
 };
 
-// The 32 codes of 16 bytes, plus integers: low nibbles, then high ones.
-METAL_FUNC void nibbles16x2(uint4 words, float add_low, float add_high, thread float (&q)[32]) {
-  MM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const ushort2 halves = as_type<ushort2>(words[i]);
-    MM_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      const uint u = open_word(halves[j]);
-      const int at = 4 * i + 2 * j;
-      q[at] = field<4, 0>(u, add_low);
-      q[at + 1] = field<4, 8>(u, add_low);
-      q[16 + at] = field<4, 4>(u, add_high);
-      q[17 + at] = field<4, 12>(u, add_high);
-    }
-  }
-}
-
 // (d scale) code - dmin minimum.
-// 1.5 bitwise, 0.09 shift, 2.35 fma, 0.16 load: 4.3 cycles.
-struct Q4_K : KBlock<144> {
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q4_K>& p) {
-    device const uchar* b = block(row, unit);
-    load_scales(b, piece, p);
-    nibbles16x2(load_as<uint4>(b + 16 + 16 * piece), 0, 0, p.q);
+template <int own>
+struct Q4_KOf : KBlock<144, own> {
+  using Base = KBlock<144, own>;
+  using typename Base::Cursor;
+  using typename Base::Row;
+  struct Raw {
+    uint4 codes[own / 16];
+    typename Base::Scales scales;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    MM_UNROLL
+    for (int i = 0; i < own / 16; ++i) {
+      raw.codes[i] = load_as<uint4>(b + 16 + own * piece + 16 * i);
+    }
+    raw.scales = Base::fetch_scales(b, Base::chunk(piece));
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q4_KOf>& p) {
+    MM_UNROLL
+    for (int i = 0; i < own / 16; ++i) {
+      nibbles16x2(raw.codes[i], p.q + 16 * i, p.q + own + 16 * i);
+    }
+    Base::unpack_scales(raw.scales, Base::chunk(piece), p);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 256);
+    device const uchar* b = Base::block(row, k / 256);
     nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, 0, w);
-    apply_scales(b, k, w);
+    Base::apply_scales(b, k, w);
   }
+};
+using Q4_K = Q4_KOf<32>;
+template <>
+struct ShortPiece<Q4_K> {
+  using type = Q4_KOf<16>;
 };
 
 // As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 +
 // l.
-// 2.3 bitwise, 0.34 shift, 3.35 fma, 0.19 load: 7.0 cycles.
-struct Q5_K : KBlock<176> {
-  static METAL_FUNC void load(Row row, uint unit, uint piece, Codebook, thread Piece<Q5_K>& p) {
-    device const uchar* b = block(row, unit);
-    load_scales(b, piece, p);
-    nibbles16x2(load_as<uint4>(b + 48 + 16 * piece), -pair_bias(4, 0), -pair_bias(4, 1), p.q);
-    const uint4 qh = load_as<uint4>(b + 16 + 16 * (piece & 1)) >> (piece & 6);
+struct Q5_K : KBlock<176, 16> {
+  struct Raw {
+    uint4 codes, fifth;
+    Scales scales;
+  };
+  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+    raw.codes = load_as<uint4>(b + 48 + 16 * piece);
+    raw.fifth = load_as<uint4>(b + 16 + 16 * (piece & 1));
+    raw.scales = fetch_scales(b, chunk(piece));
+  }
+  // The fifth bits of two bytes, times two powers of two at once, lie above the low nibbles and
+  // above the high ones: integers in a float multiply without a shift or a conversion.
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_K>& p) {
+    const uint c = chunk(piece), mask = kExponent23 | 0x0303u << (2 * c);
+    const float spread = 9.0f * power_of_two(4 - 2 * int(c)), bias = 8388608.0f * (1.0f - spread);
     MM_UNROLL
-    for (int i = 0; i < 8; ++i) {  // two bytes at a time: even ones, then odd ones of a word
-      const uint opened = open_pair(qh[i / 2] >> (i % 2 * 8));
-      const half2 low = pair<1, 0>(opened), high = pair<1, 1>(opened);
-      const int at = i / 2 * 4 + i % 2;
-      p.q[at] = add_pair(low.x, 4, 0, p.q[at]);
-      p.q[at + 2] = add_pair(low.y, 4, 0, p.q[at + 2]);
-      p.q[at + 16] = add_pair(high.x, 4, 1, p.q[at + 16]);
-      p.q[at + 18] = add_pair(high.y, 4, 1, p.q[at + 18]);
+    for (int i = 0; i < 16; i += 2) {
+      const ushort low_codes = half_word(raw.codes[i / 4] & 0x0F0F0F0Fu, i / 2 % 2);
+      const ushort high_codes = half_word(raw.codes[i / 4] & 0xF0F0F0F0u, i / 2 % 2);
+      const ushort fifth = as_type<ushort2>(raw.fifth[i / 4])[i / 2 % 2];
+      const uint bits = as_type<uint>(fma(as_type<float>(open_word(fifth) & mask), spread, bias));
+      const uint low = (bits & (kExponent23 | 0x01010u)) | low_codes;
+      const uint high = (bits & (kExponent23 | 0x10100u)) | high_codes;
+      const float low_first = as_type<float>(low & (kExponent23 | 0x001Fu));
+      const float high_first = as_type<float>(high & (kExponent23 | 0x01F0u));
+      p.q[i] = low_first - 8388608.0f;
+      p.q[i + 1] = as_type<float>(low) - low_first;
+      p.q[16 + i] = high_first - 8388608.0f;
+      p.q[17 + i] = as_type<float>(high) - high_first;
     }
+    unpack_scales(raw.scales, c, p);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);

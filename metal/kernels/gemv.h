@@ -1,15 +1,13 @@
 // y[m, n] = x[m, :] . W[n, :]: one row of x per threadgroup.
 //
-// Owner    a simdgroup owns Geometry::kRows rows of W; its lanes own pieces of them (format.h), in
+// Owner    a simdgroup owns Geometry::kRows rows of W; its lanes own pieces of them (piece.h), in
 //          units one after the other along K. With kShareRows the simdgroups of a threadgroup own
 //          the same rows, take the units in turn and add up in threadgroup memory.
 // Traffic  every byte of W once; x once per simdgroup, in registers for all of its rows.
 // Needs    threadgroup memory: the codebook, then kSimdgroups * kRows floats with kShareRows.
 //
-// Per weight: what the format's load() and dot() take (stated there), and the loads of x over
-// kRows. H200, N = 128256, K = 4096, x f16, cold, TB/s of weights: f16 4.43, q8_0 3.35,
-// affine4 2.59, q6_k 2.43, q4_0 2.17, q4_k 2.03, iq4_nl 1.82, q2_k 1.41; 2 rows by 8 simdgroups:
-// q4_k 1.56, q4_0 2.15.
+// Cost     instructions and issue cycles per weight of every format: bench/README.md, which
+//          `python -m bench cells` prints from the compiled loop.
 #pragma once
 
 #include "gemv_core.h"
@@ -57,7 +55,7 @@ struct Gemv {
 template <class Format, class T>
 struct GemvOne : Gemv<Format, T, GemvStandard> {};
 template <class Format, class T>
-struct GemvLong : Gemv<Format, T, GemvLargeK> {};
+struct GemvLong : Gemv<typename ShortPiece<Format>::type, T, GemvLargeK> {};
 template <class Format, class T>
 struct GemvWide : Gemv<Format, T, GemvWideN> {};
 

@@ -16,24 +16,31 @@ template <class Format, class T>
 struct GemvBatch {
   MM_CONST int kRows = GemvBatched::kRows;
   // Rows decoded before x is read: more rows read x less often and need more registers.
-  MM_CONST int kTogether = Format::kValues <= 16 ? kRows : kRows / 2;
+  MM_CONST int kTogether = Format::kValues <= 16 ? kRows : Format::kValues <= 32 ? 2 : 1;
 
   using XRow = typename PlainX<T>::Row;
 
-  template <class Row>
-  static METAL_FUNC void add_unit(thread const Row (&rows)[kRows],
-                                  thread const XRow (&xs)[kBatchPerPass], uint unit, uint piece,
-                                  Codebook book, thread float (&acc)[kBatchPerPass][kRows]) {
+  using Cursor = typename Format::Cursor;
+
+  // A unit of kRows rows of W and fc_batch rows of x.
+  static METAL_FUNC void add_unit(thread const Cursor (&cursors)[kRows],
+                                  thread const XRow (&xs)[kBatchPerPass], uint piece, Codebook book,
+                                  thread float (&acc)[kBatchPerPass][kRows]) {
+    typename Format::Raw raw[kRows];
+    MM_UNROLL
+    for (int r = 0; r < kRows; ++r) Format::fetch(cursors[r], piece, raw[r]);
     MM_UNROLL
     for (int r0 = 0; r0 < kRows; r0 += kTogether) {
       Piece<Format> p[kTogether];
       MM_UNROLL
-      for (int r = 0; r < kTogether; ++r) Format::load(rows[r0 + r], unit, piece, book, p[r]);
+      for (int r = 0; r < kTogether; ++r) {
+        Format::unpack(raw[r0 + r], piece, book, p[r]);
+      }
       MM_UNROLL
       for (int m = 0; m < kBatchPerPass; ++m) {
         if (uint(m) < fc_batch) {
           XPiece<Format> x;
-          load_piece<Format, PlainX<T>>(xs[m], unit, piece, x);
+          load_piece<Format, PlainX<T>>(xs[m], x);
           MM_UNROLL
           for (int r = 0; r < kTogether; ++r) acc[m][r0 + r] = dot(p[r], x, acc[m][r0 + r]);
         }
@@ -58,8 +65,18 @@ struct GemvBatch {
     float acc[kBatchPerPass][kRows] = {};
     const KRange k = k_of_part(args, part);
     const Walk<Format> walk = Walk<Format>::of(k, at.lane, 0, 1);
+    Cursor cursors[kRows];
+    MM_UNROLL
+    for (int r = 0; r < kRows; ++r) cursors[r] = Format::start(rows[r], walk.first);
+    XRow at_x[kBatchPerPass];
+    MM_UNROLL
+    for (int m = 0; m < kBatchPerPass; ++m) at_x[m] = xs[m] + Walk<Format>::first_value(walk);
     for (uint unit = walk.first; unit < walk.end; unit += walk.step) {
-      add_unit(rows, xs, unit, walk.piece, book, acc);
+      add_unit(cursors, at_x, walk.piece, book, acc);
+      MM_UNROLL
+      for (int r = 0; r < kRows; ++r) cursors[r] = Format::next(cursors[r], walk.step);
+      MM_UNROLL
+      for (int m = 0; m < kBatchPerPass; ++m) at_x[m] += walk.step * Walk<Format>::kUnit;
     }
     MM_UNROLL
     for (int m = 0; m < kBatchPerPass; ++m) {

@@ -6,7 +6,7 @@
 #include <metal_simdgroup>
 #include <metal_stdlib>
 
-#include "../formats/format.h"
+#include "../formats/piece.h"
 #include "../tile/load.h"
 #include "epilogue.h"
 
@@ -14,19 +14,33 @@ namespace metalmm {
 
 using namespace metal;
 
-// Four neighbours of a row, in one load where alignment is known.
-template <class T>
-METAL_FUNC float4 load_vector(device const T* p) {
-  if (x_is_aligned()) return float4(*(device const vec<T, 4>*)p);
-  return float4(p[0], p[1], p[2], p[3]);
+// kCount neighbours of a row, in loads of up to 16 bytes where alignment is known.
+template <int kCount, class T>
+METAL_FUNC void load_values(device const T* p, thread float (&v)[kCount]) {
+  if (!x_is_aligned()) {
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] = float(p[i]);
+  } else if constexpr (sizeof(T) == 4 || kCount < 8) {
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] = float(((device const vec<T, 4>*)p)[i / 4][i % 4]);
+  } else {
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      v[i] = float(as_type<vec<T, 2>>(((device const uint4*)p)[i / 8][i % 8 / 2])[i % 2]);
+    }
+  }
 }
 
 // x as it is.
 template <class T>
 struct PlainX {
   using Row = device const T*;
-  static METAL_FUNC float4 load(Row x, uint k) { return load_vector(x + k); }
+  static METAL_FUNC Row at(Row x, uint k) { return x + k; }
   static METAL_FUNC float value(Row x, uint k) { return float(x[k]); }
+  template <int kCount>
+  static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount]) {
+    load_values(x + k, v);
+  }
 };
 
 METAL_FUNC float silu(float x) { return x / (1.0f + exp(-x)); }
@@ -38,26 +52,27 @@ struct SiluMulX {
     device const T* gate;
     device const T* up;
   };
+  static METAL_FUNC Row at(Row x, uint k) { return {x.gate + k, x.up + k}; }
   static METAL_FUNC float value(Row x, uint k) { return silu(float(x.gate[k])) * float(x.up[k]); }
-  static METAL_FUNC float4 load(Row x, uint k) {
-    const float4 g = load_vector(x.gate + k), u = load_vector(x.up + k);
-    return float4(silu(g.x), silu(g.y), silu(g.z), silu(g.w)) * u;
+  template <int kCount>
+  static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount]) {
+    float up[kCount];
+    load_values(x.gate + k, v);
+    load_values(x.up + k, up);
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] = silu(v[i]) * up[i];
   }
 };
 
-// What a lane multiplies its piece of a unit by.
+// What a lane multiplies its piece by; x starts at the first value of it.
 template <class Format, class Source>
-METAL_FUNC void load_piece(typename Source::Row x, uint unit, uint piece,
-                           thread XPiece<Format>& out) {
-  const uint k = unit * (Format::kLanes * Format::kValues) + Format::first(piece);
+METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out) {
   MM_UNROLL
   for (int r = 0; r < Format::kValues / Format::kRun; ++r) {
+    float run[Format::kRun];
+    Source::load(x, r * Format::kRunStride, run);
     MM_UNROLL
-    for (int i = 0; i < Format::kRun; i += 4) {
-      const float4 v = Source::load(x, k + r * Format::kRunStride + i);
-      MM_UNROLL
-      for (int j = 0; j < 4; ++j) out.x[r * Format::kRun + i + j] = v[j];
-    }
+    for (int i = 0; i < Format::kRun; ++i) out.x[r * Format::kRun + i] = run[i];
   }
   sum_segments(out);
 }
@@ -65,15 +80,17 @@ METAL_FUNC void load_piece(typename Source::Row x, uint unit, uint piece,
 // The units of K that a lane visits: every step-th from `first`, of those below `end`.
 template <class Format>
 struct Walk {
+  MM_CONST uint kUnit = Format::kLanes * Format::kValues;
   uint first, end, step, piece;
 
   // Lanes next to each other own pieces next to each other; `sg` of `simdgroups` share the range.
   static METAL_FUNC Walk of(KRange k, uint lane, uint sg, uint simdgroups) {
-    constexpr uint kUnit = Format::kLanes * Format::kValues;
     constexpr uint kUnits = kSimdWidth / Format::kLanes;
     return {k.begin / kUnit + sg * kUnits + lane / Format::kLanes, k.end / kUnit,
             simdgroups * kUnits, lane % Format::kLanes};
   }
+  // The first value of K that the lane owns.
+  METAL_FUNC static uint first_value(Walk w) { return w.first * kUnit + Format::first(w.piece); }
 };
 
 // A dense row may end within a unit: one value per lane.
@@ -91,19 +108,31 @@ METAL_FUNC void add_tail(thread const typename Format::Row (&rows)[kRows], typen
   }
 }
 
-// acc[r] += the lane's share of row r times x.
+// acc[r] += the lane's share of row r times x. The loads of all rows come first: one wait a step,
+// not one a row. Pointers advance by constants, so that a row costs one addition a step.
 template <class Format, int kRows, class Source>
 METAL_FUNC void accumulate(thread const typename Format::Row (&rows)[kRows], typename Source::Row x,
                            KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
                            thread float (&acc)[kRows]) {
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
+  typename Format::Cursor cursors[kRows];
+  MM_UNROLL
+  for (int r = 0; r < kRows; ++r) cursors[r] = Format::start(rows[r], walk.first);
+  typename Source::Row x_at = Source::at(x, Walk<Format>::first_value(walk));
   for (uint unit = walk.first; unit < walk.end; unit += walk.step) {
+    typename Format::Raw raw[kRows];
+    MM_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      Format::fetch(cursors[r], walk.piece, raw[r]);
+      cursors[r] = Format::next(cursors[r], walk.step);
+    }
     XPiece<Format> xs;
-    load_piece<Format, Source>(x, unit, walk.piece, xs);
+    load_piece<Format, Source>(x_at, xs);
+    x_at = Source::at(x_at, walk.step * Walk<Format>::kUnit);
     MM_UNROLL
     for (int r = 0; r < kRows; ++r) {
       Piece<Format> p;
-      Format::load(rows[r], unit, walk.piece, book, p);
+      Format::unpack(raw[r], walk.piece, book, p);
       acc[r] = dot(p, xs, acc[r]);
     }
   }

@@ -24,7 +24,7 @@ struct Operands {
   const void* slots[kSlotArgs];
   uint32_t width, height;
 };
-static_assert(sizeof(Operands) == 80 && sizeof(KernelArgs) == 72);
+static_assert(sizeof(Operands) == 80 && sizeof(KernelArgs) == 64);
 
 // What is compiled into a kernel: function constants, then 1 for a grid of one row.
 using Constants = std::array<uint32_t, kConstantCount + 1>;
