@@ -1,4 +1,4 @@
-"""python -m bench [matmul | matrix-ops | op-overhead | tokens | quality | roof | report | plot]"""
+"""python -m bench [matmul | matrix-ops | op-overhead | tokens | quality | roof | cells | …] ..."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ from .problem import COLD_FACTOR, Setting
 from .timing import Timing
 
 Record = dict[str, Any]
-COMMANDS = ("matmul", "matrix-ops", "op-overhead", "tokens", "quality", "roof", "report", "plot")
+COMMANDS: tuple[str, ...] = (
+    "matmul",
+    "matrix-ops",
+    "op-overhead",
+    "tokens",
+    "quality",
+    "roof",
+    "report",
+    "plot",
+)
+COMMANDS += ("cells",)
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -85,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     sub.add_parser("quality", parents=common, help="what packing costs and saves, on real models")
     sub.add_parser("roof", parents=common, help="DRAM read and f32 multiply-add, all candidates")
+    sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
     rep = sub.add_parser("report", help="print the tables of a JSON file")
     rep.add_argument("file", type=Path)
     rep.add_argument("--markdown", action="store_true")
@@ -246,6 +257,11 @@ def main(argv: list[str]) -> int:
         if args.command == "report":
             before = report.read_records(args.baseline) if args.baseline else ()
             report.show(report.read_records(args.file), args.markdown, before)
+            return 0
+        if args.command == "cells":
+            from . import cells
+
+            print(report.to_markdown(cells.size_table()), cells.markdown(), sep="\n\n")
             return 0
         if args.command == "plot":
             from . import plots
