@@ -51,6 +51,9 @@ constexpr StrategyInfo kStrategies[] = {
 };
 static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
 
+constexpr int64_t kMatrixRows = 8;  // of x: the least that gemm_small takes
+static_assert(GemmSmallTile::kM == 2 * kMatrixRows);
+
 // ---- sizes
 
 uint32_t u32(int64_t v, const char* what) {
@@ -164,7 +167,7 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
     }
     out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
   }
-  if (strategy == S::gemv_batched) {
+  if (strategy == S::gemv_batched || strategy == S::gemm_small) {
     out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p.m));
   }
   return out;
@@ -176,6 +179,7 @@ const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cas
 
 int64_t rows_of_x(StrategyId strategy, int64_t m) {
   const int64_t most = info_of(strategy).m;
+  if (strategy == S::gemm_small) return m <= kMatrixRows ? kMatrixRows : most;
   if (strategy != S::gemv_batched || m <= 0) return most;
   return ceil_div(m, ceil_div(m, most));
 }

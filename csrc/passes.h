@@ -24,7 +24,8 @@ struct StrategyInfo {
 };
 const StrategyInfo& info_of(StrategyId strategy);
 
-// Rows of x per threadgroup: gemv_batched spreads M evenly over its passes.
+// Rows of x per threadgroup: gemv_batched spreads M evenly over its passes, gemm_small takes one
+// matrix of 8 or two.
 int64_t rows_of_x(StrategyId strategy, int64_t m);
 
 // Threadgroups of one part.

@@ -64,7 +64,7 @@ enum FunctionConstant : MM_U32 {
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format (0 f16, 1 bf16, 2 f32)
   kConstantEpilogue = 3,   // uint: EpilogueBits
-  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched, 0 otherwise
+  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and gemm_small, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6
 };

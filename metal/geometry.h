@@ -62,9 +62,10 @@ struct GemmTile {
   }
 };
 
-// gemm_small: every simdgroup owns kN / kSimdgroups rows of W and decodes them into registers.
+// gemm_small: every simdgroup owns kN / kSimdgroups rows of W and decodes them into registers. 8
+// rows of x or, by kConstantBatch, kM.
 struct GemmSmallTile {
-  MM_CONST int kN = 64, kM = 8, kK = 64, kSimdgroups = 4;
+  MM_CONST int kN = 64, kM = 16, kK = 128, kSimdgroups = 4;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool) { return 0; }
 };

@@ -62,7 +62,7 @@ def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
     """Equal, or within what both may be off."""
     assert gpu.dtype == emulator.dtype and gpu.shape == emulator.shape
     strategy = strategy_of(one.kernel)
-    on_tensor_cores = strategy == "gemm" and one.x[0].dtype == torch.float16
+    on_tensor_cores = strategy in ("gemm", "gemm_small") and one.x[0].dtype == torch.float16
     if not on_tensor_cores and not strategy.startswith("swiglu"):
         return same_bits(emulator.float(), gpu.float())
     error = (

@@ -22,7 +22,7 @@ METAL_FUNC uint matrix_column() { return __nvvm_read_ptx_sreg_tid_x() % 4 * 2; }
 // The fragment of the transposed matrix.
 METAL_FUNC uint transposed(uint fragment) {
   uint out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
   return out;
 }
 
@@ -35,7 +35,7 @@ struct Fragments {
 METAL_FUNC vec<float, 2> add_products(Fragments first, Fragments second, vec<float, 2> c) {
   vec<float, 2> d;
   float lower[2];
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"
       : "=f"(d.x), "=f"(d.y), "=f"(lower[0]), "=f"(lower[1])
