@@ -35,8 +35,7 @@ struct Fragments {
 METAL_FUNC vec<float, 2> add_products(Fragments first, Fragments second, vec<float, 2> c) {
   vec<float, 2> d;
   float lower[2];
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"
       : "=f"(d.x), "=f"(d.y), "=f"(lower[0]), "=f"(lower[1])
       : "r"(first.left), "r"(0), "r"(second.left), "r"(0), "r"(first.right), "r"(second.right),
