@@ -13,7 +13,8 @@ std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits)
     for (auto [type, suffix] :
          {std::pair{ScaleType::kF16, ""}, {ScaleType::kBF16, "_bf16"}, {ScaleType::kF32, "_f32"}}) {
       out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
-                     Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type), bits, type});
+                     Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type),
+                     kAffineRowAlignment, bits, type});
     }
   }
   return out;
@@ -22,9 +23,9 @@ std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits)
 std::vector<Format> make_formats() {
   std::vector<Format> out;
 #define MM_DENSE(name, Struct, bytes) \
-  out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes});
+  out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes, bytes});
 #define MM_BLOCK(name, Struct, values, bytes, alignment) \
-  out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes});
+  out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment});
 #define MM_AFFINE(name, Struct, bits)                             \
   for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \
     out.push_back(std::move(f));                                  \

@@ -31,6 +31,7 @@ struct Format {
   Layout layout;
   int64_t block_values;  // K must be a multiple of this; for affine, the group size
   int64_t block_bytes;   // bytes of block_values values; for affine, without the padding of the row
+  int64_t alignment;     // what the address of every row must be a multiple of, for the shaders
   int64_t bits = 0;      // affine only
   ScaleType scale_type = ScaleType::kF16;  // affine only
 

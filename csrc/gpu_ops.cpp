@@ -9,8 +9,9 @@
 namespace metalmm::gpu {
 namespace {
 
+// Of a tensor without elements, and of a single row, torch's stride means nothing.
 int64_t row_stride(const at::Tensor& rows) {
-  return rows.size(0) > 1 ? rows.stride(0) : rows.size(1);
+  return rows.size(0) > 1 && rows.numel() ? rows.stride(0) : rows.size(1);
 }
 
 // The memory from the first element of t to its last.
@@ -31,6 +32,13 @@ int64_t alignment_of(const at::Tensor& t) {
   const auto base = t.is_mps() ? uintptr_t{0} : reinterpret_cast<uintptr_t>(t.storage().data());
   const auto at = base + static_cast<uintptr_t>(t.storage_offset() * t.element_size());
   return static_cast<int64_t>((at | 16) & -(at | 16));
+}
+
+// The rows of W, copied where a view of theirs begins between the words that the shaders load.
+at::Tensor aligned_rows(const PackedWeight& w) {
+  const bool is_aligned = alignment_of(w.rows) % w.format.alignment == 0 &&
+                          row_stride(w.rows) % w.format.alignment == 0;
+  return is_aligned ? w.rows : w.rows.clone(at::MemoryFormat::Contiguous);
 }
 
 DType dtype_of(at::ScalarType t) {
@@ -61,8 +69,14 @@ void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId
   }
   if (o.x.defined()) p.x_alignment = alignment_of(o.x);
   if (o.x2.defined()) p.x_alignment = std::min(p.x_alignment, alignment_of(o.x2));
-  if (o.weight.defined()) p.w_alignment = alignment_of(o.weight);
-  if (o.weight2.defined()) p.w_alignment = std::min(p.w_alignment, alignment_of(o.weight2));
+  if (o.weight.defined()) {
+    p.w_alignment = alignment_of(o.weight);
+    p.w_stride = row_stride(o.weight);
+  }
+  if (o.weight2.defined()) {
+    p.w_alignment = std::min(p.w_alignment, alignment_of(o.weight2));
+    p.w2_stride = row_stride(o.weight2);
+  }
   const c10::Device device = o.y.device();
   const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
   if (made.passes.empty()) return;
@@ -96,7 +110,6 @@ Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
   p.format = &w.format;
   p.dtype = dtype_of(rows.scalar_type());
   p.x_stride = row_stride(rows);
-  p.w_stride = row_stride(w.rows);
   return p;
 }
 
@@ -104,7 +117,7 @@ Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
 at::Tensor decode(const Engine& e, const PackedWeight& w, int64_t first, int64_t last,
                   at::ScalarType type) {
   Operands o;
-  o.weight = w.rows.narrow(0, first, last - first);
+  o.weight = aligned_rows({w.format, w.rows.narrow(0, first, last - first), w.k});
   o.y = at::empty({last - first, w.k}, w.rows.options().dtype(type));
   Problem p;
   p.op = Op::kDequantize;
@@ -112,7 +125,6 @@ at::Tensor decode(const Engine& e, const PackedWeight& w, int64_t first, int64_t
   p.k = w.k;
   p.format = &w.format;
   p.dtype = dtype_of(type);
-  p.w_stride = row_stride(o.weight);
   run(e, p, o, std::nullopt);
   return o.y;
 }
@@ -124,7 +136,7 @@ at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor&
   const at::ScalarType dtype = common_dtype(x, beta == 0 ? std::nullopt : c);
   Operands o;
   o.x = as_rows(x, dtype);
-  o.weight = w.rows;
+  o.weight = aligned_rows(w);
   if (beta != 0) o.c = addend(c, dtype);
   o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
   Problem p = problem(Op::kLinear, o.x, w);
@@ -143,7 +155,7 @@ at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight
   const at::ScalarType dtype = common_dtype(x, bias);
   Operands o;
   o.x = as_rows(x, dtype);
-  o.weight = w.rows;
+  o.weight = aligned_rows(w);
   o.bias = addend(bias, dtype);
   o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
   Problem p = problem(Op::kLinear, o.x, w);
@@ -173,11 +185,10 @@ at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_w
     const at::Tensor up = linear(e, wide, up_weight, std::nullopt, format_up, std::nullopt);
     return at::silu(gate).mul_(up).to(x.scalar_type());
   }
-  o.weight = w.gate.rows;
-  o.weight2 = w.up.rows;
+  o.weight = aligned_rows(w.gate);
+  o.weight2 = aligned_rows(w.up);
   o.y = at::empty({o.x.size(0), o.weight.size(0)}, o.x.options());
   Problem p = problem(Op::kSwigluUp, o.x, w.gate);
-  p.w2_stride = row_stride(o.weight2);
   run(e, p, o, std::nullopt);
   return like_input(o.y, x);
 }
@@ -199,7 +210,7 @@ at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tens
     o.x = o.x.contiguous();
     o.x2 = o.x2.contiguous();
   }
-  o.weight = w.rows;
+  o.weight = aligned_rows(w);
   o.bias = addend(bias, dtype);
   o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
   Problem p = problem(Op::kSwigluDown, o.x, w);
@@ -233,7 +244,7 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
   const at::ScalarType type = check_dtype(dtype);
   const PackedWeight w = check_embedding(ids, weight, format, in_features);
   Operands o;
-  o.weight = w.rows;
+  o.weight = aligned_rows(w);
   o.ids = ids.to(at::kLong).contiguous();
   o.y = at::empty({o.ids.numel(), w.k}, w.rows.options().dtype(type));
   Problem p;
@@ -243,7 +254,6 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
   p.k = w.k;
   p.format = &w.format;
   p.dtype = dtype_of(type);
-  p.w_stride = row_stride(w.rows);
   run(e, p, o, std::nullopt);
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(w.k);

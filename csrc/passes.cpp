@@ -205,9 +205,9 @@ Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
   return {ceil_div(p.k, per_part), per_part};
 }
 
-Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts) {
+Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool is_split) {
   Pass out = make_pass(strategy, p, parts, parts.count);
-  if (parts.count > 1) {
+  if (is_split) {
     out.constants[kConstantEpilogue] = kEpiloguePartial;
     out.args.y_stride = p.n;  // of the workspace
   } else {

@@ -42,7 +42,8 @@ struct Parts {
 // At most so many parts.
 Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 
-Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts);
+// is_split: it leaves the sum of each part in the workspace, for reduce_pass.
+Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
 Pass reduce_pass(const Problem& problem, const Parts& parts);
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

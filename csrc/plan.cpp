@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
 
 #include "../metal/geometry.h"
@@ -181,7 +180,7 @@ Choice fitting(Choice choice, const Problem& p, const Gpu& gpu) {
 }
 
 // Parts of K: as many as bring the grid to what the cores need, none shorter than the table allows.
-// Forced: at least 2.
+// Forced: at least 2, if K has so many steps.
 Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
                    std::string* reason) {
   const Split* split = split_of(strategy);
@@ -197,6 +196,8 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
         (is_needed ? ", for " + str(groups) + " threadgroups are under " +
                          str(split->groups_per_core) + " for each of " + str(gpu.cores) + " cores"
                    : ", as asked");
+  } else if (forced) {
+    *reason += "; split-K as asked, in one part: K has no second step";
   }
   return parts;
 }
@@ -221,6 +222,13 @@ void check(const Problem& p) {
   if (p.k % p.format->block_values) {
     reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
            " values of a block of " + p.format->name);
+  }
+  const int64_t unit = p.format->alignment;
+  const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % unit == 0) &&
+                                        (p.w2_stride == kPacked || p.w2_stride % unit == 0));
+  if (p.w_alignment % unit || !strides_fit) {
+    reject("weight: rows of " + p.format->name + " begin at multiples of " + str(unit) +
+           " bytes; alignment " + str(p.w_alignment) + ", stride " + str(p.w_stride));
   }
 }
 
@@ -280,15 +288,10 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   if (problem.op <= Op::kSwigluDown) {
     parts = choose_parts(choice.strategy, problem, gpu, is_split_forced, &choice.reason);
   }
-  if (is_split_forced && parts.count == 1) {
-    reject("strategy: split_reduce adds parts of K, and K = " + str(problem.k) +
-           " is one part: a part of " + to_string(choice.strategy) + " is " +
-           str(cut(choice.strategy, problem, std::numeric_limits<int32_t>::max()).k_per_part) +
-           " values or a multiple");
-  }
+  const bool is_split = is_split_forced || parts.count > 1;
   out.reason = std::string(to_string(choice.strategy)) + ": " + choice.reason;
-  out.passes.push_back(main_pass(choice.strategy, problem, parts));
-  if (parts.count > 1) {
+  out.passes.push_back(main_pass(choice.strategy, problem, parts, is_split));
+  if (is_split) {
     out.workspace_bytes = static_cast<size_t>(parts.count * problem.m * problem.n) * sizeof(float);
     out.passes.push_back(reduce_pass(problem, parts));
   }

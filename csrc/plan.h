@@ -58,9 +58,9 @@ struct Problem {
 };
 
 // Passes for the problem, the table's choice or the strategy named. Forcing split_reduce forces
-// split-K: the table's strategy in two parts or more. Empty when there is no output. Throws
-// std::invalid_argument, before any work, that names the argument or the strategy, what was given
-// and what is allowed.
+// split-K: the table's strategy in two parts or more, in one where K has no second. Empty when
+// there is no output. Throws std::invalid_argument, before any work, that names the argument or the
+// strategy, what was given and what is allowed.
 Plan plan(const Problem& problem, const Gpu& gpu,
           std::optional<StrategyId> strategy = std::nullopt);
 

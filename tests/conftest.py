@@ -3,6 +3,11 @@
 A test that takes `backend` runs once per engine; one that also takes `strategy` runs once per
 engine and strategy, None (the engine's own choice) included. METALMM_TEST_BACKENDS=cpu,mps names
 the engines to run; without it all that this machine has run. Naming an absent one is an error.
+
+The emulator runs on every machine: where it cannot be built, tests fail. A module marked
+`schedules` runs on it a second time, the last thread first. Tests with a format `name` run there
+for one format of each decode struct, those marked `every_format` for all: the variants of an affine
+format are one kernel with other function constants.
 """
 
 from __future__ import annotations
@@ -11,15 +16,28 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from oracle import long_k, short_k
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
-from torch_metalmm import _C, testing
+from torch_metalmm import _C, formats, testing
+from torch_metalmm.testing import emulated
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Sizes at which the loops of an engine end."""
+
+    m: tuple[int, ...]  # rows of x: tiles, and where the choice of strategy changes
+    n: tuple[int, ...]  # rows of W
+    k: tuple[int, ...]  # values of K
 
 
 @dataclass(frozen=True)
@@ -30,9 +48,18 @@ class Backend:
     device: str
     strategies: tuple[str, ...]
     absent: Callable[[], str]  # why it does not run here; "" if it does
-    m_edges: tuple[int, ...]  # rows of x: tiles, and where the choice of strategy changes
-    n_edges: tuple[int, ...]  # rows of W
-    k_edges: tuple[int, ...]  # values of K
+    edges: Callable[[str | None], Edges]  # of a strategy, or of the engine's own choice
+    is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
+    entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around each of its tests
+
+    def k(self, name: str) -> int:
+        """A K for a test of something else than the loops over K."""
+        return short_k(name) if self.is_slow else long_k(name)
+
+    def halves(self, strategy: str | None, dtype: torch.dtype, name: str) -> bool:
+        """Whether the strategy rounds weights of this format to f16 for x of this dtype."""
+        is_tiled = strategy in (None, "gemm", "split_reduce")
+        return self is not CPU and is_tiled and dtype == torch.float16
 
     def put(self, t: Tensor) -> Tensor:
         """t on this engine's device."""
@@ -65,30 +92,61 @@ def around(edge: int) -> tuple[int, ...]:
 
 # Edges of the CPU engine: kDotRows and kMaxBatchedRows, panels of up to 4 x 4 .. 2 x 16 columns,
 # kBlockColumns; rows per dot pass, tile_rows, kBlockRows; kChunk, kDecodeK.
+_CPU_EDGES = Edges(m=(2, 4, 8, 16, 24, 32, 256), n=(4, 6, 12, 48), k=(32, 512))
+
 CPU = Backend(
     name="cpu",
     device="cpu",
-    strategies=("gemv", "gemv_batched", "gemm"),
+    strategies=tuple(_C.strategies_on("cpu")),
     absent=_dispatch_absent("CPU", lambda: True),
-    m_edges=(2, 4, 8, 16, 24, 32, 256),
-    n_edges=(4, 6, 12, 48),
-    k_edges=(32, 512),
+    edges=lambda _: _CPU_EDGES,
 )
 
-# In the order they run. A part that adds an engine adds a row.
-BACKENDS = {b.name: b for b in (CPU,)}
+_SHADER_STRATEGIES = tuple(_C.strategies("linear"))
 
-# Engines that a build may have and that have no row yet: named as absent in the report.
-_PLANNED = {
-    "emulator": lambda: testing.absence() or "its tests drive it directly, see testing.emulated",
-    "cuda": _dispatch_absent("CUDA", torch.cuda.is_available),
-    "mps": _dispatch_absent("MPS", torch.backends.mps.is_available),
+
+def _shader_edges(strategy: str | None) -> Edges:
+    """The tile of a strategy (metal/geometry.h), of all of them for None and split-K."""
+    of = _SHADER_STRATEGIES if strategy in (None, "split_reduce") else (strategy,)
+    rows = [row for row in map(_C.strategy, of) if row["family"] == "matmul"]
+    m, n, k = ({row[size] for row in rows if row[size] > 1} for size in "mnk")
+    return Edges(tuple(sorted(m)) or (1,), tuple(sorted(n)), tuple(sorted(k)))
+
+
+EMULATOR = Backend(
+    name="emulator",
+    device="cpu",
+    strategies=_SHADER_STRATEGIES,
+    absent=testing.absence,
+    edges=_shader_edges,
+    is_slow=True,
+    entered=partial(emulated, checked=True),
+)
+DESCENDING = replace(
+    EMULATOR, name="emulator-descending", entered=partial(emulated, descending=True)
+)
+
+
+def _shader_engine(device: str, key: str, device_runs: Callable[[], bool]) -> Backend:
+    absent = _dispatch_absent(key, device_runs)
+    return Backend(device, device, _SHADER_STRATEGIES, absent, _shader_edges)
+
+
+# In the order they run.
+BACKENDS = {
+    b.name: b
+    for b in (
+        CPU,
+        EMULATOR,
+        _shader_engine("cuda", "CUDA", torch.cuda.is_available),
+        _shader_engine("mps", "MPS", torch.backends.mps.is_available),
+    )
 }
 
 
 def absences() -> dict[str, str]:
     """{engine: why it is absent}, "" for those that run here."""
-    return {n: b.absent() for n, b in BACKENDS.items()} | {n: f() for n, f in _PLANNED.items()}
+    return {name: b.absent() for name, b in BACKENDS.items()}
 
 
 def select(asked: str | None) -> list[Backend]:
@@ -104,16 +162,18 @@ def select(asked: str | None) -> list[Backend]:
             )
         if why[name]:
             raise pytest.UsageError(f"METALMM_TEST_BACKENDS: {name} is absent: {why[name]}")
-        if name not in BACKENDS:
-            raise pytest.UsageError(
-                f"METALMM_TEST_BACKENDS: {name} runs here but has no row in BACKENDS"
-            )
     if not names:
         raise pytest.UsageError("METALMM_TEST_BACKENDS: names no engine")
     return [BACKENDS[n] for n in names]
 
 
 SELECTED: list[Backend] = []
+
+# A format of every decode struct of metal/formats; every group size and type of scales.
+ONE_OF_EACH = tuple(n for n in formats.names() if not n.startswith("affine")) + (
+    *("affine2_g32", "affine3_g64_bf16", "affine4_g128", "affine5_g32_f32"),
+    *("affine6_g64_f32", "affine8_g128_bf16"),
+)
 
 
 def _describe() -> str:
@@ -129,6 +189,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "isa: also run under every other instruction set, by test_isa"
     )
+    config.addinivalue_line("markers", "schedules: also run on the emulator, last thread first")
+    config.addinivalue_line("markers", "every_format: the emulator too takes every format")
     SELECTED[:] = select(os.environ.get("METALMM_TEST_BACKENDS"))
 
 
@@ -137,20 +199,50 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    engines = list(SELECTED)
+    if EMULATOR in SELECTED and metafunc.definition.get_closest_marker("schedules"):
+        engines.insert(engines.index(EMULATOR) + 1, DESCENDING)
     if "strategy" in metafunc.fixturenames:
-        pairs = [(b, s) for b in SELECTED for s in (None, *b.strategies)]
+        pairs = [(b, s) for b in engines for s in (None, *b.strategies)]
         ids = [f"{b.name}-{s or 'auto'}" for b, s in pairs]
         metafunc.parametrize(("backend", "strategy"), pairs, ids=ids)
     elif "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", SELECTED, ids=[b.name for b in SELECTED])
+        metafunc.parametrize("backend", engines, ids=[b.name for b in engines])
+
+
+def _is_repetition(item: pytest.Item) -> bool:
+    """Whether the emulator runs the same kernels for another case of this test."""
+    given = (
+        item.callspec.params
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else {}
+    )
+    backend, name = given.get("backend"), given.get("name", given.get("format"))
+    if backend is None or not backend.is_slow or name not in formats.names():
+        return False
+    everything = backend is EMULATOR and item.get_closest_marker("every_format")
+    return not everything and name not in ONE_OF_EACH
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if _is_repetition(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(autouse=True)
-def _count_cells(
+def _on_engine(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
-) -> None:
-    if "backend" in request.fixturenames:
-        record_property("engine", request.getfixturevalue("backend").name)
+) -> Iterator[None]:
+    """The test's engine, counted for the report, and in place while the test runs."""
+    if "backend" not in request.fixturenames:
+        yield
+        return
+    backend = request.getfixturevalue("backend")
+    record_property("engine", backend.name)
+    with backend.entered():
+        yield
 
 
 @pytest.fixture

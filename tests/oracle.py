@@ -10,6 +10,9 @@ at most K - 1 additions, K roundings at most (adding a zero is exact, so padding
 Decoding adds no error: the engines' f32 weights are the specification's, bit for bit (test_exact),
 and f16 and bf16 activations convert to f32 exactly.
 
+Tiles of half operands hold each w rounded to f16, which the engines do for f16 x in some
+strategies: u_T |w| + s_T more for each w, with T = f16 as below (`halved`).
+
 Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), half the spacing of subnormals s_T:
     |fl_T(y) - y| <= u_T |y| + s_T
 f32 stores without rounding. float64 adds K 2^-53 sum |x| |w| of its own.
@@ -70,12 +73,18 @@ class Value:
         """A bound of |computed|."""
         return self.exact.abs() + self.error
 
-    def dot(self, w: Tensor, chain: int | None = None) -> Value:
-        """self [..., K] times w [N, K] transposed; a term takes `chain` roundings, or K."""
+    def dot(self, w: Tensor, chain: int | None = None, halved: bool = False) -> Value:
+        """self [..., K] times w [N, K] transposed; a term takes `chain` roundings, or K.
+
+        halved: each w is rounded to f16 before it is multiplied.
+        """
         w64, k = w.double(), w.shape[1]
-        terms = self.size() @ w64.abs().T
+        u, spacing = STORE[torch.float16] if halved else (0.0, 0.0)
+        w_error = u * w64.abs() + spacing * (w64 != 0)
+        terms = self.size() @ (w64.abs() + w_error).T
         rounding = (gamma(k if chain is None else chain) + k * U64) * terms + k * TINY
-        return Value(self.exact @ w64.T, self.error @ w64.abs().T + rounding)
+        of_inputs = self.error @ w64.abs().T + self.size() @ w_error.T
+        return Value(self.exact @ w64.T, of_inputs + rounding)
 
     def matmul(self, other: Value) -> Value:
         """self [M, K] times other [K, N], both with errors."""
@@ -135,9 +144,9 @@ def bound(x: Tensor, w: Tensor, k: int, dtype: torch.dtype, chain: int | None = 
     return Value.of(x).dot(w, chain).store(dtype).error
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Value:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, halved: bool = False) -> Value:
     """x wT + bias in the dtype of x."""
-    y = Value.of(x).dot(w)
+    y = Value.of(x).dot(w, halved=halved)
     return (y if bias is None else y + Value.of(bias)).store(x.dtype)
 
 
@@ -236,4 +245,10 @@ def spec(name: str, packed: Tensor, k: int) -> Tensor:
 def long_k(name: str) -> int:
     """A K that takes the loops of every engine more than twice round and leaves a ragged rest."""
     block = formats.get(name).block_values
-    return {1: 1061, 32: 1056, 64: 1088, 128: 1152, 256: 1280}[block]
+    return {1: 1061, 32: 1056, 64: 1088, 128: 1152, 256: 2304}[block]
+
+
+def short_k(name: str) -> int:
+    """A K that enters the loops of every engine and leaves a ragged rest of some."""
+    block = formats.get(name).block_values
+    return {1: 163, 32: 160, 64: 192, 128: 256, 256: 512}[block]

@@ -14,7 +14,6 @@ from oracle import (
     check,
     gamma,
     integer_weight,
-    long_k,
     random_weight,
     spec,
 )
@@ -53,7 +52,7 @@ def test_dx_is_grad_times_the_weight(name: str, dtype: torch.dtype, backend: Bac
 @pytest.mark.parametrize("name", KINDS)
 def test_layouts_of_the_gradient(name: str, backend: Backend) -> None:
     """Gradients arrive expanded (from sum), strided, transposed; after any strategy."""
-    k = long_k(name)
+    k = backend.k(name)
     packed = random_weight(name, 9, k)
     values, w = spec(name, packed, k), backend.put(packed)
     x = leaf(activations(4, 3, k), backend)
@@ -87,7 +86,7 @@ def test_the_numerical_jacobian_is_equal(name: str, backend: Backend) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_forward_and_backward_are_adjoint(name: str, backend: Backend) -> None:
     """<g, W v> = <Wᵀ g, v>, to the rounding of both sides."""
-    k = long_k(name)
+    k = backend.k(name)
     packed = random_weight(name, 40, k)
     values, w = spec(name, packed, k), backend.put(packed)
     v, g = activations(6, k, seed="v"), activations(6, 40, seed="g")

@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 from conftest import Backend
-from oracle import DTYPES, FORMATS, KINDS, Value, activations, check, long_k, random_weight, spec
+from oracle import DTYPES, FORMATS, KINDS, Value, activations, check, random_weight, spec
 from torch import Tensor
 
 from torch_metalmm import formats
@@ -56,11 +56,12 @@ def test_layouts_of_x(
     name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
 ) -> None:
     """The layout of x changes no bit of y, and NaN beside x is not read."""
-    k = long_k(name)
+    k = backend.k(name)
     packed, x = random_weight(name, 9, k), activations(6, k, dtype=dtype)
     w = backend.put(packed)
     rows = ops.linear(backend.put(x), w, None, name, strategy).cpu()
-    check(rows, oracle.linear(x, spec(name, packed, k)), name)
+    halved = backend.halves(strategy, dtype, name)
+    check(rows, oracle.linear(x, spec(name, packed, k), halved=halved), name)
     for label, view in x_layouts(x):
         view = backend.put_view(view)
         y = ops.linear(view, w, None, name, strategy).cpu()
@@ -117,7 +118,7 @@ def test_rows_of_the_weight_are_independent(
     name: str, backend: Backend, strategy: str | None
 ) -> None:
     """w[3:7], w[::3] and w[2:3] expanded give those columns of y; 0xFF in a row spoils one."""
-    k = long_k(name)
+    k = backend.k(name)
     packed, x = random_weight(name, 10, k), activations(5, k)
     want = oracle.linear(x, spec(name, packed, k))
     w, x = backend.put(packed.clone()), backend.put(x)
@@ -140,7 +141,7 @@ def test_rows_of_x_are_independent(
     name: str, bad: float, backend: Backend, strategy: str | None
 ) -> None:
     """A NaN or Inf in one row of x makes that row of y non-finite and leaves the others alone."""
-    k = long_k(name)
+    k = backend.k(name)
     w = backend.put(random_weight(name, 14, k))
     for m, row in ((2, 0), (3, 1), (8, 7), (9, 8), (40, 17)):
         x = activations(m, k)

@@ -16,7 +16,6 @@ from oracle import (
     activations,
     check,
     generator,
-    long_k,
     random_weight,
     spec,
 )
@@ -168,13 +167,14 @@ def test_gemm_and_gemv(
     name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
 ) -> None:
     """alpha x Wᵀ + beta c."""
-    k = long_k(name)
+    k = backend.k(name)
     packed = random_weight(name, 21, k)
     values, w = spec(name, packed, k), backend.put(packed)
+    halved = backend.halves(strategy, dtype, name)
     for m in (0, 1, 5, 33):
         x, c = activations(m, k, dtype=dtype), activations(m, 21, dtype=dtype, seed="c")
         for alpha, beta in ((1, 0), (-1.5, 0), (0.75, 1), (1, -2), (0, 0.5), (0, 0), (2.0**-10, 1)):
-            product = Value.of(x).dot(values) * alpha
+            product = Value.of(x).dot(values, halved=halved) * alpha
             want = (product + Value.of(c) * beta).store(dtype)
             args = (name, backend.put(c), alpha, beta, strategy)
             y = ops.gemm(backend.put(x), w, *args)
@@ -219,7 +219,7 @@ def test_gemm_is_linear(backend: Backend) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """silu(x Gᵀ) * (x Uᵀ), gate and up of two formats, nothing rounded in between."""
-    k, other = long_k(name), "f32"
+    k, other = backend.k(name), "f32"
     gate, up = random_weight(name, 11, k), random_weight(other, 11, k, seed=1)
     for m in (0, 1, 5, 27):
         x = activations(m, k, dtype=dtype) / 8
@@ -234,7 +234,7 @@ def test_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_swiglu_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """(silu(gate) * up) Wᵀ + bias, gate and up with different strides."""
-    k = long_k(name)
+    k = backend.k(name)
     packed = random_weight(name, 11, k)
     for m in (0, 1, 5, 27):
         gate, up = activations(m, k, dtype=dtype), activations(k, m, dtype=dtype, seed="up").T

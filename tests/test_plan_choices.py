@@ -155,7 +155,8 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
             {"op": "dot", "strategy": "gemm"},
             "strategy: gemm computes linear, not dot; .* takes dot",
         ),
-        ({"strategy": "split_reduce"}, "strategy: split_reduce adds parts of K, and K = 32 is one"),
+        ({"w_alignment": 1}, "weight: rows of q4_0 begin at multiples of 2 bytes; alignment 1"),
+        ({"w_stride": 19}, "weight: rows of q4_0 begin at multiples of 2 bytes; .* stride 19"),
         (
             {"op": "embedding", "strategy": "split_reduce"},
             "strategy: split_reduce computes linear, swiglu_down, not embedding",

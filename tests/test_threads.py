@@ -22,11 +22,9 @@ def test_rows_of_a_batch_are_those_of_one_row(name: str, backend: Backend) -> No
     k = long_k(name)
     w = backend.put(random_weight(name, 14, k))
     x = backend.put(activations(24, k))
-    alone = torch.cat([ops.linear(row, w, None, name) for row in x.split(1)])
+    alone = torch.cat([ops.linear(row, w, None, name, "gemv") for row in x.split(1)])
     assert torch.equal(ops.linear(x, w, None, name, "gemv"), alone)
-    for m in range(1, 9):
-        assert torch.equal(ops.linear(x[:m], w, None, name), alone[:m]), m
-    for m in range(1, 25):
+    for m in (1, 2, 5, 8, 9, 17, 24) if backend.is_slow else range(1, 25):
         assert torch.equal(ops.linear(x[:m], w, None, name, "gemv_batched"), alone[:m]), m
 
 
@@ -34,14 +32,14 @@ def test_rows_of_a_batch_are_those_of_one_row(name: str, backend: Backend) -> No
 @pytest.mark.parametrize("name", KINDS)
 def test_threads_change_no_bit(name: str, backend: Backend, strategy: str | None) -> None:
     """torch.set_num_threads splits the rows of W, never a sum."""
-    k = long_k(name)
-    w, x = backend.put(random_weight(name, 300, k)), backend.put(activations(30, k))
-    ids = backend.put(torch.arange(300))
+    k, n = backend.k(name), 20 if backend.is_slow else 300
+    w, x = backend.put(random_weight(name, n, k)), backend.put(activations(30, max(n, k)))
+    ids = backend.put(torch.arange(n))
 
     def results(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
-        ys = [ops.linear(x[:m], w, None, name, strategy) for m in (1, 2, 7, 30)]
-        grad = ops.linear_input_grad(x[:, :300].contiguous(), w, name, k)
+        ys = [ops.linear(x[:m, :k], w, None, name, strategy) for m in (1, 2, 7, 30)]
+        grad = ops.linear_input_grad(x[:, :n].contiguous(), w, name, k)
         packed = ops.quantize(ops.dequantize(w, name, k), name)
         return [*ys, grad, packed, ops.dequantize(w, name, k), ops.embedding(ids, w, name, k)]
 
@@ -55,12 +53,13 @@ def test_calls_from_several_threads(backend: Backend) -> None:
     """Eight Python threads that call at once get what one gets."""
     torch.set_num_threads(2)
     names = [*KINDS, "q4_k", "mxfp4"]
-    weights = {n: backend.put(random_weight(n, 200, long_k(n))) for n in names}
+    n_rows = 20 if backend.is_slow else 200
+    weights = {n: backend.put(random_weight(n, n_rows, backend.k(n))) for n in names}
     jobs = [(n, m, s) for n in names for m in (1, 5, 30) for s in (None, *backend.strategies)]
 
     def call(job: tuple[str, int, str | None]) -> Tensor:
         name, m, strategy = job
-        x = backend.put(activations(m, long_k(name), seed=m))
+        x = backend.put(activations(m, backend.k(name), seed=m))
         return ops.linear(x, weights[name], None, name, strategy)
 
     alone = [call(job) for job in jobs]

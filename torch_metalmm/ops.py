@@ -27,7 +27,6 @@ _ACTIVATIONS = (torch.float32, torch.float16, torch.bfloat16)
 _ALLOWED = "allowed: float32, float16, bfloat16"
 _DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROBES = ("add", "sub", "mul", "div", "dot")
-_STRATEGIES = {"cpu": ("gemv", "gemv_batched", "gemm", "gemm_tiled", "gemm_naive")}
 
 
 def _check_device(name: str, t: Tensor, x: Tensor) -> None:
@@ -84,8 +83,8 @@ def _check_addend(name: str, t: Tensor | None, shape: tuple[int, ...], x: Tensor
 
 
 def _check_strategy(strategy: str | None, x: Tensor) -> None:
-    allowed = _STRATEGIES.get(x.device.type)
-    if strategy is not None and allowed is not None and strategy not in allowed:
+    allowed = _C.strategies_on(x.device.type)
+    if strategy is not None and allowed and strategy not in allowed:
         raise ValueError(
             f"strategy: '{strategy}' is not available on {x.device.type}; "
             f"allowed: {', '.join(allowed)}"

@@ -148,11 +148,11 @@ void gemm(const IsaKernels& isa, const Format& format, const Weight& w, const at
 }  // namespace
 
 Strategy strategy_by_name(std::string_view name) {
-  constexpr const char* kNames[] = {"gemv", "gemv_batched", "gemm", "gemm_tiled", "gemm_naive"};
   std::string allowed;
-  for (int i = 0; i < 5; ++i) {
-    if (name == kNames[i]) return static_cast<Strategy>(i);
-    allowed += (i ? ", " : "") + std::string(kNames[i]);
+  int at = 0;
+  for (const char* known : kStrategyNames) {
+    if (name == known) return static_cast<Strategy>(at);
+    allowed += (at++ ? ", " : "") + std::string(known);
   }
   throw std::invalid_argument("strategy: '" + std::string(name) +
                               "' is not available on cpu; allowed: " + allowed);

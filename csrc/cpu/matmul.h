@@ -16,6 +16,9 @@ namespace metalmm::cpu {
 // gemm_tiled, gemm_naive: baselines.cpp
 enum class Strategy { kGemv, kGemvBatched, kGemm, kGemmTiled, kGemmNaive };
 
+constexpr const char* kStrategyNames[] = {"gemv", "gemv_batched", "gemm", "gemm_tiled",
+                                          "gemm_naive"};  // in this order
+
 // Throws std::invalid_argument that lists the CPU's strategies.
 Strategy strategy_by_name(std::string_view name);
 

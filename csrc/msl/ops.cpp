@@ -33,6 +33,8 @@ void install(const std::string& chip, bool descending, uint32_t cores) {
 
 }  // namespace
 
+bool emulator_is_installed() { return g_installed.has_value(); }
+
 void bind_emulator(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("load_emulated", load_emulated, py::arg("path"),
