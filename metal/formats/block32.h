@@ -45,6 +45,7 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
 }
 
 // w = d w + m; the product is exact.
+// m = -0 adds nothing, also to -0: +0 would turn it into +0.
 METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
   MM_UNROLL
   for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], m);
@@ -66,7 +67,7 @@ struct Q4_0 : Block32<18> {
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     nibbles16(load_16<2>(b + 2), k & 16, -8, w);
-    scale16(load_half(b), 0, w);
+    scale16(load_half(b), -0.0f, w);
   }
 };
 
@@ -121,7 +122,7 @@ struct Q5_0 : Block32<22> {
     device const uchar* b = block(row, k / 32);
     nibbles16(load_16<2>(b + 6), k & 16, -16, w);
     add_fifth16(load_4<2>(b + 2) >> (k & 16), w);
-    scale16(load_half(b), 0, w);
+    scale16(load_half(b), -0.0f, w);
   }
 };
 
@@ -176,7 +177,7 @@ struct Q8_0 : Block32<34> {
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     bytes16(load_16<2>(b + 2 + (k & 16)), w);
-    scale16(load_half(b), 0, w);
+    scale16(load_half(b), -0.0f, w);
   }
 };
 

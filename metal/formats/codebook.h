@@ -57,7 +57,7 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
     look_up16<IQ4Levels>(load_16<2>(b + 2), k & 16, w);
-    scale16(load_half(b), 0, w);
+    scale16(load_half(b), -0.0f, w);
   }
 };
 
@@ -100,7 +100,7 @@ struct IQ4_XS : BlockFormat<256, 136>, PlainPiece, IQ4Levels {
     device const uchar* b = block(row, k / 256);
     const uint sub = (k & 255) / 32;
     look_up16<IQ4Levels>(load_16<8>(b + 8 + 16 * sub), k & 16, w);
-    scale16(scale(b, sub), 0, w);
+    scale16(scale(b, sub), -0.0f, w);
   }
 };
 
