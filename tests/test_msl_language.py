@@ -158,6 +158,16 @@ kernel void k(device float* y [[buffer(0)]], constant Buffers& in [[buffer(1)]],
     assert y.tolist() == [12, 6, 22, 3, 3, 1, 12, 6]
 
 
+def test_members_may_be_read_as_wider_words() -> None:
+    """At the alignment that the member is declared with, as blocks of 22 bytes are."""
+    text = """struct Block { half d; uchar qh[4]; uchar qs[16]; };
+kernel void k(device float* y [[buffer(0)]], device const Block* b [[buffer(1)]]) {
+  y[0] = *((device const uint*)b[1].qh) >> 8; y[1] = ((device const ushort*)b[1].qs)[1];
+}"""
+    block = struct.pack("<e20B", 1, *range(20))
+    assert results(text, 2, [block + block]) == [0x030201, 0x0706]
+
+
 def test_grids_in_every_type() -> None:
     text = f"""{HEAD}kernel void k(device uint* y [[buffer(0)]],
     ushort3 tg [[threadgroup_position_in_grid]], ushort3 tgs [[threadgroups_per_grid]],

@@ -185,13 +185,23 @@ def _pointer_cast(tokens: list[Token], i: int) -> list[Edit]:
     if not is_pointer_cast(tokens, i, close):
         return []
     last = _unary_end(tokens, close + 1)
-    if last <= close:
+    if last <= close or _is_member(tokens[close + 1 : last + 1]):
         return []
     type_ = " ".join(t.text for t in tokens[i + 1 : close])
     return [
         Edit(tokens[i].at, tokens[close].end, f"::metal::emulator::cast_pointer<{type_}>("),
         Edit(tokens[last].end, tokens[last].end, ")"),
     ]
+
+
+def _is_member(operand: list[Token]) -> bool:
+    """Whether `operand` is a member: clang knows its alignment, and a call would hide it."""
+    depth = 0
+    for token in operand:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token.text, 0)
+        if depth == 0 and token.text in (".", "->"):
+            return True
+    return False
 
 
 def _is_vector(tokens: list[Token]) -> bool:

@@ -8,13 +8,14 @@ is an error, not a result without data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import _C, formats  # noqa: F401  (importing _C registers the ops)
+from . import _C, formats
 
+_native: Any = _C  # whose import registers the ops; mypy does not see into it
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
 
@@ -83,7 +84,7 @@ def _check_addend(name: str, t: Tensor | None, shape: tuple[int, ...], x: Tensor
 
 
 def _check_strategy(strategy: str | None, x: Tensor) -> None:
-    allowed = _C.strategies_on(x.device.type)
+    allowed = _native.strategies_on(x.device.type)
     if strategy is not None and allowed and strategy not in allowed:
         raise ValueError(
             f"strategy: '{strategy}' is not available on {x.device.type}; "
