@@ -58,7 +58,7 @@ class Backend:
 
     def halves(self, strategy: str | None, dtype: torch.dtype, name: str) -> bool:
         """Whether the strategy rounds weights of this format to f16 for x of this dtype."""
-        is_tiled = strategy in (None, "gemm", "split_reduce")
+        is_tiled = strategy in (None, "gemm", "gemm_small", "split_reduce")
         return self is not CPU and is_tiled and dtype == torch.float16
 
     def put(self, t: Tensor) -> Tensor:
