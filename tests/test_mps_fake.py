@@ -38,12 +38,6 @@ def test_layers(dtype: torch.dtype) -> None:
         assert (t.device.type, t.dtype, tuple(t.shape)) == ("mps", dtype, shape)
 
 
-def test_half_leaves_the_bytes_alone() -> None:
-    layer = linear().half()
-    assert layer.weight.dtype == torch.uint8 and layer.bias.dtype == torch.float16
-    assert layer.weight.device.type == "mps"
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("mps", dtype):

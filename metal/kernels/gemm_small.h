@@ -27,6 +27,7 @@ template <class Format, class T>
 struct GemmSmall {
   using Tile = GemmSmallTile;
   using E = typename TileOperand<T>::type;
+  using XRow = device const T*;
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4*, Position at) {
@@ -36,7 +37,7 @@ struct GemmSmall {
 
     const uint n = at.tg.y * Tile::kN + at.sg * kRows, m = at.tg.x * fc_batch;
     const uint row = fragment_row(at.lane), column = fragment_column(at.lane);
-    device const T* x_rows[kBatches][2];
+    XRow x_rows[kBatches][2];
     MM_UNROLL
     for (int b = 0; b < kBatches; ++b) {
       x_rows[b][0] = x_row(x, args, m + b * kFragment + column);
@@ -83,7 +84,7 @@ struct GemmSmall {
   static METAL_FUNC bool is_used(uint batch) { return batch == 0 || batch * kFragment < fc_batch; }
 
   // 16 values from k on of two rows of x, zero from `end` on.
-  static METAL_FUNC void load_two(thread device const T* const (&rows)[2], uint k, uint end,
+  static METAL_FUNC void load_two(thread const XRow (&rows)[2], uint k, uint end,
                                   thread E (&xs)[2][kProducts]) {
     MM_UNROLL
     for (int r = 0; r < 2; ++r) {
