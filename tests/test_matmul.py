@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import oracle
@@ -126,7 +127,9 @@ def test_f16_results_overflow_to_infinity(
     k = backend.k(name)
     packed = random_weight(name, 5, k)
     w = spec(name, packed, k)
-    x = 2.0**12 * torch.sign(w).half()  # y[i, i] = 2^12 sum |w[i]|; elsewhere the signs are random
+    # y[i, i] = scale sum |w[i]| is at least twice 65504; elsewhere the signs are random.
+    scale = 2.0 ** math.ceil(math.log2(2 * 65504 / float(w.abs().sum(1).min())))
+    x = scale * torch.sign(w).half()
     x[1] *= -1
     x[2:, 1::2] *= -1
     y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy).cpu()
