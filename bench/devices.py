@@ -17,14 +17,25 @@ MIN_CALLS = 16  # in a graph or between two events, so that what they cost is sp
 GPU_MAX_BURST = 4  # replays of a graph, or rows of calls, in a turn of a variant
 
 
-class GraphTimed(Timed):
-    """Seconds of a call inside a CUDA graph that rotates over all copies."""
+class GpuTimed(Timed):
+    """Seconds of a call among enough in a row to rotate over all copies."""
 
     pause = 0.0
 
     def __init__(self, call: Call, copies: int = 1) -> None:
         super().__init__(call, copies)
         self._calls = copies * max(1, -(-MIN_CALLS // copies))
+
+    def _call_all(self) -> None:
+        for i in range(self._calls):
+            self.call(i % self.copies)
+
+    def warm_up(self) -> None:
+        self._set_burst(GPU_MAX_BURST)
+
+
+class GraphTimed(GpuTimed):
+    """The calls are a CUDA graph."""
 
     def warm_up(self) -> None:
         stream = torch.cuda.Stream()
@@ -35,9 +46,8 @@ class GraphTimed(Timed):
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            for i in range(self._calls):
-                self.call(i % self.copies)
-        self._set_burst(GPU_MAX_BURST)
+            self._call_all()
+        super().warm_up()
 
     def _once(self) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -48,23 +58,13 @@ class GraphTimed(Timed):
         return float(start.elapsed_time(end)) / 1e3 / self._calls
 
 
-class RowTimed(Timed):
-    """Seconds of a call among as many as rotate over all copies, between two MPS events."""
-
-    pause = 0.0
-
-    def __init__(self, call: Call, copies: int = 1) -> None:
-        super().__init__(call, copies)
-        self._calls = copies * max(1, -(-MIN_CALLS // copies))
-
-    def warm_up(self) -> None:
-        self._set_burst(GPU_MAX_BURST)
+class RowTimed(GpuTimed):
+    """The calls lie between two MPS events."""
 
     def _once(self) -> float:
         start, end = (torch.mps.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for i in range(self._calls):
-            self.call(i % self.copies)
+        self._call_all()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / self._calls

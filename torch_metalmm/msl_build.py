@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .msl_rules import check_rules
-from .msl_source import Constant, Kernel, MetalSyntaxError, Reader, Source
+from .msl_source import TABLES, Constant, Kernel, MetalSyntaxError, Reader, Source
 from .msl_translate import apply, edits_of_errors, visible_edits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +39,7 @@ _CODE += ["-Xclang", "-ffloat16-excess-precision=none", "-w"]
 _CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
 _CODE += ["-fno-finite-loops"]  # an endless loop is to be found, not removed
 _CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
+_CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
 # What a checked library calls before each access, and where an alignment or an index is wrong.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
 _CHECKS += ["-fsanitize=alignment,array-bounds,integer-divide-by-zero"]
@@ -52,7 +53,7 @@ for _option in (
 ):
     _CHECKS += ["-mllvm", f"-asan-{_option}"]
 _HOST = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fno-sanitize=all", "-fno-exceptions"]
-_HOST += ["-fno-rtti", "-fvisibility=hidden", "-c"]
+_HOST += ["-fno-rtti", "-fvisibility=hidden", "-fno-plt", "-c"]
 
 
 class BuildError(RuntimeError):
@@ -256,7 +257,7 @@ def _tables(source: Source, checked: bool) -> str:
             f'{{"{c.name}", {c.namespace}::mm_index{i}, '
             f"::metal::emulator::constant_kind<{kind}>(), sizeof({path}), {c.symbol}}},\n"
         )
-    head = '#include "msl/entry.h"\n' + "\n".join(arguments)
+    head = f'#line 1 "{TABLES}"\n#include "msl/entry.h"\n' + "\n".join(arguments)
     visible = '\nextern "C" __attribute__((visibility("default"), used)) extern const'
     entry, number = "::metal::emulator::", f"{visible} uint "
     return (

@@ -8,6 +8,8 @@ from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
+from .msl_source import TABLES
+
 _STAND_IN = "csrc/msl/include"
 
 
@@ -27,8 +29,7 @@ def _units(library: Path) -> list[tuple[Any, Any, list[tuple[int, int, int, bool
             rows = [
                 (e.state.address, e.state.file, e.state.line, e.state.end_sequence)
                 for e in program.get_entries()
-                # Line 0 is code of no line: it counts to the one before it.
-                if e.state is not None and (e.state.line or e.state.end_sequence)
+                if e.state is not None and (e.state.end_sequence or _in_source(program, e.state))
             ]
             list(unit.iter_DIEs())  # read while the file is open
             units.append((unit, program, rows))
@@ -46,6 +47,12 @@ def _file_name(program: Any, index: int) -> str:
     directories = header["include_directory"]
     base = directories[folder if version5 else folder - 1]
     return f"{base.decode() if isinstance(base, bytes) else base}/{name}"
+
+
+def _in_source(program: Any, state: Any) -> bool:
+    """Code of no line, and of the tables (an argument reloaded in a loop of the kernel that was
+    inlined there), counts to the line before it."""
+    return state.line > 0 and _file_name(program, state.file) != TABLES
 
 
 def _ranges(unit: Any, die: Any) -> list[tuple[int, int]]:
