@@ -11,10 +11,12 @@ import oracle
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
+from plan_cases import codecs, strategies_used
 from shaders import alignment_of, execute, linear, memory_of
 from torch import Tensor
 
-from torch_metalmm import formats
+from bench import cells
+from torch_metalmm import _C, formats
 
 KERNELS = (
     *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
@@ -227,3 +229,29 @@ def test_rows_of_x_at_any_alignment() -> None:
     for kernel in KERNELS:
         want = linear(kernel, name, packed, x)
         same(linear(kernel, name, packed, x, gap=3, offset=1), want, kernel)
+
+
+# What a simdgroup of gemv_large_k walks at a step: as many units as its lanes reach.
+STEPS = """#include <metal_stdlib>
+#include "kernels/gemv.h"
+#include "entry.h"
+#include "formats/all.h"
+#define MM_FORMAT(name, Struct)                                                             \\
+  using Short_##name = metalmm::ShortPiece<metalmm::Struct>::type;                          \\
+  extern "C" __attribute__((used)) constant uint step_##name =                              \\
+      metalmm::kSimdWidth / Short_##name::kLanes * metalmm::Walk<Short_##name>::kUnit;
+#include "formats/each.h"
+"""
+
+
+def test_long_k_is_counted_in_steps_of_the_kernel() -> None:
+    """The K from which M4 Max splits it among 8 simdgroups has one step of the kernel for each."""
+    kernel = dict(re.findall(r"\bstep_(\w+) = (\d+);", cells.compile_text(STEPS)))
+    assert list(kernel) == codecs()
+    simdgroups = _C.strategy("gemv_large_k")["threads"] // 32
+    for name in formats.names():
+        codec = re.sub(r"_g\d+.*", "", name)
+        long = simdgroups * int(kernel[codec])
+        for k, wanted in ((long, "gemv_large_k"), (long - formats.get(name).block_values, "gemv")):
+            plan = _C.plan(n=4096, k=k, format=name, chip="m4-max")
+            assert strategies_used(plan)[0] == wanted, (name, k, plan["reason"])
