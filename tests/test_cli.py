@@ -44,10 +44,12 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory, gguf: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def keep_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def keep_settings() -> Iterator[None]:
+    """The command sets them for its process."""
+    threads, verbosity = torch.get_num_threads(), transformers.utils.logging.get_verbosity()
     yield
     torch.set_num_threads(threads)
+    transformers.utils.logging.set_verbosity(verbosity)
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -39,12 +39,14 @@ UNTIED = ("llama", "gpt2", "bloom", "falcon", "t5", "gemma3", "qwen35")
 @pytest.fixture(scope="module", autouse=True)
 def quiet_and_single_threaded() -> Iterator[None]:
     """Models too small for two threads: on a busy machine those wait more than they compute."""
+    verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    transformers.utils.logging.set_verbosity(verbosity)
 
 
 @pytest.fixture(scope="session")
