@@ -12,7 +12,7 @@ from conftest import Backend
 from oracle import random_weight
 
 from torch_metalmm import _C, formats
-from torch_metalmm.format_table import markdown
+from torch_metalmm.format_table import FAMILIES, markdown
 
 ROOT = Path(__file__).parent.parent
 
@@ -109,29 +109,49 @@ def test_rows_of_bytes_agree(backend: Backend) -> None:
             assert torch.ops.metalmm.quantize(source, row.name).shape == (1, size)
 
 
-def readme_rows() -> list[tuple[str, int, float]]:
-    """(name, values per block, bits per weight) of the README's table."""
-    text = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+LAYOUTS = {family: layout for layout, family in FAMILIES.items()}
+
+
+def readme(text: str) -> list[Row]:
+    """The table between the markers of a README."""
     found = re.findall(r"<!-- formats -->\n(.*?)\n<!-- /formats -->", text, re.S)
     assert len(found) == 1, "README.md must have one table between the markers"
     rows = []
     for line in found[0].splitlines()[2:]:
-        names, _, values, bits = (cell.strip() for cell in line.strip("|").split("|"))
+        names, family, values, bits = (cell.strip() for cell in line.strip("|").split("|"))
         columns = names.split(", "), values.split(", "), bits.split(", ")
         for name, value, bit in zip(*columns, strict=True):
-            rows.append((name.strip("`"), int(value), float(bit)))
+            size = float(bit) * int(value) / 8
+            assert size.is_integer(), line
+            rows.append(Row(name.strip("`"), LAYOUTS[family], int(value), int(size)))
     return rows
 
 
+# The types of affine scales are one sentence of the README, not rows.
+PLAIN = [r for r in TABLE if not r.name.endswith(("_bf16", "_f32"))]
+
+
 def test_the_readme_has_the_formats_of_the_table() -> None:
-    """The types of affine scales are one sentence there, not rows."""
-    plain = [r for r in TABLE if not r.name.endswith(("_bf16", "_f32"))]
-    want = [(r.name, r.block_values, 8 * r.block_bytes / r.block_values) for r in plain]
-    assert readme_rows() == want
-    text = (ROOT / "README.md").read_text()
-    assert f"<!-- formats -->\n{markdown().strip()}\n<!-- /formats -->" in text
+    assert differences(PLAIN, readme(README)) == []
+    assert f"<!-- formats -->\n{markdown().strip()}\n<!-- /formats -->" in README
     for suffix in SCALES:
-        assert f"`affine4_g64{suffix}`" in text
+        assert f"`affine4_g64{suffix}`" in README
+
+
+PIECES = (ROOT / "metal" / "pieces.def").read_text()
+
+
+def without_piece(text: str) -> list[tuple[str, str]]:
+    """(name, Struct) that a pieces.def lacks of formats.def, or has too much."""
+    rows = re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+), *(\w+),", TEXT, re.M)
+    pieces = re.findall(r"^MM_PIECE\((\w+), *(\w+),", text, re.M)
+    return sorted({*rows} ^ {*pieces})
+
+
+def test_every_format_has_a_piece() -> None:
+    pieces = re.findall(r"^MM_PIECE", PIECES, re.M)
+    assert len(pieces) == 22 and without_piece(PIECES) == []
 
 
 @pytest.mark.parametrize("name", ["f16", "q6_k", "affine3_g128_f32"])
@@ -155,3 +175,38 @@ def test_a_row_taken_from_the_text_is_named() -> None:
     assert differences(table(shorter), native()) == ["iq4_nl is not in the table"]
     fewer = re.sub(r"^MM_AFFINE\(affine5.*\n", "", TEXT, flags=re.M)
     assert len(differences(table(fewer), specification())) == 9
+
+
+@pytest.mark.parametrize("name", ["f16", "q6_k", "affine3_g128_f32"])
+def test_a_missing_class_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(formats._BY_NAME, name)
+    assert differences(TABLE, specification()) == [f"{name} is missing"]
+
+
+def test_a_class_of_another_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(formats.get("q6_k")), "block_bytes", 212)
+    (message,) = differences(TABLE, specification())
+    assert message == "q6_k is ('block', 256, 212), the table says ('block', 256, 210)"
+
+
+def test_a_row_taken_from_the_readme_is_named() -> None:
+    """A row, and one group of the formats that share a row."""
+    shorter = README.replace("| `q6_k` | GGML | 256 | 6.5625 |\n", "")
+    assert differences(PLAIN, readme(shorter)) == ["q6_k is missing"]
+    narrower = README.replace(", `affine3_g128`", "")
+    narrower = narrower.replace("32, 64, 128 | 4, 3.5, 3.25 |", "32, 64 | 4, 3.5 |")
+    assert differences(PLAIN, readme(narrower)) == ["affine3_g128 is missing"]
+
+
+def test_another_number_in_the_readme_is_named() -> None:
+    other = README.replace("| `q8_0` | GGML | 32 | 8.5 |", "| `q8_0` | GGML | 32 | 8.25 |")
+    (message,) = differences(PLAIN, readme(other))
+    assert message == "q8_0 is ('block', 32, 33), the table says ('block', 32, 34)"
+
+
+def test_a_piece_taken_away_is_named() -> None:
+    """A row of pieces.def left out, or of another struct."""
+    fewer = re.sub(r"^MM_PIECE\(iq4_xs.*\n", "", PIECES, flags=re.M)
+    assert without_piece(fewer) == [("iq4_xs", "IQ4_XS")]
+    other = PIECES.replace("IQ4_XS,", "IQ4_NL,")
+    assert without_piece(other) == [("iq4_xs", "IQ4_NL"), ("iq4_xs", "IQ4_XS")]
