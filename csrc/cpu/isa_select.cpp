@@ -1,8 +1,8 @@
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "half.h"
 #include "kernels.h"
 
 namespace metalmm::cpu {
@@ -31,27 +31,9 @@ namespace metalmm::cpu {
   }
 MM_FOR_EACH_ISA(MM_DECLARE)
 
-namespace {
-
-// The same bits as the hardware's conversion: exact, subnormals and NaN payloads included.
-float half_to_float(uint32_t h) {
-  const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-  if (magnitude < 0x400u) {
-    const float v = static_cast<float>(magnitude) * 0x1p-24f;
-    return sign ? -v : v;
-  }
-  const uint32_t exponent = magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u;
-  const uint32_t bits = sign | ((magnitude << 13) + exponent);
-  float v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-
-}  // namespace
-
 const float* const half_table = [] {
   auto* table = new float[1 << 16];
-  for (uint32_t h = 0; h < 1 << 16; ++h) table[h] = half_to_float(h);
+  for (uint32_t h = 0; h < 1 << 16; ++h) table[h] = half_bits_to_float(h);
   return table;
 }();
 

@@ -15,6 +15,7 @@
 #define MM_NEON
 #endif
 
+#include "half.h"
 #include "kernels.h"
 
 #define MM_INLINE inline __attribute__((always_inline))
@@ -124,22 +125,6 @@ MM_INLINE float sum(F v) {
     for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
   }
   return lane[0];
-}
-
-// f16 to f32 by integer arithmetic, where the machine has no instruction. Exact, subnormals
-// included.
-MM_INLINE float half_bits_to_float(uint32_t h) {
-  const uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-  uint32_t bits;
-  if (magnitude >= 0x7c00u) {
-    bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
-  } else if (magnitude >= 0x400u) {
-    bits = sign | ((magnitude << 13) + 0x38000000u);
-  } else {
-    const float v = static_cast<float>(magnitude) * 0x1p-24f;
-    return sign ? -v : v;
-  }
-  return load_as<float>(&bits);
 }
 
 MM_INLINE float half_to_float(const uint8_t* p) {
