@@ -70,7 +70,7 @@ def _plug_into_transformers() -> None:
 
 def _plug_into_peft() -> None:
     try:
-        from . import lora  # noqa: F401  # it registers its layers
+        from . import lora, lora_others  # noqa: F401  # they register layers and checks
     except ImportError as error:
         import warnings
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .fused import LinearPart
 from .linear import QuantEmbedding, QuantLinear, quantize_weight
+from .lora_others import describe, is_packed
 from .lora_report import forget, merges_reported, record
 
 # The other named initialisations decompose the base weight or store a remainder of it in its place.
@@ -43,11 +44,11 @@ class _OnPacked:
         if isinstance(init, str) and init.lower() not in _INITS:
             raise ValueError(
                 f"init_lora_weights: {init!r} needs the dense weight, but that of "
-                f"{_describe(self.base_layer)} is packed; "
+                f"{describe(self.base_layer)} is packed; "
                 f"allowed: True, False, {', '.join(map(repr, _INITS))}"
             )
         if config.kasa_config is not None:
-            raise ValueError(f"kasa_config: rewrites the weight of {_describe(self.base_layer)}")
+            raise ValueError(f"kasa_config: rewrites the weight of {describe(self.base_layer)}")
         super().update_layer(adapter_name, *args, config=config, **kwargs)  # type: ignore[misc]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -56,7 +57,7 @@ class _OnPacked:
         The bytes before the first merge are kept, so that unmerge() gives exactly them back.
         ValueError, and nothing changed: the merged weight has NaN or Inf.
         """
-        if not _is_packed(self.base_layer):
+        if not is_packed(self.base_layer):
             return super().merge(safe_merge, adapter_names)  # type: ignore[misc,no-any-return]
         names = check_adapters_to_merge(self, adapter_names)
         if not names:
@@ -85,7 +86,7 @@ class _OnPacked:
 
     def unmerge(self) -> None:
         """Put the bytes back that the layer had before merge()."""
-        if not _is_packed(self.base_layer) or self._before_merge is None:
+        if not is_packed(self.base_layer) or self._before_merge is None:
             return super().unmerge()  # type: ignore[misc,no-any-return]
         device = self.base_layer.weight.device
         weight, bias = self._before_merge
@@ -99,7 +100,7 @@ class _OnPacked:
     def decoded(self) -> Iterator[Any]:
         """Inside, base_layer is a dense f32 copy of itself, to be read or written."""
         packed = self.base_layer
-        if not _is_packed(packed):
+        if not is_packed(packed):
             yield packed
             return
         self.base_layer = _dense_copy(packed)
@@ -162,14 +163,14 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
     def _create_new_module(
         lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any
     ) -> nn.Module:
-        if not _is_packed(target) or lora_config._custom_modules:
+        if not is_packed(target) or lora_config._custom_modules:
             other: nn.Module = LoraModel._create_new_module(
                 lora_config, adapter_name, target, **kwargs
             )
             return other
         if (name := kwargs.pop("parameter_name", None)) is not None:
             raise ValueError(
-                f"target_parameters: {name} of {_describe(target)} is packed; use target_modules"
+                f"target_parameters: {name} of {describe(target)} is packed; use target_modules"
             )
         if lora_config.fan_in_fan_out and isinstance(target, QuantLinear):
             warnings.warn(
@@ -194,14 +195,6 @@ class PackedLoraModel(LoraModel):  # type: ignore[misc]
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         with merges_reported(self.model):
             return super()._unload_and_optionally_merge(*args, **kwargs)
-
-
-def _is_packed(module: nn.Module) -> bool:
-    return isinstance(module, QuantLinear | QuantEmbedding)
-
-
-def _describe(module: nn.Module) -> str:
-    return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _dense_copy(packed: QuantLinear | QuantEmbedding) -> nn.Module:
