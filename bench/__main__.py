@@ -32,7 +32,7 @@ COMMANDS: tuple[str, ...] = (
     "report",
     "plot",
 )
-COMMANDS += ("cells",)
+COMMANDS += ("cells", "chips")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -95,7 +95,9 @@ def parser() -> argparse.ArgumentParser:
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     sub.add_parser("quality", parents=common, help="what packing costs and saves, on real models")
     sub.add_parser("roof", parents=common, help="DRAM read and f32 multiply-add, all candidates")
-    sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
+    cell = sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
+    cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
+    sub.add_parser("chips", help="what the chip model predicts, beside what others measured")
     rep = sub.add_parser("report", help="print the tables of a JSON file")
     rep.add_argument("file", type=Path)
     rep.add_argument("--markdown", action="store_true")
@@ -261,7 +263,15 @@ def main(argv: list[str]) -> int:
         if args.command == "cells":
             from . import cells
 
+            if args.write:
+                print(*cells.write(), sep="\n")
+                return 0
             print(report.to_markdown(cells.size_table()), cells.markdown(), sep="\n\n")
+            return 0
+        if args.command == "chips":
+            from . import chips
+
+            print(chips.markdown())
             return 0
         if args.command == "plot":
             from . import plots

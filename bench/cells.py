@@ -9,19 +9,22 @@ does once, before and after the loop, is not. Loads are counted and cost nothing
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch_metalmm import _C
+from torch_metalmm import _C, chip_model
 from torch_metalmm.msl_build import LANGUAGE, ROOT, BuildError, zig
 
-from . import ptx
-from .report import Table, to_markdown
+from . import chips, ptx
+from .report import Table, replace_block, to_markdown
 
 METAL = ROOT / "metal"
+README = ROOT / "bench" / "README.md"
 DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 
 _PLAIN = "x, w, {y, x, x}, args, memory, at"
@@ -196,3 +199,31 @@ def tables() -> list[Table]:
 def markdown() -> str:
     """The tables as the block between the markers of bench/README.md."""
     return "\n\n".join(to_markdown(t) for t in tables())
+
+
+# ---- what is committed of it
+
+
+def chip_counts() -> dict[str, Any]:
+    """The counts of torch_metalmm.chip_model: issue cycles per weight, by strategy."""
+    strategies = ("gemv", "gemv_batched")
+    found = measure([(strategy, dtype) for strategy in strategies for dtype in DTYPES])
+    out: dict[str, Any] = {"batch": CONSTANTS["Batch"]}
+    for strategy in strategies:
+        rows = zip(*(found[strategy, dtype] for dtype in DTYPES), strict=True)
+        out[strategy] = {
+            cells[0].format: dict(zip(DTYPES, (c.cycles for c in cells), strict=True))
+            for cells in rows
+        }
+    return out
+
+
+def write() -> list[Path]:
+    """Rewrites every committed figure that follows from the compiled loops; the files."""
+    text = json.dumps(chip_counts(), indent=1)
+    rows = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text)
+    chip_model.COUNTS.write_text(rows + "\n")
+    chip_model.counts.cache_clear()
+    replace_block(README, "cells", markdown())
+    replace_block(chips.PAGE, "chips", chips.markdown())
+    return [chip_model.COUNTS, README, chips.PAGE]

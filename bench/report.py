@@ -286,6 +286,24 @@ def to_markdown(table: Table) -> str:
     return "\n".join(lines)
 
 
+def _block(text: str, command: str) -> tuple[int, int]:
+    """Where in a page the block that `python -m bench command` prints begins and ends."""
+    begin = f"<!-- python -m bench {command} -->\n"
+    return text.index(begin) + len(begin), text.index(f"\n<!-- end of {command} -->")
+
+
+def read_block(page: Path, command: str) -> str:
+    """The block of a page that `python -m bench command` prints."""
+    text = page.read_text()
+    return text[slice(*_block(text, command))]
+
+
+def replace_block(page: Path, command: str, block: str) -> None:
+    text = page.read_text()
+    begin, end = _block(text, command)
+    page.write_text(text[:begin] + block + text[end:])
+
+
 def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
     """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
     tables = (summary_tables if markdown else full_tables)(records)

@@ -17,12 +17,11 @@ constexpr auto kPro = ChipClass::kPro;
 constexpr auto kMax = ChipClass::kMax;
 constexpr auto kUltra = ChipClass::kUltra;
 
-constexpr uint32_t kLanesPerCore = 128;  // instructions issued per core and cycle, M1 to M5
-
 // Cores and bandwidth: Apple's technical specifications of the Macs that carry the chip, largest
-// configuration. Clocks: third-party measurements (powermetrics, published FLOP/s over lanes), good
-// to some 5 %; no choice depends on them. Family: Metal feature set tables. Threadgroup memory is
-// 32 KB in all.
+// configuration. Clocks: the highest that powermetrics lists, as its users published it; where none
+// did, that of the nearest sibling. docs/chip-model.md names the source of each. Family: Metal
+// feature set tables. Threadgroup memory is 32 KB in all. No M4 Ultra exists, and by November 2026
+// Apple had announced no M5 Ultra.
 std::vector<Gpu> make_gpus() {
   return {
       // name, generation, class, family, cores, GB/s, MHz
@@ -34,14 +33,14 @@ std::vector<Gpu> make_gpus() {
       {"m2-pro", M2, kPro, 8, 19, 200, 1398},
       {"m2-max", M2, kMax, 8, 38, 400, 1398},
       {"m2-ultra", M2, kUltra, 8, 76, 800, 1398},
-      {"m3", M3, kBase, 9, 10, 100, 1398},
-      {"m3-pro", M3, kPro, 9, 18, 150, 1398},  // 192 bit: fewer bytes than an M2 Pro
-      {"m3-max", M3, kMax, 9, 40, 400, 1398},  // 300 GB/s with 30 cores
-      {"m3-ultra", M3, kUltra, 9, 80, 819, 1398},
+      {"m3", M3, kBase, 9, 10, 100, 1338},
+      {"m3-pro", M3, kPro, 9, 18, 150, 1380},  // 192 bit: fewer bytes than an M2 Pro
+      {"m3-max", M3, kMax, 9, 40, 400, 1380},  // 300 GB/s with 30 cores
+      {"m3-ultra", M3, kUltra, 9, 80, 819, 1380},
       {"m4", M4, kBase, 9, 10, 120, 1470},     // LPDDR5X-7500
       {"m4-pro", M4, kPro, 9, 20, 273, 1578},  // LPDDR5X-8533, 256 bit
       {"m4-max", M4, kMax, 9, 40, 546, 1578},  // 410 GB/s with 32 cores
-      {"m5", M5, kBase, 10, 10, 153, 1620},    // LPDDR5X-9600
+      {"m5", M5, kBase, 10, 10, 153, 1578},    // LPDDR5X-9600
       {"m5-pro", M5, kPro, 10, 20, 307, 1620},
       {"m5-max", M5, kMax, 10, 40, 614, 1620},  // 460 GB/s with 32 cores
   };
@@ -93,11 +92,6 @@ Gpu unknown(const std::string& name, int family) {
 }
 
 }  // namespace
-
-double Gpu::instructions_per_weight(double bytes_per_weight) const {
-  const double lanes = static_cast<double>(cores) * kLanesPerCore * clock_mhz * 1e6;
-  return lanes / (bandwidth_gb_s * 1e9 / bytes_per_weight);
-}
 
 const std::vector<Gpu>& all_gpus() {
   static const auto* gpus = new std::vector<Gpu>(make_gpus());

@@ -13,20 +13,18 @@ namespace metalmm {
 enum class Generation : int { kM1 = 1, kM2, kM3, kM4, kM5 };
 enum class ChipClass : int { kBase, kPro, kMax, kUltra };
 
+constexpr uint32_t kLanesPerCore = 128;  // instructions issued per core and cycle, M1 to M5
+
 struct Gpu {
   std::string name;  // "m4-max"
   Generation generation = Generation::kM1;
   ChipClass chip_class = ChipClass::kBase;
   int family = 7;  // MTLGPUFamilyApple7 ... Apple10
   uint32_t cores = 8;
-  uint32_t bandwidth_gb_s = 68;  // nominal, decimal: of explain, not of the choice
-  uint32_t clock_mhz = 1278;     // approximate: of explain, not of the choice
+  uint32_t bandwidth_gb_s = 68;  // nominal, decimal: of the chip model, not of the choice
+  uint32_t clock_mhz = 1278;     // highest: of the chip model, not of the choice
   uint32_t max_threadgroup_memory = 32768;
   uint32_t max_threads = 1024;  // per threadgroup
-
-  // Instructions that this chip can issue for a weight of so many bytes while it streams the
-  // weights from memory: lane-instructions per second over weights per second.
-  double instructions_per_weight(double bytes_per_weight) const;
 };
 
 // M1 ... M5, base to Ultra, each in its largest configuration.

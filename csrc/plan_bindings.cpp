@@ -29,6 +29,7 @@ py::dict to_dict(const Gpu& gpu) {
   out["cores"] = gpu.cores;
   out["bandwidth_gb_s"] = gpu.bandwidth_gb_s;
   out["clock_mhz"] = gpu.clock_mhz;
+  out["lanes_per_core"] = kLanesPerCore;
   out["max_threadgroup_memory"] = gpu.max_threadgroup_memory;
   out["max_threads"] = gpu.max_threads;
   return out;

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import _C, formats
+from .chip_model import DTYPE_BYTES, REACHED, Chip, cost
 
 SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
 
 _TORCH_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-_LANES_PER_CORE = 128
 # The bits of metal/abi.h in words; test_plan compares them with the header.
 EPILOGUE_BITS = ("bias", "beta * c", "alpha", "f32 partial results")
 BOUNDS_BITS = ("N has a tail", "M has a tail", "K has a tail", "x aligned", "weight aligned")
@@ -55,8 +54,10 @@ def explain(
     ]
     for i, one in enumerate(plan["passes"], 1):
         lines += ["", f"pass {i} of {len(plan['passes'])}: {one['kernel']}", *_pass_lines(one)]
-    lines += ["", *_byte_lines(plan, m, n, k, fmt.row_bytes(k), _DTYPE_BYTES[dtype])]
-    return "\n".join([*lines, "", *_roof_lines(gpu, plan, m, n, k, fmt.row_bytes(k), dtype)])
+    lines += ["", *_byte_lines(plan, m, n, k, fmt.row_bytes(k), DTYPE_BYTES[dtype])]
+    return "\n".join(
+        [*lines, "", *_prediction_lines(plan, Chip.named(chip), m * n * k, n * fmt.row_bytes(k))]
+    )
 
 
 def _pass_lines(one: dict[str, Any]) -> list[str]:
@@ -108,18 +109,19 @@ def _byte_lines(
     return ["bytes", *(f"  {name:10} {count:{width},}  {note}" for name, count, note in rows)]
 
 
-def _roof_lines(
-    gpu: dict[str, Any], plan: dict[str, Any], m: int, n: int, k: int, row_bytes: int, dtype: str
+def _prediction_lines(
+    plan: dict[str, Any], chip: Chip, products: int, weight_bytes: int
 ) -> list[str]:
-    moved = n * row_bytes + m * (k + n) * _DTYPE_BYTES[dtype] + 2 * plan["workspace_bytes"]
-    lanes = gpu["cores"] * _LANES_PER_CORE * gpu["clock_mhz"] * 1e6
-    memory, multiply = moved / (gpu["bandwidth_gb_s"] * 1e9), m * n * k / lanes
-    budget = lanes / (gpu["bandwidth_gb_s"] * 1e9 / (row_bytes / k))
-    bound = "memory" if memory > multiply else "multiply-add"
+    p = cost(plan, chip)
+    bandwidth, passes = f"{REACHED:.0%} of {chip.bandwidth_gb_s} GB/s", len(plan["passes"])
+    rows = [
+        ("memory", p.memory, f"{p.moved_bytes / 1e6:.2f} MB, each byte once, at {bandwidth}"),
+        ("issue", p.issue, f"{p.cycles:.2f} cycles per weight and tile of x"),
+        ("launch", p.launch, f"{passes} {'pass' if passes == 1 else 'passes'}"),
+        ("time", p.total, f"{p.bound} bound: {weight_bytes / p.total / 1e3:.0f} GB/s of weights,"
+         f" {2 * products / p.total / 1e6:.2f} TFLOP/s"),
+    ]  # fmt: skip
     return [
-        "roof (nominal figures, nothing measured)",
-        f"  memory     {memory * 1e6:.1f} us for {moved / 1e6:.2f} MB, each byte moved once",
-        f"  arithmetic {multiply * 1e6:.1f} us for {m * n * k / 1e9:.2f} G multiply-adds"
-        f"; {bound} bound",
-        f"  budget     {budget:.1f} instructions per weight while W streams from memory",
+        "prediction (torch_metalmm.chip_model: a model, nothing was measured on this chip)",
+        *(f"  {name:10} {us:9.1f} us  {note}" for name, us, note in rows),
     ]
