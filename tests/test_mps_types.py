@@ -111,7 +111,7 @@ def test_the_ops_compile(tmp_path: Path) -> None:
 
 def test_a_wrong_type_is_found(tmp_path: Path) -> None:
     """The check sees what it is for: a wrong argument, a message that nobody understands."""
-    text = (MPS / "metal.mm").read_text().replace('"metal.h"', f'"{MPS}/metal.h"')
+    text = (MPS / "metal.mm").read_text().replace('#include "', f'#include "{MPS}/')
     for right, wrong, message in (
         ("options:options", "options:source", "no viable conversion|cannot initialize"),
         ("newLibraryWithURL", "newLibraryWithUrl", "not found|no visible|no known"),

@@ -52,6 +52,11 @@ def vote(width: int) -> dict[str, list[int]]:
         f"{group}_all(lane >= 4)": [int(width == 4 and i >= 4) for i in LANES],
         f"{group}_is_first()": [int(i % width == 0) for i in LANES],
         f"ulong({group}_active_threads_mask())": [-1 if width == 32 else 15] * 32,
+        f"{group}_ballot(lane < 4).all()": [int(width == 4 and i < 4) for i in LANES],
+        f"{group}_ballot(lane < 32).all()": [1] * 32,
+        f"{group}_vote({group}_ballot(lane == 5)).any()": [
+            int(width == 32 or i // 4 == 1) for i in LANES
+        ],
     }
 
 
@@ -164,7 +169,7 @@ def test_every_function_is_tested() -> None:
     text = re.sub(r"\\\n", " ", text)
     macros = re.findall(r"MM_(?:REDUCE|SHUFFLE)\(([a-z_]+),", text)
     macros += [f"prefix_{n}" for n in re.findall(r"MM_PREFIX\(([a-z_]+),", text)]
-    macros += re.findall(r"METAL_FUNC [\w ]+ group##_(\w+)\(", text)
+    macros += re.findall(r"METAL_FUNC [\w# ]+ group##_(\w+)\(", text)
     names = {m for m in macros if not m.endswith("name")}
     assert len(names) >= 26
     tested = " ".join(e for e, _ in BATCH.names)

@@ -1,6 +1,6 @@
 #include "metal.h"
 
-#include <dlfcn.h>
+#include "../beside.h"
 
 namespace metalmm::mps {
 namespace {
@@ -13,12 +13,7 @@ void report(NSError* error, std::string* log) {
 
 }  // namespace
 
-std::string archive_path() {
-  Dl_info self{};
-  dladdr(reinterpret_cast<const void*>(&archive_path), &self);
-  const std::string path = self.dli_fname ? self.dli_fname : "";
-  return path.substr(0, path.rfind('/') + 1) + "metalmm.metallib";
-}
+std::string archive_path() { return beside_module("metalmm.metallib"); }
 
 id<MTLLibrary> MetalDevice::archive() {
   return [device_ newLibraryWithURL:[NSURL fileURLWithPath:text(archive_path())] error:nil];

@@ -1,7 +1,5 @@
 #include "launch.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstring>
 #include <fstream>
@@ -11,7 +9,9 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "../../beside.h"
 #include "../../encode.h"
+#include "../include/msl/nvptx/operands.h"
 #include "driver.h"
 
 namespace metalmm::cuda {
@@ -19,11 +19,7 @@ namespace {
 
 constexpr uint32_t kMaxGridYZ = 65535;
 
-// As in include/msl/nvptx/entry.h.
-struct Operands {
-  const void* slots[kSlotArgs];
-  uint32_t width, height;
-};
+using Operands = metalmm::Operands<const void*>;
 static_assert(sizeof(Operands) == 80 && sizeof(KernelArgs) == 64);
 
 // What is compiled into a kernel: function constants, then 1 for a grid of one row.
@@ -43,16 +39,8 @@ struct Key {
 std::mutex g_mutex;
 std::map<Key, Function> g_functions;
 
-// ptx/ beside this library.
-std::string folder() {
-  Dl_info self{};
-  dladdr(reinterpret_cast<const void*>(&folder), &self);
-  const std::string path = self.dli_fname ? self.dli_fname : "";
-  return path.substr(0, path.rfind('/') + 1) + "ptx/";
-}
-
 std::string read_ptx(const std::string& kernel) {
-  const std::string path = folder() + kernel + ".ptx";
+  const std::string path = beside_module("ptx/" + kernel + ".ptx");
   std::ifstream file(path);
   if (!file) {
     throw std::runtime_error("no PTX for " + kernel + " (" + path +

@@ -3,61 +3,11 @@
 #pragma once
 
 #include "atomic.h"
-#include "integer.h"
 #include "runtime.h"
+#include "simd_types.h"
 
 namespace metal {
 namespace emulator {
-
-struct Sum {
-  template <class T>
-  static T of(T a, T b) {
-    return a + b;
-  }
-  template <class T>
-  static T identity() {
-    return construct<T>(0);
-  }
-};
-struct Product {
-  template <class T>
-  static T of(T a, T b) {
-    return a * b;
-  }
-  template <class T>
-  static T identity() {
-    return construct<T>(1);
-  }
-};
-struct Smallest {
-  template <class T>
-  static T of(T a, T b) {
-    return min(a, b);
-  }
-};
-struct Largest {
-  template <class T>
-  static T of(T a, T b) {
-    return max(a, b);
-  }
-};
-// Of floats, their bits.
-#define MM_BITWISE(Name, op)                                                        \
-  struct Name {                                                                     \
-    template <class T>                                                              \
-    static T of(T a, T b) {                                                         \
-      if constexpr (is_floating_point_v<T>) {                                       \
-        using Bits = conditional_t<sizeof(T) == 4, uint, ushort>;                   \
-        return as_type<T>(static_cast<Bits>(as_type<Bits>(a) op as_type<Bits>(b))); \
-      } else {                                                                      \
-        return a op b;                                                              \
-      }                                                                             \
-    }                                                                               \
-  };
-MM_BITWISE(And, &)
-MM_BITWISE(Or, |)
-MM_BITWISE(Xor, ^)
-#undef MM_BITWISE
 
 // One value to all lanes. The tree halves the distance: lane i and i + 16, then 8, 4, 2, 1.
 template <uint Width, class Op, class T>
@@ -158,29 +108,18 @@ METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file,
 
 }  // namespace emulator
 
-// The lanes that voted true.
-struct simd_vote {
-  using vote_t = ulong;
-  ulong mask;
-  constexpr simd_vote(ulong m = 0) : mask(m) {}
-  constexpr explicit operator vote_t() const { return mask; }
-  constexpr bool all() const { return mask == 0xFFFFFFFFul; }
-  constexpr bool any() const { return mask != 0; }
-};
-using quad_vote = simd_vote;
-
-#define MM_REDUCE(name, group, Width, Op)                                                     \
-  template <class T>                                                                          \
-  METAL_FUNC T group##_##name(T x, MM_SITE) {                                                 \
-    return emulator::collect<Width, T>(#group "_" #name, x,                                   \
-                                       emulator::reduce<Width, emulator::Op, T>, file, line); \
+#define MM_REDUCE(name, group, Width, Op)                                                 \
+  template <class T>                                                                      \
+  METAL_FUNC T group##_##name(T x, MM_SITE) {                                             \
+    return emulator::collect<Width, T>(                                                   \
+        #group "_" #name, x, emulator::reduce<Width, simd_operators::Op, T>, file, line); \
   }
 #define MM_PREFIX(name, group, Width, Op, inclusive)                                              \
   template <class T>                                                                              \
   METAL_FUNC T group##_prefix_##name(T x, MM_SITE) {                                              \
     return emulator::collect<Width, T>(#group "_prefix_" #name, x,                                \
-                                       emulator::prefix<Width, emulator::Op, inclusive, T>, file, \
-                                       line);                                                     \
+                                       emulator::prefix<Width, simd_operators::Op, inclusive, T>, \
+                                       file, line);                                               \
   }
 // `from` and `fill` are expressions of x, n, me (the lane) and Width.
 #define MM_SHUFFLE(name, group, Width, fill, from, ...)                                       \
@@ -227,7 +166,7 @@ using quad_vote = simd_vote;
     return emulator::collect<Width, T>(#group "_broadcast_first", x, emulator::first<Width, T>,    \
                                        file, line);                                                \
   }                                                                                                \
-  METAL_FUNC simd_vote group##_ballot(bool x, MM_SITE) {                                           \
+  METAL_FUNC group##_vote group##_ballot(bool x, MM_SITE) {                                        \
     return emulator::collect<Width, ulong>(#group "_ballot", x, emulator::ballot<Width>, file,     \
                                            line);                                                  \
   }                                                                                                \
@@ -239,7 +178,7 @@ using quad_vote = simd_vote;
     return emulator::collect<Width, ulong>(#group "_all", !x, emulator::ballot<Width>, file,       \
                                            line) == 0;                                             \
   }                                                                                                \
-  METAL_FUNC simd_vote group##_active_threads_mask(MM_SITE) {                                      \
+  METAL_FUNC group##_vote group##_active_threads_mask(MM_SITE) {                                   \
     return emulator::collect<Width, ulong>(#group "_active_threads_mask", true,                    \
                                            emulator::ballot<Width>, file, line);                   \
   }                                                                                                \
@@ -290,18 +229,6 @@ MM_GROUP(quad, 4)
 #undef MM_PREFIX
 #undef MM_REDUCE
 METAL_FUNC bool simd_is_helper_thread() { return false; }
-
-enum class mem_flags : uint {
-  mem_none = 0,
-  mem_device = 1,
-  mem_threadgroup = 2,
-  mem_texture = 4,
-  mem_threadgroup_imageblock = 8,
-  mem_object_data = 16
-};
-constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return static_cast<mem_flags>(static_cast<uint>(a) | static_cast<uint>(b));
-}
 
 // Lanes run one at a time, so that their writes are in order.
 METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {

@@ -2,6 +2,7 @@
 // declares. torch_metalmm/ptx.py writes an entry for each; csrc/msl/cuda/launch.cpp passes them.
 #pragma once
 
+#include "operands.h"
 #include "runtime.h"
 
 // The dynamic shared memory of the launch.
@@ -10,11 +11,7 @@ extern "C" threadgroup float4 mm_threadgroup_memory[];
 namespace metal {
 namespace warp {
 
-// The buffers but the arguments, as device addresses, and the threadgroups along x and y.
-struct Operands {
-  device void* slots[metalmm::kSlotArgs];
-  uint width, height;
-};
+using Operands = metalmm::Operands<device void*>;
 
 // 1: the grid is launched as one row, for CUDA's y and z end at 65535. A function constant.
 constant uint linear_grid [[function_constant(linear_grid)]];

@@ -3,45 +3,11 @@
 // lane computes the sum of lane 0, for its operators commute); a prefix goes from lane to lane.
 #pragma once
 
-#include "../integer.h"
+#include "../simd_types.h"
 #include "runtime.h"
 
 namespace metal {
 namespace warp {
-
-struct Sum {
-  template <class T>
-  static METAL_FUNC T of(T a, T b) {
-    return a + b;
-  }
-  template <class T>
-  static METAL_FUNC T identity() {
-    return construct<T>(0);
-  }
-};
-struct Product {
-  template <class T>
-  static METAL_FUNC T of(T a, T b) {
-    return a * b;
-  }
-  template <class T>
-  static METAL_FUNC T identity() {
-    return construct<T>(1);
-  }
-};
-#define MM_OPERATOR(Name, expression)  \
-  struct Name {                        \
-    template <class T>                 \
-    static METAL_FUNC T of(T a, T b) { \
-      return expression;               \
-    }                                  \
-  };
-MM_OPERATOR(Smallest, min(a, b))
-MM_OPERATOR(Largest, max(a, b))
-MM_OPERATOR(And, a& b)
-MM_OPERATOR(Or, a | b)
-MM_OPERATOR(Xor, a ^ b)
-#undef MM_OPERATOR
 
 template <uint Width, class Op, class T>
 METAL_FUNC T reduce(T x) {
@@ -82,30 +48,20 @@ METAL_FUNC T fill_shuffle(T x, T fill, int by, int modulo) {
 // Bit i: lane i of the group votes true.
 template <uint Width>
 METAL_FUNC uint ballot(bool x) {
-  return reduce<Width, Or>(x ? 1u << lane() % Width : 0u);
+  return reduce<Width, simd_operators::Or>(x ? 1u << lane() % Width : 0u);
 }
 
 }  // namespace warp
 
-struct simd_vote {
-  using vote_t = ulong;
-  ulong mask;
-  constexpr simd_vote(ulong m = 0) : mask(m) {}
-  constexpr explicit operator vote_t() const { return mask; }
-  constexpr bool all() const { return mask == 0xFFFFFFFFul; }
-  constexpr bool any() const { return mask != 0; }
-};
-using quad_vote = simd_vote;
-
-#define MM_REDUCE(name, group, Width, Op)       \
-  template <class T>                            \
-  METAL_FUNC T group##_##name(T x) {            \
-    return warp::reduce<Width, warp::Op, T>(x); \
+#define MM_REDUCE(name, group, Width, Op)                 \
+  template <class T>                                      \
+  METAL_FUNC T group##_##name(T x) {                      \
+    return warp::reduce<Width, simd_operators::Op, T>(x); \
   }
-#define MM_PREFIX(name, group, Width, Op, inclusive)       \
-  template <class T>                                       \
-  METAL_FUNC T group##_prefix_##name(T x) {                \
-    return warp::prefix<Width, warp::Op, inclusive, T>(x); \
+#define MM_PREFIX(name, group, Width, Op, inclusive)                 \
+  template <class T>                                                 \
+  METAL_FUNC T group##_prefix_##name(T x) {                          \
+    return warp::prefix<Width, simd_operators::Op, inclusive, T>(x); \
   }
 // `from` is an expression of n and me, the lane's number in its group.
 #define MM_SHUFFLE(name, group, Width, from)                   \
@@ -115,41 +71,41 @@ using quad_vote = simd_vote;
     (void)me;                                                  \
     return warp::shuffle<Width>(x, x, static_cast<int>(from)); \
   }
-#define MM_GROUP(group, Width)                                                               \
-  MM_REDUCE(sum, group, Width, Sum)                                                          \
-  MM_REDUCE(product, group, Width, Product)                                                  \
-  MM_REDUCE(min, group, Width, Smallest)                                                     \
-  MM_REDUCE(max, group, Width, Largest)                                                      \
-  MM_REDUCE(and, group, Width, And)                                                          \
-  MM_REDUCE(or, group, Width, Or)                                                            \
-  MM_REDUCE(xor, group, Width, Xor)                                                          \
-  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                                          \
-  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                                         \
-  MM_PREFIX(inclusive_product, group, Width, Product, true)                                  \
-  MM_PREFIX(exclusive_product, group, Width, Product, false)                                 \
-  MM_SHUFFLE(shuffle, group, Width, n % Width)                                               \
-  MM_SHUFFLE(broadcast, group, Width, n % Width)                                             \
-  MM_SHUFFLE(shuffle_xor, group, Width, (me ^ n) % Width)                                    \
-  MM_SHUFFLE(shuffle_up, group, Width, me - n)                                               \
-  MM_SHUFFLE(shuffle_down, group, Width, me + n)                                             \
-  MM_SHUFFLE(shuffle_rotate_up, group, Width, (me + Width - n % Width) % Width)              \
-  MM_SHUFFLE(shuffle_rotate_down, group, Width, (me + n) % Width)                            \
-  template <class T>                                                                         \
-  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {   \
-    return warp::fill_shuffle<Width>(x, fill, -int(n), modulo);                              \
-  }                                                                                          \
-  template <class T>                                                                         \
-  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width) { \
-    return warp::fill_shuffle<Width>(x, fill, int(n), modulo);                               \
-  }                                                                                          \
-  template <class T>                                                                         \
-  METAL_FUNC T group##_broadcast_first(T x) {                                                \
-    return warp::shuffle<Width>(x, x, 0);                                                    \
-  }                                                                                          \
-  METAL_FUNC simd_vote group##_ballot(bool x) { return warp::ballot<Width>(x); }             \
-  METAL_FUNC bool group##_any(bool x) { return warp::ballot<Width>(x) != 0; }                \
-  METAL_FUNC bool group##_all(bool x) { return warp::ballot<Width>(!x) == 0; }               \
-  METAL_FUNC simd_vote group##_active_threads_mask() { return warp::ballot<Width>(true); }   \
+#define MM_GROUP(group, Width)                                                                \
+  MM_REDUCE(sum, group, Width, Sum)                                                           \
+  MM_REDUCE(product, group, Width, Product)                                                   \
+  MM_REDUCE(min, group, Width, Smallest)                                                      \
+  MM_REDUCE(max, group, Width, Largest)                                                       \
+  MM_REDUCE(and, group, Width, And)                                                           \
+  MM_REDUCE(or, group, Width, Or)                                                             \
+  MM_REDUCE(xor, group, Width, Xor)                                                           \
+  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                                           \
+  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                                          \
+  MM_PREFIX(inclusive_product, group, Width, Product, true)                                   \
+  MM_PREFIX(exclusive_product, group, Width, Product, false)                                  \
+  MM_SHUFFLE(shuffle, group, Width, n % Width)                                                \
+  MM_SHUFFLE(broadcast, group, Width, n % Width)                                              \
+  MM_SHUFFLE(shuffle_xor, group, Width, (me ^ n) % Width)                                     \
+  MM_SHUFFLE(shuffle_up, group, Width, me - n)                                                \
+  MM_SHUFFLE(shuffle_down, group, Width, me + n)                                              \
+  MM_SHUFFLE(shuffle_rotate_up, group, Width, (me + Width - n % Width) % Width)               \
+  MM_SHUFFLE(shuffle_rotate_down, group, Width, (me + n) % Width)                             \
+  template <class T>                                                                          \
+  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {    \
+    return warp::fill_shuffle<Width>(x, fill, -int(n), modulo);                               \
+  }                                                                                           \
+  template <class T>                                                                          \
+  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width) {  \
+    return warp::fill_shuffle<Width>(x, fill, int(n), modulo);                                \
+  }                                                                                           \
+  template <class T>                                                                          \
+  METAL_FUNC T group##_broadcast_first(T x) {                                                 \
+    return warp::shuffle<Width>(x, x, 0);                                                     \
+  }                                                                                           \
+  METAL_FUNC group##_vote group##_ballot(bool x) { return warp::ballot<Width>(x); }           \
+  METAL_FUNC bool group##_any(bool x) { return warp::ballot<Width>(x) != 0; }                 \
+  METAL_FUNC bool group##_all(bool x) { return warp::ballot<Width>(!x) == 0; }                \
+  METAL_FUNC group##_vote group##_active_threads_mask() { return warp::ballot<Width>(true); } \
   METAL_FUNC bool group##_is_first() { return warp::lane() % Width == 0; }
 MM_GROUP(simd, 32)
 MM_GROUP(quad, 4)
@@ -157,11 +113,6 @@ MM_GROUP(quad, 4)
 #undef MM_SHUFFLE
 #undef MM_PREFIX
 #undef MM_REDUCE
-
-enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return static_cast<mem_flags>(static_cast<uint>(a) | static_cast<uint>(b));
-}
 
 // Both order device and threadgroup memory, whatever the flags.
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
