@@ -190,12 +190,12 @@ class QuantLinear(_Packed, nn.Linear):
 class QuantEmbedding(_Packed, nn.Embedding):
     """y[..., K] = W[ids], W [V, K] packed in one of the formats; y has dtype `self.dtype`.
 
-    `.to(dtype)`, `.half()` and the like change `self.dtype`. `embed_scale`, where the model scales
-    its embeddings (Gemma, BART), multiplies the rows.
+    `.to(dtype)`, `.half()` and the like change `self.dtype`. `embed_scale` multiplies the rows, if
+    it is set: a tensor is rounded to `dtype` (Gemma), a float is not (BART).
     """
 
-    embed_scale: Tensor | None
-    scalar_embed_scale: float | None  # what embed_scale holds, rounded to dtype
+    embed_scale: Tensor | float | None
+    scalar_embed_scale: float | None  # what the tensor embed_scale holds, rounded to dtype
     dtype: torch.dtype
 
     def __init__(
@@ -206,7 +206,7 @@ class QuantEmbedding(_Packed, nn.Embedding):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        embed_scale: float | None = None,
+        embed_scale: Tensor | float | None = None,
     ) -> None:
         """ValueError: unknown format, or K not a multiple of its block."""
         nn.Module.__init__(self)
@@ -217,9 +217,13 @@ class QuantEmbedding(_Packed, nn.Embedding):
         self.scale_grad_by_freq, self.sparse = False, False
         self.dtype = dtype or torch.get_default_dtype()
         self._init_packed(num_embeddings, embedding_dim, format, device)
-        self.scalar_embed_scale = None if embed_scale is None else float(embed_scale)
-        self.register_buffer("embed_scale", None, persistent=False)
-        self.reset_scale()
+        self.scalar_embed_scale = None
+        if isinstance(embed_scale, Tensor):
+            self.scalar_embed_scale = float(embed_scale)
+            self.register_buffer("embed_scale", None, persistent=False)
+            self.reset_scale()
+        else:
+            self.embed_scale = embed_scale
 
     def reset_scale(self) -> None:
         """Make the buffer embed_scale anew: no checkpoint has it."""
@@ -261,7 +265,7 @@ class QuantEmbedding(_Packed, nn.Embedding):
         format: str,
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
-        embed_scale: float | None = None,
+        embed_scale: Tensor | float | None = None,
     ) -> QuantEmbedding:
         """A layer around packed bytes uint8 [V, row_bytes(embedding_dim)]; nothing is copied.
 
@@ -286,7 +290,10 @@ class QuantEmbedding(_Packed, nn.Embedding):
         y: Tensor = torch.ops.metalmm.embedding(
             input, self.weight, self.format, self.embedding_dim, dtype=self.dtype
         )
-        return y if self.embed_scale is None else y * self.embed_scale.to(y.dtype)
+        scale = self.embed_scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(y.dtype)
+        return y if scale is None else y * scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantEmbedding:
         # The bytes do not follow .to(dtype), so an empty tensor of the output dtype asks fn.
@@ -303,11 +310,14 @@ class QuantEmbedding(_Packed, nn.Embedding):
         )
 
 
-def embedding_scale(embedding: nn.Embedding) -> float | None:
-    """What the embedding multiplies its rows by, None for nothing."""
+def embedding_scale(embedding: nn.Embedding) -> Tensor | float | None:
+    """What the embedding multiplies its rows by, as QuantEmbedding takes it; None for nothing."""
+    scale = getattr(embedding, "embed_scale", None)
+    if not isinstance(scale, Tensor):
+        return None if scale is None else float(scale)
     # Gemma's buffer embed_scale has no data on the meta device; its scalar_embed_scale does.
-    scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
-    return None if scale is None else float(scale)
+    value = float(getattr(embedding, "scalar_embed_scale", scale))
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def quantize_weight(weight: Tensor, format: str) -> Tensor:

@@ -151,6 +151,13 @@ class PackedLoraLinear(_OnPacked, Linear):  # type: ignore[misc]
 class PackedLoraEmbedding(_OnPacked, Embedding):  # type: ignore[misc]
     """PEFT's lora.Embedding around a QuantEmbedding."""
 
+    def _get_embed_scale(self) -> Tensor | None:
+        scale = self.get_base_layer().embed_scale
+        if isinstance(scale, float):  # PEFT's would give it the dtype of the weight
+            return torch.tensor(scale, device=self.base_layer.weight.device)
+        result: Tensor | None = super()._get_embed_scale()
+        return result
+
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
         return {**super().lora_variants, ("use_dora",): _DoraEmbedding}
@@ -203,7 +210,10 @@ def _dense_copy(packed: QuantLinear | QuantEmbedding) -> nn.Module:
     if isinstance(packed, QuantEmbedding):
         dense = nn.Embedding(1, 1, packed.padding_idx, device="meta")
         dense.num_embeddings, dense.embedding_dim = weight.shape
-        dense.register_buffer("embed_scale", packed.embed_scale)
+        if isinstance(packed.embed_scale, Tensor):
+            dense.register_buffer("embed_scale", packed.embed_scale)
+        else:
+            dense.embed_scale = packed.embed_scale  # type: ignore[assignment]
     else:
         dense = nn.Linear(packed.in_features, packed.out_features, False, device="meta")
         if packed.bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import inspect
 import re
@@ -32,12 +33,41 @@ def packable(module: nn.Module) -> bool:
     if isinstance(module, QuantLinear | QuantEmbedding):
         return True
     if isinstance(module, nn.Embedding):
-        # A subclass may compute something else; one that scales the rows is known (Gemma, BART).
-        plain = type(module) is nn.Embedding or hasattr(module, "embed_scale")
+        plain = type(module) is nn.Embedding or _only_scales(module)
         return plain and module.max_norm is None
     # Exact types: some subclasses hand their weight to other code (nn.MultiheadAttention).
     kind = type(module)
     return kind is nn.Linear or (kind.__module__, kind.__name__) in _LINEAR_CLASSES
+
+
+def _only_scales(embedding: nn.Embedding) -> bool:
+    """Whether a subclass gives its rows times embed_scale (Gemma, BART) and holds nothing else.
+
+    T5Gemma2's holds a row of its own for one id. What forward does is seen by running it, on three
+    rows: the weight may be on the meta device.
+    """
+    state = embedding._parameters.keys() | embedding._buffers.keys() | embedding._modules.keys()
+    if not hasattr(embedding, "embed_scale") or not state <= {"weight", "embed_scale"}:
+        return False
+    scale = embedding_scale(embedding)
+    if scale is None:
+        return False
+    if isinstance(scale, Tensor):
+        scale = scale.float()
+    rows = torch.arange(3.0 * embedding.embedding_dim, dtype=torch.float32, device="cpu")
+    rows = rows.view(3, -1) / 7 - 1
+    probe = copy.copy(embedding)
+    probe.__dict__ |= {
+        "_parameters": {"weight": rows},
+        "_buffers": {"embed_scale": scale} if "embed_scale" in embedding._buffers else {},
+        "num_embeddings": 3,
+        "padding_idx": None,
+    }
+    ids = torch.tensor([[2, 0, 1]], device="cpu")
+    try:
+        return torch.equal(probe(ids), rows[ids] * scale)
+    except Exception:
+        return False  # it takes other arguments, or other ids
 
 
 def replaceable(model: nn.Module, name: str) -> bool:
