@@ -9,6 +9,7 @@ does once, before and after the loop, is not. Loads are counted and cost nothing
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import tempfile
@@ -113,6 +114,7 @@ def source(strategy: str, dtype: str) -> str:
     return _HEAD + values + includes + kernel
 
 
+@functools.cache
 def count(strategy: str, dtype: str) -> list[Cell]:
     """The cells of a strategy and a dtype of x, by format, in the order of formats.def."""
     text = compile_text(source(strategy, dtype))

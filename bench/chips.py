@@ -25,7 +25,7 @@ SHAPES = (
 )
 CHIPS = tuple(str(gpu["name"]) for gpu in _C.gpus())
 
-DISCUSSION = "llama.cpp discussion 4167"
+DISCUSSION, MLX_LM = "llama.cpp discussion 4167", "mlx-lm BENCHMARKS.md"
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Tokens:
     cores: int | None
     format: str
     published: float
-    source: str = DISCUSSION
-    model: str = "Llama 2 7B"
+    source: str
+    model: str
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,18 @@ class Kernel:
     remark: str = ""
 
 
-def _rates(chip: str, cores: int | None, source: str = DISCUSSION, **rates: float) -> list[Tokens]:
-    return [Tokens(chip, cores, format, rate, source) for format, rate in rates.items()]
+def _rates(
+    chip: str,
+    cores: int | None,
+    source: str = DISCUSSION,
+    model: str = "Llama 2 7B",
+    **rates: float,
+) -> list[Tokens]:
+    return [Tokens(chip, cores, format, rate, source, model) for format, rate in rates.items()]
 
 
-# llama-bench, 128 tokens, commit 8e672ef (November 2023), the whole token: more than its products.
+# The whole token: more than its products. The discussion: llama-bench, 128 tokens, commit 8e672ef
+# of November 2023. mlx-lm: after a prompt of 2048 tokens; groups of 64, its default.
 TOKENS = (
     *_rates("m1", None, q8_0=7.91, q4_0=14.15),
     *_rates("m2", None, f16=6.72, q8_0=12.21, q4_0=21.91),
@@ -71,7 +78,15 @@ TOKENS = (
     *_rates("m4-max", None, f16=31.64, q8_0=54.05, q4_0=83.06),
     *_rates("m2-ultra", None, f16=41.02, q8_0=66.64, q4_0=94.27),
     *_rates("m2-ultra", None, f"{DISCUSSION}, November 2024", q4_0=108.8),
-    Tokens("m5", None, "q4_0", 26.59, "llama.cpp pull request 16634", "Mistral 7B"),
+    *_rates("m5", None, "llama.cpp pull request 16634", "Mistral 7B", q4_0=26.59),
+    *_rates(
+        *("m4-max", None, MLX_LM, "Qwen3 4B"),
+        bf16=52.47,
+        affine8_g64=86.9,
+        affine6_g64=104.7,
+        affine5_g64=116.4,
+        affine4_g64=134.5,
+    ),
 )
 
 _MLX, _TILE = "MLX issue 3852", "MLX pull request 3863"
@@ -125,7 +140,7 @@ def shapes_table() -> Table:
 def compared_tokens() -> Table:
     columns = ["chip, cores", "model", "format", "published tokens/s", "predicted"]
     columns += ["published of predicted", "ms of a token left over", "source"]
-    table = Table("Decoding: published measurements of llama.cpp against the prediction", columns)
+    table = Table("Decoding: published measurements against the prediction", columns)
     for t in TOKENS:
         chip = machine(t.chip, t.cores)
         rate = tokens_per_second(t.format, chip, model=t.model)
@@ -136,21 +151,23 @@ def compared_tokens() -> Table:
 
 
 def fits() -> Table:
-    """What a chip's formats say together: ms of a token = bytes / bandwidth + a constant."""
-    columns = ["chip, cores", "GB/s", "of nominal", "ms beside it"]
-    title = "The same figures as a line: time of a token against its bytes, least squares"
+    """What the formats of a chip say together: ms of a token = bytes / bandwidth + a constant."""
+    columns = ["chip, cores", "model", "GB/s", "of nominal", "ms beside it"]
+    title = "The same figures as lines: time of a token against its bytes, least squares"
     table = Table(title, columns)
-    groups: dict[tuple[str, int | None], list[Tokens]] = {}
+    groups: dict[tuple[str, int | None, str, str], list[Tokens]] = {}
     for t in TOKENS:
-        if t.source == DISCUSSION:
-            groups.setdefault((t.chip, t.cores), []).append(t)
-    for (name, cores), found in groups.items():
+        groups.setdefault((t.chip, t.cores, t.model, t.source), []).append(t)
+    for (name, cores, model, _), found in groups.items():
+        if len(found) == 1:
+            continue
         chip = machine(name, cores)
-        sizes = [token_bytes(t.format, chip, t.model) for t in found]
+        sizes = [token_bytes(t.format, chip, model) for t in found]
         slope, constant = linear_regression(sizes, [1e3 / t.published for t in found])
         rate = 1e-6 / slope
         of_nominal = percent(100 * rate / chip.bandwidth_gb_s)
-        table.rows.append([f"{name}, {chip.cores}", digits(rate), of_nominal, f"{constant:.1f}"])
+        row = [f"{name}, {chip.cores}", model, digits(rate), of_nominal, f"{constant:.1f}"]
+        table.rows.append(row)
     return table
 
 

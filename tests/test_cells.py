@@ -3,10 +3,15 @@ local memory."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from bench import cells, ptx
-from bench.report import read_block
+from bench import cells, chips, ptx
+from bench.__main__ import main
+from bench.report import replace_block
+from torch_metalmm import chip_model
 
 FOUR_BITS = ("q4_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4", "affine4")
 TWO_AND_THREE_BITS = ("q2_k", "affine2", "affine3")
@@ -111,9 +116,22 @@ $L__BB0_4:
         ptx.main_loop(".func f() {\n ret;\n}")
 
 
-def test_committed_figures_are_current() -> None:
-    """The block of bench/README.md is what the command prints; --write brings it up to date."""
-    assert read_block(cells.README, "cells") == cells.markdown()
+def test_committed_figures_are_those_of_the_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`bench cells --write` makes the committed files again, from files that say something else."""
+    committed = (chip_model.COUNTS, cells.README, chips.PAGE)
+    written = [Path(shutil.copy(file, tmp_path)) for file in committed]
+    written[0].write_text("{}")
+    replace_block(written[1], "cells", "")
+    replace_block(written[2], "chips", "")
+    monkeypatch.setattr(chip_model, "COUNTS", written[0])
+    monkeypatch.setattr(cells, "README", written[1])
+    monkeypatch.setattr(chips, "PAGE", written[2])
+    assert main(["cells", "--write"]) == 0
+    chip_model.counts.cache_clear()
+    for file, other in zip(committed, written, strict=True):
+        assert other.read_text() == file.read_text(), "run python -m bench cells --write"
 
 
 def test_the_aim() -> None:
