@@ -131,8 +131,16 @@ def status(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def dtype_of(args: argparse.Namespace) -> torch.dtype:
-    return DTYPES[args.dtype] if args.dtype else Device.named(args.device).dtype
+def setting_of(args: argparse.Namespace) -> Setting:
+    """What the options say; with --quick, copies of W that fit a cache."""
+    device = Device.named(args.device)
+    return Setting(
+        threads=args.threads,
+        cold_bytes=(4 << 20) if args.quick else device.cache_bytes * COLD_FACTOR,
+        dtype=DTYPES[args.dtype] if args.dtype else device.dtype,
+        device=device,
+        strategy=getattr(args, "strategy", None),
+    )
 
 
 def measure_roof(args: argparse.Namespace) -> tuple[roof.Roof, Record]:
@@ -168,15 +176,7 @@ def check_formats(names: Iterable[str], wanted: Iterable[shapes.Shape]) -> None:
 
 
 def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
-    device = Device.named(args.device)
-    cold = device.cache_bytes * COLD_FACTOR
-    setting = Setting(
-        threads=args.threads,
-        cold_bytes=(4 << 20) if args.quick else cold,
-        dtype=dtype_of(args),
-        device=device,
-        strategy=args.strategy,
-    )
+    setting = setting_of(args)
     wanted = [shapes.parse_shape(s) for s in args.shapes.split(",")]
     ms, names = shapes.parse_ints(args.m), shapes.parse_names(args.formats)
     check_formats(names, wanted)
@@ -184,7 +184,7 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
         ms = ms if args.m not in (NORMAL["m"], QUICK["m"]) else shapes.SWEEP_M
         yield from matmul.sweep(wanted[0], names[0], ms, setting, args.repetitions, status)
         return
-    engines, absent = matmul.choose_engines(shapes.parse_names(args.engines), device)
+    engines, absent = matmul.choose_engines(shapes.parse_names(args.engines), setting.device)
     yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
     found, roof_record = measure_roof(args)
     yield roof_record
@@ -198,10 +198,9 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def run_matrix_op(args: argparse.Namespace) -> Iterator[Record]:
-    device = Device.named(args.device)
     found, roof_record = measure_roof(args)
     yield roof_record
-    yield from matrix_ops.run(args, device, dtype_of(args), found)
+    yield from matrix_ops.run(args, setting_of(args), found)
 
 
 def run_overhead(args: argparse.Namespace) -> Iterator[Record]:

@@ -34,7 +34,7 @@ class MetalMM:
         op = torch.ops.metalmm.linear
         k, setting = problem.shape.k, problem.setting
         packed = op_quantize(problem.w, name)
-        weights = rotated(packed.to(setting.device.type), problem.copies(packed.nbytes))
+        weights = rotated(packed.to(setting.device.type), setting.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
             given = x.to(setting.device.type, setting.dtype)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch_metalmm import formats
 from torch_metalmm.ops import PROBES
 
-from .devices import Device
-from .problem import CHECKED_ROWS, COLD_FACTOR, CONFIDENCE, rotated, unit
+from .problem import Problem, Setting, of_additions, of_store, rotated, unit
 from .roof import Roof
+from .shapes import Shape
 from .timing import interleave
 
 Record = dict[str, Any]
@@ -48,53 +48,45 @@ def sizes_of(name: str) -> str:
     return "N" if name in PROBES else SIZES[name.partition("-")[0]]
 
 
-def rounded(exact: Tensor, bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """`bound`, and one rounding of a result of that much error to dtype."""
-    return bound + unit(dtype) * (exact.abs() + bound) + torch.finfo(dtype).smallest_normal
-
-
-def probe(name: str, n: int, dtype: torch.dtype, device: Device) -> Operation:
+def probe(name: str, n: int, setting: Setting) -> Operation:
     """Element-wise arithmetic, or the dot product, of two vectors of n."""
-    x, x2 = (torch.randn(n, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (1, 2))
-    copies = max(1, -(-COLD_FACTOR * device.cache_bytes // (2 * x.nbytes)))
-    operands = [rotated(t.to(device.type), copies) for t in (x, x2)]
+    dtype, g = setting.dtype, torch.Generator().manual_seed(n)
+    x, x2 = (torch.randn(n, generator=g).to(dtype) for _ in range(2))
+    copies = setting.copies(2 * x.nbytes)
+    operands = [rotated(t.to(setting.device.type), copies) for t in (x, x2)]
     a, b = x.double(), x2.double()
     if name == "dot":
         exact = torch.dot(a, b).reshape(1)
-        bound = CONFIDENCE * (n + 2) ** 0.5 * unit(torch.float32) * torch.dot(a.abs(), b.abs())
+        error = of_additions(n, torch.dot(a.abs(), b.abs()))
     else:
         compute = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}[name]
         exact = compute(a, b)
-        bound = unit(torch.float32) * exact.abs()
+        error = unit(torch.float32) * exact.abs()
     return Operation(
         call=lambda i: torch.ops.metalmm.probe(operands[0][i], operands[1][i], name),
         copies=copies,
         checked=lambda y: y.reshape(-1),
         exact=exact,
-        bound=rounded(exact, bound, dtype),
+        bound=of_store(exact, error, dtype),
         bytes=float(x.nbytes * (2 if name == "dot" else 3)),
         flops=float(n * (2 if name == "dot" else 1)),
     )
 
 
-def matmul(
-    name: str, m: int, n: int, k: int, format: str, dtype: torch.dtype, device: Device
-) -> Operation:
+def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
     """y[M, N] = x[M, K] W[N, K]ᵀ, W packed; M = 1 for gemv."""
+    (n, k), setting, rows = (problem.shape.n, problem.shape.k), problem.setting, problem.rows
     spec, strategy, ops = formats.get(format), MATMULS[name], torch.ops.metalmm
     if k % spec.block_values:
         raise ValueError(f"K = {k} is not a multiple of the block of {format}, {spec.block_values}")
-    g = torch.Generator().manual_seed(n * 31 + k)
-    packed = ops.quantize(torch.randn(n, k, generator=g).mul_(0.02), format)
-    x = torch.randn(m, k, generator=g).to(dtype)
-    copies = max(1, -(-COLD_FACTOR * device.cache_bytes // packed.nbytes))
-    weights, given = rotated(packed.to(device.type), copies), x.to(device.type)
-    rows = torch.linspace(0, n - 1, min(n, CHECKED_ROWS), dtype=torch.float64).round().long()
+    packed, x = ops.quantize(problem.w, format), problem.x(m).to(setting.dtype)
+    copies = setting.copies(packed.nbytes)
+    weights, given = rotated(packed.to(setting.device.type), copies), x.to(setting.device.type)
     decoded = spec.dequantize(packed[rows], k).double()
     size = x.double().abs() @ decoded.abs().t()
-    bound = CONFIDENCE * (k + 2) ** 0.5 * unit(torch.float32) * size
-    if dtype is torch.float16:  # half tiles of the matrix unit hold W in 11 bits
-        bound += unit(dtype) * size
+    error = of_additions(k, size)
+    if setting.dtype is torch.float16:  # half tiles of the matrix unit hold W in 11 bits
+        error += unit(setting.dtype) * size
 
     def call(i: int) -> Tensor:
         if name == "gemv":
@@ -107,13 +99,13 @@ def matmul(
         copies=copies,
         checked=lambda y: y[:, rows.to(y.device)],
         exact=exact,
-        bound=rounded(exact, bound, dtype),
+        bound=of_store(exact, error, setting.dtype),
         bytes=float(packed.nbytes + x.nbytes + m * n * x.element_size()),
         flops=2.0 * m * n * k,
     )
 
 
-def build(args: argparse.Namespace, device: Device, dtype: torch.dtype) -> Operation:
+def build(args: argparse.Namespace, setting: Setting) -> Operation:
     """The operation that the command line names. ValueError: the sizes do not fit it."""
     sizes = sizes_of(args.operation).split()
     if len(args.sizes) != len(sizes) or min(args.sizes) < 1:
@@ -121,16 +113,14 @@ def build(args: argparse.Namespace, device: Device, dtype: torch.dtype) -> Opera
             f"{args.operation}: sizes {args.sizes}; takes {' '.join(sizes)}, each at least 1"
         )
     if args.operation in PROBES:
-        return probe(args.operation, *args.sizes, dtype, device)
+        return probe(args.operation, *args.sizes, setting)
     m, n, k = (1, *args.sizes) if args.operation == "gemv" else args.sizes
-    return matmul(args.operation, m, n, k, args.format, dtype, device)
+    return matmul(args.operation, m, Problem(Shape(f"{n}x{k}", n, k), setting), args.format)
 
 
-def run(
-    args: argparse.Namespace, device: Device, dtype: torch.dtype, roof: Roof
-) -> Iterator[Record]:
+def run(args: argparse.Namespace, setting: Setting, roof: Roof) -> Iterator[Record]:
     """One record: results, check, time and rates."""
-    op = build(args, device, dtype)
+    op, device = build(args, setting), setting.device
     y = op.call(0)
     got = op.checked(y).cpu().double()
     worst = float(((got - op.exact).abs() / op.bound).max())
@@ -139,7 +129,7 @@ def run(
         "operation": args.operation,
         "sizes": args.sizes,
         "format": args.format if args.operation in MATMULS else "",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(setting.dtype).removeprefix("torch."),
         "first": y.flatten()[:SHOWN].float().tolist(),
         "checksum": float(y.double().sum()) if device.type != "mps" else float(y.float().sum()),
         "worst": worst,

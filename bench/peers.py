@@ -34,7 +34,7 @@ class TorchDense:
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
         device = problem.setting.device
         w = problem.w.to(self.dtype)
-        weights = rotated(w.to(device.type), problem.copies(w.nbytes))
+        weights = rotated(w.to(device.type), problem.setting.copies(w.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
             given = x.to(device.type, self.dtype)
@@ -79,7 +79,7 @@ class DequantizeAndMm:
         k, setting = problem.shape.k, problem.setting
         ops = torch.ops.metalmm
         packed = ops.quantize(problem.w, name)
-        weights = rotated(packed.to(setting.device.type), problem.copies(packed.nbytes))
+        weights = rotated(packed.to(setting.device.type), setting.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
             given, dtype = x.to(setting.device.type, setting.dtype), setting.dtype

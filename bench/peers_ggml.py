@@ -41,7 +41,7 @@ class Ggml:
     def _variant(self, problem: Problem, name: str, type: int, block: int) -> Variant:
         k, setting = problem.shape.k, problem.setting
         packed = torch.ops.metalmm.quantize(problem.w, name)
-        weights = ggml.Weights(type, packed, k, problem.copies(packed.nbytes))
+        weights = ggml.Weights(type, packed, k, problem.setting.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
             return ggml.Product(weights, x, setting.threads)

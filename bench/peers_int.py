@@ -28,7 +28,7 @@ class TorchInt4:
         packed, op = pack_int4(codes, device)
         planes = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous().to(device.type)
         bytes = packed.nbytes + planes.nbytes
-        count = problem.copies(bytes)
+        count = problem.setting.copies(bytes)
         weights = list(zip(rotated(packed, count), rotated(planes, count), strict=True))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
@@ -86,7 +86,7 @@ class TorchInt8:
             return
         scales = (problem.w.abs().amax(1) / 127).bfloat16()
         codes = (problem.w / scales.float().unsqueeze(1)).round_().clamp_(-128, 127).char()
-        weights = rotated(codes.to(device.type), problem.copies(codes.nbytes))
+        weights = rotated(codes.to(device.type), problem.setting.copies(codes.nbytes))
         factors = scales.to(device.type)
         op = torch.ops.aten._weight_int8pack_mm
 

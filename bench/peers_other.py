@@ -40,7 +40,7 @@ class OnnxRuntime:
     def variants(self, problem: Problem, names: Sequence[str]) -> Iterator[Variant]:
         n, k = problem.shape.n, problem.shape.k
         bytes = n * k // 2 + n * k // GROUP * 4
-        copies = problem.copies(bytes)
+        copies = problem.setting.copies(bytes)
         if k % GROUP or bytes >= PROTOBUF_LIMIT:
             return
         codes, scales = quantize_symmetric(problem.w)
@@ -121,7 +121,9 @@ class Mlx:
         planes = mx.quantize(mx.array(problem.w.numpy()), GROUP, 4)
         mx.eval(*planes)
         bytes = sum(p.nbytes for p in planes)
-        copies = [[p + mx.zeros_like(p) for p in planes] for _ in range(problem.copies(bytes))]
+        copies = [
+            [p + mx.zeros_like(p) for p in planes] for _ in range(problem.setting.copies(bytes))
+        ]
         mx.eval(copies)
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:

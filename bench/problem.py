@@ -25,6 +25,20 @@ def unit(dtype: torch.dtype) -> float:
     return 2.0 ** -_DIGITS[dtype]
 
 
+def of_additions(k: int, size: Tensor) -> Tensor:
+    """The error of sums of k products whose magnitudes add up to `size`, in f32.
+
+    c sqrt(K) u size: K additions in any order with independent errors (Higham and Mary 2019: c = 8
+    is exceeded with probability 1e-10; the worst case has K in place of c sqrt(K)).
+    """
+    return CONFIDENCE * math.sqrt(k + 2) * unit(torch.float32) * size
+
+
+def of_store(exact: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
+    """`error` of a result, and what one rounding to dtype adds."""
+    return error + unit(dtype) * (exact.abs() + error) + torch.finfo(dtype).smallest_normal
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the command line chose, the same for all matrices of a run."""
@@ -34,6 +48,10 @@ class Setting:
     dtype: torch.dtype = torch.float32
     device: Device = CPU
     strategy: str | None = None
+
+    def copies(self, weight_bytes: int) -> int:
+        """How many copies of a W of this size are enough."""
+        return max(1, math.ceil(self.cold_bytes / weight_bytes))
 
 
 @dataclass(frozen=True)
@@ -57,9 +75,6 @@ class Problem:
     def x(self, m: int) -> Tensor:
         """Activations f32 [m, K], on the CPU."""
         return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
-
-    def copies(self, weight_bytes: int) -> int:
-        return max(1, math.ceil(self.setting.cold_bytes / weight_bytes))
 
 
 @dataclass(frozen=True)
@@ -134,9 +149,8 @@ class Check:
 class Checker:
     """Compares variants of a problem with float64 on the rows problem.rows.
 
-    |y - y64| <= dx |W|ᵀ + c sqrt(K) u (|x| |W|ᵀ) + u_out |y64|: what the engine says it rounds, K
-    additions in any order with independent errors (Higham and Mary 2019: c = 8 is exceeded with
-    probability 1e-10; the worst case has K in place of c sqrt(K)), one rounding of y.
+    |y - y64| <= dx |W|ᵀ + c sqrt(K) u (|x| |W|ᵀ) + u_out |y64|: what the engine says it rounds, the
+    additions, one rounding of y.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -151,12 +165,10 @@ class Checker:
             w = self._decoded[variant.name] = variant.decoded()
         x64, wt = x.double(), w.t()
         y64 = x64 @ wt
-        gamma = CONFIDENCE * math.sqrt(x.shape[1] + 2) * unit(torch.float32)
-        bound = gamma * (x64.abs() @ wt.abs())
+        bound = of_additions(x.shape[1], x64.abs() @ wt.abs())
         if rounding.x_error is not None:
             bound += rounding.x_error(x64) @ wt.abs()
-        bound += unit(rounding.out) * (y64.abs() + bound)
-        bound += torch.finfo(rounding.out).smallest_normal
+        bound = of_store(y64, bound, rounding.out)
         checks = []
         for i in {0, variant.copies - 1}:
             y = call(i)
