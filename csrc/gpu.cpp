@@ -20,8 +20,7 @@ constexpr auto kUltra = ChipClass::kUltra;
 // Cores and bandwidth: Apple's technical specifications of the Macs that carry the chip, largest
 // configuration. Clocks: the highest that powermetrics lists, as its users published it; where none
 // did, that of the nearest sibling. docs/chip-model.md names the source of each. Family: Metal
-// feature set tables. Threadgroup memory is 32 KB in all. No M4 Ultra exists, and by November 2026
-// Apple had announced no M5 Ultra.
+// feature set tables. Threadgroup memory is 32 KB in all. There is no M4 Ultra.
 std::vector<Gpu> make_gpus() {
   return {
       // name, generation, class, family, cores, GB/s, MHz
@@ -42,7 +41,8 @@ std::vector<Gpu> make_gpus() {
       {"m4-max", M4, kMax, 9, 40, 546, 1578},  // 410 GB/s with 32 cores
       {"m5", M5, kBase, 10, 10, 153, 1578},    // LPDDR5X-9600
       {"m5-pro", M5, kPro, 10, 20, 307, 1620},
-      {"m5-max", M5, kMax, 10, 40, 614, 1620},  // 460 GB/s with 32 cores
+      {"m5-max", M5, kMax, 10, 40, 614, 1620},       // 460 GB/s with 32 cores
+      {"m5-ultra", M5, kUltra, 10, 80, 1228, 1620},  // "1.2 TB/s": two M5 Max
   };
 }
 
