@@ -1,4 +1,4 @@
-"""How long a plan takes on a chip: a prediction. No Mac of this project has confirmed it.
+"""How long a plan takes on a chip: a prediction. Nothing here was measured on a Mac.
 
     time    max(memory, issue) + launch
     memory  bytes moved once / (nominal bandwidth x REACHED): W, x, y; split-K's partial results
@@ -10,14 +10,14 @@
 Cycles of a weight, from the counts of issue_cycles.json (one row of x, and several):
 
     vector kernels   those of one row + (rows - 1) x those of a further row
-    matrix kernels   those of decoding + 1 for each row of the tile, used or not: a product of
-                     8 x 8 matrices is 512 multiply-adds in 16 cycles of 32 lanes, the rate of the
-                     vector units (tile kernels also pay for threadgroup memory: not counted)
+    matrix kernels   those of decoding + 1 for each row of the tile, used or not: assumed, that a
+                     product of 8 x 8 matrices takes 16 cycles of 32 lanes for its 512
+                     multiply-adds, the rate of the vector units
 
 The counts are of gemv and gemv_batched, compiled (bench/cells.py); they stand for every kernel of
-their kind. Not in the model: latency, cores that wait for each other, the parallel pipes of M3 and
-later, the matrix accelerators of M5, throttling. docs/chip-model.md compares it with measurements
-that others published and says where it is off.
+their kind. Not in the model: latency, threadgroup memory, cores that wait for each other, the
+parallel pipes of M3 and later, the matrix accelerators of M5, throttling. docs/chip-model.md
+compares it with measurements that others published and says where it is off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 from . import _C
 
-# Of nominal bandwidth: MLX's 4-bit vector kernels, cold, 0.88 to 0.94 (MLX issue 3852).
+# Of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
 REACHED = 0.90
 # What a dispatch adds to those before it in a serial encoder: 2.0 on an M1 Max (penta2himajin/qwisp
 # pull request 158), 1.3 (kryptic-sh/infr pull request 14).
