@@ -254,6 +254,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """No messages and no progress bars of transformers."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.set_verbosity(verbosity)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     # Also where the header is not shown (-q): an engine that did not run must be seen.
     cells: Counter[str] = Counter()

@@ -1,7 +1,8 @@
-"""Small random GGUF files of every architecture that transformers maps."""
+"""Small random GGUF files of every architecture that transformers maps, and what is in them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+
+from torch_metalmm import load_gguf
+from torch_metalmm.gguf_file import GgufFile
 
 H, FFN, HEADS, LAYERS, CONTEXT = 256, 512, 4, 2, 128
 
@@ -185,6 +189,26 @@ def random_model(path: Path, architecture: str, tied: bool = True, seed: int = 0
     for name, shape in _tensor_shapes(path, architecture):
         tensors[name] = _random_tensor(name, shape, formats)
     return write_gguf(path, architecture, tensors, values)
+
+
+def tensors_of(path: Path) -> list[tuple[str, tuple[np.ndarray, str]]]:
+    """The tensors of a file in the form write_gguf takes."""
+    file = GgufFile(path)
+    numpy_types = {"f32": np.float32, "f16": np.float16}
+    found: list[tuple[str, tuple[np.ndarray, str]]] = []
+    for name, entry in file.tensors.items():
+        data = file.packed(name).numpy().copy()
+        kind = numpy_types.get(entry.format)
+        found.append((name, (data if kind is None else data.view(kind), entry.format)))
+    return found
+
+
+def load_quietly(path: Path, **options: Any) -> tuple[Any, Any, list[str]]:
+    """load_gguf's model and tokenizer, and the warnings it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, tokenizer = load_gguf(path, **options)
+    return model, tokenizer, [str(w.message) for w in caught]
 
 
 def _random_tensor(

@@ -1,0 +1,152 @@
+"""What load_gguf makes of the tensors and the metadata of a file, and how layouts are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import ARCHITECTURES, MIXED, H, load_quietly, random_model, tensors_of, write_gguf
+from torch import Tensor
+
+from torch_metalmm import QuantEmbedding, QuantLinear, formats, load_gguf
+from torch_metalmm.gguf_file import GgufFile
+from torch_metalmm.gguf_map import Layout, TensorMap
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.usefixtures("one_thread", "quiet_transformers"),
+]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(folder: Path) -> Path:
+    return random_model(folder / "tiny.gguf", "llama")
+
+
+def test_every_type_stays_packed_in_one_file(tiny_llama: Path) -> None:
+    model, _, _ = load_quietly(tiny_llama)
+    kinds = {m.format for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)}
+    entries = GgufFile(tiny_llama).tensors.values()
+    assert kinds == {entry.format for entry in entries if len(entry.shape) == 2}
+    assert len(kinds) >= 14 and kinds <= set(MIXED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtype_is_that_of_activations_and_norms(tiny_llama: Path, dtype: torch.dtype) -> None:
+    model, _, _ = load_quietly(tiny_llama, dtype=dtype)
+    exact, _, _ = load_quietly(tiny_llama)
+    assert model.dtype == model.config.dtype == dtype
+    assert model.model.norm.weight.dtype == dtype and model.model.embed_tokens.dtype == dtype
+    ids = torch.arange(12)[None]
+    y = model(ids).logits
+    assert y.dtype == dtype
+    size = exact(ids).logits.abs().max()
+    assert (y.float() - exact(ids).logits).abs().max() < 16 * torch.finfo(dtype).eps * size
+
+
+def test_generation_stops_at_every_end_token(folder: Path) -> None:
+    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
+    extra = {"tokenizer.ggml.eot_token_id": 7}
+    path = write_gguf(folder / "ends.gguf", "llama", tensors, ARCHITECTURES["llama"], extra)
+    model, tokenizer, _ = load_quietly(path)
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, 7]
+    assert model.generation_config.bos_token_id == tokenizer.bos_token_id
+
+
+def test_llama3_rope_divisors_become_rope_scaling(folder: Path) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "rope_theta": 5e5}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=H, num_attention_heads=4, rope_parameters=scaling)
+    wanted = LlamaRotaryEmbedding(config).inv_freq
+    plain = 5e5 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
+    tensors["rope_freqs.weight"] = ((plain / wanted.double()).float().numpy(), "f32")
+    values = ARCHITECTURES["llama"] | {"rope.freq_base": 5e5}
+    model, _, warned = load_quietly(write_gguf(folder / "b.gguf", "llama", tensors, values))
+    assert warned == []
+    assert model.config.rope_parameters["rope_type"] == "llama3"
+    assert torch.allclose(model.model.rotary_emb.inv_freq, wanted, rtol=1e-6, atol=0)
+
+
+def test_unknown_rope_divisors_and_spare_tensors_are_named(folder: Path) -> None:
+    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
+    tensors["rope_freqs.weight"] = (np.linspace(1, 5, 32, dtype=np.float32), "f32")
+    tensors["blk.0.spare.weight"] = (np.zeros((2, 32), np.float32), "f32")
+    path = write_gguf(folder / "b.gguf", "llama", tensors, ARCHITECTURES["llama"])
+    model, _, warned = load_quietly(path)
+    assert warned == ["not used by the model: rope_freqs.weight, blk.0.spare.weight"]
+    assert model.config.rope_parameters["rope_type"] == "default"
+
+
+def test_missing_biases_are_zero_and_missing_weights_an_error(folder: Path) -> None:
+    tensors = dict(tensors_of(random_model(folder / "a.gguf", "qwen2")))
+    del tensors["blk.1.attn_q.bias"]
+    values = ARCHITECTURES["qwen2"]
+    model, _, _ = load_quietly(write_gguf(folder / "b.gguf", "qwen2", tensors, values))
+    assert not model.model.layers[1].self_attn.q_proj.bias.any()
+    assert model.model.layers[0].self_attn.q_proj.bias.any()
+    del tensors["blk.1.attn_v.weight"]
+    path = write_gguf(folder / "b.gguf", "qwen2", tensors, values)
+    with pytest.raises(ValueError, match="no tensor for the model's model.layers.1.self_attn.v"):
+        load_gguf(path)
+
+
+# How layouts are found
+
+
+class _FakeMap(TensorMap):
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def target(self, name: str) -> str:
+        return name
+
+    def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(np.ascontiguousarray(self.change(value)))}
+
+
+def counting_columns(value: np.ndarray) -> np.ndarray:
+    return value.reshape(value.shape[0], 8, 2).swapaxes(1, 2).reshape(value.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "layout"),
+    [
+        (lambda w: w, Layout()),
+        (lambda w: w.T, Layout(transposed=True)),
+        (lambda w: w[::-1], Layout(rows=np.arange(12)[::-1])),
+        (counting_columns, Layout(columns=np.arange(16).reshape(8, 2).T.ravel())),
+        (lambda w: w - 1, None),
+        (lambda w: w[::-1, ::-1], None),
+        (lambda w: w[:6], None),
+        (lambda w: w[np.zeros(len(w), int)], None),
+        (lambda w: w.reshape(12, 16).T.reshape(w.shape), None),
+    ],
+)
+def test_layout_of_a_conversion(change: Any, layout: Layout | None) -> None:
+    found = _FakeMap(change).layout("blk.0.x.weight", (12, 16))
+    assert (found is None) == (layout is None)
+    if found is not None and layout is not None:
+        assert found.transposed == layout.transposed
+        assert np.array_equal(found.rows, layout.rows)
+        assert np.array_equal(found.columns, layout.columns)
+
+
+def test_dense_decodes_as_the_specification(tiny_llama: Path) -> None:
+    file = GgufFile(tiny_llama)
+    for name, entry in file.tensors.items():
+        if len(entry.shape) == 2:
+            decoded = formats.get(entry.format).dequantize(file.packed(name), entry.shape[1])
+            assert torch.equal(file.dense(name), decoded)
