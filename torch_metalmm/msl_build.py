@@ -19,9 +19,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .msl_repair import edits_of_errors
 from .msl_rules import check_rules
 from .msl_source import TABLES, Constant, Kernel, MetalSyntaxError, Reader, Source
-from .msl_translate import apply, edits_of_errors, visible_edits
+from .msl_translate import apply, visible_edits
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "msl" / "include"
@@ -335,9 +336,8 @@ def build_file(path: Path, checked: bool) -> Path:
 @functools.cache
 def _scripts() -> str:
     folder = Path(__file__).parent
-    return digest(
-        *(folder / f for f in ("msl_source.py", "msl_rules.py", "msl_translate.py", "msl_build.py"))
-    )
+    names = ("source", "rules", "translate", "repair", "build")
+    return digest(*(folder / f"msl_{name}.py" for name in names))
 
 
 __all__ = ["BuildError", "Kernel", "MetalSyntaxError", "build_file", "build_text"]
