@@ -180,7 +180,8 @@ def _ggml(module: Any, weight: Tensor) -> _Stored | None:
     if logical is not None and tuple(logical) != (n, k):
         raise ValueError(f"its tensor_shape is {list(logical)}, the layer is [{n}, {k}]")
     _refuse_meta(weight)
-    plain = _checked(_plain(weight), _format_of(kind), n, k)
+    plain = _plain(weight) if logical is None else _in_rows(_plain(weight), _format_of(kind), n, k)
+    plain = _checked(plain, _format_of(kind), n, k)
     bias = module._parameters.get("bias")
     order = module._buffers.get("input_permutation")
     values = None if bias is None else _values(bias)
@@ -203,6 +204,22 @@ def _format_of(kind: int) -> str:
     if name not in formats.names():
         raise _Unsupported(f"there is no format {name}")
     return name
+
+
+def _in_rows(weight: Tensor, format: str, n: int, k: int) -> Tensor:
+    """The blocks of [N, K] in N rows, where a ComfyUI file has them in rows of 256 values.
+
+    Its converter does that if 256 does not divide K (SD1, SDXL). Other bytes are given back.
+    """
+    spec = formats.get(format)
+    if (
+        weight.dtype != torch.uint8
+        or weight.numel() * spec.block_values != n * k * spec.block_bytes
+    ):
+        return weight
+    if k % spec.block_values:
+        raise _Unsupported(f"a row ends inside a block of {format}")
+    return weight.reshape(n, spec.row_bytes(k))
 
 
 def _checked(weight: Tensor, format: str, n: int, k: int) -> Tensor:
