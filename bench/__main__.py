@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_parser("op-overhead", parents=common, help="microseconds a call costs by itself")
     tok = sub.add_parser("tokens", parents=common, help="tokens per second of a random Llama")
     tok.add_argument("--no-peers", action="store_true", help="leave llama.cpp out")
+    tok.add_argument("--fuse", action="store_true", help="the packed models after fuse_, too")
     tok.add_argument("--prompt", type=int, help="tokens of the prefill (512)")
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     sub.add_parser("quality", parents=common, help="what packing costs and saves, on real models")

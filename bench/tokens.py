@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import quantize_
+from torch_metalmm import fuse_, quantize_
+from torch_metalmm.fused import FORMS, SwiGLU
 
 from . import llama_cpp_model
 from .timing import PAUSE_SECONDS, Timing
@@ -124,8 +125,19 @@ def build_systems(
         progress(f"packing {name}")
         packed = quantize_(copy.deepcopy(model), name, progress=False)
         yield Transformers(f"metalmm {name}", packed), packed
+        if args.fuse:
+            yield from ((system, packed) for system in fused(packed, name))
         if not args.no_peers and llama_cpp_model.missing() is None:
             yield llama_cpp_model.load(packed, name, folder, args.threads), packed
+
+
+def fused(packed: nn.Module, name: str) -> Iterator[System]:
+    """The packed model after fuse_ in each form of its MLPs; one of them is fuse_'s own choice."""
+    mlps = (m for m in fuse_(copy.deepcopy(packed)).modules() if isinstance(m, SwiGLU))
+    chosen = [m.form for m in mlps]
+    for form in FORMS:
+        of = f", chosen for {chosen.count(form)} of {len(chosen)} MLPs"
+        yield Transformers(f"metalmm {name}, fuse_ {form}{of}", fuse_(copy.deepcopy(packed), form))
 
 
 @dataclass

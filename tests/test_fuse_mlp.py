@@ -12,7 +12,7 @@ from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
 from oracle import DTYPES, Value, activations, check
 from torch import Tensor, nn
 
-from torch_metalmm import QuantLinear, fuse, fuse_
+from torch_metalmm import QuantLinear, fuse_, fuse_times
 from torch_metalmm.fused import FORMS, MergedLinear, Roles, SwiGLU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,23 +115,26 @@ def test_gate_and_up_of_another_activation_are_merged() -> None:
 
 
 def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "_TIMES", {})
-    timed: list[object] = []
+    monkeypatch.setattr(fuse_times, "_TIMES", {})
+    timed: list[int] = []
     answers = iter([(1e-5, 2e-5), (2e-5, 1e-5)])
 
-    def times(*args: Any) -> tuple[float, float]:
-        timed.append(args)
+    def times(mlps: list[Any], dtype: torch.dtype) -> tuple[float, float]:
+        timed.append(len(mlps))
         return next(answers)
 
-    monkeypatch.setattr(fuse, "_times", times)
+    monkeypatch.setattr(fuse_times, "_times", times)
     model = fuse_(nn.Sequential(Gated(), Gated(), Halves(True)))
-    assert [m.form for m in model] == ["swiglu", "swiglu", "swiglu_linear"] and len(timed) == 2
+    assert [m.form for m in model] == ["swiglu", "swiglu", "swiglu_linear"] and timed == [2, 1]
+    fuse_(nn.Sequential(Gated()))
+    assert timed == [2, 1]  # known by now
     assert "form=swiglu, for one row swiglu 10.0 us, swiglu_linear 20.0 us" in repr(model[1])
 
 
 def test_timing_both_forms_gives_times(backend: Backend) -> None:
     module = Gated().to(backend.device)
-    seconds = fuse._times(module, Roles("one", "two", "three"), torch.float32)
+    mlps = [fuse_times.MLP(module, Roles("one", "two", "three"))] * 3
+    seconds = fuse_times._times(mlps, torch.float32)
     assert len(seconds) == 2 and all(0 < t < 10 for t in seconds)
 
 

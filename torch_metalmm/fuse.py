@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import permutations
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .fuse_times import MLP, faster_forms
 from .fused import FORMS, LinearPart, MergedLinear, Roles, SwiGLU, plain, unhooked
 from .linear import QuantEmbedding, QuantLinear
 from .replace import summary
@@ -46,9 +45,8 @@ def fuse_(model: nn.Module, mlp_form: str | None = None) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and module.weight.is_meta:
             raise ValueError(f"{name}.weight is on the meta device and has no data")
-    dtype = _activation_dtype(model)
     once = _unshared(model)
-    adapted = []
+    adapted, mlps = [], {}
     for name, parent in list(model.named_modules()):
         if isinstance(parent, SwiGLU):
             continue
@@ -56,10 +54,13 @@ def fuse_(model: nn.Module, mlp_form: str | None = None) -> nn.Module:
             adapted.append(name)
         roles = _swiglu_roles(parent) if name else None
         if roles is not None:
-            form, note = (mlp_form, "") if mlp_form else _faster_form(parent, roles, dtype)
-            model.set_submodule(name, SwiGLU(parent, roles, form, note))
+            mlps[name] = MLP(parent, roles)
         else:
             _merge(parent, once)
+    chosen = faster_forms(list(mlps.values()), _activation_dtype(model)) if not mlp_form else {}
+    for name, mlp in mlps.items():
+        form, note = chosen.get(mlp.sizes(), (mlp_form or FORMS[0], ""))
+        model.set_submodule(name, SwiGLU(mlp.module, mlp.roles, form, note))
     if adapted:
         warnings.warn(f"layers with adapters are not fused: {summary(adapted)}", stacklevel=2)
     return model
@@ -289,47 +290,3 @@ def _computes_swiglu(module: Any, roles: Roles) -> bool:
             if not isinstance(got, Tensor) or not torch.equal(got, want):
                 return False
     return True
-
-
-_TIMES: dict[object, tuple[float, float]] = {}
-
-
-def _faster_form(mlp: Any, roles: Roles, dtype: torch.dtype) -> tuple[str, str]:
-    """The form that takes less time for one row on this machine, and both times in words."""
-    layers = [mlp._modules[name] for name in (roles.gate, roles.up, roles.down) if name is not None]
-    key = (
-        str(layers[0].weight.device),
-        dtype,
-        roles.gate_first,
-        *((layer.format, layer.in_features, layer.out_features) for layer in layers),
-    )
-    if key not in _TIMES:
-        _TIMES[key] = _times(mlp, roles, dtype)
-    times = _TIMES[key]
-    parts = ", ".join(f"{form} {1e6 * t:.1f} us" for form, t in zip(FORMS, times, strict=True))
-    return FORMS[times.index(min(times))], f", for one row {parts}"
-
-
-def _times(mlp: Any, roles: Roles, dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of one row in each form: medians of short runs, the forms by turns."""
-    device = mlp._modules[roles.gate].weight.device
-    x = torch.ones(1, mlp._modules[roles.gate].in_features, dtype=dtype, device=device)
-    modules = [SwiGLU(mlp, roles, form) for form in FORMS]
-    samples: list[list[float]] = [[] for _ in FORMS]
-    calls = 4
-    with torch.inference_mode():
-        for _ in range(9):
-            for module, seconds in zip(modules, samples, strict=True):
-                _synchronize(device)
-                start = perf_counter()
-                for _ in range(calls):
-                    module(x)
-                _synchronize(device)
-                seconds.append((perf_counter() - start) / calls)
-    first, second = (median(seconds[2:]) for seconds in samples)  # the first two warm up
-    return first, second
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
