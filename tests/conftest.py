@@ -23,7 +23,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import CHIP
 from oracle import long_k, short_k
+from plan_cases import strategies_used
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
@@ -49,6 +51,7 @@ class Backend:
     strategies: tuple[str, ...]
     absent: Callable[[], str]  # why it does not run here; "" if it does
     edges: Callable[[str | None], Edges]  # of a strategy, or of the engine's own choice
+    chip: Callable[[], str] = str  # what it plans for; "" if it does not plan
     is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
     entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around each of its tests
 
@@ -56,10 +59,16 @@ class Backend:
         """A K for a test of something else than the loops over K."""
         return short_k(name) if self.is_slow else long_k(name)
 
-    def halves(self, strategy: str | None, dtype: torch.dtype, name: str) -> bool:
-        """Whether the strategy rounds weights of this format to f16 for x of this dtype."""
-        is_tiled = strategy in (None, "gemm", "gemm_small", "split_reduce")
-        return self is not CPU and is_tiled and dtype == torch.float16
+    def halves(
+        self, strategy: str | None, dtype: torch.dtype, name: str, mnk: tuple[int, int, int]
+    ) -> bool:
+        """Whether what is planned for x of this dtype rounds W of this format to f16."""
+        if not self.chip() or dtype != torch.float16:
+            return False
+        m, n, k = mnk
+        sizes = {"m": m, "n": n, "k": k, "format": name, "dtype": "f16"}
+        used = strategies_used(_C.plan(**sizes, chip=self.chip(), strategy=strategy))
+        return not {"gemm", "gemm_small"}.isdisjoint(used)
 
     def put(self, t: Tensor) -> Tensor:
         """t on this engine's device."""
@@ -113,23 +122,30 @@ def _shader_edges(strategy: str | None) -> Edges:
     return Edges(tuple(sorted(m)) or (1,), tuple(sorted(n)), tuple(sorted(k)))
 
 
+_EMULATED = "m1"
+
 EMULATOR = Backend(
     name="emulator",
     device="cpu",
     strategies=_SHADER_STRATEGIES,
     absent=testing.absence,
     edges=_shader_edges,
+    chip=lambda: _EMULATED,
     is_slow=True,
-    entered=partial(emulated, checked=True),
+    entered=partial(emulated, checked=True, chip=_EMULATED),
 )
 DESCENDING = replace(
-    EMULATOR, name="emulator-descending", entered=partial(emulated, descending=True)
+    EMULATOR,
+    name="emulator-descending",
+    entered=partial(emulated, descending=True, chip=_EMULATED),
 )
 
 
-def _shader_engine(device: str, key: str, device_runs: Callable[[], bool]) -> Backend:
+def _shader_engine(
+    device: str, key: str, device_runs: Callable[[], bool], chip: Callable[[], str]
+) -> Backend:
     absent = _dispatch_absent(key, device_runs)
-    return Backend(device, device, _SHADER_STRATEGIES, absent, _shader_edges)
+    return Backend(device, device, _SHADER_STRATEGIES, absent, _shader_edges, chip)
 
 
 # In the order they run.
@@ -138,8 +154,10 @@ BACKENDS = {
     for b in (
         CPU,
         EMULATOR,
-        _shader_engine("cuda", "CUDA", torch.cuda.is_available),
-        _shader_engine("mps", "MPS", torch.backends.mps.is_available),
+        _shader_engine("cuda", "CUDA", torch.cuda.is_available, lambda: CHIP),
+        _shader_engine(
+            "mps", "MPS", torch.backends.mps.is_available, lambda: _C.mps_facts()["plans_for"]
+        ),
     )
 }
 

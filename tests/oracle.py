@@ -10,8 +10,8 @@ at most K - 1 additions, K roundings at most (adding a zero is exact, so padding
 Decoding adds no error: the engines' f32 weights are the specification's, bit for bit (test_exact),
 and f16 and bf16 activations convert to f32 exactly.
 
-Tiles of half operands hold each w rounded to f16, which the engines do for f16 x in some
-strategies: u_T |w| + s_T more for each w, with T = f16 as below (`halved`).
+Tiles of half operands hold each w rounded to f16, which gemm and gemm_small do for f16 x: u_T |w| +
+s_T more for each w, with T = f16 as below (`halved`). Whether they run is for the plan to say.
 
 Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), half the spacing of subnormals s_T:
     |fl_T(y) - y| <= u_T |y| + s_T

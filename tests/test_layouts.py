@@ -60,7 +60,7 @@ def test_layouts_of_x(
     packed, x = random_weight(name, 9, k), activations(6, k, dtype=dtype)
     w = backend.put(packed)
     rows = ops.linear(backend.put(x), w, None, name, strategy).cpu()
-    halved = backend.halves(strategy, dtype, name)
+    halved = backend.halves(strategy, dtype, name, (6, 9, k))
     check(rows, oracle.linear(x, spec(name, packed, k), halved=halved), name)
     for label, view in x_layouts(x):
         view = backend.put_view(view)

@@ -170,8 +170,8 @@ def test_gemm_and_gemv(
     k = backend.k(name)
     packed = random_weight(name, 21, k)
     values, w = spec(name, packed, k), backend.put(packed)
-    halved = backend.halves(strategy, dtype, name)
     for m in (0, 1, 5, 33):
+        halved = backend.halves(strategy, dtype, name, (m, 21, k))
         x, c = activations(m, k, dtype=dtype), activations(m, 21, dtype=dtype, seed="c")
         for alpha, beta in ((1, 0), (-1.5, 0), (0.75, 1), (1, -2), (0, 0.5), (0, 0), (2.0**-10, 1)):
             product = Value.of(x).dot(values, halved=halved) * alpha
