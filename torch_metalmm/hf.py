@@ -20,7 +20,7 @@ from . import formats
 from .hf_config import QUANT_METHOD, MetalMMConfig, stored_config
 from .hf_files import Found, find_tensors
 from .linear import QuantEmbedding, QuantLinear, quantize_weight
-from .quantize import Job, check_weight, plan, warn_fallbacks
+from .quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from .replace import is_conv1d, weight_shape
 from .skeleton import empty_like
 
@@ -95,8 +95,10 @@ class MetalMMQuantizer(HfQuantizer):
         else:
             _tie(model, {})
             skip = self.quantization_config.skip_filter(model)
-            self._jobs = plan(model, self.quantization_config.spec(), skip)
+            spec = self.quantization_config.spec()
+            self._jobs = plan(model, spec, skip)
             warn_fallbacks(self._jobs)
+            warn_stacked(model, spec, self._jobs, skip)
         for job in self._jobs:
             n, k = weight_shape(job.sites[0][1])
             row = formats.get(job.format).row_bytes(k)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .checkpoint import read_config, read_tokenizer
 from .hf_files import Found, read_headers
 from .mlx_layout import PREFIXES, Quantization, pack
-from .replace import is_conv1d, packable, replaceable, weight_shape
+from .replace import is_conv1d, packable, replaceable, summary, weight_shape
 from .skeleton import empty_model, put_dense, put_packed, tied_names
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
@@ -43,8 +43,9 @@ def load_mlx(
     before quantization. The model is frozen and in eval mode.
 
     OSError: a file is missing. ValueError: not such a checkpoint, a mode or size without a format
-    here, tensors that contradict the config or the model, an architecture of which MLX stores other
-    numbers than transformers. Nothing in the folder is executed.
+    here, tensors that contradict the config or the model, quantized experts in one tensor, an
+    architecture of which MLX stores other numbers than transformers. Nothing in the folder is
+    executed.
     """
     from .hf import attach
 
@@ -135,6 +136,10 @@ class _Source:
         )
         return counts.most_common(1)[0][0] if counts else None
 
+    def dims(self, key: str) -> int:
+        """The number of dimensions of the tensor with that name in the checkpoint."""
+        return len(self._found[key].shape)
+
     def __enter__(self) -> _Source:
         return self
 
@@ -192,6 +197,11 @@ def _check_layers(
 ) -> None:
     """ValueError where the config and the scales tell of different layers."""
     names = {source.keys[f"{owner}.scales"].removesuffix(".scales") for owner in packed}
+    if stacked := sorted(n for n in names if source.dims(f"{n}.scales") == 3):
+        raise ValueError(
+            f"{path} has experts stacked in one tensor, for which there is no packed layer: "
+            f"{summary(stacked)}"
+        )
     if quantization is None:
         if names:
             raise ValueError(f"{path}: {min(names)} has scales, but config.json no quantization")

@@ -15,7 +15,7 @@ from .checkpoint import CONFIG, prepare_folder, staged
 from .linear import QuantEmbedding, QuantLinear
 from .mlx import is_mlx
 from .mlx_layout import PREFIXES, Packing, config_entry, packing_of, unpack
-from .replace import is_conv1d
+from .replace import is_conv1d, stacked_weights, summary
 
 _SHARD = "5GB"  # mlx-lm's own size
 
@@ -25,13 +25,18 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
 
     Layers in affine formats and mxfp4 keep their bits; dense ones are written in their dtype. The
     files appear when all of them are complete.
-    ValueError: a layer has a format that MLX has not, or gathers its input; no transformers model.
+    ValueError: a layer has a format that MLX has not, or gathers its input; experts stacked in
+    one tensor; no transformers model.
     OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
     """
     from .hf import is_transformers_model
 
     if not is_transformers_model(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
+    if stacked := stacked_weights(model):
+        raise ValueError(
+            f"mlx-lm has other names for experts stacked in one tensor: {summary(list(stacked))}"
+        )
     tensors, layers = _mlx_tensors(model)
     target = prepare_folder(folder, is_mlx)
     with staged(target) as staging:

@@ -23,6 +23,7 @@ from .replace import (
     pack_module,
     packable,
     replaceable,
+    stacked_weights,
     summary,
     weight_shape,
 )
@@ -75,7 +76,7 @@ def quantize_(
     dense if filter_fn excludes one. A layer whose K the format's block does not divide gets
     resolve_format's choice, with a warning. Layers already packed are decoded and packed again if
     they are given another format. Layers whose weight the model reads itself (T5's `wo`) stay
-    dense, with a warning.
+    dense, with a warning, and so do experts stacked in one tensor.
 
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
@@ -84,6 +85,8 @@ def quantize_(
     jobs = plan(model, spec, filter_fn)
     _check(jobs)
     warn_fallbacks(jobs)
+    if filter_fn is None:
+        warn_stacked(model, spec, jobs)
     with progress_bar(progress, sum(j.values for j in jobs), "Quantizing") as advance:
         while jobs:
             job = jobs.pop(0)
@@ -286,5 +289,26 @@ def warn_fallbacks(jobs: list[Job]) -> None:
         parts = [f"{a} -> {b}: {summary(names)}" for (a, b), names in changed.items()]
         warnings.warn(
             "K is not a multiple of the format's block; used instead: " + "; ".join(parts),
+            stacklevel=3,
+        )
+
+
+def warn_stacked(
+    model: nn.Module, spec: Spec, jobs: list[Job], filter_fn: Filter | None = None
+) -> None:
+    """Warn of stacked experts that stay dense although the spec has a format for them."""
+    if not isinstance(spec, str | Mapping):
+        return  # it may ask modules for what these have not
+    chooser, left = _chooser(spec), {}
+    for name, weight in stacked_weights(model).items():
+        owner = name.rpartition(".")[0]
+        site = owner, model.get_submodule(owner)
+        if chooser([site]) is not None and (filter_fn is None or filter_fn(*site)):
+            left[name] = weight.numel()
+    if left:
+        share = sum(left.values()) / (sum(left.values()) + sum(job.values for job in jobs))
+        warnings.warn(
+            f"left dense, {share:.0%} of the weights: experts stacked in one tensor, for which "
+            f"there is no packed layer: {summary(list(left))}",
             stacklevel=3,
         )

@@ -89,6 +89,17 @@ def kept_in_f32(model: nn.Module, name: str) -> bool:
     return not keep.isdisjoint(name.split("."))
 
 
+def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
+    """{name: weight [E, ., .]} of experts stacked in one tensor, which no packed layer holds."""
+    return {
+        f"{name}.{leaf}": p
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for leaf, p in module._parameters.items()
+        if p is not None and p.dim() == 3 and p.shape[0] > 1 and min(p.shape[1:]) >= 32
+    }
+
+
 def pack_module(module: nn.Module, weight: Tensor, format: str) -> nn.Module:
     """The packed layer with this weight that stands in for `module` (see `packable`).
 
