@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ class MetalMM:
 
     def _variant(self, problem: Problem, name: str) -> Variant:
         op = torch.ops.metalmm.linear
-        k, setting = problem.shape.k, problem.setting
-        packed = op_quantize(problem.w, name)
+        setting, packed = problem.setting, problem.packed(name)
         weights = rotated(packed.to(setting.device.type), setting.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
@@ -50,14 +48,9 @@ class MetalMM:
             copies=len(weights),
             device=setting.device,
             bind=bind,
-            decoded=lambda: formats.get(name).dequantize(packed[problem.rows], k).double(),
+            decoded=lambda: problem.decoded(packed, name),
             rounding=Rounding() if exact else Rounding.to(setting.dtype),
         )
-
-
-def op_quantize(w: Tensor, name: str) -> Tensor:
-    """w packed by the native quantizer."""
-    return cast(Tensor, torch.ops.metalmm.quantize(w, name))
 
 
 # By the name of --engines, torch_metalmm first.

@@ -76,13 +76,13 @@ def probe(name: str, n: int, setting: Setting) -> Operation:
 def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
     """y[M, N] = x[M, K] W[N, K]ᵀ, W packed; M = 1 for gemv."""
     (n, k), setting, rows = (problem.shape.n, problem.shape.k), problem.setting, problem.rows
-    spec, strategy, ops = formats.get(format), MATMULS[name], torch.ops.metalmm
-    if k % spec.block_values:
-        raise ValueError(f"K = {k} is not a multiple of the block of {format}, {spec.block_values}")
-    packed, x = ops.quantize(problem.w, format), problem.x(m).to(setting.dtype)
+    block, strategy, ops = formats.get(format).block_values, MATMULS[name], torch.ops.metalmm
+    if k % block:
+        raise ValueError(f"K = {k} is not a multiple of the block of {format}, {block}")
+    packed, x = problem.packed(format), problem.x(m).to(setting.dtype)
     copies = setting.copies(packed.nbytes)
     weights, given = rotated(packed.to(setting.device.type), copies), x.to(setting.device.type)
-    decoded = spec.dequantize(packed[rows], k).double()
+    decoded = problem.decoded(packed, format)
     size = x.double().abs() @ decoded.abs().t()
     error = of_additions(k, size)
     if setting.dtype is torch.float16:  # half tiles of the matrix unit hold W in 11 bits

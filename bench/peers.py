@@ -78,7 +78,7 @@ class DequantizeAndMm:
     def _variant(self, problem: Problem, name: str) -> Variant:
         k, setting = problem.shape.k, problem.setting
         ops = torch.ops.metalmm
-        packed = ops.quantize(problem.w, name)
+        packed = problem.packed(name)
         weights = rotated(packed.to(setting.device.type), setting.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
@@ -96,7 +96,7 @@ class DequantizeAndMm:
             copies=len(weights),
             device=setting.device,
             bind=bind,
-            decoded=lambda: formats.get(name).dequantize(packed[problem.rows], k).double(),
+            decoded=lambda: problem.decoded(packed, name),
             rounding=Rounding() if exact else Rounding(lambda x: x.abs() * rounded, setting.dtype),
         )
 

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from torch_metalmm import formats
 
 from .devices import CPU, Device
 from .shapes import Shape
@@ -71,6 +73,14 @@ class Problem:
         """The rows that are checked: all, or CHECKED_ROWS evenly spaced, both ends included."""
         n = self.shape.n
         return torch.linspace(0, n - 1, min(n, CHECKED_ROWS), dtype=torch.float64).round().long()
+
+    def packed(self, format: str) -> Tensor:
+        """W by the native quantizer."""
+        return cast(Tensor, torch.ops.metalmm.quantize(self.w, format))
+
+    def decoded(self, packed: Tensor, format: str) -> Tensor:
+        """The checked rows of a packed W, by the specification, in f64."""
+        return formats.get(format).dequantize(packed[self.rows], self.shape.k).double()
 
     def x(self, m: int) -> Tensor:
         """Activations f32 [m, K], on the CPU."""

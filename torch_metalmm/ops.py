@@ -160,45 +160,32 @@ def _swiglu_linear(
     return gate.new_empty((*gate.shape[:-1], n))
 
 
-def _scaled(
-    x: Tensor, weight: Tensor, format: str, c: Tensor | None, beta: float, dim: int
-) -> Tensor:
-    k = _check_activations("x", x)
-    if x.dim() != dim:
-        raise ValueError(f"x: shape {list(x.shape)}; must have {dim} dimensions")
-    shape = (*x.shape[:-1], _check_weight("weight", weight, format, k, x))
-    _check_addend("c", c, shape, x)
-    if beta != 0 and c is None:
-        raise ValueError(f"c: missing, but beta = {beta}")
-    return x.new_empty(shape)
+def _fake_scaled(op: str, dim: int) -> None:
+    """gemv and gemm: the same arguments, x of `dim` dimensions."""
+
+    @_fake(op)
+    def scaled(
+        x: Tensor,
+        weight: Tensor,
+        format: str,
+        c: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        strategy: str | None = None,
+    ) -> Tensor:
+        _check_strategy(strategy, x)
+        k = _check_activations("x", x)
+        if x.dim() != dim:
+            raise ValueError(f"x: shape {list(x.shape)}; must have {dim} dimensions")
+        shape = (*x.shape[:-1], _check_weight("weight", weight, format, k, x))
+        _check_addend("c", c, shape, x)
+        if beta != 0 and c is None:
+            raise ValueError(f"c: missing, but beta = {beta}")
+        return x.new_empty(shape)
 
 
-@_fake("gemv")
-def _gemv(
-    x: Tensor,
-    weight: Tensor,
-    format: str,
-    c: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    strategy: str | None = None,
-) -> Tensor:
-    _check_strategy(strategy, x)
-    return _scaled(x, weight, format, c, beta, 1)
-
-
-@_fake("gemm")
-def _gemm(
-    x: Tensor,
-    weight: Tensor,
-    format: str,
-    c: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    strategy: str | None = None,
-) -> Tensor:
-    _check_strategy(strategy, x)
-    return _scaled(x, weight, format, c, beta, 2)
+_fake_scaled("gemv", 1)
+_fake_scaled("gemm", 2)
 
 
 @_fake("dequantize")
