@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import torch_metalmm
 
-LAYERS, H, FFN, VOCAB = 12, 1024, 4096, 16384
+LAYERS, H, FFN, VOCAB = 8, 1024, 4096, 32768
 
 
 def anonymous_bytes() -> int:

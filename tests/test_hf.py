@@ -116,11 +116,10 @@ def test_peak_memory_is_the_packed_model_and_one_dense_weight(tmp_path: Path) ->
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True
     )
     sizes = json.loads(run.stdout.splitlines()[-1])
-    allowance = (
-        40e6  # what transformers, its threads and the allocator take for a model of any size
-    )
+    print({name: f"{size / 1e6:.1f} MB" for name, size in sizes.items()})
     assert sizes["growth"] >= sizes["packed"]  # else it was not measured
-    assert sizes["growth"] <= sizes["packed"] + sizes["largest"] + allowance < sizes["dense"]
+    # 15 MB beside the packed model were seen; the largest dense weight is 67 MB.
+    assert sizes["growth"] <= sizes["packed"] + sizes["largest"] < sizes["dense"]
 
 
 def test_modules_skip_and_format(dense: Any) -> None:
