@@ -85,6 +85,7 @@ struct Q4_KOf : KBlock<144, own> {
   using Base = KBlock<144, own>;
   using typename Base::Cursor;
   using typename Base::Row;
+  MM_CONST int kChains = 1, kChainBits = 0, kLastBias = 1024;
   struct Raw {
     uint4 codes[own / 16];
     typename Base::Scales scales;
@@ -96,11 +97,23 @@ struct Q4_KOf : KBlock<144, own> {
     }
     raw.scales = Base::fetch_scales(b, Base::chunk(piece));
   }
+  // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
+  // code. Its bias, 64 codes, stays until the end of the segment, where the sum of x takes it away.
+  static METAL_FUNC void two_bytes(uint word, thread float* low, thread float* high) {
+    const uint opened = open_pair(word);
+    const half2 l = pair<4, 0>(opened) - 1024.0h, h = pair<4, 4>(opened);
+    low[0] = float(l.x);
+    low[2] = float(l.y);
+    high[0] = float(h.x);
+    high[2] = float(h.y);
+  }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q4_KOf>& p) {
     MM_UNROLL
-    for (int i = 0; i < own / 16; ++i) {
-      nibbles16x2(raw.codes[i], p.q + 16 * i, p.q + own + 16 * i);
+    for (int i = 0; i < own; i += 4) {
+      const uint word = raw.codes[i / 16][i / 4 % 4];
+      two_bytes(word, p.q + i, p.q + own + i);
+      two_bytes(word >> 8, p.q + i + 1, p.q + own + i + 1);
     }
     Base::unpack_scales(raw.scales, Base::chunk(piece), p);
   }

@@ -15,6 +15,9 @@
 //         p.d p.scale[s] p.q[i] / 2^(kChainBits (i % kChains)) + p.m p.offset[s]
 //       without p.scale where kSegments is 1. kOffsets: 0, none; 1, one for the piece, without
 //       p.offset; else one per segment.
+//   kLastBias                        a constant on top of p.q in the last segment, whose product
+//                                    starts from minus as much times the sum of x: with an
+//                                    offset per segment only
 //   kHasCodebook                     unpack() reads `book`, which fill() has written
 //   static half level(uint code)     with kHasCodebook: the value of a 4-bit code
 #pragma once
@@ -34,7 +37,7 @@ using Codebook = threadgroup const half2*;
 
 // What a format with one scale, one chain and no offset does not say.
 struct PlainPiece {
-  MM_CONST int kSegments = 1, kOffsets = 0, kChains = 1, kChainBits = 0;
+  MM_CONST int kSegments = 1, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
   MM_CONST bool kHasCodebook = false;
 };
 
@@ -46,10 +49,10 @@ struct Piece {
   float d, m;
 };
 
-// x and the sums that offsets multiply.
+// x, the sums that offsets multiply, and what takes kLastBias away.
 template <class Format>
 struct XPiece {
-  float x[Format::kValues], sum[Piece<Format>::kOffsets];
+  float x[Format::kValues], sum[Piece<Format>::kOffsets], last_start;
 };
 
 template <class Format>
@@ -62,6 +65,9 @@ METAL_FUNC void sum_segments(thread XPiece<Format>& x) {
     for (int i = 1; i < kValues; ++i) sum += x.x[s * kValues + i];
     x.sum[s] = sum;
   }
+  if constexpr (Format::kLastBias != 0) {
+    x.last_start = float(-Format::kLastBias) * x.sum[Format::kOffsets - 1];
+  }
 }
 
 // Sum of q x over segment s, chain by chain.
@@ -69,11 +75,16 @@ template <class Format>
 METAL_FUNC float dot_segment(thread const Piece<Format>& p, thread const XPiece<Format>& x, int s) {
   constexpr int kValues = Format::kValues / Format::kSegments, kChains = Format::kChains;
   constexpr float kUnit = 1.0f / (1 << Format::kChainBits);
+  const bool is_biased = Format::kLastBias != 0 && s == Format::kSegments - 1;
   float chain[kChains];
   MM_UNROLL
   for (int i = 0; i < kValues; ++i) {
     const float q = p.q[s * kValues + i], xi = x.x[s * kValues + i];
-    chain[i % kChains] = i < kChains ? q * xi : fma(q, xi, chain[i % kChains]);
+    if (is_biased && i == 0) {
+      chain[0] = fma(q, xi, x.last_start);
+    } else {
+      chain[i % kChains] = i < kChains ? q * xi : fma(q, xi, chain[i % kChains]);
+    }
   }
   float sum = chain[kChains - 1];
   MM_UNROLL
