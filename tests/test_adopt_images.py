@@ -124,11 +124,14 @@ def test_comfy_rows_of_256_values() -> None:
 
 def test_comfy_patches_are_not_dropped() -> None:
     weight = comfy_tensor(packed(Type.Q8_0), Type.Q8_0, 24, 256)
-    theirs = ComfyLinear(weight)
-    weight.patches = [("a LoRA", "key")]
-    with pytest.raises(ValueError, match="^0: its weight has patches that are not merged"):
-        adopted(theirs)
-    weight.patches, weight.tensor_shape = [], torch.Size([24, 128])
+    bias = comfy_tensor(activations(24), Type.F32, 24)
+    theirs = ComfyLinear(weight, bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        tensor.patches = [("a LoRA", "key")]
+        with pytest.raises(ValueError, match=f"^0: its {name} has patches that are not merged"):
+            adopted(theirs)
+        tensor.patches = []
+    weight.tensor_shape = torch.Size([24, 128])
     with pytest.raises(
         ValueError, match=r"its tensor_shape is \[24, 128\], the layer is \[24, 256"
     ):

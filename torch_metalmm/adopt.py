@@ -174,15 +174,16 @@ def _ggml(module: Any, weight: Tensor) -> _Stored | None:
     n, k = _shape(module) or (0, 0)
     if hasattr(module, "num_embeddings") and not hasattr(module, "ggml_type"):
         raise _Unsupported("embeddings whose callers choose the dtype")
-    if getattr(weight, "patches", None):
-        raise ValueError("its weight has patches that are not merged")
+    bias = module._parameters.get("bias")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if getattr(tensor, "patches", None):
+            raise ValueError(f"its {name} has patches that are not merged")
     logical = getattr(weight, "tensor_shape", None)
     if logical is not None and tuple(logical) != (n, k):
         raise ValueError(f"its tensor_shape is {list(logical)}, the layer is [{n}, {k}]")
     _refuse_meta(weight)
     plain = _plain(weight) if logical is None else _in_rows(_plain(weight), _format_of(kind), n, k)
     plain = _checked(plain, _format_of(kind), n, k)
-    bias = module._parameters.get("bias")
     order = module._buffers.get("input_permutation")
     values = None if bias is None else _values(bias)
     return _Stored(_format_of(kind), lambda: plain, values, order)
