@@ -233,11 +233,16 @@ def tokens_table(records: Sequence[Record]) -> list[Table]:
         return []
     prompt = cells[0]["prompt"]
     columns = ["weights MB", "decode tok/s", "quartiles", f"prefill {prompt} tok/s", "quartiles"]
-    table = Table(cells[0]["model"], ["system", *columns, "logits error"])
+    gain = ["decode by fuse_", "quartiles"] if any("gain" in r for r in cells) else []
+    table = Table(cells[0]["model"], ["system", *columns, *gain, "logits error"])
     for r in cells:
         row = [r["system"], digits(r["weight_bytes"] / 1e6)]
         for part in ("decode", "prefill"):
             row += [digits(r[part]), f"{digits(r[part + '_q1'])}–{digits(r[part + '_q3'])}"]
+        if "gain" in r:
+            row += [f"× {r['gain']:.3f}", f"{r['gain_q1']:.3f}–{r['gain_q3']:.3f}"]
+        elif gain:
+            row += ["", ""]
         table.rows.append([*row, "WRONG" if not r["ok"] else scientific(r["error"])])
     return [table]
 

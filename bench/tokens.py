@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -146,8 +147,13 @@ class _Race:
 
     system: System
     fields: dict[str, Any]
+    plain: _Race | None = None  # of the same model before fuse_
     steps: list[float] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)  # median step of each
+
+    def clear(self) -> None:
+        self.steps, self.prefills, self.rounds = [], [], []
 
     def round(self, prompt: Sequence[int], new_tokens: int) -> None:
         """One prefill, then new_tokens greedy steps from a short context."""
@@ -162,6 +168,7 @@ class _Race:
             start = time.perf_counter()
             token = int(self.system.feed([token]).argmax())
             self.steps.append(time.perf_counter() - start)
+        self.rounds.append(median(self.steps[-new_tokens:]))
 
     def record(self, prompt: int) -> dict[str, Any]:
         out = dict(self.fields)
@@ -172,6 +179,10 @@ class _Race:
             t = Timing.of(samples)
             out |= {name: tokens / t.median, name + "_q1": tokens / t.q3}
             out |= {name + "_q3": tokens / t.q1, name + "_count": t.count}
+        if self.plain is not None:  # round by round, so that the machine's load is that of both
+            pairs = zip(self.plain.rounds, self.rounds, strict=True)
+            t = Timing.of([plain / fused for plain, fused in pairs])
+            out |= {"gain": t.median, "gain_q1": t.q1, "gain_q3": t.q3}
         return out
 
 
@@ -192,11 +203,14 @@ def run(args: Any, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
             fields = {"kind": "tokens", "system": system.name, "prompt": len(prompt)}
             fields |= {"weight_bytes": system.weight_bytes, "error": error, "ok": error <= limit}
             fields["model"] = f"random Llama, {millions:.0f} M parameters"
-            races.append(_Race(system, fields))
+            plain = next(
+                (r for r in races if system.name.startswith(f"{r.system.name}, fuse_")), None
+            )
+            races.append(_Race(system, fields, plain))
         del reference
         for race in races:
             race.round(prompt, 2)
-            race.steps, race.prefills = [], []
+            race.clear()
         for i in range(args.repetitions):
             progress(f"round {i + 1} of {args.repetitions}")
             for race in pick.sample(races, len(races)):
