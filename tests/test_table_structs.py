@@ -53,12 +53,17 @@ def test_nothing_is_missing(engine: str, sources: Path) -> None:
     assert errors(sources, engine) == ""
 
 
-@pytest.mark.parametrize("name", STRUCTS)
+AFFINE = {name for name in STRUCTS if name.startswith("affine")}
+# The struct or alias that is taken away, and the rows that lack it: affine ones share a template.
+MISSING = {struct: {name} for name, struct in STRUCTS.items() if name not in AFFINE}
+MISSING |= {"Affine": AFFINE}
+
+
+@pytest.mark.parametrize("struct", MISSING)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_missing_struct_is_named(engine: str, name: str, sources: Path) -> None:
-    """Without the struct or the alias of a format: its row, and no other."""
-    struct = STRUCTS[name]
-    definition = re.compile(rf"^(struct|using) {struct} (?=[:=])", re.M)
+def test_a_missing_struct_is_named(engine: str, struct: str, sources: Path) -> None:
+    """Its rows of the table, and no other."""
+    definition = re.compile(rf"^(struct|using) {struct} (?=[:={{])", re.M)
     (header,) = (
         h for h in (sources / ENGINES[engine]).glob("*.h") if definition.search(h.read_text())
     )
@@ -66,8 +71,7 @@ def test_a_missing_struct_is_named(engine: str, name: str, sources: Path) -> Non
     header.write_text(definition.sub(r"\1 Elsewhere ", whole))
     found = errors(sources, engine)
     header.write_text(whole)
-    assert named(found) == {name}
-    assert set(re.findall(r"undeclared identifier '(\w+)'", found)) <= {struct}
+    assert named(found) == MISSING[struct]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

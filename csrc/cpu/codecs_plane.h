@@ -99,12 +99,8 @@ struct Affine {
     }
   }
 };
-using Affine2 = Affine<2>;
-using Affine3 = Affine<3>;
-using Affine4 = Affine<4>;
-using Affine5 = Affine<5>;
-using Affine6 = Affine<6>;
-using Affine8 = Affine<8>;
+#define MM_AFFINE(name, Struct, bits) using Struct = Affine<bits>;
+#include "../../metal/formats.def"
 
 // Values as they are. A row need not be a whole number of chunks: the kernels copy its tail.
 template <int kValueBytes, F (*kLoad)(const uint8_t*)>

@@ -144,11 +144,7 @@ struct Affine : PlainPiece {
     }
   }
 };
-using Affine2 = Affine<2>;
-using Affine3 = Affine<3>;
-using Affine4 = Affine<4>;
-using Affine5 = Affine<5>;
-using Affine6 = Affine<6>;
-using Affine8 = Affine<8>;
+#define MM_AFFINE(name, Struct, bits) using Struct = Affine<bits>;
+#include "../formats.def"
 
 }  // namespace metalmm

@@ -49,11 +49,10 @@ void prefix(void* const* in, void* const* out) {
   }
 }
 
-// A lane's value and the lane it reads; a lane outside [0, Width) reads `fill`.
+// A lane's value and the lane it reads: outside [0, Width), itself.
 template <class T>
 struct Shuffle {
   T data;
-  T fill;
   int from;
 };
 template <uint Width, class T>
@@ -64,7 +63,7 @@ void shuffle(void* const* in, void* const* out) {
     }
     auto mine = static_cast<Shuffle<T>*>(in[i]);
     if (mine->from < 0 || mine->from >= int(Width)) {
-      *static_cast<T*>(out[i]) = mine->fill;
+      *static_cast<T*>(out[i]) = mine->data;
     } else if (in[mine->from]) {
       *static_cast<T*>(out[i]) = static_cast<Shuffle<T>*>(in[mine->from])->data;
     } else {
@@ -121,34 +120,17 @@ METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file,
                                        emulator::prefix<Width, simd_operators::Op, inclusive, T>, \
                                        file, line);                                               \
   }
-// `from` and `fill` are expressions of x, n, me (the lane) and Width.
-#define MM_SHUFFLE(name, group, Width, fill, from, ...)                                       \
-  template <class T>                                                                          \
-  METAL_FUNC T group##_##name(T x, __VA_ARGS__, MM_SITE) {                                    \
-    int me = emulator::mm_lane() % Width;                                                     \
-    return emulator::collect<Width, T>(#group "_" #name,                                      \
-                                       emulator::Shuffle<T>{x, fill, static_cast<int>(from)}, \
-                                       emulator::shuffle<Width, T>, file, line);              \
+#define MM_SHUFFLE(name, group, Width, from)                                            \
+  template <class T>                                                                    \
+  METAL_FUNC T group##_##name(T x, ushort n, MM_SITE) {                                 \
+    int me = emulator::mm_lane() % Width;                                               \
+    (void)me;                                                                           \
+    return emulator::collect<Width, T>(#group "_" #name,                                \
+                                       emulator::Shuffle<T>{x, static_cast<int>(from)}, \
+                                       emulator::shuffle<Width, T>, file, line);        \
   }
 #define MM_GROUP(group, Width)                                                                     \
-  MM_REDUCE(sum, group, Width, Sum)                                                                \
-  MM_REDUCE(product, group, Width, Product)                                                        \
-  MM_REDUCE(min, group, Width, Smallest)                                                           \
-  MM_REDUCE(max, group, Width, Largest)                                                            \
-  MM_REDUCE(and, group, Width, And)                                                                \
-  MM_REDUCE(or, group, Width, Or)                                                                  \
-  MM_REDUCE(xor, group, Width, Xor)                                                                \
-  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                                                \
-  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                                               \
-  MM_PREFIX(inclusive_product, group, Width, Product, true)                                        \
-  MM_PREFIX(exclusive_product, group, Width, Product, false)                                       \
-  MM_SHUFFLE(shuffle, group, Width, x, n % Width, ushort n)                                        \
-  MM_SHUFFLE(broadcast, group, Width, x, n % Width, ushort n)                                      \
-  MM_SHUFFLE(shuffle_xor, group, Width, x, (me ^ n) % Width, ushort n)                             \
-  MM_SHUFFLE(shuffle_up, group, Width, x, me - n, ushort n)                                        \
-  MM_SHUFFLE(shuffle_down, group, Width, x, me + n, ushort n)                                      \
-  MM_SHUFFLE(shuffle_rotate_up, group, Width, x, (me + Width - n % Width) % Width, ushort n)       \
-  MM_SHUFFLE(shuffle_rotate_down, group, Width, x, (me + n) % Width, ushort n)                     \
+  MM_EACH_LANE_FUNCTION(group, Width)                                                              \
   template <class T>                                                                               \
   METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width,           \
                                            MM_SITE) {                                              \

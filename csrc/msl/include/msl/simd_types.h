@@ -1,5 +1,5 @@
 // Of <metal_simdgroup>, what does not depend on how lanes meet: the operators of reductions and
-// prefixes, votes, and the flags of barriers.
+// prefixes, votes, the flags of barriers, and the list of functions.
 #pragma once
 
 #include "integer.h"
@@ -86,3 +86,26 @@ constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 }
 
 }  // namespace metal
+
+// Every function that is made by a macro of the file that includes this: MM_REDUCE(name, group,
+// Width, Op), MM_PREFIX(name, group, Width, Op, inclusive), MM_SHUFFLE(name, group, Width, from),
+// `from` being an expression of n, me (the number of the lane in its group) and Width.
+#define MM_EACH_LANE_FUNCTION(group, Width)                                     \
+  MM_REDUCE(sum, group, Width, Sum)                                             \
+  MM_REDUCE(product, group, Width, Product)                                     \
+  MM_REDUCE(min, group, Width, Smallest)                                        \
+  MM_REDUCE(max, group, Width, Largest)                                         \
+  MM_REDUCE(and, group, Width, And)                                             \
+  MM_REDUCE(or, group, Width, Or)                                               \
+  MM_REDUCE(xor, group, Width, Xor)                                             \
+  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                             \
+  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                            \
+  MM_PREFIX(inclusive_product, group, Width, Product, true)                     \
+  MM_PREFIX(exclusive_product, group, Width, Product, false)                    \
+  MM_SHUFFLE(shuffle, group, Width, n % Width)                                  \
+  MM_SHUFFLE(broadcast, group, Width, n % Width)                                \
+  MM_SHUFFLE(shuffle_xor, group, Width, (me ^ n) % Width)                       \
+  MM_SHUFFLE(shuffle_up, group, Width, me - n)                                  \
+  MM_SHUFFLE(shuffle_down, group, Width, me + n)                                \
+  MM_SHUFFLE(shuffle_rotate_up, group, Width, (me + Width - n % Width) % Width) \
+  MM_SHUFFLE(shuffle_rotate_down, group, Width, (me + n) % Width)

@@ -63,7 +63,6 @@ METAL_FUNC uint ballot(bool x) {
   METAL_FUNC T group##_prefix_##name(T x) {                          \
     return warp::prefix<Width, simd_operators::Op, inclusive, T>(x); \
   }
-// `from` is an expression of n and me, the lane's number in its group.
 #define MM_SHUFFLE(name, group, Width, from)                   \
   template <class T>                                           \
   METAL_FUNC T group##_##name(T x, ushort n) {                 \
@@ -72,24 +71,7 @@ METAL_FUNC uint ballot(bool x) {
     return warp::shuffle<Width>(x, x, static_cast<int>(from)); \
   }
 #define MM_GROUP(group, Width)                                                                \
-  MM_REDUCE(sum, group, Width, Sum)                                                           \
-  MM_REDUCE(product, group, Width, Product)                                                   \
-  MM_REDUCE(min, group, Width, Smallest)                                                      \
-  MM_REDUCE(max, group, Width, Largest)                                                       \
-  MM_REDUCE(and, group, Width, And)                                                           \
-  MM_REDUCE(or, group, Width, Or)                                                             \
-  MM_REDUCE(xor, group, Width, Xor)                                                           \
-  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                                           \
-  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                                          \
-  MM_PREFIX(inclusive_product, group, Width, Product, true)                                   \
-  MM_PREFIX(exclusive_product, group, Width, Product, false)                                  \
-  MM_SHUFFLE(shuffle, group, Width, n % Width)                                                \
-  MM_SHUFFLE(broadcast, group, Width, n % Width)                                              \
-  MM_SHUFFLE(shuffle_xor, group, Width, (me ^ n) % Width)                                     \
-  MM_SHUFFLE(shuffle_up, group, Width, me - n)                                                \
-  MM_SHUFFLE(shuffle_down, group, Width, me + n)                                              \
-  MM_SHUFFLE(shuffle_rotate_up, group, Width, (me + Width - n % Width) % Width)               \
-  MM_SHUFFLE(shuffle_rotate_down, group, Width, (me + n) % Width)                             \
+  MM_EACH_LANE_FUNCTION(group, Width)                                                         \
   template <class T>                                                                          \
   METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {    \
     return warp::fill_shuffle<Width>(x, fill, -int(n), modulo);                               \
