@@ -74,12 +74,14 @@ def test_they_train_as_on_the_dense_layer(method: str) -> None:
 
 @pytest.mark.parametrize("method", TRAINS)
 def test_they_do_not_merge_and_no_byte_changes(method: str) -> None:
-    """RoAd and MiSS would make other bytes of the bytes, without an error."""
+    """IA3, MiSS and RoAd would make other bytes of the bytes, without an error."""
     model = adapted(method, Block("q8_0").up)
     layer = model.base_model.model.up
     before = layer.get_base_layer().weight.clone()
-    message = rf"{method} cannot be merged: the weight of up, QuantLinear\(.*format=q8_0\), is pac"
-    for merge in (model.merge_adapter, model.merge_and_unload):
+    message = (
+        rf"^{method.lower()} adapters cannot be merged: the weight of QuantLinear\(.*q8_0\) is"
+    )
+    for merge in (model.merge_adapter, model.merge_and_unload, layer.merge):
         with pytest.raises(ValueError, match=message):
             merge()
     assert torch.equal(layer.get_base_layer().weight, before) and not layer.merged
@@ -107,7 +109,9 @@ def test_mixed_models_are_refused() -> None:
 
 def test_lora_that_peft_made_without_us_does_not_merge() -> None:
     model = peft.LoraModel(Block("q8_0"), lora("up"), "default")
-    with pytest.raises(ValueError, match="^LORA cannot be merged.*only LoRA by get_peft_model"):
+    with pytest.raises(
+        ValueError, match="^lora adapters cannot be merged.*only LoRA by get_peft_model"
+    ):
         model.merge_adapter()
 
 

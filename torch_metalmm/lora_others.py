@@ -2,9 +2,9 @@
 
 A method that only calls its layer trains on a packed one as on any other. One that computes with
 `weight` takes packed bytes for numbers: most then fail with an error of torch about shapes, but
-RoAd and MiSS merge bytes into other bytes without one. So methods are let in by name (the tests
-train each of them), and no merging of theirs is: PEFT itself refuses to merge AdaLoRA and IA3
-into its own quantized layers.
+RoAd, MiSS and IA3 merge bytes into other bytes without one. So methods are let in by name (the
+tests train each of them), and their merging is refused, by the model and by the layer: PEFT itself
+does not merge AdaLoRA and IA3 into its own quantized layers.
 """
 
 from __future__ import annotations
@@ -41,21 +41,41 @@ def _check_target(tuner: Any, config: Any, model: Any, target: str) -> None:
 
 
 def _check_merge(tuner: Any) -> None:
+    """ValueError, before any layer is merged: one of them cannot be."""
+    for module in tuner.model.modules():
+        if _merges_bytes(module):
+            _check_layer_merge(module)
+
+
+def _check_layer_merge(layer: Any, *args: Any, **kwargs: Any) -> None:
     """ValueError: an adapter around a packed layer would merge into its bytes as if into floats."""
+    if _merges_bytes(layer):
+        raise ValueError(
+            f"{type(layer).__module__.split('.')[-2]} adapters cannot be merged: the weight of "
+            f"{describe(layer.get_base_layer())} is packed; only LoRA by get_peft_model merges "
+            "into packed layers. Keep the adapter apart, or merge it into the dense model and "
+            "quantize that"
+        )
+
+
+def _merges_bytes(module: Any) -> bool:
     from .lora import PackedLoraEmbedding, PackedLoraLinear
 
-    for name, module in tuner.model.named_modules():
-        if not isinstance(module, BaseTunerLayer) or isinstance(
-            module, PackedLoraLinear | PackedLoraEmbedding
-        ):
-            continue
-        if is_packed(base := module.get_base_layer()):
-            methods = ", ".join(sorted({_name(c) for c in tuner.peft_config.values()}))
-            raise ValueError(
-                f"{methods} cannot be merged: the weight of {name}, {describe(base)}, is packed; "
-                "only LoRA by get_peft_model merges into packed layers. Keep the adapter apart, or "
-                "merge it into the dense model and quantize that"
-            )
+    return (
+        isinstance(module, BaseTunerLayer)
+        and not isinstance(module, PackedLoraLinear | PackedLoraEmbedding)
+        and is_packed(module.get_base_layer())
+    )
+
+
+_GUARDED: set[type] = set()
+
+
+def _guard_layers(tuner: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Let the classes of layers that PEFT has put around packed ones check before they merge."""
+    for kind in {type(m) for m in model.modules() if _merges_bytes(m)} - _GUARDED:
+        _wrap(kind, "merge", before=_check_layer_merge)
+        _GUARDED.add(kind)
 
 
 def _check_copy(wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,21 +101,32 @@ def _name(config: Any) -> str:
     return str(getattr(kind, "value", kind))
 
 
-def _first(check: Callable[..., None], kind: type, method: str) -> None:
-    """Let every object of that kind call `check` before its own `method`."""
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _wrap(
+    kind: type,
+    method: str,
+    before: Callable[..., None] = _nothing,
+    after: Callable[..., None] = _nothing,
+) -> None:
+    """Let every object of that kind call `before` and `after` around its own `method`."""
     own = getattr(kind, method)
 
     @wraps(own)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self, *args, **kwargs)
-        return own(self, *args, **kwargs)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args, **kwargs)
+        result = own(self, *args, **kwargs)
+        after(self, *args, **kwargs)
+        return result
 
-    setattr(kind, method, checked)
+    setattr(kind, method, wrapped)
 
 
 # What PEFT asks itself before it adds and before it merges adapters, and what it makes of
 # modules_to_save. Its table of methods, where LoRA is entered, would be no place for this: it is
 # filled while PEFT is being imported.
-_first(_check_target, BaseTuner, "_check_target_module_compatiblity")
-_first(_check_merge, BaseTuner, "_check_merge_allowed")
-_first(_check_copy, AuxiliaryTrainingWrapper, "__init__")
+_wrap(BaseTuner, "_check_target_module_compatiblity", before=_check_target)
+_wrap(BaseTuner, "inject_adapter", after=_guard_layers)
+_wrap(BaseTuner, "_check_merge_allowed", before=_check_merge)
+_wrap(AuxiliaryTrainingWrapper, "__init__", before=_check_copy)
