@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import permutations
 
 # Classes in the order of the report. A class of `FREE` costs nothing and is not reported.
 CLASSES: tuple[str, ...] = ("bitwise", "shift", "convert", "fma", "special", "select", "integer")
@@ -195,7 +196,27 @@ def classify(instruction: Instruction) -> tuple[str, int]:
     raise ValueError(f"no rule of bench/ptx.py for: {instruction.opcode} {instruction.operands}")
 
 
+def _packs(instructions: list[Instruction]) -> Iterator[bool]:
+    """Whether each instruction packs two halves: a | b << 16, a loaded or widened from 16 bits.
+
+    LLVM writes some of the `mov {a, b}` that RULES calls free in this way.
+    """
+    low: set[str] = set()
+    high: set[str] = set()
+    for i in instructions:
+        to, *of = re.findall(r"%\w+|\d+", i.operands) or [""]
+        yield i.opcode == "or.b32" and any(a in low and b in high for a, b in permutations(of, 2))
+        for halves, is_half in (
+            (low, re.fullmatch(r"cvt\.u32\.u16|ld\.\w+\.[bu]16", i.opcode)),
+            (high, i.opcode == "shl.b32" and of[1:] == ["16"]),
+        ):
+            (halves.add if is_half else halves.discard)(to)
+
+
 def cost(instructions: list[Instruction]) -> Cost:
     """What `instructions` cost by RULES."""
-    pairs = [classify(i) for i in instructions]
+    pairs = [
+        (FREE, 0) if packs else classify(i)
+        for i, packs in zip(instructions, _packs(instructions), strict=True)
+    ]
     return Cost(Counter(kind for kind, _ in pairs), sum(cycles for _, cycles in pairs))

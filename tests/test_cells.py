@@ -74,6 +74,18 @@ def test_every_rule(line: str, kind: str, cycles: int) -> None:
     assert ptx.classify(read(line)) == (kind, cycles)
 
 
+def test_two_halves_in_one_register_are_no_instruction() -> None:
+    """The or of a half and a shifted half is free; the or of anything else is not."""
+    half, packed = read("ld.global.b16 %r1, [%rd1]"), read("shl.b32 %r2, %r3, 16")
+    word, other = read("ld.global.b32 %r1, [%rd1]"), read("shl.b32 %r2, %r3, 15")
+    join, again = read("or.b32 %r4, %r2, %r1"), read("or.b32 %r1, %r1, 1")
+    assert ptx.cost([half, packed, join]).cycles == 0
+    assert ptx.cost([read("cvt.u32.u16 %r1, %rs1"), packed, join]).cycles == 0
+    assert ptx.cost([word, packed, join]).cycles == 1
+    assert ptx.cost([half, other, join]).cycles == 5
+    assert ptx.cost([half, packed, again, join]).cycles == 2
+
+
 def test_an_unknown_instruction_is_an_error() -> None:
     """Nothing is counted as free by default."""
     with pytest.raises(ValueError, match=r"no rule .*popc\.b32"):

@@ -127,14 +127,15 @@ struct Q3_KOf : KBlock16<110, own> {
   static METAL_FUNC void unpack_codes(thread const Raw& raw, uint n, thread float* q) {
     const float unit = power_of_two(-4 * int(n)), spread0 = 20.0f * unit, spread1 = 40.0f * unit;
     const float bias0 = 8388608.0f * (1.0f - spread0), bias1 = 8388608.0f * (1.0f - spread1);
-    const uint mask0 = kExponent23 | 0x0505u << (4 * n), mask1 = kExponent23 | 0x0A0Au << (4 * n);
+    const uint mask0 = 0x05050505u << (4 * n), mask1 = 0x0A0A0A0Au << (4 * n);
     MM_UNROLL
     for (int i = 0; i < own; i += 2) {
       const ushort even_codes = half_word(raw.codes[i / 4] & 0x33333333u, i / 2 % 2);
       const ushort odd_codes = half_word(raw.codes[i / 4] & 0xCCCCCCCCu, i / 2 % 2);
-      const uint high = open_word(as_type<ushort2>(raw.high[i / 4])[i / 2 % 2]);
-      const uint high0 = as_type<uint>(fma(as_type<float>(high & mask0), spread0, bias0));
-      const uint high1 = as_type<uint>(fma(as_type<float>(high & mask1), spread1, bias1));
+      const uint opened0 = open_word(half_word(raw.high[i / 4] & mask0, i / 2 % 2));
+      const uint opened1 = open_word(half_word(raw.high[i / 4] & mask1, i / 2 % 2));
+      const uint high0 = as_type<uint>(fma(as_type<float>(opened0), spread0, bias0));
+      const uint high1 = as_type<uint>(fma(as_type<float>(opened1), spread1, bias1));
       const uint even = (high0 & (kExponent23 | 0x04444u)) | even_codes;
       const uint odd = (high1 & (kExponent23 | 0x11110u)) | odd_codes;
       q[i] = field<3, 0>(even, -4);

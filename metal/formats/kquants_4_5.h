@@ -145,14 +145,14 @@ struct Q5_K : KBlock<176, 16> {
   // above the high ones: integers in a float multiply without a shift or a conversion.
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_K>& p) {
-    const uint c = chunk(piece), mask = kExponent23 | 0x0303u << (2 * c);
+    const uint c = chunk(piece), mask = 0x03030303u << (2 * c);
     const float spread = 9.0f * power_of_two(4 - 2 * int(c)), bias = 8388608.0f * (1.0f - spread);
     MM_UNROLL
     for (int i = 0; i < 16; i += 2) {
       const ushort low_codes = half_word(raw.codes[i / 4] & 0x0F0F0F0Fu, i / 2 % 2);
       const ushort high_codes = half_word(raw.codes[i / 4] & 0xF0F0F0F0u, i / 2 % 2);
-      const ushort fifth = as_type<ushort2>(raw.fifth[i / 4])[i / 2 % 2];
-      const uint bits = as_type<uint>(fma(as_type<float>(open_word(fifth) & mask), spread, bias));
+      const ushort fifth = half_word(raw.fifth[i / 4] & mask, i / 2 % 2);
+      const uint bits = as_type<uint>(fma(as_type<float>(open_word(fifth)), spread, bias));
       const uint low = (bits & (kExponent23 | 0x01010u)) | low_codes;
       const uint high = (bits & (kExponent23 | 0x10100u)) | high_codes;
       const float low_first = as_type<float>(low & (kExponent23 | 0x001Fu));
