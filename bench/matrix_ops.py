@@ -26,8 +26,10 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm-tiled": "gemm_tiled",
     "gemm": "gemm",
 }
-OPERATIONS = (*PROBES, *MATMULS)
+ROW_OPS = ("dequantize", "embedding", "swiglu")
+OPERATIONS = (*PROBES, *MATMULS, *ROW_OPS)
 SIZES = {"gemv": "N K", "gemm": "M N K"}
+SIZES |= {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
 SHOWN = 4
 
 
@@ -42,6 +44,7 @@ class Operation:
     bound: Tensor
     bytes: float
     flops: float
+    unfused: Callable[[int], Tensor] | None = None  # the same by several calls, timed beside it
 
 
 def sizes_of(name: str) -> str:
@@ -114,6 +117,10 @@ def build(args: argparse.Namespace, setting: Setting) -> Operation:
         )
     if args.operation in PROBES:
         return probe(args.operation, *args.sizes, setting)
+    if args.operation in ROW_OPS:
+        from . import row_ops
+
+        return getattr(row_ops, args.operation)(*args.sizes, setting, args.format)
     m, n, k = (1, *args.sizes) if args.operation == "gemv" else args.sizes
     return matmul(args.operation, m, Problem(Shape(f"{n}x{k}", n, k), setting), args.format)
 
@@ -128,7 +135,7 @@ def run(args: argparse.Namespace, setting: Setting, roof: Roof) -> Iterator[Reco
         "kind": "matrix-op",
         "operation": args.operation,
         "sizes": args.sizes,
-        "format": args.format if args.operation in MATMULS else "",
+        "format": "" if args.operation in PROBES else args.format,
         "dtype": str(setting.dtype).removeprefix("torch."),
         "first": y.flatten()[:SHOWN].float().tolist(),
         "checksum": float(y.double().sum()) if device.type != "mps" else float(y.float().sum()),
@@ -137,12 +144,16 @@ def run(args: argparse.Namespace, setting: Setting, roof: Roof) -> Iterator[Reco
     }
     if record["ok"]:
         timed = {"op": device.timed(op.call, op.copies), **roof.timed()}
+        if op.unfused:
+            timed["unfused"] = device.timed(op.unfused, op.copies)
         timings = interleave(timed, args.repetitions)
         gbs, gflops = roof.reached(timings)
         t, samples = timings["op"].median, timed["op"].samples
         record.update(us=t * 1e6, sigma_us=statistics.pstdev(samples) * 1e6, count=len(samples))
         record.update(gbs=op.bytes / t / 1e9, gflops=op.flops / t / 1e9)
         record.update(roof_gbs=gbs, roof_gflops=gflops)
+        if op.unfused:
+            record["unfused_us"] = timings["unfused"].median * 1e6
         record["percent"] = max(op.bytes / t / gbs, op.flops / t / gflops) / 1e7
     yield record
 
@@ -164,4 +175,6 @@ def lines(r: Record) -> list[str]:
             f"roof      {r['percent']:.0f} % of the {'memory' if in_memory else 'arithmetic'} roof"
             f" ({r['roof_gbs']:.4g} GB/s, {r['roof_gflops']:.4g} GFLOP/s in this run)",
         ]
+        if "unfused_us" in r:
+            out.append(f"unfused   {r['unfused_us']:.2f} µs, × {r['unfused_us'] / r['us']:.2f}")
     return out

@@ -68,7 +68,15 @@ def test_one_wrong_code_in_a_million_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("operation", "sizes"),
-    [("add", "1000"), ("dot", "1000"), ("gemv", "64 256"), ("gemm-naive", "3 64 256")],
+    [
+        ("add", "1000"),
+        ("dot", "1000"),
+        ("gemv", "64 256"),
+        ("gemm-naive", "3 64 256"),
+        ("dequantize", "64 256"),
+        ("embedding", "300 400 256"),
+        ("swiglu", "2 64 256"),
+    ],
 )
 def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str) -> None:
     done = bench("matrix-ops", operation, *sizes.split(), "--quick")
