@@ -24,7 +24,7 @@ from torch_metalmm.testing import emulated
 ops = torch.ops.metalmm
 
 # What the CUDA engine plans for, so that the emulator runs the same kernels.
-CHIP, CORES = "m1-ultra", 132
+CHIP, CORES = "m4-max", 132
 PER_KERNEL = 10
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_div", "dot")
@@ -158,5 +158,18 @@ def emulate(kernel: str) -> list[Tensor]:
         return [case(kernel, i).run(lambda t: t) for i in range(PER_KERNEL)]
 
 
+def main(arguments: list[str]) -> None:
+    """FILE: records the emulator. cuda I N: runs one case of every N-th kernel, the I-th first."""
+    names = _C.kernel_names()
+    if arguments[0] != "cuda":
+        torch.save({kernel: emulate(kernel) for kernel in names}, arguments[0])
+        return
+    names = names[int(arguments[1]) :: int(arguments[2])]
+    for kernel in names:
+        case(kernel, 0).run(lambda t: t.cuda())
+    torch.cuda.synchronize()
+    print("ran", len(names))
+
+
 if __name__ == "__main__":
-    torch.save({kernel: emulate(kernel) for kernel in _C.kernel_names()}, sys.argv[1])
+    main(sys.argv[1:])

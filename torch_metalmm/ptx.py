@@ -76,6 +76,10 @@ def _compile(path: Path, expanded: str, source: Source) -> str:
         return done.stdout
 
 
+# Where a kernel has no limit of registers, ptxas works towards 64 and pays with loads that wait for
+# one another and with spills; the launcher sets one that leaves a multiprocessor 12 warps or more.
+_LIMITS = ".reqntid MM_THREADS, 1, 1\n.maxnreg MM_REGISTERS"
+
 _HEAD = re.compile(r"^\.(?:version|target|address_size)[^\n]*\n", re.MULTILINE)
 _VARIABLE = re.compile(r"^\.[^\n(]*? (\w+)(?:\[[^\n=]*\])*(?: =[^\n]*)?;\n", re.MULTILINE)
 _INDEX = re.compile(r"\bmm_index_(\w+)(?: = (\d+))?;")
@@ -98,7 +102,7 @@ def split(ptx: str) -> dict[str, str]:
 
     modules = {}
     for m in _ENTRY_OF.finditer(ptx):
-        body = _LOAD.sub(token, m[0]).replace("\n{", "\n.reqntid MM_THREADS, 1, 1\n{", 1)
+        body = _LOAD.sub(token, m[0]).replace("\n{", f"\n{_LIMITS}\n{{", 1)
         if "mm_fc_" in body:
             raise BuildError(f"{m[1]}: a use of a function constant that is no load of it")
         used = set(re.findall(r"\w+", body)) & variables.keys()

@@ -61,6 +61,7 @@ void replace_all(std::string& text, const std::string& token, uint32_t value) {
 Function compile(const Key& key) {
   std::string text = read_ptx(key.kernel);
   replace_all(text, "MM_THREADS", key.threads);
+  replace_all(text, "MM_REGISTERS", key.threads > 128 ? 128 : 168);
   for (size_t i = 0; i < key.constants.size(); ++i) {
     replace_all(text, "MM_CONSTANT_" + std::to_string(i), key.constants[i]);
   }

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU: builds, runs the test suite on it, checks every kernel with
+# compute-sanitizer, times the formats. JOBS processes at a time; records go to OUT.
+#   bash bench/cuda_check.sh [build] [test] [sanitize] [time]      all four if none is named
+# METALMM_EMULATED=FILE: results of the emulator that `python tests/kernel_cases.py FILE` wrote, for
+# a machine without the ziglang package. There, bring torch_metalmm/ptx/ too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-build/cuda_check}
+JOBS=${JOBS:-$(($(nproc) > 2 ? $(nproc) - 2 : 1))}
+FORMATS=${FORMATS:-f16,q4_0,q8_0,q2_k,q3_k,q4_k,q6_k,affine2_g64,affine3_g64,affine4_g64,affine8_g64}
+mkdir -p "$OUT"
+
+build() {
+  # The C++ library as a shared one: torch has it too, and two copies of its locales do not mix.
+  LDFLAGS="${LDFLAGS:-} -Wl,--no-as-needed -nostdlib++ -l:libstdc++.so.6" \
+    python3 setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail -40 "$OUT/build.log"; exit 1; }
+  if python3 -c "import ziglang" 2> /dev/null; then python3 -m torch_metalmm.ptx; fi
+}
+
+run_tests() {
+  OMP_NUM_THREADS=1 METALMM_TEST_BACKENDS=cuda python3 -m pytest -q -n "$JOBS" --dist worksteal tests \
+    -k cuda --continue-on-collection-errors
+}
+
+# One case per kernel, without torch's cache of memory, so that every buffer has an end.
+sanitize() {
+  local tool i failed=0 ids=()
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  for tool in memcheck racecheck; do
+    ids=()
+    for ((i = 0; i < JOBS; i++)); do
+      compute-sanitizer --tool "$tool" --error-exitcode 9 python3 tests/kernel_cases.py cuda "$i" "$JOBS" \
+        > "$OUT/$tool.$i.log" 2>&1 &
+      ids+=($!)
+    done
+    for i in "${ids[@]}"; do wait "$i" || failed=1; done
+    grep -h "SUMMARY" "$OUT/$tool".*.log | sort | uniq -c
+    awk '/^ran/ { n += $2 } END { print "kernels:", n }' "$OUT/$tool".*.log
+  done
+  return "$failed"
+}
+
+time_formats() {
+  python3 -m bench --device cuda --shapes 128256x4096,32000x4096,14336x4096 --m 1,8,16,512 \
+    --formats "$FORMATS" --engines metalmm,mv_f16,linear_f16 --markdown --json "$OUT/times.jsonl"
+}
+
+for step in "${@:-build test sanitize time}"; do
+  for s in $step; do
+    case $s in
+      build) build ;;
+      test) run_tests ;;
+      sanitize) sanitize ;;
+      time) time_formats ;;
+      *) echo "cuda_check: unknown step '$s'; build, test, sanitize or time" >&2; exit 2 ;;
+    esac
+  done
+done
