@@ -31,14 +31,15 @@ DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 _PLAIN = "x, w, {y, x, x}, args, memory, at"
 _PAIR = "x, w, w, {y, x, x}, args, memory, at"
 _MASKED = "x, x, w, {y, x, x}, args, memory, at"
-# Strategy: header, kernel struct, geometry, rows of W per row of the geometry, arguments of run().
+_BATCHED = "batched_rows(metalmm::Struct::kValues)"
+# Strategy: header, kernel struct, rows of W that a turn of its loop takes, arguments of run().
 STRATEGIES = {
-    "gemv": ("gemv", "GemvOne", "GemvStandard", 1, _PLAIN),
-    "gemv_large_k": ("gemv", "GemvLong", "GemvLargeK", 1, _PLAIN),
-    "gemv_wide_n": ("gemv", "GemvWide", "GemvWideN", 1, _PLAIN),
-    "gemv_batched": ("gemv_batched", "GemvBatch", "GemvBatched", 1, _PLAIN),
-    "swiglu_up": ("swiglu", "SwigluGateUp", "SwigluUp", 2, _PAIR),
-    "swiglu_down": ("swiglu", "SwigluDown", "GemvStandard", 1, _MASKED),
+    "gemv": ("gemv", "GemvOne", "GemvStandard::kRows", _PLAIN),
+    "gemv_large_k": ("gemv", "GemvLong", "GemvLargeK::kRows", _PLAIN),
+    "gemv_wide_n": ("gemv", "GemvWide", "GemvWideN::kRows", _PLAIN),
+    "gemv_batched": ("gemv_batched", "GemvBatch", _BATCHED, _PLAIN),
+    "swiglu_up": ("swiglu", "SwigluGateUp", "SwigluUp::kRows * 2", _PAIR),
+    "swiglu_down": ("swiglu", "SwigluDown", "GemvStandard::kRows", _MASKED),
 }
 
 # Of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16 scales, no
@@ -65,7 +66,7 @@ _KERNEL = """#define MM_COUNTED(name, Struct) \\
     metalmm::{struct}<metalmm::Struct, {type}>::run({arguments}); \\
   }} \\
   extern "C" __attribute__((used)) constant uint weights_##name = \\
-      metalmm::{piece}::kValues * metalmm::{geometry}::kRows * {times};
+      metalmm::{piece}::kValues * metalmm::{rows};
 #define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)
 #include "formats/each.h"
 """
@@ -103,12 +104,12 @@ def compile_text(text: str) -> str:
 
 def source(strategy: str, dtype: str) -> str:
     """The text that instantiates a strategy for every format."""
-    header, struct, geometry, times, arguments = STRATEGIES[strategy]
+    header, struct, rows, arguments = STRATEGIES[strategy]
     values = "".join(f"#define MM_VALUE_kConstant{c} {v}\n" for c, v in CONSTANTS.items())
     includes = f'#include "kernels/{header}.h"\n#include "entry.h"\n#include "formats/all.h"\n'
     kernel = _KERNEL.format(
-        strategy=strategy, dtype=dtype, type=DTYPES[dtype], struct=struct, geometry=geometry,
-        times=times, arguments=arguments,
+        strategy=strategy, dtype=dtype, type=DTYPES[dtype], struct=struct, rows=rows,
+        arguments=arguments,
         piece="ShortPiece<metalmm::Struct>::type" if struct == "GemvLong" else "Struct",
     )  # fmt: skip
     return _HEAD + values + includes + kernel

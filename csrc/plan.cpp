@@ -81,27 +81,42 @@ struct Choice {
 
 std::string str(int64_t v) { return std::to_string(v); }
 
-// Values of K that a simdgroup of gemv_large_k takes at a step. A choice depends on it, no result.
-int64_t step_of(const Format& f) {
-  switch (f.codec) {
+// Values of K that a lane takes at a step. Choices depend on it, no result.
+struct Piece {
+  int values, large_k_values;
+};
+
+constexpr Piece piece_of(Codec codec) {
+  switch (codec) {
 #define MM_PIECE(name, Struct, values, short_values) \
   case Codec::Struct:                                \
-    return kSimdWidth * short_values;
+    return {values, short_values};
 #include "../metal/pieces.def"
     case Codec::kCount:
       break;
   }
-  throw std::logic_error("pieces.def: no row for " + f.name);
+  throw std::logic_error("pieces.def: no row for a codec");
+}
+
+// gemv_wide_n holds 8 rows of W: with pieces of 32 values that takes 124 (affine4) to 255 (q6_k)
+// registers a lane (ptxas for sm_90), and an Apple GPU has 128.
+constexpr int kWideNPiece = 16;
+
+// A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
+// what the table allows where those are kRows.
+int64_t batched_max_m(const Tuning& t, const Format& f) {
+  return t.batched_max_m * batched_rows(piece_of(f.codec).values) / GemvBatched::kRows;
 }
 
 Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
-  if (p.n > t.wide_n_min_n) {
+  const Piece piece = piece_of(p.format->codec);
+  if (p.n > t.wide_n_min_n && piece.values <= kWideNPiece) {
     return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
                                 ": more rows per simdgroup, fewer loads of x"};
   }
   const int64_t groups = groups_of(S::gemv, p);
   const int64_t wanted = t.large_k_groups * gpu.cores;
-  const int64_t long_k = t.large_k_steps * GemvLargeK::kSimdgroups * step_of(*p.format);
+  const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.large_k_values;
   const int64_t min_k = 2 * groups < wanted ? long_k / 2 : long_k;
   const std::string grid = "the standard grid of " + str(groups) + " threadgroups ";
   const std::string fill = str(t.large_k_groups) + " for each of " + str(gpu.cores) + " cores";
@@ -118,16 +133,17 @@ Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
 Choice choose_linear(const Problem& p, const Gpu& gpu) {
   const Tuning& t = tuning_of(gpu);
   if (p.m <= 1) return choose_gemv(p, gpu, t);
-  if (p.m <= t.batched_max_m) {
-    return {S::gemv_batched, "M = " + str(p.m) + " is in 2 ... " + str(t.batched_max_m) +
+  const int64_t batched = batched_max_m(t, *p.format);
+  if (p.m <= batched) {
+    return {S::gemv_batched, "M = " + str(p.m) + " is in 2 ... " + str(batched) +
                                  ": every weight is decoded once for up to " + str(kBatchPerPass) +
                                  " rows"};
   }
   if (p.m <= t.small_max_m) {
-    return {S::gemm_small, "M = " + str(p.m) + " is in " + str(t.batched_max_m + 1) + " ... " +
-                               str(t.small_max_m) + ": tiles of " + str(GemmSmallTile::kM) +
-                               " rows of x waste less of the matrix unit than " +
-                               str(GemmTile::kM)};
+    return {S::gemm_small,
+            "M = " + str(p.m) + " is in " + str(std::max<int64_t>(batched, 1) + 1) + " ... " +
+                str(t.small_max_m) + ": tiles of " + str(GemmSmallTile::kM) +
+                " rows of x waste less of the matrix unit than " + str(GemmTile::kM)};
   }
   return {S::gemm, "M = " + str(p.m) + " is over " + str(t.small_max_m) +
                        ": matrix-unit tiles of " + str(GemmTile::kN) + " x " + str(GemmTile::kM)};
@@ -184,17 +200,18 @@ Choice fitting(Choice choice, const Problem& p, const Gpu& gpu) {
 Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
                    std::string* reason) {
   const Split* split = split_of(strategy);
-  if (!split) return {1, p.k};
-  const int64_t groups = groups_of(strategy, p), wanted = split->groups_per_core * gpu.cores;
-  int64_t count = std::min(ceil_div(wanted, groups), p.k / split->min_k_per_part);
+  if (!split && !forced) return {1, p.k};
+  const int64_t groups = groups_of(strategy, p);
+  const int64_t wanted = split ? split->groups_per_core * gpu.cores : 0;
+  int64_t count = split ? std::min(ceil_div(wanted, groups), p.k / split->min_k_per_part) : 0;
   const bool is_needed = count > 1;
   if (forced) count = std::max<int64_t>(count, 2);
   const Parts parts = cut(strategy, p, count);
   if (parts.count > 1) {
     *reason +=
         "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
-        (is_needed ? ", for " + str(groups) + " threadgroups are under " +
-                         str(split->groups_per_core) + " for each of " + str(gpu.cores) + " cores"
+        (is_needed ? ", for " + str(groups) + " threadgroups are under " + str(wanted / gpu.cores) +
+                         " for each of " + str(gpu.cores) + " cores"
                    : ", as asked");
   } else if (forced) {
     *reason += "; split-K as asked, in one part: K has no second step";

@@ -38,6 +38,11 @@ using GemvStandard = GemvGeometry<4, 4>;
 using GemvLargeK = GemvGeometry<4, 8, true>;
 using GemvWideN = GemvGeometry<8, 4>;
 using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
+// gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (pieces.def).
+// More rows read x less often and need more registers.
+constexpr int batched_rows(int piece_values) {
+  return piece_values <= 16 ? 4 : piece_values <= 32 ? 2 : 1;
+}
 using GemvCoalesced = GemvGeometry<1, 4>;
 using SwigluUp = GemvGeometry<2, 4>;  // as many rows of gate as of up
 
@@ -53,21 +58,23 @@ MM_CONST int kTilePad = 8;
 // bits); f32 and bf16 multiply float tiles, in which both operands are exact.
 constexpr int tile_operand_bytes(bool x_is_f16) { return x_is_f16 ? 2 : 4; }
 
-// gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices.
+// gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices. Float
+// tiles take half of kK at a time, so that four threadgroups fit 64 KB.
 struct GemmTile {
-  MM_CONST int kN = 64, kM = 32, kK = 32, kSimdgroups = 4;
+  MM_CONST int kN = 64, kM = 32, kK = 64, kSimdgroups = 4;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
+  static constexpr int step(bool x_is_f16) { return x_is_f16 ? kK : kK / 2; }
   static constexpr int threadgroup_bytes(bool x_is_f16) {
-    return (kN + kM) * (kK + kTilePad) * tile_operand_bytes(x_is_f16);
+    return (kN + kM) * (step(x_is_f16) + kTilePad) * tile_operand_bytes(x_is_f16);
   }
 };
 
-// gemm_small: every simdgroup owns kN / kSimdgroups rows of W and decodes them into registers. 8
+// gemm_small: the simdgroups own the same kN rows of W and share K, each decodes into registers. 8
 // rows of x or, by kConstantBatch, kM.
 struct GemmSmallTile {
-  MM_CONST int kN = 64, kM = 16, kK = 128, kSimdgroups = 4;
+  MM_CONST int kN = 16, kM = 16, kK = 128, kSimdgroups = 4;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
-  static constexpr int threadgroup_bytes(bool) { return 0; }
+  static constexpr int threadgroup_bytes(bool) { return kSimdgroups * kN * kM * 4; }
 };
 
 // gemm_tiled: float tiles in threadgroup memory, no matrix unit. One thread owns kPerThread x

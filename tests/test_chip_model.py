@@ -54,12 +54,12 @@ def test_memory_bound_by_hand() -> None:
 def test_issue_bound_by_hand() -> None:
     """gemm, M = 32, on 8 cores at 1278 MHz and 68 GB/s: 64 tiles of 64 rows, 8 a core.
 
-    A weight takes 3.5 - 1.25 cycles to decode and 32 in the matrix unit.
+    A weight takes 3.5 - 1 cycles to decode and 32 in the matrix unit.
     """
     p = predict(32, 4096, 4096, "q4_0", "m1")
     moved = 4096 * 2304 + 2 * 32 * 4096 * 2
-    check(p, moved / (68e3 * 0.9), 8 * 64 * 4096 * 34.25 / (128 * 1278), 2.0, "issue")
-    assert 441 < p.total < 442
+    check(p, moved / (68e3 * 0.9), 8 * 64 * 4096 * 34.5 / (128 * 1278), 2.0, "issue")
+    assert 444 < p.total < 445
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -109,6 +109,11 @@ def parts(plan: dict[str, Any]) -> int:
     return int(plan["passes"][0]["grid"][2])
 
 
+def walks(plan: dict[str, Any]) -> int:
+    """Threadgroups along M."""
+    return int(plan["passes"][0]["grid"][0])
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     problem=problems(),
@@ -125,6 +130,8 @@ def test_more_work_is_never_faster(
     assume(larger["m"] <= 16 or problem["strategy"] != "gemv_batched")
     one, other = (_C.plan(**p, chip=chip.name) for p in (problem, larger))
     assume(parts(one) == parts(other) and len(one["passes"]) == len(other["passes"]))
+    # Nine rows of x are two threadgroups of gemv_batched, of five and four: less for a core than 8.
+    assume(problem["strategy"] != "gemv_batched" or walks(one) == walks(other))
     assert cost(other, chip).total >= cost(one, chip).total
 
 

@@ -22,7 +22,7 @@ def test_every_strategy_is_reachable() -> None:
     for op in _C.ops():
         for m in (1, 2, 16, 20, 128):
             for n, k in (*NKS, (64, 65536)):
-                found |= chosen(op=op, m=m, n=n, k=k, format="q4_k", chip="m4-max")
+                found |= chosen(op=op, m=m, n=n, k=k, format="q4_0", chip="m4-max")
     assert set(STRATEGIES) - found == BASELINES
     for name in STRATEGIES:
         ops = [op for op in _C.ops() if name in _C.strategies(op)]
@@ -80,6 +80,19 @@ def test_split_k_fills_the_cores() -> None:
     assert strategies_used(few)[1] == "split_reduce"
     many = _C.plan(m=512, n=4096, k=8192, format="q8_0", chip="m4-max")
     assert len(many["passes"]) == 1
+
+
+def test_long_pieces_leave_the_vector_kernels_early() -> None:
+    """Registers: no 8 rows of W at a time, and as much of x per weight as short pieces read."""
+
+    def last_batched(format: str) -> int:
+        plans = {m: chosen(m=m, n=4096, k=4096, format=format, chip="m1") for m in range(2, 25)}
+        return max(m for m, names in plans.items() if "gemv_batched" in names)
+
+    assert [last_batched(f) for f in ("q4_0", "affine4_g64", "q4_k")] == [16, 8, 4]
+    assert chosen(m=2, n=4096, k=4096, format="q4_k", chip="m4-max") == {"gemm_small"}
+    for format, wanted in (("q8_0", "gemv_wide_n"), ("affine4_g64", "gemv"), ("q4_k", "gemv")):
+        assert chosen(n=128256, k=4096, format=format, chip="m4-max") == {wanted}
 
 
 def test_less_threadgroup_memory_takes_another_kernel() -> None:

@@ -10,7 +10,7 @@
 Cycles of a weight, from the counts of issue_cycles.json (one row of x, and several):
 
     vector kernels   those of one row + (rows - 1) x those of a further row
-    matrix kernels   those of decoding + 1 for each row of the tile, used or not: assumed, that a
+    matrix kernels   those of one row - 1 + 1 for each row of the tile, used or not: assumed, that a
                      product of 8 x 8 matrices takes 16 cycles of 32 lanes for its 512
                      multiply-adds, the rate of the vector units
 
@@ -107,7 +107,7 @@ def cycles_per_weight(strategy: str, codec: str, dtype: str, rows: int) -> float
     one, several = (found[s][codec][dtype] for s in ("gemv", "gemv_batched"))
     further = (several - one) / (found["batch"] - 1)
     if strategy in MATRIX_STRATEGIES:
-        return float(one - further + rows)
+        return float(one - 1 + rows)
     return float(one + (rows - 1) * further)
 
 

@@ -16,8 +16,7 @@ struct Block32 : BlockFormat<32, bytes>, PlainPiece {
 };
 
 // The codes of 8 bytes, plus an integer: low nibbles, then high ones.
-METAL_FUNC void nibbles8x2(uint2 words, float add, thread float (&q)[16]) {
-  const ushort4 halves = as_type<ushort4>(words);
+METAL_FUNC void nibbles8x2(ushort4 halves, float add, thread float (&q)[16]) {
   MM_UNROLL
   for (int i = 0; i < 4; ++i) {
     const uint u = open_word(halves[i]);
@@ -54,11 +53,11 @@ METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
 // d * (code - 8).
 struct Q4_0 : Block32<18> {
   struct Raw {
-    uint2 codes;
+    ushort4 codes;
     half d;
   };
   static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_8<2>(b + 2 + 8 * piece), load_as<half>(b)};
+    raw = {load_ushort4(b + 2 + 8 * piece), load_as<half>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_0>& p) {
     nibbles8x2(raw.codes, -8, p.q);
@@ -154,29 +153,28 @@ struct Q5_1 : Block32<24> {
 // d * code, int8 codes.
 struct Q8_0 : Block32<34> {
   struct Raw {
-    uint4 codes;
+    ushort4 low, high;
     half d;
   };
   static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
-    raw.codes = uint4(load_8<2>(b + 2 + 8 * piece), load_8<2>(b + 18 + 8 * piece));
-    raw.d = load_as<half>(b);
+    raw = {load_ushort4(b + 2 + 8 * piece), load_ushort4(b + 18 + 8 * piece), load_as<half>(b)};
   }
   // Flipping the sign bit adds 128.
-  static METAL_FUNC void bytes16(uint4 words, thread float (&q)[16]) {
+  static METAL_FUNC void bytes16(ushort4 low, ushort4 high, thread float (&q)[16]) {
     MM_UNROLL
-    for (int i = 0; i < 16; i += 2) {
-      const uint u = as_type<ushort2>(words[i / 4])[i / 2 % 2] ^ (kExponent23 | 0x8080u);
-      q[i] = field<8, 0>(u, -128);
-      q[i + 1] = field<8, 8>(u, -128);
+    for (int i = 0; i < 8; ++i) {
+      const uint u = (i < 4 ? low[i % 4] : high[i % 4]) ^ (kExponent23 | 0x8080u);
+      q[2 * i] = field<8, 0>(u, -128);
+      q[2 * i + 1] = field<8, 8>(u, -128);
     }
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q8_0>& p) {
-    bytes16(raw.codes, p.q);
+    bytes16(raw.low, raw.high, p.q);
     p.d = float(raw.d);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 32);
-    bytes16(load_16<2>(b + 2 + (k & 16)), w);
+    bytes16(load_ushort4(b + 2 + (k & 16)), load_ushort4(b + 10 + (k & 16)), w);
     scale16(load_half(b), -0.0f, w);
   }
 };

@@ -50,7 +50,8 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
                                 thread Piece<IQ4_NL>& p) {
-    const uint words[2] = {raw.codes.x, raw.codes.y};
+    const uint2 codes = as_type<uint2>(raw.codes);
+    const uint words[2] = {codes.x, codes.y};
     look_up<8>(book, words, p.q);
     p.d = float(raw.d);
   }

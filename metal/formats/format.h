@@ -124,6 +124,12 @@ METAL_FUNC uint4 load_16(device const uchar* p) {
     return uint4(load_8<alignment>(p), load_8<alignment>(p + 8));
   }
 }
+// Words for codes that are opened one by one: as wide loads these would be put together and taken
+// apart again.
+METAL_FUNC ushort4 load_ushort4(device const uchar* p) {
+  return ushort4(load_as<ushort>(p), load_as<ushort>(p + 2), load_as<ushort>(p + 4),
+                 load_as<ushort>(p + 6));
+}
 METAL_FUNC float load_half(device const uchar* p) { return float(load_as<half>(p)); }
 
 // ---- nibbles

@@ -5,13 +5,15 @@
 //                       m 0..15   16..31
 //            n  0..31     sg 0     sg 2
 //            n 32..63     sg 1     sg 3
-//          Per 32 values of K a thread decodes 16 of one row of W and loads 8 of one row of x.
-// Traffic  W is read M / 32 times, x N / 64 times, y is written once. Per 32 values of K: a thread
-//          stores 16 + 8 operands (4 + 2 vectors); a simdgroup loads 16 matrices of W and 8 of x
-//          for 32 multiplications.
+//          Per step a thread decodes 32 values of one row of W and loads 16 of one row of x, of
+//          float tiles half as many.
+// Traffic  W is read M / 32 times, x N / 64 times, y is written once. Per 32 values of K a thread
+//          stores 16 + 8 operands (4 + 2 vectors), and a simdgroup loads 16 matrices of W and 8 of
+//          x for 32 multiplications.
 // Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions; then 0.4
 //          stores of operands, 1.5 loads and 2 multiplications of matrices (clang 22, f32 x).
-// Needs    (64 + 32) * 40 operands of threadgroup memory. Half operands, for f16 x, round W to 11
+// Needs    (64 + 32) rows of a step in threadgroup memory, of 72 halves or 40 floats. Half
+// operands, for f16 x, round W to 11
 //          bits and reach 65504; f32 and bf16 x multiply float operands.
 #pragma once
 
@@ -29,16 +31,15 @@ struct Gemm {
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
-    constexpr int kStride = Tile::kK + kTilePad;
-    constexpr uint kWLoaders = Tile::kK / 16;  // threads of a row
+    constexpr int kStride = kStep + kTilePad;
+    constexpr uint kWLoaders = kStep / kWValues;  // threads of a row
     constexpr uint kXLoaders = Tile::kThreads / Tile::kM;
-    constexpr uint kXValues = Tile::kK / kXLoaders;
-    static_assert(Tile::kThreads == Tile::kN * kWLoaders, "a thread decodes 16 values");
+    constexpr uint kXValues = kStep / kXLoaders;
     threadgroup E* w_tile = reinterpret_cast<threadgroup E*>(memory);
     threadgroup E* x_tile = w_tile + Tile::kN * kStride;
 
     const uint n = at.tg.y * Tile::kN, m = at.tg.x * Tile::kM;
-    const uint w_line = at.index / kWLoaders, w_k = at.index % kWLoaders * 16;
+    const uint w_line = at.index / kWLoaders, w_k = at.index % kWLoaders * kWValues;
     const uint x_line = at.index / kXLoaders, x_k = at.index % kXLoaders * kXValues;
     const typename Format::Row w_from = weight_row<Format>(weight, args, n + w_line);
     device const T* x_from = x_row(x, args, m + x_line);
@@ -47,18 +48,31 @@ struct Gemm {
     simdgroup_float8x8 acc[Tile::kN / 2 / kFragment][Tile::kM / 2 / kFragment];
     clear(acc);
     const KRange range = k_of_part(args, at.tg.z);
-    for (uint k = range.begin; k < range.end; k += Tile::kK) {
-      float w[16], xs[kXValues];
-      load_weights<Format>(w_from, k + w_k, range.end, w);
+    for (uint k = range.begin; k < range.end; k += kStep) {
+      float w[kWValues / 16][16];
+      E xs[kXValues];
+      // A multiple of kWValues, visibly: both halves of a block are then read once.
+      const uint first = (k + w_k) / kWValues * kWValues;
+      MM_UNROLL
+      for (uint i = 0; i < kWValues / 16; ++i) {
+        load_weights<Format>(w_from, first + 16 * i, range.end, w[i]);
+      }
       load_x(x_from, k + x_k, range.end, xs);
-      store_operands(w_tile + w_line * kStride + w_k, w);
+      MM_UNROLL
+      for (uint i = 0; i < kWValues / 16; ++i) {
+        store_operands(w_tile + w_line * kStride + w_k + 16 * i, w[i]);
+      }
       store_operands(x_tile + x_line * kStride + x_k, xs);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      multiply<Tile::kK>(w_tile + sg_n * kStride, x_tile + sg_m * kStride, acc);
+      multiply<kStep>(w_tile + sg_n * kStride, x_tile + sg_m * kStride, acc);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     store_tile(result, args, at, m + sg_m, n + sg_n, acc);
   }
+
+ private:
+  MM_CONST int kStep = Tile::step(is_same<T, half>::value);
+  MM_CONST uint kWValues = Tile::kN * kStep / Tile::kThreads;
 };
 
 }  // namespace metalmm

@@ -1,20 +1,23 @@
 // gemm_small: y = x W^T for few rows of x; W is decoded into the registers of the matrix unit.
 //
-// Owner    A threadgroup owns 64 rows of W by fc_batch rows of x, 8 or 16; a simdgroup 16 of those
-//          rows of W: two 8 x 8 matrices of f32 sums for 8 rows of x. K advances by 128 values,
-//          which 16 products of matrices cover: column c of the W matrix and row c of the x matrix
-//          of product j are value 16 c + j. (A sum over K may take any order: this costs nothing,
-//          and no lane needs another's values.)
+// Owner    A threadgroup owns 16 rows of W by fc_batch rows of x, 8 or 16; its simdgroups take
+//          steps of 128 values of K in turn and add up in threadgroup memory. A simdgroup holds two
+//          8 x 8 matrices of f32 sums for 8 rows of x. 16 products of matrices cover a step: column
+//          c of the W matrix and row c of the x matrix of product j are value 16 c + j. (A sum over
+//          K may take any order: this costs nothing, and no lane needs another's values.)
 //            W   a lane holds row r, columns 2 p and 2 p + 1: it decodes the 32 values from 32 p on
 //            x   a lane holds row c, columns q and q + 1: it loads the 16 values from 16 c on, of
 //                two rows of x
-// Traffic  W is read M / fc_batch times, x once per simdgroup (from the cache, but for the first).
-//          Per 128 values of K a lane decodes 64 weights and loads 32 of x for 8 rows of x, for 32
-//          products.
+// Traffic  W is read M / fc_batch times, x once per 16 rows of W (from the cache, but for the
+//          first). Per 128 values of K a lane decodes 64 weights and loads 32 of x for 8 rows of x,
+//          for 32 products.
 // Cost     Per weight of q4_0 1.8 bitwise, 2 fma, 1.1 shifts and conversions and 0.5
 //          multiplications of matrices (clang 22, f32 x, 8 rows).
-// Needs    No threadgroup memory, no barrier. Operands are those of gemm: half for f16 x, which
-//          rounds W to 11 bits; float for f32 and bf16 x.
+// Needs    kSimdgroups * 16 * 16 floats of threadgroup memory, one barrier. Operands are those of
+//          gemm: half for f16 x, which rounds W to 11 bits; float for f32 and bf16 x.
+//
+// Rejected: simdgroups with 16 rows of W each and all of K: with N = 14336 that is 896 simdgroups,
+// 7 a core of an H200, each of which waits for memory 32 times.
 #pragma once
 
 #include "../tile/load.h"
@@ -30,12 +33,11 @@ struct GemmSmall {
   using XRow = device const T*;
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
-                             constant KernelArgs& args, threadgroup float4*, Position at) {
-    constexpr int kRows = Tile::kN / Tile::kSimdgroups;
-    constexpr int kMatrices = kRows / kFragment, kBatches = Tile::kM / kFragment;
+                             constant KernelArgs& args, threadgroup float4* memory, Position at) {
+    constexpr int kMatrices = Tile::kN / kFragment, kBatches = Tile::kM / kFragment;
     static_assert(Tile::kK == kFragment * kProducts, "16 values of a row of x a lane");
 
-    const uint n = at.tg.y * Tile::kN + at.sg * kRows, m = at.tg.x * fc_batch;
+    const uint n = at.tg.y * Tile::kN, m = at.tg.x * fc_batch;
     const uint row = fragment_row(at.lane), column = fragment_column(at.lane);
     XRow x_rows[kBatches][2];
     MM_UNROLL
@@ -49,11 +51,11 @@ struct GemmSmall {
       w_rows[i] = weight_row<Format>(weight, args, n + i * kFragment + row);
     }
 
-    simdgroup_float8x8 acc[kBatches][kMatrices][1];
-    MM_UNROLL
-    for (int b = 0; b < kBatches; ++b) clear(acc[b]);
+    simdgroup_float8x8 acc[kBatches][kMatrices];
+    clear(acc);
     const KRange range = k_of_part(args, at.tg.z);
-    for (uint k = range.begin; k < range.end; k += Tile::kK) {
+    constexpr uint kStep = Tile::kSimdgroups * Tile::kK;
+    for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStep) {
       E xs[kBatches][2][kProducts];
       MM_UNROLL
       for (uint b = 0; b < kBatches; ++b) {
@@ -68,14 +70,11 @@ struct GemmSmall {
         load_weights<Format>(w_rows[i], first + kProducts, range.end, w[1]);
         MM_UNROLL
         for (uint b = 0; b < kBatches; ++b) {
-          if (is_used(b)) multiply(w, xs[b], acc[b][i][0]);
+          if (is_used(b)) multiply(w, xs[b], acc[b][i]);
         }
       }
     }
-    MM_UNROLL
-    for (uint b = 0; b < kBatches; ++b) {
-      if (is_used(b)) store_tile(result, args, at, m + b * kFragment, n, acc[b]);
-    }
+    store_sums(result, args, (threadgroup float2*)memory, at, acc);
   }
 
  private:
@@ -87,12 +86,7 @@ struct GemmSmall {
   static METAL_FUNC void load_two(thread const XRow (&rows)[2], uint k, uint end,
                                   thread E (&xs)[2][kProducts]) {
     MM_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float x[kProducts];
-      load_x(rows[r], k, end, x);
-      MM_UNROLL
-      for (int j = 0; j < kProducts; ++j) xs[r][j] = static_cast<E>(x[j]);
-    }
+    for (int r = 0; r < 2; ++r) load_x(rows[r], k, end, xs[r]);
   }
 
   // acc += 8 rows of W * 8 rows of x over 128 values of K.
@@ -107,6 +101,36 @@ struct GemmSmall {
       b.thread_elements()[0] = xs[0][j];
       b.thread_elements()[1] = xs[1][j];
       simdgroup_multiply_accumulate(acc, a, b, acc);
+    }
+  }
+
+  // Adds what the simdgroups hold; each stores some of the matrices.
+  template <int kBatches, int kMatrices>
+  static METAL_FUNC void store_sums(Result<T> result, constant KernelArgs& args,
+                                    threadgroup float2* sums, Position at,
+                                    thread simdgroup_float8x8 (&acc)[kBatches][kMatrices]) {
+    constexpr uint kAll = kBatches * kMatrices;
+    MM_UNROLL
+    for (uint b = 0; b < kBatches; ++b) {
+      MM_UNROLL
+      for (uint i = 0; i < kMatrices; ++i) {
+        if (is_used(b)) {
+          const uint to = (at.sg * kAll + b * kMatrices + i) * kSimdWidth + at.lane;
+          sums[to] = float2(acc[b][i].thread_elements()[0], acc[b][i].thread_elements()[1]);
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint t = at.sg; t < fc_batch / kFragment * kMatrices; t += Tile::kSimdgroups) {
+      float2 sum = sums[t * kSimdWidth + at.lane];
+      MM_UNROLL
+      for (uint s = 1; s < Tile::kSimdgroups; ++s) {
+        sum += sums[(s * kAll + t) * kSimdWidth + at.lane];
+      }
+      const uint n = at.tg.y * Tile::kN + t % kMatrices * kFragment + fragment_row(at.lane);
+      const uint m = at.tg.x * fc_batch + t / kMatrices * kFragment + fragment_column(at.lane);
+      store_inside(result, args, at.tg.z, m, n, sum.x);
+      store_inside(result, args, at.tg.z, m + 1, n, sum.y);
     }
   }
 };

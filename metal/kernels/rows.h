@@ -2,25 +2,38 @@
 //
 // Owner    a thread owns 16 values of a row.
 // Traffic  every byte of the rows once, every result once, in vectors where K allows.
-// Needs    y aligned to 4 of its elements where K is a multiple of 4.
+// Needs    y aligned to 16 bytes where its rows are whole numbers of them.
 #pragma once
 
 #include "../tile/load.h"
 
 namespace metalmm {
 
+// 16 bytes of results.
+METAL_FUNC void store_vector(device float* y, thread const float* w) {
+  *(device float4*)y = float4(w[0], w[1], w[2], w[3]);
+}
+template <class T>
+METAL_FUNC void store_vector(device T* y, thread const float* w) {
+  uint4 words;
+  MM_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    vec<T, 2> pair;
+    pair.x = T(w[2 * j]);
+    pair.y = T(w[2 * j + 1]);
+    words[j] = as_type<uint>(pair);
+  }
+  *(device uint4*)y = words;
+}
+
 template <class Format, class T>
 METAL_FUNC void decode_to(typename Format::Row row, uint k, device T* y) {
+  constexpr uint kVector = 16 / sizeof(T);
   float w[16];
   load_weights<Format>(row, k, fc_k, w);
-  if (fc_k % 4 == 0 && (!has_k_tail() || k + 16 <= fc_k)) {
+  if (fc_k % kVector == 0 && (!has_k_tail() || k + 16 <= fc_k)) {
     MM_UNROLL
-    for (int i = 0; i < 16; i += 4) {
-      vec<T, 4> v;
-      MM_UNROLL
-      for (int j = 0; j < 4; ++j) v[j] = T(w[i + j]);
-      *(device vec<T, 4>*)(y + i) = v;
-    }
+    for (uint i = 0; i < 16; i += kVector) store_vector(y + i, w + i);
   } else {
     MM_UNROLL
     for (uint i = 0; i < 16; ++i) {

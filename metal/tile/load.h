@@ -55,29 +55,36 @@ METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread 
   }
 }
 
-// Four neighbours of a row of x that is aligned to four of its elements.
-template <class T>
-METAL_FUNC float4 load4(device const T* p) {
-  return float4(*reinterpret_cast<device const vec<T, 4>*>(p));
+// kCount values at p as E; p is aligned to 16 bytes, or to the size of all of them.
+template <int kCount, class E, class T>
+METAL_FUNC void load_vectors(device const T* p, thread E (&v)[kCount]) {
+  if constexpr (sizeof(T) == 2 && kCount % 8 == 0) {
+    MM_UNROLL
+    for (int i = 0; i < kCount / 8; ++i) {
+      const uint4 words = reinterpret_cast<device const uint4*>(p)[i];
+      MM_UNROLL
+      for (int j = 0; j < 8; ++j)
+        v[8 * i + j] = static_cast<E>(as_type<vec<T, 2>>(words[j / 2])[j % 2]);
+    }
+  } else {
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      v[i] = static_cast<E>(reinterpret_cast<device const vec<T, 4>*>(p)[i / 4][i % 4]);
+    }
+  }
 }
 
-// x[i] = value k + i of a row of x, zero from `end` on; k a multiple of 4.
-template <int kCount, class T>
-METAL_FUNC void load_x(device const T* row, uint k, uint end, thread float (&x)[kCount]) {
+// x[i] = value k + i of a row of x, zero from `end` on; k a multiple of kCount.
+template <int kCount, class E, class T>
+METAL_FUNC void load_x(device const T* row, uint k, uint end, thread E (&x)[kCount]) {
   if (x_is_aligned() && (!has_k_tail() || k + kCount <= end)) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; i += 4) {
-      const float4 v = load4(row + k + i);
-      x[i] = v.x;
-      x[i + 1] = v.y;
-      x[i + 2] = v.z;
-      x[i + 3] = v.w;
-    }
+    load_vectors(row + k, x);
     return;
   }
   MM_UNROLL
   for (uint i = 0; i < kCount; ++i) {
-    x[i] = !has_k_tail() || k + i < end ? static_cast<float>(row[k + i]) : 0.0f;
+    x[i] = static_cast<E>(0.0f);
+    if (!has_k_tail() || k + i < end) x[i] = static_cast<E>(row[k + i]);
   }
 }
 
@@ -91,19 +98,15 @@ struct TileOperand<half> {
   using type = half;
 };
 
-METAL_FUNC void store4(threadgroup float* to, float4 v) {
-  *reinterpret_cast<threadgroup float4*>(to) = v;
-}
-METAL_FUNC void store4(threadgroup half* to, float4 v) {
-  *reinterpret_cast<threadgroup half4*>(to) = half4(v);
-}
-
 // to[i] = v[i], rounded to the type of the tile; `to` is aligned to 4 elements.
-template <int kCount, class E>
-METAL_FUNC void store_operands(threadgroup E* to, thread const float (&v)[kCount]) {
+template <int kCount, class E, class V>
+METAL_FUNC void store_operands(threadgroup E* to, thread const V (&v)[kCount]) {
   MM_UNROLL
   for (int i = 0; i < kCount; i += 4) {
-    store4(to + i, float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
+    vec<E, 4> four;
+    MM_UNROLL
+    for (int j = 0; j < 4; ++j) four[j] = static_cast<E>(v[i + j]);
+    *reinterpret_cast<threadgroup vec<E, 4>*>(to + i) = four;
   }
 }
 
