@@ -17,18 +17,12 @@ using namespace metal;
 // kCount neighbours of a row, in loads of up to 16 bytes where alignment is known.
 template <int kCount, class T>
 METAL_FUNC void load_values(device const T* p, thread float (&v)[kCount]) {
-  if (!x_is_aligned()) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = float(p[i]);
-  } else if constexpr (sizeof(T) == 4 || kCount < 8) {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = float(((device const vec<T, 4>*)p)[i / 4][i % 4]);
-  } else {
-    MM_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      v[i] = float(as_type<vec<T, 2>>(((device const uint4*)p)[i / 8][i % 8 / 2])[i % 2]);
-    }
+  if (x_is_aligned()) {
+    load_vectors(p, v);
+    return;
   }
+  MM_UNROLL
+  for (int i = 0; i < kCount; ++i) v[i] = float(p[i]);
 }
 
 // x as it is.
