@@ -34,17 +34,18 @@ def dequantize(n: int, k: int, setting: Setting, format: str) -> Operation:
 
 
 def embedding(count: int, n: int, k: int, setting: Setting, format: str) -> Operation:
-    """y[COUNT, K] = W[ids], ids random. Bytes: the rows of W read, y written."""
+    """y[COUNT, K] = W[ids], ids random, others in each call. Bytes: rows of W read, y written."""
     problem = Problem(Shape(f"{n}x{k}", n, k), setting)
     packed = problem.packed(format)
+    weight = packed.to(setting.device.type)
     copies = setting.copies(count * packed.shape[1])
-    weights = rotated(packed.to(setting.device.type), copies)
-    ids = torch.randint(n, (count,), generator=torch.Generator().manual_seed(n))
-    ids[: len(problem.rows)] = problem.rows[:count]
-    put, checked = ids.to(setting.device.type), min(count, len(problem.rows))
+    ids = torch.randint(n, (copies, count), generator=torch.Generator().manual_seed(n))
+    checked = min(count, len(problem.rows))
+    ids[:, :checked] = problem.rows[:checked]
+    put = ids.to(setting.device.type)
     exact = problem.decoded(packed, format)[:checked]
     return Operation(
-        call=lambda i: ops.embedding(put, weights[i], format, dtype=setting.dtype),
+        call=lambda i: ops.embedding(put[i], weight, format, dtype=setting.dtype),
         copies=copies,
         checked=lambda y: y[:checked],
         exact=exact,
@@ -72,9 +73,6 @@ def swiglu(m: int, n: int, k: int, setting: Setting, format: str) -> Operation:
     exact = silu(g) * u
     error = SILU_SLOPE * dg * (u.abs() + du) + silu(g).abs() * du
     error += SILU_ROUNDINGS * unit(torch.float32) * exact.abs()
-    if setting.dtype is torch.float16:  # half tiles of the matrix unit hold W in 11 bits
-        wg, wu = (unit(setting.dtype) * (x.double().abs() @ w.abs().t()) for w in both)
-        error += SILU_SLOPE * wg * (u.abs() + wu) + silu(g).abs() * wu
 
     def unfused(i: int) -> Tensor:
         gate, other = (ops.linear(given, w[i], None, format) for w in (gates, ups))
@@ -86,7 +84,7 @@ def swiglu(m: int, n: int, k: int, setting: Setting, format: str) -> Operation:
         checked=lambda y: y[:, problem.rows.to(y.device)],
         exact=exact,
         bound=of_store(exact, error, setting.dtype),
-        bytes=float(2 * pair[0].nbytes),
+        bytes=float(2 * pair[0].nbytes + x.nbytes + m * n * x.element_size()),
         flops=4.0 * m * n * k,
         unfused=unfused,
     )

@@ -140,10 +140,10 @@ Choice choose_linear(const Problem& p, const Gpu& gpu) {
                                  " rows"};
   }
   if (p.m <= t.small_max_m) {
-    return {S::gemm_small,
-            "M = " + str(p.m) + " is in " + str(std::max<int64_t>(batched, 1) + 1) + " ... " +
-                str(t.small_max_m) + ": tiles of " + str(GemmSmallTile::kM) +
-                " rows of x waste less of the matrix unit than " + str(GemmTile::kM)};
+    return {S::gemm_small, "M = " + str(p.m) + " is in " + str(std::max<int64_t>(batched, 1) + 1) +
+                               " ... " + str(t.small_max_m) + ": matrix-unit tiles of " +
+                               str(GemmSmallTile::kN) +
+                               " rows of W, in a finer grid than those of " + str(GemmTile::kN)};
   }
   return {S::gemm, "M = " + str(p.m) + " is over " + str(t.small_max_m) +
                        ": matrix-unit tiles of " + str(GemmTile::kN) + " x " + str(GemmTile::kM)};

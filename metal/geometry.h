@@ -50,8 +50,8 @@ using SwigluUp = GemvGeometry<2, 4>;  // as many rows of gate as of up
 // K at a time. Threadgroups: x tiles of M, y tiles of N, z parts of K; M varies fastest, so that
 // the threadgroups that run together read few rows of W, the larger operand.
 
-// Threadgroup rows of kK values are kTilePad elements longer: eight rows then start in eight
-// different banks, and 16-byte vectors stay aligned.
+// Threadgroup rows are kTilePad elements longer than a step: eight rows of halves then start in
+// eight different banks, of floats in four, and 16-byte vectors stay aligned.
 MM_CONST int kTilePad = 8;
 
 // Bytes of an operand in a gemm tile. f16 activations multiply half tiles (weights rounded to 11

@@ -22,7 +22,7 @@ def kernels() -> dict[str, str]:
 
 def with_values(text: str) -> str:
     """What the driver gets from the launcher: tokens replaced by numbers."""
-    text = text.replace("MM_THREADS", "128")
+    text = text.replace("MM_THREADS", "128").replace("MM_REGISTERS", "168")
     return re.sub(r"MM_CONSTANT_\d", "64", text)
 
 
@@ -34,7 +34,7 @@ def test_a_kernel_is_a_module_of_its_own(kernels: dict[str, str]) -> None:
     """One entry of that name, no calls, nothing left for a linker; threads are a token."""
     for name, text in kernels.items():
         assert re.findall(r"\.entry (\w+)", text) == [name]
-        assert text.count(".reqntid MM_THREADS, 1, 1") == 1, name
+        assert text.count(".reqntid MM_THREADS, 1, 1\n.maxnreg MM_REGISTERS\n") == 1, name
         assert not re.search(r"\bcall\b|\.func\b|mm_fc_|mm_index_", text), name
 
 

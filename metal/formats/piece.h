@@ -17,7 +17,9 @@
 //       p.offset; else one per segment.
 //   kLastBias                        a constant on top of p.q in the last segment, whose product
 //                                    starts from minus as much times the sum of x: with an
-//                                    offset per segment only
+//                                    offset per segment only. Its error is then in proportion to
+//                                    (bias + q) |x|: where large x meet codes of zero, more than
+//                                    the bound of |w| |x| that exact codes keep
 //   kHasCodebook                     unpack() reads `book`, which fill() has written
 //   static half level(uint code)     with kHasCodebook: the value of a 4-bit code
 #pragma once

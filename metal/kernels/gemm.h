@@ -13,8 +13,8 @@
 // Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions; then 0.4
 //          stores of operands, 1.5 loads and 2 multiplications of matrices (clang 22, f32 x).
 // Needs    (64 + 32) rows of a step in threadgroup memory, of 72 halves or 40 floats. Half
-// operands, for f16 x, round W to 11
-//          bits and reach 65504; f32 and bf16 x multiply float operands.
+// operands,
+//          for f16 x, round W to 11 bits and reach 65504; f32 and bf16 x multiply float operands.
 #pragma once
 
 #include "../tile/load.h"

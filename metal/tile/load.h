@@ -58,6 +58,7 @@ METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread 
 // kCount values at p as E; p is aligned to 16 bytes, or to the size of all of them.
 template <int kCount, class E, class T>
 METAL_FUNC void load_vectors(device const T* p, thread E (&v)[kCount]) {
+  static_assert(kCount % 4 == 0, "whole vectors");
   if constexpr (sizeof(T) == 2 && kCount % 8 == 0) {
     MM_UNROLL
     for (int i = 0; i < kCount / 8; ++i) {

@@ -58,10 +58,13 @@ void replace_all(std::string& text, const std::string& token, uint32_t value) {
   }
 }
 
+// The limit of a thread: 65536 registers hold three threadgroups of 128 threads, or two of 256.
+uint32_t registers_of(uint32_t threads) { return threads > 128 ? 128 : 168; }
+
 Function compile(const Key& key) {
   std::string text = read_ptx(key.kernel);
   replace_all(text, "MM_THREADS", key.threads);
-  replace_all(text, "MM_REGISTERS", key.threads > 128 ? 128 : 168);
+  replace_all(text, "MM_REGISTERS", registers_of(key.threads));
   for (size_t i = 0; i < key.constants.size(); ++i) {
     replace_all(text, "MM_CONSTANT_" + std::to_string(i), key.constants[i]);
   }
