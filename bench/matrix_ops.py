@@ -88,7 +88,7 @@ def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
     decoded = problem.decoded(packed, format)
     size = x.double().abs() @ decoded.abs().t()
     error = of_additions(k, size)
-    if name == "gemm" and setting.dtype is torch.float16:  # half tiles of the matrix unit hold W in 11 bits
+    if name == "gemm" and setting.dtype is torch.float16:  # half tiles hold W in 11 bits
         error += unit(setting.dtype) * size
 
     def call(i: int) -> Tensor:
