@@ -102,3 +102,14 @@ def test_adapters_on_a_scaled_embedding_are_scaled_too() -> None:
         randomize(model)
         outputs.append(model.base_model.model["table"](IDS))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("scale", [torch.empty((), device="meta"), torch.ones(8)], ids=str)
+def test_scales_without_one_number_stay_dense(scale: torch.Tensor) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * self.embed_scale
+
+    layer = Scaled(4, 32)
+    layer.register_buffer("embed_scale", scale)
+    assert not packable(layer)

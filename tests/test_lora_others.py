@@ -124,6 +124,15 @@ def test_dense_layers_beside_packed_ones_take_and_merge_every_method() -> None:
     get_peft_model(model, peft.LoKrConfig(target_modules=["q_proj"])).merge_adapter()
 
 
+@pytest.mark.parametrize("target", [["layers.1.mlp.up_proj"], r".*\.1\.mlp\.up_proj"], ids=str)
+def test_a_dense_layer_may_share_its_last_name_with_a_packed_one(target: Any) -> None:
+    model = quantize_(tiny_llama(), {"*.0.mlp.up_proj": "q8_0"}, progress=False)
+    adapted = get_peft_model(model, peft.LoKrConfig(target_modules=target))
+    assert any(
+        "lokr" in name and ".1.mlp.up_proj" in name for name, _ in adapted.named_parameters()
+    )
+
+
 @pytest.mark.parametrize(
     "option", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}], ids=str
 )

@@ -71,7 +71,7 @@ def _plug_into_transformers() -> None:
 def _plug_into_peft() -> None:
     try:
         from . import lora, lora_others  # noqa: F401  # they register layers and checks
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         import warnings
 
         warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)

@@ -25,14 +25,19 @@ TRAINS = (
 
 
 def _check_target(tuner: Any, config: Any, model: Any, target: str) -> None:
-    """ValueError: the method is not known to work on packed layers, and this may be one."""
+    """ValueError: the method is not known to work on packed layers, and this may be one.
+
+    PEFT passes the last part of the name only.
+    """
     from peft.tuners.mixed import MixedModel
 
     method = _name(config)
     if method in ("LORA", *TRAINS) and not isinstance(tuner, MixedModel):
         return
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] == target and is_packed(module):
+        if name.rpartition(".")[2] != target or not is_packed(module):
+            continue
+        if tuner._check_target_module_exists(config, name):
             refused = "PeftMixedModel" if isinstance(tuner, MixedModel) else method
             raise ValueError(
                 f"{refused} cannot be used on {name}, {describe(module)}: its weight is packed; "
