@@ -61,8 +61,7 @@ def swiglu(m: int, n: int, k: int, setting: Setting, format: str) -> Operation:
     The error of the two products reaches the result through |silu'| <= 1.1.
     """
     problem = Problem(Shape(f"{n}x{k}", n, k), setting)
-    up = Problem(Shape(f"{n}x{k}-up", n, k), setting)
-    pair = problem.packed(format), ops.quantize(up.w.flip(0), format)
+    pair = problem.packed(format), ops.quantize(problem.w.flip(0), format)
     copies = setting.copies(2 * pair[0].nbytes)
     gates, ups = (rotated(w.to(setting.device.type), copies) for w in pair)
     x = problem.x(m).to(setting.dtype)

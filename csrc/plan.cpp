@@ -210,8 +210,8 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
   if (parts.count > 1) {
     *reason +=
         "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
-        (is_needed ? ", for " + str(groups) + " threadgroups are under " + str(wanted / gpu.cores) +
-                         " for each of " + str(gpu.cores) + " cores"
+        (is_needed ? ", for " + str(groups) + " threadgroups are under " +
+                         str(split->groups_per_core) + " for each of " + str(gpu.cores) + " cores"
                    : ", as asked");
   } else if (forced) {
     *reason += "; split-K as asked, in one part: K has no second step";
