@@ -91,6 +91,7 @@ int64_t resolve_in_features(const at::Tensor& weight, std::string_view format_na
 
 void check_ids(const at::Tensor& ids, int64_t rows) {
   if (!ids.numel()) return;
+  TORCH_CHECK_INDEX(rows > 0, "ids: ", ids.numel(), " of them; the table has 0 rows");
   if (ids.is_cpu()) {
     const at::Tensor flat = ids.to(at::kLong).contiguous();
     const int64_t *first = flat.const_data_ptr<int64_t>(), *last = first + flat.numel();
@@ -98,7 +99,6 @@ void check_ids(const at::Tensor& ids, int64_t rows) {
     TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad,
                       " is out of range; the table has ", rows, " rows");
   }
-  TORCH_CHECK_INDEX(rows > 0, "ids: ", ids.numel(), " of them; the table has 0 rows");
 }
 
 }  // namespace

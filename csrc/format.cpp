@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <unordered_map>
 
+#include "../metal/geometry.h"
+
 namespace metalmm {
 namespace {
 

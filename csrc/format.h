@@ -44,8 +44,6 @@ struct Format {
   }
 };
 
-constexpr int64_t kAffineRowAlignment = 16;
-
 // Format by name, in any case. Throws std::invalid_argument that lists the allowed names.
 const Format& format_by_name(std::string_view name);
 

@@ -147,6 +147,11 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
       rows_aligned(p.w_alignment, p.n, a.w2_stride, 16)) {
     out |= kBoundsAlignedWeight;
   }
+  if (!is_probe(p.op)) {
+    const int64_t packed = p.format->row_bytes(p.k);
+    const bool is_packed = a.w_stride == packed && (p.op != Op::kSwigluUp || a.w2_stride == packed);
+    if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
+  }
   return out;
 }
 

@@ -82,8 +82,9 @@ enum BoundsBits : MM_U32 {
   kBoundsN = 1,
   kBoundsM = 2,
   kBoundsK = 4,
-  kBoundsAlignedX = 8,       // rows of x (and x2) are aligned to 16 bytes
-  kBoundsAlignedWeight = 16  // dense weights: rows are aligned to 16 bytes
+  kBoundsAlignedX = 8,        // rows of x (and x2) are aligned to 16 bytes
+  kBoundsAlignedWeight = 16,  // dense weights: rows are aligned to 16 bytes
+  kBoundsPackedRows = 32      // rows of W, and of W2, follow each other
 };
 
 }  // namespace metalmm

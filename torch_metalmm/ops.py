@@ -225,6 +225,8 @@ def _embedding(
         raise ValueError(f"ids: dtype {ids.dtype}; allowed: int64, int32")
     k = _in_features(weight, format, in_features)
     _check_weight("weight", weight, format, k, ids)
+    if not weight.shape[0] and ids.numel():
+        raise IndexError(f"ids: {ids.numel()} of them; the table has 0 rows")
     return weight.new_empty((*ids.shape, k), dtype=out)
 
 

@@ -84,6 +84,13 @@ struct Affine : PlainPiece {
   static METAL_FUNC Cursor next(Cursor c, uint units) {
     return {c.codes + units * uint(4 * bits), c.scale + parameter_bytes(units)};
   }
+  static METAL_FUNC Cursor moved(Cursor c, long distance) {
+    return {c.codes + distance, c.scale + distance};
+  }
+  static METAL_FUNC long row_bytes() {
+    const long bytes = static_cast<long>(fc_k / 8) * bits + 2 * static_cast<long>(to_bias());
+    return (bytes + kAffineRowAlignment - 1) / kAffineRowAlignment * kAffineRowAlignment;
+  }
   static METAL_FUNC void fetch(Cursor c, uint, thread Raw& raw) {
     device const uchar* p = c.codes;
     MM_UNROLL

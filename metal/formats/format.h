@@ -4,8 +4,9 @@
 // functions are immune) and constants:
 //
 //   kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value for dense formats
-//   Row                         what finds the data of one row of W
+//   Row                         the bytes of one row of W
 //   static Row row(device const uchar* bytes, constant KernelArgs& args)
+//   static long row_bytes()     of a packed row
 //
 // Whole values, for gemm, embedding, dequantize and the baselines:
 //   static void decode16(Row row, uint k, thread float (&w)[16])
@@ -171,6 +172,8 @@ struct BlockFormat {
   using Cursor = device const uchar*;
   static METAL_FUNC Cursor start(Row row, uint unit) { return block(row, unit); }
   static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
+  static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
+  static METAL_FUNC long row_bytes() { return static_cast<long>(fc_k / uint(values)) * bytes; }
 };
 
 }  // namespace metalmm

@@ -7,6 +7,7 @@
 //   static uint first(uint piece)
 //   Cursor                           finds the data of a unit of a row
 //   static Cursor start(Row row, uint unit), next(Cursor, uint units)
+//   static Cursor moved(Cursor, long bytes)    the same unit of a row at that distance
 //   struct Raw                       what a lane loads for a piece
 //   static void fetch(Cursor, uint piece, thread Raw& raw)
 //       All loads of a piece, so that a kernel can start those of several rows before it waits.

@@ -24,12 +24,13 @@ METAL_FUNC void gemv(typename Source::Row x, device const uchar* weight, Result<
   const uint m = at.tg.x, part = at.tg.z;
   const uint n = at.tg.y * Geometry::kN + (Geometry::kShareRows ? 0 : at.sg * kRows);
   if (!Geometry::kShareRows && has_n_tail() && n >= args.n) return;
-  typename Format::Row rows[kRows];
-  find_rows<Format>(weight, args, n, rows);
+  const long stride = weight_stride<Format>(args);
+  const Rows<Format, kRows> rows[1] = {Rows<Format, kRows>::of(weight, args, stride, n)};
   float acc[kRows] = {};
   const KRange k = k_of_part(args, part);
   if constexpr (Geometry::kShareRows) {
-    accumulate<Format, kRows, Source>(rows, x, k, at.lane, at.sg, Geometry::kSimdgroups, book, acc);
+    accumulate<Format, 1, kRows, Source>(rows, x, k, at.lane, at.sg, Geometry::kSimdgroups, book,
+                                         acc);
     threadgroup float* sums = (threadgroup float*)memory + kCodebookBytes / 4;
     const float mine = sum_rows(acc, at.lane);
     if (at.lane < uint(kRows)) sums[at.sg * kRows + at.lane] = mine;
@@ -40,7 +41,7 @@ METAL_FUNC void gemv(typename Source::Row x, device const uchar* weight, Result<
       store_rows<kRows>(result, args, part, m, n, at.lane, sum);
     }
   } else {
-    accumulate<Format, kRows, Source>(rows, x, k, at.lane, 0, 1, book, acc);
+    accumulate<Format, 1, kRows, Source>(rows, x, k, at.lane, 0, 1, book, acc);
     store_rows<kRows>(result, args, part, m, n, at.lane, sum_rows(acc, at.lane));
   }
 }

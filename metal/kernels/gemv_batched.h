@@ -24,21 +24,19 @@ struct GemvBatch {
   using XRow = typename PlainX<T>::Row;
 
   // acc[m][r] += the lane's share of row r of W times row m of x.
-  static METAL_FUNC void walk(thread const typename Format::Row (&rows)[kRows],
+  static METAL_FUNC void walk(thread const Rows<Format, kRows>& rows,
                               thread const XRow (&xs)[kBatchPerPass], KRange k, uint lane,
                               Codebook book, thread float (&acc)[kBatchPerPass][kRows]) {
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
-    typename Format::Cursor cursors[kRows];
-    MM_UNROLL
-    for (int r = 0; r < kRows; ++r) cursors[r] = Format::start(rows[r], w.first);
+    typename Format::Cursor cursor = Format::start(rows.first, w.first);
     uint x_at = Walk<Format>::first_value(w);
     for (uint unit = w.first; unit < w.end; unit += w.step) {
       typename Format::Raw raw[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        Format::fetch(cursors[r], w.piece, raw[r]);
-        cursors[r] = Format::next(cursors[r], w.step);
+        Format::fetch(Format::moved(cursor, rows.distance[r]), w.piece, raw[r]);
       }
+      cursor = Format::next(cursor, w.step);
       Piece<Format> p[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) Format::unpack(raw[r], w.piece, book, p[r]);
@@ -73,8 +71,7 @@ struct GemvBatch {
     const KRange k = k_of_part(args, part);
     for (uint n = first; n < first + GemvBatched::kRows; n += kRows) {
       if (has_n_tail() && n >= args.n) return;
-      typename Format::Row rows[kRows];
-      find_rows<Format>(weight, args, n, rows);
+      const auto rows = Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args), n);
       float acc[kBatchPerPass][kRows] = {};
       walk(rows, xs, k, at.lane, book, acc);
       MM_UNROLL

@@ -87,50 +87,80 @@ struct Walk {
   METAL_FUNC static uint first_value(Walk w) { return w.first * kUnit + Format::first(w.piece); }
 };
 
+// kRows neighbours of W: the first, and the distances of all from it. Where rows are packed these
+// are constants, so that one address serves all of them.
+template <class Format, int kRows>
+struct Rows {
+  typename Format::Row first;
+  long distance[kRows];
+
+  // Rows n ... n + kRows, the last row repeated beyond N.
+  static METAL_FUNC Rows of(device const uchar* weight, constant KernelArgs& args, long stride,
+                            uint n) {
+    Rows out;
+    out.first = Format::row(weight + static_cast<long>(n) * stride, args);
+    MM_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      out.distance[r] = (has_n_tail() ? min(uint(r), args.n - 1 - n) : uint(r)) * stride;
+    }
+    return out;
+  }
+};
+
 // A dense row may end within a unit: one value per lane.
 template <class Format, int kRows, class Source>
-METAL_FUNC void add_tail(thread const typename Format::Row (&rows)[kRows], typename Source::Row x,
-                         KRange k, uint lane, thread float (&acc)[kRows]) {
+METAL_FUNC void add_tail(thread const Rows<Format, kRows>& rows, typename Source::Row x, KRange k,
+                         uint lane, thread float* acc) {
   if constexpr (Format::kIsDense) {
     const uint at = k.end / Format::kValues * Format::kValues + lane;
     if (at < k.end) {
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        acc[r] = fma(Format::value(rows[r], at), Source::value(x, at), acc[r]);
+        const float w = Format::value(rows.first + rows.distance[r], at);
+        acc[r] = fma(w, Source::value(x, at), acc[r]);
       }
     }
   }
 }
 
-// acc[r] += the lane's share of row r times x. The loads of all rows come first: one wait a step,
-// not one a row. Pointers advance by constants, so that a row costs one addition a step.
-template <class Format, int kRows, class Source>
-METAL_FUNC void accumulate(thread const typename Format::Row (&rows)[kRows], typename Source::Row x,
-                           KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
-                           thread float (&acc)[kRows]) {
+// acc[r] += the lane's share of row r times x, for the rows of all kGroups in turn. The loads of
+// all rows come first: one wait a step, not one a row.
+template <class Format, int kGroups, int kRows, class Source>
+METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&groups)[kGroups],
+                           typename Source::Row x, KRange k, uint lane, uint sg, uint simdgroups,
+                           Codebook book, thread float (&acc)[kGroups * kRows]) {
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
-  typename Format::Cursor cursors[kRows];
+  typename Format::Cursor cursors[kGroups];
   MM_UNROLL
-  for (int r = 0; r < kRows; ++r) cursors[r] = Format::start(rows[r], walk.first);
+  for (int g = 0; g < kGroups; ++g) cursors[g] = Format::start(groups[g].first, walk.first);
   typename Source::Row x_at = Source::at(x, Walk<Format>::first_value(walk));
   for (uint unit = walk.first; unit < walk.end; unit += walk.step) {
-    typename Format::Raw raw[kRows];
+    typename Format::Raw raw[kGroups * kRows];
     MM_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      Format::fetch(cursors[r], walk.piece, raw[r]);
-      cursors[r] = Format::next(cursors[r], walk.step);
+    for (int g = 0; g < kGroups; ++g) {
+      MM_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        Format::fetch(Format::moved(cursors[g], groups[g].distance[r]), walk.piece,
+                      raw[g * kRows + r]);
+      }
+      cursors[g] = Format::next(cursors[g], walk.step);
     }
     XPiece<Format> xs;
     load_piece<Format, Source>(x_at, xs);
     x_at = Source::at(x_at, walk.step * Walk<Format>::kUnit);
     MM_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kGroups * kRows; ++r) {
       Piece<Format> p;
       Format::unpack(raw[r], walk.piece, book, p);
       acc[r] = dot(p, xs, acc[r]);
     }
   }
-  if (sg == 0) add_tail<Format, kRows, Source>(rows, x, k, lane, acc);
+  if (sg == 0) {
+    MM_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      add_tail<Format, kRows, Source>(groups[g], x, k, lane, acc + g * kRows);
+    }
+  }
 }
 
 // Lane r gets the sum of acc[r] over the simdgroup; lanes from kRows on get 0.
@@ -143,14 +173,6 @@ METAL_FUNC float sum_rows(thread const float (&acc)[kRows], uint lane) {
     if (lane == uint(r)) mine = sum;
   }
   return mine;
-}
-
-// Rows n ... n + kRows of W, the last row repeated beyond N.
-template <class Format, int kRows>
-METAL_FUNC void find_rows(device const uchar* weight, constant KernelArgs& args, uint n,
-                          thread typename Format::Row (&rows)[kRows]) {
-  MM_UNROLL
-  for (int r = 0; r < kRows; ++r) rows[r] = weight_row<Format>(weight, args, n + r);
 }
 
 // Lane r stores row n + r.

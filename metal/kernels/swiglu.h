@@ -21,16 +21,12 @@ struct SwigluGateUp {
     fill<Format>(book, at.index, SwigluUp::kThreads);
     const uint m = at.tg.x, n = at.tg.y * SwigluUp::kN + at.sg * kRows;
     if (has_n_tail() && n >= args.n) return;
-    typename Format::Row rows[2 * kRows];
-    MM_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const uint row = has_n_tail() ? min(n + r, args.n - 1) : n + r;
-      rows[r] = Format::row(gate + (long)row * args.w_stride, args);
-      rows[kRows + r] = Format::row(up + (long)row * args.w2_stride, args);
-    }
+    using Rows = metalmm::Rows<Format, kRows>;
+    const Rows rows[2] = {Rows::of(gate, args, weight_stride<Format>(args), n),
+                          Rows::of(up, args, weight2_stride<Format>(args), n)};
     float acc[2 * kRows] = {};
-    accumulate<Format, 2 * kRows, PlainX<T>>(rows, x_row(x, args, m), {0, fc_k}, at.lane, 0, 1,
-                                             book, acc);
+    accumulate<Format, 2, kRows, PlainX<T>>(rows, x_row(x, args, m), {0, fc_k}, at.lane, 0, 1, book,
+                                            acc);
     float mine = 0.0f;
     MM_UNROLL
     for (int r = 0; r < kRows; ++r) {

@@ -23,12 +23,22 @@ METAL_FUNC KRange k_of_part(constant KernelArgs& args, uint part) {
   return {begin, min(begin + args.k_per_part, fc_k)};
 }
 
+// Bytes from a row of W to the next. Packed rows follow each other: their distance is a constant.
+template <class Format>
+METAL_FUNC long weight_stride(constant KernelArgs& args) {
+  return rows_are_packed() ? Format::row_bytes() : args.w_stride;
+}
+template <class Format>
+METAL_FUNC long weight2_stride(constant KernelArgs& args) {
+  return rows_are_packed() ? Format::row_bytes() : args.w2_stride;
+}
+
 // Row n of W, or the last row.
 template <class Format>
 METAL_FUNC typename Format::Row weight_row(device const uchar* weight, constant KernelArgs& args,
                                            uint n) {
   const uint row = has_n_tail() ? min(n, args.n - 1) : n;
-  return Format::row(weight + static_cast<long>(row) * args.w_stride, args);
+  return Format::row(weight + static_cast<long>(row) * weight_stride<Format>(args), args);
 }
 
 // Row m of x, or the last row.
