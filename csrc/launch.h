@@ -38,12 +38,12 @@ struct Buffer {
 };
 using Buffers = std::array<Buffer, kSlotCount>;
 
-// What a slot that the pass declares is bound to. The y of a pass that fills the workspace is the
-// workspace. An operand that is absent (bias, c) is y with no bytes: the kernel does not read it.
-// Not for kSlotArgs, which is pass.args.
+// What a slot that the pass declares is bound to. The y of a pass that leaves f32 sums is the
+// workspace, or the result where there is none. An operand that is absent (bias, c) is y with no
+// bytes: the kernel does not read it. Not for kSlotArgs, which is pass.args.
 inline Buffer bound(const Pass& pass, const Buffers& buffers, uint32_t slot) {
   const bool is_partial = pass.constants[kConstantEpilogue] & kEpiloguePartial;
-  const Buffer& y = buffers[is_partial ? kSlotPartial : kSlotY];
+  const Buffer& y = buffers[is_partial && buffers[kSlotPartial].base ? kSlotPartial : kSlotY];
   if (slot == kSlotY) return y;
   return buffers[slot].base ? buffers[slot] : Buffer{y.base, y.offset, 0};
 }

@@ -64,20 +64,18 @@ uint32_t u32(int64_t v, const char* what) {
   return static_cast<uint32_t>(v);
 }
 
-bool is_probe(Op op) { return op >= Op::kAdd && op <= Op::kDot; }
-
-// Elements of a probe, ids of an embedding.
+// Elements of silu_mul or a probe, ids of an embedding.
 int64_t count_of(const Problem& p) {
   if (p.op == Op::kEmbedding) return p.m;
   if (p.op == Op::kDot) return p.k;
-  return is_probe(p.op) ? p.n : 0;
+  return has_weight(p.op) ? 0 : p.n;
 }
 
 // Threads of a flat grid.
 int64_t items_of(StrategyId strategy, const Problem& p) {
   const int64_t values = info_of(strategy).values;
   if (strategy == S::split_reduce) return ceil_div(p.m * p.n, values);
-  if (is_probe(p.op)) return ceil_div(count_of(p), values);
+  if (!has_weight(p.op)) return ceil_div(count_of(p), values);
   return (p.op == Op::kEmbedding ? p.m : p.n) * ceil_div(p.k, values);
 }
 
@@ -115,7 +113,7 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.count = u32(count_of(p), "count");
   a.alpha = p.alpha;
   a.beta = p.has_c ? p.beta : 0;
-  if (is_probe(p.op)) return a;
+  if (!has_weight(p.op)) return a;
   const int64_t row_bytes = p.format->row_bytes(p.k);
   a.w_stride = or_packed(p.w_stride, row_bytes);
   if (p.op == Op::kSwigluUp) a.w2_stride = or_packed(p.w2_stride, row_bytes);
@@ -142,12 +140,12 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   } else if (s.family == Family::Rows && p.k % s.values) {
     out |= kBoundsK;
   }
-  if (!is_probe(p.op) && p.format->layout == Layout::kDense &&
+  if (has_weight(p.op) && p.format->layout == Layout::kDense &&
       rows_aligned(p.w_alignment, p.n, a.w_stride, 16) &&
       rows_aligned(p.w_alignment, p.n, a.w2_stride, 16)) {
     out |= kBoundsAlignedWeight;
   }
-  if (!is_probe(p.op)) {
+  if (has_weight(p.op)) {
     const int64_t packed = p.format->row_bytes(p.k);
     const bool is_packed = a.w_stride == packed && (p.op != Op::kSwigluUp || a.w2_stride == packed);
     if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
@@ -158,7 +156,7 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
 Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {
   const StrategyInfo& s = info_of(strategy);
   Pass out;
-  out.kernel = kernel_name(strategy, is_probe(p.op) ? Codec::kCount : p.format->codec, p.dtype);
+  out.kernel = kernel_name(strategy, has_weight(p.op) ? p.format->codec : Codec::kCount, p.dtype);
   out.grid = grid_of(strategy, p, depth);
   out.group = {static_cast<uint32_t>(s.threads), 1, 1};
   out.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
@@ -212,7 +210,7 @@ Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
 
 Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool is_split) {
   Pass out = make_pass(strategy, p, parts, parts.count);
-  if (is_split) {
+  if (is_split || (p.y_f32 && p.dtype != DType::kF32)) {
     out.constants[kConstantEpilogue] = kEpiloguePartial;
     out.args.y_stride = p.n;  // of the workspace
   } else {
@@ -221,7 +219,8 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
   return out;
 }
 
-Pass reduce_pass(const Problem& p, const Parts& parts) {
+Pass reduce_pass(Problem p, const Parts& parts) {
+  if (p.y_f32) p.dtype = DType::kF32;
   Pass out = make_pass(S::split_reduce, p, parts, 1);
   out.constants[kConstantEpilogue] = epilogue_of(p);
   return out;

@@ -44,7 +44,7 @@ Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 
 // is_split: it leaves the sum of each part in the workspace, for reduce_pass.
 Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
-Pass reduce_pass(const Problem& problem, const Parts& parts);
+Pass reduce_pass(Problem problem, const Parts& parts);
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -171,6 +171,8 @@ Choice choose(const Problem& p, const Gpu& gpu) {
       return {S::elementwise_div, "a probe"};
     case Op::kDot:
       return {S::dot, "a probe"};
+    case Op::kSiluMul:
+      return {S::silu_mul, "gate and up as f32, their product rounded once"};
     case Op::kCount:
       break;
   }
@@ -234,7 +236,13 @@ void check(const Problem& p) {
     reject("bias, c, alpha: " + op + " has none; linear and swiglu_down have");
   }
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
-  if (p.op >= Op::kAdd) return;
+  if (p.y_f32 && (p.op != Op::kLinear || p.has_bias || p.has_c || p.alpha != 1)) {
+    reject("y_f32: only of linear without bias, c and alpha");
+  }
+  if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
+    reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
+  }
+  if (!has_weight(p.op)) return;
   if (!p.format) reject("format: " + op + " needs one");
   if (p.k % p.format->block_values) {
     reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
@@ -282,7 +290,7 @@ Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
 
 bool has_no_output(const Problem& p) {
   if (p.op == Op::kDot) return false;
-  if (p.op >= Op::kAdd) return p.n == 0;
+  if (!has_weight(p.op)) return p.n == 0;
   if (p.op == Op::kEmbedding) return p.m == 0 || p.k == 0;
   if (p.op == Op::kDequantize) return p.n == 0 || p.k == 0;
   return p.m == 0 || p.n == 0;

@@ -38,23 +38,28 @@ enum class Op : int {
   kSub,
   kMul,
   kDiv,
-  kDot,  // k elements: y[0] = sum of x * x2
+  kDot,      // k elements: y[0] = sum of x * x2
+  kSiluMul,  // n elements: y = silu(x) * x2, x and x2 f32
   kCount
 };
+
+constexpr bool has_weight(Op op) { return op < Op::kAdd; }
 
 constexpr int64_t kPacked = -1;  // a stride: rows follow each other
 
 struct Problem {
   Op op = Op::kLinear;
   int64_t m = 1, n = 1, k = 1;
-  const Format* format = nullptr;  // of weight; not read by the probes
-  DType dtype = DType::kF16;       // of x, y, bias and c
+  const Format* format = nullptr;  // of weight; not read without one
+  DType dtype = DType::kF16;       // of x, y, bias and c; of silu_mul: y
   // Distance of rows: elements of x (and x2) and of y (and c), bytes of weights.
   int64_t x_stride = kPacked, y_stride = kPacked, w_stride = kPacked, w2_stride = kPacked;
   // Bytes that the address of the first value is a multiple of: x and x2, both weights.
   int64_t x_alignment = 16, w_alignment = 16;
   bool has_bias = false, has_c = false;
   float alpha = 1, beta = 0;  // c is not read when beta is 0
+  // linear without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
+  bool y_f32 = false;
 };
 
 // Passes for the problem, the table's choice or the strategy named. Forcing split_reduce forces
@@ -64,9 +69,9 @@ struct Problem {
 Plan plan(const Problem& problem, const Gpu& gpu,
           std::optional<StrategyId> strategy = std::nullopt);
 
-// Whether the SwiGLU halves pay at M rows of x: their kernels read W once per row, so that beyond a
-// few rows linear, then silu and mul, moves fewer bytes. plan() runs what it is asked; the caller
-// asks.
+// Whether the SwiGLU halves pay at M rows of x: their kernels decode W once per row, so that beyond
+// a few rows linears and silu_mul, with a result in f32 between them, are faster. plan() runs what
+// it is asked; the caller asks.
 bool is_fused(Op op, int64_t m);
 
 const char* to_string(StrategyId s);

@@ -92,7 +92,8 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
                  const std::string& dtype, const std::string& chip,
                  const std::optional<std::string>& strategy, bool bias, bool c, float alpha,
                  float beta, int64_t x_stride, int64_t y_stride, int64_t w_stride,
-                 int64_t w2_stride, int64_t x_alignment, int64_t w_alignment, const py::dict& gpu) {
+                 int64_t w2_stride, int64_t x_alignment, int64_t w_alignment, bool y_f32,
+                 const py::dict& gpu) {
   Problem p;
   p.op = op_by_name(op);
   p.m = m;
@@ -110,6 +111,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   p.w2_stride = w2_stride;
   p.x_alignment = x_alignment;
   p.w_alignment = w_alignment;
+  p.y_f32 = y_f32;
   std::optional<StrategyId> forced;
   if (strategy) forced = strategy_by_name(*strategy);
   const Plan made = plan(p, read_gpu(chip, gpu), forced);
@@ -153,7 +155,7 @@ void bind_plan(py::module_& m) {
         "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
         "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
         "y_stride"_a = kPacked, "w_stride"_a = kPacked, "w2_stride"_a = kPacked,
-        "x_alignment"_a = 16, "w_alignment"_a = 16, "gpu"_a = py::dict(),
+        "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false, "gpu"_a = py::dict(),
         "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason. `gpu` "
         "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
         "plan.h says.");

@@ -10,8 +10,9 @@ namespace metalmm {
 namespace {
 
 constexpr const char* kDTypes[] = {"f32", "f16", "bf16"};
-constexpr const char* kOps[] = {"linear", "swiglu_up", "swiglu_down", "embedding", "dequantize",
-                                "add",    "sub",       "mul",         "div",       "dot"};
+constexpr const char* kOps[] = {"linear",     "swiglu_up", "swiglu_down", "embedding",
+                                "dequantize", "add",       "sub",         "mul",
+                                "div",        "dot",       "silu_mul"};
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
@@ -93,6 +94,8 @@ std::vector<StrategyId> strategies_of(Op op) {
       return {S::elementwise_div};
     case Op::kDot:
       return {S::dot};
+    case Op::kSiluMul:
+      return {S::silu_mul};
     case Op::kCount:
       break;
   }

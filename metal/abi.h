@@ -24,20 +24,20 @@ struct KernelArgs {
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
-  MM_U32 count;       // ids of an embedding, elements of a probe
+  MM_U32 count;       // ids of an embedding, elements of silu_mul or a probe
   float alpha, beta;
 };
 
 // Buffer slots. A slot that a kernel does not declare stays unbound; one that it declares is bound
 // to what bound() of csrc/launch.h says, and not read where a function constant says absent.
 enum Slot : MM_U32 {
-  kSlotX = 0,       // activations; gate of swiglu_down
+  kSlotX = 0,       // activations; gate of swiglu_down and silu_mul
   kSlotWeight = 1,  // packed rows; gate weight of swiglu_up
-  kSlotY = 2,       // result, or f32 partial results of a split-K pass
+  kSlotY = 2,       // result, or f32 sums (kEpiloguePartial)
   kSlotBias = 3,
   kSlotC = 4,
   kSlotWeight2 = 5,  // up weight of swiglu_up
-  kSlotX2 = 6,       // up of swiglu_down; second operand of a probe
+  kSlotX2 = 6,       // up of swiglu_down and silu_mul; second operand of a probe
   kSlotIds = 7,      // int64
   kSlotPartial = 8,  // f32 partial results [parts, M, N] that the reduction pass reads
   kSlotArgs = 9,     // constant KernelArgs&
@@ -73,7 +73,7 @@ enum EpilogueBits : MM_U32 {
   kEpilogueBias = 1,
   kEpilogueC = 2,  // + beta * c
   kEpilogueAlpha = 4,
-  kEpiloguePartial = 8  // y is f32 [parts, M, N] of the workspace; the other bits are zero
+  kEpiloguePartial = 8  // y is f32 [parts, M, N], whatever x is; the other bits are zero
 };
 
 // The first three: that size has a tail. Alignment is that of the first byte and of the stride; a

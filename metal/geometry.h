@@ -103,7 +103,7 @@ struct FlatGeometry {
 };
 using DecodeItems = FlatGeometry<16>;  // embedding (count rows), dequantize (N rows)
 using ResultItems = FlatGeometry<1>;   // split_reduce: M * N items
-using ProbeItems = FlatGeometry<4>;    // elementwise: ceil(count / 4) items
+using ProbeItems = FlatGeometry<4>;    // elementwise, silu_mul: ceil(count / 4) items
 
 // dot: one threadgroup.
 struct DotGeometry {

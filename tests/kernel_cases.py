@@ -11,11 +11,12 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from oracle import generator, random_weight, spec
-from plan_cases import strategy_of
+from plan_cases import strategies_used, strategy_of
 from torch import Tensor
 
 from torch_metalmm import _C, formats
@@ -30,7 +31,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_div", "dot")
 # Rows of x: what a strategy is for, beyond its tile.
 MOST_ROWS = {"gemv_batched": 16, "swiglu_up": 2, "swiglu_down": 2, "gemm_small": 20}
-MOST_ROWS |= {"gemm": 70, "gemm_tiled": 70}
+MOST_ROWS |= {"gemm": 70, "gemm_tiled": 70, "silu_mul": 40}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ def format_of(kernel: str, strategy: str, pick: random.Random) -> str:
     return pick.choice([n for n in formats.names() if n == codec or n.startswith(codec + "_g")])
 
 
+@cache
+def gemm_rows(name: str) -> int:
+    """The fewest rows of x that plan() gives to gemm."""
+    plans = (_C.plan(m=m, n=64, k=1024, format=name, chip=CHIP) for m in range(1, 100))
+    return next(m for m, plan in enumerate(plans, 1) if "gemm" in strategies_used(plan))
+
+
 def case(kernel: str, number: int) -> Case:
     """The number-th random call of a kernel."""
     strategy, dtype = strategy_of(kernel), DTYPES[kernel.rpartition("_")[2]]
@@ -78,7 +86,8 @@ def case(kernel: str, number: int) -> Case:
     n = pick.randint(1, 70)
     if strategy in ("embedding", "dequantize"):
         return rows_case(kernel, strategy, name, (n, k), dtype, pick)
-    m = pick.randint(2 if strategy == "gemv_batched" else 1, MOST_ROWS.get(strategy, 3))
+    least = {"gemv_batched": 2, "silu_mul": gemm_rows(name)}.get(strategy, 1)
+    m = pick.randint(least, MOST_ROWS.get(strategy, 3))
     if strategy == "split_reduce":
         k *= 8  # two parts at least
     return matmul_case(kernel, strategy, name, (m, n, k), dtype, pick)
@@ -116,8 +125,10 @@ def matmul_case(
     x, second = (uniform(dtype, m, k, seed=(seed, i)) for i in range(2))
     weights = (spec(name, packed, k),)
     problem = {"op": strategy, "m": m, "n": n, "k": k, "format": name}
-    if strategy == "swiglu_up":
+    if strategy in ("swiglu_up", "silu_mul"):
         up = packed_weight(name, n, k, (seed, "up"))
+        if strategy == "silu_mul":  # the last of three plans
+            problem = {"op": "silu_mul", "n": m * n, "k": k}
         return Case(
             kernel, problem, lambda put: ops.swiglu(put(x), put(packed), put(up), name, name),
             (x,), (*weights, spec(name, up, k)),

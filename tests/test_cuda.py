@@ -47,8 +47,9 @@ def expected(one: Case, chain: float) -> Value:
     problem, dtype = one.problem, one.x[0].dtype
     k = round(chain * problem["k"])
     x = Value.of(one.x[0])
-    if problem["op"] == "swiglu_up":
-        gate, up = (x.dot(w, k) for w in one.weights)
+    if problem["op"] in ("swiglu_up", "silu_mul"):
+        in_tiles = problem["op"] == "silu_mul" and dtype == torch.float16
+        gate, up = (x.dot(w.half() if in_tiles else w, k) for w in one.weights)
         return (gate.silu() * up).store(dtype)
     if problem["op"] == "swiglu_down":
         return (x.silu() * Value.of(one.x[1])).dot(one.weights[0], k).store(dtype)
@@ -62,8 +63,9 @@ def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
     """Equal, or within what both may be off."""
     assert gpu.dtype == emulator.dtype and gpu.shape == emulator.shape
     strategy = strategy_of(one.kernel)
-    on_tensor_cores = strategy in ("gemm", "gemm_small") and one.x[0].dtype == torch.float16
-    if not on_tensor_cores and not strategy.startswith("swiglu"):
+    tiles = ("gemm", "gemm_small", "silu_mul")  # the cases of silu_mul multiply in gemm
+    on_tensor_cores = strategy in tiles and one.x[0].dtype == torch.float16
+    if not on_tensor_cores and strategy not in ("swiglu_up", "swiglu_down", "silu_mul"):
         return same_bits(emulator.float(), gpu.float())
     error = (
         expected(one, 1).error + expected(one, TENSOR_CORE_CHAIN if on_tensor_cores else 1).error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import oracle
@@ -18,13 +19,21 @@ from torch_metalmm.fused import FORMS, MergedLinear, Roles, SwiGLU
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def swiglu_exact(x: Tensor, gate: Tensor, up: Tensor, down: QuantLinear, form: str) -> Value:
-    a, b = Value.of(x).dot(gate), Value.of(x).dot(up)
+def swiglu_exact(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: QuantLinear,
+    form: str,
+    halved: Sequence[bool] = (False, False, False),
+) -> Value:
+    """gate, up: W f32 [N, K]; halved: whether the engine rounds gate, up and down to f16."""
+    a, b = (Value.of(x).dot(w, halved=h) for w, h in zip((gate, up), halved[:2], strict=True))
     if form == "swiglu":
         h = (a.silu() * b).store(x.dtype)
     else:
         h = a.store(x.dtype).silu() * b.store(x.dtype)
-    y = h.dot(decoded(down))
+    y = h.dot(decoded(down), halved=halved[2])
     return (y if down.bias is None else y + Value.of(down.bias.cpu())).store(x.dtype)
 
 
@@ -40,7 +49,11 @@ def test_swiglu_computes_what_the_mlp_did(
     for shape in ((K,), (1, 1, K), (2, 3, K), (0, K)):
         x = activations(*shape, dtype=dtype) / 4
         used = form if x.numel() == K else "swiglu"
-        want = swiglu_exact(x, gate, up, module.three, used)
+        halved = [
+            backend.halves(None, dtype, w.format, (x.numel() // K, w.out_features, w.in_features))
+            for w in (module.one, module.two, module.three)
+        ]
+        want = swiglu_exact(x, gate, up, module.three, used, halved)
         check(module(backend.put(x)), want, f"{form} {shape}")
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -32,11 +32,17 @@ PROBES = ("add", "sub", "mul", "div", "dot")
 
 @dataclass(frozen=True)
 class Call:
-    """An op, its operands by slot, and the problem that it must plan."""
+    """An op, its operands by slot, and the problem that it must plan.
+
+    `before`: what the op plans before that, in order; `made`: operands of the last plan that these
+    make, by slot the number of the pass whose y it is.
+    """
 
     run: Callable[[], Tensor]
     operands: dict[str, Tensor]
     problem: dict[str, Any]
+    before: tuple[Call, ...] = ()
+    made: dict[str, int] = field(default_factory=dict)
 
 
 def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -66,6 +72,15 @@ def swiglu(name: str, dtype: torch.dtype) -> Call:
     run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
     operands = {"x": x, "weight": gate, "weight2": up}
     return Call(run, operands, problem | {"w2_stride": up.stride(0)})
+
+
+def swiglu_rows(name: str, dtype: torch.dtype) -> Call:
+    """Of many rows: gate and up in f32, by the kernels of x's dtype, then silu_mul."""
+    x, gate, up = rows(3, K, dtype), packed(name), packed(name)
+    run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
+    problem = {"m": 3, "n": N, "k": K, "format": name, "y_f32": True, **strides(x, gate)}
+    before = tuple(Call(run, {"x": x, "weight": w}, problem) for w in (gate, up))
+    return Call(run, {}, {"op": "silu_mul", "n": 3 * N}, before, {"x": 0, "x2": 1})
 
 
 def swiglu_linear(name: str, dtype: torch.dtype) -> Call:
@@ -108,6 +123,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     SPLIT: lambda f, t: linear(f, SPLIT, 2, t),
     "swiglu_up": swiglu,
     "swiglu_down": swiglu_linear,
+    "silu_mul": swiglu_rows,
     "gemm op": gemm,
     "embedding": embedding,
     "dequantize": dequantize,
@@ -184,19 +200,31 @@ def expected_buffer(slot: str, one: dict[str, Any], call: Call) -> tuple[int, in
     return t.untyped_storage().data_ptr(), t.storage_offset() * item, (elements + 1) * item
 
 
-def check_pass(calls: list[Any], one: dict[str, Any], call: Call, y_bytes: int) -> None:
-    """Encoder calls against the plan, the operands and the size of what the pass writes."""
+def buffers_of(calls: list[Any]) -> dict[str, list[int]]:
+    """{slot: [base, offset, bytes]} of the encoder calls of a pass."""
+    return {SLOTS[slot]: rest for name, slot, *rest in calls if name == "set_buffer"}
+
+
+def check_pass(
+    calls: list[Any], one: dict[str, Any], call: Call, y_bytes: int, made: dict[str, list[int]]
+) -> None:
+    """Encoder calls against the plan, the operands and the size of what the pass writes.
+
+    made: what passes before have written, by the slot that it is bound to.
+    """
     assert calls[0] == ("set_pipeline", one["kernel"], list(one["constants"].values()))
     assert calls[-3] == ("set_bytes", SLOTS.index("args"), args_of(one))
     assert calls[-2] == ("set_threadgroup_memory", 0, one["threadgroup_bytes"])
     assert calls[-1] == ("dispatch", one["grid"], one["group"])
-    buffers = {SLOTS[slot]: rest for name, slot, *rest in calls[1:-3] if name == "set_buffer"}
+    buffers = buffers_of(calls)
     assert len(buffers) == len(calls) - 4, "a slot is set twice, or a call is of another kind"
     assert set(buffers) | {"args"} == set(one["slots"]) == declared(strategy_of(one["kernel"]))
     for slot, buffer in buffers.items():
         expected = expected_buffer(slot, one, call)
         if expected:
             assert buffer == list(expected), slot
+        elif slot in made:
+            assert buffer == made[slot], slot
         elif slot not in ("y", "partial"):  # absent: memory that is there, none of it readable
             assert buffer == [*buffers["y"][:2], 0], slot
     assert buffers["y"][1:] == [0, y_bytes]
@@ -214,7 +242,7 @@ def check_rules(calls: list[Any], y: Tensor) -> None:
         assert base and offset % size == 0, name
 
 
-def check_consumed(calls: list[Any], launch: dict[str, Any]) -> None:
+def check_consumed(calls: list[Any], launch: dict[str, Any], call: Call) -> None:
     """Encoder calls against what the emulator took for the same pass of the same op."""
     assert calls[0][1] == launch["kernel"]
     assert calls[0][2] == [launch["constants"][str(i)] for i in range(len(calls[0][2]))]
@@ -226,10 +254,10 @@ def check_consumed(calls: list[Any], launch: dict[str, Any]) -> None:
     del taken[SLOTS.index("args")]
     own = {slot: (base, offset, size) for _, slot, base, offset, size in calls[1:-3]}
     assert set(taken) == set(own)
-    # y and the workspace are new tensors in each of the two runs: only their sizes can be compared.
-    new = {base for slot, (base, _, _) in own.items() if SLOTS[slot] in ("y", "partial")}
+    # What the op makes is a new tensor in each of the two runs: only its size can be compared.
+    given = {t.untyped_storage().data_ptr() for t in call.operands.values()}
     for slot, (base, offset, size) in own.items():
-        at = base + offset if base not in new else taken[slot][0]
+        at = base + offset if base in given else taken[slot][0]
         assert taken[slot] == [at, size], SLOTS[slot]
 
 
@@ -242,20 +270,28 @@ def test_encoding(case: str, name: str, spy: ctypes.CDLL) -> None:
         with recorded() as calls:
             y = call.run()
         passes, launches = passes_of(calls), consumed(spy, call.run)
-        problem = {"dtype": NAMES[dtype], "chip": CHIP, "gpu": {"cores": CORES}} | call.problem
-        plan = _C.plan(
-            **problem,
-            x_alignment=alignment(call, "x", "x2"),
-            w_alignment=alignment(call, "weight", "weight2"),
-        )
-        assert len(passes) == len(plan["passes"]) == len(launches) > 0
+        planned = [(c, planned_for(c, dtype)) for c in (*call.before, call)]
+        steps = [(c, plan, one) for c, plan in planned for one in plan["passes"]]
+        assert len(passes) == len(steps) == len(launches) > 0
         assert len(passes) == 2 or case != SPLIT
-        for i, (one, launch) in enumerate(zip(plan["passes"], launches, strict=True)):
-            is_last = i == len(passes) - 1
-            y_bytes = y.numel() * y.element_size() if is_last else plan["workspace_bytes"]
-            check_pass(passes[i], one, call, y_bytes)
+        made = {slot: buffers_of(passes[i])["y"] for slot, i in call.made.items()}
+        for i, (of, plan, one) in enumerate(steps):
+            is_last = one is plan["passes"][-1]
+            size = 4 if of.problem.get("y_f32") else y.element_size()
+            y_bytes = y.numel() * size if is_last else plan["workspace_bytes"]
+            check_pass(passes[i], one, of, y_bytes, made if of is call else {})
             check_rules(passes[i], y)
-            check_consumed(passes[i], launch)
+            check_consumed(passes[i], launches[i], of)
+
+
+def planned_for(call: Call, dtype: torch.dtype) -> dict[str, Any]:
+    """The last plan of the call."""
+    plan: dict[str, Any] = _C.plan(
+        **{"dtype": NAMES[dtype], "chip": CHIP, "gpu": {"cores": CORES}} | call.problem,
+        x_alignment=alignment(call, "x", "x2"),
+        w_alignment=alignment(call, "weight", "weight2"),
+    )
+    return plan
 
 
 def alignment(call: Call, *slots: str) -> int:
@@ -290,7 +326,7 @@ def test_operands_without_memory() -> None:
     """K = 0: x and W have no memory, and what is bound in their place is y's."""
     with recorded() as calls:
         ops.linear(torch.empty(3, 0), torch.empty(2, 0, dtype=torch.uint8), None, "f32")
-    buffers = {SLOTS[slot]: rest for name, slot, *rest in calls[1:] if name == "set_buffer"}
+    buffers = buffers_of(calls)
     assert buffers["y"][0] and buffers["y"][2] == 24
     for slot in ("x", "weight", "bias", "c"):
         assert buffers[slot] == [buffers["y"][0], 0, 0]

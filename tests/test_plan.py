@@ -73,7 +73,9 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     fmt = formats.get(draw(st.sampled_from(FORMATS)))
     small = st.integers(0, 70)
     blocks = draw(st.integers(0, 300) | st.sampled_from([16384 // fmt.block_values, 1 << 12]))
-    has_c = op in ("linear", "swiglu_down") and draw(st.booleans())
+    y_f32 = op == "linear" and draw(st.booleans())
+    has_epilogue = op in ("linear", "swiglu_down") and not y_f32
+    has_c = has_epilogue and draw(st.booleans())
     return {
         "op": op,
         "m": draw(small | st.integers(0, 5000) | st.sampled_from(MS)),
@@ -82,10 +84,11 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         "format": fmt.name,
         "dtype": draw(st.sampled_from(DTYPES)),
         "chip": draw(st.sampled_from(explain.chips())),
-        "bias": op in ("linear", "swiglu_down") and draw(st.booleans()),
+        "bias": has_epilogue and draw(st.booleans()),
         "c": has_c,
         "alpha": draw(st.sampled_from([1.0, 0.5])) if has_c else 1.0,
         "beta": draw(st.sampled_from([0.0, 2.0])) if has_c else 0.0,
+        "y_f32": y_f32,
         "strategy": draw(st.none() | st.sampled_from(_C.strategies(op))),
         "gpu": draw(
             st.fixed_dictionaries(
@@ -136,6 +139,7 @@ def check_flat(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any], redu
     if reduces:
         items = ceil(p["m"] * p["n"] / row["values"])
         assert one["constants"]["epilogue"] == epilogue(p)
+        assert one["kernel"] == f"split_reduce_{'f32' if p['y_f32'] else p['dtype']}"
     assert one["grid"][1:] == [1, 1]
     assert covers(one["grid"][0], row["threads"], items)
 
@@ -163,7 +167,8 @@ def test_invariants(p: dict[str, Any]) -> None:
         if row["family"] == "matmul":
             check_matmul(p, one, row)
             last = len(plan["passes"]) == 1
-            assert one["constants"]["epilogue"] == (epilogue(p) if last else 8)
+            sums = not last or (p["y_f32"] and p["dtype"] != "f32")
+            assert one["constants"]["epilogue"] == (8 if sums else epilogue(p))
         elif row["family"] != "single":
             check_flat(p, one, row, reduces=i == 1)
         if p["strategy"] and i == 0 and p["strategy"] != "split_reduce":

@@ -114,6 +114,21 @@ def test_fused_swiglu_for_few_rows() -> None:
     assert not _C.is_fused("linear", 1)
 
 
+def test_results_in_f32() -> None:
+    """The same kernels of f16 x: they leave f32 sums in y, no workspace; split-K adds in f32."""
+    problem: dict[str, Any] = {"n": 4096, "k": 4096, "format": "q4_k", "chip": "m4-max"}
+    for m in (1, 8, 128):
+        rounded = _C.plan(m=m, **problem)["passes"]
+        sums = _C.plan(m=m, y_f32=True, **problem)
+        assert [one["kernel"] for one in sums["passes"]] == [one["kernel"] for one in rounded]
+        assert sums["passes"][0]["constants"]["epilogue"] == 8 and sums["workspace_bytes"] == 0
+    split = _C.plan(m=8, y_f32=True, strategy="split_reduce", **problem)
+    assert [one["kernel"][-3:] for one in split["passes"]] == ["f16", "f32"]
+    assert split["passes"][1]["constants"]["epilogue"] == 0
+    wide = _C.plan(m=8, y_f32=True, dtype="f32", **problem)
+    assert wide == _C.plan(m=8, dtype="f32", **problem)
+
+
 def test_nothing_to_compute() -> None:
     for op, sizes in (("linear", (0, 8, 32)), ("linear", (3, 0, 32)), ("embedding", (0, 8, 32))):
         m, n, k = sizes
@@ -175,6 +190,10 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
             "strategy: split_reduce computes linear, swiglu_down, not embedding",
         ),
         ({"op": "swiglu_up", "bias": True}, "bias, c, alpha: swiglu_up has none"),
+        ({"y_f32": True, "bias": True}, "y_f32: only of linear without bias, c and alpha"),
+        ({"y_f32": True, "alpha": 2.0}, "y_f32: only of linear"),
+        ({"y_f32": True, "op": "swiglu_down"}, "y_f32: only of linear"),
+        ({"y_f32": True, "y_stride": 9}, "y_f32: rows of y follow each other; y_stride 9"),
         ({"beta": 1.0}, "c: missing, but beta is not 0"),
         ({"chip": "m9"}, "chip: unknown 'm9'; allowed: m1, m1-pro"),
         ({"dtype": "f64"}, "dtype: unknown 'f64'; allowed: f32, f16, bf16"),

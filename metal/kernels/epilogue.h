@@ -5,7 +5,8 @@
 
 namespace metalmm {
 
-// Result m, n. A split-K pass leaves acc itself, f32 [parts, M, N]; split_reduce does the rest.
+// Result m, n. kEpiloguePartial leaves acc itself, f32 [parts, M, N]: for split_reduce, or as
+// the result of a linear that is wanted in f32.
 template <class T>
 METAL_FUNC void store_result(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
                              float acc) {

@@ -9,6 +9,7 @@
 #include "../formats/piece.h"
 #include "../tile/load.h"
 #include "epilogue.h"
+#include "silu.h"
 
 namespace metalmm {
 
@@ -37,8 +38,6 @@ struct PlainX {
   }
 };
 
-METAL_FUNC float silu(float x) { return x / (1.0f + exp(-x)); }
-
 // silu(gate) * up, in f32.
 template <class T>
 struct SiluMulX {
@@ -47,14 +46,16 @@ struct SiluMulX {
     device const T* up;
   };
   static METAL_FUNC Row at(Row x, uint k) { return {x.gate + k, x.up + k}; }
-  static METAL_FUNC float value(Row x, uint k) { return silu(float(x.gate[k])) * float(x.up[k]); }
+  static METAL_FUNC float value(Row x, uint k) {
+    return SiluMul::of(float(x.gate[k]), float(x.up[k]));
+  }
   template <int kCount>
   static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount]) {
     float up[kCount];
     load_values(x.gate + k, v);
     load_values(x.up + k, up);
     MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = silu(v[i]) * up[i];
+    for (int i = 0; i < kCount; ++i) v[i] = SiluMul::of(v[i], up[i]);
   }
 };
 

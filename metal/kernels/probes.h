@@ -1,4 +1,4 @@
-// Probes of a launcher and of its arithmetic: y = x op x2, and the dot product.
+// y = x op x2, and the dot product: probes of a launcher and of its arithmetic; and silu_mul.
 #pragma once
 
 #include <metal_simdgroup>
@@ -23,16 +23,16 @@ struct Div {
 // Owner    a thread owns kValues elements, kThreads apart.
 // Traffic  every operand once, neighbouring lanes neighbouring elements.
 // Needs    nothing.
-template <class Op, class T>
+template <class Op, class X, class Y>
 struct Elementwise {
-  static METAL_FUNC void run(device const T* x, device const T* x2, device T* y,
+  static METAL_FUNC void run(device const X* x, device const X* x2, device Y* y,
                              constant KernelArgs& args, Position at) {
     constexpr uint kThreads = ProbeItems::kThreads, kValues = ProbeItems::kValues;
     const ulong first = (ulong)at.tg.x * (kThreads * kValues) + at.index;
     MM_UNROLL
     for (uint j = 0; j < kValues; ++j) {
       const ulong i = first + j * kThreads;
-      if (i < args.count) y[i] = T(Op::of(float(x[i]), float(x2[i])));
+      if (i < args.count) y[i] = Y(Op::of(float(x[i]), float(x2[i])));
     }
   }
 };

@@ -31,7 +31,7 @@ struct SwigluGateUp {
     MM_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float g = simd_sum(acc[r]), u = simd_sum(acc[kRows + r]);
-      if (at.lane == uint(r)) mine = silu(g) * u;
+      if (at.lane == uint(r)) mine = SiluMul::of(g, u);
     }
     store_rows<kRows>(result, args, 0, m, n, at.lane, mine);
   }
