@@ -27,6 +27,10 @@ struct Gpu {
   uint32_t max_threads = 1024;  // per threadgroup
 };
 
+// plan() knows Macs: an NVIDIA GPU is planned for as a large one whose matrix units work beside the
+// others, with as many cores as it has multiprocessors.
+constexpr const char* kCudaPlansFor = "m4-max";
+
 // M1 ... M5, base to Ultra, each in its largest configuration.
 const std::vector<Gpu>& all_gpus();
 

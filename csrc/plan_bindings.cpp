@@ -127,6 +127,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
 using namespace py::literals;
 
 void bind_chips(py::module_& m) {
+  m.attr("CUDA_PLANS_FOR") = kCudaPlansFor;
   m.def(
       "gpus",
       [] {

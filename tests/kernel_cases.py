@@ -25,7 +25,7 @@ from torch_metalmm.testing import emulated
 ops = torch.ops.metalmm
 
 # What the CUDA engine plans for, so that the emulator runs the same kernels.
-CHIP, CORES = "m4-max", 132
+CHIP, CORES = _C.CUDA_PLANS_FOR, 132
 PER_KERNEL = 10
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_div", "dot")

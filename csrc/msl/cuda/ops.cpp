@@ -11,15 +11,13 @@
 namespace metalmm {
 namespace {
 
-// plan() knows Macs: an NVIDIA GPU is planned for as a large one whose matrix units work beside the
-// others, an M4 Max, with as many cores as it has multiprocessors.
 Gpu gpu_of(c10::Device device) {
   static std::mutex mutex;
   static std::map<int, Gpu> gpus;
   std::lock_guard<std::mutex> lock(mutex);
   auto found = gpus.find(device.index());
   if (found == gpus.end()) {
-    Gpu gpu = gpu_by_name("m4-max");
+    Gpu gpu = gpu_by_name(kCudaPlansFor);
     gpu.name = "cuda";
     gpu.cores = static_cast<uint32_t>(cuda::multiprocessors(device.index()));
     found = gpus.emplace(device.index(), gpu).first;
