@@ -15,7 +15,7 @@ import torch
 
 from torch_metalmm import formats
 
-from . import machine, matmul, matrix_ops, quality, report, roof, roof_gpu, shapes
+from . import machine, matmul, matrix_ops, quality, report, roof, roof_gpu, shapes, tables
 from .devices import CPU, Device
 from .engines import ENGINES
 from .problem import COLD_FACTOR, Setting
@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     mm.add_argument("--strategy", help="force one of torch_metalmm's: gemv, gemv_batched, gemm")
     mm.add_argument("--seconds", type=float, help="time budget of a cell, beyond repetitions (1)")
     mm.add_argument(
-        "--sweep-m", action="store_true", help="time against M of the first format and shape"
+        "--sweep-m",
+        action="store_true",
+        help="time against M of the first shape, by torch_metalmm alone",
     )
     one = sub.add_parser("matrix-ops", parents=common, help="one operation: result, check, time")
     one.add_argument("operation", choices=matrix_ops.OPERATIONS)
@@ -103,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     rep.add_argument("file", type=Path)
     rep.add_argument("--markdown", action="store_true")
     rep.add_argument("--baseline", type=Path, help="JSON of another run to compare with")
-    plot = sub.add_parser("plot", help="draw the PNG plots of a JSON file")
-    plot.add_argument("file", type=Path)
+    plot = sub.add_parser("plot", help="draw the PNG plots of JSON files")
+    plot.add_argument("file", type=Path, nargs="+", help="of one machine; the later ones win")
     plot.add_argument("--output", type=Path, default=Path("."), help="folder")
     plot.add_argument("--prefix", default="", help="of the file names, as h200-")
     return p
@@ -116,6 +118,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser().parse_args(argv if named else ["matmul", *argv])
     if args.command in OWN_FORMATS and args.formats is None and not args.quick:
         args.formats = OWN_FORMATS[args.command]
+    if getattr(args, "sweep_m", False):
+        args.engines = args.engines or "metalmm"
+        args.m = args.m or ",".join(map(str, shapes.SWEEP_M))
     for name, value in (QUICK if getattr(args, "quick", False) else NORMAL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -181,11 +186,10 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
     wanted = [shapes.parse_shape(s) for s in args.shapes.split(",")]
     ms, names = shapes.parse_ints(args.m), shapes.parse_names(args.formats)
     check_formats(names, wanted)
-    if args.sweep_m:
-        ms = ms if args.m not in (NORMAL["m"], QUICK["m"]) else shapes.SWEEP_M
-        yield from matmul.sweep(wanted[0], names[0], ms, setting, args.repetitions, status)
-        return
     engines, absent = matmul.choose_engines(shapes.parse_names(args.engines), setting.device)
+    if args.sweep_m:
+        yield from matmul.sweep(wanted[0], names, ms, engines, setting, args.repetitions, status)
+        return
     yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
     found, roof_record = measure_roof(args)
     yield roof_record
@@ -266,7 +270,7 @@ def main(argv: list[str]) -> int:
             if args.write:
                 print(*cells.write(), sep="\n")
                 return 0
-            print(report.to_markdown(cells.size_table()), cells.markdown(), sep="\n\n")
+            print(tables.to_markdown(cells.size_table()), cells.markdown(), sep="\n\n")
             return 0
         if args.command == "chips":
             from . import chips
@@ -276,7 +280,8 @@ def main(argv: list[str]) -> int:
         if args.command == "plot":
             from . import plots
 
-            print(*plots.draw(report.read_records(args.file), args.output, args.prefix), sep="\n")
+            records = [r for file in args.file for r in report.read_records(file)]
+            print(*plots.draw(records, args.output, args.prefix), sep="\n")
             return 0
         torch.set_num_threads(args.threads)
         device = Device.named(args.device)

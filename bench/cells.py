@@ -22,7 +22,7 @@ from torch_metalmm import _C, chip_model
 from torch_metalmm.msl_build import LANGUAGE, ROOT, BuildError, zig
 
 from . import chips, ptx
-from .report import Table, replace_block, to_markdown
+from .tables import Table, replace_block, to_markdown
 
 METAL = ROOT / "metal"
 README = ROOT / "bench" / "README.md"

@@ -13,7 +13,7 @@ from torch_metalmm import _C
 from torch_metalmm.chip_model import MODELS, Chip, predict, tokens_per_second
 from torch_metalmm.msl_build import ROOT
 
-from .report import Table, digits, percent, to_markdown
+from .tables import Table, digits, percent, to_markdown
 
 PAGE = ROOT / "docs" / "chip-model.md"
 FORMATS = ("f16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "affine4_g64", "q3_k", "q2_k")

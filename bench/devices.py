@@ -7,8 +7,12 @@ calls are captured in a graph and events time its replay, on mps events time as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from torch_metalmm import _C
+from torch_metalmm.chip_model import strategy_of
 
 from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
 from .timing import Call, Timed
@@ -108,6 +112,21 @@ class Device:
         if self.type == "cuda":
             return int(torch.cuda.get_device_properties().L2_cache_size)
         return UNKNOWN_CACHE if self.type == "mps" else last_level_cache()
+
+    def strategy(self, **problem: Any) -> str | None:
+        """What plan() chooses here for a linear; None on the CPU, whose choices are no plans."""
+        if self.type == "cpu":
+            return None
+        if self.type == "cuda":
+            chip, cores = (
+                _C.CUDA_PLANS_FOR,
+                torch.cuda.get_device_properties().multi_processor_count,
+            )
+        else:
+            facts = _C.mps_facts()
+            chip, cores = facts["plans_for"], facts["cores"]
+        plan = _C.plan(chip=chip, gpu={"cores": cores} if cores else {}, **problem)
+        return strategy_of(plan["passes"][0]["kernel"])
 
     def timed(self, call: Call, copies: int = 1) -> Timed:
         kinds: dict[str, type[Timed]] = {"cpu": Timed, "cuda": GraphTimed, "mps": RowTimed}

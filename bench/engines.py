@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_metalmm import formats
 
 from .devices import Device
-from .peers import DequantizeAndMm, TorchDense, TorchMv
+from .peers import LABELS, DequantizeAndMm, TorchDense, TorchMv
 from .peers_ggml import Ggml
 from .peers_int import TorchInt4, TorchInt8
 from .peers_other import Mlx, OnnxRuntime
@@ -38,6 +38,13 @@ class MetalMM:
             given = x.to(setting.device.type, setting.dtype)
             return lambda i: op(given, weights[i], None, name, setting.strategy)
 
+        def strategy(m: int) -> str | None:
+            sizes = {"m": m, "n": problem.shape.n, "k": problem.shape.k}
+            dtype = LABELS[setting.dtype]
+            return setting.device.strategy(
+                **sizes, format=name, dtype=dtype, strategy=setting.strategy
+            )
+
         label = name if setting.strategy is None else f"{name} {setting.strategy}"
         exact = setting.dtype is torch.float32
         return Variant(
@@ -49,6 +56,7 @@ class MetalMM:
             device=setting.device,
             bind=bind,
             decoded=lambda: problem.decoded(packed, name),
+            strategy=strategy,
             rounding=Rounding() if exact else Rounding.to(setting.dtype),
         )
 

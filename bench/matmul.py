@@ -52,6 +52,7 @@ def describe_cell(variant: Variant, shape: Shape, m: int) -> Record:
         "format": variant.format,
         "weight_bytes": variant.weight_bytes,
         "copies": variant.copies,
+        "strategy": variant.strategy(m),
     }
 
 
@@ -132,26 +133,43 @@ def run(
 
 def sweep(
     shape: Shape,
-    format: str,
+    formats: Sequence[str],
     ms: Sequence[int],
+    names: Sequence[str],
     setting: Setting,
     repetitions: int,
     progress: Progress,
-) -> list[Record]:
-    """Time against M of one format of torch_metalmm, all M interleaved."""
+) -> Iterator[Record]:
+    """Time against M: the variants one after another, all M of one interleaved."""
     problem = Problem(shape, setting)
-    progress(f"{shape} {format}: packing")
-    (variant,) = build(problem, [format], ["metalmm"])
-    checker, timed, cells = Checker(problem), {}, []
+    checker = Checker(problem)
+    for name in names:
+        progress(f"{shape} {name}: packing")
+        for variant in ENGINES[name].variants(problem, formats):  # made one by one, as they come
+            yield from sweep_variant(problem, variant, checker, ms, repetitions, progress)
+
+
+def sweep_variant(
+    problem: Problem,
+    variant: Variant,
+    checker: Checker,
+    ms: Sequence[int],
+    repetitions: int,
+    progress: Progress,
+) -> list[Record]:
+    """One record for each M that the variant takes."""
+    shape, timed, cells = problem.shape, {}, []
     for m in ms:
-        progress(f"{shape} {format} M={m}: check")
+        if variant.max_m is not None and m > variant.max_m:
+            continue
+        progress(f"{shape} {variant.name} M={m}: check")
         x = problem.x(m)
         call: Callable[[int], Tensor] = variant.bind(x)
         check = checker(variant, x, call)
         cells.append({**describe_cell(variant, shape, m), **check.record(), "kind": "sweep"})
         if check.ok:
             timed[str(m)] = variant.device.timed(call, variant.copies)
-    progress(f"{shape} {format}: timing {len(timed)} M, interleaved")
+    progress(f"{shape} {variant.name}: timing {len(timed)} M, interleaved")
     timings = interleave(timed, repetitions) if timed else {}
     for cell in cells:
         if (t := timings.get(str(cell["m"]))) is not None:

@@ -11,6 +11,7 @@ from torch_metalmm.format_table import FAMILIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Record = dict[str, Any]
 FIGURE_INCHES = (8.0, 5.0)
@@ -20,8 +21,16 @@ PEER_MARKER = "x"
 
 
 def measured(records: Sequence[Record]) -> list[Record]:
-    """The cells that were right and timed."""
-    return [r for r in records if r["kind"] in ("matmul", "sweep") and "us" in r]
+    """The cells that were right and timed; of one that was measured twice, the last.
+
+    ValueError: runs of different machines, whose times have nothing in common.
+    """
+    machines = {r["machine"] for r in records if "machine" in r}
+    if len(machines) > 1:
+        raise ValueError(f"the records are of several machines: {', '.join(sorted(machines))}")
+    key = ("kind", "n", "k", "m", "variant")
+    cells = [r for r in records if r["kind"] in ("matmul", "sweep") and "us" in r]
+    return list({tuple(c[x] for x in key): c for c in cells}.values())
 
 
 def intensity(r: Record) -> float:
@@ -34,13 +43,33 @@ def marker(r: Record) -> str:
     return MARKERS[FAMILIES[layouts[r["format"]]]] if r["format"] else PEER_MARKER
 
 
-def roofline(ax: Axes, cells: Sequence[Record]) -> None:
+def label(r: Record) -> str:
+    """A variant as a legend names it: what all rows of a plot share says nothing there."""
+    return str(r["variant"]).removeprefix("metalmm ").removesuffix(" float16")
+
+
+def styles(cells: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """{variant: how it is drawn}: no two alike; peers dashed and grey to black."""
+    from matplotlib import colormaps
+
+    names = {c["variant"]: bool(c["format"]) for c in cells}
+    own = [name for name, packed in names.items() if packed]
+    peers = [name for name, packed in names.items() if not packed]
+    few = colormaps["tab10" if len(own) <= 10 else "tab20"]
+    out: dict[str, dict[str, Any]] = {name: {"color": few(i)} for i, name in enumerate(own)}
+    for i, name in enumerate(peers):
+        out[name] = {"color": str(0.7 * i / len(peers)), "linestyle": "--"}
+    return out
+
+
+def roofline(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
     """GFLOP/s over flops per byte: every format and shape, M as colour, the run's own roofs."""
     from matplotlib.colors import LogNorm
+    from matplotlib.lines import Line2D
 
-    cells = [c for c in cells if c["kind"] == "matmul"]
     norm = LogNorm(1, max(2, *(c["m"] for c in cells)))
-    for shape in dict.fromkeys(map(marker, cells)):
+    used = dict.fromkeys(map(marker, cells))
+    for shape in used:
         some = [c for c in cells if marker(c) == shape]
         points = ax.scatter(
             [intensity(c) for c in some],
@@ -49,9 +78,12 @@ def roofline(ax: Axes, cells: Sequence[Record]) -> None:
             marker=shape,
             norm=norm,
             s=18,
-            label={v: k for k, v in MARKERS.items()}.get(shape, "peers"),
         )
-    ax.figure.colorbar(points, ax=ax, label="M")
+    ms = sorted({c["m"] for c in cells})
+    bar = figure.colorbar(points, ax=ax, label="M")
+    bar.set_ticks(ms if len(ms) <= 10 else ms[:: len(ms) // 8], minor=False)
+    bar.set_ticks([], minor=True)
+    bar.ax.yaxis.set_major_formatter("{x:.0f}")
     read, peak = (sorted(c[f"roof_{k}"] for c in cells)[len(cells) // 2] for k in ("gbs", "gflops"))
     ends = [min(map(intensity, cells)) / 2, max(map(intensity, cells)) * 2]
     ridge = peak / read
@@ -59,65 +91,99 @@ def roofline(ax: Axes, cells: Sequence[Record]) -> None:
     ax.plot(xs, [min(peak, read * x) for x in xs], color="black", linewidth=1)
     ax.set(xscale="log", yscale="log", xlabel="flops per byte of W", ylabel="GFLOP/s")
     ax.set_title(f"Roofs measured in the run: {read:.0f} GB/s read, {peak:.0f} GFLOP/s")
-    ax.legend()
+    names = {v: k for k, v in MARKERS.items()} | {PEER_MARKER: "peers"}
+    ax.legend(
+        handles=[
+            Line2D([], [], color="grey", marker=m, linestyle="", label=names[m]) for m in used
+        ],
+        loc="lower right",
+    )
 
 
-def bandwidth(ax: Axes, cells: Sequence[Record]) -> None:
+def bandwidth(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
     """GB/s of weight bytes at the least M, a group per shape, a bar per variant; the roof above."""
     least = min(c["m"] for c in cells)
-    cells = [c for c in cells if c["m"] == least and c["kind"] == "matmul"]
+    cells = [c for c in cells if c["m"] == least]
     shapes = list(dict.fromkeys(f"{c['n']}×{c['k']}" for c in cells))
-    names = list(dict.fromkeys(c["variant"] for c in cells))
-    width = 0.85 / len(names)
-    for i, name in enumerate(names):
+    width = 0.85 / len({c["variant"] for c in cells})
+    style, first = styles(cells), {c["variant"]: c for c in reversed(cells)}
+    for i, name in enumerate(style):
         found = {f"{c['n']}×{c['k']}": c["gbs"] for c in cells if c["variant"] == name}
-        at = [j + (i - (len(names) - 1) / 2) * width for j, s in enumerate(shapes) if s in found]
-        ax.bar(at, [found[s] for s in shapes if s in found], width, label=name)
+        at = [j + (i - (len(style) - 1) / 2) * width for j, s in enumerate(shapes) if s in found]
+        heights = [found[s] for s in shapes if s in found]
+        ax.bar(at, heights, width, label=label(first[name]), color=style[name]["color"])
     for j, shape in enumerate(shapes):
         roofs = [c["roof_gbs"] for c in cells if f"{c['n']}×{c['k']}" == shape]
         ax.hlines(max(roofs), j - 0.45, j + 0.45, color="black", linewidth=1)
     ax.set_xticks(range(len(shapes)), shapes)
     ax.set(ylabel="GB/s of W", title=f"M = {least}; line: read roof of the run")
-    ax.legend(fontsize="x-small", ncols=max(1, len(names) // 8))
+    figure.legend(loc="outside right upper", fontsize="small")
 
 
-def time_by_m(ax: Axes, cells: Sequence[Record]) -> None:
-    """Time against M of every variant at the shape that has most M."""
+def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
+    """Time against M at the shape that has most M; rings where plan() takes another strategy."""
     by_shape: dict[tuple[int, int], set[int]] = {}
     for c in cells:
         by_shape.setdefault((c["n"], c["k"]), set()).add(c["m"])
     n, k = max(by_shape, key=lambda s: len(by_shape[s]))
     cells = [c for c in cells if (c["n"], c["k"]) == (n, k)]
-    for name in dict.fromkeys(c["variant"] for c in cells):
-        line = sorted((c["m"], c["us"]) for c in cells if c["variant"] == name)
-        style = "-" if any(c["format"] for c in cells if c["variant"] == name) else "--"
-        ax.plot(*zip(*line, strict=True), style, marker=".", label=name)
+    for name, style in styles(cells).items():
+        line = sorted((c for c in cells if c["variant"] == name), key=lambda c: int(c["m"]))
+        if len(line) < 2:  # a point is no curve
+            continue
+        ms, us = [c["m"] for c in line], [c["us"] for c in line]
+        ax.plot(ms, us, **style, marker=".", markersize=4, linewidth=1.2, label=label(line[0]))
+        pairs = zip(line, line[1:], strict=False)
+        changed = [b for a, b in pairs if a.get("strategy") != b.get("strategy")]
+        ax.scatter(
+            [c["m"] for c in changed],
+            [c["us"] for c in changed],
+            s=40,
+            facecolors="none",
+            edgecolors=[style["color"]] * len(changed),
+            label="_",
+        )
+    if any(c.get("strategy") for c in cells):
+        ax.scatter([], [], s=40, facecolors="none", edgecolors="black", label="another strategy")
+    ticks = [m for m in (1 << i for i in range(20)) if m <= max(c["m"] for c in cells)]
     ax.set(xscale="log", yscale="log", xlabel="M", ylabel="µs", title=f"W {n}×{k}")
-    ax.legend(fontsize="x-small")
+    ax.set_xticks(ticks, [str(m) for m in ticks])
+    ax.minorticks_off()
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
 
 
-PLOTS: dict[str, Callable[[Axes, Sequence[Record]], None]] = {
-    "roofline": roofline,
-    "bandwidth": bandwidth,
-    "time": time_by_m,
+Draw = Callable[["Figure", "Axes", Sequence[Record]], None]
+# Of which records, in order of preference.
+PLOTS: dict[str, tuple[Draw, tuple[str, ...]]] = {
+    "roofline": (roofline, ("matmul",)),
+    "bandwidth": (bandwidth, ("matmul",)),
+    "time": (time_by_m, ("sweep", "matmul")),
 }
 
 
 def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path]:
-    """Writes <prefix><plot>.png for each of PLOTS into folder. ValueError: nothing was timed."""
+    """Writes <prefix><plot>.png into folder for each of PLOTS that there are records of.
+
+    ValueError: nothing was timed, or not on one machine.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     cells = measured(records)
-    if not any(c["kind"] == "matmul" for c in cells):
-        raise ValueError("no matmul cell in the records was timed: nothing to plot")
+    if not cells:
+        raise ValueError("no cell in the records was timed: nothing to plot")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, plot in PLOTS.items():
+    for name, (plot, kinds) in PLOTS.items():
+        shown = next((s for kind in kinds if (s := [c for c in cells if c["kind"] == kind])), None)
+        if shown is None:
+            continue
         figure, ax = plt.subplots(figsize=FIGURE_INCHES, layout="constrained")
-        plot(ax, cells)
+        plot(figure, ax, shown)
         path = folder / f"{prefix}{name}.png"
         figure.savefig(path, dpi=DOTS_PER_INCH)
         plt.close(figure)

@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import matrix_ops
+from .tables import ABSENT, Table, digits, percent, scientific, to_markdown
 
 Record = dict[str, Any]
-ABSENT = "–"
 NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
 FULL_COLUMNS = ["variant", "M", "µs", "IQR", "GB/s", "of read", "GFLOP/s", "of peak"]
 FULL_COLUMNS += ["vs F.linear", "error"]
-
-
-@dataclass
-class Table:
-    """Left-aligned first column, numbers in the others."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -36,22 +26,6 @@ def read_records(path: Path) -> list[Record]:
         except (ValueError, TypeError) as e:
             raise ValueError(f"{path}, line {number}: not a JSON object") from e
     return records
-
-
-def digits(value: float | None, significant: int = 3) -> str:
-    """12345 -> "12345", 1.2345 -> "1.23"; ABSENT for None."""
-    if value is None:
-        return ABSENT
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, significant - max(whole, 1))}f}"
-
-
-def percent(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.0f} %"
-
-
-def scientific(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def spread(r: Record) -> float:
@@ -182,15 +156,46 @@ def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Tab
     return table
 
 
-def sweep_table(records: Sequence[Record]) -> list[Table]:
-    """Time against M, with the inversions that the quartiles confirm."""
-    cells = [r for r in records if r["kind"] == "sweep"]
-    if not cells:
-        return []
+def sweep_tables(records: Sequence[Record]) -> list[Table]:
+    """Time against M: all of it for one variant; for several, times and what was inverted."""
+    by_variant: dict[str, list[Record]] = {}
+    for r in records:
+        if r["kind"] == "sweep":
+            by_variant.setdefault(r["variant"], []).append(r)
+    if len(by_variant) < 2:
+        return [_sweep_table(cells) for cells in by_variant.values()]
+    ms = sorted({r["m"] for cells in by_variant.values() for r in cells})
+    first = next(iter(by_variant.values()))[0]
+    table = Table("", [f"W {first['n']}×{first['k']}, µs at M", *by_variant])
+    for m in ms:
+        found = [next((r for r in cells if r["m"] == m), None) for cells in by_variant.values()]
+        table.rows.append([str(m), *(_microseconds(r) for r in found)])
+    table.rows.append(["worst IQR", *(_worst_spread(cells) for cells in by_variant.values())])
+    table.rows.append(["time falls at", *(_falls(cells) for cells in by_variant.values())])
+    return [table]
+
+
+def _microseconds(cell: Record | None) -> str:
+    if cell is None:
+        return ABSENT
+    return digits(cell["us"]) if cell["ok"] else "WRONG"
+
+
+def _worst_spread(cells: Sequence[Record]) -> str:
+    spreads = [spread(r) for r in cells if r["ok"]]
+    return percent(max(spreads)) if spreads else ABSENT
+
+
+def _falls(cells: Sequence[Record]) -> str:
+    return ", ".join(str(r["m"]) for r in cells if "slower_m" in r) or "none"
+
+
+def _sweep_table(cells: Sequence[Record]) -> Table:
+    """One variant, with the inversions that the quartiles confirm."""
     c = cells[0]
-    falls = [str(r["m"]) for r in cells if "slower_m" in r]
+    falls = _falls(cells)
     spreads = sorted(spread(r) for r in cells if r["ok"])
-    verdict = f"time falls at M = {', '.join(falls)}" if falls else "time never falls as M grows"
+    verdict = "time never falls as M grows" if falls == "none" else f"time falls at M = {falls}"
     if len(spreads) < len(cells):
         verdict = "wrong results are not timed"
     elif spreads[len(spreads) // 2] > NOISY:
@@ -206,7 +211,7 @@ def sweep_table(records: Sequence[Record]) -> list[Table]:
         table.rows.append(
             [str(r["m"]), *numbers, digits(r["gflops"]), scientific(r["error"]), note]
         )
-    return [table]
+    return table
 
 
 def overhead_table(records: Sequence[Record]) -> list[Table]:
@@ -283,36 +288,10 @@ def _quality(r: Record) -> tuple[list[str], list[str]]:
     ]
 
 
-def to_markdown(table: Table) -> str:
-    lines = [f"**{table.title}**", ""] if table.title else []
-    lines.append("| " + " | ".join(table.columns) + " |")
-    lines.append("|---|" + "---:|" * (len(table.columns) - 1))
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
-    return "\n".join(lines)
-
-
-def _block(text: str, command: str) -> tuple[int, int]:
-    """Where in a page the block that `python -m bench command` prints begins and ends."""
-    begin = f"<!-- python -m bench {command} -->\n"
-    return text.index(begin) + len(begin), text.index(f"\n<!-- end of {command} -->")
-
-
-def read_block(page: Path, command: str) -> str:
-    """The block of a page that `python -m bench command` prints."""
-    text = page.read_text()
-    return text[slice(*_block(text, command))]
-
-
-def replace_block(page: Path, command: str, block: str) -> None:
-    text = page.read_text()
-    begin, end = _block(text, command)
-    page.write_text(text[:begin] + block + text[end:])
-
-
 def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
     """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
     tables = (summary_tables if markdown else full_tables)(records)
-    tables += sweep_table(records) + overhead_table(records) + tokens_table(records)
+    tables += sweep_tables(records) + overhead_table(records) + tokens_table(records)
     tables += quality_tables(records)
     for r in records:
         if r["kind"] == "matrix-op":

@@ -46,6 +46,33 @@ def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path) -> None:
+    """A row per M, a column per variant; the records plot alone and with those of another run."""
+    out = tmp_path / "sweep.jsonl"
+    engines = ("--engines", "metalmm,linear_f32", "--formats", "q4_0,f16", "--m", "1-3,8")
+    done = bench("--sweep-m", "--quick", *engines, "--markdown", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    cells = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    variants = ("metalmm q4_0", "metalmm f16", "F.linear f32")
+    assert [(c["variant"], c["m"]) for c in cells] == [
+        (v, m) for v in variants for m in (1, 2, 3, 8)
+    ]
+    assert f"| W 512×1024, µs at M | {' | '.join(variants)} |" in done.stdout
+    for files, plots in (([out], ["time"]), ([quick, out], ["roofline", "bandwidth", "time"])):
+        folder = tmp_path / str(len(files))
+        done = bench("plot", *map(str, files), "--output", str(folder))
+        assert done.returncode == 0, done.stderr
+        assert sorted(p.stem for p in folder.iterdir()) == sorted(plots)
+
+
+def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    first, *rest = quick.read_text().splitlines()
+    other.write_text("\n".join([json.dumps(json.loads(first) | {"machine": "another"}), *rest]))
+    done = bench("plot", str(quick), str(other), "--output", str(tmp_path))
+    assert done.returncode == 2 and "several machines: " in done.stderr
+
+
 def test_a_file_without_times_cannot_be_plotted(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"kind": "run"}\n')
     done = bench("plot", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 
 from bench import cells, chips, ptx
 from bench.__main__ import main
-from bench.report import replace_block
+from bench.tables import replace_block
 from torch_metalmm import chip_model
 
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "affine4")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bench import chips
 from bench.__main__ import main
-from bench.report import read_block
+from bench.tables import read_block
 from torch_metalmm import _C, chip_model, formats
 from torch_metalmm.chip_model import LAUNCH_US, Chip, Prediction, cost, predict, tokens_per_second
 from torch_metalmm.explain import explain

@@ -111,11 +111,17 @@ def cycles_per_weight(strategy: str, codec: str, dtype: str, rows: int) -> float
     return float(one + (rows - 1) * further)
 
 
+def strategy_of(kernel: str) -> str:
+    """The strategy of a kernel of `linear`."""
+    strategies: list[str] = _C.strategies()
+    return max((s for s in strategies if kernel.startswith(s + "_")), key=len)
+
+
 def cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
     """Of a plan of `linear` that has a pass."""
     first = plan["passes"][0]
     args, kernel = first["args"], first["kernel"]
-    strategy = max((s for s in _C.strategies() if kernel.startswith(s + "_")), key=len)
+    strategy = strategy_of(kernel)
     codec, dtype = kernel[len(strategy) + 1 :].rsplit("_", 1)
     geometry = _C.strategy(strategy)
     cycles = cycles_per_weight(strategy, codec, dtype, first["constants"]["batch"] or geometry["m"])

@@ -1,0 +1,59 @@
+"""Tables, the numbers in them, and the blocks of a page that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ABSENT = "–"
+
+
+@dataclass
+class Table:
+    """Left-aligned first column, numbers in the others."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def digits(value: float | None, significant: int = 3) -> str:
+    """12345 -> "12345", 1.2345 -> "1.23"; ABSENT for None."""
+    if value is None:
+        return ABSENT
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, significant - max(whole, 1))}f}"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.0f} %"
+
+
+def scientific(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def to_markdown(table: Table) -> str:
+    lines = [f"**{table.title}**", ""] if table.title else []
+    lines.append("| " + " | ".join(table.columns) + " |")
+    lines.append("|---|" + "---:|" * (len(table.columns) - 1))
+    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    return "\n".join(lines)
+
+
+def _block(text: str, command: str) -> tuple[int, int]:
+    """Where in a page the block that `python -m bench command` prints begins and ends."""
+    begin = f"<!-- python -m bench {command} -->\n"
+    return text.index(begin) + len(begin), text.index(f"\n<!-- end of {command} -->")
+
+
+def read_block(page: Path, command: str) -> str:
+    """The block of a page that `python -m bench command` prints."""
+    text = page.read_text()
+    return text[slice(*_block(text, command))]
+
+
+def replace_block(page: Path, command: str, block: str) -> None:
+    text = page.read_text()
+    begin, end = _block(text, command)
+    page.write_text(text[:begin] + block + text[end:])
