@@ -13,7 +13,7 @@
 namespace metalmm {
 
 MM_CONST int kSimdWidth = 32;
-MM_CONST int kChunkValues = 32;  // every block of every format is a whole number of chunks
+MM_CONST int kChunkValues = 32;         // every block of every format is a whole number of chunks
 MM_CONST int kAffineRowAlignment = 16;  // rows of affine formats are padded to multiples of it
 
 // The gemv strategies: a simdgroup owns kRows rows of W and walks all of K; with kShareRows the
