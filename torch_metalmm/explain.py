@@ -13,7 +13,10 @@ DTYPES = ("f16", "bf16", "f32")
 _TORCH_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # The bits of metal/abi.h in words; test_plan compares them with the header.
 EPILOGUE_BITS = ("bias", "beta * c", "alpha", "f32 partial results")
-BOUNDS_BITS = ("N has a tail", "M has a tail", "K has a tail", "x aligned", "weight aligned")
+BOUNDS_BITS = (
+    *("N has a tail", "M has a tail", "K has a tail"),
+    *("x aligned", "weight aligned", "rows of W packed"),
+)
 SCALE_TYPES = ("f16", "bf16", "f32")
 
 
