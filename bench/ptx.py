@@ -213,10 +213,22 @@ def _packs(instructions: list[Instruction]) -> Iterator[bool]:
             (halves.add if is_half else halves.discard)(to)
 
 
+def _opens(instructions: list[Instruction]) -> Iterator[bool]:
+    """Whether each instruction joins a half with a constant one: no renaming, the half is written."""
+    constants: set[str] = set()
+    for i in instructions:
+        to, *of = re.findall(r"%\w+|\d+", i.operands) or [""]
+        yield i.opcode == "mov.b32" and "{" in i.operands[1:] and not constants.isdisjoint(of)
+        is_constant = i.opcode == "mov.b16" and not of[0].startswith("%")
+        (constants.add if is_constant else constants.discard)(to)
+
+
 def cost(instructions: list[Instruction]) -> Cost:
     """What `instructions` cost by RULES."""
     pairs = [
-        (FREE, 0) if packs else classify(i)
-        for i, packs in zip(instructions, _packs(instructions), strict=True)
+        (FREE, 0) if packs else ("bitwise", 1) if opens else classify(i)
+        for i, packs, opens in zip(
+            instructions, _packs(instructions), _opens(instructions), strict=True
+        )
     ]
     return Cost(Counter(kind for kind, _ in pairs), sum(cycles for _, cycles in pairs))

@@ -84,23 +84,20 @@ std::string str(int64_t v) { return std::to_string(v); }
 // Values of K that a lane takes at a step. Choices depend on it, no result.
 struct Piece {
   int values, large_k_values;
+  bool is_wide;  // gemv_wide_n may take it
 };
 
 constexpr Piece piece_of(Codec codec) {
   switch (codec) {
-#define MM_PIECE(name, Struct, values, short_values) \
-  case Codec::Struct:                                \
-    return {values, short_values};
+#define MM_PIECE(name, Struct, values, short_values, wide) \
+  case Codec::Struct:                                      \
+    return {values, short_values, wide != 0};
 #include "../metal/pieces.def"
     case Codec::kCount:
       break;
   }
   throw std::logic_error("pieces.def: no row for a codec");
 }
-
-// gemv_wide_n holds 8 rows of W: with pieces of 32 values that takes 124 (affine4) to 255 (q6_k)
-// registers a lane (ptxas for sm_90), and an Apple GPU has 128.
-constexpr int kWideNPiece = 16;
 
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
 // what the table allows where those are kRows.
@@ -110,7 +107,7 @@ int64_t batched_max_m(const Tuning& t, const Format& f) {
 
 Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
   const Piece piece = piece_of(p.format->codec);
-  if (p.n > t.wide_n_min_n && piece.values <= kWideNPiece) {
+  if (p.n > t.wide_n_min_n && piece.is_wide) {
     return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
                                 ": more rows per simdgroup, fewer loads of x"};
   }

@@ -37,7 +37,7 @@ struct GemvGeometry {
 };
 using GemvStandard = GemvGeometry<4, 4>;
 using GemvLargeK = GemvGeometry<4, 8, true>;
-using GemvWideN = GemvGeometry<8, 4>;
+using GemvWideN = GemvGeometry<8, 2>;
 using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
 // gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (pieces.def).
 // More rows read x less often and need more registers.

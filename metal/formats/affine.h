@@ -87,9 +87,9 @@ struct Affine : PlainPiece {
   static METAL_FUNC Cursor moved(Cursor c, long distance) {
     return {c.codes + distance, c.scale + distance};
   }
-  static METAL_FUNC long row_bytes() {
-    const long bytes = static_cast<long>(fc_k / 8) * bits + 2 * static_cast<long>(to_bias());
-    return (bytes + kAffineRowAlignment - 1) / kAffineRowAlignment * kAffineRowAlignment;
+  static METAL_FUNC uint row_bytes() {
+    constexpr uint kAlignment = kAffineRowAlignment;
+    return (fc_k / 8 * bits + 2 * to_bias() + kAlignment - 1) / kAlignment * kAlignment;
   }
   static METAL_FUNC void fetch(Cursor c, uint, thread Raw& raw) {
     device const uchar* p = c.codes;

@@ -31,8 +31,8 @@ struct FormatCheck {
   static_assert(Struct::kBlockBytes * 8 == Struct::kBlockValues * bits, #name); \
   static_assert(FormatCheck<Struct>::kOk, #name);
 #include "../formats.def"
-#define MM_PIECE(name, Struct, values, short_values) \
-  static_assert(Struct::kValues == values, #name);   \
+#define MM_PIECE(name, Struct, values, short_values, wide) \
+  static_assert(Struct::kValues == values, #name);         \
   static_assert(ShortPiece<Struct>::type::kValues == short_values, #name);
 #include "../pieces.def"
 

@@ -6,7 +6,7 @@
 //   kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value for dense formats
 //   Row                         the bytes of one row of W
 //   static Row row(device const uchar* bytes, constant KernelArgs& args)
-//   static long row_bytes()     of a packed row
+//   static uint row_bytes()     of a packed row
 //
 // Whole values, for gemm, embedding, dequantize and the baselines:
 //   static void decode16(Row row, uint k, thread float (&w)[16])
@@ -82,7 +82,7 @@ METAL_FUNC void chain4(uint opened, thread float& q0, thread float& q1, thread f
 // The four nibbles of a 16-bit word times 1, 16, 256 and 4096.
 METAL_FUNC void nibbles4(ushort word, thread float& q0, thread float& q1, thread float& q2,
                          thread float& q3) {
-  chain4<0xF, 0xFF, 0xFFF>(open_word(word), q0, q1, q2, q3);
+  chain4<0xF, 0xFF, 0xFFF>(as_type<uint>(ushort2(word, ushort(kExponent23 >> 16))), q0, q1, q2, q3);
 }
 
 // q + 2^to code, of one half h of pair<bits, shift>(): exact, in one fma if q already has
@@ -173,7 +173,7 @@ struct BlockFormat {
   static METAL_FUNC Cursor start(Row row, uint unit) { return block(row, unit); }
   static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
   static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
-  static METAL_FUNC long row_bytes() { return static_cast<long>(fc_k / uint(values)) * bytes; }
+  static METAL_FUNC uint row_bytes() { return fc_k / uint(values) * uint(bytes); }
 };
 
 }  // namespace metalmm

@@ -26,11 +26,11 @@ METAL_FUNC KRange k_of_part(constant KernelArgs& args, uint part) {
 // Bytes from a row of W to the next. Packed rows follow each other: their distance is a constant.
 template <class Format>
 METAL_FUNC long weight_stride(constant KernelArgs& args) {
-  return rows_are_packed() ? Format::row_bytes() : args.w_stride;
+  return rows_are_packed() ? static_cast<long>(Format::row_bytes()) : args.w_stride;
 }
 template <class Format>
 METAL_FUNC long weight2_stride(constant KernelArgs& args) {
-  return rows_are_packed() ? Format::row_bytes() : args.w2_stride;
+  return rows_are_packed() ? static_cast<long>(Format::row_bytes()) : args.w2_stride;
 }
 
 // Row n of W, or the last row.
