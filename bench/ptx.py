@@ -214,7 +214,7 @@ def _packs(instructions: list[Instruction]) -> Iterator[bool]:
 
 
 def _opens(instructions: list[Instruction]) -> Iterator[bool]:
-    """Whether each instruction joins a half with a constant one: no renaming, the half is written."""
+    """Whether each instruction joins a half with a constant one, which must be written."""
     constants: set[str] = set()
     for i in instructions:
         to, *of = re.findall(r"%\w+|\d+", i.operands) or [""]
