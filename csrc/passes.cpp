@@ -150,6 +150,15 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
     const bool is_packed = a.w_stride == packed && (p.op != Op::kSwigluUp || a.w2_stride == packed);
     if ((is_packed || p.n <= 1) && packed <= UINT32_MAX) out |= kBoundsPackedRows;
   }
+  if (has_weight(p.op) && p.format->layout == Layout::kBlock && p.format->alignment == 2) {
+    const auto rows_by = [&](int64_t bytes) {
+      return p.format->row_bytes(p.k) % bytes == 0 &&
+             rows_aligned(p.w_alignment, p.n, a.w_stride, bytes) &&
+             rows_aligned(p.w_alignment, p.n, a.w2_stride, bytes);
+    };
+    if (rows_by(4)) out |= kBoundsWordBlocks;
+    if (rows_by(8)) out |= kBoundsLongBlocks;
+  }
   return out;
 }
 

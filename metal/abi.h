@@ -84,7 +84,10 @@ enum BoundsBits : MM_U32 {
   kBoundsK = 4,
   kBoundsAlignedX = 8,        // rows of x (and x2) are aligned to 16 bytes
   kBoundsAlignedWeight = 16,  // dense weights: rows are aligned to 16 bytes
-  kBoundsPackedRows = 32      // rows of W, and of W2, follow each other
+  kBoundsPackedRows = 32,     // rows of W, and of W2, follow each other
+  // Blocks of 2-byte fields (q4_0): rows begin and end at multiples of 4, of 8 bytes.
+  kBoundsWordBlocks = 64,
+  kBoundsLongBlocks = 128
 };
 
 }  // namespace metalmm

@@ -30,6 +30,8 @@ METAL_FUNC bool has_k_tail() { return (fc_bounds & kBoundsK) != 0; }
 METAL_FUNC bool x_is_aligned() { return (fc_bounds & kBoundsAlignedX) != 0; }
 METAL_FUNC bool weight_is_aligned() { return (fc_bounds & kBoundsAlignedWeight) != 0; }
 METAL_FUNC bool rows_are_packed() { return (fc_bounds & kBoundsPackedRows) != 0; }
+METAL_FUNC bool has_word_blocks() { return (fc_bounds & kBoundsWordBlocks) != 0; }
+METAL_FUNC bool has_long_blocks() { return (fc_bounds & kBoundsLongBlocks) != 0; }
 
 // Where a thread is: its threadgroup in the grid, its index there, its simdgroup and lane.
 struct Position {

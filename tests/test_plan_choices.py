@@ -170,6 +170,33 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "unit"),
+    [
+        ({}, 8),
+        ({"k": 64}, 4),
+        ({"k": 96}, 2),
+        ({"w_alignment": 4}, 4),
+        ({"w_alignment": 2}, 2),
+        ({"w_stride": 76}, 4),
+        ({"w_stride": 74}, 2),
+        ({"w_stride": 74, "n": 1}, 8),
+        ({"format": "q6_k", "k": 512}, 4),
+        ({"format": "q6_k", "k": 512, "op": "dequantize"}, 4),
+        ({"op": "swiglu_up", "w2_stride": 76}, 4),
+        ({"format": "q4_1"}, 2),
+        ({"format": "mxfp4"}, 2),
+        ({"format": "f16"}, 2),
+    ],
+)
+def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
+    """Blocks of 2-byte fields are read in the largest unit at which rows begin and end."""
+    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": "m1"} | changes
+    op = problem.pop("op", "linear")
+    bounds = _C.plan(op, **problem)["passes"][0]["constants"]["bounds"]
+    assert bounds & 192 == {2: 0, 4: 64, 8: 192}[unit]
+
+
+@pytest.mark.parametrize(
     ("problem", "message"),
     [
         ({"k": 100}, "k: 100 is not a multiple of the 32 values of a block of q4_0"),

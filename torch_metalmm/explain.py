@@ -16,6 +16,7 @@ EPILOGUE_BITS = ("bias", "beta * c", "alpha", "f32 partial results")
 BOUNDS_BITS = (
     *("N has a tail", "M has a tail", "K has a tail"),
     *("x aligned", "weight aligned", "rows of W packed"),
+    *("blocks read by 4 bytes", "blocks read by 8 bytes"),
 )
 SCALE_TYPES = ("f16", "bf16", "f32")
 

@@ -41,7 +41,7 @@ struct Affine : PlainPiece {
   MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;
   MM_CONST int kLanes = 1, kValues = 32, kRun = 32, kRunStride = 32, kOffsets = 1;
   MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0;
-  MM_CONST bool kIsDense = false;
+  MM_CONST bool kIsDense = false, kHasUnits = false, kDecodesHalves = false;
   using Row = device const uchar*;
   struct Raw {
     uint words[bits];

@@ -63,10 +63,17 @@ struct Q4_0 : Block32<18> {
     nibbles8x2(raw.codes, -8, p.q);
     p.d = float(raw.d);
   }
+  template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
-    nibbles16(load_16<2>(b + 2), k & 16, -8, w);
-    scale16(load_half(b), -0.0f, w);
+    const auto bytes = Window<unit, 18>::load(row, k / 32 * 18);
+    nibbles16(bytes.template four<2>(bytes), k & 16, -8, w);
+    scale16(float(bytes.first(bytes)), -0.0f, w);
+  }
+  MM_CONST bool kDecodesHalves = true;
+  template <int unit>
+  static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
+    const auto bytes = Window<unit, 18>::load(row, k / 32 * 18);
+    nibbles16(bytes.template four<2>(bytes), k & 16, -8.0h, bytes.first(bytes), w);
   }
 };
 
@@ -117,11 +124,12 @@ struct Q5_0 : Block32<22> {
     fives8x2(raw.codes, raw.fifth >> (8 * piece), -16, p.q);
     p.d = float(raw.d);
   }
+  template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
-    nibbles16(load_16<2>(b + 6), k & 16, -16, w);
-    add_fifth16(load_4<2>(b + 2) >> (k & 16), w);
-    scale16(load_half(b), -0.0f, w);
+    const auto bytes = Window < unit == 2 ? 2 : 4, 22 > ::load(row, k / 32 * 22);
+    nibbles16(bytes.template four<6>(bytes), k & 16, -16, w);
+    add_fifth16(bytes.template word<2>(bytes) >> (k & 16), w);
+    scale16(float(bytes.first(bytes)), -0.0f, w);
   }
 };
 
@@ -172,10 +180,29 @@ struct Q8_0 : Block32<34> {
     bytes16(raw.low, raw.high, p.q);
     p.d = float(raw.d);
   }
+  // The codes of values [k, k + 16), the last bytes of a window of 18 as in q4_0.
+  template <int unit>
+  static METAL_FUNC uint4 codes16(Row row, uint k) {
+    const auto bytes = Window<unit, 18>::load(row, k / 32 * 34, k & 16);
+    return bytes.template four<2>(bytes);
+  }
+  template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
-    bytes16(load_ushort4(b + 2 + (k & 16)), load_ushort4(b + 10 + (k & 16)), w);
-    scale16(load_half(b), -0.0f, w);
+    const uint4 codes = codes16<unit>(row, k);
+    bytes16(as_type<ushort4>(codes.xy), as_type<ushort4>(codes.zw), w);
+    scale16(load_half(block(row, k / 32)), -0.0f, w);
+  }
+  MM_CONST bool kDecodesHalves = true;
+  template <int unit>
+  static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
+    const uint4 codes = codes16<unit>(row, k);
+    const half d = load_as<half>(block(row, k / 32));
+    MM_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const half2 even = as_type<half2>((codes[i] & 0x00FF00FFu) ^ 0x64806480u);
+      const half2 odd = as_type<half2>((codes[i] >> 8 & 0x00FF00FFu) ^ 0x64806480u);
+      scale_two(even - 1152.0h, odd - 1152.0h, d, w + 4 * i);
+    }
   }
 };
 

@@ -55,10 +55,11 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
     look_up<8>(book, words, p.q);
     p.d = float(raw.d);
   }
+  template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
-    look_up16<IQ4Levels>(load_16<2>(b + 2), k & 16, w);
-    scale16(load_half(b), -0.0f, w);
+    const auto bytes = Window<unit, 18>::load(row, k / 32 * 18);
+    look_up16<IQ4Levels>(bytes.template four<2>(bytes), k & 16, w);
+    scale16(float(bytes.first(bytes)), -0.0f, w);
   }
 };
 

@@ -12,6 +12,8 @@
 //   static void decode16(Row row, uint k, thread float (&w)[16])
 //       w[i] = W[k + i], k a multiple of 16, rounded as the Python specification rounds it.
 //       Dense formats read 16 values whatever K is, and have value(Row, k) for a tail.
+//   kHasUnits        decode16 is a template of the unit that Window reads in
+//   kDecodesHalves   decode16 also takes half (&w)[16], and gives the same values, rounded once
 //
 // Pieces, for gemv: piece.h.
 //
@@ -133,6 +135,71 @@ METAL_FUNC ushort4 load_ushort4(device const uchar* p) {
 }
 METAL_FUNC float load_half(device const uchar* p) { return float(load_as<half>(p)); }
 
+// ---- blocks of 2-byte fields
+
+// `bytes` bytes of a row at an even offset, read in units of 2, 4 or 8 bytes: the units that hold
+// them are read as they lie, and selects put the words into place, without a shift. q4_0 is nine,
+// five or three loads. Rows must begin and end at multiples of a unit (kBoundsWordBlocks). A window
+// that ends a block must, where the block ends the row, end with its last unit: those of 18 bytes
+// do, those of 22 with units of 8 do not.
+template <int unit, int bytes>
+struct Window {
+  MM_CONST int kWords = bytes / 4 + 1;
+  uint words[kWords];
+  bool late;  // the bytes begin 2 behind words[0]
+
+  // From `inner`, a multiple of 8, of the block at `block`, even.
+  static METAL_FUNC Window load(device const uchar* row, uint block, uint inner = 0) {
+    Window out;
+    const uint skip = block % unit;
+    device const uchar* p = row + (block - skip) + inner;
+    out.late = (skip & 2) != 0;
+    if constexpr (unit == 8) {
+      uint raw[kWords / 2 * 2 + 2];
+      MM_UNROLL
+      for (int i = 0; i <= kWords; i += 2) {
+        const uint2 two = load_as<uint2>(p + 4 * i);
+        raw[i] = two.x;
+        raw[i + 1] = two.y;
+      }
+      MM_UNROLL
+      for (int i = 0; i < kWords; ++i) out.words[i] = select(raw[i], raw[i + 1], (skip & 4) != 0);
+    } else {
+      MM_UNROLL
+      for (int i = 0; i < kWords; ++i) out.words[i] = load_some(p + 4 * i, bytes - 4 * i);
+    }
+    return out;
+  }
+  // Of a window that begins with a half: it.
+  static METAL_FUNC half first(thread const Window& w) {
+    return as_type<half>(w.late ? half_word(w.words[0], 1) : half_word(w.words[0], 0));
+  }
+  // 4 bytes at an even offset of the window, and 16.
+  template <int offset>
+  static METAL_FUNC uint word(thread const Window& w) {
+    constexpr int i = offset / 4;
+    const uint cut = as_type<uint>(ushort2(half_word(w.words[i], 1), half_word(w.words[i + 1], 0)));
+    if constexpr (offset % 4 == 0) return w.late ? cut : w.words[i];
+    return w.late ? w.words[i + 1] : cut;
+  }
+  template <int offset>
+  static METAL_FUNC uint4 four(thread const Window& w) {
+    return uint4(word<offset>(w), word<offset + 4>(w), word<offset + 8>(w), word<offset + 12>(w));
+  }
+
+ private:
+  static METAL_FUNC uint load_some(device const uchar* p, int left) {
+    if constexpr (unit == 4) return load_as<uint>(p);
+    return left >= 4 ? load_4<2>(p) : left >= 2 ? load_as<ushort>(p) : 0;
+  }
+};
+// 16 bytes of the inside of a block.
+template <int unit>
+METAL_FUNC uint4 load_inner16(device const uchar* row, uint block, uint inner) {
+  const auto bytes = Window<unit, 16>::load(row, block, inner);
+  return bytes.template four<0>(bytes);
+}
+
 // ---- nibbles
 
 // 32 codes of 16 bytes as chains of two (kChainBits 8): low nibbles in low[i], then high ones times
@@ -159,11 +226,35 @@ METAL_FUNC void nibbles16(uint4 words, bool high, float add, thread float (&q)[1
   }
 }
 
+// As nibbles16, two codes at a time, times d: a product of two halves rounds once, as the f32
+// product does when it becomes a half.
+METAL_FUNC void scale_two(half2 even, half2 odd, half d, thread half* w) {
+  even *= half2(d);
+  odd *= half2(d);
+  w[0] = even.x;
+  w[1] = odd.x;
+  w[2] = even.y;
+  w[3] = odd.y;
+}
+METAL_FUNC void nibbles16(uint4 words, bool high, half add, half d, thread half (&w)[16]) {
+  const uint mask = kExponent10 | (high ? 0x00F000F0u : 0x000F000Fu);
+  const half unit = high ? 1 / 16.0h : 1.0h, bias = add - 1024.0h * unit;
+  MM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const half2 even = as_type<half2>(open_pair(words[i]) & mask);
+    const half2 odd = as_type<half2>(open_pair(words[i] >> 8) & mask);
+    scale_two(fma(even, half2(unit), half2(bias)), fma(odd, half2(unit), half2(bias)), d,
+              w + 4 * i);
+  }
+}
+
 // A row of blocks is a pointer.
 template <int values, int bytes>
 struct BlockFormat {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
   MM_CONST bool kIsDense = false;
+  MM_CONST bool kHasUnits = values > 1 && bytes % 4 == 2;
+  MM_CONST bool kDecodesHalves = false;
   using Row = device const uchar*;
   static METAL_FUNC Row row(device const uchar* p, constant KernelArgs&) { return p; }
   static METAL_FUNC device const uchar* block(Row row, uint index) {

@@ -31,6 +31,20 @@ METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) 
   }
 }
 
+// 16 bytes, plus an integer.
+METAL_FUNC void bytes16(uint4 words, float add, thread float (&q)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const uint u = open_word(as_type<ushort2>(words[i / 2])[i % 2]);
+    q[2 * i] = field<8, 0>(u, add);
+    q[2 * i + 1] = field<8, 8>(u, add);
+  }
+}
+METAL_FUNC void scale16(float d, thread float (&w)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 16; ++i) w[i] *= d;
+}
+
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
 template <int own>
 struct Q2_KOf : KBlock16<84, own> {
@@ -169,17 +183,18 @@ struct Q3_KOf : KBlock16<110, own> {
     }
     p.d = float(raw.d);
   }
+  template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Base::block(row, k / 256);
     const uint j = (k & 255) / 16;
-    crumbs16(load_16<2>(b + 32 + j / 8 * 32 + (k & 16)), j / 2 & 3, -4, w);
-    const uint4 high = load_16<2>(b + (k & 16)) >> (j / 2);
+    const uint at = k / 256 * Base::kBlockBytes;
+    const uint4 crumbs = load_inner16<unit>(row, at, 32 + j / 8 * 32 + (k & 16)) >> (j / 2 & 3) * 2;
+    const uint4 high = load_inner16<unit>(row, at, k & 16) >> (j / 2);
+    bytes16((crumbs & 0x03030303u) | (high & 0x01010101u) << 2, -4, w);
     const uint low = b[96 + (j & 7)] >> (j / 8 * 4) & 15;
     const uint top = b[104 + (j & 3)] >> (j / 4 * 2) & 3;
     const float d = load_half(b + 108) * (float(low | top << 4) - 32.0f);
-    MM_UNROLL
-    for (int i = 0; i < 16; ++i)
-      w[i] = d * (w[i] + (high[i / 4] & (1u << i % 4 * 8) ? 4.0f : 0.0f));
+    scale16(d, w);
   }
 };
 using Q3_K = Q3_KOf<16>;
@@ -238,15 +253,17 @@ struct Q6_K : KBlock16<210, 8> {
     }
     p.d = float(raw.d);
   }
+  template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = block(row, k / 256);
     const uint j = (k & 255) / 16, t = j / 2 & 3;
-    float high[16];
-    crumbs16(load_16<2>(b + 128 + j / 8 * 32 + (k & 16)), t, -2, high);
-    nibbles16(load_16<2>(b + j / 8 * 64 + (t & 1) * 32 + (k & 16)), t & 2, 0, w);
+    const uint at = k / 256 * kBlockBytes;
+    const uint4 low =
+        load_inner16<unit>(row, at, j / 8 * 64 + (t & 1) * 32 + (k & 16)) >> (t & 2) * 2;
+    const uint4 high = load_inner16<unit>(row, at, 128 + j / 8 * 32 + (k & 16)) >> 2 * t;
+    bytes16((low & 0x0F0F0F0Fu) | (high & 0x03030303u) << 4, -32, w);
     const float d = load_half(b + 208) * float(as_type<char>(b[192 + j]));
-    MM_UNROLL
-    for (int i = 0; i < 16; ++i) w[i] = d * fma(high[i], 16.0f, w[i]);
+    scale16(d, w);
   }
 };
 

@@ -10,11 +10,14 @@
 // Traffic  W is read M / 32 times, x N / 64 times, y is written once. Per 32 values of K a thread
 //          stores 16 + 8 operands (4 + 2 vectors), and a simdgroup loads 16 matrices of W and 8 of
 //          x for 32 multiplications.
-// Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions; then 0.4
-//          stores of operands, 1.5 loads and 2 multiplications of matrices (clang 22, f32 x).
+// Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions and 0.4 selects (clang
+//          22, f32 x; f16 x: 0.8 bitwise, 1 fma and 1 product of halves, 0.1 shifts); then 0.4
+//          stores of operands, 1.5 loads and 2 multiplications of matrices. Loads of W by a thread
+//          per step of 32 weights: 3 of q4_0, 6 of q8_0, 13 of q6_k where rows are whole units of 8
+//          bytes (Window), else 9, 17 and 35.
 // Needs    (64 + 32) rows of a step in threadgroup memory, of 72 halves or 40 floats. Half
-// operands,
-//          for f16 x, round W to 11 bits and reach 65504; f32 and bf16 x multiply float operands.
+//          operands, for f16 x, round W to 11 bits and reach 65504; f32 and bf16 x multiply float
+//          operands.
 #pragma once
 
 #include "../tile/load.h"
@@ -49,7 +52,7 @@ struct Gemm {
     clear(acc);
     const KRange range = k_of_part(args, at.tg.z);
     for (uint k = range.begin; k < range.end; k += kStep) {
-      float w[kWValues / 16][16];
+      E w[kWValues / 16][16];
       E xs[kXValues];
       // A multiple of kWValues, visibly: both halves of a block are then read once.
       const uint first = (k + w_k) / kWValues * kWValues;

@@ -11,8 +11,8 @@
 // Traffic  W is read M / fc_batch times, x once per 16 rows of W (from the cache, but for the
 //          first). Per 128 values of K a lane decodes 64 weights and loads 32 of x for 8 rows of x,
 //          for 32 products.
-// Cost     Per weight of q4_0 1.8 bitwise, 2 fma, 1.1 shifts and conversions and 0.5
-//          multiplications of matrices (clang 22, f32 x, 8 rows).
+// Cost     Per weight of q4_0 1.8 bitwise, 2 fma, 1.1 shifts and conversions, 0.3 selects and 0.5
+//          multiplications of matrices (clang 22, f32 x, 8 rows). Loads as in gemm.
 // Needs    kSimdgroups * 16 * 16 floats of threadgroup memory, one barrier. Operands are those of
 //          gemm: half for f16 x, which rounds W to 11 bits; float for f32 and bf16 x.
 //
@@ -65,7 +65,7 @@ struct GemmSmall {
       const uint first = (k + kProducts * column) / kChunkValues * kChunkValues;
       MM_UNROLL
       for (int i = 0; i < kMatrices; ++i) {
-        float w[2][kProducts];
+        E w[2][kProducts];
         load_weights<Format>(w_rows[i], first, range.end, w[0]);
         load_weights<Format>(w_rows[i], first + kProducts, range.end, w[1]);
         MM_UNROLL
@@ -90,14 +90,14 @@ struct GemmSmall {
   }
 
   // acc += 8 rows of W * 8 rows of x over 128 values of K.
-  static METAL_FUNC void multiply(thread const float (&w)[2][kProducts],
+  static METAL_FUNC void multiply(thread const E (&w)[2][kProducts],
                                   thread const E (&xs)[2][kProducts],
                                   thread simdgroup_float8x8& acc) {
     MM_UNROLL
     for (int j = 0; j < kProducts; ++j) {
       simdgroup_matrix<E, kFragment, kFragment> a, b;
-      a.thread_elements()[0] = static_cast<E>(w[0][j]);
-      a.thread_elements()[1] = static_cast<E>(w[1][j]);
+      a.thread_elements()[0] = w[0][j];
+      a.thread_elements()[1] = w[1][j];
       b.thread_elements()[0] = xs[0][j];
       b.thread_elements()[1] = xs[1][j];
       simdgroup_multiply_accumulate(acc, a, b, acc);

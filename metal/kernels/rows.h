@@ -13,8 +13,8 @@ namespace metalmm {
 METAL_FUNC void store_vector(device float* y, thread const float* w) {
   *(device float4*)y = float4(w[0], w[1], w[2], w[3]);
 }
-template <class T>
-METAL_FUNC void store_vector(device T* y, thread const float* w) {
+template <class T, class V>
+METAL_FUNC void store_vector(device T* y, thread const V* w) {
   uint4 words;
   MM_UNROLL
   for (int j = 0; j < 4; ++j) {
@@ -29,7 +29,7 @@ METAL_FUNC void store_vector(device T* y, thread const float* w) {
 template <class Format, class T>
 METAL_FUNC void decode_to(typename Format::Row row, uint k, device T* y) {
   constexpr uint kVector = 16 / sizeof(T);
-  float w[16];
+  typename TileOperand<T>::type w[16];
   load_weights<Format>(row, k, fc_k, w);
   if (fc_k % kVector == 0 && (!has_k_tail() || k + 16 <= fc_k)) {
     MM_UNROLL

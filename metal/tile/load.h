@@ -48,19 +48,37 @@ METAL_FUNC device const T* x_row(device const T* x, constant KernelArgs& args, u
   return x + static_cast<long>(row) * args.x_stride;
 }
 
-// w[i] = value k + i of a row of W, zero from `end` on. Blocks are never cut: only a dense row can
-// end within the 16.
-template <class Format>
-METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread float (&w)[16]) {
-  if (!has_k_tail() || k + 16 <= end) {
+template <class Format, class V>
+METAL_FUNC void decode(typename Format::Row row, uint k, thread V (&w)[16]) {
+  if constexpr (!is_same<V, float>::value && !Format::kDecodesHalves) {
+    float wide[16];
+    decode<Format>(row, k, wide);
+    MM_UNROLL
+    for (int i = 0; i < 16; ++i) w[i] = static_cast<V>(wide[i]);
+  } else if constexpr (!Format::kHasUnits) {
     Format::decode16(row, k, w);
+  } else if (has_long_blocks()) {
+    Format::template decode16<8>(row, k, w);
+  } else if (has_word_blocks()) {
+    Format::template decode16<4>(row, k, w);
+  } else {
+    Format::template decode16<2>(row, k, w);
+  }
+}
+
+// w[i] = value k + i of a row of W as V, float or half, zero from `end` on. Blocks are never cut:
+// only a dense row can end within the 16.
+template <class Format, class V>
+METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread V (&w)[16]) {
+  if (!has_k_tail() || k + 16 <= end) {
+    decode<Format>(row, k, w);
     return;
   }
   MM_UNROLL
   for (uint i = 0; i < 16; ++i) {
-    w[i] = 0.0f;
+    w[i] = V(0.0f);
     if constexpr (Format::kBlockValues == 1) {
-      if (k + i < end) w[i] = Format::value(row, k + i);
+      if (k + i < end) w[i] = V(Format::value(row, k + i));
     }
   }
 }

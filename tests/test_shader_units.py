@@ -1,0 +1,100 @@
+"""Blocks of 2-byte fields, which the shaders read in units of 2, 4 or 8 bytes where rows allow it.
+
+The memory of every case ends with the last row of W, and begins with the first where the case has
+no offset: the emulator reports a unit that reaches outside.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import DTYPES, FORMATS, activations, check, random_weight, spec
+from shaders import alignment_of, execute, memory_of
+from test_shader_gemm import expected
+from torch import Tensor
+
+from torch_metalmm import _C, formats
+
+BLOCKS = [f for f in map(formats.get, FORMATS) if f.block_values > 1]
+HALVES = [f.name for f in BLOCKS if f.row_bytes(f.block_values) % 4 == 2]
+KERNELS = ("gemm", "gemm_small", "gemm_tiled", "gemm_naive", "dequantize")
+UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}  # kBoundsWordBlocks, kBoundsLongBlocks of abi.h
+PLACES = ((0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (0, 4), (4, 4), (6, 2), (8, 8))
+
+
+def unit_of(*bytes_: int) -> int:
+    """The largest unit of which all are multiples."""
+    return max(unit for unit in UNIT_BITS if not any(b % unit for b in bytes_))
+
+
+def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int) -> Tensor:
+    """The result of a kernel on rows `gap` bytes apart, behind `offset` bytes."""
+    (m, k), (n, row) = x.shape, packed.shape
+    op = "dequantize" if kernel == "dequantize" else "linear"
+    problem = {"m": m, "n": n, "k": k, "format": name, "strategy": kernel, "w_stride": row + gap}
+    weight = memory_of(packed, gap, offset)
+    plan = _C.plan(op, chip="m1", w_alignment=alignment_of(weight), **problem)
+    unit = unit_of(row, offset, row + gap if n > 1 else 0)
+    assert plan["passes"][0]["constants"]["bounds"] & 192 == UNIT_BITS[unit], (offset, gap)
+    y = torch.full((n, k) if op == "dequantize" else (m, n), torch.nan, dtype=x.dtype)
+    buffers: dict[str, Tensor | None] = {"weight": weight, "y": y}
+    return execute(op, buffers | {"x": x.reshape(-1), "bias": None, "c": None}, **problem)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", HALVES)
+def test_every_unit_gives_the_same_bits(name: str, kernel: str) -> None:
+    """One to eight blocks a row, rows at every distance: as where units are 2 bytes."""
+    block = formats.get(name).block_values
+    for i, blocks in enumerate((1, 2, 3, 4, 6, 8)):
+        packed, dtype = random_weight(name, 3, blocks * block), DTYPES[(i + 1) % 3]
+        x = activations(5, blocks * block, dtype=dtype)
+        want = run(kernel, name, packed, x, 2, packed.shape[1] % 4)  # rows at odd multiples of 2
+        w = spec(name, packed, blocks * block)
+        if kernel == "dequantize":
+            assert torch.equal(want, w.to(dtype))
+        else:
+            check(want, expected(kernel, x, w).store(dtype), f"{name} {kernel} {blocks}")
+        for offset, gap in PLACES[i % 2 :: 2]:
+            y = run(kernel, name, packed, x, offset, gap)
+            assert torch.equal(y, want), (blocks, offset, gap)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_one_row(name: str) -> None:
+    """A single row needs no stride of whole units."""
+    k = 4 * formats.get(name).block_values
+    packed, x = random_weight(name, 1, k), activations(2, k, dtype=torch.float16)
+    want = run("gemm_small", name, packed, x, 2, 0)
+    assert torch.equal(run("gemm_small", name, packed, x, 0, 2), want)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_embedding(name: str) -> None:
+    """Rows by id, the last one among them."""
+    k = 4 * formats.get(name).block_values
+    packed, ids = random_weight(name, 5, k), torch.tensor([4, 0, 3])
+    y = torch.full((3, k), torch.nan, dtype=torch.float16)
+    buffers: dict[str, Tensor | None] = {"ids": ids, "weight": memory_of(packed), "y": y}
+    execute("embedding", buffers, m=3, n=5, k=k, format=name)
+    assert torch.equal(y, spec(name, packed, k)[ids].half())
+
+
+@pytest.mark.parametrize("name", ("q4_0", "q8_0"))
+def test_products_of_halves_round_once(name: str) -> None:
+    """f16 results of f16 scales of every exponent: the bits of the f32 product, rounded to f16.
+
+    Infinite products, subnormal ones and zeros of both signs among them.
+    """
+    exponents = torch.arange(31).repeat_interleave(4) << 10
+    scales = exponents + torch.tensor([0, 1, 0x2AB, 0x3FF]).repeat(31)
+    scales = torch.cat([scales, scales | 0x8000]).to(torch.int32).to(torch.uint16)
+    k = 32 * len(scales)
+    packed = random_weight(name, 1, k)
+    blocks = packed.view(len(scales), -1)
+    blocks[:, :2] = scales.view(torch.uint8).view(-1, 2)
+    blocks[:, 2] = 8 | 8 << 4 if name == "q4_0" else 0  # a zero
+    y = run("dequantize", name, packed, torch.zeros(1, k, dtype=torch.float16), 0, 0)
+    want = spec(name, packed, k).half()
+    assert want.isinf().any() and (want == 0).any()
+    assert torch.equal(y.view(torch.int16), want.view(torch.int16))
