@@ -43,8 +43,8 @@ STRATEGIES = {
 }
 
 # Of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16 scales, no
-# epilogue, 4 rows of x for gemv_batched, N and K without tails, x and W aligned.
-CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4, "Bounds": 24}
+# epilogue, 4 rows of x for gemv_batched, N and K without tails, x and W aligned, rows of W packed.
+CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4, "Bounds": 248}
 
 # The loop along K is not unrolled, so that one turn takes one piece of each row; loops that the
 # text unrolls are. Loop strength reduction off: it trades additions for registers by the addressing

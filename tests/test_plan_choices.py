@@ -53,14 +53,14 @@ def test_variants_of_gemv() -> None:
     for n, k, format, chip, wanted in (
         (32768, 4096, "q4_0", "m4-max", "gemv"),
         (32769, 4096, "q4_0", "m4-max", "gemv_wide_n"),
-        (4096, 4096, "q4_0", "m4-max", "gemv_large_k"),
+        (4096, 4096, "q4_0", "m4-max", "gemv"),
+        (2048, 4096, "q4_0", "m4-max", "gemv_large_k"),
         (4096, 4096, "q4_0", "m1", "gemv"),
         (4096, 4096, "q4_k", "m4-max", "gemv"),
-        (4096, 8192, "q4_k", "m4-max", "gemv_large_k"),
-        (1024, 4096, "q4_k", "m4-max", "gemv_large_k"),
-        (1024, 2048, "q4_k", "m4-max", "gemv"),
-        (512, 4096, "q4_0", "m1", "gemv"),
-        (512, 8192, "q4_0", "m1", "gemv_large_k"),
+        (2048, 8192, "q4_k", "m4-max", "gemv_large_k"),
+        (1024, 4096, "q4_k", "m4-max", "gemv"),
+        (256, 4096, "q4_0", "m1", "gemv"),
+        (256, 8192, "q4_0", "m1", "gemv_large_k"),
     ):
         assert variant(n, k, format, chip) == wanted, (n, k, format, chip)
 

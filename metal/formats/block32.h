@@ -65,15 +65,15 @@ struct Q4_0 : Block32<18> {
   }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const auto bytes = Window<unit, 18>::load(row, k / 32 * 18);
-    nibbles16(bytes.template four<2>(bytes), k & 16, -8, w);
+    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
+    nibbles16(bytes.four<2>(bytes), k & 16, -8, w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
   MM_CONST bool kDecodesHalves = true;
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
-    const auto bytes = Window<unit, 18>::load(row, k / 32 * 18);
-    nibbles16(bytes.template four<2>(bytes), k & 16, -8.0h, bytes.first(bytes), w);
+    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
+    nibbles16(bytes.four<2>(bytes), k & 16, -8.0h, bytes.first(bytes), w);
   }
 };
 
@@ -126,9 +126,9 @@ struct Q5_0 : Block32<22> {
   }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const auto bytes = Window < unit == 2 ? 2 : 4, 22 > ::load(row, k / 32 * 22);
-    nibbles16(bytes.template four<6>(bytes), k & 16, -16, w);
-    add_fifth16(bytes.template word<2>(bytes) >> (k & 16), w);
+    const Window<22> bytes = Window<22>::load<unit == 2 ? 2 : 4>(row, k / 32 * 22);
+    nibbles16(bytes.four<6>(bytes), k & 16, -16, w);
+    add_fifth16(bytes.word<2>(bytes) >> (k & 16), w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
 };
@@ -158,38 +158,44 @@ struct Q5_1 : Block32<24> {
   }
 };
 
-// d * code, int8 codes.
-struct Q8_0 : Block32<34> {
+// d * code, int8 codes. Lane p of a block owns values [16p, 16p + 16), read as a window of 18
+// bytes: four loads instead of ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is
+// at 73 %.
+struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
+  MM_CONST int kLanes = 2, kValues = 16, kRun = 16, kRunStride = 16;
+  static METAL_FUNC uint first(uint piece) { return 16 * piece; }
+
   struct Raw {
-    ushort4 low, high;
+    Window<18> bytes;
     half d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_ushort4(b + 2 + 8 * piece), load_ushort4(b + 18 + 8 * piece), load_as<half>(b)};
+  static METAL_FUNC void fetch(Cursor c, uint piece, thread Raw& raw) {
+    raw.bytes = Window<18>::fetch(c.row, c.block, 16 * piece);
+    raw.d = load_as<half>(c.row + c.block);
   }
   // Flipping the sign bit adds 128.
-  static METAL_FUNC void bytes16(ushort4 low, ushort4 high, thread float (&q)[16]) {
+  static METAL_FUNC void bytes16(uint4 words, thread float (&q)[16]) {
     MM_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const uint u = (i < 4 ? low[i % 4] : high[i % 4]) ^ (kExponent23 | 0x8080u);
+      const uint u = half_word(words[i / 2], i % 2) ^ (kExponent23 | 0x8080u);
       q[2 * i] = field<8, 0>(u, -128);
       q[2 * i + 1] = field<8, 8>(u, -128);
     }
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q8_0>& p) {
-    bytes16(raw.low, raw.high, p.q);
+    bytes16(raw.bytes.four<2>(raw.bytes), p.q);
     p.d = float(raw.d);
   }
   // The codes of values [k, k + 16), the last bytes of a window of 18 as in q4_0.
   template <int unit>
   static METAL_FUNC uint4 codes16(Row row, uint k) {
-    const auto bytes = Window<unit, 18>::load(row, k / 32 * 34, k & 16);
-    return bytes.template four<2>(bytes);
+    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 34, k & 16);
+    return bytes.four<2>(bytes);
   }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     const uint4 codes = codes16<unit>(row, k);
-    bytes16(as_type<ushort4>(codes.xy), as_type<ushort4>(codes.zw), w);
+    bytes16(codes, w);
     scale16(load_half(block(row, k / 32)), -0.0f, w);
   }
   MM_CONST bool kDecodesHalves = true;

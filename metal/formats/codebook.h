@@ -57,8 +57,8 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
   }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const auto bytes = Window<unit, 18>::load(row, k / 32 * 18);
-    look_up16<IQ4Levels>(bytes.template four<2>(bytes), k & 16, w);
+    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
+    look_up16<IQ4Levels>(bytes.four<2>(bytes), k & 16, w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
 };

@@ -142,13 +142,14 @@ METAL_FUNC float load_half(device const uchar* p) { return float(load_as<half>(p
 // five or three loads. Rows must begin and end at multiples of a unit (kBoundsWordBlocks). A window
 // that ends a block must, where the block ends the row, end with its last unit: those of 18 bytes
 // do, those of 22 with units of 8 do not.
-template <int unit, int bytes>
+template <int bytes>
 struct Window {
   MM_CONST int kWords = bytes / 4 + 1;
   uint words[kWords];
   bool late;  // the bytes begin 2 behind words[0]
 
   // From `inner`, a multiple of 8, of the block at `block`, even.
+  template <int unit>
   static METAL_FUNC Window load(device const uchar* row, uint block, uint inner = 0) {
     Window out;
     const uint skip = block % unit;
@@ -166,9 +167,14 @@ struct Window {
       for (int i = 0; i < kWords; ++i) out.words[i] = select(raw[i], raw[i + 1], (skip & 4) != 0);
     } else {
       MM_UNROLL
-      for (int i = 0; i < kWords; ++i) out.words[i] = load_some(p + 4 * i, bytes - 4 * i);
+      for (int i = 0; i < kWords; ++i) out.words[i] = load_some<unit>(p + 4 * i, bytes - 4 * i);
     }
     return out;
+  }
+  // For gemv. Units of 8 or none: one of 4 bytes and two of 2 are one load to LLVM, of the lesser
+  // alignment.
+  static METAL_FUNC Window fetch(device const uchar* row, uint block, uint inner) {
+    return has_long_blocks() ? load<8>(row, block, inner) : load<2>(row, block, inner);
   }
   // Of a window that begins with a half: it.
   static METAL_FUNC half first(thread const Window& w) {
@@ -186,8 +192,17 @@ struct Window {
   static METAL_FUNC uint4 four(thread const Window& w) {
     return uint4(word<offset>(w), word<offset + 4>(w), word<offset + 8>(w), word<offset + 12>(w));
   }
+  // Those from `offset` on.
+  template <int offset = 0>
+  static METAL_FUNC void all(thread const Window& w, thread uint (&to)[bytes / 4]) {
+    if constexpr (offset < bytes) {
+      to[offset / 4] = word<offset>(w);
+      all<offset + 4>(w, to);
+    }
+  }
 
  private:
+  template <int unit>
   static METAL_FUNC uint load_some(device const uchar* p, int left) {
     if constexpr (unit == 4) return load_as<uint>(p);
     return left >= 4 ? load_4<2>(p) : left >= 2 ? load_as<ushort>(p) : 0;
@@ -196,8 +211,8 @@ struct Window {
 // 16 bytes of the inside of a block.
 template <int unit>
 METAL_FUNC uint4 load_inner16(device const uchar* row, uint block, uint inner) {
-  const auto bytes = Window<unit, 16>::load(row, block, inner);
-  return bytes.template four<0>(bytes);
+  const Window<16> bytes = Window<16>::load<unit>(row, block, inner);
+  return bytes.four<0>(bytes);
 }
 
 // ---- nibbles
@@ -265,6 +280,22 @@ struct BlockFormat {
   static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
   static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
   static METAL_FUNC uint row_bytes() { return fc_k / uint(values) * uint(bytes); }
+};
+
+// Blocks that gemv reads through windows: found by their offset in the row.
+template <int values, int bytes>
+struct WindowFormat : BlockFormat<values, bytes> {
+  struct Cursor {
+    device const uchar* row;
+    uint block;
+  };
+  static METAL_FUNC Cursor start(device const uchar* row, uint unit) {
+    return {row, unit * uint(bytes)};
+  }
+  static METAL_FUNC Cursor next(Cursor c, uint units) {
+    return {c.row, c.block + units * uint(bytes)};
+  }
+  static METAL_FUNC Cursor moved(Cursor c, long distance) { return {c.row + distance, c.block}; }
 };
 
 }  // namespace metalmm

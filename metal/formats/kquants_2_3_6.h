@@ -8,8 +8,8 @@
 
 namespace metalmm {
 
-template <int bytes, int own>
-struct KBlock16 : BlockFormat<256, bytes>, PlainPiece {
+template <int bytes, int own, class Blocks = WindowFormat<256, bytes>>
+struct KBlock16 : Blocks, PlainPiece {
   MM_CONST int kOwn = own, kLanes = 64 / own, kValues = 4 * own, kRun = own, kRunStride = 32;
   MM_CONST int kSegments = 4;
   static METAL_FUNC uint half_of(uint piece) { return piece * kOwn / 32; }
@@ -47,8 +47,8 @@ METAL_FUNC void scale16(float d, thread float (&w)[16]) {
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
 template <int own>
-struct Q2_KOf : KBlock16<84, own> {
-  using Base = KBlock16<84, own>;
+struct Q2_KOf : KBlock16<84, own, BlockFormat<256, 84>> {
+  using Base = KBlock16<84, own, BlockFormat<256, 84>>;
   using typename Base::Cursor;
   using typename Base::Row;
   MM_CONST int kOffsets = 4;
@@ -119,17 +119,15 @@ struct Q3_KOf : KBlock16<110, own> {
   using typename Base::Cursor;
   using typename Base::Row;
   struct Raw {
-    uint codes[own / 4], high[own / 4];
+    Window<own> codes, high;
     uchar low[4], top[2];
     half d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Cursor c, uint piece, thread Raw& raw) {
     const uint g = Base::group_of(piece);
-    MM_UNROLL
-    for (int i = 0; i < own / 4; ++i) {
-      raw.codes[i] = load_4<2>(b + 32 + own * piece + 4 * i);
-      raw.high[i] = load_4<2>(b + Base::byte_of(piece) + 4 * i);
-    }
+    raw.codes = Window<own>::fetch(c.row, c.block, 32 + own * piece);
+    raw.high = Window<own>::fetch(c.row, c.block, Base::byte_of(piece));
+    device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) raw.low[t] = b[96 + g + 2 * t];
     MM_UNROLL
@@ -142,12 +140,15 @@ struct Q3_KOf : KBlock16<110, own> {
     const float unit = power_of_two(-4 * int(n)), spread0 = 20.0f * unit, spread1 = 40.0f * unit;
     const float bias0 = 8388608.0f * (1.0f - spread0), bias1 = 8388608.0f * (1.0f - spread1);
     const uint mask0 = 0x05050505u << (4 * n), mask1 = 0x0A0A0A0Au << (4 * n);
+    uint codes[own / 4], high[own / 4];
+    raw.codes.all(raw.codes, codes);
+    raw.high.all(raw.high, high);
     MM_UNROLL
     for (int i = 0; i < own; i += 2) {
-      const ushort even_codes = half_word(raw.codes[i / 4] & 0x33333333u, i / 2 % 2);
-      const ushort odd_codes = half_word(raw.codes[i / 4] & 0xCCCCCCCCu, i / 2 % 2);
-      const uint opened0 = open_word(half_word(raw.high[i / 4] & mask0, i / 2 % 2));
-      const uint opened1 = open_word(half_word(raw.high[i / 4] & mask1, i / 2 % 2));
+      const ushort even_codes = half_word(codes[i / 4] & 0x33333333u, i / 2 % 2);
+      const ushort odd_codes = half_word(codes[i / 4] & 0xCCCCCCCCu, i / 2 % 2);
+      const uint opened0 = open_word(half_word(high[i / 4] & mask0, i / 2 % 2));
+      const uint opened1 = open_word(half_word(high[i / 4] & mask1, i / 2 % 2));
       const uint high0 = as_type<uint>(fma(as_type<float>(opened0), spread0, bias0));
       const uint high1 = as_type<uint>(fma(as_type<float>(opened1), spread1, bias1));
       const uint even = (high0 & (kExponent23 | 0x04444u)) | even_codes;
@@ -207,16 +208,18 @@ struct ShortPiece<Q3_K> {
 // >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
 struct Q6_K : KBlock16<210, 8> {
   struct Raw {
-    uint2 low[2], high;
+    Window<kOwn> low[2], high;
     uchar scales[4];
     half d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
     for (int s = 0; s < 2; ++s) {
-      raw.low[s] = load_8<2>(b + 64 * half_of(piece) + 32 * s + byte_of(piece));
+      const uint at = 64 * half_of(piece) + 32 * s + byte_of(piece);
+      raw.low[s] = Window<kOwn>::fetch(c.row, c.block, at);
     }
-    raw.high = load_8<2>(b + 128 + kOwn * piece);
+    raw.high = Window<kOwn>::fetch(c.row, c.block, 128 + kOwn * piece);
+    device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
       raw.scales[t] = b[192 + 8 * half_of(piece) + group_of(piece) + 2 * t];
@@ -226,15 +229,19 @@ struct Q6_K : KBlock16<210, 8> {
   // Low nibbles are runs 0 and 1, high ones runs 2 and 3. The upper bits of runs 0 and 2, times 16,
   // lie above them, and those of runs 1 and 3 times 4.
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q6_K>& p) {
+    uint codes[2][kOwn / 4], upper[kOwn / 4];
+    raw.low[0].all(raw.low[0], codes[0]);
+    raw.low[1].all(raw.low[1], codes[1]);
+    raw.high.all(raw.high, upper);
     MM_UNROLL
     for (int i = 0; i < kOwn; i += 2) {
-      const float high = as_type<float>(open_word(as_type<ushort2>(raw.high[i / 4])[i / 2 % 2]));
+      const float high = as_type<float>(open_word(half_word(upper[i / 4], i / 2 % 2)));
       MM_UNROLL
       for (int s = 0; s < 2; ++s) {
         const float spread = s == 0 ? 16.0f : 4.0f;
         const uint bits = as_type<uint>(fma(high, spread, 8388608.0f * (1.0f - spread)));
-        const ushort low_codes = half_word(raw.low[s][i / 4] & 0x0F0F0F0Fu, i / 2 % 2);
-        const ushort high_codes = half_word(raw.low[s][i / 4] & 0xF0F0F0F0u, i / 2 % 2);
+        const ushort low_codes = half_word(codes[s][i / 4] & 0x0F0F0F0Fu, i / 2 % 2);
+        const ushort high_codes = half_word(codes[s][i / 4] & 0xF0F0F0F0u, i / 2 % 2);
         const uint low = (bits & (kExponent23 | 0x03030u)) | low_codes;
         const uint top = (bits & (kExponent23 | 0x30300u)) | high_codes;
         const int at = kOwn * s + i;
