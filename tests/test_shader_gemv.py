@@ -258,5 +258,5 @@ def test_long_k_is_counted_in_steps_of_the_kernel() -> None:
         codec = re.sub(r"_g\d+.*", "", name)
         long = simdgroups * int(kernel[codec])
         for k, wanted in ((long, "gemv_large_k"), (long - formats.get(name).block_values, "gemv")):
-            plan = _C.plan(n=4096, k=k, format=name, chip="m4-max")
+            plan = _C.plan(n=2048, k=k, format=name, chip="m4-max")
             assert strategies_used(plan)[0] == wanted, (name, k, plan["reason"])
