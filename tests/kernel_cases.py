@@ -74,6 +74,18 @@ def gemm_rows(name: str) -> int:
     return next(m for m, plan in enumerate(plans, 1) if "gemm" in strategies_used(plan))
 
 
+def values_of_k(block: int, number: int, pick: random.Random) -> int:
+    """K of a case. Blocks of 2-byte fields are read in units of 8 bytes where their number is a
+    multiple of 4, of 4 where it is even, else of 2: the first three cases are one of each.
+    """
+    if block == 1:
+        return pick.randint(1, 800)
+    fours = 256 // block  # K up to 1024
+    blocks = (4 * pick.randint(1, max(1, fours)), 4 * pick.randint(0, max(0, fours - 1)) + 2)
+    odd = 2 * pick.randint(0, 2 * max(1, fours) - 1) + 1
+    return block * (*blocks, odd, pick.randint(1, 4 * max(1, fours)))[min(number, 3)]
+
+
 def case(kernel: str, number: int) -> Case:
     """The number-th random call of a kernel."""
     strategy, dtype = strategy_of(kernel), DTYPES[kernel.rpartition("_")[2]]
@@ -81,8 +93,7 @@ def case(kernel: str, number: int) -> Case:
     if strategy in PROBES:
         return probe_case(kernel, strategy, dtype, pick)
     name = format_of(kernel, strategy, pick)
-    block = formats.get(name).block_values
-    k = block * pick.randint(1, 800 if block == 1 else max(2, 1024 // block))
+    k = values_of_k(formats.get(name).block_values, number, pick)
     n = pick.randint(1, 70)
     if strategy in ("embedding", "dequantize"):
         return rows_case(kernel, strategy, name, (n, k), dtype, pick)

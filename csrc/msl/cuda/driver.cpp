@@ -20,6 +20,7 @@ Driver load() {
   Driver d{};
   find(library, "cuModuleLoadDataEx", d.module_load);
   find(library, "cuModuleGetFunction", d.module_get_function);
+  find(library, "cuFuncGetAttribute", d.function_get_attribute);
   find(library, "cuLaunchKernel", d.launch);
   find(library, "cuGetErrorName", d.error_name);
   find(library, "cuDeviceGet", d.device_get);
