@@ -26,6 +26,7 @@ struct FormatCheck {
   static_assert(FormatCheck<Struct>::kOk, #name);
 #define MM_BLOCK(name, Struct, values, bytes, alignment)                                \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name); \
+  static_assert(Struct::kHasUnits == (alignment == 2), #name);                          \
   static_assert(FormatCheck<Struct>::kOk, #name);
 #define MM_AFFINE(name, Struct, bits)                                           \
   static_assert(Struct::kBlockBytes * 8 == Struct::kBlockValues * bits, #name); \

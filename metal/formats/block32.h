@@ -1,6 +1,6 @@
 // GGML blocks of 32 values. Byte j of the codes holds value j (low nibble) and j + 16 (high).
-// Two lanes share a block: lane p owns values [8p, 8p + 8) and [16 + 8p, 16 + 8p + 8); in q4_1, a
-// lane owns a block.
+// Two lanes share a block: lane p owns values [8p, 8p + 8) and [16 + 8p, 16 + 8p + 8); in q8_0
+// [16p, 16p + 16); in q4_1, a lane owns a block.
 // Rejected: four lanes with 8 values each, which read x in longer runs but pay for scale and
 // address twice as often: q4_0 1.42 TB/s instead of 2.17 (H200, N = 128256, K = 4096).
 #pragma once
@@ -41,13 +41,6 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
   const uint u[4] = {open_word(halves.x), open_word(halves.y), open_word(halves.z),
                      open_word(halves.w)};
   five<0>(u, open_pair(fifth), add, q);
-}
-
-// w = d w + m; the product is exact.
-// m = -0 adds nothing, also to -0: +0 would turn it into +0.
-METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
-  MM_UNROLL
-  for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], m);
 }
 
 // d * (code - 8).
@@ -158,12 +151,13 @@ struct Q5_1 : Block32<24> {
   }
 };
 
-// d * code, int8 codes. Lane p of a block owns values [16p, 16p + 16), read as a window of 18
-// bytes: four loads instead of ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is
-// at 73 %.
+// d * code, int8 codes. A lane reads its 16 as a window of 18 bytes: four loads instead of
+// ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is at 73 %.
 struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
   MM_CONST int kLanes = 2, kValues = 16, kRun = 16, kRunStride = 16;
   static METAL_FUNC uint first(uint piece) { return 16 * piece; }
+
+  MM_CONST uint kSigns = 0x8080;  // flipping a sign bit adds 128
 
   struct Raw {
     Window<18> bytes;
@@ -173,17 +167,8 @@ struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
     raw.bytes = Window<18>::fetch(c.row, c.block, 16 * piece);
     raw.d = load_as<half>(c.row + c.block);
   }
-  // Flipping the sign bit adds 128.
-  static METAL_FUNC void bytes16(uint4 words, thread float (&q)[16]) {
-    MM_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const uint u = half_word(words[i / 2], i % 2) ^ (kExponent23 | 0x8080u);
-      q[2 * i] = field<8, 0>(u, -128);
-      q[2 * i + 1] = field<8, 8>(u, -128);
-    }
-  }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q8_0>& p) {
-    bytes16(raw.bytes.four<2>(raw.bytes), p.q);
+    bytes16<kSigns>(raw.bytes.four<2>(raw.bytes), -128, p.q);
     p.d = float(raw.d);
   }
   // The codes of values [k, k + 16), the last bytes of a window of 18 as in q4_0.
@@ -195,7 +180,7 @@ struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     const uint4 codes = codes16<unit>(row, k);
-    bytes16(codes, w);
+    bytes16<kSigns>(codes, -128, w);
     scale16(load_half(block(row, k / 32)), -0.0f, w);
   }
   MM_CONST bool kDecodesHalves = true;

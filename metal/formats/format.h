@@ -102,7 +102,7 @@ template <class T>
 METAL_FUNC T load_as(device const uchar* p) {
   return *(device const T*)p;
 }
-// 4, 8 and 16 bytes at an address of `alignment` bytes, in the widest loads that it allows.
+// 4, 8 and 16 bytes at an address of `alignment` bytes, in the widest loads up to 8 that it allows.
 template <int alignment>
 METAL_FUNC uint load_4(device const uchar* p) {
   if constexpr (alignment >= 4) {
@@ -121,11 +121,7 @@ METAL_FUNC uint2 load_8(device const uchar* p) {
 }
 template <int alignment>
 METAL_FUNC uint4 load_16(device const uchar* p) {
-  if constexpr (alignment >= 16) {
-    return load_as<uint4>(p);
-  } else {
-    return uint4(load_8<alignment>(p), load_8<alignment>(p + 8));
-  }
+  return uint4(load_8<alignment>(p), load_8<alignment>(p + 8));
 }
 // Words for codes that are opened one by one: as wide loads these would be put together and taken
 // apart again.
@@ -139,9 +135,9 @@ METAL_FUNC float load_half(device const uchar* p) { return float(load_as<half>(p
 
 // `bytes` bytes of a row at an even offset, read in units of 2, 4 or 8 bytes: the units that hold
 // them are read as they lie, and selects put the words into place, without a shift. q4_0 is nine,
-// five or three loads. Rows must begin and end at multiples of a unit (kBoundsWordBlocks). A window
-// that ends a block must, where the block ends the row, end with its last unit: those of 18 bytes
-// do, those of 22 with units of 8 do not.
+// five or three loads. Rows must begin and end at multiples of a unit (kBoundsWordBlocks). Of units
+// of 8, bytes / 8 + 1 are read: a window that ends a row ends with the last of them only if it has
+// 8n + 2 bytes. One of 8n bytes must lie inside its block, 8 bytes before the end.
 template <int bytes>
 struct Window {
   MM_CONST int kWords = bytes / 4 + 1;
@@ -156,6 +152,7 @@ struct Window {
     device const uchar* p = row + (block - skip) + inner;
     out.late = (skip & 2) != 0;
     if constexpr (unit == 8) {
+      static_assert(bytes % 8 == 0 || bytes % 8 == 2, "reads beyond a row that the block ends");
       uint raw[kWords / 2 * 2 + 2];
       MM_UNROLL
       for (int i = 0; i <= kWords; i += 2) {
@@ -239,6 +236,25 @@ METAL_FUNC void nibbles16(uint4 words, bool high, float add, thread float (&q)[1
       q[4 * i + 2 * j + 1] = field<4, 8>(u, add);
     }
   }
+}
+
+// 16 bytes, plus an integer, the bits `flipped` of every two inverted. Inverted here, where the
+// exponent is set: on whole words it is an operation more for every 4 bytes.
+template <uint flipped = 0>
+METAL_FUNC void bytes16(uint4 words, float add, thread float (&q)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const uint u = half_word(words[i / 2], i % 2) ^ (kExponent23 | flipped);
+    q[2 * i] = field<8, 0>(u, add);
+    q[2 * i + 1] = field<8, 8>(u, add);
+  }
+}
+
+// w = d w + m, rounded once: as a product and a sum, where the product is exact.
+// m = -0 adds nothing, also to -0: +0 would turn it into +0.
+METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], m);
 }
 
 // As nibbles16, two codes at a time, times d: a product of two halves rounds once, as the f32

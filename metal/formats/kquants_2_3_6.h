@@ -31,20 +31,6 @@ METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) 
   }
 }
 
-// 16 bytes, plus an integer.
-METAL_FUNC void bytes16(uint4 words, float add, thread float (&q)[16]) {
-  MM_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const uint u = open_word(as_type<ushort2>(words[i / 2])[i % 2]);
-    q[2 * i] = field<8, 0>(u, add);
-    q[2 * i + 1] = field<8, 8>(u, add);
-  }
-}
-METAL_FUNC void scale16(float d, thread float (&w)[16]) {
-  MM_UNROLL
-  for (int i = 0; i < 16; ++i) w[i] *= d;
-}
-
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
 template <int own>
 struct Q2_KOf : KBlock16<84, own, BlockFormat<256, 84>> {
@@ -195,7 +181,7 @@ struct Q3_KOf : KBlock16<110, own> {
     const uint low = b[96 + (j & 7)] >> (j / 8 * 4) & 15;
     const uint top = b[104 + (j & 3)] >> (j / 4 * 2) & 3;
     const float d = load_half(b + 108) * (float(low | top << 4) - 32.0f);
-    scale16(d, w);
+    scale16(d, -0.0f, w);
   }
 };
 using Q3_K = Q3_KOf<16>;
@@ -270,7 +256,7 @@ struct Q6_K : KBlock16<210, 8> {
     const uint4 high = load_inner16<unit>(row, at, 128 + j / 8 * 32 + (k & 16)) >> 2 * t;
     bytes16((low & 0x0F0F0F0Fu) | (high & 0x03030303u) << 4, -32, w);
     const float d = load_half(b + 208) * float(as_type<char>(b[192 + j]));
-    scale16(d, w);
+    scale16(d, -0.0f, w);
   }
 };
 
