@@ -148,7 +148,7 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   if (has_weight(p.op)) {
     const int64_t packed = p.format->row_bytes(p.k);
     const bool is_packed = a.w_stride == packed && (p.op != Op::kSwigluUp || a.w2_stride == packed);
-    if ((is_packed || p.n <= 1) && packed <= UINT32_MAX) out |= kBoundsPackedRows;
+    if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
   }
   if (has_weight(p.op) && p.format->layout == Layout::kBlock && p.format->alignment == 2) {
     const auto rows_by = [&](int64_t bytes) {

@@ -244,6 +244,12 @@ void check(const Problem& p) {
     reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
            " values of a block of " + p.format->name);
   }
+  // Where k itself does not fit, args_of() refuses it.
+  if (p.k <= UINT32_MAX && p.format->row_bytes(p.k) > UINT32_MAX) {
+    reject("k: " + str(p.k) + " values of " + p.format->name + " are " +
+           str(p.format->row_bytes(p.k)) +
+           " bytes; shaders count the bytes of a row in 32 bits, at most " + str(UINT32_MAX));
+  }
   const int64_t unit = p.format->alignment;
   const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % unit == 0) &&
                                         (p.w2_stride == kPacked || p.w2_stride % unit == 0));

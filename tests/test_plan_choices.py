@@ -200,6 +200,11 @@ def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
     ("problem", "message"),
     [
         ({"k": 100}, "k: 100 is not a multiple of the 32 values of a block of q4_0"),
+        (
+            {"k": 2**30, "format": "f32"},
+            "k: 1073741824 values of f32 are 4294967296 bytes; .* at most 4294967295",
+        ),
+        ({"k": 2**32}, "k: 4294967296 does not fit 32 bits"),
         ({"m": -1}, "shape: M, N, K = -1, 8, 32; none may be negative"),
         ({"m": 2**32}, "m: 4294967296 does not fit 32 bits"),
         ({"strategy": "fast"}, "strategy: unknown 'fast'; allowed: gemv, gemv_large_k"),
