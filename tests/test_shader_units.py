@@ -17,7 +17,10 @@ from torch_metalmm import _C, formats
 
 BLOCKS = [f for f in map(formats.get, FORMATS) if f.block_values > 1]
 HALVES = [f.name for f in BLOCKS if f.row_bytes(f.block_values) % 4 == 2]
-KERNELS = ("gemm", "gemm_small", "gemm_tiled", "gemm_naive", "dequantize")
+KERNELS = (
+    *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
+    *("gemm", "gemm_small", "gemm_tiled", "gemm_naive", "dequantize"),
+)
 UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}  # kBoundsWordBlocks, kBoundsLongBlocks of abi.h
 PLACES = ((0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (0, 4), (4, 4), (6, 2), (8, 8))
 
