@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     mm.add_argument(
         "--sweep-m",
         action="store_true",
-        help="time against M of the first shape, by torch_metalmm alone",
+        help="time against M of the first shape, by metalmm unless --engines",
     )
     one = sub.add_parser("matrix-ops", parents=common, help="one operation: result, check, time")
     one.add_argument("operation", choices=matrix_ops.OPERATIONS)
@@ -187,10 +187,10 @@ def run_matmul(args: argparse.Namespace) -> Iterator[Record]:
     ms, names = shapes.parse_ints(args.m), shapes.parse_names(args.formats)
     check_formats(names, wanted)
     engines, absent = matmul.choose_engines(shapes.parse_names(args.engines), setting.device)
+    yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
     if args.sweep_m:
         yield from matmul.sweep(wanted[0], names, ms, engines, setting, args.repetitions, status)
         return
-    yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
     found, roof_record = measure_roof(args)
     yield roof_record
     times = (args.repetitions, args.seconds, status)

@@ -43,8 +43,13 @@ STRATEGIES = {
 }
 
 # Of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16 scales, no
-# epilogue, 4 rows of x for gemv_batched, N and K without tails, x and W aligned, rows of W packed.
-CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4, "Bounds": 248}
+# epilogue, 4 rows of x for gemv_batched. N and K have no tails; x and W are aligned, rows of W
+# packed, and their blocks begin and end at multiples of 8 bytes. C++, where a pipeline has values.
+_BOUNDS = ("AlignedX", "AlignedWeight", "PackedRows", "WordBlocks", "LongBlocks")
+CONSTANTS = {
+    **{"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4},
+    "Bounds": "(" + " | ".join(f"metalmm::kBounds{bit}" for bit in _BOUNDS) + ")",
+}
 
 # The loop along K is not unrolled, so that one turn takes one piece of each row; loops that the
 # text unrolls are. Loop strength reduction off: it trades additions for registers by the addressing
@@ -123,7 +128,7 @@ def count(strategy: str, dtype: str) -> list[Cell]:
     out = []
     for name, weights in re.findall(r"\bweights_(\w+) = (\d+);", text):
         function = functions[f"{strategy}_{name}_{dtype}"]
-        found = ptx.cost(ptx.main_loop(function))
+        found = ptx.cost(ptx.main_loop(function), ptx.constant_halves(function))
         out.append(Cell(name, found, int(weights), ptx.uses_local_memory(function)))
     return out
 

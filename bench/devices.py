@@ -18,6 +18,8 @@ from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
 from .timing import Call, Timed
 
 MIN_CALLS = 16  # in a graph or between two events, so that what they cost is spread
+# What plan() takes of a device; of what it does not report, the numbers of its chip stay.
+PLANNED_FOR = ("cores", "max_threadgroup_memory", "max_threads")
 GPU_MAX_BURST = 4  # replays of a graph, or rows of calls, in a turn of a variant
 
 
@@ -118,14 +120,13 @@ class Device:
         if self.type == "cpu":
             return None
         if self.type == "cuda":
-            chip, cores = (
-                _C.CUDA_PLANS_FOR,
-                torch.cuda.get_device_properties().multi_processor_count,
-            )
+            chip = _C.CUDA_PLANS_FOR
+            facts = {"cores": torch.cuda.get_device_properties().multi_processor_count}
         else:
             facts = _C.mps_facts()
-            chip, cores = facts["plans_for"], facts["cores"]
-        plan = _C.plan(chip=chip, gpu={"cores": cores} if cores else {}, **problem)
+            chip = facts["plans_for"]
+        known = {name: facts[name] for name in PLANNED_FOR if facts.get(name)}
+        plan = _C.plan(chip=chip, gpu=known, **problem)
         return strategy_of(plan["passes"][0]["kernel"])
 
     def timed(self, call: Call, copies: int = 1) -> Timed:

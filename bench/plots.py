@@ -18,6 +18,7 @@ FIGURE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 110  # 880 x 550 pixels: some 60 KB
 MARKERS = {"dense": "s", "GGML": "o", "MLX affine": "^"}
 PEER_MARKER = "x"
+OWN_LINES = ("-", ":", "-.", (0, (1, 4)))
 
 
 def measured(records: Sequence[Record]) -> list[Record]:
@@ -49,14 +50,20 @@ def label(r: Record) -> str:
 
 
 def styles(cells: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """{variant: how it is drawn}: no two alike; peers dashed and grey to black."""
+    """{variant: how its line is drawn}: peers dashed and grey to black, the others in colours.
+
+    Beyond the 20 colours line styles tell them apart; bars, which have none, go by their order.
+    """
     from matplotlib import colormaps
 
     names = {c["variant"]: bool(c["format"]) for c in cells}
     own = [name for name, packed in names.items() if packed]
     peers = [name for name, packed in names.items() if not packed]
     few = colormaps["tab10" if len(own) <= 10 else "tab20"]
-    out: dict[str, dict[str, Any]] = {name: {"color": few(i)} for i, name in enumerate(own)}
+    out: dict[str, dict[str, Any]] = {
+        name: {"color": few(i % few.N), "linestyle": OWN_LINES[i // few.N % len(OWN_LINES)]}
+        for i, name in enumerate(own)
+    }
     for i, name in enumerate(peers):
         out[name] = {"color": str(0.7 * i / len(peers)), "linestyle": "--"}
     return out

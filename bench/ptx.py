@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -23,7 +23,8 @@ RULES: tuple[tuple[str, str, int], ...] = tuple(
     (pattern, kind, cycles)
     for kind, cycles, patterns in (
         # A 32-bit register is two 16-bit ones, each an operand of its own: halves are neither
-        # shifted nor masked out, nor packed. Registers are renamed, not moved.
+        # shifted nor masked out, nor packed, but a constant half is written (_opens). Registers
+        # are renamed, not moved.
         (FREE, 0, r"mov\.\S+ .*"),
         (FREE, 0, r"sh[lr]\.[bu]32 16|and\.b32 65535|prmt\.b32 (0x)?(5410|7632|5432|7610)U?"),
         # 16-bit operands widen within an instruction: halves to f32, integers to 32 and 64 bits.
@@ -213,22 +214,29 @@ def _packs(instructions: list[Instruction]) -> Iterator[bool]:
             (halves.add if is_half else halves.discard)(to)
 
 
-def _opens(instructions: list[Instruction]) -> Iterator[bool]:
-    """Whether each instruction joins a half with a constant one, which must be written."""
+def constant_halves(function: str) -> set[str]:
+    """The 16-bit registers of a function that are only ever set to an immediate."""
     constants: set[str] = set()
-    for i in instructions:
-        to, *of = re.findall(r"%\w+|\d+", i.operands) or [""]
-        yield i.opcode == "mov.b32" and "{" in i.operands[1:] and not constants.isdisjoint(of)
-        is_constant = i.opcode == "mov.b16" and not of[0].startswith("%")
-        (constants.add if is_constant else constants.discard)(to)
+    others: set[str] = set()
+    for i in (i for block in blocks(function) for i in block.instructions):
+        to = re.match(r"\{[^}]*\}|[^,]*", i.operands)
+        is_constant = re.fullmatch(r"mov\.[bu]16", i.opcode) and i.operands.count("%") == 1
+        (constants if is_constant else others).update(re.findall(r"%\w+", to[0] if to else ""))
+    return constants - others
 
 
-def cost(instructions: list[Instruction]) -> Cost:
-    """What `instructions` cost by RULES."""
+def _opens(i: Instruction, constants: Container[str]) -> bool:
+    """Whether an instruction joins a half with a constant one, which must be written."""
+    joined = re.fullmatch(r"%\w+, *\{(.*)\}", i.operands)
+    if i.opcode != "mov.b32" or not joined:
+        return False
+    return any(half[0] != "%" or half in constants for half in re.split(r",\s*", joined[1]))
+
+
+def cost(instructions: list[Instruction], constants: Container[str] = ()) -> Cost:
+    """What `instructions` cost by RULES; `constants`: constant_halves() of their function."""
     pairs = [
-        (FREE, 0) if packs else ("bitwise", 1) if opens else classify(i)
-        for i, packs, opens in zip(
-            instructions, _packs(instructions), _opens(instructions), strict=True
-        )
+        (FREE, 0) if packs else ("bitwise", 1) if _opens(i, constants) else classify(i)
+        for i, packs in zip(instructions, _packs(instructions), strict=True)
     ]
     return Cost(Counter(kind for kind, _ in pairs), sum(cycles for _, cycles in pairs))

@@ -106,7 +106,7 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.x_stride = or_packed(p.x_stride, p.k);
   a.y_stride = or_packed(p.y_stride, is_linear ? p.n : p.k);
   a.m = u32(p.m, "m");
-  a.n = u32(p.n, "n");
+  a.n = u32(p.n, p.op == Op::kSiluMul ? "elements of gate" : "n");  // M N of swiglu's caller
   a.k = u32(p.k, "k");
   a.k_per_part = u32(parts.k_per_part, "k");
   a.parts = u32(parts.count, "parts");

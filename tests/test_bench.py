@@ -6,12 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
+from bench.__main__ import parse, run_matmul
+from bench.devices import Device
+from bench.engines import ENGINES
+from bench.plots import styles, time_by_m
 from bench.problem import Checker, Problem, Setting, Variant
 from bench.shapes import NAMED
+from torch_metalmm import _C, formats
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,6 +70,50 @@ def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path) -> None
         done = bench("plot", *map(str, files), "--output", str(folder))
         assert done.returncode == 0, done.stderr
         assert sorted(p.stem for p in folder.iterdir()) == sorted(plots)
+
+
+def test_rings_where_another_strategy_is_planned() -> None:
+    """Of two lines, one has a ring at each M whose strategy is not that of the M before."""
+    figure = Figure()
+    ax = figure.subplots()
+    strategies = {1: "gemv", 2: "gemv_batched", 4: "gemv_batched", 8: "gemm_small"}
+    cells = [
+        {"variant": v, "format": "q4_0", "n": 64, "k": 32, "m": m, "us": 10.0 * m, "strategy": s}
+        for v, chosen in (("a", strategies), ("b", dict.fromkeys(strategies)))
+        for m, s in chosen.items()
+    ]
+    time_by_m(figure, ax, cells)
+    rings = [c.get_offsets().tolist() for c in ax.collections if c.get_label() == "_"]
+    assert rings == [[[2, 20], [8, 80]], []]
+    assert "another strategy" in [c.get_label() for c in ax.collections]
+
+
+def test_lines_of_every_format_differ() -> None:
+    names = [f"metalmm {name}" for name in formats.names()]
+    found = styles([{"variant": v, "format": "q4_0"} for v in names])
+    assert len({str(style) for style in found.values()}) == len(names) > 20
+
+
+def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned for the device's own numbers; nothing on the CPU."""
+    problem = {"n": 2048, "k": 4096, "format": "q4_0", "dtype": "f16"}
+    assert Device("cpu").strategy(**problem) is None
+    for cores, wanted in ((132, "gemv_large_k"), (8, "gemv")):
+        found = SimpleNamespace(multi_processor_count=cores)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda found=found: found)
+        assert Device("cuda").strategy(**problem) == wanted
+    tile = {"m": 128, "n": 4096, "k": 4096, "format": "q4_k", "dtype": "f32"}
+    for memory, wanted in ((0, "gemm"), (32768, "gemm"), (8192, "gemm_small")):
+        facts = {"plans_for": "m1", "cores": 8, "max_threadgroup_memory": memory, "max_threads": 0}
+        monkeypatch.setattr(_C, "mps_facts", lambda facts=facts: facts, raising=False)
+        assert Device("mps").strategy(**tile) == wanted
+
+
+def test_a_sweep_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(ENGINES["mlx"]), "missing", lambda *_: "not here")
+    records = run_matmul(parse(["--sweep-m", "--quick", "--engines", "auto"]))
+    skipped = {"kind": "skipped", "what": "mlx", "why": "not here"}
+    assert any(r == skipped for r in records)  # and no further record is made
 
 
 def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path) -> None:

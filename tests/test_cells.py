@@ -86,6 +86,40 @@ def test_two_halves_in_one_register_are_no_instruction() -> None:
     assert ptx.cost([half, packed, again, join]).cycles == 2
 
 
+CONSTANT_HALVES = """.visible .func f() {
+    mov.b16 %rs1, 0x3C00;
+    mov.u16 %rs2, 1024;
+    mov.u16 %rs3, 0;
+    mov.b16 %rs4, %rs1;
+$L__BB0_1:
+    add.s16 %rs3, %rs3, 1;
+    mov.b32 {%rs5, %rs6}, %r9;
+    @%p1 bra $L__BB0_1;
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("operands", "cycles"),
+    [
+        ("%r1, {%rs5, %rs1}", 1),
+        ("%r1, {%rs2, %rs5}", 1),
+        ("%r1, {%rs5, 0x3C00}", 1),
+        ("%r1, {-1, %rs5}", 1),
+        ("%r1, {%rs5, %rs3}", 0),
+        ("%r1, {%rs4, %rs5}", 0),
+        ("%r1, {%rs5, %rs6}", 0),
+        ("{%rs5, %rs1}, %r1", 0),
+    ],
+)
+def test_a_constant_half_is_written(operands: str, cycles: int) -> None:
+    """A register that holds one, wherever the function sets it, or an immediate in the braces."""
+    constants = ptx.constant_halves(CONSTANT_HALVES)
+    assert constants == {"%rs1", "%rs2"}
+    assert ptx.cost([read(f"mov.b32 {operands}")], constants).cycles == cycles
+
+
 def test_an_unknown_instruction_is_an_error() -> None:
     """Nothing is counted as free by default."""
     with pytest.raises(ValueError, match=r"no rule .*popc\.b32"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle import Value, activations, check
 
 from torch_metalmm import _C, formats
 from torch_metalmm.testing import MetalSource, emulated
@@ -76,6 +77,20 @@ def test_split_k_uses_the_workspace() -> None:
     with emulated(checked=True, chip="m4-max", cores=40):
         y = ops.linear(x, w, None, "q4_k", "split_reduce")
     assert torch.allclose(y, ops.linear(x, w, None, "q4_k"), rtol=1e-5, atol=1e-2)
+
+
+def test_split_k_of_swiglu() -> None:
+    """Gate and up by split-K: partial sums of half tiles, added to f32 gate and up."""
+    m, n, k = 40, 9, 2048
+    sizes = {"m": m, "n": n, "k": k, "format": "f16", "dtype": "f16"}
+    plan = _C.plan(chip="m4-max", y_f32=True, **sizes)
+    assert [one["kernel"] for one in plan["passes"]][1:] == ["split_reduce_f32"]
+    gate, up = (activations(n, k, seed=s).half() for s in ("gate", "up"))
+    x = activations(m, k).div(8).half()
+    a, b = (Value.of(x).dot(w, halved=True) for w in (gate, up))
+    with emulated(checked=True, chip="m4-max"):
+        y = ops.swiglu(x, gate, up, "f16", "f16")
+    check(y, (a.silu() * b).store(torch.float16), "swiglu by split-K")
 
 
 def test_gradients_and_empty_inputs() -> None:

@@ -197,6 +197,24 @@ def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "packed"),
+    [
+        ({}, True),
+        ({"w_stride": 88}, False),
+        ({"w_stride": 88, "n": 1}, True),
+        ({"op": "swiglu_up"}, True),
+        ({"op": "swiglu_up", "w2_stride": 88}, False),
+    ],
+)
+def test_packed_rows(changes: dict[str, Any], packed: bool) -> None:
+    """Whether rows of W, and of W2, follow each other: a kernel then needs no stride."""
+    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": "m1"} | changes
+    op = problem.pop("op", "linear")
+    bounds = _C.plan(op, **problem)["passes"][0]["constants"]["bounds"]
+    assert bool(bounds & 32) == packed
+
+
+@pytest.mark.parametrize(
     ("problem", "message"),
     [
         ({"k": 100}, "k: 100 is not a multiple of the 32 values of a block of q4_0"),
@@ -207,6 +225,7 @@ def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
         ({"k": 2**32}, "k: 4294967296 does not fit 32 bits"),
         ({"m": -1}, "shape: M, N, K = -1, 8, 32; none may be negative"),
         ({"m": 2**32}, "m: 4294967296 does not fit 32 bits"),
+        ({"op": "silu_mul", "n": 2**32}, "elements of gate: 4294967296 does not fit 32 bits"),
         ({"strategy": "fast"}, "strategy: unknown 'fast'; allowed: gemv, gemv_large_k"),
         (
             {"strategy": "embedding"},

@@ -162,14 +162,18 @@ def test_swiglu(name: str) -> None:
     gate, up = random_weight(name, n, k, seed="g"), random_weight(name, n, k, seed="u")
     gate_w, up_w = spec(name, gate, k), spec(name, up, k)
     common = {"m": m, "n": n, "k": k, "format": name}
+    row = gate.shape[1]
     for dtype in DTYPES:
         # Small, so that no product overflows f16.
         x, x2 = (activations(m, k, seed=s).div(16).to(dtype) for s in "ab")
-        w = {"weight": memory_of(gate), "weight2": memory_of(up)}
-        y = torch.full((m, n), torch.nan, dtype=dtype)
-        got = execute("swiglu_up", {"x": x, "y": y, **w}, **common)
         v = Value.of(x)
-        check(got, (v.dot(gate_w).silu() * v.dot(up_w)).store(dtype), f"up {name}")
+        want = (v.dot(gate_w).silu() * v.dot(up_w)).store(dtype)
+        for gap, gap2 in ((0, 0), (16, 0), (0, 16)):  # between rows of gate, of up
+            w = {"weight": memory_of(gate, gap), "weight2": memory_of(up, gap2)}
+            y = torch.full((m, n), torch.nan, dtype=dtype)
+            strides = {"w_stride": row + gap, "w2_stride": row + gap2}
+            got = execute("swiglu_up", {"x": x, "y": y, **w}, **common, **strides)
+            check(got, want, f"up {name}, gaps {gap} and {gap2}")
         y = torch.full((m, n), torch.nan, dtype=dtype)
         got = execute("swiglu_down", {"x": x, "x2": x2, "weight": gate, "y": y}, **common)
         activated = v.silu() * Value.of(x2)
