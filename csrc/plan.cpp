@@ -113,7 +113,8 @@ Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
   }
   const int64_t groups = groups_of(S::gemv, p);
   const int64_t wanted = t.large_k_groups * gpu.cores;
-  const int64_t min_k = t.large_k_steps * GemvLargeK::kThreads * piece.large_k_values;
+  const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.large_k_values;
+  const int64_t min_k = groups < gpu.cores ? long_k / 2 : long_k;
   const std::string grid = "the standard grid of " + str(groups) + " threadgroups ";
   const std::string fill = str(t.large_k_groups) + " for each of " + str(gpu.cores) + " cores";
   if (groups >= wanted) {

@@ -59,6 +59,8 @@ def test_variants_of_gemv() -> None:
         (4096, 4096, "q4_k", "m4-max", "gemv"),
         (2048, 8192, "q4_k", "m4-max", "gemv_large_k"),
         (1024, 4096, "q4_k", "m4-max", "gemv"),
+        (512, 4096, "q4_k", "m4-max", "gemv_large_k"),
+        (512, 2048, "q4_k", "m4-max", "gemv"),
         (256, 4096, "q4_0", "m1", "gemv"),
         (256, 8192, "q4_0", "m1", "gemv_large_k"),
     ):
