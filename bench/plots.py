@@ -70,7 +70,10 @@ def styles(cells: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def roofline(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
-    """GFLOP/s over flops per byte: every format and shape, M as colour, the run's own roofs."""
+    """GFLOP/s over flops per byte: every format and shape, M as colour, the run's own roofs.
+
+    Cells of a sweep are among them; the roofs are those of the others.
+    """
     from matplotlib.colors import LogNorm
     from matplotlib.lines import Line2D
 
@@ -91,7 +94,10 @@ def roofline(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
     bar.set_ticks(ms if len(ms) <= 10 else ms[:: len(ms) // 8], minor=False)
     bar.set_ticks([], minor=True)
     bar.ax.yaxis.set_major_formatter("{x:.0f}")
-    read, peak = (sorted(c[f"roof_{k}"] for c in cells)[len(cells) // 2] for k in ("gbs", "gflops"))
+    roofed = [c for c in cells if "roof_gbs" in c]  # a sweep measures none
+    read, peak = (
+        sorted(c[f"roof_{k}"] for c in roofed)[len(roofed) // 2] for k in ("gbs", "gflops")
+    )
     ends = [min(map(intensity, cells)) / 2, max(map(intensity, cells)) * 2]
     ridge = peak / read
     xs = sorted({ends[0], min(max(ridge, ends[0]), ends[1]), ends[1]})
@@ -162,11 +168,11 @@ def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
 
 
 Draw = Callable[["Figure", "Axes", Sequence[Record]], None]
-# Of which records, in order of preference.
-PLOTS: dict[str, tuple[Draw, tuple[str, ...]]] = {
-    "roofline": (roofline, ("matmul",)),
-    "bandwidth": (bandwidth, ("matmul",)),
-    "time": (time_by_m, ("sweep", "matmul")),
+# Of which records, in order of preference, and which are added to them.
+PLOTS: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
+    "roofline": (roofline, ("matmul",), ("sweep",)),
+    "bandwidth": (bandwidth, ("matmul",), ()),
+    "time": (time_by_m, ("sweep", "matmul"), ()),
 }
 
 
@@ -185,12 +191,12 @@ def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path
         raise ValueError("no cell in the records was timed: nothing to plot")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (plot, kinds) in PLOTS.items():
+    for name, (plot, kinds, also) in PLOTS.items():
         shown = next((s for kind in kinds if (s := [c for c in cells if c["kind"] == kind])), None)
         if shown is None:
             continue
         figure, ax = plt.subplots(figsize=FIGURE_INCHES, layout="constrained")
-        plot(figure, ax, shown)
+        plot(figure, ax, shown + [c for c in cells if c["kind"] in also])
         path = folder / f"{prefix}{name}.png"
         figure.savefig(path, dpi=DOTS_PER_INCH)
         plt.close(figure)
