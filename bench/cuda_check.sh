@@ -2,6 +2,7 @@
 # On a machine with an NVIDIA GPU: builds, runs the test suite on it, checks every kernel with
 # compute-sanitizer, times the formats. JOBS processes at a time; records go to OUT.
 #   bash bench/cuda_check.sh [build] [test] [sanitize] [time]      all four if none is named
+# TESTS: files instead of all of tests/. tests/test_cuda.py, exact and matmul take most of the time.
 # METALMM_EMULATED=FILE: results of the emulator that `python tests/kernel_cases.py FILE` wrote, for
 # a machine without the ziglang package. There, bring torch_metalmm/ptx/ too.
 set -euo pipefail
@@ -18,9 +19,13 @@ build() {
   if python3 -c "import ziglang" 2> /dev/null; then python3 -m torch_metalmm.ptx; fi
 }
 
+# The log names every test, so that of a run that is cut off it is known what was left.
 run_tests() {
-  OMP_NUM_THREADS=1 METALMM_TEST_BACKENDS=cuda python3 -m pytest -q -n "$JOBS" --dist worksteal tests \
-    -k cuda --continue-on-collection-errors
+  local failed=0
+  OMP_NUM_THREADS=1 METALMM_TEST_BACKENDS=cuda python3 -m pytest -v -rfE -n "$JOBS" --dist worksteal \
+    ${TESTS:-tests} -k cuda --continue-on-collection-errors > "$OUT/test.log" 2>&1 || failed=1
+  grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/test.log" || tail -20 "$OUT/test.log"
+  return "$failed"
 }
 
 # One case per kernel, without torch's cache of memory, so that every buffer has an end.
