@@ -171,6 +171,22 @@ def test_the_thread_and_threadgroup_are_named() -> None:
     assert error.threadgroup == (2, 0, 0) and (error.simdgroup, error.lane) == (1, 5)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "slow", "quick"), [("ascending", 2, 3), ("descending", 3, 2), ("both", 2, 3)]
+)
+def test_the_fault_of_the_earliest_turn_is_reported(schedule: str, slow: int, quick: int) -> None:
+    """Whichever worker comes to its own first; and no place of another fault is mixed in."""
+    body = (
+        f"if (g == {slow}) {{\n float a = 0;\n for (uint n = 0; n < 500000; ++n) a += x[n & 63];\n"
+        f" y[a < 0 ? 0 : 1 << 20] = 0;\n}}\nif (g == {quick}) {{ t[0] = i; y[i] = t[0]; }}"
+    )
+    with pytest.raises(EmulatorFault) as caught:
+        kernel(body)(6, 64, [torch.arange(64.0), torch.zeros(384)], [256], schedule=schedule)
+    error = caught.value
+    assert (error.kind, error.line, error.other) == ("out_of_bounds", 7, None)
+    assert error.threadgroup == (slow, 0, 0)
+
+
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize(
     "loop",

@@ -205,6 +205,8 @@ __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmRepor
   Launch launch{};
   launch.in = in;
   launch.report = report;
+  launch.faulty = kNoTurn;
+  launch.reporting = PTHREAD_MUTEX_INITIALIZER;
   launch.threadgroups = uint64_t{in->grid[0]} * in->grid[1] * in->grid[2];
   launch.run = kernel->run;
   launch.arguments = kernel->arguments;

@@ -50,11 +50,17 @@ void fiber_main() {
 
 void write_report(Worker& w, const Lane* lane, MmFault fault, uint64_t pc, const char* format,
                   va_list args) {
-  if (__atomic_exchange_n(&w.launch->failed, 1, __ATOMIC_ACQ_REL) != 0) {
+  pthread_mutex_lock(&w.launch->reporting);
+  if (stopped(w)) {
+    pthread_mutex_unlock(&w.launch->reporting);
     return;
   }
   MmReport& r = *w.launch->report;
+  r = {};
   r.fault = fault;
+  r.other_pc = w.other.pc;
+  r.other_file = w.other.file;
+  r.other_line = w.other.line;
   memcpy(r.threadgroup, w.tg, sizeof w.tg);
   r.pc = pc;
   if (lane) {
@@ -65,6 +71,8 @@ void write_report(Worker& w, const Lane* lane, MmFault fault, uint64_t pc, const
     r.line = lane->state == State::kWaiting ? lane->wait.line : lane->site_line;
   }
   vsnprintf(r.text, sizeof r.text, format, args);
+  __atomic_store_n(&w.launch->faulty, w.turn, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&w.launch->reporting);
 }
 
 bool same_place(const Wait& a, const Wait& b) {
@@ -126,7 +134,7 @@ void run_simdgroup(Worker& w, uint32_t sg) {
     w.pass_first = sg * 32;
     w.pass_next = 0;
     w.pass_end = 32;
-    while (w.pass_next < w.pass_end && !w.launch->failed) {
+    while (w.pass_next < w.pass_end && !stopped(w)) {
       Lane& lane = w.lanes[w.pass_first + place(w, w.pass_next++, 32)];
       if (lane.state == State::kReady) {
         w.current = &lane;
@@ -134,7 +142,7 @@ void run_simdgroup(Worker& w, uint32_t sg) {
         w.current = nullptr;
       }
     }
-  } while (!w.launch->failed && advance_simdgroup(w, sg * 32, false));
+  } while (!stopped(w) && advance_simdgroup(w, sg * 32, false));
 }
 
 // "thread_x (lane l) waits at kind, file:line"
@@ -164,8 +172,7 @@ bool report_divergence(Worker& w) {
         char a[160], b[160];
         describe(a, sizeof a, *waiting);
         describe(b, sizeof b, lane);
-        w.launch->report->other_file = lane.state == State::kWaiting ? lane.wait.file : nullptr;
-        w.launch->report->other_line = lane.wait.line;
+        w.other = {0, lane.state == State::kWaiting ? lane.wait.file : nullptr, lane.wait.line};
         fail_lane(w, *waiting, kMmDivergent, "divergent collective: %s, but %s", a, b);
         return true;
       }
@@ -194,8 +201,7 @@ bool open_barrier(Worker& w) {
       char a[160], b[160];
       describe(a, sizeof a, *first);
       describe(b, sizeof b, lane);
-      w.launch->report->other_file = returned ? nullptr : lane.wait.file;
-      w.launch->report->other_line = lane.wait.line;
+      w.other = {0, returned ? nullptr : lane.wait.file, lane.wait.line};
       bool one = first->index / 32 == lane.index / 32 && !returned;
       fail_lane(w, *first, one ? kMmDivergent : kMmDeadlock,
                 "%s: %s, but %s (thread %u, simdgroup %u)",
@@ -245,11 +251,10 @@ void start_lanes(Worker& w) {
   }
 }
 
-void run_threadgroup(Worker& w, uint64_t index) {
+void run_threadgroup(Worker& w) {
   const MmLaunch& in = *w.launch->in;
-  if (in.flags & kMmDescending) {
-    index = w.launch->threadgroups - 1 - index;
-  }
+  const uint64_t index = descending(w) ? w.launch->threadgroups - 1 - w.turn : w.turn;
+  w.other = {};
   w.tg[0] = index % in.grid[0];
   w.tg[1] = index / in.grid[0] % in.grid[1];
   w.tg[2] = index / in.grid[0] / in.grid[1];
@@ -259,11 +264,11 @@ void run_threadgroup(Worker& w, uint64_t index) {
   }
   poison_memory(w);
   start_lanes(w);
-  while (!w.launch->failed) {
+  while (!stopped(w)) {
     for (uint32_t i = 0; i < w.n_simdgroups; ++i) {
       run_simdgroup(w, place(w, i, w.n_simdgroups));
     }
-    if (w.launch->failed) {
+    if (stopped(w)) {
       return;
     }
     if (any_waits_in_simdgroup(w)) {
@@ -285,6 +290,9 @@ void run_threadgroup(Worker& w, uint64_t index) {
 Worker* this_worker() { return g_worker; }
 Worker** this_worker_slot() { return &g_worker; }
 bool descending(const Worker& w) { return (w.launch->in->flags & kMmDescending) != 0; }
+bool stopped(const Worker& w) {
+  return __atomic_load_n(&w.launch->faulty, __ATOMIC_ACQUIRE) <= w.turn;
+}
 
 void fail_here(MmFault fault, uint64_t pc, const char* format, ...) {
   Worker& w = *g_worker;
@@ -310,12 +318,10 @@ void run_worker(Worker& w) {
   prepare_watchdog(*w.launch, prepare_memory(w));
   const Watchdog watchdog(w);
   w.thread.set_to_thread();
-  while (!__atomic_load_n(&w.launch->failed, __ATOMIC_ACQUIRE)) {
-    uint64_t index = __atomic_fetch_add(&w.launch->next, 1, __ATOMIC_RELAXED);
-    if (index >= w.launch->threadgroups) {
-      break;
-    }
-    run_threadgroup(w, index);
+  while ((w.turn = __atomic_fetch_add(&w.launch->next, 1, __ATOMIC_RELAXED)) <
+             w.launch->threadgroups &&
+         !stopped(w)) {
+    run_threadgroup(w);
   }
   g_worker = nullptr;
 }

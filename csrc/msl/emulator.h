@@ -55,8 +55,8 @@ enum MmFault : uint32_t {
   kMmTimeout,        // MmLaunch::seconds have passed
 };
 
-// The first fault of a launch. Where `file` is null the place is the machine address `pc`, relative
-// to the library.
+// The fault of a launch that is earliest in its schedule. Where `file` is null the place is the
+// machine address `pc`, relative to the library.
 struct MmReport {
   uint32_t fault;
   uint32_t threadgroup[3], simdgroup, lane, thread;

@@ -65,11 +65,8 @@ void report_race(Worker& w, const Shadow& s, const char* p, bool now_writes, boo
   uint32_t other = before_wrote ? s.writer : s.reader;
   char where[96];
   name_memory(w, p, where, sizeof where);
-  if (!w.launch->failed) {
-    w.launch->report->other_pc = before_wrote ? s.write_pc : s.read_pc;
-    w.launch->report->other_file = before_wrote ? s.write_file : nullptr;
-    w.launch->report->other_line = before_wrote ? s.write_line : 0;
-  }
+  w.other =
+      before_wrote ? Other{s.write_pc, s.write_file, s.write_line} : Other{s.read_pc, nullptr, 0};
   fail_here(
       kMmRace, relative(pc),
       "missing barrier: %s %s that thread %u (simdgroup %u, lane %u) %s with no barrier between",
@@ -134,7 +131,7 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
   if (!w || !w->current) {
     return;
   }
-  if (__atomic_load_n(&w->launch->failed, __ATOMIC_RELAXED)) {
+  if (stopped(*w)) {
     stop_here(*w);
   }
   check_shared_write(*w, *w->current);

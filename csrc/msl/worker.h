@@ -1,6 +1,7 @@
 // One OS thread of the emulator and the threadgroup that it runs: a fiber per GPU thread.
 #pragma once
 
+#include <pthread.h>
 #include <time.h>
 
 #include "emulator.h"
@@ -69,6 +70,13 @@ struct Lane {
   SharedWrite shared_write;
 };
 
+// The second place of a fault, e.g. of the write that races with a read.
+struct Other {
+  uint64_t pc;
+  const char* file;
+  uint32_t line;
+};
+
 struct Span {
   char* begin;
   char* end;
@@ -85,6 +93,8 @@ struct Worker {
   Stack thread;     // its stack
   Lane* current;    // null while the scheduler or a collective runs
   Lane lanes[kMaxThreads];
+  uint64_t turn;  // of its threadgroup in the order of the schedule
+  Other other;    // of the fault that is about to be reported
   uint32_t group[3], tg[3], n_threads, n_simdgroups;
   uint32_t pass_next, pass_end,
       pass_first;  // lanes of the simdgroup that runs, in the order of the schedule
@@ -96,11 +106,14 @@ struct Worker {
   size_t shadow_bytes;
 };
 
+constexpr uint64_t kNoTurn = ~uint64_t{0};
+
 struct Launch {
   const MmLaunch* in;
   MmReport* report;
-  uint32_t next;    // threadgroup to run, atomically incremented
-  uint32_t failed;  // set once by the first fault
+  uint64_t next;              // turn to take, atomically incremented
+  uint64_t faulty;            // the earliest turn with a fault, atomic; kNoTurn: none
+  pthread_mutex_t reporting;  // holds *report and changes of `faulty`
   uint64_t threadgroups;
   void (*run)();
   const void* arguments;
@@ -125,8 +138,13 @@ constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes + (kMmMaxSlots + 1) * kR
 
 Worker* this_worker();
 bool descending(const Worker& w);
+// Whether its threadgroup ends here: a fault was in it, or in one whose turn is earlier. Later
+// turns than a faulty one end at once, earlier ones run on: which fault a launch reports does not
+// depend on the speed of its workers.
+bool stopped(const Worker& w);
 
-// Reports a fault of the current lane and never returns to it; the first fault of a launch is kept.
+// Reports a fault of the current lane and never returns to it; the fault of the earliest turn is
+// kept.
 [[noreturn]] void fail_here(MmFault fault, uint64_t pc, const char* format, ...);
 // Leaves the current lane because another has failed.
 [[noreturn]] void stop_here(Worker& w);
