@@ -122,9 +122,8 @@ class Variant:
     format: str = ""
     device: Device = CPU  # whose clock times it
     max_m: int | None = None  # slow peers stop here
-    strategy: Callable[[int], str | None] = lambda m: (
-        None
-    )  # that runs M rows of x, where it is known
+    # The strategy that runs M rows of x, where it is known.
+    strategy: Callable[[int], str | None] = lambda m: None
 
 
 class Engine(Protocol):

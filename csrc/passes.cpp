@@ -126,6 +126,23 @@ bool rows_aligned(int64_t first, int64_t rows, int64_t stride_bytes, int64_t byt
   return first % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
 }
 
+uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
+  const int64_t row = p.format->row_bytes(p.k);
+  const auto begin_at = [&](int64_t bytes) {
+    return rows_aligned(p.w_alignment, p.n, a.w_stride, bytes) &&
+           rows_aligned(p.w_alignment, p.n, a.w2_stride, bytes);
+  };
+  uint32_t out = 0;
+  const bool is_packed = a.w_stride == row && (p.op != Op::kSwigluUp || a.w2_stride == row);
+  if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
+  if (p.format->layout == Layout::kDense && begin_at(16)) out |= kBoundsAlignedWeight;
+  if (p.format->layout == Layout::kBlock && p.format->alignment == 2) {
+    if (row % 4 == 0 && begin_at(4)) out |= kBoundsWordBlocks;
+    if (row % 8 == 0 && begin_at(8)) out |= kBoundsLongBlocks;
+  }
+  return out;
+}
+
 uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   const StrategyInfo& s = info_of(strategy);
   uint32_t out = 0;
@@ -140,26 +157,7 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   } else if (s.family == Family::Rows && p.k % s.values) {
     out |= kBoundsK;
   }
-  if (has_weight(p.op) && p.format->layout == Layout::kDense &&
-      rows_aligned(p.w_alignment, p.n, a.w_stride, 16) &&
-      rows_aligned(p.w_alignment, p.n, a.w2_stride, 16)) {
-    out |= kBoundsAlignedWeight;
-  }
-  if (has_weight(p.op)) {
-    const int64_t packed = p.format->row_bytes(p.k);
-    const bool is_packed = a.w_stride == packed && (p.op != Op::kSwigluUp || a.w2_stride == packed);
-    if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
-  }
-  if (has_weight(p.op) && p.format->layout == Layout::kBlock && p.format->alignment == 2) {
-    const auto rows_by = [&](int64_t bytes) {
-      return p.format->row_bytes(p.k) % bytes == 0 &&
-             rows_aligned(p.w_alignment, p.n, a.w_stride, bytes) &&
-             rows_aligned(p.w_alignment, p.n, a.w2_stride, bytes);
-    };
-    if (rows_by(4)) out |= kBoundsWordBlocks;
-    if (rows_by(8)) out |= kBoundsLongBlocks;
-  }
-  return out;
+  return has_weight(p.op) ? out | bounds_of_weights(p, a) : out;
 }
 
 Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {

@@ -81,9 +81,9 @@ def values_of_k(block: int, number: int, pick: random.Random) -> int:
     if block == 1:
         return pick.randint(1, 800)
     fours = 256 // block  # K up to 1024
-    blocks = (4 * pick.randint(1, max(1, fours)), 4 * pick.randint(0, max(0, fours - 1)) + 2)
-    odd = 2 * pick.randint(0, 2 * max(1, fours) - 1) + 1
-    return block * (*blocks, odd, pick.randint(1, 4 * max(1, fours)))[min(number, 3)]
+    blocks = (4 * pick.randint(1, fours), 4 * pick.randint(0, fours - 1) + 2)
+    odd = 2 * pick.randint(0, 2 * fours - 1) + 1
+    return block * (*blocks, odd, pick.randint(1, 4 * fours))[min(number, 3)]
 
 
 def case(kernel: str, number: int) -> Case:

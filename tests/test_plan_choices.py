@@ -171,6 +171,14 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
     assert (bool(bounds & 8), bool(bounds & 16)) == (x, w)
 
 
+def bounds_of(changes: dict[str, Any]) -> int:
+    """BoundsBits of four rows of four q4_0 blocks, but for the changes."""
+    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": "m1"} | changes
+    op = problem.pop("op", "linear")
+    bounds: int = _C.plan(op, **problem)["passes"][0]["constants"]["bounds"]
+    return bounds
+
+
 @pytest.mark.parametrize(
     ("changes", "unit"),
     [
@@ -192,10 +200,7 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
 )
 def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
     """Blocks of 2-byte fields are read in the largest unit at which rows begin and end."""
-    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": "m1"} | changes
-    op = problem.pop("op", "linear")
-    bounds = _C.plan(op, **problem)["passes"][0]["constants"]["bounds"]
-    assert bounds & 192 == {2: 0, 4: 64, 8: 192}[unit]
+    assert bounds_of(changes) & 192 == {2: 0, 4: 64, 8: 192}[unit]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +215,7 @@ def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
 )
 def test_packed_rows(changes: dict[str, Any], packed: bool) -> None:
     """Whether rows of W, and of W2, follow each other: a kernel then needs no stride."""
-    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": "m1"} | changes
-    op = problem.pop("op", "linear")
-    bounds = _C.plan(op, **problem)["passes"][0]["constants"]["bounds"]
-    assert bool(bounds & 32) == packed
+    assert bool(bounds_of(changes) & 32) == packed
 
 
 @pytest.mark.parametrize(

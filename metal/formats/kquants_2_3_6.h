@@ -21,13 +21,13 @@ struct KBlock16 : Blocks, PlainPiece {
 // Two bytes as halves, exponent set.
 METAL_FUNC uint open_bytes(uchar a, uchar b) { return open_pair(as_type<uint>(ushort2(a, b))); }
 
-// Two-bit fields t of 16 bytes, plus an integer.
-METAL_FUNC void crumbs16(uint4 words, uint t, float add, thread float (&q)[16]) {
+// Two-bit fields t of 16 bytes.
+METAL_FUNC void crumbs16(uint4 words, uint t, thread float (&q)[16]) {
   MM_UNROLL
   for (int i = 0; i < 8; ++i) {
     const uint u = open_word(as_type<ushort2>(words[i / 2])[i % 2] >> (2 * t));
-    q[2 * i] = field<2, 0>(u, add);
-    q[2 * i + 1] = field<2, 8>(u, add);
+    q[2 * i] = field<2, 0>(u);
+    q[2 * i + 1] = field<2, 8>(u);
   }
 }
 
@@ -83,7 +83,7 @@ struct Q2_KOf : KBlock16<84, own, BlockFormat<256, 84>> {
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Base::block(row, k / 256);
     const uint group = (k & 255) / 16;
-    crumbs16(load_16<4>(b + 16 + group / 8 * 32 + (k & 16)), group / 2 & 3, 0, w);
+    crumbs16(load_16<4>(b + 16 + group / 8 * 32 + (k & 16)), group / 2 & 3, w);
     const float d = load_half(b + 80) * float(b[group] & 15);
     const float m = load_half(b + 82) * float(b[group] >> 4);
     MM_UNROLL

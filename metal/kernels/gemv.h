@@ -24,7 +24,7 @@ METAL_FUNC void gemv(typename Source::Row x, device const uchar* weight, Result<
   const uint m = at.tg.x, part = at.tg.z;
   const uint n = at.tg.y * Geometry::kN + (Geometry::kShareRows ? 0 : at.sg * kRows);
   if (!Geometry::kShareRows && has_n_tail() && n >= args.n) return;
-  const long stride = weight_stride<Format>(args);
+  const long stride = weight_stride<Format>(args.w_stride);
   const Rows<Format, kRows> rows[1] = {Rows<Format, kRows>::of(weight, args, stride, n)};
   float acc[kRows] = {};
   const KRange k = k_of_part(args, part);

@@ -71,7 +71,8 @@ struct GemvBatch {
     const KRange k = k_of_part(args, part);
     for (uint n = first; n < first + GemvBatched::kRows; n += kRows) {
       if (has_n_tail() && n >= args.n) return;
-      const auto rows = Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args), n);
+      const auto rows =
+          Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args.w_stride), n);
       float acc[kBatchPerPass][kRows] = {};
       walk(rows, xs, k, at.lane, book, acc);
       MM_UNROLL

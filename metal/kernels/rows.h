@@ -60,7 +60,7 @@ struct Dequantize {
     const RowItem item = row_item(at);
     if (item.row >= args.n) return;
     const typename Format::Row row =
-        Format::row(weight + (long)item.row * weight_stride<Format>(args), args);
+        Format::row(weight + (long)item.row * weight_stride<Format>(args.w_stride), args);
     decode_to<Format>(row, item.k, y + (long)item.row * args.y_stride + item.k);
   }
 };
@@ -73,7 +73,8 @@ struct Embedding {
     const RowItem item = row_item(at);
     if (item.row >= args.count) return;
     const long id = clamp(ids[item.row], 0L, (long)args.n - 1);
-    const typename Format::Row row = Format::row(weight + id * weight_stride<Format>(args), args);
+    const typename Format::Row row =
+        Format::row(weight + id * weight_stride<Format>(args.w_stride), args);
     decode_to<Format>(row, item.k, y + (long)item.row * args.y_stride + item.k);
   }
 };

@@ -22,8 +22,8 @@ struct SwigluGateUp {
     const uint m = at.tg.x, n = at.tg.y * SwigluUp::kN + at.sg * kRows;
     if (has_n_tail() && n >= args.n) return;
     using Rows = metalmm::Rows<Format, kRows>;
-    const Rows rows[2] = {Rows::of(gate, args, weight_stride<Format>(args), n),
-                          Rows::of(up, args, weight2_stride<Format>(args), n)};
+    const Rows rows[2] = {Rows::of(gate, args, weight_stride<Format>(args.w_stride), n),
+                          Rows::of(up, args, weight_stride<Format>(args.w2_stride), n)};
     float acc[2 * kRows] = {};
     accumulate<Format, 2, kRows, PlainX<T>>(rows, x_row(x, args, m), {0, fc_k}, at.lane, 0, 1, book,
                                             acc);

@@ -23,14 +23,11 @@ METAL_FUNC KRange k_of_part(constant KernelArgs& args, uint part) {
   return {begin, min(begin + args.k_per_part, fc_k)};
 }
 
-// Bytes from a row of W to the next. Packed rows follow each other: their distance is a constant.
+// Bytes from a row of W to the next, of which the host says `given`. Packed rows follow each other:
+// their distance is a constant.
 template <class Format>
-METAL_FUNC long weight_stride(constant KernelArgs& args) {
-  return rows_are_packed() ? static_cast<long>(Format::row_bytes()) : args.w_stride;
-}
-template <class Format>
-METAL_FUNC long weight2_stride(constant KernelArgs& args) {
-  return rows_are_packed() ? static_cast<long>(Format::row_bytes()) : args.w2_stride;
+METAL_FUNC long weight_stride(long given) {
+  return rows_are_packed() ? static_cast<long>(Format::row_bytes()) : given;
 }
 
 // Row n of W, or the last row.
@@ -38,7 +35,7 @@ template <class Format>
 METAL_FUNC typename Format::Row weight_row(device const uchar* weight, constant KernelArgs& args,
                                            uint n) {
   const uint row = has_n_tail() ? min(n, args.n - 1) : n;
-  return Format::row(weight + static_cast<long>(row) * weight_stride<Format>(args), args);
+  return Format::row(weight + static_cast<long>(row) * weight_stride<Format>(args.w_stride), args);
 }
 
 // Row m of x, or the last row.
