@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from kernel_cases import CHIP
@@ -209,6 +210,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "schedules: also run on the emulator, last thread first")
     config.addinivalue_line("markers", "every_format: the emulator too takes every format")
+    # The same examples in every run, however slow the machine.
+    hypothesis.settings.register_profile("metalmm", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("metalmm")
     SELECTED[:] = select(os.environ.get("METALMM_TEST_BACKENDS"))
 
 

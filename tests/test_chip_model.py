@@ -114,7 +114,7 @@ def walks(plan: dict[str, Any]) -> int:
     return int(plan["passes"][0]["grid"][0])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     problem=problems(),
     chip=st.sampled_from(CHIPS),
@@ -135,7 +135,7 @@ def test_more_work_is_never_faster(
     assert cost(other, chip).total >= cost(one, chip).total
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     problem=problems(),
     chip=st.sampled_from(CHIPS),

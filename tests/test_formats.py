@@ -182,7 +182,7 @@ finite_floats = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(w=hnp.arrays(np.float32, (2, 32), elements=finite_floats))
 @pytest.mark.parametrize("name", GGUF_QUANTIZES)
 def test_quantize_equals_gguf_on_found_cases(name, w):

@@ -178,20 +178,18 @@ def test_weights_are_views_of_the_file(smollm: tuple[Any, Any]) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_loading_needs_little_memory_and_time() -> None:
+def test_loading_needs_little_memory() -> None:
     script = """
-import time, torch, transformers
+import torch, transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, modeling_gguf_pytorch_utils
 from transformers.integrations.gguf import get_gguf_tokenizer
 import gguf, torch_metalmm.gguf
 from torch_metalmm.generate import demo_model, peak_memory
-base, start = peak_memory(), time.perf_counter()
+base = peak_memory()
 model, tokenizer = torch_metalmm.load_gguf(demo_model())
-print(peak_memory() - base, time.perf_counter() - start)
+print(peak_memory() - base)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    grown, seconds = (float(word) for word in run.stdout.split())
-    size = demo_model().stat().st_size
-    print(f"peak memory over imports {grown / size:.2f} x the file, {seconds:.2f} s")
+    grown, size = int(run.stdout), demo_model().stat().st_size
+    print(f"peak memory over imports {grown / size:.2f} x the file")
     assert grown < 1.3 * size
-    assert seconds < 10

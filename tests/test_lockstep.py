@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 
+from torch_metalmm import msl_build
 from torch_metalmm.testing import EmulatorFault, Function, MetalSource
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -236,3 +240,15 @@ def test_threads_may_write_one_value_to_one_place() -> None:
     assert torch.equal(y, torch.arange(32.0).repeat(2) + 1)
     error = fault(body.replace("TERM", "sg"), schedule="ascending")
     assert where(error) == ("race", 4, 1, 0) and error.other == ("faulty.metal", 4)
+
+
+def test_threads_may_build_the_emulator_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(msl_build, "CACHE", tmp_path)
+    build = msl_build.runtime_objects.__wrapped__
+    with ThreadPoolExecutor(4) as pool:
+        objects, *others = [job.result() for job in [pool.submit(build) for _ in range(4)]]
+    assert all(other == objects for other in others)
+    folder = Path(objects[0]).parent
+    assert sorted(folder.iterdir()) == sorted([*map(Path, objects), folder / "lock"])

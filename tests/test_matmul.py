@@ -178,7 +178,7 @@ def calls(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(call=calls())
 def test_random_calls(backend: Backend, call: dict[str, object]) -> None:
     """Any shape, dtype, bias, strategy, and place of the weight in memory of 0xFF."""

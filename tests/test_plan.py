@@ -144,7 +144,7 @@ def check_flat(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any], redu
     assert covers(one["grid"][0], row["threads"], items)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(problems())
 def test_invariants(p: dict[str, Any]) -> None:
     """Tiles cover each output once, parts of K are whole blocks, limits hold, kernels exist."""

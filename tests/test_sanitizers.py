@@ -60,7 +60,9 @@ CHECKED_ONLY = {"bounds", "misaligned", "race", "index", "division"}
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-2000:]
     assert "Sanitizer" not in done.stderr, done.stderr[-6000:]
     return done.stdout

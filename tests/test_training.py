@@ -60,9 +60,10 @@ def test_only_what_is_asked_for_is_recorded(backend: Backend) -> None:
 
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
 sys.path[:0] = ["tests", "."]
 from oracle import random_weight
+from torch_metalmm.generate import peak_memory
 ops = torch.ops.metalmm
 n, k = 65536, 4096  # dense, 1 GiB
 rows = torch.cat([random_weight("q4_0", 64, k)] * (n // 64))
@@ -73,10 +74,9 @@ def step(w, m):
     ops.swiglu(x, half, half, "q4_0", "q4_0").sum().backward()
     return x.grad
 step(rows[:256], 2)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory()
 step(rows, 2)
-unit = 1 if sys.platform == "darwin" else 1024
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
+print(peak_memory() - before)
 """
 
 

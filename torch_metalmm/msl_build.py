@@ -104,19 +104,17 @@ def _tool_digest() -> str:
 def runtime_objects() -> list[str]:
     """The emulator's own object files."""
     folder = CACHE / f"runtime-{_tool_digest()}"
-    objects = []
-    for name in _RUNTIME:
-        out = folder / f"{name}.o"
-        if not out.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f"{name}.{os.getpid()}.o"
-            source = str(ROOT / "csrc" / "msl" / f"{name}.cpp")
-            done = zig("c++", *_HOST, source, "-o", str(temporary))
-            if done.returncode:
-                raise BuildError(done.stderr)
-            os.replace(temporary, out)
-        objects.append(str(out))
-    return objects
+    objects = [folder / f"{name}.o" for name in _RUNTIME]
+    for out in objects:
+        with _missing(out) as missing:
+            if missing:
+                temporary = out.with_suffix(".part")
+                source = ROOT / "csrc" / "msl" / f"{out.stem}.cpp"
+                done = zig("c++", *_HOST, str(source), "-o", str(temporary))
+                if done.returncode:
+                    raise BuildError(done.stderr)
+                os.replace(temporary, out)
+    return [str(out) for out in objects]
 
 
 def preprocess(text: str, name: str, include: Sequence[Path]) -> str:
@@ -281,15 +279,15 @@ def _compile(folder: Path, text: str, checked: bool) -> Path:
     return obj
 
 
-def _link(folder: Path, text: str, checked: bool) -> None:
-    """Compiles `text` and links it with the emulator into folder/library.so."""
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        library = Path(temporary) / "library.so"
+def _link(library: Path, text: str, checked: bool) -> None:
+    """Compiles `text` and links it with the emulator."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        linked = Path(temporary) / library.name
         objects = [str(_compile(Path(temporary), text, checked)), *runtime_objects()]
-        done = zig("cc", "-shared", "-g1", "-o", str(library), *objects, "-lm", "-lpthread")
+        done = zig("cc", "-shared", "-g1", "-o", str(linked), *objects, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
-        os.replace(library, folder / "library.so")
+        os.replace(linked, library)
 
 
 def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
@@ -299,38 +297,38 @@ def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
 
 
 @contextlib.contextmanager
-def _missing(folder: Path) -> Iterator[bool]:
-    """Whether folder/library.so is to be built; other processes that want it wait meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "library.so").exists():
+def _missing(file: Path) -> Iterator[bool]:
+    """Whether `file` is to be built; other threads and processes that want it wait meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
         yield False
         return
-    with (folder / "lock").open("w") as lock:
+    with (file.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield not (folder / "library.so").exists()
+        yield not file.exists()
 
 
 def build_text(text: str, name: str, include: Sequence[Path], checked: bool) -> Path:
     """The library of a text by somebody else."""
     key = digest(_tool_digest(), text, name, *map(str, include), str(checked), _scripts())
-    folder = CACHE / key
-    with _missing(folder) as missing:
+    library = CACHE / key / "library.so"
+    with _missing(library) as missing:
         if missing:
             translated, source = translate(text, name, include)
-            _link(folder, translated + "\n" + _tables(source, checked), checked)
-    return folder / "library.so"
+            _link(library, translated + "\n" + _tables(source, checked), checked)
+    return library
 
 
 def build_file(path: Path, checked: bool) -> Path:
     """The library of a shader of metal/, which is compiled as it is."""
     expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
-    folder = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts())
-    with _missing(folder) as missing:
+    library = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts()) / "library.so"
+    with _missing(library) as missing:
         if missing:
             source = Reader(unmark(expanded, path.name)[0]).read()
             text = _prefix(source.constants, translated=False) + f'#include "{path}"\n'
-            _link(folder, text + _tables(source, checked), checked)
-    return folder / "library.so"
+            _link(library, text + _tables(source, checked), checked)
+    return library
 
 
 @functools.cache

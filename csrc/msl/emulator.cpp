@@ -297,6 +297,9 @@ bool stopped(const Worker& w) {
 void fail_here(MmFault fault, uint64_t pc, const char* format, ...) {
   Worker& w = *g_worker;
   Lane& lane = *w.current;
+  // No shader runs from here on: without the section of worker.h, which g++ does not make, the
+  // watchdog would interrupt the report and wait for its lock.
+  w.current = nullptr;
   va_list args;
   va_start(args, format);
   write_report(w, &lane, fault, pc, format, args);

@@ -139,8 +139,8 @@ constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes + (kMmMaxSlots + 1) * kR
 Worker* this_worker();
 bool descending(const Worker& w);
 // Whether its threadgroup ends here: a fault was in it, or in one whose turn is earlier. Later
-// turns than a faulty one end at once, earlier ones run on: which fault a launch reports does not
-// depend on the speed of its workers.
+// turns than a faulty one end at once; earlier ones run on, up to the time limit of the launch, so
+// that the fault it reports does not depend on the speed of its workers.
 bool stopped(const Worker& w);
 
 // Reports a fault of the current lane and never returns to it; the fault of the earliest turn is
