@@ -48,7 +48,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so
 
 # The build uses the torch of the virtual environment, not a second copy in an isolated one.
-$(VENV)/.torch:
+$(VENV)/.torch: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) $(TORCH) numpy "setuptools>=77" cmake ninja pybind11

@@ -60,7 +60,8 @@ class CMakeBuild(build_ext):
             ],
             check=True,
         )
-        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        # Of 0.5 GB each; containers see all CPUs of the host.
+        jobs = os.environ.get("MAX_JOBS", str(min(os.cpu_count() or 1, 8)))
         subprocess.run([cmake, "--build", str(build), "-j", jobs], check=True)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -210,6 +211,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "schedules: also run on the emulator, last thread first")
     config.addinivalue_line("markers", "every_format: the emulator too takes every format")
+    os.environ.pop("FORCE_COLOR", None)  # what commands print is compared
+    if not shutil.which("g++"):  # torch.compile looks for no other by itself
+        os.environ.setdefault("CXX", "c++")
     # The same examples in every run, however slow the machine.
     hypothesis.settings.register_profile("metalmm", derandomize=True, deadline=None)
     hypothesis.settings.load_profile("metalmm")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -150,8 +151,8 @@ def spy(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     names.write_text("".join(f"KERNEL({k})\n" for k in _C.kernel_names()))
     options = ["-shared", "-fPIC", "-std=c++17", f"-I{ROOT / 'csrc'}", f'-DKERNELS="{names}"']
     source = str(ROOT / "tests/native/spy.cpp")
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *options, source, "-o", str(library)], check=True)
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    subprocess.run([*compiler, *options, source, "-o", str(library)], check=True)
     _C.load_emulated(str(library))
     out = ctypes.CDLL(str(library))
     out.spy_take.restype = ctypes.c_char_p

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     files += [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
     program = folder / "pipelines"
     options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
-    command = [os.environ.get("CXX", "c++"), *options, *map(str, files), "-o", str(program)]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    command = [*compiler, *options, *map(str, files), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -50,7 +50,7 @@ SECTIONS = sections()
 
 def test_no_recipe_is_left_out() -> None:
     blocks = sum(len(blocks) for blocks in SECTIONS.values())
-    assert blocks == sum((ROOT / name).read_text().count("```python") for name in PAGES)
+    assert blocks == sum((ROOT / name).read_text("utf-8").count("```python") for name in PAGES)
     assert {f"docs/recipes.md: {task}" for task in TASKS} < set(SECTIONS)
     assert "README.md: Use" in SECTIONS
 

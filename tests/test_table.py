@@ -109,7 +109,7 @@ def test_rows_of_bytes_agree(backend: Backend) -> None:
             assert torch.ops.metalmm.quantize(source, row.name).shape == (1, size)
 
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text("utf-8")
 LAYOUTS = {family: layout for layout, family in FAMILIES.items()}
 
 

@@ -27,6 +27,7 @@ from .msl_translate import apply, visible_edits
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "msl" / "include"
 CACHE = ROOT / "build" / "msl"
+JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
 _RUNTIME = ("emulator", "api", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
@@ -64,7 +65,9 @@ class BuildError(RuntimeError):
 def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a command of the ziglang package."""
     command = [sys.executable, "-m", "ziglang", *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    # Its default is in the home folder, which a container may not have.
+    env = {"ZIG_GLOBAL_CACHE_DIR": str(ROOT / "build" / "zig")} | os.environ
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=env)
 
 
 @functools.cache

@@ -10,14 +10,13 @@ It needs a source checkout and the ziglang package; a wheel that is built afterw
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .msl_build import INCLUDE, LANGUAGE, ROOT, BuildError, digest, preprocess, unmark, zig
+from .msl_build import INCLUDE, JOBS, LANGUAGE, ROOT, BuildError, digest, preprocess, unmark, zig
 from .msl_source import ROLES, Kernel, Reader, Source
 
 FOLDER = Path(__file__).parent / "ptx"
@@ -140,7 +139,7 @@ def build(folder: Path = FOLDER) -> list[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted((ROOT / "metal").rglob("*.metal"))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(JOBS) as pool:
         parts = list(pool.map(lambda f: _build_file(f, folder), files))
     return [name for part in parts for name in part]
 

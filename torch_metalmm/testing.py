@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .msl_build import ROOT, BuildError, MetalSyntaxError, build_file, build_text
+from .msl_build import JOBS, ROOT, BuildError, MetalSyntaxError, build_file, build_text
 from .msl_library import EmulatorFault, Function, Library
 from .msl_lines import line_of
 
@@ -76,7 +75,7 @@ def shader_libraries(checked: bool = False) -> dict[str, Library]:
     from concurrent.futures import ThreadPoolExecutor
 
     files = sorted((ROOT / "metal").rglob("*.metal"))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(JOBS) as pool:
         paths = list(pool.map(lambda f: build_file(f, checked), files))
     libraries = [Library(p) for p in paths]
     return {k: library for library in libraries for k in library.kernels}
