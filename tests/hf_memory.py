@@ -5,6 +5,8 @@ Run by test_hf in a process of its own: `python hf_memory.py FOLDER`.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import sys
 import threading
@@ -51,6 +53,8 @@ def write_model(folder: Path) -> None:
 
 def peak_growth(folder: Path) -> tuple[int, int]:
     """(growth of anonymous memory at its peak, packed bytes) of loading the folder in q8_0."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free would be taken again, and not be growth
     done, peak, before = threading.Event(), 0, anonymous_bytes()
 
     def watch() -> None:

@@ -19,6 +19,8 @@ NKS = (
 )
 MS = (1, 2, 4, 8, 16, 32, 128, 511, 512, 513)
 DTYPES = ("f32", "f16", "bf16")
+# Bytes that blocks of 2-byte fields are read by: kBoundsWordBlocks, kBoundsLongBlocks of abi.h.
+UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}
 
 
 def strategy_rows() -> dict[str, str]:

@@ -117,8 +117,7 @@ def test_peak_memory_is_the_packed_model_and_one_dense_weight(tmp_path: Path) ->
     )
     sizes = json.loads(run.stdout.splitlines()[-1])
     print({name: f"{size / 1e6:.1f} MB" for name, size in sizes.items()})
-    # Less was not measured: a few MB may be memory that the process already had.
-    assert sizes["growth"] >= 0.9 * sizes["packed"]
+    assert sizes["growth"] >= sizes["packed"]  # else it was not measured
     # 15 MB beside the packed model were seen; the largest dense weight is 67 MB.
     assert sizes["growth"] <= sizes["packed"] + sizes["largest"] < sizes["dense"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_compiler import COMPILER
 from plan_cases import ROOT, STRATEGIES, strategies_used, strategy_of
 from shaders import NAMES, SLOTS, args_of
 from torch import Tensor
@@ -151,8 +150,7 @@ def spy(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     names.write_text("".join(f"KERNEL({k})\n" for k in _C.kernel_names()))
     options = ["-shared", "-fPIC", "-std=c++17", f"-I{ROOT / 'csrc'}", f'-DKERNELS="{names}"']
     source = str(ROOT / "tests/native/spy.cpp")
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    subprocess.run([*compiler, *options, source, "-o", str(library)], check=True)
+    subprocess.run([*COMPILER, *options, source, "-o", str(library)], check=True)
     _C.load_emulated(str(library))
     out = ctypes.CDLL(str(library))
     out.spy_take.restype = ctypes.c_char_p

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
+from host_compiler import COMPILER
 from plan_cases import ROOT
 
 from torch_metalmm import _C
@@ -27,8 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     files += [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
     program = folder / "pipelines"
     options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    command = [*compiler, *options, *map(str, files), "-o", str(program)]
+    command = [*COMPILER, *options, *map(str, files), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

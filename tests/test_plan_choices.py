@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan_cases import CHIPS, NKS, STRATEGIES, strategies_used
+from plan_cases import CHIPS, NKS, STRATEGIES, UNIT_BITS, strategies_used
 
 from torch_metalmm import _C, explain, formats
 
@@ -200,7 +200,7 @@ def bounds_of(changes: dict[str, Any]) -> int:
 )
 def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
     """Blocks of 2-byte fields are read in the largest unit at which rows begin and end."""
-    assert bounds_of(changes) & 192 == {2: 0, 4: 64, 8: 192}[unit]
+    assert bounds_of(changes) & UNIT_BITS[8] == UNIT_BITS[unit]
 
 
 @pytest.mark.parametrize(

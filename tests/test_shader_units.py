@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, activations, check, random_weight, spec
+from plan_cases import UNIT_BITS
 from shaders import alignment_of, execute, memory_of
 from test_shader_gemm import expected
 from torch import Tensor
@@ -21,7 +22,6 @@ KERNELS = (
     *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
     *("gemm", "gemm_small", "gemm_tiled", "gemm_naive", "dequantize"),
 )
-UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}  # kBoundsWordBlocks, kBoundsLongBlocks of abi.h
 PLACES = ((0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (0, 4), (4, 4), (6, 2), (8, 8))
 
 
@@ -38,7 +38,7 @@ def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int
     weight = memory_of(packed, gap, offset)
     plan = _C.plan(op, chip="m1", w_alignment=alignment_of(weight), **problem)
     unit = unit_of(row, offset, row + gap if n > 1 else 0)
-    assert plan["passes"][0]["constants"]["bounds"] & 192 == UNIT_BITS[unit], (offset, gap)
+    assert plan["passes"][0]["constants"]["bounds"] & UNIT_BITS[8] == UNIT_BITS[unit], (offset, gap)
     y = torch.full((n, k) if op == "dequantize" else (m, n), torch.nan, dtype=x.dtype)
     buffers: dict[str, Tensor | None] = {"weight": weight, "y": y}
     return execute(op, buffers | {"x": x.reshape(-1), "bias": None, "c": None}, **problem)

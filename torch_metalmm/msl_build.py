@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "msl" / "include"
 CACHE = ROOT / "build" / "msl"
 JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
-_RUNTIME = ("emulator", "api", "memory", "rounding", "watchdog")
+_RUNTIME = ("emulator", "report", "api", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
 _PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=310"]

@@ -13,7 +13,7 @@ namespace {
 
 thread_local Worker* g_worker;  // poison_memory() steps around it
 
-uint32_t place(const Worker& w, uint32_t i, uint32_t n) { return descending(w) ? n - 1 - i : i; }
+uint64_t place(const Worker& w, uint64_t i, uint64_t n) { return descending(w) ? n - 1 - i : i; }
 
 [[noreturn]] void leave(Worker& w, Lane& lane) {
   w.current = nullptr;
@@ -46,33 +46,6 @@ void fiber_main() {
   lane.state = State::kReturned;
   yield(w, lane);
   __builtin_unreachable();
-}
-
-void write_report(Worker& w, const Lane* lane, MmFault fault, uint64_t pc, const char* format,
-                  va_list args) {
-  pthread_mutex_lock(&w.launch->reporting);
-  if (stopped(w)) {
-    pthread_mutex_unlock(&w.launch->reporting);
-    return;
-  }
-  MmReport& r = *w.launch->report;
-  r = {};
-  r.fault = fault;
-  r.other_pc = w.other.pc;
-  r.other_file = w.other.file;
-  r.other_line = w.other.line;
-  memcpy(r.threadgroup, w.tg, sizeof w.tg);
-  r.pc = pc;
-  if (lane) {
-    r.thread = lane->index;
-    r.simdgroup = lane->index / 32;
-    r.lane = lane->index % 32;
-    r.file = lane->state == State::kWaiting ? lane->wait.file : lane->site_file;
-    r.line = lane->state == State::kWaiting ? lane->wait.line : lane->site_line;
-  }
-  vsnprintf(r.text, sizeof r.text, format, args);
-  __atomic_store_n(&w.launch->faulty, w.turn, __ATOMIC_RELEASE);
-  pthread_mutex_unlock(&w.launch->reporting);
 }
 
 bool same_place(const Wait& a, const Wait& b) {
@@ -145,16 +118,6 @@ void run_simdgroup(Worker& w, uint32_t sg) {
   } while (!stopped(w) && advance_simdgroup(w, sg * 32, false));
 }
 
-// "thread_x (lane l) waits at kind, file:line"
-int describe(char* text, size_t n, const Lane& lane) {
-  if (lane.state == State::kReturned) {
-    return snprintf(text, n, "lane %u has returned from the kernel", lane.index % 32);
-  }
-  const char* base = strrchr(lane.wait.file, '/');
-  return snprintf(text, n, "lane %u waits at %s, %s:%u", lane.index % 32, lane.wait.kind,
-                  base ? base + 1 : lane.wait.file, lane.wait.line);
-}
-
 // Reports a simdgroup whose lanes wait at different places; false if there is none.
 bool report_divergence(Worker& w) {
   for (uint32_t sg = 0; sg < w.n_simdgroups; ++sg) {
@@ -169,11 +132,7 @@ bool report_divergence(Worker& w) {
       const Lane& lane = w.lanes[sg * 32 + i];
       if (lane.state != State::kAbsent &&
           (lane.state == State::kReturned || !same_place(lane.wait, waiting->wait))) {
-        char a[160], b[160];
-        describe(a, sizeof a, *waiting);
-        describe(b, sizeof b, lane);
-        w.other = {0, lane.state == State::kWaiting ? lane.wait.file : nullptr, lane.wait.line};
-        fail_lane(w, *waiting, kMmDivergent, "divergent collective: %s, but %s", a, b);
+        fail_pair(w, *waiting, lane, kMmDivergent, "");
         return true;
       }
     }
@@ -198,14 +157,10 @@ bool open_barrier(Worker& w) {
       continue;
     }
     if (returned || !same_place(lane.wait, first->wait)) {
-      char a[160], b[160];
-      describe(a, sizeof a, *first);
-      describe(b, sizeof b, lane);
-      w.other = {0, returned ? nullptr : lane.wait.file, lane.wait.line};
+      char who[48];
+      snprintf(who, sizeof who, " (thread %u, simdgroup %u)", lane.index, lane.index / 32);
       bool one = first->index / 32 == lane.index / 32 && !returned;
-      fail_lane(w, *first, one ? kMmDivergent : kMmDeadlock,
-                "%s: %s, but %s (thread %u, simdgroup %u)",
-                one ? "divergent collective" : "deadlock", a, b, lane.index, lane.index / 32);
+      fail_pair(w, *first, lane, one ? kMmDivergent : kMmDeadlock, who);
       return false;
     }
   }
@@ -253,7 +208,7 @@ void start_lanes(Worker& w) {
 
 void run_threadgroup(Worker& w) {
   const MmLaunch& in = *w.launch->in;
-  const uint64_t index = descending(w) ? w.launch->threadgroups - 1 - w.turn : w.turn;
+  const uint64_t index = place(w, w.turn, w.launch->threadgroups);
   w.other = {};
   w.tg[0] = index % in.grid[0];
   w.tg[1] = index / in.grid[0] % in.grid[1];
@@ -300,21 +255,16 @@ void fail_here(MmFault fault, uint64_t pc, const char* format, ...) {
   // No shader runs from here on: without the section of worker.h, which g++ does not make, the
   // watchdog would interrupt the report and wait for its lock.
   w.current = nullptr;
+  char text[sizeof MmReport::text];
   va_list args;
   va_start(args, format);
-  write_report(w, &lane, fault, pc, format, args);
+  vsnprintf(text, sizeof text, format, args);
   va_end(args);
+  write_report(w, lane, fault, pc, text);
   leave(w, lane);
 }
 
 void stop_here(Worker& w) { leave(w, *w.current); }
-
-void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, ...) {
-  va_list args;
-  va_start(args, format);
-  write_report(w, &lane, fault, 0, format, args);
-  va_end(args);
-}
 
 void run_worker(Worker& w) {
   g_worker = &w;

@@ -148,8 +148,10 @@ bool stopped(const Worker& w);
 [[noreturn]] void fail_here(MmFault fault, uint64_t pc, const char* format, ...);
 // Leaves the current lane because another has failed.
 [[noreturn]] void stop_here(Worker& w);
-// The same as fail_here() for a lane that waits; returns.
-void fail_lane(Worker& w, const Lane& lane, MmFault fault, const char* format, ...);
+// Reports that `waiting` waits where `lane` does not; returns. `who`: words that name `lane`.
+void fail_pair(Worker& w, const Lane& waiting, const Lane& lane, MmFault fault, const char* who);
+// Keeps the fault of a lane, if its turn is the earliest. Where the lane waits, that is the place.
+void write_report(const Worker& w, const Lane& lane, MmFault fault, uint64_t pc, const char* text);
 
 Span prepare_memory(Worker& w);  // finds `locals`, once per launch; the span of the library
 void poison_memory(Worker& w);   // before each threadgroup
