@@ -16,7 +16,8 @@ def test_explain() -> None:
     """The example of the issue: what runs, its grid, its bytes, and why."""
     text = explain("1x4096x4096", "q4_k", "m4-max")
     assert "gemv_q4_k_f16" in text and "has 4 for each of 40 cores" in text
-    assert "1 x 256 x 1 threadgroups" in text and "k = 4096" in text and "9,437,184" in text
+    assert "1 x 256 x 1 threadgroups, tiles of M x tiles of N" in text
+    assert "k = 4096" in text and "9,437,184" in text
     split = explain("32x1024x4096", "AFFINE4_G64_BF16", "Apple M4 Max", "bfloat16")
     assert "pass 2 of 2: split_reduce_bf16" in split and "scale_type = bf16" in split
     assert "partials" in split and "epilogue = f32 partial results" in split

@@ -67,7 +67,7 @@ def explain(
 def _pass_lines(one: dict[str, Any]) -> list[str]:
     grid, threads = one["grid"], one["group"][0] * one["group"][1] * one["group"][2]
     axes = (
-        "" if one["kernel"].startswith("split_reduce") else "tiles of M x tiles of N x parts of K"
+        "" if one["kernel"].startswith("split_reduce") else ", tiles of M x tiles of N x parts of K"
     )
     rows = [
         ("grid", f"{' x '.join(map(str, grid))} threadgroups{axes}"),
