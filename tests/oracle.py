@@ -12,6 +12,8 @@ and f16 and bf16 activations convert to f32 exactly.
 
 Tiles of half operands hold each w rounded to f16, which gemm and gemm_small do for f16 x: u_T |w| +
 s_T more for each w, with T = f16 as below (`halved`). Whether they run is for the plan to say.
+affine4 with f16 scales rounds the exact s q + b there, the specification its f32 value: u |w| more,
+for which there is room, since a product of two halves is exact in f32.
 
 Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), half the spacing of subnormals s_T:
     |fl_T(y) - y| <= u_T |y| + s_T

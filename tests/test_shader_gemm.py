@@ -90,6 +90,26 @@ def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
         assert torch.equal(y, want), (dtype, (y != want).nonzero()[:3].tolist())
 
 
+@pytest.mark.parametrize("kernel", ("gemm", "gemm_small"))
+def test_affine4_in_halves(kernel: str) -> None:
+    """Scales and biases of every exponent whose weights f16 holds, subnormal and negative ones too:
+    the weights, rounded once from the exact value or from the specification's f32 value."""
+    small = torch.randint(0, 26 << 10, (2, 32), generator=torch.Generator().manual_seed(0))
+    signs = torch.tensor([0, 0x8000]).repeat(16)
+    scales = (small + signs).to(torch.int32).to(torch.uint16).view(torch.float16)
+    k = 32 * 32
+    codes = random_weight("affine4_g32", 1, k)[:, : k // 2]
+    packed = torch.cat([codes.flatten(), scales.view(torch.uint8).flatten()])[None]
+    w = spec("affine4_g32", packed, k)
+    picked = torch.arange(0, k, 5)
+    y = multiply(kernel, "affine4_g32", packed, torch.eye(k, dtype=torch.float16)[picked])[:, 0]
+    nibbles = torch.stack([codes[0] & 15, codes[0] >> 4], 1).double().view(32, 32)
+    exact = (nibbles * scales[0].double()[:, None] + scales[1].double()[:, None]).flatten()
+    once = torch.from_numpy(exact.numpy().astype("float16"))  # torch rounds to f32 first
+    assert w.abs().max() > 5e3 and (w != 0).any() and (w.abs() < 2**-14).any()
+    assert bool(((y == once[picked]) | (y == w[0, picked].half())).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", STRATEGIES)
 @pytest.mark.parametrize("name", FORMATS)

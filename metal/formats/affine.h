@@ -41,7 +41,8 @@ struct Affine : PlainPiece {
   MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;
   MM_CONST int kLanes = 1, kValues = 32, kRun = 32, kRunStride = 32, kOffsets = 1;
   MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0;
-  MM_CONST bool kIsDense = false, kHasUnits = false, kDecodesHalves = false;
+  MM_CONST bool kIsDense = false, kHasUnits = false;
+  MM_CONST bool kDecodesHalves = bits == 4, kHalvesAreExact = bits != 4;
   using Row = device const uchar*;
   struct Raw {
     uint words[bits];
@@ -149,6 +150,40 @@ struct Affine : PlainPiece {
       const float product = scale * w[i];  // rounded on its own where scales are f32
       w[i] = product + bias;
     }
+  }
+  // Of 4 bits: in half precision where scales are halves, two codes at a time.
+  static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
+    if (fc_scale_type != 0) {
+      float wide[16];
+      decode16(row, k, wide);
+      MM_UNROLL
+      for (int i = 0; i < 16; ++i) w[i] = half(wide[i]);
+      return;
+    }
+    const uint4 both = load_as<uint4>(row + k / 32 * uint(4 * bits));  // read once for 32 values
+    const uint2 words = (k & 16) != 0 ? both.zw : both.xy;
+    device const uchar* at = scale_of(row, k / 32);
+    const half2 scale = half2(load_as<half>(at)), bias = half2(load_as<half>(at + to_bias()));
+    MM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const uint word = as_type<uint>(ushort2(half_word(words.x, i), half_word(words.y, i)));
+      const uint low = open_pair(word), high = open_pair(word >> 8);
+      const half2 pairs[4] = {even_nibbles(low), odd_nibbles(low), even_nibbles(high),
+                              odd_nibbles(high)};
+      MM_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        const half2 two = fma(pairs[j], scale, bias);
+        w[4 * i + j] = two.x;
+        w[4 * i + j + 8] = two.y;
+      }
+    }
+  }
+
+ private:
+  // The first and the second nibble of both halves of a word.
+  static METAL_FUNC half2 even_nibbles(uint opened) { return pair<4, 0>(opened) - 1024.0h; }
+  static METAL_FUNC half2 odd_nibbles(uint opened) {
+    return fma(pair<4, 4>(opened), half2(1 / 16.0h), half2(-64.0h));
   }
 };
 #define MM_AFFINE(name, Struct, bits) using Struct = Affine<bits>;

@@ -186,13 +186,13 @@ struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
   MM_CONST bool kDecodesHalves = true;
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
-    const uint4 codes = codes16<unit>(row, k);
+    const uint4 codes = eight_apart(codes16<unit>(row, k));
     const half d = load_as<half>(block(row, k / 32));
     MM_UNROLL
     for (int i = 0; i < 4; ++i) {
       const half2 even = as_type<half2>((codes[i] & 0x00FF00FFu) ^ 0x64806480u);
       const half2 odd = as_type<half2>((codes[i] >> 8 & 0x00FF00FFu) ^ 0x64806480u);
-      scale_two(even - 1152.0h, odd - 1152.0h, d, w + 4 * i);
+      scale_two(even - 1152.0h, odd - 1152.0h, d, w + 2 * i);
     }
   }
 };

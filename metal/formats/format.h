@@ -13,7 +13,9 @@
 //       w[i] = W[k + i], k a multiple of 16, rounded as the Python specification rounds it.
 //       Dense formats read 16 values whatever K is, and have value(Row, k) for a tail.
 //   kHasUnits        decode16 is a template of the unit that Window reads in
-//   kDecodesHalves   decode16 also takes half (&w)[16], and gives the same values, rounded once
+//   kDecodesHalves   decode16 also takes half (&w)[16]
+//   kHalvesAreExact  those are the f32 values rounded to half; else they may be rounded once, from
+//                    the exact value
 //
 // Pieces, for gemv: piece.h.
 //
@@ -257,25 +259,41 @@ METAL_FUNC void scale16(float d, float m, thread float (&w)[16]) {
   for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], m);
 }
 
-// As nibbles16, two codes at a time, times d: a product of two halves rounds once, as the f32
-// product does when it becomes a half.
+// ---- pairs of halves
+//
+// Halves are decoded two at a time, values i and i + 8 side by side: a lane of gemm_small
+// multiplies by such pairs as they are (gemm packs neighbours again, from any order).
+
+// Word i: bytes 2 i and 2 i + 1, then those 8 behind.
+METAL_FUNC uint4 eight_apart(uint4 words) {
+  uint4 out;
+  MM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    out[i] =
+        as_type<uint>(ushort2(half_word(words[i / 2], i % 2), half_word(words[i / 2 + 2], i % 2)));
+  }
+  return out;
+}
+// Codes 0 and 8, 1 and 9, of w, times d: a product of two halves rounds once, as the f32 product
+// does when it becomes a half.
 METAL_FUNC void scale_two(half2 even, half2 odd, half d, thread half* w) {
   even *= half2(d);
   odd *= half2(d);
   w[0] = even.x;
   w[1] = odd.x;
-  w[2] = even.y;
-  w[3] = odd.y;
+  w[8] = even.y;
+  w[9] = odd.y;
 }
 METAL_FUNC void nibbles16(uint4 words, bool high, half add, half d, thread half (&w)[16]) {
   const uint mask = kExponent10 | (high ? 0x00F000F0u : 0x000F000Fu);
   const half unit = high ? 1 / 16.0h : 1.0h, bias = add - 1024.0h * unit;
+  const uint4 pairs = eight_apart(words);
   MM_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const half2 even = as_type<half2>(open_pair(words[i]) & mask);
-    const half2 odd = as_type<half2>(open_pair(words[i] >> 8) & mask);
+    const half2 even = as_type<half2>(open_pair(pairs[i]) & mask);
+    const half2 odd = as_type<half2>(open_pair(pairs[i] >> 8) & mask);
     scale_two(fma(even, half2(unit), half2(bias)), fma(odd, half2(unit), half2(bias)), d,
-              w + 4 * i);
+              w + 2 * i);
   }
 }
 
@@ -285,7 +303,7 @@ struct BlockFormat {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
   MM_CONST bool kIsDense = false;
   MM_CONST bool kHasUnits = values > 1 && bytes % 4 == 2;
-  MM_CONST bool kDecodesHalves = false;
+  MM_CONST bool kDecodesHalves = false, kHalvesAreExact = true;
   using Row = device const uchar*;
   static METAL_FUNC Row row(device const uchar* p, constant KernelArgs&) { return p; }
   static METAL_FUNC device const uchar* block(Row row, uint index) {

@@ -3,11 +3,12 @@
 // Owner    A threadgroup owns 16 rows of W by fc_batch rows of x, 8 or 16; its simdgroups take
 //          steps of 128 values of K in turn and add up in threadgroup memory. A simdgroup holds two
 //          8 x 8 matrices of f32 sums for 8 rows of x. 16 products of matrices cover a step: column
-//          c of the W matrix and row c of the x matrix of product j are value 16 c + j. (A sum over
-//          K may take any order: this costs nothing, and no lane needs another's values.)
+//          c of the W matrix and row c of the x matrix of product j are value
+//          32 (c / 2) + 16 (j / 8) + 8 (c % 2) + j % 8. (A sum over K may take any order: this
+//          costs nothing, and no lane needs another's values.)
 //            W   a lane holds row r, columns 2 p and 2 p + 1: it decodes the 32 values from 32 p on
-//            x   a lane holds row c, columns q and q + 1: it loads the 16 values from 16 c on, of
-//                two rows of x
+//            x   a lane holds row c, columns q and q + 1: it loads 8 values twice of two rows of x;
+//                the lane of row c + 1 or c - 1 loads the 8 beside them
 // Traffic  W is read M / fc_batch times, x once per 16 rows of W (from the cache, but for the
 //          first). Per 128 values of K a lane decodes 64 weights and loads 32 of x for 8 rows of x,
 //          for 32 products.
@@ -56,10 +57,11 @@ struct GemmSmall {
     const KRange range = k_of_part(args, at.tg.z);
     constexpr uint kStep = Tile::kSimdgroups * Tile::kK;
     for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStep) {
-      E xs[kBatches][2][kProducts];
+      E xs[kBatches][2][2][kRun];
+      const uint run = k + row / 2 * kChunkValues + row % 2 * kRun;
       MM_UNROLL
       for (uint b = 0; b < kBatches; ++b) {
-        if (is_used(b)) load_two(x_rows[b], k + kProducts * row, range.end, xs[b]);
+        if (is_used(b)) load_two(x_rows[b], run, range.end, xs[b]);
       }
       // A multiple of 32, visibly: both halves of a block are then read once.
       const uint first = (k + kProducts * column) / kChunkValues * kChunkValues;
@@ -78,28 +80,32 @@ struct GemmSmall {
   }
 
  private:
-  MM_CONST int kProducts = 16;
+  MM_CONST int kProducts = 16, kRun = 8;
 
   static METAL_FUNC bool is_used(uint batch) { return batch == 0 || batch * kFragment < fc_batch; }
 
-  // 16 values from k on of two rows of x, zero from `end` on.
+  // The runs of a lane, at k and k + 2 kRun, of two rows of x, zero from `end` on.
   static METAL_FUNC void load_two(thread const XRow (&rows)[2], uint k, uint end,
-                                  thread E (&xs)[2][kProducts]) {
+                                  thread E (&xs)[2][2][kRun]) {
     MM_UNROLL
-    for (int r = 0; r < 2; ++r) load_x(rows[r], k, end, xs[r]);
+    for (int r = 0; r < 2; ++r) {
+      load_x(rows[r], k, end, xs[r][0]);
+      load_x(rows[r], k + 2 * kRun, end, xs[r][1]);
+    }
   }
 
   // acc += 8 rows of W * 8 rows of x over 128 values of K.
   static METAL_FUNC void multiply(thread const E (&w)[2][kProducts],
-                                  thread const E (&xs)[2][kProducts],
+                                  thread const E (&xs)[2][2][kRun],
                                   thread simdgroup_float8x8& acc) {
     MM_UNROLL
     for (int j = 0; j < kProducts; ++j) {
+      const int half_block = j / kRun, i = j % kRun;
       simdgroup_matrix<E, kFragment, kFragment> a, b;
-      a.thread_elements()[0] = w[0][j];
-      a.thread_elements()[1] = w[1][j];
-      b.thread_elements()[0] = xs[0][j];
-      b.thread_elements()[1] = xs[1][j];
+      a.thread_elements()[0] = w[half_block][i];
+      a.thread_elements()[1] = w[half_block][kRun + i];
+      b.thread_elements()[0] = xs[0][half_block][i];
+      b.thread_elements()[1] = xs[1][half_block][i];
       simdgroup_multiply_accumulate(acc, a, b, acc);
     }
   }

@@ -9,47 +9,57 @@
 
 namespace metalmm {
 
-// 16 bytes of results.
-METAL_FUNC void store_vector(device float* y, thread const float* w) {
-  *(device float4*)y = float4(w[0], w[1], w[2], w[3]);
-}
-template <class T, class V>
-METAL_FUNC void store_vector(device T* y, thread const V* w) {
-  uint4 words;
-  MM_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    vec<T, 2> pair;
-    pair.x = T(w[2 * j]);
-    pair.y = T(w[2 * j + 1]);
-    words[j] = as_type<uint>(pair);
-  }
-  *(device uint4*)y = words;
+// The row and the first value of K of a thread, and whether there is such a row: threads beyond the
+// last one decode it again, since their neighbours exchange values with them.
+struct RowItem {
+  uint row, k;
+  bool inside;
+};
+METAL_FUNC RowItem row_item(Position at, uint rows) {
+  const uint item = at.tg.x * DecodeItems::kThreads + at.index;
+  const uint items = (fc_k + DecodeItems::kValues - 1) / DecodeItems::kValues;
+  const uint row = item / items;
+  return {min(row, rows - 1), item % items * DecodeItems::kValues, row < rows};
 }
 
-template <class Format, class T>
-METAL_FUNC void decode_to(typename Format::Row row, uint k, device T* y) {
+// Stores the values of a lane and those of its neighbour, which follow each other where rows are
+// whole pairs of items: an even lane has an even item. Both write the halves of the same 32 bytes
+// at once; apart, each is a write of its own to a cache that knows sectors of 32 bytes. (H200,
+// dequantize q4_0, 14336 x 4096: 61 us apart, 43 together.)
+static_assert(DecodeItems::kValues == 16 && DecodeItems::kThreads % 2 == 0, "pairs of lanes");
+template <class T, class V>
+METAL_FUNC void store_pairs(device T* y, thread const V (&w)[16], uint lane, bool inside) {
   constexpr uint kVector = 16 / sizeof(T);
-  typename TileOperand<T>::type w[16];
-  load_weights<Format>(row, k, fc_k, w);
-  if (fc_k % kVector == 0 && (!has_k_tail() || k + 16 <= fc_k)) {
-    MM_UNROLL
-    for (uint i = 0; i < 16; i += kVector) store_vector(y + i, w + i);
-  } else {
-    MM_UNROLL
-    for (uint i = 0; i < 16; ++i) {
-      if (k + i < fc_k) y[i] = T(w[i]);
+  const bool odd = lane % 2 != 0;
+  device T* to = odd ? y - 16 + kVector : y;
+  MM_UNROLL
+  for (uint i = 0; i < 16; i += 2 * kVector) {
+    const uint4 first = packed<T>(w + i), second = packed<T>(w + i + kVector);
+    const uint4 taken = simd_shuffle_xor(odd ? first : second, 1);
+    if (inside) {
+      *(device uint4*)(to + i) = odd ? taken : first;
+      *(device uint4*)(to + i + 16) = odd ? second : taken;
     }
   }
 }
 
-// The row and the first value of K of a thread.
-struct RowItem {
-  uint row, k;
-};
-METAL_FUNC RowItem row_item(Position at) {
-  const uint item = at.tg.x * DecodeItems::kThreads + at.index;
-  const uint items = (fc_k + DecodeItems::kValues - 1) / DecodeItems::kValues;
-  return {item / items, item % items * DecodeItems::kValues};
+template <class Format, class T>
+METAL_FUNC void decode_to(typename Format::Row row, RowItem item, device T* y, uint lane) {
+  constexpr uint kVector = 16 / sizeof(T);
+  using V = conditional_t<Format::kHalvesAreExact, typename TileOperand<T>::type, float>;
+  V w[16];
+  load_weights<Format>(row, item.k, fc_k, w);
+  if (fc_k % (2 * DecodeItems::kValues) == 0) {
+    store_pairs(y, w, lane, item.inside);
+  } else if (item.inside && fc_k % kVector == 0 && item.k + 16 <= fc_k) {
+    MM_UNROLL
+    for (uint i = 0; i < 16; i += kVector) *(device uint4*)(y + i) = packed<T>(w + i);
+  } else if (item.inside) {
+    MM_UNROLL
+    for (uint i = 0; i < 16; ++i) {
+      if (item.k + i < fc_k) y[i] = T(w[i]);
+    }
+  }
 }
 
 // y[n, k] = W[n, k].
@@ -57,11 +67,10 @@ template <class Format, class T>
 struct Dequantize {
   static METAL_FUNC void run(device const uchar* weight, device T* y, constant KernelArgs& args,
                              Position at) {
-    const RowItem item = row_item(at);
-    if (item.row >= args.n) return;
+    const RowItem item = row_item(at, args.n);
     const typename Format::Row row =
         Format::row(weight + (long)item.row * weight_stride<Format>(args.w_stride), args);
-    decode_to<Format>(row, item.k, y + (long)item.row * args.y_stride + item.k);
+    decode_to<Format>(row, item, y + (long)item.row * args.y_stride + item.k, at.lane);
   }
 };
 
@@ -70,12 +79,11 @@ template <class Format, class T>
 struct Embedding {
   static METAL_FUNC void run(device const long* ids, device const uchar* weight, device T* y,
                              constant KernelArgs& args, Position at) {
-    const RowItem item = row_item(at);
-    if (item.row >= args.count) return;
+    const RowItem item = row_item(at, args.count);
     const long id = clamp(ids[item.row], 0L, (long)args.n - 1);
     const typename Format::Row row =
         Format::row(weight + id * weight_stride<Format>(args.w_stride), args);
-    decode_to<Format>(row, item.k, y + (long)item.row * args.y_stride + item.k);
+    decode_to<Format>(row, item, y + (long)item.row * args.y_stride + item.k, at.lane);
   }
 };
 

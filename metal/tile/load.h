@@ -67,15 +67,14 @@ METAL_FUNC void decode(typename Format::Row row, uint k, thread V (&w)[16]) {
 // only a dense row can end within the 16.
 template <class Format, class V>
 METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread V (&w)[16]) {
-  if (!has_k_tail() || k + 16 <= end) {
+  if constexpr (Format::kBlockValues > 1) {
     decode<Format>(row, k, w);
-    return;
-  }
-  MM_UNROLL
-  for (uint i = 0; i < 16; ++i) {
-    w[i] = V(0.0f);
-    if constexpr (Format::kBlockValues == 1) {
-      if (k + i < end) w[i] = V(Format::value(row, k + i));
+  } else if (!has_k_tail() || k + 16 <= end) {
+    decode<Format>(row, k, w);
+  } else {
+    MM_UNROLL
+    for (uint i = 0; i < 16; ++i) {
+      w[i] = k + i < end ? V(Format::value(row, k + i)) : V(0.0f);
     }
   }
 }
@@ -124,15 +123,32 @@ struct TileOperand<half> {
   using type = half;
 };
 
-// to[i] = v[i], rounded to the type of the tile; `to` is aligned to 4 elements.
+// 16 bytes of values as T.
+template <class T, class V>
+METAL_FUNC uint4 packed(thread const V* v) {
+  uint4 words;
+  MM_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    if constexpr (sizeof(T) == 4) {
+      words[j] = as_type<uint>(static_cast<T>(v[j]));
+    } else {
+      vec<T, 2> pair;
+      pair.x = static_cast<T>(v[2 * j]);
+      pair.y = static_cast<T>(v[2 * j + 1]);
+      words[j] = as_type<uint>(pair);
+    }
+  }
+  return words;
+}
+
+// to[i] = v[i], rounded to the type of the tile; `to` is aligned to 16 bytes.
 template <int kCount, class E, class V>
 METAL_FUNC void store_operands(threadgroup E* to, thread const V (&v)[kCount]) {
+  constexpr int kVector = 16 / sizeof(E);
+  static_assert(kCount % kVector == 0, "whole vectors");
   MM_UNROLL
-  for (int i = 0; i < kCount; i += 4) {
-    vec<E, 4> four;
-    MM_UNROLL
-    for (int j = 0; j < 4; ++j) four[j] = static_cast<E>(v[i + j]);
-    *reinterpret_cast<threadgroup vec<E, 4>*>(to + i) = four;
+  for (int i = 0; i < kCount; i += kVector) {
+    *reinterpret_cast<threadgroup uint4*>(to + i) = packed<E>(v + i);
   }
 }
 

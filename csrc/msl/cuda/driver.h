@@ -17,13 +17,17 @@ using Device = int;
 
 enum JitOption : int { kJitErrorLogBuffer = 5, kJitErrorLogBufferBytes = 6 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16 };
-enum FunctionAttribute : int { kLocalBytes = 3 };  // of a thread: arrays in memory, spills
+// Of a thread: bytes of arrays in memory and of spills; registers.
+enum FunctionAttribute : int { kLocalBytes = 3, kRegisterCount = 4 };
 
 struct Driver {
   Result (*module_load)(Module*, const void* image, unsigned n_options, JitOption* options,
                         void** values);
+  Result (*module_unload)(Module);
   Result (*module_get_function)(Function*, Module, const char* name);
   Result (*function_get_attribute)(int* value, FunctionAttribute, Function);
+  // Threadgroups that a multiprocessor of the current context takes at once.
+  Result (*groups_at_once)(int* groups, Function, int threads, size_t shared_bytes);
   Result (*launch)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned group_x,
                    unsigned group_y, unsigned group_z, unsigned shared_bytes, Stream,
                    void** parameters, void** extra);

@@ -28,16 +28,28 @@ using Constants = std::array<uint32_t, kConstantCount + 1>;
 struct Key {
   std::string kernel;
   Constants constants;
-  uint32_t threads;
+  uint32_t threads, shared_bytes;
   int device;
   bool operator<(const Key& o) const {
-    return std::tie(kernel, constants, threads, device) <
-           std::tie(o.kernel, o.constants, o.threads, o.device);
+    return std::tie(kernel, constants, threads, shared_bytes, device) <
+           std::tie(o.kernel, o.constants, o.threads, o.shared_bytes, o.device);
   }
 };
 
+struct Compiled {
+  Module module = nullptr;
+  Function function = nullptr;
+  int registers = 0, spilled_bytes = 0;
+  uint64_t at_once = 0;  // threadgroups that the GPU takes
+};
+// A kernel as it is best by itself, and with fewer registers: compiled when a grid is larger than
+// the GPU takes at once.
+struct Kernel {
+  Compiled plain, dense;
+};
+
 std::mutex g_mutex;
-std::map<Key, Function> g_functions;
+std::map<Key, Kernel> g_kernels;
 
 std::string read_ptx(const std::string& kernel) {
   const std::string path = beside_module("ptx/" + kernel + ".ptx");
@@ -58,42 +70,75 @@ void replace_all(std::string& text, const std::string& token, uint32_t value) {
   }
 }
 
-Function compile(const Key& key, std::string text, uint32_t registers) {
-  replace_all(text, "MM_REGISTERS", registers);
+// The module is unloaded by who finds it not worth launching, else never: two a kernel stay.
+Compiled compile(const Key& key, std::string text, int most_registers) {
+  replace_all(text, "MM_REGISTERS", most_registers);
   char log[2048] = "";
   JitOption options[] = {kJitErrorLogBuffer, kJitErrorLogBufferBytes};
   void* values[] = {log, reinterpret_cast<void*>(sizeof log)};
-  Module module = nullptr;
-  const Result result = driver().module_load(&module, text.c_str(), 2, options, values);
+  Compiled out;
+  const Driver& d = driver();
+  const Result result = d.module_load(&out.module, text.c_str(), 2, options, values);
   check(result, key.kernel + ": compiling PTX " + log);
-  Function function = nullptr;  // modules are never unloaded: their number is that of the kernels
-  check(driver().module_get_function(&function, module, key.kernel.c_str()), key.kernel);
-  return function;
+  check(d.module_get_function(&out.function, out.module, key.kernel.c_str()), key.kernel);
+  check(d.function_get_attribute(&out.spilled_bytes, kLocalBytes, out.function), key.kernel);
+  check(d.function_get_attribute(&out.registers, kRegisterCount, out.function), key.kernel);
+  int groups = 0;
+  check(d.groups_at_once(&groups, out.function, static_cast<int>(key.threads), key.shared_bytes),
+        key.kernel);
+  out.at_once = static_cast<uint64_t>(std::max(1, groups)) * multiprocessors(key.device);
+  return out;
 }
 
-// Registers of a thread: as many as an Apple GPU has, or, of a threadgroup that leaves them, as
-// three threadgroups may have, where those do not do without spills. (More warps are worth more
-// than what 168 gain: q4_k, 128256 x 4096, 115 us with 168, 106 with 128.)
-constexpr uint32_t kRegisters = 128, kMoreRegisters = 168, kSmallGroup = 128;
-
-Function compile(const Key& key) {
+std::string text_of(const Key& key) {
   std::string text = read_ptx(key.kernel);
   replace_all(text, "MM_THREADS", key.threads);
   for (size_t i = 0; i < key.constants.size(); ++i) {
     replace_all(text, "MM_CONSTANT_" + std::to_string(i), key.constants[i]);
   }
-  const Function function = compile(key, text, kRegisters);
-  int spilled = 0;
-  check(driver().function_get_attribute(&spilled, kLocalBytes, function), key.kernel);
-  if (spilled == 0 || key.threads > kSmallGroup) return function;
+  return text;
+}
+
+// Registers of a thread: as many as an Apple GPU has, or, of a threadgroup that leaves them, as
+// three threadgroups may have, where those do not do without spills. (More warps are worth more
+// than what 168 gain: q4_k, 128256 x 4096, 115 us with 168, 106 with 128.)
+constexpr int kRegisters = 128, kMoreRegisters = 168, kSmallGroup = 128;
+
+Compiled compile(const Key& key) {
+  const std::string text = text_of(key);
+  const Compiled out = compile(key, text, kRegisters);
+  if (out.spilled_bytes == 0 || key.threads > kSmallGroup) return out;
+  check(driver().module_unload(out.module), key.kernel);
   return compile(key, text, kMoreRegisters);
 }
 
-Function find(const Key& key) {
+// With the fewest registers that more threadgroups find a place with, if next to nothing spills;
+// else `plain`. (H200, us: gemm_small q4_0, M = 8, 14336 x 4096, from 80 to 72: 27.8 to 22.0.
+// gemv_wide_n affine4, 128256 x 4096, from 109 to 80: 91 to 86. Refused: gemv q2_k, of whose 123
+// none can be spared, 98 to 110.)
+constexpr int kFewerRegisters[] = {72, 80, 96}, kSpilledBytes = 8;
+
+Compiled compile_dense(const Key& key, const Compiled& plain) {
+  const std::string text = text_of(key);
+  for (const int registers : kFewerRegisters) {
+    if (registers >= plain.registers) break;
+    const Compiled dense = compile(key, text, registers);
+    if (dense.spilled_bytes <= kSpilledBytes && dense.at_once > plain.at_once) return dense;
+    check(driver().module_unload(dense.module), key.kernel);
+  }
+  return plain;
+}
+
+// The kernel that takes `groups` threadgroups in the fewest rounds.
+Function find(const Key& key, uint64_t groups) {
+  const auto rounds = [=](const Compiled& c) { return (groups + c.at_once - 1) / c.at_once; };
   std::lock_guard<std::mutex> lock(g_mutex);
-  const auto found = g_functions.find(key);
-  if (found != g_functions.end()) return found->second;
-  return g_functions[key] = compile(key);
+  auto found = g_kernels.find(key);
+  if (found == g_kernels.end()) found = g_kernels.emplace(key, Kernel{compile(key), {}}).first;
+  auto& [plain, dense] = found->second;
+  if (rounds(plain) == 1) return plain.function;
+  if (!dense.function) dense = compile_dense(key, plain);
+  return rounds(dense) < rounds(plain) ? dense.function : plain.function;
 }
 
 // The encoder of encode.h: gathers the parameters, and launches when it is dispatched.
@@ -102,26 +147,26 @@ class Encoder {
   Encoder(int device, Stream stream) : device_(device), stream_(stream) {}
 
   void set_pipeline(const Pass& pass) {
-    key_ = {pass.kernel, {}, pass.group[0], device_};
+    key_ = {pass.kernel, {}, pass.group[0], 0, device_};
     std::copy(pass.constants.begin(), pass.constants.end(), key_.constants.begin());
   }
   void set_buffer(uint32_t slot, const Buffer& b) {
     operands_.slots[slot] = static_cast<const char*>(b.base) + b.offset;
   }
   void set_bytes(uint32_t, const void* bytes, size_t count) { memcpy(&args_, bytes, count); }
-  void set_threadgroup_memory(uint32_t, uint32_t bytes) { shared_bytes_ = bytes; }
+  void set_threadgroup_memory(uint32_t, uint32_t bytes) { key_.shared_bytes = bytes; }
   void dispatch(std::array<uint32_t, 3> grid, const std::array<uint32_t, 3>& group) {
     operands_.width = grid[0];
     operands_.height = grid[1];
+    const uint64_t all = uint64_t{grid[0]} * grid[1] * grid[2];
     if (grid[1] > kMaxGridYZ || grid[2] > kMaxGridYZ) {
-      const uint64_t all = uint64_t{grid[0]} * grid[1] * grid[2];
       if (all > INT32_MAX) throw std::runtime_error(key_.kernel + ": too many threadgroups");
       key_.constants[kConstantCount] = 1;
       grid = {static_cast<uint32_t>(all), 1, 1};
     }
     void* parameters[] = {&operands_, &args_};
-    check(driver().launch(find(key_), grid[0], grid[1], grid[2], group[0], group[1], group[2],
-                          shared_bytes_, stream_, parameters, nullptr),
+    check(driver().launch(find(key_, all), grid[0], grid[1], grid[2], group[0], group[1], group[2],
+                          key_.shared_bytes, stream_, parameters, nullptr),
           key_.kernel);
   }
 
@@ -131,7 +176,6 @@ class Encoder {
   Key key_{};
   Operands operands_{};
   KernelArgs args_{};
-  uint32_t shared_bytes_ = 0;
 };
 
 }  // namespace
