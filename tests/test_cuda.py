@@ -90,17 +90,17 @@ def test_emulator_and_gpu_agree(kernels_of: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-@pytest.mark.parametrize("strategy", ("gemv", "gemv_wide_n", "gemm_small", "gemm"))
+@pytest.mark.parametrize("kernel", ("gemv", "gemv_wide_n", "gemm_small", "gemm"))
 @pytest.mark.parametrize("name", ("q4_k", "affine4_g64", "q6_k"))
-def test_a_grid_larger_than_the_gpu(name: str, strategy: str) -> None:
+def test_a_grid_larger_than_the_gpu(name: str, kernel: str) -> None:
     """The launcher may give it a kernel with fewer registers: the same arithmetic and bits."""
     n, part, k = 1 << 16, 1 << 12, 512
     packed = random_weight(name, n, k).cuda()
-    m = {"gemm_small": 16, "gemm": 64}.get(strategy, 1)
+    m = {"gemm_small": 16, "gemm": 64}.get(kernel, 1)
     x = activations(m, k, dtype=torch.float16).cuda()
 
     def linear(w: Tensor) -> Tensor:
-        return torch.ops.metalmm.linear(x, w, None, name, strategy=strategy)
+        return torch.ops.metalmm.linear(x, w, None, name, strategy=kernel)
 
     parts = torch.cat([linear(w) for w in packed.split(part)], dim=1)
     assert torch.equal(linear(packed), parts)

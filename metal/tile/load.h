@@ -63,18 +63,19 @@ METAL_FUNC void decode(typename Format::Row row, uint k, thread V (&w)[16]) {
   }
 }
 
-// w[i] = value k + i of a row of W as V, float or half, zero from `end` on. Blocks are never cut:
-// only a dense row can end within the 16.
+// w[i] = value k + i of a row of W as V, float or half, zero from `end` on. Blocks are never cut,
+// but may all lie beyond `end`: only a dense row can end within the 16.
 template <class Format, class V>
 METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread V (&w)[16]) {
-  if constexpr (Format::kBlockValues > 1) {
+  if (!has_k_tail() || k + 16 <= end) {
     decode<Format>(row, k, w);
-  } else if (!has_k_tail() || k + 16 <= end) {
-    decode<Format>(row, k, w);
-  } else {
-    MM_UNROLL
-    for (uint i = 0; i < 16; ++i) {
-      w[i] = k + i < end ? V(Format::value(row, k + i)) : V(0.0f);
+    return;
+  }
+  MM_UNROLL
+  for (uint i = 0; i < 16; ++i) {
+    w[i] = V(0.0f);
+    if constexpr (Format::kBlockValues == 1) {
+      if (k + i < end) w[i] = V(Format::value(row, k + i));
     }
   }
 }
