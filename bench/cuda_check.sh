@@ -22,7 +22,7 @@ build() {
 # The log names every test, so that of a run that is cut off it is known what was left.
 run_tests() {
   local failed=0
-  OMP_NUM_THREADS=1 METALMM_TEST_BACKENDS=cuda python3 -m pytest -v -rfE -n "$JOBS" --dist worksteal \
+  OMP_NUM_THREADS=1 METALMM_TEST_BACKENDS=cuda python3 -m pytest -vv -rfE -n "$JOBS" --dist worksteal \
     ${TESTS:-tests} -k cuda --continue-on-collection-errors > "$OUT/test.log" 2>&1 || failed=1
   grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/test.log" || tail -20 "$OUT/test.log"
   return "$failed"

@@ -75,11 +75,12 @@ def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ("f32", "f16", "bf16"))
 @pytest.mark.parametrize("kernels_of", STRATEGIES)
-def test_emulator_and_gpu_agree(kernels_of: str) -> None:
+def test_emulator_and_gpu_agree(kernels_of: str, dtype: str) -> None:
     wrong = []
     for kernel in KERNELS:
-        if strategy_of(kernel) != kernels_of:
+        if strategy_of(kernel) != kernels_of or not kernel.endswith(f"_{dtype}"):
             continue
         emulator = recorded().get(kernel) or emulate(kernel)
         for i in range(PER_KERNEL):

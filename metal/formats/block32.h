@@ -177,17 +177,23 @@ struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
     const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 34, k & 16);
     return bytes.four<2>(bytes);
   }
+  // In the unit that holds the first codes, too.
+  template <int unit>
+  static METAL_FUNC half scale_of(Row row, uint k) {
+    const Window<2> bytes = Window<2>::load<unit>(row, k / 32 * 34);
+    return bytes.first(bytes);
+  }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     const uint4 codes = codes16<unit>(row, k);
     bytes16<kSigns>(codes, -128, w);
-    scale16(load_half(block(row, k / 32)), -0.0f, w);
+    scale16(float(scale_of<unit>(row, k)), -0.0f, w);
   }
   MM_CONST bool kDecodesHalves = true;
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
     const uint4 codes = eight_apart(codes16<unit>(row, k));
-    const half d = load_as<half>(block(row, k / 32));
+    const half d = scale_of<unit>(row, k);
     MM_UNROLL
     for (int i = 0; i < 4; ++i) {
       const half2 even = as_type<half2>((codes[i] & 0x00FF00FFu) ^ 0x64806480u);

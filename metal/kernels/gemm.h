@@ -13,8 +13,8 @@
 // Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions and 0.4 selects (clang
 //          22, f32 x; f16 x: 0.8 bitwise, 1 fma and 1 product of halves, 0.1 shifts); then 0.4
 //          stores of operands (halves: 0.2), 1.5 loads and 2 multiplications of matrices. Loads of
-//          W by a thread per step of 32 weights: 3 of q4_0, 6 of q8_0, 13 of q6_k where rows are
-//          whole units of 8 bytes (Window); with units of 4 bytes 5, 11 and 23, of 2 bytes 9, 17
+//          W by a thread per step of 32 weights: 3 of q4_0, 5 of q8_0, 13 of q6_k where rows are
+//          whole units of 8 bytes (Window); with units of 4 bytes 5, 10 and 23, of 2 bytes 9, 17
 //          and 35.
 // Needs    (64 + 32) rows of a step in threadgroup memory, of 72 halves or 40 floats. Half
 //          operands, for f16 x, round W to 11 bits and reach 65504; f32 and bf16 x multiply float
