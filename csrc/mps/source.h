@@ -17,7 +17,7 @@ const std::vector<Shader>& shaders();  // both are written by flatten.py
 // What Metal compiles for a kernel of all_kernel_names(): its shader, told to make this kernel
 // alone. Throws std::invalid_argument: no kernel has the name.
 //
-// One kernel at a time, because the first forward waits for the compiler, and of the 942 kernels a
+// One kernel at a time, because the first forward waits for the compiler, and of the 945 kernels a
 // model uses a dozen. Clang -O2 to LLVM IR on the stand-in's headers, one core of a Zen 4 server:
 // 0.10 s for gemv_q4_k_f16, 2.0 s for the 66 kernels of gemv.metal, 2.8 s for those of gemm.metal.
 std::string source_of(const std::string& kernel);

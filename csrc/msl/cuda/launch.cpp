@@ -4,10 +4,12 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 
 #include "../../beside.h"
 #include "../../encode.h"
@@ -36,8 +38,11 @@ struct Key {
   }
 };
 
+struct Unload {
+  void operator()(Module module) const { driver().module_unload(module); }
+};
 struct Compiled {
-  Module module = nullptr;
+  std::unique_ptr<std::remove_pointer_t<Module>, Unload> module;
   Function function = nullptr;
   int registers = 0, spilled_bytes = 0;
   uint64_t at_once = 0;  // threadgroups that the GPU takes
@@ -46,10 +51,11 @@ struct Compiled {
 // the GPU takes at once.
 struct Kernel {
   Compiled plain, dense;
+  bool tried_dense = false;
 };
 
 std::mutex g_mutex;
-std::map<Key, Kernel> g_kernels;
+auto& g_kernels = *new std::map<Key, Kernel>;  // never destroyed: the driver may be gone by then
 
 std::string read_ptx(const std::string& kernel) {
   const std::string path = beside_module("ptx/" + kernel + ".ptx");
@@ -70,17 +76,18 @@ void replace_all(std::string& text, const std::string& token, uint32_t value) {
   }
 }
 
-// The module is unloaded by who finds it not worth launching, else never: two a kernel stay.
 Compiled compile(const Key& key, std::string text, int most_registers) {
   replace_all(text, "MM_REGISTERS", most_registers);
   char log[2048] = "";
   JitOption options[] = {kJitErrorLogBuffer, kJitErrorLogBufferBytes};
   void* values[] = {log, reinterpret_cast<void*>(sizeof log)};
   Compiled out;
+  Module module = nullptr;
   const Driver& d = driver();
-  const Result result = d.module_load(&out.module, text.c_str(), 2, options, values);
+  const Result result = d.module_load(&module, text.c_str(), 2, options, values);
   check(result, key.kernel + ": compiling PTX " + log);
-  check(d.module_get_function(&out.function, out.module, key.kernel.c_str()), key.kernel);
+  out.module.reset(module);
+  check(d.module_get_function(&out.function, module, key.kernel.c_str()), key.kernel);
   check(d.function_get_attribute(&out.spilled_bytes, kLocalBytes, out.function), key.kernel);
   check(d.function_get_attribute(&out.registers, kRegisterCount, out.function), key.kernel);
   int groups = 0;
@@ -106,27 +113,25 @@ constexpr int kRegisters = 128, kMoreRegisters = 168, kSmallGroup = 128;
 
 Compiled compile(const Key& key) {
   const std::string text = text_of(key);
-  const Compiled out = compile(key, text, kRegisters);
+  Compiled out = compile(key, text, kRegisters);
   if (out.spilled_bytes == 0 || key.threads > kSmallGroup) return out;
-  check(driver().module_unload(out.module), key.kernel);
   return compile(key, text, kMoreRegisters);
 }
 
 // With the fewest registers that more threadgroups find a place with, if next to nothing spills;
-// else `plain`. (H200, us: gemm_small q4_0, M = 8, 14336 x 4096, from 80 to 72: 27.8 to 22.0.
-// gemv_wide_n affine4, 128256 x 4096, from 109 to 80: 91 to 86. Refused: gemv q2_k, of whose 123
-// none can be spared, 98 to 110.)
+// else without a function. (H200, us: gemm_small q4_k, M = 8, 14336 x 4096, from 79 to 72: 34.5 to
+// 30.2. gemv_wide_n affine4, 128256 x 4096, from 109 to 80: 91 to 88. Refused: gemv q2_k, of whose
+// 123 none can be spared, 98 to 110.)
 constexpr int kFewerRegisters[] = {72, 80, 96}, kSpilledBytes = 8;
 
 Compiled compile_dense(const Key& key, const Compiled& plain) {
   const std::string text = text_of(key);
   for (const int registers : kFewerRegisters) {
     if (registers >= plain.registers) break;
-    const Compiled dense = compile(key, text, registers);
+    Compiled dense = compile(key, text, registers);
     if (dense.spilled_bytes <= kSpilledBytes && dense.at_once > plain.at_once) return dense;
-    check(driver().module_unload(dense.module), key.kernel);
   }
-  return plain;
+  return {};
 }
 
 // The kernel that takes `groups` threadgroups in the fewest rounds.
@@ -135,10 +140,16 @@ Function find(const Key& key, uint64_t groups) {
   std::lock_guard<std::mutex> lock(g_mutex);
   auto found = g_kernels.find(key);
   if (found == g_kernels.end()) found = g_kernels.emplace(key, Kernel{compile(key), {}}).first;
-  auto& [plain, dense] = found->second;
-  if (rounds(plain) == 1) return plain.function;
-  if (!dense.function) dense = compile_dense(key, plain);
-  return rounds(dense) < rounds(plain) ? dense.function : plain.function;
+  Kernel& kernel = found->second;
+  if (rounds(kernel.plain) > 1 && !kernel.tried_dense) {
+    kernel.tried_dense = true;
+    try {
+      kernel.dense = compile_dense(key, kernel.plain);
+    } catch (const std::runtime_error&) {  // the plain one does the same, slower
+    }
+  }
+  const bool is_dense = kernel.dense.function && rounds(kernel.dense) < rounds(kernel.plain);
+  return is_dense ? kernel.dense.function : kernel.plain.function;
 }
 
 // The encoder of encode.h: gathers the parameters, and launches when it is dispatched.
