@@ -26,15 +26,24 @@ RUNTIME = re.compile(
 )
 
 
+def python_headers() -> list[str]:
+    """Options for the headers of this Python. Debian's pyconfig.h includes another, by the target:
+    none for macOS, so that of this machine goes first."""
+    folder = Path(sysconfig.get_paths()["include"])
+    config = folder.parent / str(sysconfig.get_config_var("MULTIARCH")) / folder.name / "pyconfig.h"
+    first = ["-include", str(config)] if config.is_file() else []
+    return [*first, "-isystem", str(folder)]
+
+
 def compile_for_macos(file: Path, out: Path) -> str:
     """The messages of clang for arm64 macOS 14, warnings as errors; "" if there are none."""
     language = ["objective-c++", "-fobjc-arc"] if file.suffix == ".mm" else ["c++"]
     options = ["-target", "aarch64-macos.14.0", "-x", *language, f"-std={STANDARD}", "-fblocks"]
     options += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fvisibility=hidden", "-O1"]
     options += [f"-I{ROOT / 'tests/apple_stubs'}", f"-I{ROOT / 'csrc'}"]
-    python = sysconfig.get_paths()["include"]
-    system = (TORCH, TORCH / "torch/csrc/api/include", pybind11.get_include(), python)
+    system = (TORCH, TORCH / "torch/csrc/api/include", pybind11.get_include())
     options += [word for folder in system for word in ("-isystem", str(folder))]
+    options += python_headers()
     done = zig("c++", *options, "-c", str(file), "-o", str(out))
     assert done.returncode == 0 or done.stderr
     return done.stderr
