@@ -26,13 +26,19 @@ RUNTIME = re.compile(
 )
 
 
-def python_headers() -> list[str]:
-    """Options for the headers of this Python. Debian's pyconfig.h includes another, by the target:
-    none for macOS, so that of this machine goes first."""
+def python_headers(scratch: Path) -> Path:
+    """The folder of this Python's headers. Debian's pyconfig.h includes another, by the target, and
+    has none for macOS: links to all headers then, and to that of this machine."""
     folder = Path(sysconfig.get_paths()["include"])
     config = folder.parent / str(sysconfig.get_config_var("MULTIARCH")) / folder.name / "pyconfig.h"
-    first = ["-include", str(config)] if config.is_file() else []
-    return [*first, "-isystem", str(folder)]
+    if not config.is_file():
+        return folder
+    links = scratch / "python"
+    if not links.is_dir():
+        links.mkdir()
+        for file in folder.iterdir():
+            (links / file.name).symlink_to(config if file.name == "pyconfig.h" else file)
+    return links
 
 
 def compile_for_macos(file: Path, out: Path) -> str:
@@ -41,9 +47,9 @@ def compile_for_macos(file: Path, out: Path) -> str:
     options = ["-target", "aarch64-macos.14.0", "-x", *language, f"-std={STANDARD}", "-fblocks"]
     options += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fvisibility=hidden", "-O1"]
     options += [f"-I{ROOT / 'tests/apple_stubs'}", f"-I{ROOT / 'csrc'}"]
-    system = (TORCH, TORCH / "torch/csrc/api/include", pybind11.get_include())
+    python = python_headers(out.parent)
+    system = (TORCH, TORCH / "torch/csrc/api/include", pybind11.get_include(), python)
     options += [word for folder in system for word in ("-isystem", str(folder))]
-    options += python_headers()
     done = zig("c++", *options, "-c", str(file), "-o", str(out))
     assert done.returncode == 0 or done.stderr
     return done.stderr
