@@ -14,7 +14,7 @@ import torch
 from format_cases import same_bits
 from kernel_cases import PER_KERNEL, Case, case, emulate, planned_kernels
 from oracle import Value, activations, random_weight
-from plan_cases import STRATEGIES, strategy_of
+from plan_cases import DTYPES, STRATEGIES, strategy_of
 from torch import Tensor
 
 from torch_metalmm import _C
@@ -75,7 +75,7 @@ def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-@pytest.mark.parametrize("dtype", ("f32", "f16", "bf16"))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernels_of", STRATEGIES)
 def test_emulator_and_gpu_agree(kernels_of: str, dtype: str) -> None:
     wrong = []

@@ -21,9 +21,9 @@ struct PackedScales {
   // cache that the rows of its lanes touch (M = 512 on an H200: 881 us with four, 697 with one).
   // gemv has no use for it: 0.3 issue cycles a weight to take the bytes apart.
   static METAL_FUNC PackedScales of(uint4 header, uint c) {
-    return {of(header.y, c), of(header.z, c), of(header.w, c)};
+    return {two_bytes(header.y, c), two_bytes(header.z, c), two_bytes(header.w, c)};
   }
-  static METAL_FUNC uchar2 of(uint word, uint c) {
+  static METAL_FUNC uchar2 two_bytes(uint word, uint c) {
     const uchar2 low = as_type<uchar2>(half_word(word, 0));
     const uchar2 high = as_type<uchar2>(half_word(word, 1));
     return (c & 1) != 0 ? high : low;
