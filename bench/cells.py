@@ -31,7 +31,7 @@ DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 _PLAIN = "x, w, {y, x, x}, args, memory, at"
 _PAIR = "x, w, w, {y, x, x}, args, memory, at"
 _MASKED = "x, x, w, {y, x, x}, args, memory, at"
-_BATCHED = "batched_rows(metalmm::Struct::kValues)"
+_BATCHED = "batched_rows(metalmm::Struct::Pieces::kValues)"
 # Strategy: header, kernel struct, rows of W that a turn of its loop takes, arguments of run().
 STRATEGIES = {
     "gemv": ("gemv", "GemvOne", "GemvStandard::kRows", _PLAIN),
@@ -71,7 +71,7 @@ _KERNEL = """#define MM_COUNTED(name, Struct) \\
     metalmm::{struct}<metalmm::Struct, {type}>::run({arguments}); \\
   }} \\
   extern "C" __attribute__((used)) constant uint weights_##name = \\
-      metalmm::{piece}::kValues * metalmm::{rows};
+      metalmm::{piece}::Pieces::kValues * metalmm::{rows};
 #define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)
 #include "formats/each.h"
 """

@@ -248,7 +248,7 @@ STEPS = """#include <metal_stdlib>
 #define MM_FORMAT(name, Struct)                                                             \\
   using Short_##name = metalmm::ShortPiece<metalmm::Struct>::type;                          \\
   extern "C" __attribute__((used)) constant uint step_##name =                              \\
-      metalmm::kSimdWidth / Short_##name::kLanes * metalmm::Walk<Short_##name>::kUnit;
+      metalmm::kSimdWidth / Short_##name::Pieces::kLanes * metalmm::Walk<Short_##name>::kUnit;
 #include "formats/each.h"
 """
 

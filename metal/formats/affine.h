@@ -36,31 +36,11 @@ struct AffineStream {
   }
 };
 
+// The planes of a row. A unit is 32 values.
 template <int bits>
-struct Affine : PlainPiece {
+struct AffinePlanes {
   MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;
-  MM_CONST int kLanes = 1, kValues = 32, kRun = 32, kRunStride = 32, kOffsets = 1;
-  MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0;
-  MM_CONST bool kIsDense = false, kHasUnits = false;
-  MM_CONST bool kDecodesHalves = bits == 4, kHalvesAreExact = bits != 4;
-  using Row = device const uchar*;
-  struct Raw {
-    uint words[bits];
-    uint scale, bias;  // bits of fc_scale_type
-  };
-
-  static METAL_FUNC Row row(device const uchar* p, constant KernelArgs&) { return p; }
-  static METAL_FUNC uint first(uint) { return 0; }
-
-  static METAL_FUNC uint parameter(device const uchar* p) {
-    if (fc_scale_type == 2) return load_as<uint>(p);
-    return load_as<ushort>(p);
-  }
-  static METAL_FUNC float value(uint parameter) {
-    if (fc_scale_type == 0) return float(as_type<half>(ushort(parameter)));
-    if (fc_scale_type == 1) return float(as_type<bfloat>(ushort(parameter)));
-    return as_type<float>(parameter);
-  }
+  MM_CONST bool kHasUnits = false;
   static METAL_FUNC uint group_of(uint unit) {
     return unit >> (fc_group == 32 ? 0 : fc_group == 64 ? 1 : 2);
   }
@@ -92,7 +72,33 @@ struct Affine : PlainPiece {
     constexpr uint kAlignment = kAffineRowAlignment;
     return (fc_k / 8 * bits + 2 * to_bias() + kAlignment - 1) / kAlignment * kAlignment;
   }
-  static METAL_FUNC void fetch(Cursor c, uint, thread Raw& raw) {
+};
+
+template <int bits>
+struct Affine {
+  using Storage = AffinePlanes<bits>;
+  using Pieces = PieceLayout<1, 32, 32, 32>;
+  struct Terms {
+    MM_CONST int kSegments = 1, kOffsets = 1;
+    MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0, kLastBias = 0;
+  };
+  MM_CONST bool kHasCodebook = false;
+  MM_CONST bool kDecodesHalves = bits == 4, kHalvesAreExact = bits != 4;
+  struct Raw {
+    uint words[bits];
+    uint scale, bias;  // bits of fc_scale_type
+  };
+
+  static METAL_FUNC uint parameter(device const uchar* p) {
+    if (fc_scale_type == 2) return load_as<uint>(p);
+    return load_as<ushort>(p);
+  }
+  static METAL_FUNC float value(uint parameter) {
+    if (fc_scale_type == 0) return float(as_type<half>(ushort(parameter)));
+    if (fc_scale_type == 1) return float(as_type<bfloat>(ushort(parameter)));
+    return as_type<float>(parameter);
+  }
+  static METAL_FUNC void fetch(typename Storage::Cursor c, uint, thread Raw& raw) {
     device const uchar* p = c.codes;
     MM_UNROLL
     for (int i = 0; i < bits; ++i) {
@@ -105,7 +111,7 @@ struct Affine : PlainPiece {
       }
     }
     raw.scale = parameter(c.scale);
-    raw.bias = parameter(c.scale + to_bias());
+    raw.bias = parameter(c.scale + Storage::to_bias());
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Affine>& p) {
     AffineStream<bits, 32> stream;
@@ -143,8 +149,8 @@ struct Affine : PlainPiece {
     }
     stream.words[bits] = 0;
     AffineStream<bits, 16>::unpack(stream, w);
-    device const uchar* at = scale_of(row, k / 32);
-    const float scale = value(parameter(at)), bias = value(parameter(at + to_bias()));
+    device const uchar* at = Storage::scale_of(row, k / 32);
+    const float scale = value(parameter(at)), bias = value(parameter(at + Storage::to_bias()));
     MM_UNROLL
     for (int i = 0; i < 16; ++i) {
       const float product = scale * w[i];  // rounded on its own where scales are f32
@@ -164,8 +170,9 @@ struct Affine : PlainPiece {
     // gemm_small 64 registers instead of 68, 260 instructions instead of 268 (ptxas 13.0).
     const uint4 both = load_as<uint4>(row + k / 32 * uint(4 * bits));
     const uint2 words = (k & 16) != 0 ? both.zw : both.xy;
-    device const uchar* at = scale_of(row, k / 32);
-    const half2 scale = half2(load_as<half>(at)), bias = half2(load_as<half>(at + to_bias()));
+    device const uchar* at = Storage::scale_of(row, k / 32);
+    const half2 scale = half2(load_as<half>(at));
+    const half2 bias = half2(load_as<half>(at + Storage::to_bias()));
     MM_UNROLL
     for (int i = 0; i < 2; ++i) {
       const uint word = as_type<uint>(ushort2(half_word(words.x, i), half_word(words.y, i)));

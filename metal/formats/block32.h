@@ -9,11 +9,7 @@
 
 namespace metalmm {
 
-template <int bytes>
-struct Block32 : BlockFormat<32, bytes>, PlainPiece {
-  MM_CONST int kLanes = 2, kValues = 16, kRun = 8, kRunStride = 16;
-  static METAL_FUNC uint first(uint piece) { return 8 * piece; }
-};
+using Pieces32 = PieceLayout<2, 16, 8, 16>;
 
 // The codes of 8 bytes, plus an integer: low nibbles, then high ones.
 METAL_FUNC void nibbles8x2(ushort4 halves, float add, thread float (&q)[16]) {
@@ -44,12 +40,16 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
 }
 
 // d * (code - 8).
-struct Q4_0 : Block32<18> {
+struct Q4_0 {
+  using Storage = Blocks<32, 18>;
+  using Pieces = Pieces32;
+  using Terms = PlainTerms;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = true, kHalvesAreExact = true;
   struct Raw {
     ushort4 codes;
     half d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw = {load_ushort4(b + 2 + 8 * piece), load_as<half>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_0>& p) {
@@ -62,7 +62,6 @@ struct Q4_0 : Block32<18> {
     nibbles16(bytes.four<2>(bytes), k & 16, -8, w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
-  MM_CONST bool kDecodesHalves = true;
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
     const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
@@ -71,15 +70,18 @@ struct Q4_0 : Block32<18> {
 };
 
 // d * code + m.
-struct Q4_1 : BlockFormat<32, 20>, PlainPiece {
-  MM_CONST int kLanes = 1, kValues = 32, kRun = 16, kRunStride = 16;
-  MM_CONST int kSegments = 2, kOffsets = 1, kChains = 2, kChainBits = 8;
-  static METAL_FUNC uint first(uint) { return 0; }
+struct Q4_1 {
+  using Storage = Blocks<32, 20>;
+  using Pieces = PieceLayout<1, 32, 16, 16>;
+  struct Terms {
+    MM_CONST int kSegments = 2, kOffsets = 1, kChains = 2, kChainBits = 8, kLastBias = 0;
+  };
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
     half2 d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint, thread Raw& raw) {
     raw = {load_16<4>(b + 4), load_as<half2>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_1>& p) {
@@ -90,7 +92,7 @@ struct Q4_1 : BlockFormat<32, 20>, PlainPiece {
     p.m = float(raw.d.y);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
+    device const uchar* b = Storage::block(row, k / 32);
     nibbles16(load_16<4>(b + 4), k & 16, 0, w);
     scale16(load_half(b), load_half(b + 2), w);
   }
@@ -103,13 +105,17 @@ METAL_FUNC void add_fifth16(uint bits, thread float (&w)[16]) {
 }
 
 // d * (code - 16), five-bit codes: bit j of the word qh is the high bit of value j.
-struct Q5_0 : Block32<22> {
+struct Q5_0 {
+  using Storage = Blocks<32, 22>;
+  using Pieces = Pieces32;
+  using Terms = PlainTerms;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
     uint fifth;
     half d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw = {load_8<2>(b + 6 + 8 * piece), load_4<2>(b + 2), load_as<half>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
@@ -127,14 +133,19 @@ struct Q5_0 : Block32<22> {
 };
 
 // d * code + m, codes as in q5_0.
-struct Q5_1 : Block32<24> {
-  MM_CONST int kOffsets = 1;
+struct Q5_1 {
+  using Storage = Blocks<32, 24>;
+  using Pieces = Pieces32;
+  struct Terms {
+    MM_CONST int kSegments = 1, kOffsets = 1, kChains = 1, kChainBits = 0, kLastBias = 0;
+  };
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
     uint fifth;
     half2 d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw = {load_8<8>(b + 8 + 8 * piece), load_as<uint>(b + 4), load_as<half2>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
@@ -144,7 +155,7 @@ struct Q5_1 : Block32<24> {
     p.m = float(raw.d.y);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
+    device const uchar* b = Storage::block(row, k / 32);
     nibbles16(load_16<8>(b + 8), k & 16, 0, w);
     add_fifth16(load_as<uint>(b + 4) >> (k & 16), w);
     scale16(load_half(b), load_half(b + 2), w);
@@ -153,17 +164,18 @@ struct Q5_1 : Block32<24> {
 
 // d * code, int8 codes. A lane reads its 16 as a window of 18 bytes: four loads instead of
 // ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is at 73 %.
-struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
-  MM_CONST int kLanes = 2, kValues = 16, kRun = 16, kRunStride = 16;
-  static METAL_FUNC uint first(uint piece) { return 16 * piece; }
-
+struct Q8_0 {
+  using Storage = WindowBlocks<32, 34>;
+  using Pieces = PieceLayout<2, 16, 16, 16>;
+  using Terms = PlainTerms;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = true, kHalvesAreExact = true;
   MM_CONST uint kSigns = 0x8080;  // flipping a sign bit adds 128
 
   struct Raw {
     Window<18> bytes;
     half d;
   };
-  static METAL_FUNC void fetch(Cursor c, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     raw.bytes = Window<18>::fetch(c.row, c.block, 16 * piece);
     raw.d = load_as<half>(c.row + c.block);
   }
@@ -189,7 +201,6 @@ struct Q8_0 : WindowFormat<32, 34>, PlainPiece {
     bytes16<kSigns>(codes, -128, w);
     scale16(float(scale_of<unit>(row, k)), -0.0f, w);
   }
-  MM_CONST bool kDecodesHalves = true;
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
     const uint4 codes = eight_apart(codes16<unit>(row, k));

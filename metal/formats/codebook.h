@@ -8,13 +8,16 @@
 
 namespace metalmm {
 
-constant half kIQ4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+MM_CONST half kIQ4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                 1,    13,   25,  38,  53,  69,  89,  113};
 // Twice the FP4 values; the scale is halved, so that its largest, 2^128, is finite.
-constant half kFP4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+MM_CONST half kFP4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct IQ4Levels {
   static METAL_FUNC half level(uint code) { return kIQ4Levels[code]; }
+};
+struct FP4Levels {
+  static METAL_FUNC half level(uint code) { return kFP4Doubled[code]; }
 };
 
 // The 2 kBytes values of kBytes bytes of codes: low nibbles, then high ones.
@@ -42,10 +45,14 @@ METAL_FUNC void look_up16(uint4 words, bool high, thread float (&w)[16]) {
 }
 
 // d * level(code).
-struct IQ4_NL : Block32<18>, IQ4Levels {
-  MM_CONST bool kHasCodebook = true;
+struct IQ4_NL {
+  using Storage = Blocks<32, 18>;
+  using Pieces = Pieces32;
+  using Terms = PlainTerms;
+  using Levels = IQ4Levels;
+  MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
   using Raw = Q4_0::Raw;
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     Q4_0::fetch(b, piece, raw);
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
@@ -58,17 +65,19 @@ struct IQ4_NL : Block32<18>, IQ4Levels {
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
-    look_up16<IQ4Levels>(bytes.four<2>(bytes), k & 16, w);
+    look_up16<Levels>(bytes.four<2>(bytes), k & 16, w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
 };
 
 // (d (scale - 32)) level(code): 6-bit scales per 32 values, codes as in iq4_nl.
 // Eight lanes share a super-block: lane p owns sub-block p.
-struct IQ4_XS : BlockFormat<256, 136>, PlainPiece, IQ4Levels {
-  MM_CONST int kLanes = 8, kValues = 32, kRun = 32, kRunStride = 32;
-  MM_CONST bool kHasCodebook = true;
-  static METAL_FUNC uint first(uint piece) { return 32 * piece; }
+struct IQ4_XS {
+  using Storage = Blocks<256, 136>;
+  using Pieces = PieceLayout<8, 32, 32, 32>;
+  using Terms = PlainTerms;
+  using Levels = IQ4Levels;
+  MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
 
   static METAL_FUNC float scale(device const uchar* b, uint sub) {
     const uint low = b[4 + sub / 2] >> (4 * (sub & 1)) & 15;
@@ -81,7 +90,7 @@ struct IQ4_XS : BlockFormat<256, 136>, PlainPiece, IQ4Levels {
     half d;
     ushort tops, low;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw = {load_16<8>(b + 8 + 16 * piece), load_as<half>(b), load_as<ushort>(b + 2),
            b[4 + piece / 2]};
   }
@@ -99,17 +108,20 @@ struct IQ4_XS : BlockFormat<256, 136>, PlainPiece, IQ4Levels {
     p.d = float(raw.d) * fma(float(low), low_unit, fma(top, top_unit, bias));
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 256);
+    device const uchar* b = Storage::block(row, k / 256);
     const uint sub = (k & 255) / 32;
-    look_up16<IQ4Levels>(load_16<8>(b + 8 + 16 * sub), k & 16, w);
+    look_up16<Levels>(load_16<8>(b + 8 + 16 * sub), k & 16, w);
     scale16(scale(b, sub), -0.0f, w);
   }
 };
 
 // 2^(e - 127) * fp4(code). Blocks of 17 bytes: byte loads, and a byte is what the codebook takes.
-struct MXFP4 : Block32<17> {
-  MM_CONST bool kHasCodebook = true;
-  static METAL_FUNC half level(uint code) { return kFP4Doubled[code]; }
+struct MXFP4 {
+  using Storage = Blocks<32, 17>;
+  using Pieces = Pieces32;
+  using Terms = PlainTerms;
+  using Levels = FP4Levels;
+  MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
 
   // 2^(e - 128); subnormal for e < 2.
   static METAL_FUNC float scale(uint e) {
@@ -118,7 +130,7 @@ struct MXFP4 : Block32<17> {
   struct Raw {
     uchar codes[8], e;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw.e = b[0];
     MM_UNROLL
     for (int i = 0; i < 8; ++i) raw.codes[i] = b[1 + 8 * piece + i];
@@ -134,10 +146,10 @@ struct MXFP4 : Block32<17> {
     p.d = scale(raw.e);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 32);
+    device const uchar* b = Storage::block(row, k / 32);
     const float d = scale(b[0]);
     MM_UNROLL
-    for (int i = 0; i < 16; ++i) w[i] = d * float(level(b[1 + i] >> (k & 16 ? 4 : 0) & 15));
+    for (int i = 0; i < 16; ++i) w[i] = d * float(Levels::level(b[1 + i] >> (k & 16 ? 4 : 0) & 15));
   }
 };
 

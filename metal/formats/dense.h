@@ -6,14 +6,26 @@
 
 namespace metalmm {
 
+// A unit is 16 bytes.
 template <class V>
-struct Dense : BlockFormat<1, sizeof(V)>, PlainPiece {
-  MM_CONST int kLanes = 1, kValues = 16 / sizeof(V), kRun = kValues, kRunStride = kValues;
-  MM_CONST bool kIsDense = true;
-  using Row = device const uchar*;
-  using Cursor = Row;
+struct DenseValues {
+  MM_CONST int kBlockValues = 1, kBlockBytes = sizeof(V);
+  MM_CONST bool kHasUnits = false;
+  static METAL_FUNC uint row_bytes() { return fc_k * uint(sizeof(V)); }
+  using Cursor = device const uchar*;
+  static METAL_FUNC Cursor start(Row row, uint unit) { return row + unit * 16; }
+  static METAL_FUNC Cursor next(Cursor p, uint units) { return p + units * 16; }
+  static METAL_FUNC Cursor moved(Cursor p, long distance) { return p + distance; }
+};
 
-  static METAL_FUNC uint first(uint) { return 0; }
+template <class V>
+struct Dense {
+  MM_CONST int kValues = 16 / sizeof(V);
+  using Storage = DenseValues<V>;
+  using Pieces = PieceLayout<1, kValues, kValues, kValues>;
+  using Terms = PlainTerms;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+
   static METAL_FUNC float value(Row row, uint k) {
     return float(load_as<V>(row + k * uint(sizeof(V))));
   }
@@ -22,9 +34,7 @@ struct Dense : BlockFormat<1, sizeof(V)>, PlainPiece {
   struct Raw {
     uint4 words;
   };
-  static METAL_FUNC Cursor start(Row row, uint unit) { return row + unit * 16; }
-  static METAL_FUNC Cursor next(Cursor p, uint units) { return p + units * 16; }
-  static METAL_FUNC void fetch(Cursor p, uint, thread Raw& raw) {
+  static METAL_FUNC void fetch(device const uchar* p, uint, thread Raw& raw) {
     if (weight_is_aligned()) {
       raw.words = load_as<uint4>(p);
     } else {
@@ -49,7 +59,7 @@ struct Dense : BlockFormat<1, sizeof(V)>, PlainPiece {
     MM_UNROLL
     for (int i = 0; i < 16; i += kValues) {
       Raw raw;
-      fetch(start(row, (k + i) / kValues), 0, raw);
+      fetch(Storage::start(row, (k + i) / kValues), 0, raw);
       values(raw.words, w + i);
     }
   }

@@ -1,23 +1,26 @@
 // What a format gives the kernels: how a row is divided, and two ways to decode it.
 //
 // A format is a struct of static functions (in Metal 4.1 an implicit `this` becomes generic; static
-// functions are immune) and constants:
+// functions are immune), of constants, and of the structs that it is made of: Metal has no derived
+// classes, so that a format names its parts instead.
 //
-//   kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value for dense formats
-//   Row                         the bytes of one row of W
-//   static Row row(device const uchar* bytes, constant KernelArgs& args)
-//   static uint row_bytes()     of a packed row
+//   Storage          how a row lies in memory: Blocks or WindowBlocks, below, or the format's own
+//     kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value of dense formats
+//     kHasUnits                   decode16 is a template of the unit that Window reads in
+//     static uint row_bytes()     of a packed row
+//     Cursor                      finds the data of a unit of a row (piece.h)
+//     static Cursor start(Row row, uint unit), next(Cursor, uint units)
+//     static Cursor moved(Cursor, long bytes)    the same unit of a row at that distance
+//   kDecodesHalves   decode16 also takes half (&w)[16]
+//   kHalvesAreExact  those are the f32 values rounded to half; else they may be rounded once, from
+//                    the exact value
 //
 // Whole values, for gemm, embedding, dequantize and the baselines:
 //   static void decode16(Row row, uint k, thread float (&w)[16])
 //       w[i] = W[k + i], k a multiple of 16, rounded as the Python specification rounds it.
 //       Dense formats read 16 values whatever K is, and have value(Row, k) for a tail.
-//   kHasUnits        decode16 is a template of the unit that Window reads in
-//   kDecodesHalves   decode16 also takes half (&w)[16]
-//   kHalvesAreExact  those are the f32 values rounded to half; else they may be rounded once, from
-//                    the exact value
 //
-// Pieces, for gemv: piece.h.
+// Pieces, for gemv, and the other constants: piece.h.
 //
 // Codes reach f32 without a conversion: a 16-bit word of codes, put into the mantissa of 2^23, is
 // a float ("opened"), and so is the word with some of its fields masked away, exponent kept. All
@@ -39,6 +42,9 @@
 namespace metalmm {
 
 using namespace metal;
+
+// The bytes of a row of W.
+using Row = device const uchar*;
 
 // ---- mantissa tricks
 
@@ -297,15 +303,14 @@ METAL_FUNC void nibbles16(uint4 words, bool high, half add, half d, thread half 
   }
 }
 
-// A row of blocks is a pointer.
+// ---- storage
+
+// Blocks of `bytes` bytes, found by their address.
 template <int values, int bytes>
-struct BlockFormat {
+struct Blocks {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
-  MM_CONST bool kIsDense = false;
-  MM_CONST bool kHasUnits = values > 1 && bytes % 4 == 2;
-  MM_CONST bool kDecodesHalves = false, kHalvesAreExact = true;
-  using Row = device const uchar*;
-  static METAL_FUNC Row row(device const uchar* p, constant KernelArgs&) { return p; }
+  MM_CONST bool kHasUnits = bytes % 4 == 2;
+  static METAL_FUNC uint row_bytes() { return fc_k / uint(values) * uint(bytes); }
   static METAL_FUNC device const uchar* block(Row row, uint index) {
     return row + index * uint(bytes);
   }
@@ -313,19 +318,22 @@ struct BlockFormat {
   static METAL_FUNC Cursor start(Row row, uint unit) { return block(row, unit); }
   static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
   static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
-  static METAL_FUNC uint row_bytes() { return fc_k / uint(values) * uint(bytes); }
 };
 
 // Blocks that gemv reads through windows: found by their offset in the row.
 template <int values, int bytes>
-struct WindowFormat : BlockFormat<values, bytes> {
+struct WindowBlocks {
+  MM_CONST int kBlockValues = values, kBlockBytes = bytes;
+  MM_CONST bool kHasUnits = bytes % 4 == 2;
+  static METAL_FUNC uint row_bytes() { return Blocks<values, bytes>::row_bytes(); }
+  static METAL_FUNC device const uchar* block(Row row, uint index) {
+    return Blocks<values, bytes>::block(row, index);
+  }
   struct Cursor {
-    device const uchar* row;
+    Row row;
     uint block;
   };
-  static METAL_FUNC Cursor start(device const uchar* row, uint unit) {
-    return {row, unit * uint(bytes)};
-  }
+  static METAL_FUNC Cursor start(Row row, uint unit) { return {row, unit * uint(bytes)}; }
   static METAL_FUNC Cursor next(Cursor c, uint units) {
     return {c.row, c.block + units * uint(bytes)};
   }

@@ -1,6 +1,6 @@
 // q2_k, q3_k and q6_k: super-blocks of 256 values, a scale per 16.
 // Value 128n + 32t + l: bits [2t, 2t + 2) of byte 32n + l hold two bits of its code.
-// A lane owns kOwn of these bytes: lane p those from 32n + l = kOwn p, and of the scales those of
+// A lane owns `own` of these bytes: lane p those from 32n + l = own p, and of the scales those of
 // the groups 8n + 2t + g of 16 values, g = l / 16, t = 0 ... 3.
 #pragma once
 
@@ -8,14 +8,11 @@
 
 namespace metalmm {
 
-template <int bytes, int own, class Blocks = WindowFormat<256, bytes>>
-struct KBlock16 : Blocks, PlainPiece {
-  MM_CONST int kOwn = own, kLanes = 64 / own, kValues = 4 * own, kRun = own, kRunStride = 32;
-  MM_CONST int kSegments = 4;
-  static METAL_FUNC uint half_of(uint piece) { return piece * kOwn / 32; }
-  static METAL_FUNC uint byte_of(uint piece) { return piece * kOwn % 32; }
-  static METAL_FUNC uint group_of(uint piece) { return byte_of(piece) / 16; }
-  static METAL_FUNC uint first(uint piece) { return 128 * half_of(piece) + byte_of(piece); }
+template <int own>
+using QuartersOf128 = PieceLayout<64 / own, 4 * own, own, 32>;
+// A scale for each of four runs.
+struct FourScales {
+  MM_CONST int kSegments = 4, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
 };
 
 // Two bytes as halves, exponent set.
@@ -33,24 +30,26 @@ METAL_FUNC void crumbs16(uint4 words, uint t, thread float (&q)[16]) {
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
 template <int own>
-struct Q2_KOf : KBlock16<84, own, BlockFormat<256, 84>> {
-  using Base = KBlock16<84, own, BlockFormat<256, 84>>;
-  using typename Base::Cursor;
-  using typename Base::Row;
-  MM_CONST int kOffsets = 4;
+struct Q2_KOf {
+  using Storage = Blocks<256, 84>;
+  using Pieces = QuartersOf128<own>;
+  struct Terms {
+    MM_CONST int kSegments = 4, kOffsets = 4, kChains = 1, kChainBits = 0, kLastBias = 0;
+  };
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes[own / 4];
     uchar scales[4];
     half2 d;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     MM_UNROLL
     for (int i = 0; i < own / 4; ++i) {
       raw.codes[i] = load_as<uint>(b + 16 + own * piece + 4 * i);
     }
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
-      raw.scales[t] = b[8 * Base::half_of(piece) + Base::group_of(piece) + 2 * t];
+      raw.scales[t] = b[8 * Pieces::chunk(piece) + Pieces::offset(piece) / 16 + 2 * t];
     }
     raw.d = load_as<half2>(b + 80);
   }
@@ -81,7 +80,7 @@ struct Q2_KOf : KBlock16<84, own, BlockFormat<256, 84>> {
     p.m = float(raw.d.y) * (-1 / 16.0f);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = Base::block(row, k / 256);
+    device const uchar* b = Storage::block(row, k / 256);
     const uint group = (k & 255) / 16;
     crumbs16(load_16<4>(b + 16 + group / 8 * 32 + (k & 16)), group / 2 & 3, w);
     const float d = load_half(b + 80) * float(b[group] & 15);
@@ -100,19 +99,20 @@ struct ShortPiece<Q2_K> {
 // Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) +
 // g.
 template <int own>
-struct Q3_KOf : KBlock16<110, own> {
-  using Base = KBlock16<110, own>;
-  using typename Base::Cursor;
-  using typename Base::Row;
+struct Q3_KOf {
+  using Storage = WindowBlocks<256, 110>;
+  using Pieces = QuartersOf128<own>;
+  using Terms = FourScales;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<own> codes, high;
     uchar low[4], top[2];
     half d;
   };
-  static METAL_FUNC void fetch(Cursor c, uint piece, thread Raw& raw) {
-    const uint g = Base::group_of(piece);
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    const uint g = Pieces::offset(piece) / 16;
     raw.codes = Window<own>::fetch(c.row, c.block, 32 + own * piece);
-    raw.high = Window<own>::fetch(c.row, c.block, Base::byte_of(piece));
+    raw.high = Window<own>::fetch(c.row, c.block, Pieces::offset(piece));
     device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) raw.low[t] = b[96 + g + 2 * t];
@@ -151,7 +151,7 @@ struct Q3_KOf : KBlock16<110, own> {
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q3_KOf>& p) {
-    const uint n = Base::half_of(piece);
+    const uint n = Pieces::chunk(piece);
     unpack_codes(raw, n, p.q);
     const uint low_mask = kExponent10 | 0x000F000Fu << (4 * n);
     const uint tops = open_bytes(raw.top[0], raw.top[1]);
@@ -172,9 +172,9 @@ struct Q3_KOf : KBlock16<110, own> {
   }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = Base::block(row, k / 256);
+    device const uchar* b = Storage::block(row, k / 256);
     const uint j = (k & 255) / 16;
-    const uint at = k / 256 * Base::kBlockBytes;
+    const uint at = k / 256 * Storage::kBlockBytes;
     const uint4 crumbs = load_inner16<unit>(row, at, 32 + j / 8 * 32 + (k & 16)) >> (j / 2 & 3) * 2;
     const uint4 high = load_inner16<unit>(row, at, k & 16) >> (j / 2);
     bytes16((crumbs & 0x03030303u) | (high & 0x01010101u) << 2, -4, w);
@@ -192,23 +192,28 @@ struct ShortPiece<Q3_K> {
 
 // (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t
 // >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
-struct Q6_K : KBlock16<210, 8> {
+struct Q6_K {
+  MM_CONST int kOwn = 8;
+  using Storage = WindowBlocks<256, 210>;
+  using Pieces = QuartersOf128<kOwn>;
+  using Terms = FourScales;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwn> low[2], high;
     uchar scales[4];
     half d;
   };
-  static METAL_FUNC void fetch(Cursor c, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
     for (int s = 0; s < 2; ++s) {
-      const uint at = 64 * half_of(piece) + 32 * s + byte_of(piece);
+      const uint at = 64 * Pieces::chunk(piece) + 32 * s + Pieces::offset(piece);
       raw.low[s] = Window<kOwn>::fetch(c.row, c.block, at);
     }
     raw.high = Window<kOwn>::fetch(c.row, c.block, 128 + kOwn * piece);
     device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
-      raw.scales[t] = b[192 + 8 * half_of(piece) + group_of(piece) + 2 * t];
+      raw.scales[t] = b[192 + 8 * Pieces::chunk(piece) + Pieces::offset(piece) / 16 + 2 * t];
     }
     raw.d = load_as<half>(b + 208);
   }
@@ -248,9 +253,9 @@ struct Q6_K : KBlock16<210, 8> {
   }
   template <int unit>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 256);
+    device const uchar* b = Storage::block(row, k / 256);
     const uint j = (k & 255) / 16, t = j / 2 & 3;
-    const uint at = k / 256 * kBlockBytes;
+    const uint at = k / 256 * Storage::kBlockBytes;
     const uint4 low =
         load_inner16<unit>(row, at, j / 8 * 64 + (t & 1) * 32 + (k & 16)) >> (t & 2) * 2;
     const uint4 high = load_inner16<unit>(row, at, 128 + j / 8 * 32 + (k & 16)) >> 2 * t;

@@ -1,11 +1,14 @@
 // q4_k and q5_k: super-blocks of 256 values, 6-bit scales and minima per 32.
 // Bytes [32c, 32c + 32) of the codes hold values [64c, 64c + 32) (low nibbles) and the next 32
-// (high). kOwn bytes of them are a lane's: lane p owns those from kOwn p, of chunk c = kOwn p / 32.
+// (high). `own` bytes of them are a lane's: lane p owns those from own p, of chunk c = own p / 32.
 #pragma once
 
 #include "piece.h"
 
 namespace metalmm {
+
+template <int own>
+using HalvesOf64 = PieceLayout<128 / own, 2 * own, own, 32>;
 
 // The two packed scales and minima of chunk c, of values [64c, 64c + 32) and [64c + 32, 64c + 64):
 // for c < 2 the low 6 bits of bytes 2c + {0, 1} (scales) and 2c + {4, 5} (minima); else 4 bits in
@@ -50,23 +53,17 @@ struct PackedScales {
   }
 };
 
-template <int bytes, int own>
-struct KBlock : BlockFormat<256, bytes>, PlainPiece {
-  MM_CONST int kOwn = own, kLanes = 128 / own, kValues = 2 * own, kRun = own, kRunStride = 32;
-  MM_CONST int kSegments = 2, kOffsets = 2, kChains = 2, kChainBits = 8;
-  static METAL_FUNC uint chunk(uint piece) { return piece * kOwn / 32; }
-  static METAL_FUNC uint first(uint piece) { return 64 * chunk(piece) + piece * kOwn % 32; }
+// The scales of a lane's piece, of chunk c of a block.
+struct ChunkScales {
+  half2 d;
+  PackedScales packed;
 
-  struct Scales {
-    half2 d;
-    PackedScales packed;
-  };
-  static METAL_FUNC Scales fetch_scales(device const uchar* b, uint c) {
+  static METAL_FUNC ChunkScales fetch(device const uchar* b, uint c) {
     return {load_as<half2>(b), PackedScales::load(b + 4, c)};
   }
   // d, -dmin and the factors of both, for codes of the second segment that come times 16.
   template <class P>
-  static METAL_FUNC void unpack_scales(Scales s, uint c, thread P& p) {
+  static METAL_FUNC void unpack(ChunkScales s, uint c, thread P& p) {
     half2 scale, minimum;
     PackedScales::unpack(s.packed, c, 1 / 16.0h, scale, minimum);
     MM_UNROLL
@@ -78,7 +75,7 @@ struct KBlock : BlockFormat<256, bytes>, PlainPiece {
     p.m = -float(s.d.y);
   }
   // code -> (d scale) code - dmin minimum, for values [k, k + 16).
-  static METAL_FUNC void apply_scales(device const uchar* b, uint k, thread float (&w)[16]) {
+  static METAL_FUNC void apply(device const uchar* b, uint k, thread float (&w)[16]) {
     const uint c = (k & 255) / 64, high = k / 32 & 1;
     const uint4 header = load_as<uint4>(b);
     const half2 d = as_type<half2>(header.x);
@@ -93,21 +90,23 @@ struct KBlock : BlockFormat<256, bytes>, PlainPiece {
 
 // (d scale) code - dmin minimum.
 template <int own>
-struct Q4_KOf : KBlock<144, own> {
-  using Base = KBlock<144, own>;
-  using typename Base::Cursor;
-  using typename Base::Row;
-  MM_CONST int kChains = 1, kChainBits = 0, kLastBias = 1024;
+struct Q4_KOf {
+  using Storage = Blocks<256, 144>;
+  using Pieces = HalvesOf64<own>;
+  struct Terms {
+    MM_CONST int kSegments = 2, kOffsets = 2, kChains = 1, kChainBits = 0, kLastBias = 1024;
+  };
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes[own / 16];
-    typename Base::Scales scales;
+    ChunkScales scales;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     MM_UNROLL
     for (int i = 0; i < own / 16; ++i) {
       raw.codes[i] = load_as<uint4>(b + 16 + own * piece + 16 * i);
     }
-    raw.scales = Base::fetch_scales(b, Base::chunk(piece));
+    raw.scales = ChunkScales::fetch(b, Pieces::chunk(piece));
   }
   // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
   // code. Its bias, 64 codes, stays until the end of the segment, where the sum of x takes it away.
@@ -127,12 +126,12 @@ struct Q4_KOf : KBlock<144, own> {
       two_bytes(word, p.q + i, p.q + own + i);
       two_bytes(word >> 8, p.q + i + 1, p.q + own + i + 1);
     }
-    Base::unpack_scales(raw.scales, Base::chunk(piece), p);
+    ChunkScales::unpack(raw.scales, Pieces::chunk(piece), p);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = Base::block(row, k / 256);
+    device const uchar* b = Storage::block(row, k / 256);
     nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, 0, w);
-    Base::apply_scales(b, k, w);
+    ChunkScales::apply(b, k, w);
   }
 };
 using Q4_K = Q4_KOf<32>;
@@ -143,21 +142,27 @@ struct ShortPiece<Q4_K> {
 
 // As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 +
 // l.
-struct Q5_K : KBlock<176, 16> {
+struct Q5_K {
+  using Storage = Blocks<256, 176>;
+  using Pieces = HalvesOf64<16>;
+  struct Terms {
+    MM_CONST int kSegments = 2, kOffsets = 2, kChains = 2, kChainBits = 8, kLastBias = 0;
+  };
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes, fifth;
-    Scales scales;
+    ChunkScales scales;
   };
-  static METAL_FUNC void fetch(Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw.codes = load_as<uint4>(b + 48 + 16 * piece);
     raw.fifth = load_as<uint4>(b + 16 + 16 * (piece & 1));
-    raw.scales = fetch_scales(b, chunk(piece));
+    raw.scales = ChunkScales::fetch(b, Pieces::chunk(piece));
   }
   // The fifth bits of two bytes, times two powers of two at once, lie above the low nibbles and
   // above the high ones: integers in a float multiply without a shift or a conversion.
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_K>& p) {
-    const uint c = chunk(piece), mask = 0x03030303u << (2 * c);
+    const uint c = Pieces::chunk(piece), mask = 0x03030303u << (2 * c);
     const float spread = 9.0f * power_of_two(4 - 2 * int(c)), bias = 8388608.0f * (1.0f - spread);
     MM_UNROLL
     for (int i = 0; i < 16; i += 2) {
@@ -174,16 +179,16 @@ struct Q5_K : KBlock<176, 16> {
       p.q[16 + i] = high_first - 8388608.0f;
       p.q[17 + i] = as_type<float>(high) - high_first;
     }
-    unpack_scales(raw.scales, c, p);
+    ChunkScales::unpack(raw.scales, c, p);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    device const uchar* b = block(row, k / 256);
+    device const uchar* b = Storage::block(row, k / 256);
     const uint chunk = (k & 255) / 32;
     nibbles16(load_as<uint4>(b + 48 + chunk / 2 * 32 + (k & 16)), k & 32, 0, w);
     const uint4 qh = load_as<uint4>(b + 16 + (k & 16)) >> chunk;
     MM_UNROLL
     for (int i = 0; i < 16; ++i) w[i] += qh[i / 4] & (1u << i % 4 * 8) ? 16.0f : 0.0f;
-    apply_scales(b, k, w);
+    ChunkScales::apply(b, k, w);
   }
 };
 

@@ -45,7 +45,7 @@ struct Gemm {
     const uint n = at.tg.y * Tile::kN, m = at.tg.x * Tile::kM;
     const uint w_line = at.index / kWLoaders, w_k = at.index % kWLoaders * kWValues;
     const uint x_line = at.index / kXLoaders, x_k = at.index % kXLoaders * kXValues;
-    const typename Format::Row w_from = weight_row<Format>(weight, args, n + w_line);
+    const Row w_from = weight_row<Format>(weight, args, n + w_line);
     device const T* x_from = x_row(x, args, m + x_line);
     const uint sg_n = at.sg % 2 * (Tile::kN / 2), sg_m = at.sg / 2 * (Tile::kM / 2);
 

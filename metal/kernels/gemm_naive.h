@@ -20,8 +20,7 @@ struct GemmNaive {
                              constant KernelArgs& args, threadgroup float4*, Position at) {
     const uint n = at.tg.y * Tile::kN + at.index, m = at.tg.x;
     if (has_n_tail() && n >= args.n) return;
-    const typename Format::Row w_from =
-        Format::row(weight + long(n) * weight_stride<Format>(args.w_stride), args);
+    const Row w_from = weight + long(n) * weight_stride<Format>(args.w_stride);
     device const T* x_from = x + long(m) * args.x_stride;
 
     float acc = 0.0f;

@@ -46,7 +46,7 @@ struct GemmSmall {
       x_rows[b][0] = x_row(x, args, m + b * kFragment + column);
       x_rows[b][1] = x_row(x, args, m + b * kFragment + column + 1);
     }
-    typename Format::Row w_rows[kMatrices];
+    Row w_rows[kMatrices];
     MM_UNROLL
     for (int i = 0; i < kMatrices; ++i) {
       w_rows[i] = weight_row<Format>(weight, args, n + i * kFragment + row);

@@ -54,10 +54,10 @@ struct Gemv {
   }
 };
 template <class Format, class T>
-struct GemvOne : Gemv<Format, T, GemvStandard> {};
+using GemvOne = Gemv<Format, T, GemvStandard>;
 template <class Format, class T>
-struct GemvLong : Gemv<typename ShortPiece<Format>::type, T, GemvLargeK> {};
+using GemvLong = Gemv<typename ShortPiece<Format>::type, T, GemvLargeK>;
 template <class Format, class T>
-struct GemvWide : Gemv<Format, T, GemvWideN> {};
+using GemvWide = Gemv<Format, T, GemvWideN>;
 
 }  // namespace metalmm

@@ -18,9 +18,10 @@ namespace metalmm {
 
 template <class Format, class T>
 struct GemvBatch {
-  MM_CONST int kRows = batched_rows(Format::kValues);
+  MM_CONST int kRows = batched_rows(Format::Pieces::kValues);
   static_assert(GemvBatched::kRows % kRows == 0, "walks of equal size");
 
+  using Storage = typename Format::Storage;
   using XRow = typename PlainX<T>::Row;
 
   // acc[m][r] += the lane's share of row r of W times row m of x.
@@ -28,15 +29,15 @@ struct GemvBatch {
                               thread const XRow (&xs)[kBatchPerPass], KRange k, uint lane,
                               Codebook book, thread float (&acc)[kBatchPerPass][kRows]) {
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
-    typename Format::Cursor cursor = Format::start(rows.first, w.first);
+    typename Storage::Cursor cursor = Storage::start(rows.first, w.first);
     uint x_at = Walk<Format>::first_value(w);
     for (uint unit = w.first; unit < w.end; unit += w.step) {
       typename Format::Raw raw[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        Format::fetch(Format::moved(cursor, rows.distance[r]), w.piece, raw[r]);
+        Format::fetch(Storage::moved(cursor, rows.distance[r]), w.piece, raw[r]);
       }
-      cursor = Format::next(cursor, w.step);
+      cursor = Storage::next(cursor, w.step);
       Piece<Format> p[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) Format::unpack(raw[r], w.piece, book, p[r]);

@@ -8,7 +8,7 @@ namespace metalmm {
 
 // acc + 16 values of w x.
 template <class Format, class T>
-METAL_FUNC float add16(typename Format::Row row, device const T* x, uint k, uint end, float acc) {
+METAL_FUNC float add16(Row row, device const T* x, uint k, uint end, float acc) {
   float w[16], xs[16];
   load_weights<Format>(row, k, end, w);
   load_x(x, k, end, xs);
@@ -26,7 +26,7 @@ struct GemvSimdgroup {
                              constant KernelArgs& args, threadgroup float4*, Position at) {
     const uint m = at.tg.x, n = at.tg.y * GemvCoalesced::kN + at.sg;
     if (has_n_tail() && n >= args.n) return;
-    const typename Format::Row row = weight_row<Format>(weight, args, n);
+    const Row row = weight_row<Format>(weight, args, n);
     device const T* xs = x_row(x, args, m);
     const KRange range = k_of_part(args, at.tg.z);
     float acc = 0.0f;

@@ -62,12 +62,13 @@ struct SiluMulX {
 // What a lane multiplies its piece by; x starts at the first value of it.
 template <class Format, class Source>
 METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out) {
+  using Pieces = typename Format::Pieces;
   MM_UNROLL
-  for (int r = 0; r < Format::kValues / Format::kRun; ++r) {
-    float run[Format::kRun];
-    Source::load(x, r * Format::kRunStride, run);
+  for (int r = 0; r < Pieces::kValues / Pieces::kRun; ++r) {
+    float run[Pieces::kRun];
+    Source::load(x, r * Pieces::kRunStride, run);
     MM_UNROLL
-    for (int i = 0; i < Format::kRun; ++i) out.x[r * Format::kRun + i] = run[i];
+    for (int i = 0; i < Pieces::kRun; ++i) out.x[r * Pieces::kRun + i] = run[i];
   }
   sum_segments(out);
 }
@@ -75,31 +76,32 @@ METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out) {
 // The units of K that a lane visits: every step-th from `first`, of those below `end`.
 template <class Format>
 struct Walk {
-  MM_CONST uint kUnit = Format::kLanes * Format::kValues;
+  using Pieces = typename Format::Pieces;
+  MM_CONST uint kUnit = Pieces::kLanes * Pieces::kValues;
   uint first, end, step, piece;
 
   // Lanes next to each other own pieces next to each other; `sg` of `simdgroups` share the range.
   static METAL_FUNC Walk of(KRange k, uint lane, uint sg, uint simdgroups) {
-    constexpr uint kUnits = kSimdWidth / Format::kLanes;
-    return {k.begin / kUnit + sg * kUnits + lane / Format::kLanes, k.end / kUnit,
-            simdgroups * kUnits, lane % Format::kLanes};
+    constexpr uint kUnits = kSimdWidth / Pieces::kLanes;
+    return {k.begin / kUnit + sg * kUnits + lane / Pieces::kLanes, k.end / kUnit,
+            simdgroups * kUnits, lane % Pieces::kLanes};
   }
   // The first value of K that the lane owns.
-  METAL_FUNC static uint first_value(Walk w) { return w.first * kUnit + Format::first(w.piece); }
+  METAL_FUNC static uint first_value(Walk w) { return w.first * kUnit + Pieces::first(w.piece); }
 };
 
 // kRows neighbours of W: the first, and the distances of all from it. Where rows are packed these
 // are constants, so that one address serves all of them.
 template <class Format, int kRows>
 struct Rows {
-  typename Format::Row first;
+  Row first;
   long distance[kRows];
 
   // Rows n ... n + kRows, the last row repeated beyond N.
   static METAL_FUNC Rows of(device const uchar* weight, constant KernelArgs& args, long stride,
                             uint n) {
     Rows out;
-    out.first = Format::row(weight + static_cast<long>(n) * stride, args);
+    out.first = weight + static_cast<long>(n) * stride;
     MM_UNROLL
     for (int r = 0; r < kRows; ++r) {
       out.distance[r] = (has_n_tail() ? min(uint(r), args.n - 1 - n) : uint(r)) * stride;
@@ -112,8 +114,9 @@ struct Rows {
 template <class Format, int kRows, class Source>
 METAL_FUNC void add_tail(thread const Rows<Format, kRows>& rows, typename Source::Row x, KRange k,
                          uint lane, thread float* acc) {
-  if constexpr (Format::kIsDense) {
-    const uint at = k.end / Format::kValues * Format::kValues + lane;
+  if constexpr (Format::Storage::kBlockValues == 1) {
+    constexpr uint kValues = Format::Pieces::kValues;
+    const uint at = k.end / kValues * kValues + lane;
     if (at < k.end) {
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -130,10 +133,11 @@ template <class Format, int kGroups, int kRows, class Source>
 METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&groups)[kGroups],
                            typename Source::Row x, KRange k, uint lane, uint sg, uint simdgroups,
                            Codebook book, thread float (&acc)[kGroups * kRows]) {
+  using Storage = typename Format::Storage;
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
-  typename Format::Cursor cursors[kGroups];
+  typename Storage::Cursor cursors[kGroups];
   MM_UNROLL
-  for (int g = 0; g < kGroups; ++g) cursors[g] = Format::start(groups[g].first, walk.first);
+  for (int g = 0; g < kGroups; ++g) cursors[g] = Storage::start(groups[g].first, walk.first);
   typename Source::Row x_at = Source::at(x, Walk<Format>::first_value(walk));
   for (uint unit = walk.first; unit < walk.end; unit += walk.step) {
     typename Format::Raw raw[kGroups * kRows];
@@ -141,10 +145,10 @@ METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&groups)[kGroups],
     for (int g = 0; g < kGroups; ++g) {
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        Format::fetch(Format::moved(cursors[g], groups[g].distance[r]), walk.piece,
+        Format::fetch(Storage::moved(cursors[g], groups[g].distance[r]), walk.piece,
                       raw[g * kRows + r]);
       }
-      cursors[g] = Format::next(cursors[g], walk.step);
+      cursors[g] = Storage::next(cursors[g], walk.step);
     }
     XPiece<Format> xs;
     load_piece<Format, Source>(x_at, xs);

@@ -44,7 +44,7 @@ METAL_FUNC void store_pairs(device T* y, thread const V (&w)[16], uint lane, boo
 }
 
 template <class Format, class T>
-METAL_FUNC void decode_to(typename Format::Row row, RowItem item, device T* y, uint lane) {
+METAL_FUNC void decode_to(Row row, RowItem item, device T* y, uint lane) {
   constexpr uint kVector = 16 / sizeof(T);
   using V = conditional_t<Format::kHalvesAreExact, typename TileOperand<T>::type, float>;
   V w[16];
@@ -68,8 +68,7 @@ struct Dequantize {
   static METAL_FUNC void run(device const uchar* weight, device T* y, constant KernelArgs& args,
                              Position at) {
     const RowItem item = row_item(at, args.n);
-    const typename Format::Row row =
-        Format::row(weight + (long)item.row * weight_stride<Format>(args.w_stride), args);
+    const Row row = weight + (long)item.row * weight_stride<Format>(args.w_stride);
     decode_to<Format>(row, item, y + (long)item.row * args.y_stride + item.k, at.lane);
   }
 };
@@ -81,8 +80,7 @@ struct Embedding {
                              constant KernelArgs& args, Position at) {
     const RowItem item = row_item(at, args.count);
     const long id = clamp(ids[item.row], 0L, (long)args.n - 1);
-    const typename Format::Row row =
-        Format::row(weight + id * weight_stride<Format>(args.w_stride), args);
+    const Row row = weight + id * weight_stride<Format>(args.w_stride);
     decode_to<Format>(row, item, y + (long)item.row * args.y_stride + item.k, at.lane);
   }
 };

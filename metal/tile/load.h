@@ -27,15 +27,14 @@ METAL_FUNC KRange k_of_part(constant KernelArgs& args, uint part) {
 // their distance is a constant.
 template <class Format>
 METAL_FUNC long weight_stride(long given) {
-  return rows_are_packed() ? static_cast<long>(Format::row_bytes()) : given;
+  return rows_are_packed() ? static_cast<long>(Format::Storage::row_bytes()) : given;
 }
 
 // Row n of W, or the last row.
 template <class Format>
-METAL_FUNC typename Format::Row weight_row(device const uchar* weight, constant KernelArgs& args,
-                                           uint n) {
+METAL_FUNC Row weight_row(device const uchar* weight, constant KernelArgs& args, uint n) {
   const uint row = has_n_tail() ? min(n, args.n - 1) : n;
-  return Format::row(weight + static_cast<long>(row) * weight_stride<Format>(args.w_stride), args);
+  return weight + static_cast<long>(row) * weight_stride<Format>(args.w_stride);
 }
 
 // Row m of x, or the last row.
@@ -46,13 +45,13 @@ METAL_FUNC device const T* x_row(device const T* x, constant KernelArgs& args, u
 }
 
 template <class Format, class V>
-METAL_FUNC void decode(typename Format::Row row, uint k, thread V (&w)[16]) {
+METAL_FUNC void decode(Row row, uint k, thread V (&w)[16]) {
   if constexpr (!is_same<V, float>::value && !Format::kDecodesHalves) {
     float wide[16];
     decode<Format>(row, k, wide);
     MM_UNROLL
     for (int i = 0; i < 16; ++i) w[i] = static_cast<V>(wide[i]);
-  } else if constexpr (!Format::kHasUnits) {
+  } else if constexpr (!Format::Storage::kHasUnits) {
     Format::decode16(row, k, w);
   } else if (has_long_blocks()) {
     Format::template decode16<8>(row, k, w);
@@ -66,7 +65,7 @@ METAL_FUNC void decode(typename Format::Row row, uint k, thread V (&w)[16]) {
 // w[i] = value k + i of a row of W as V, float or half, zero from `end` on. Blocks are never cut,
 // but may all lie beyond `end`: only a dense row can end within the 16.
 template <class Format, class V>
-METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread V (&w)[16]) {
+METAL_FUNC void load_weights(Row row, uint k, uint end, thread V (&w)[16]) {
   if (!has_k_tail() || k + 16 <= end) {
     decode<Format>(row, k, w);
     return;
@@ -74,7 +73,7 @@ METAL_FUNC void load_weights(typename Format::Row row, uint k, uint end, thread 
   MM_UNROLL
   for (uint i = 0; i < 16; ++i) {
     w[i] = V(0.0f);
-    if constexpr (Format::kBlockValues == 1) {
+    if constexpr (Format::Storage::kBlockValues == 1) {
       if (k + i < end) w[i] = V(Format::value(row, k + i));
     }
   }
