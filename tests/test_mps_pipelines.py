@@ -1,4 +1,4 @@
-"""The cache of Metal pipelines and the choice of libraries, in C++ on a scripted device."""
+"""Pipelines, the choice of libraries and the count of passes, in C++ on a scripted device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plan_cases import ROOT
 
 from torch_metalmm import _C
 
-SOURCES = ("plan_names", "passes", "format", "gpu", "mps/source", "mps/facts")
+SOURCES = ("plan_names", "passes", "format", "gpu", "mps/source", "mps/facts", "mps/commits")
 Run = Callable[[str], list[str]]
 
 
@@ -96,6 +96,15 @@ def test_the_compiler_is_heard(run: Run) -> None:
 def test_errors_name_the_kernel_and_the_reason(run: Run, scenario: str, message: str) -> None:
     error = run(scenario)[0]
     assert error.startswith("error ") and error.endswith(message) and "gemv_q4_0" in error
+
+
+def test_each_stream_is_committed_after_its_own_passes(run: Run) -> None:
+    """Every three passes; a plan of more is one commit. Threads lose no pass."""
+    *turns, never, threads = run("commits")
+    due = [line[:3] for line in turns if line.endswith(" 1")]
+    assert due == ["b 1", "a 1", "a 7", "a 1"] and len(turns) == 9
+    assert never == "never 0"
+    assert threads == "own 4000 common 4000"
 
 
 def test_machines_that_are_supported(run: Run) -> None:

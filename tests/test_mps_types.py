@@ -61,10 +61,11 @@ def names(*kinds: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MachO]:
-    """{file: its object} of every .mm file, and of the plain C++ beside them but for ops.cpp."""
+    """{file: its object} of every .mm file, and of the plain C++ that it calls."""
     folder = tmp_path_factory.mktemp("objects")
     out = {}
-    for file in [*sorted(MPS.glob("*.mm")), MPS / "facts.cpp", MPS / "source.cpp"]:
+    plain = (MPS / f"{name}.cpp" for name in ("commits", "facts", "source"))
+    for file in [*sorted(MPS.glob("*.mm")), *plain]:
         target = folder / f"{file.name}.o"
         assert compile_for_macos(file, target) == "", file.name
         out[file.name] = MachO(target.read_bytes())
@@ -103,18 +104,20 @@ def test_apple_names_are_declared(objects: dict[str, MachO]) -> None:
             assert any(re.search(rf"\b{n}\b", stubs[framework]) for n in words), name
 
 
-def test_nothing_ends_commits_or_waits(objects: dict[str, MachO]) -> None:
-    """Command buffers are torch's: none of what would end or submit one is called."""
-    text = "".join(f.read_text() for f in MPS.glob("*.mm"))
-    for word in (
-        "endEncoding",
-        "commit",
-        "synchronize",
-        "waitUntil",
-        "commandBuffer",
-        "getDefault",
-    ):
+def test_nothing_ends_or_waits_and_torch_commits(objects: dict[str, MachO]) -> None:
+    """Command buffers are torch's: nothing is called that ends one or waits, and what commits is
+    torch's stream, once, on its queue, without waiting."""
+    text = "".join(f.read_text() for f in (*MPS.glob("*.mm"), MPS / "profile.h"))
+    words = ("endEncoding", "waitUntil", "commandBuffer", "getDefault", "commit]", "AndContinue")
+    for word in (*words, "AND_WAIT", "AND_CONTINUE"):
         assert word not in text, word
+    (queued,) = re.findall(
+        r"dispatch_sync_with_rethrow\(stream->queue\(\), \^\{(.*?)^ +\}\);$", text, re.S | re.M
+    )
+    for where in (text, queued):
+        assert re.findall(r"\w+->synchronize\(.*?\)", where) == [
+            "stream->synchronize(at::mps::SyncType::COMMIT)"
+        ]
     assert names("encoder") <= objects["launch.mm"].selectors
     assert not names("encoder") & objects["metal.mm"].selectors
 

@@ -1,13 +1,14 @@
 #include "launch.h"
 
 #include <ATen/mps/MPSDevice.h>
-#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 
 #include <vector>
 
 #include "../encode.h"
+#include "commits.h"
 #include "metal.h"
+#include "profile.h"
 
 namespace metalmm::mps {
 namespace {
@@ -16,12 +17,13 @@ namespace {
 struct Metal {
   Gpu gpu;
   Pipelines<MetalDevice> pipelines;
+  Commits commits;
 };
 
 Metal* make_metal() {
   const Gpu gpu = supported_gpu(facts());
   const MetalDevice device(at::mps::MPSDevice::getInstance()->device());
-  return new Metal{gpu, Pipelines<MetalDevice>(device)};
+  return new Metal{gpu, Pipelines<MetalDevice>(device), Commits(commit_every())};
 }
 
 Metal& metal() {
@@ -80,14 +82,18 @@ void launch(const Plan& plan, const Buffers& buffers) {
     at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
     at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
       @autoreleasepool {
-        auto& profiler = at::mps::getMPSProfiler();
         for (size_t i = 0; i < made->size(); ++i) {
           const Pass& pass = plan.passes[i];
           const void* handle = (__bridge const void*)(*made)[i];
-          profiler.beginProfileKernel(handle, pass.kernel, false);
+          begin_profile(handle, pass.kernel, stream);
           MetalEncoder encoder(stream->commandEncoder(), (*made)[i]);
           encode(encoder, pass, buffers);
-          profiler.endProfileKernel(handle);
+          end_profile(handle, stream);
+        }
+        // Ends torch's encoder, commits, and goes on with another buffer; does not wait. torch
+        // aborts where this happens outside the stream's queue.
+        if (m.commits.is_due(stream, made->size())) {
+          stream->synchronize(at::mps::SyncType::COMMIT);
         }
       }
     });

@@ -4,10 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 
 #include "../encode.h"
 #include "../engine_ops.h"
+#include "commits.h"
 #include "source.h"
 
 namespace py = pybind11;
@@ -37,19 +39,22 @@ class Recorder {
   void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& group) {
     calls_.append(py::make_tuple("dispatch", grid, group));
   }
+  void commit() { calls_.append(py::make_tuple("commit")); }
 
  private:
   py::list calls_;
 };
 
 Gpu g_gpu;
-py::list* g_calls;  // of the last installation
+py::list* g_calls;  // of the last installation, as is the count of passes
+std::unique_ptr<Commits> g_commits;
 std::optional<torch::Library> g_installed;
 
 void record(const Plan& plan, const Buffers& buffers, c10::Device) {
   const py::gil_scoped_acquire gil;
   Recorder recorder(*g_calls);
   for (const Pass& pass : plan.passes) encode(recorder, pass, buffers);
+  if (g_commits->is_due(nullptr, plan.passes.size())) recorder.commit();
 }
 
 const gpu::Engine& engine() {
@@ -61,6 +66,7 @@ void install(const std::string& chip, uint32_t cores) {
   TORCH_CHECK(!g_installed, "recorder: it is installed");
   g_gpu = gpu_by_name(chip);
   if (cores) g_gpu.cores = cores;
+  g_commits = std::make_unique<Commits>(commit_every());
   delete g_calls;
   g_calls = new py::list;
   g_installed.emplace(gpu::in_place_of_cpu<engine>());
@@ -82,7 +88,10 @@ void bind_recorder(py::module_& m) {
         "The CPU's kernels again. Returns the calls, in order: (\"set_pipeline\", kernel, "
         "constants), "
         "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
-        "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, group).");
+        "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, group), (\"commit\",).");
+  m.def("commit_every", commit_every,
+        "Passes between two commits of a stream; 0: never. ValueError: METALMM_COMMIT_EVERY is not "
+        "a whole number from 0 to 1000000.");
   m.def("metal_source", source_of, py::arg("kernel"),
         "The text that Metal compiles for a kernel. ValueError: no such kernel.");
 }

@@ -1,13 +1,16 @@
-// Pipelines and supported_gpu on a device that is scripted: test_mps_pipelines.py runs one scenario
-// per process and reads the lines.
+// Pipelines, Commits and supported_gpu on a device that is scripted: test_mps_pipelines.py runs one
+// scenario per process and reads the lines.
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "mps/commits.h"
 #include "mps/facts.h"
 #include "mps/pipelines.h"
 
@@ -167,6 +170,35 @@ void sequence(
   print(s);
 }
 
+// Two streams in turn, passes of 1, 2 and 7; then four threads with a stream each and one in
+// common.
+void commits() {
+  const int a = 0, b = 0;
+  Commits every(3);
+  for (const auto& [stream, passes] : std::vector<std::pair<const int*, size_t>>{
+           {&a, 1}, {&b, 2}, {&a, 1}, {&b, 1}, {&a, 1}, {&a, 7}, {&b, 1}, {&a, 2}, {&a, 1}}) {
+    printf("%c %zu %d\n", stream == &a ? 'a' : 'b', passes, every.is_due(stream, passes));
+  }
+  Commits never(0);
+  int due = 0;
+  for (int i = 0; i < 100; ++i) due += never.is_due(&a, 10);
+  printf("never %d\n", due);
+
+  std::atomic<int> own{0}, common{0};
+  std::vector<std::thread> all;
+  for (int t = 0; t < 4; ++t) {
+    all.emplace_back([&] {
+      const int stream = 0;
+      for (int i = 0; i < 3000; ++i) {
+        own += every.is_due(&stream, 1);
+        common += every.is_due(&never, 1);
+      }
+    });
+  }
+  for (std::thread& t : all) t.join();
+  printf("own %d common %d\n", own.load(), common.load());
+}
+
 void supported(const Facts& f) {
   try {
     const Gpu gpu = supported_gpu(f);
@@ -218,6 +250,7 @@ int main(int, char** argv) {
     s.simd_width = 16;
     sequence(s, {kGemv});
   }
+  if (scenario == "commits") commits();
   if (scenario == "no_kernel") sequence(s, {"gemv_q4_0"});
   if (scenario == "facts") {
     supported({"Apple M4 Max", 9, 32, 32768, 1024, 15});
