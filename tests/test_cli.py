@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,9 @@ import transformers
 from gguf_files import random_model
 
 import torch_metalmm.cli as cli
-from torch_metalmm import formats, load_gguf, load_packed, quantize_, save_mlx
+from torch_metalmm import _C, generate, load_gguf, load_packed, quantize_, save_mlx
 from torch_metalmm.cli import main
+from torch_metalmm.engines import engines
 
 
 @pytest.fixture(scope="session")
@@ -60,27 +61,17 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return err
 
 
-def test_info_lists_formats_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """By name, with the sizes that the native table has."""
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    shown = [line.split()[0] for line in out.splitlines()[1:] if re.match(r"\w+ +[\d.]+ ", line)]
-    assert shown == [n for n in formats.names() if not n.endswith(("_bf16", "_f32"))]
+    rows = [line.split() for line in out.splitlines()[1:] if re.match(r"\w+ +[\d.]+ ", line)]
+    native = [f for f in _C.formats() if not f["name"].endswith(("_bf16", "_f32"))]
+    assert [(n, int(v), int(b), kind) for n, _, v, b, kind in rows] == [
+        (f["name"], f["block_values"], f["block_bytes"], f["layout"]) for f in native
+    ]
     assert re.search(r"^q4_k +4\.5 +256 +144 +block$", out, re.M)
-    assert re.search(r"^cpu +.*\(used\).*threads", out, re.M)
-    assert re.search(r"^mps +\w", out, re.M)
-
-
-def test_info_as_a_module_needs_no_transformers() -> None:
-    script = "import sys, torch_metalmm.cli as c; c.main(['info']); print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "transformers" not in run.stdout.split()
-    run = subprocess.run(
-        [sys.executable, "-m", "torch_metalmm", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.startswith("metalmm ")
+    assert f"torch {torch.__version__}, Python {sys.version.split()[0]}" in out
 
 
 def test_generate_answers_with_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,13 +164,63 @@ def test_errors_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_unknown_format_names_near_ones(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
+    out = ("--output", gguf.parent / "out")
+    for given, near in (("q4k", "q4_k"), ("Q8-0", "q8_0"), ("afine4_g64", "affine4_g64")):
+        message = failure(capsys, "quantize", gguf, "--format", given, *out)
+        assert f"unknown '{given}'; allowed: f32, f16, " in message
+        assert f"; did you mean {near}" in message and message.endswith("?\n")
+        shape = ("--shape", "1x256x256", "--chip", "m1")
+        assert f"mean {near}" in failure(capsys, "explain", *shape, "--format", given)
+    assert "did you mean" not in failure(capsys, "quantize", gguf, "--format", "zzz", *out)
+
+
+def test_an_absent_device_is_found_before_loading(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    """Of every command that takes one, in the words of the doctor."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("loaded a model for a device that is not there")
+
+    monkeypatch.setattr(generate, "load_model", never)
+    monkeypatch.setattr(cli, "_load_dense", never)
+    absent = {d: f"device: {d}: {why}" for d, why in engines().items() if why}
+    absent["nonsense"] = "device: nonsense: no engine of this name; allowed: cpu, mps, cuda"
+    out = ("--output", gguf.parent / "out")
+    for device, why in absent.items():
+        for command in (
+            ("generate", "x", "--model", gguf),
+            ("quantize", gguf, *out),
+            ("quantize", gguf.parent, "--format", "q8_0", *out),
+            ("doctor",),
+        ):
+            assert why in failure(capsys, *command, "--device", device)
+    assert not (gguf.parent / "out").exists()
+
+
+def test_the_prompt_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    """What `generate -` answers is what it answers to the same text as an argument."""
+    rest = ("--model", str(gguf), "--max-new-tokens", "5", "--raw")
+    assert main(["generate", "hello\n there", *rest]) == 0
+    wanted = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n there\n"), "utf-8"))
+    assert main(["generate", "-", *rest]) == 0
+    assert capsys.readouterr().out == wanted
+    for given, message in ((b"\n", "is empty"), (b"\xff", "is no text")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
+        assert f"prompt: standard input {message}" in failure(capsys, "generate", "-", *rest)
+
+
 def test_unwritable_output_is_found_before_loading(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
 ) -> None:
     def never(*_: object) -> None:
         raise AssertionError("loaded a model that cannot be saved")
 
-    monkeypatch.setattr(cli, "load_model", never)
+    monkeypatch.setattr(generate, "load_model", never)
     message = failure(capsys, "quantize", gguf, "--format", "q8_0", "--output", gguf / "x")
     assert "cannot write to the folder" in message
 

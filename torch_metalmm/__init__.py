@@ -1,27 +1,29 @@
 """PyTorch linear layers whose weights stay packed in GGML or MLX formats.
 
-Importing this package registers torch.ops.metalmm. The parts that need transformers are imported
-when they are first used.
+Importing this package registers torch.ops.metalmm: at once where torch is imported, else as soon as
+it is. Everything else is imported when it is first used, so that the command line answers
+`metalmm --help` in the time of Python's own start; torch takes 1 to 2 s.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import ops as ops
-from .adopt import adopt_
-from .fuse import fuse_, unfuse_
 from .late import when_imported
-from .linear import QuantEmbedding, QuantLinear
-from .lora_report import merge_errors
-from .quantize import quantize_
 
 if TYPE_CHECKING:
+    from . import ops as ops
+    from .adopt import adopt_
     from .checkpoint import load_packed, save_packed
+    from .fuse import fuse_, unfuse_
     from .gguf import load_gguf
     from .hf_config import MetalMMConfig
+    from .linear import QuantEmbedding, QuantLinear
+    from .lora_report import merge_errors
     from .mlx import load_mlx
     from .mlx_save import save_mlx
+    from .quantize import quantize_
 
 __version__ = "0.1.0"
 
@@ -41,22 +43,43 @@ __all__ = [
     "unfuse_",
 ]
 
-_LAZY = {
+_MODULE_OF = {
     "MetalMMConfig": "hf_config",
+    "QuantEmbedding": "linear",
+    "QuantLinear": "linear",
+    "adopt_": "adopt",
+    "fuse_": "fuse",
     "load_gguf": "gguf",
     "load_mlx": "mlx",
     "load_packed": "checkpoint",
+    "merge_errors": "lora_report",
+    "quantize_": "quantize",
     "save_mlx": "mlx_save",
     "save_packed": "checkpoint",
+    "unfuse_": "fuse",
 }
+# Reachable as attributes without an import of their own.
+_MODULES = ("_C", "adopt", "formats", "fuse", "linear", "lora_report", "ops", "quantize", "replace")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    if name in _MODULES:
+        import torch  # noqa: F401  # whose import loads the libraries that _C is linked against
 
-    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        return import_module(f".{name}", __name__)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = found  # the next access, also that of torch.compile, finds it as any other
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register_ops() -> None:
+    import_module(".ops", __name__)
 
 
 def _plug_into_transformers() -> None:
@@ -77,6 +100,7 @@ def _plug_into_peft() -> None:
         warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)
 
 
+when_imported("torch", _register_ops)
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 when_imported("transformers.quantizers.auto", _plug_into_transformers)
 when_imported("peft.tuners.lora", _plug_into_peft)

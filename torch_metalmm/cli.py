@@ -1,4 +1,7 @@
-"""The `metalmm` command: generate text, quantize a model, show what this machine can run."""
+"""The `metalmm` command: generate text, quantize a model, show what this machine can run.
+
+What only prints (--version, --help, info) imports no torch; each command imports what it uses.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,17 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from . import __version__, info
+from .engines import DEVICES, check_device
 
-from . import _C, __version__, formats
-from .doctor import engines, examine
-from .explain import DTYPES, SHAPE_HELP, chips, explain
-from .generate import answer, demo_model, load_model, report_speed
+if TYPE_CHECKING:
+    import torch
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = ("float32", "float16", "bfloat16")
+_OF_DEVICE = ", ".join(DEVICES)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,14 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
-    info = commands.add_parser("info", help="formats, engines, and what this machine can run")
-    info.set_defaults(run=_info)
+    about = commands.add_parser("info", help="formats and versions")
+    about.set_defaults(run=_info)
     return parser
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.description = "Answer a prompt, printing the text as it is made."
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", help="- reads it from standard input")
     parser.add_argument(
         "--model",
         type=Path,
@@ -102,15 +104,18 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print the plan of a matrix product on a chip, in words and bytes."
-    parser.add_argument("--shape", required=True, metavar="MxNxK", help=SHAPE_HELP)
+    sizes = "of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
+    parser.add_argument("--shape", required=True, metavar="MxNxK", help=sizes)
     parser.add_argument("--format", required=True, help="of W; see `metalmm info`")
-    parser.add_argument("--chip", required=True, help=", ".join(chips()))
-    parser.add_argument("--dtype", default="f16", choices=DTYPES, help="of x and y; default f16")
+    parser.add_argument("--chip", required=True, help="for instance m1, m3-pro, m4-max")
+    parser.add_argument("--dtype", default="f16", help="of x and y: f16 (default), bf16 or f32")
     parser.add_argument("--strategy", help="force it instead of choosing")
     parser.set_defaults(run=_explain)
 
 
 def _explain(args: argparse.Namespace) -> None:
+    from .explain import explain
+
     print(explain(args.shape, args.format, args.chip, args.dtype, args.strategy))
 
 
@@ -119,11 +124,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "Print versions and devices, then compare what each engine computes with the specification:"
         " the text to send with a report. Exit status 1 if a check fails."
     )
-    parser.add_argument("--device", help="cpu, mps or cuda; default: all that run here")
+    parser.add_argument("--device", help=f"{_OF_DEVICE}; default: all that run here")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> None:
+    from .doctor import examine
+
     failed = 0
     for result in examine(args.device):
         print(result.text, flush=True)
@@ -136,7 +143,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="of activations and unpacked weights; default the model's"
     )
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--device", default="cpu", help=f"{_OF_DEVICE}; default: cpu")
     parser.add_argument("--threads", type=_positive_int, metavar="N", help="CPU threads")
 
 
@@ -155,7 +162,10 @@ def _not_negative(text: str) -> float:
 
 
 def _start(args: argparse.Namespace) -> None:
-    """Settings both commands share, and the libraries they need."""
+    """Settings both commands share, and the device and libraries they need."""
+    check_device(args.device)
+    import torch
+
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     for package in ("transformers", "safetensors", "gguf"):
@@ -170,16 +180,19 @@ def _start(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    path = args.model or demo_model()
     _start(args)
-    model, tokenizer = load_model(path, args.device, _DTYPES.get(args.dtype))
+    from .generate import answer, demo_model, load_model, report_speed
+
+    path = args.model or demo_model()
+    prompt = _prompt(args.prompt)
+    model, tokenizer = load_model(path, args.device, _dtype(args.dtype))
     if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
         raise ValueError(f"{path} holds no model that generates text")
     loaded = time.perf_counter()
     n_prompt, times = answer(
         model,
         tokenizer,
-        args.prompt,
+        prompt,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         seed=args.seed,
@@ -188,8 +201,28 @@ def _generate(args: argparse.Namespace) -> None:
     report_speed(start, loaded, n_prompt, times)
 
 
+def _prompt(given: str) -> str:
+    """What is asked; "-" is all of standard input. ValueError: nothing there, or no UTF-8."""
+    if given != "-":
+        return given
+    try:
+        text = sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt: standard input is no text: {error}") from None
+    if not text:
+        raise ValueError("prompt: standard input is empty")
+    return text
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
 def _quantize(args: argparse.Namespace) -> None:
     from .checkpoint import prepare_folder, save_packed
+    from .generate import load_model
     from .quantize import quantize_
 
     spec = _spec(args.format, args.pattern)
@@ -203,7 +236,7 @@ def _quantize(args: argparse.Namespace) -> None:
     prepare_folder(args.output)
     try:
         load = load_model if is_gguf else _load_dense
-        model, tokenizer = load(args.source, args.device, _DTYPES.get(args.dtype))
+        model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
         if spec:
             quantize_(model, spec)
         save_packed(model, tokenizer, args.output)
@@ -217,6 +250,8 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
     """{pattern: format} of the two options, checked. ValueError: malformed or unknown."""
+    from . import formats
+
     spec: dict[str, str | None] = {}
     for item in patterns:
         pattern, equals, name = item.rpartition("=")
@@ -244,30 +279,7 @@ def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[A
 
 
 def _info(args: argparse.Namespace) -> None:
-    rows = [("format", "bits/weight", "block", "bytes", "layout")]
-    for f in _C.formats():
-        if not f["name"].endswith(("_bf16", "_f32")):
-            bits = 8 * f["block_bytes"] / f["block_values"]
-            sizes = (str(f["block_values"]), str(f["block_bytes"]))
-            rows.append((f["name"], f"{bits:g}", *sizes, f["layout"]))
-    _print_table(rows)
-    print("affine formats also exist with bf16 or f32 scales: affine4_g64_bf16, affine4_g64_f32")
-    isas = ", ".join(f"{isa} (used)" if isa == _C.cpu_isa() else isa for isa in _C.cpu_isas())
-    python = sys.version.split()[0]
-    print(f"\ntorch_metalmm {__version__}, torch {torch.__version__}, Python {python}")
-    print(f"cpu   {isas}; {torch.get_num_threads()} threads of {os.cpu_count()} CPUs")
-    for device in ("mps", "cuda"):
-        print(f"{device:5} {engines()[device] or 'available'}")
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if 0 < i < len(row) - 1 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print(*info.lines(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ says why, and the others go on.
 
 from __future__ import annotations
 
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _C, __version__, formats
+from . import _C, formats
+from .engines import check_device, engines
+from .info import versions
 
 _N, _K = 96, 512
 _FORMATS = ("f16", "q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "mxfp4", "affine4_g64")
-_KEYS = {"cpu": "CPU", "mps": "MPS", "cuda": "CUDA"}
 _MESSAGE_LINES = 60
 _Prepared = tuple[Callable[[], Tensor], Callable[[Tensor], tuple[float, float]]]
 
@@ -44,46 +43,21 @@ class Result:
     ok: bool = True
 
 
-def engines() -> dict[str, str]:
-    """{device: why the ops do not run on it}, "" where they do."""
-    return {device: _absent(device) for device in _KEYS}
-
-
-def _absent(device: str) -> str:
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("metalmm::linear", _KEYS[device]):
-        return "not in this build"
-    backend = {"mps": torch.backends.mps, "cuda": torch.cuda}.get(device)
-    if backend is not None and not backend.is_available():
-        return "built, but torch finds no such device"
-    if device == "mps":
-        try:
-            _C.mps_facts()
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
 def examine(device: str | None = None) -> Iterator[Result]:
     """The report, line by line as it is made; of one device ("mps"), or of all that run here.
 
     ValueError: the device is none of cpu, mps, cuda, or the ops do not run on it.
     """
+    if device is not None:
+        check_device(device)
     why = engines()
-    if device is not None and why.get(device, "no engine of this name"):
-        raise ValueError(f"device: {device}: {why.get(device, 'no engine of this name')}")
-    yield from map(Result, _versions())
+    yield from map(Result, versions())
     for name, absence in why.items():
         yield Result(f"{name:5} {absence or 'available'}")
     for name in [device] if device else [d for d, absence in why.items() if not absence]:
         yield Result(f"\n{name}: {', '.join(_device_facts(name))}")
         for check in _checks(name):
             yield _perform(check, name)
-
-
-def _versions() -> Iterator[str]:
-    yield f"torch_metalmm {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
-    system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform()
-    yield f"{system}, {platform.machine()}"
 
 
 def _device_facts(device: str) -> Iterator[str]:

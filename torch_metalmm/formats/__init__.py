@@ -6,6 +6,8 @@ The native kernels are tested against these classes; the table is metal/formats.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 import torch
 
 from ._base import Format
@@ -24,10 +26,12 @@ _BY_NAME: dict[str, Format] = {f.name: f for f in (*DENSE, *_BLOCK, *AFFINE)}
 
 
 def get(name: str) -> Format:
-    """The format of that name, in any case. ValueError that lists the allowed names."""
+    """The format of that name, in any case. ValueError: none; it lists all, and those near it."""
     found = _BY_NAME.get(name.lower())
     if found is None:
-        raise ValueError(f"format: unknown '{name}'; allowed: {', '.join(_BY_NAME)}")
+        near = get_close_matches(name.lower(), _BY_NAME)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"format: unknown '{name}'; allowed: {', '.join(_BY_NAME)}{hint}")
     return found
 
 

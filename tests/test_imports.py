@@ -1,0 +1,51 @@
+"""What importing the package costs, and that torch.ops.metalmm is there in any order of imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = ("generate", "quantize", "explain", "doctor")
+PRINTED = [["--version"], ["info"], ["--help"], *([name, "--help"] for name in COMMANDS)]
+
+
+def python(*arguments: str) -> str:
+    """What a Python of its own prints."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("arguments", PRINTED, ids=" ".join)
+def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
+    """Through the console script's import and as a module."""
+    script = (
+        "import atexit, sys; from torch_metalmm.cli import main; "
+        "atexit.register(lambda: print(*sys.modules)); "
+        f"sys.exit(main({arguments}))"
+    )
+    *printed, modules = python("-c", script).splitlines()
+    assert {"torch", "numpy", "transformers"}.isdisjoint(modules.split())
+    assert python("-m", "torch_metalmm", *arguments).splitlines() == printed
+    if arguments[0] in ("generate", "quantize", "doctor"):
+        assert "--device DEVICE cpu, mps, cuda" in " ".join(" ".join(printed).split())
+
+
+@pytest.mark.parametrize("first", ["torch", "torch_metalmm"])
+def test_importing_the_package_registers_the_ops(first: str) -> None:
+    """Whichever of the two is imported first; the public names are there either way."""
+    second = "torch_metalmm" if first == "torch" else "torch"
+    script = (
+        f"import {first}, {second}; print(torch.ops.metalmm.linear); "
+        "assert all(getattr(torch_metalmm, name) for name in torch_metalmm.__all__)"
+    )
+    assert python("-c", script) == "metalmm.linear\n"
+
+
+@pytest.mark.parametrize("name", ["_C", "formats.affine", "gguf", "linear", "ops", "quantize"])
+def test_a_module_is_imported_first(name: str) -> None:
+    """Before torch, whose import registers the ops while this one is under way."""
+    parent, _, last = f"torch_metalmm.{name}".rpartition(".")
+    script = f"from {parent} import {last}; import torch; torch.ops.metalmm.linear"
+    python("-c", script)
