@@ -16,7 +16,8 @@ FOLDER = Path(__file__).parent / "metal_foreign"
 
 
 def source(name: str) -> MetalSource:
-    return MetalSource((FOLDER / f"{name}.metal").read_text(), name=f"{name}.metal")
+    """version: array frameworks compile for the newest Metal, whose lambdas they use."""
+    return MetalSource((FOLDER / f"{name}.metal").read_text(), name=f"{name}.metal", version=320)
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

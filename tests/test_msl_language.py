@@ -67,7 +67,7 @@ kernel void k(device float* y [[buffer(0)]]) {
 
 
 def test_literals_without_a_suffix_are_float_in_templates() -> None:
-    text = """template <typename T> struct Wide { static constexpr int value = sizeof(T); };
+    text = """template <class T> struct Wide { static constant constexpr int value = sizeof(T); };
 template <typename T> float bytes(T x) { return Wide<decltype(x * 0.1)>::value; }
 template <typename T> T third(T x) { return x / 3.0; }
 kernel void k(device float* y [[buffer(0)]]) {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from plan_cases import ROOT
 
+from torch_metalmm.msl_build import METAL_VERSION, preprocess, unmark
+from torch_metalmm.msl_rules import violations
 from torch_metalmm.testing import MetalSource, MetalSyntaxError
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -23,11 +26,27 @@ STATEMENTS = {
     "delete": ("thread float* p = nullptr; delete p;", "'delete' is not supported"),
     "throw": ("throw 1;", "'throw' is not supported"),
     "try": ("try { x[i] = 1; } catch (...) {}", "'try' is not supported"),
+    "catch": ("catch (...) {}", "'catch' is not supported"),
+    "dynamic_cast": ("x[i] = *dynamic_cast<thread float*>(&x[i]);", "'dynamic_cast' is not supp"),
+    "register": ("register int a = 1; x[i] = a;", "'register' is not supported"),
+    "noexcept operator": ("x[i] = noexcept(x[i] + 1);", "the noexcept operator is not supported"),
+    "lambda": ("auto f = [](float a) { return a; }; x[i] = f(1);", "lambda expressions are not"),
+    "lambda with captures": ("x[i] = [&, i]() { return x[i]; }();", "lambda expressions are not"),
+    "lambda as argument": (
+        "x[i] = max([=] { return 1.0f; }(), 2.0f);",
+        "lambda expressions are no",
+    ),
+    "lambda in return": ("return [] {}();", "lambda expressions are not"),
+    "derived struct": ("struct A {}; struct B : A {}; x[i] = 1;", "derived classes are not"),
     "typeid": ("x[i] = typeid(int).hash_code();", "'typeid' is not supported"),
     "asm": ('asm("nop");', "'asm' is not supported"),
     "thread_local": ("thread_local float a = 1; x[i] = a;", "'thread_local' is not supported"),
     "std": ("x[i] = std::min(1.0f, 2.0f);", r"C\+\+ standard library"),
     "static local": ("static int n = 0; x[i] = ++n;", "a static variable must reside in constant"),
+    "static constexpr local": (
+        "static constexpr int n = 3; x[i] = n;",
+        "a static variable must re",
+    ),
     "dynamic array": ("int n = int(x[i]); float a[n]; x[i] = a[0];", "variable length array"),
     "function pointer": ("float (*f)(float) = exp; x[i] = f(1.0f);", "function pointers"),
     "implicit device to threadgroup": ("threadgroup float* p = x;", "cannot initialize"),
@@ -62,11 +81,41 @@ DECLARATIONS = {
     "constexpr global": ("constexpr int kWidth = 4;", "program scope variable"),
     "threadgroup global": ("threadgroup float tile[32];", "program scope variable"),
     "global array": ("static float table[2] = {1, 2};", "program scope variable"),
+    "static global": ("static int counter = 0;", "program scope variable"),
+    "extern global": ("extern int counter;", "program scope variable"),
+    "global without a value": ("constant float kScale;", "constant address space must be init"),
+    "static member": ("struct A { static int n; };", "a static member must reside in constant"),
+    "constexpr member": (
+        "template <int n> struct A { static constexpr int kN = n; };",
+        "a static member must reside in constant",
+    ),
+    "derived": ("struct A {}; struct B : A {};", "derived classes are not supported"),
+    "derived template": (
+        "template <int n> struct A {}; template <int n> struct B final : public A<n - 1> {};",
+        "derived classes are not supported",
+    ),
+    "derived class": ("class A {}; class [[a]] B : virtual A {};", "derived classes are not supp"),
+    "derived member": (
+        "struct A { struct B {}; struct C : B {}; };",
+        "derived classes are not sup",
+    ),
+    "main": (
+        "kernel void main(device int* p [[buffer(0)]]) { p[0] = 0; }",
+        "may not be called main",
+    ),
     "virtual": ("struct A { virtual void f() {} };", "'virtual' is not supported"),
     "recursion": ("int f(int n) { return n ? n * f(n - 1) : 1; }", "recursion is not supported"),
     "mutual recursion": (
         "int g(int n);\nint f(int n) { return g(n); } int g(int n) { return f(n); }",
         "recursion is not supported",
+    ),
+    "recursion of a member": (
+        "struct A { static int f(int n) { return n ? n * f(n - 1) : 1; } };",
+        "recursion is not supported: f",
+    ),
+    "recursion by this": (
+        "struct A { int n; int f() thread { return n ? this->f() : 1; } };",
+        "recursion is not supported: f",
     ),
     "variadic": ("int f(int n, ...) { return n; }", "variadic functions"),
     "parameter without a space": ("float f(float* p) { return *p; }", "explicit address space"),
@@ -100,6 +149,75 @@ def test_declaration(case: str) -> None:
     declaration, message = DECLARATIONS[case]
     line = 4 if case == "mutual recursion" else 3
     rejected(f"{HEAD}{declaration}\nkernel void k({ARGUMENTS}) {{ x[i] = 0; }}\n", line, message)
+
+
+# What a rule above could take for what it forbids. Of one line, so that each is a case.
+ALLOWED = {
+    "delete": "struct A { A(const thread A&) = delete; int n; };",
+    "noexcept": "inline int f() noexcept { return 1; } inline int g() noexcept(true) { return 1; }",
+    "long": "inline long f(unsigned long n) { return long(n); }",
+    "name with a word": "inline int newest(int goto_, int standard) { return goto_ + standard; }",
+    "index": "inline int f(thread int (&a)[2], int i) { return (a)[i] + a[0] [(i)]; }",
+    "attributes": "struct A { [[maybe_unused]] int n; }; [[a]] inline int f() { return 1; }",
+    "array of a type": "template <class T> struct A {}; using B = A<int[2]>; using C = int[2];",
+    "binding": "struct P { int a, b; }; inline int f(P p) { auto [a, b] = p; return a + b; }",
+    "enum with a base": "enum A : uint { kA }; enum class B : ushort { kB };",
+    "ternary": "struct A { int n; }; inline int f(struct A x, A y) { return x.n ? x.n : y.n; }",
+    "access": "struct A { private: int m; public: int n; };",
+    "label": "inline int f(int n) { switch (n) { case 1: return 1; default: return 2; } }",
+    "template parameter": "template <class T, class = T> struct A {}; template <class> struct B;",
+    "member named as a base": "struct A { int A_; struct B { int n; } b; };",
+    "static members": (
+        "struct A { static constant constexpr int kN = 2; static int f(int n); "
+        "static constexpr int g(int n = 1) { return n; } };"
+    ),
+    "constants": (
+        "static constant constexpr const int kN[2] = {1, 2}; constant int kM{3}; "
+        "extern constant int kO; constant bool fc [[function_constant(0)]];"
+    ),
+    "local constant": "inline int f() { constexpr static constant int n = 3; return n; }",
+    "recursion of templates": (
+        "template <int n> int f() { if constexpr (n > 0) { return f<n - 1>(); } return 0; } "
+        "template <int n> struct A { static int g() { return A<n - 1>::g(); } };"
+    ),
+    "overloads": "int f(int n) { return n; } int f(float n) { return f(int(n)); }",
+    "constructors": "struct A { A() = default; explicit A(int n) { *this = A(); } int n; };",
+    "conversions": "struct A { int n; operator bool() const { return bool(n); } };",
+    "same name in a member": "struct B { int f(); }; int f(thread B& b) { return b.f(); }",
+    "not main": "struct main_t {}; inline int main_part(int n) { return n; }",
+    "internals": (
+        "struct A {};\n#pragma METAL internals : enable\nstruct B : A {};\n"
+        "#pragma METAL internals : disable\nstruct C {};"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_near_miss(case: str) -> None:
+    assert violations(ALLOWED[case]) == []
+
+
+def test_derivation_ends_with_the_internals() -> None:
+    text = ALLOWED["internals"] + " struct D : A {};"
+    ((token, message),) = violations(text)
+    assert text[token.at :] == "struct D : A {};"
+    assert message == "derived classes are not supported in Metal"
+
+
+def test_lambdas_came_with_a_version() -> None:
+    text = f"{HEAD}kernel void k({ARGUMENTS}) {{ auto f = [&] {{ return c[i]; }}; x[i] = f(); }}"
+    MetalSource(text, version=320)
+    with pytest.raises(MetalSyntaxError, match="lambda expressions are not supported"):
+        MetalSource(text, version=310)
+
+
+@pytest.mark.parametrize("name", sorted(f.name for f in (ROOT / "metal").glob("*.metal")))
+def test_the_shaders_keep_the_rules(name: str) -> None:
+    """All kernels of metal/, as their libraries are built."""
+    expanded = preprocess(f'#include "{name}"\n', name, [ROOT / "metal"])
+    plain, places = unmark(expanded, name)
+    found = violations(plain, frozenset(), METAL_VERSION)
+    assert [(places[plain[: t.at].count("\n")], message) for t, message in found] == []
 
 
 def test_what_looks_alike_is_allowed() -> None:

@@ -31,7 +31,8 @@ JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see a
 _RUNTIME = ("emulator", "report", "api", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
-_PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1", "-D__METAL_VERSION__=310"]
+METAL_VERSION = 310  # what metal/ is written in, and __METAL_VERSION__ where no other is asked for
+_PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1"]
 _PREPROCESS += ["-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1", "-D__HAVE_SIMDGROUP_MATRIX__=1"]
 _PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__"]
 LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", f"-I{INCLUDE}", "-fsigned-char"]
@@ -120,11 +121,11 @@ def runtime_objects() -> list[str]:
     return [str(out) for out in objects]
 
 
-def preprocess(text: str, name: str, include: Sequence[Path]) -> str:
+def preprocess(text: str, name: str, include: Sequence[Path], version: int = METAL_VERSION) -> str:
     """`text` with its macros and includes expanded and the words of Metal left alone."""
-    folders = [f"-I{p}" for p in include]
+    options = [f"-D__METAL_VERSION__={version}", *(f"-I{p}" for p in include)]
     marked = f'# 1 "{name}"\n{text}'
-    done = zig("clang", *_PREPROCESS, *LANGUAGE, *folders, "-", text=marked)
+    done = zig("clang", *_PREPROCESS, *LANGUAGE, *options, "-", text=marked)
     if done.returncode:
         raise MetalSyntaxError(done.stderr.strip())
     return done.stdout
@@ -164,11 +165,13 @@ def mark(text: str, places: list[tuple[str, int]]) -> str:
     return "\n".join(out)
 
 
-def translate(text: str, name: str, include: Sequence[Path]) -> tuple[str, Source]:
+def translate(
+    text: str, name: str, include: Sequence[Path], version: int = METAL_VERSION
+) -> tuple[str, Source]:
     """Text for plain clang, with line markers, and what it declares. Raises MetalSyntaxError."""
-    plain, places = unmark(preprocess(text, name, include), name)
+    plain, places = unmark(preprocess(text, name, include, version), name)
     source = Reader(plain).read()
-    check_rules(plain, places, _standard())
+    check_rules(plain, places, _standard(), version)
     plain = apply(plain, visible_edits(plain, source))
     for i, constant in enumerate(source.constants):
         constant.symbol = f"mm_fc_{i}"
@@ -311,24 +314,29 @@ def _missing(file: Path) -> Iterator[bool]:
         yield not file.exists()
 
 
-def build_text(text: str, name: str, include: Sequence[Path], checked: bool) -> Path:
+def build_text(
+    text: str, name: str, include: Sequence[Path], checked: bool, version: int = METAL_VERSION
+) -> Path:
     """The library of a text by somebody else."""
-    key = digest(_tool_digest(), text, name, *map(str, include), str(checked), _scripts())
+    how = (*map(str, include), str(checked), str(version))
+    key = digest(_tool_digest(), text, name, *how, _scripts())
     library = CACHE / key / "library.so"
     with _missing(library) as missing:
         if missing:
-            translated, source = translate(text, name, include)
+            translated, source = translate(text, name, include, version)
             _link(library, translated + "\n" + _tables(source, checked), checked)
     return library
 
 
 def build_file(path: Path, checked: bool) -> Path:
-    """The library of a shader of metal/, which is compiled as it is."""
+    """The library of a shader of metal/, which keeps the rules and is compiled as it is."""
     expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
     library = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts()) / "library.so"
     with _missing(library) as missing:
         if missing:
-            source = Reader(unmark(expanded, path.name)[0]).read()
+            plain, places = unmark(expanded, path.name)
+            check_rules(plain, places, _standard(), METAL_VERSION)
+            source = Reader(plain).read()
             text = _prefix(source.constants, translated=False) + f'#include "{path}"\n'
             _link(library, text + _tables(source, checked), checked)
     return library
@@ -337,7 +345,7 @@ def build_file(path: Path, checked: bool) -> Path:
 @functools.cache
 def _scripts() -> str:
     folder = Path(__file__).parent
-    names = ("source", "rules", "translate", "repair", "build")
+    names = ("source", "excluded", "rules", "translate", "repair", "build")
     return digest(*(folder / f"msl_{name}.py" for name in names))
 
 

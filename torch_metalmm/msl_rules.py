@@ -1,14 +1,15 @@
 """What Metal forbids and C++ with address spaces lets pass, found in a preprocessed text.
 
-The rules are those of the Metal Shading Language Specification (1.5.4 restrictions, 2.1 types, 4
-address spaces, 5.1 functions); compilers of Apple word them the same way.
+The rules are those of the Metal Shading Language Specification (2.1 types, 4 address spaces, 5.1
+functions; 1.5.4 restrictions: msl_excluded); compilers of Apple word them the same way.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from .msl_excluded import Error, excluded, internal_parts, recursion
 from .msl_source import (
     _SCALARS,
     _SYNONYMS,
@@ -28,11 +29,6 @@ from .msl_source import (
 )
 
 SPACES = ("device", "constant", "threadgroup", "thread", "threadgroup_imageblock", "ray_data")
-Error = tuple[Token, str]
-_UNSUPPORTED = frozenset(
-    {"double", "goto", "virtual", "try", "catch", "throw", "typeid", "dynamic_cast", "new"}
-    | {"delete", "register", "thread_local", "asm", "__asm", "__asm__", "__int128", "_BitInt"}
-)
 # Parts of Metal that the emulator does not run.
 _ABSENT = re.compile(
     r"texture(1d|2d|3d|cube|_buffer)\w*|depth(2d|cube)\w*|visible_function_table|tensor"
@@ -44,26 +40,32 @@ _INDEX_ROLES = frozenset(
 )
 _NO_VARIABLE = frozenset(
     {"typedef", "using", "static_assert", "struct", "class", "union", "enum", "namespace"}
-    | {"friend", "template", "extern", "operator", "kernel", "vertex", "fragment", "constant"}
+    | {"friend", "template", "operator", "kernel", "vertex", "fragment", "constant"}
 )
 
 
-def violations(tokens: list[Token], standard: frozenset[str] = frozenset()) -> list[Error]:
-    """(word, message) of all that Metal forbids in `tokens`, in the order of the text.
+def violations(
+    text: str, standard: frozenset[str] = frozenset(), version: int = 310
+) -> list[Error]:
+    """(word, message) of all that Metal forbids in `text`, in its order.
 
-    standard: names of functions of the standard library.
+    standard: names of functions of the standard library. version: __METAL_VERSION__.
     """
+    tokens = lex(text)
     checker = _Checker(tokens, standard)
     checker.words()
     checker.scope(0, len(tokens), checker.outside)
-    checker.recursion()
+    checker.errors += excluded(tokens, internal_parts(text), version)
+    checker.errors += recursion(tokens, checker.functions, checker.is_standard)
     return sorted(checker.errors, key=lambda e: e[0].at)
 
 
-def check_rules(text: str, places: list[tuple[str, int]], standard: frozenset[str]) -> None:
+def check_rules(
+    text: str, places: Sequence[tuple[str, int]], standard: frozenset[str], version: int
+) -> None:
     """Raises MetalSyntaxError for what Metal forbids in `text`, whose lines come from `places`."""
     errors = []
-    for token, message in violations(lex(text), standard):
+    for token, message in violations(text, standard, version):
         before = text[: token.at]
         file, line = places[before.count("\n")]
         column = token.at - before.rfind("\n")
@@ -89,26 +91,16 @@ class _Checker:
         """What one or two words say."""
         for i, token in enumerate(self.tokens):
             text, after = token.text, self.text(i + 1)
-            if token.kind == "word":
-                self._word(i, token, text, after)
+            if text in _ABSENT_WORDS or (_ABSENT.fullmatch(text) and after == "<"):
+                self.fail(token, f"the emulator has no {text}")
+            elif text in SPACES and self.text(i - 1) != "[":
+                self._one_space(i)
             elif text == "..." and after == ")" and self.text(i - 1) in (",", "("):
                 self.fail(token, "variadic functions are not supported in Metal")
             if text == "*" and after == ")":
                 begin = self._open(i + 1)
                 if is_pointer_cast(self.tokens, begin, i + 1):
                     self._spaces(self.tokens[begin + 1 : i + 1])
-
-    def _word(self, i: int, token: Token, text: str, after: str) -> None:
-        if text in _UNSUPPORTED and not (text == "delete" and self.text(i - 1) == "="):
-            self.fail(token, f"'{text}' is not supported in Metal")
-        elif text == "long" and after in ("long", "double"):
-            self.fail(token, f"'long {after}' is not supported in Metal")
-        elif text == "std" and after == "::":
-            self.fail(token, "the C++ standard library is not supported in Metal")
-        elif text in _ABSENT_WORDS or (_ABSENT.fullmatch(text) and after == "<"):
-            self.fail(token, f"the emulator has no {text}")
-        elif text in SPACES and self.text(i - 1) != "[":
-            self._one_space(i)
 
     def _one_space(self, i: int) -> None:
         """Reports a second address space before the next "*"."""
@@ -182,8 +174,16 @@ class _Checker:
 
     def member(self, head: list[Token], body: int, close: int) -> None:
         """A declaration in a struct."""
+        plain = _without_attributes(head)
+        words = [t.text for t in plain]
+        function = "(" in words and "=" not in words[: words.index("(")]
         if body:
+            if function and words[0] != "template":
+                self._define(plain, body, close)
             self.body(body, close)
+        elif "static" in words and not function and "constant" not in words:
+            token = plain[words.index("static")]
+            self.fail(token, "a static member must reside in constant address space")
 
     def outside(self, head: list[Token], body: int, close: int) -> None:
         """A declaration in a namespace."""
@@ -203,13 +203,26 @@ class _Checker:
         )
         if function:
             self.parameters(head, kernel="kernel" in [t.text for t in head])
-            if body and not template and not operator and call and plain[call - 1].kind == "word":
-                found = self.functions.setdefault(words[call - 1], [])
-                found.append((plain[call - 1], body, close))
+            if call and words[call - 1] == "main":
+                self.fail(plain[call - 1], "a function may not be called main in Metal")
+            if body and not template and call:
+                self._define(plain, body, close)
             if body:
                 self.body(body, close)
         elif not set(words) & _NO_VARIABLE and not body and len(words) > 1:
             self.fail(plain[0], "program scope variable must reside in constant address space")
+        elif "constant" in words and not body and not {"=", "extern"} & set(words):
+            attributes = {a[0].text for a in _attributes(head) if a}
+            if "function_constant" not in attributes:
+                self.fail(plain[0], "a variable in constant address space must be initialized")
+
+    def _define(self, plain: list[Token], body: int, close: int) -> None:
+        """Keeps the body of a function, no operator or constructor, for recursion()."""
+        words = [t.text for t in plain]
+        call = words.index("(")
+        typed = set(words[: call - 1]) - {"METAL_FUNC", "inline", "static", "constexpr", "explicit"}
+        if typed and "operator" not in typed and plain[call - 1].kind == "word":
+            self.functions.setdefault(words[call - 1], []).append((plain[call - 1], body, close))
 
     def parameters(self, head: list[Token], kernel: bool) -> None:
         """The parameters and, of a kernel, the type of the result and of attributes."""
@@ -256,8 +269,8 @@ class _Checker:
                 j = i + 1
                 while self.tokens[j].kind == "word":
                     j += 1
-                words = {t.text for t in self.tokens[i - 1 : j]}
-                if not words & {"constant", "constexpr"}:
+                words = {t.text for t in self.tokens[i - 2 : j]}
+                if "constant" not in words:
                     self.fail(token, "a static variable must reside in constant address space")
             if token.text == "(" and self.text(i + 1) == "*" and self.text(i + 3) == ")":
                 before = self.tokens[i - 1]
@@ -277,33 +290,6 @@ class _Checker:
         if declared and not head & {"return", "typedef", "using", "case", "else", "delete"}:
             self._spaces(self.tokens[first : i + 1])
 
-    def _standard(self, name: str) -> bool:
+    def is_standard(self, name: str) -> bool:
+        """Whether the standard library has a function of that name."""
         return name in self.standard or name.startswith(("simd_", "quad_"))
-
-    def recursion(self) -> None:
-        """Functions of one definition that reach themselves."""
-        once = {
-            name: found[0]
-            for name, found in self.functions.items()
-            if len(found) == 1 and not self._standard(name)  # else it may call the overload there
-        }
-        calls: dict[str, set[str]] = {}
-        for name, (_, begin, close) in once.items():
-            called = {
-                t.text
-                for n, t in enumerate(self.tokens[begin:close], begin)
-                if t.text in once
-                and self.text(n + 1) == "("
-                and self.text(n - 1) not in (".", "->")
-            }
-            calls[name] = called
-        for name, (token, _, _) in once.items():
-            seen: set[str] = set()
-            todo = list(calls[name])
-            while todo:
-                one = todo.pop()
-                if one not in seen:
-                    seen.add(one)
-                    todo += calls[one]
-            if name in seen:
-                self.fail(token, f"recursion is not supported: {name} calls itself")

@@ -20,7 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .msl_build import JOBS, ROOT, BuildError, MetalSyntaxError, build_file, build_text
+from .msl_build import (
+    JOBS,
+    METAL_VERSION,
+    ROOT,
+    BuildError,
+    MetalSyntaxError,
+    build_file,
+    build_text,
+)
 from .msl_library import EmulatorFault, Function, Library
 from .msl_lines import line_of
 
@@ -46,7 +54,8 @@ class MetalSource:
     """A text of Metal Shading Language, by anyone.
 
     checked=False runs faster, without memory checks. name: what reports call the text. include:
-    folders of its #include lines. MetalSyntaxError if it is not valid.
+    folders of its #include lines. version: of Metal, as __METAL_VERSION__ says it: 310 or more.
+    MetalSyntaxError if it is not valid.
     """
 
     def __init__(
@@ -56,8 +65,9 @@ class MetalSource:
         name: str = "source.metal",
         include: Sequence[Path] = (),
         checked: bool = True,
+        version: int = METAL_VERSION,
     ) -> None:
-        self.library = Library(build_text(text, name, include, checked))
+        self.library = Library(build_text(text, name, include, checked, version))
 
     @property
     def kernels(self) -> list[str]:
