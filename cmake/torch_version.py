@@ -1,0 +1,57 @@
+"""Which torch a build uses: the one that is installed, else DEFAULT.
+
+    python cmake/torch_version.py      prints it as a requirement: torch==2.13.0
+
+The native module is linked against libtorch, whose C++ names and layouts change with each minor
+version. So what was built against 2.13 requires 2.13, and its metadata says so.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from importlib.metadata import distributions
+
+DEFAULT = "2.13.0"  # what this repository is tested with
+# The minors that the sources compile against; tests/macos_check.py tries each of them.
+MINORS = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+ANY = f"torch>={MINORS[0]},<2.{int(MINORS[-1].split('.')[1]) + 1}"
+
+
+def installed(folders: Iterable[str] | None = None) -> str | None:
+    """The version of torch in the folders, by default of sys.path; None: there is none."""
+    path = sys.path if folders is None else list(folders)
+    return next((d.version for d in distributions(name="torch", path=path)), None)
+
+
+def minor_of(version: str) -> str:
+    """2.13 of 2.13.0+cpu. ValueError: the sources are not for that one."""
+    found = re.match(r"\d+\.\d+", version)
+    if not found or found[0] not in MINORS:
+        supported = f"{MINORS[0]} to {MINORS[-1]}"
+        raise ValueError(f"torch {version} is installed; torch_metalmm builds against {supported}")
+    return found[0]
+
+
+def to_build_with(folders: Iterable[str] | None = None) -> str:
+    """The requirement of a build. ValueError: as minor_of()."""
+    version = installed(folders)
+    if version is None:
+        return f"torch=={DEFAULT}"
+    minor_of(version)
+    return f"torch=={version.split('+')[0]}"
+
+
+def to_run_with() -> str:
+    """The requirement of what is built here. Any minor where no torch is installed, as for a source
+    distribution. ValueError: as minor_of()."""
+    version = installed()
+    return ANY if version is None else f"torch=={minor_of(version)}.*"
+
+
+if __name__ == "__main__":
+    try:
+        print(to_build_with())
+    except ValueError as error:
+        sys.exit(str(error))
