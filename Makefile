@@ -14,7 +14,7 @@ SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal 
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
-doctor: $(VENV)/.built
+doctor: $(VENV)/.demo
 	$(BIN)/metalmm doctor
 
 test: $(VENV)/.test

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,16 @@ import torch
 from conftest import (
     BACKENDS,
     CPU,
+    DESCENDING,
+    EMULATOR,
     SELECTED,
     Backend,
     absences,
     around,
+    is_repetition,
     pytest_ignore_collect,
     select,
+    takes_fewer_cases,
 )
 
 from torch_metalmm import testing
@@ -34,13 +41,31 @@ def test_a_choice_of_nothing_known_is_an_error(asked: str) -> None:
         select(asked)
 
 
-def test_an_absent_engine_is_an_error() -> None:
+def test_an_absent_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a skip: who asks for an engine wants its result."""
-    absent = [name for name, why in absences().items() if why]
-    for name in absent:
-        with pytest.raises(pytest.UsageError, match=f"{name} is absent: {absences()[name]}"):
+    monkeypatch.setitem(BACKENDS, "gone", replace(CPU, name="gone", absent=lambda: "far away"))
+    absent = {name: why for name, why in absences().items() if why}
+    assert absent["gone"] == "far away" and "gone" not in {b.name for b in select(None)}
+    for name, why in absent.items():
+        with pytest.raises(pytest.UsageError, match=f"{name} is absent: {re.escape(why)}"):
             select(f"cpu,{name}")
-    assert absent or len(BACKENDS) == len(absences())
+
+
+def test_mps_runs_the_cases_of_the_emulator() -> None:
+    """Unless all are asked for: one format of each struct, all where the test asks for them."""
+    mps = BACKENDS["mps"]
+    assert mps.is_slow is (os.environ.get("METALMM_TEST_CASES") != "all")
+    assert takes_fewer_cases(None) and not takes_fewer_cases("all")
+    with pytest.raises(pytest.UsageError, match="METALMM_TEST_CASES: 'many'; allowed: all"):
+        takes_fewer_cases("many")
+    few, every = replace(mps, is_slow=True), replace(mps, is_slow=False)
+    for engine in (few, EMULATOR):
+        assert engine.k("q4_k") == EMULATOR.k("q4_k") < CPU.k("q4_k")
+        assert is_repetition(engine, "affine4_g64", False)
+        assert not is_repetition(engine, "affine4_g64", True)
+        assert not is_repetition(engine, "q4_k", False)
+    assert not is_repetition(every, "affine4_g64", False)
+    assert is_repetition(DESCENDING, "affine4_g64", True)
 
 
 def test_the_strategies_are_those_of_the_engine(backend: Backend) -> None:

@@ -31,19 +31,46 @@ def test_explain_shape(shape: str) -> None:
         explain(shape, "q4_0", "m1")
 
 
+# Of the enumerators of metal/abi.h.
+WORDS = {
+    "EpilogueBits": {
+        "kEpilogueBias": "bias",
+        "kEpilogueC": "beta * c",
+        "kEpilogueAlpha": "alpha",
+        "kEpiloguePartial": "f32 partial results",
+    },
+    "BoundsBits": {
+        "kBoundsN": "N has a tail",
+        "kBoundsM": "M has a tail",
+        "kBoundsK": "K has a tail",
+        "kBoundsAlignedX": "x aligned",
+        "kBoundsAlignedWeight": "weight aligned",
+        "kBoundsPackedRows": "rows of W packed",
+        "kBoundsWordBlocks": "blocks read by 4 bytes",
+        "kBoundsLongBlocks": "blocks read by 8 bytes",
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("enum", "words"),
-    [
-        ("EpilogueBits", explaining.EPILOGUE_BITS),
-        ("BoundsBits", explaining.BOUNDS_BITS),
-    ],
+    [("EpilogueBits", explaining.EPILOGUE_BITS), ("BoundsBits", explaining.BOUNDS_BITS)],
 )
 def test_explain_names_every_bit(enum: str, words: tuple[str, ...]) -> None:
+    """Each bit of the header by the words of its enumerator."""
     text = (ROOT / "metal" / "abi.h").read_text()
     body = re.search(rf"enum {enum} : MM_U32 {{(.*?)}};", text, re.S)
     assert body is not None
-    values = [int(v) for v in re.findall(r"= (\d+)", body[1])]
-    assert values == [1 << i for i in range(len(words))]
+    bits = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", body[1])}
+    assert {name: explaining._bits(bit, words) for name, bit in bits.items()} == WORDS[enum]
+    assert explaining._bits(sum(bits.values()), words) == " + ".join(WORDS[enum].values())
+
+
+def test_explain_says_which_sizes_have_a_tail() -> None:
+    tails = {"64x64x64": "", "63x64x64": "M", "64x63x64": "N", "64x64x61": "K", "9x97x1061": "NMK"}
+    for shape, sizes in tails.items():
+        text = explain(shape, "f32", "m1", "f32", "gemm")
+        assert "".join(re.findall(r"\b([NMK]) has a tail", text)) == sizes
 
 
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

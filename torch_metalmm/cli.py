@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, info
+from .doctor import LIMIT, examine
 from .engines import DEVICES, check_device
 
 if TYPE_CHECKING:
@@ -125,18 +126,27 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         " the text to send with a report. Exit status 1 if a check fails."
     )
     parser.add_argument("--device", help=f"{_OF_DEVICE}; default: all that run here")
+    parser.add_argument("--check", metavar="NAME", help="this one alone, in this process")
+    limit = f"that a check may take; default {LIMIT:g}"
+    parser.add_argument("--limit", type=_positive_int, metavar="SECONDS", help=limit)
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> None:
-    from .doctor import examine
+    if args.check is not None:
+        from .doctor_child import run_alone
 
-    failed = 0
-    for result in examine(args.device):
-        print(result.text, flush=True)
-        failed += not result.ok
+        check_device(args.device or "cpu")
+        outcome = run_alone(args.device or "cpu", args.check)
+        print(f"{args.check:36} {outcome.text}")
+        failed = int(not outcome.ok)
+    else:
+        failed = 0
+        for result in examine(args.device, args.limit or LIMIT):
+            print(result.text, end=result.end, flush=True)
+            failed += not result.ok
     if failed:
-        raise ValueError(f"{failed} checks failed")
+        raise ValueError(f"{failed} checks failed" if failed > 1 else "1 check failed")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -37,10 +37,10 @@ def absence(device: str, ask_metal: bool = True) -> str:
     return ""
 
 
-def check_device(device: str, ask_metal: bool = True) -> None:
+def check_device(device: str) -> None:
     """ValueError that says why: the device is none of DEVICES, or the ops do not run on it."""
     if device not in DEVICES:
         raise ValueError(f"device: {device}: no engine of this name; allowed: {', '.join(DEVICES)}")
-    why = absence(device, ask_metal)
+    why = absence(device)
     if why:
         raise ValueError(f"device: {device}: {why}")
