@@ -127,6 +127,23 @@ def test_quantize_a_gguf(gguf: Path, tmp_path: Path) -> None:
     assert {m.format for m in packed.modules() if hasattr(m, "format")} == {"q8_0"}
 
 
+def test_quantize_replaces_a_folder_if_forced(
+    capsys: pytest.CaptureFixture[str], gguf: Path, tmp_path: Path
+) -> None:
+    command = ["quantize", gguf, "--output", tmp_path / "out", "--format"]
+    assert main([str(a) for a in (*command, "q8_0")]) == 0
+    before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    capsys.readouterr()
+    assert "out holds a packed model; --force replaces it" in failure(capsys, *command, "q4_0")
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == before
+    assert main([str(a) for a in (*command, "q4_0", "--force")]) == 0
+    assert load_packed(tmp_path / "out")[0].model.embed_tokens.format == "q4_0"
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
+    capsys.readouterr()
+    message = failure(capsys, *command, "q8_0", "--force")
+    assert "out holds another model; choose an empty folder" in message
+
+
 def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         [],

@@ -9,62 +9,47 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-CONFIG = "config.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+from .owned import CONFIG, obsolete_tokenizer, obsolete_weights, packed_weights
+from .staging import staged
 
 
 def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **options: Any) -> None:
     """Write a transformers model with packed layers, and its tokenizer unless that is None.
 
-    The files are written under a temporary name and moved into place when all of them are
-    complete, config.json last; weights of an earlier save are removed. options go to the model's
-    save_pretrained (max_shard_size).
+    All files change at once (see staging.py): a save that fails or is killed leaves the model that
+    was there. Weights and tokenizer files of an earlier save are removed, other files stay. options
+    go to the model's save_pretrained (max_shard_size).
     ValueError: the model has no packed layer or is not transformers'. OSError: the folder cannot be
-    written or holds a model that is not a packed one (checked before anything is written).
+    written, or holds weights that are not a packed model's (checked before anything is written).
     """
-    from .hf import attach, is_transformers_model
     from .hf_config import stored_config
+    from .hf_save import check_save
 
     if stored_config(model) is None:
         raise ValueError("model has no packed layer; call quantize_ first")
-    if not is_transformers_model(model):
-        raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
-    target = prepare_folder(folder)
-    attach(model)
-    with staged(target) as staging:
+    target, weights = check_save(model, folder)
+
+    def obsolete(names: set[str]) -> set[str]:
+        old = obsolete_weights(weights, options.get("variant"))
+        return old if tokenizer is None else old | obsolete_tokenizer(target)
+
+    with staged(target, obsolete) as staging:
         model.save_pretrained(staging, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
 
 
-@contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """A temporary folder whose files move to `target` if nothing is raised, config.json last.
-
-    Weights of an earlier save are removed.
-    """
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-    try:
-        yield staging
-        files = sorted(staging.iterdir(), key=lambda f: f.name == CONFIG)
-        names = {file.name for file in files}
-        for file in files:
-            os.replace(file, target / file.name)
-        for old in target.iterdir():
-            if _WEIGHTS.fullmatch(old.name) and old.name not in names:
-                old.unlink()
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def replaceable_weights(path: Path) -> set[str] | None:
+    """The weights in the folder that save_packed may replace; None if its model is not packed."""
+    if not is_packed(path):
+        return None
+    modules = read_config(path)["quantization_config"].get("modules")
+    return packed_weights(path, modules if isinstance(modules, dict) else ())
 
 
 def load_packed(
@@ -116,25 +101,6 @@ def is_packed(folder: str | os.PathLike[str]) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def prepare_folder(
-    folder: str | os.PathLike[str], is_ours: Callable[[Path], bool] = is_packed
-) -> Path:
-    """The folder, made if needed and known to be writable.
-
-    OSError that says why not; FileExistsError if it holds a model and not is_ours(folder).
-    """
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise type(error)(f"cannot write to the folder {path}: {error.strerror}") from None
-    if (path / CONFIG).exists() and not is_ours(path):
-        raise FileExistsError(f"{path} holds another model; choose an empty folder")
-    return path
 
 
 def read_config(path: Path) -> dict[str, Any]:

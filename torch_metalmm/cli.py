@@ -99,6 +99,9 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         "May be repeated; the first that matches counts",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the packed model that is in the folder"
+    )
     _add_common(parser)
     parser.set_defaults(run=_quantize)
 
@@ -231,8 +234,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    from .checkpoint import prepare_folder, save_packed
+    from .checkpoint import is_packed, replaceable_weights, save_packed
     from .generate import load_model
+    from .owned import prepare_folder
     from .quantize import quantize_
 
     spec = _spec(args.format, args.pattern)
@@ -243,7 +247,9 @@ def _quantize(args: argparse.Namespace) -> None:
         raise ValueError(f"--output is the source folder {args.source}")
     _start(args)
     is_new = not args.output.exists()
-    prepare_folder(args.output)
+    prepare_folder(args.output, replaceable_weights)
+    if is_packed(args.output) and not args.force:
+        raise FileExistsError(f"{args.output} holds a packed model; --force replaces it")
     try:
         load = load_model if is_gguf else _load_dense
         model, tokenizer = load(args.source, args.device, _dtype(args.dtype))

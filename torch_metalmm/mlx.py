@@ -52,7 +52,7 @@ def load_mlx(
     path = Path(folder)
     values = read_config(path)
     quantization = pop_quantization(path, values)
-    files = sorted(map(str, path.glob("model*.safetensors")))
+    files = sorted(str(f) for f in path.glob("model*.safetensors") if f.is_file())  # see staging.py
     if not files:
         raise FileNotFoundError(f"{path} has no model*.safetensors")
     config = _config(path, values)

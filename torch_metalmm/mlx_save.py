@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from . import formats
-from .checkpoint import CONFIG, prepare_folder, staged
+from .checkpoint import read_config
 from .linear import QuantEmbedding, QuantLinear
-from .mlx import is_mlx
+from .mlx import pop_quantization
 from .mlx_layout import PREFIXES, Packing, config_entry, packing_of, unpack
+from .owned import CONFIG, INDEX, mlx_weights, obsolete_tokenizer, prepare_folder
 from .replace import is_conv1d, stacked_weights, summary
+from .staging import staged
 
 _SHARD = "5GB"  # mlx-lm's own size
 
@@ -23,8 +25,8 @@ _SHARD = "5GB"  # mlx-lm's own size
 def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """Write a transformers model as an MLX checkpoint, and its tokenizer unless that is None.
 
-    Layers in affine formats and mxfp4 keep their bits; dense ones are written in their dtype. The
-    files appear when all of them are complete.
+    Layers in affine formats and mxfp4 keep their bits; dense ones are written in their dtype. A
+    save that fails or is killed leaves what was there, as save_packed does.
     ValueError: a layer has a format that MLX has not, or gathers its input; experts stacked in
     one tensor; no transformers model.
     OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
@@ -38,14 +40,29 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
             f"mlx-lm has other names for experts stacked in one tensor: {summary(list(stacked))}"
         )
     tensors, layers = _mlx_tensors(model)
-    target = prepare_folder(folder, is_mlx)
-    with staged(target) as staging:
+    target = prepare_folder(folder, _replaceable)
+    weights = _replaceable(target) or set()
+
+    def obsolete(names: set[str]) -> set[str]:
+        return weights if tokenizer is None else weights | obsolete_tokenizer(target)
+
+    with staged(target, obsolete) as staging:
         _write(tensors, staging)
         (staging / CONFIG).write_text(json.dumps(_mlx_config(model, layers), indent=2))
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+
+
+def _replaceable(path: Path) -> set[str] | None:
+    """The weights in the folder that a save may replace; None if it holds no MLX checkpoint."""
+    try:
+        quantization = pop_quantization(path, read_config(path))
+    except (OSError, ValueError):
+        return None
+    weights = mlx_weights(path)
+    return weights if weights or quantization is not None else None
 
 
 def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
@@ -125,4 +142,4 @@ def _write(tensors: dict[str, Tensor], folder: Path) -> None:
     for file, names in plan.filename_to_tensors.items():
         save_file({n: tensors[n] for n in names}, folder / file, metadata={"format": "mlx"})
     index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
