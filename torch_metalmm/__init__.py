@@ -95,6 +95,10 @@ def _plug_into_saving() -> None:
     from . import hf_save  # noqa: F401  # save_pretrained of packed models becomes its own
 
 
+def _plug_into_diffusers() -> None:
+    from . import diffusers_save  # noqa: F401  # save_pretrained refuses packed layers
+
+
 def _plug_into_peft() -> None:
     try:
         from . import lora, lora_others  # noqa: F401  # they register layers and checks
@@ -108,4 +112,5 @@ when_imported("torch", _register_ops)
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 when_imported("transformers.quantizers.auto", _plug_into_transformers)
 when_imported("transformers.modeling_utils", _plug_into_saving)
+when_imported("diffusers.models.modeling_utils", _plug_into_diffusers)
 when_imported("peft.tuners.lora", _plug_into_peft)

@@ -49,7 +49,8 @@ def replaceable_weights(path: Path) -> set[str] | None:
     if not is_packed(path):
         return None
     modules = read_config(path)["quantization_config"].get("modules")
-    return packed_weights(path, modules if isinstance(modules, dict) else ())
+    table = modules if isinstance(modules, dict) else {}
+    return packed_weights(path, [name for name, format in table.items() if format])
 
 
 def load_packed(

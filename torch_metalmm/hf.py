@@ -93,7 +93,7 @@ class MetalMMQuantizer(HfQuantizer):
             _require_safetensors(checkpoint_files)
             self._jobs = _stored_jobs(model, self.quantization_config)
         else:
-            _tie(model, {})
+            tie(model, {})
             skip = self.quantization_config.skip_filter(model)
             spec = self.quantization_config.spec()
             self._jobs = plan(model, spec, skip)
@@ -269,7 +269,7 @@ def _check_order(name: str, order: Tensor | None) -> None:
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
     """The layers that a stored model has packed. ValueError: one that cannot be packed so."""
     table = _in_model(model, config.modules)
-    _tie(model, table)
+    tie(model, table)
     jobs = plan(model, lambda name, module: table.get(name))
     for job in jobs:
         if job.format != job.asked:
@@ -301,16 +301,17 @@ def _in_model(model: Any, names: Any) -> dict[str, Any]:
     return result
 
 
-def _tie(model: Any, table: dict[str, Any]) -> None:
+def tie(model: Any, table: dict[str, Any]) -> None:
     """Share tied parameters: transformers does that only after loading, and a pack is of both.
 
-    Not where the table gives them two formats: a GGUF file may have both in spite of its config.
+    Not where the table has two formats for them, or leaves one dense: a GGUF file may have both
+    tensors in spite of its config, and one of two layers may have been packed.
     """
     for target, source in model.all_tied_weights_keys.items():
-        owner, _, leaf = target.rpartition(".")
-        given = {table.get(owner), table.get(source.rpartition(".")[0])} - {None}
-        if len(given) > 1:
+        owners = [name.rpartition(".")[0] for name in (target, source)]
+        if len({table[owner] for owner in owners if owner in table}) > 1:
             continue
+        owner, _, leaf = target.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
 
 

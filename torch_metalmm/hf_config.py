@@ -28,7 +28,8 @@ class MetalMMConfig(QuantizationConfigMixin):
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
 
     In config.json of a stored model, modules has the exact name and format of every packed layer,
-    and input_order the names of those that gather their input (see QuantLinear).
+    None for a dense one that the model's config ties to a packed one, and input_order the names of
+    those that gather their input (see QuantLinear).
     ValueError: an unknown format or key, a value of the wrong type, nothing to pack.
     """
 
@@ -84,7 +85,15 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
     if not packed:
         return None
     gathers = [n for n, m in packed.items() if getattr(m, "input_order", None) is not None]
-    return MetalMMConfig(modules={n: m.format for n, m in packed.items()}, input_order=gathers)
+    modules: dict[str, str | None] = {n: m.format for n, m in packed.items()}
+    # What the config ties: loading takes pairs that are not out of model.all_tied_weights_keys.
+    expand: Any = getattr(model, "get_expanded_tied_weights_keys", None)
+    ties: dict[str, str] = {} if expand is None else expand(all_submodels=True)
+    for pair in ties.items():
+        owners = {name.rpartition(".")[0] for name in pair}
+        if len(owners & packed.keys()) == 1:
+            modules |= dict.fromkeys(owners - packed.keys())
+    return MetalMMConfig(modules=modules, input_order=gathers)
 
 
 def _names_part_of(entry: str, name: str) -> bool:

@@ -15,9 +15,11 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 
 from .checkpoint import replaceable_weights
-from .hf import attach, is_transformers_model
+from .hf import attach, is_transformers_model, tie
 from .hf_config import stored_config
 from .owned import obsolete_weights, prepare_folder
+from .replace import weight_shape
+from .skeleton import can_pack, empty_like, tied_names
 from .staging import is_staging, staged
 
 _save = PreTrainedModel.save_pretrained
@@ -27,8 +29,8 @@ _signature = inspect.signature(_save)
 def check_save(model: Any, folder: str | os.PathLike[str]) -> tuple[Path, set[str]]:
     """(folder, weights in it that a save of the packed model may replace).
 
-    ValueError: no transformers model, or one that another method quantized, too. OSError as
-    prepare_folder.
+    ValueError: no transformers model, one that another method quantized, too, or one whose packed
+    layers are not those of its config. OSError as prepare_folder.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
@@ -38,8 +40,41 @@ def check_save(model: Any, folder: str | os.PathLike[str]) -> tuple[Path, set[st
             f"the model has packed layers and is quantized by {other}, too; config.json has room "
             "for one method"
         )
+    _check_layers(model)
     target = prepare_folder(folder, replaceable_weights)
     return target, replaceable_weights(target) or set()
+
+
+def _check_layers(model: Any) -> None:
+    """ValueError: from_pretrained, which builds the model of the config, could not load a layer."""
+    config = stored_config(model)
+    assert config is not None
+    made = empty_like(model, model.dtype)
+    tie(made, config.modules)
+    modules, names = dict(made.named_modules(remove_duplicate=False)), tied_names(made)
+    shared = tied_names(model)
+    for name, format in config.modules.items():
+        if format is None:
+            continue
+        weight = f"{name}.weight"
+        ours, theirs = model.get_submodule(name), modules.get(name)
+        if theirs is None or not can_pack(made, [weight]):
+            problem = "no layer that can be packed"
+        elif _shape(ours) != _shape(theirs):
+            problem = f"{_shape(theirs)}, the packed layer has {_shape(ours)}"
+        elif apart := set(shared.get(weight, ())) - set(names[weight]):
+            problem = f"a weight of its own for it, which is that of {min(apart)} here"
+        else:
+            continue
+        raise ValueError(
+            f"{name} could not be loaded again: a {type(model).__name__} of this config has "
+            f"{problem}; change model.config or the layer"
+        )
+
+
+def _shape(layer: Any) -> str:
+    n, k = weight_shape(layer)
+    return f"{n} rows of {k}" + (", a bias" if getattr(layer, "bias", None) is not None else "")
 
 
 @functools.wraps(_save)
