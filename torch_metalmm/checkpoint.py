@@ -62,16 +62,16 @@ def load_packed(
 
     dtype is that of activations and unpacked weights, by default the one the model was saved with.
     The model is frozen and in eval mode.
-    OSError: the folder or a file is missing. ValueError: not such a folder, or its tensors do not
-    fit its config.
+    No code is fetched or run, and no file outside the folder is read.
+    OSError: the folder or a file is missing. ValueError: not such a folder, its tensors do not fit
+    its config, or it names code or files elsewhere.
     """
-    from transformers import AutoConfig
-
     from .skeleton import named_class
+    from .untrusted import load_config
 
     path = Path(folder)
     check_packed(path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = load_config(path)
     kind = named_class(config)
     if kind is None:
         raise ValueError(f"{path}: transformers has no class {config.architectures} of its config")
@@ -82,6 +82,7 @@ def load_packed(
             dtype=dtype or "auto",
             device_map=None if str(device) == "cpu" else {"": device},
             use_safetensors=True,
+            local_files_only=True,
             output_loading_info=True,
         )
     except RuntimeError as error:  # sizes that do not fit; transformers has logged which
@@ -123,13 +124,28 @@ def check_packed(path: Path) -> None:
     """ValueError or OSError that says why the folder is no packed model."""
     from .hf_config import QUANT_METHOD
 
-    quant = read_config(path).get("quantization_config") or {}
-    method = quant.get("quant_method") if isinstance(quant, dict) else None
+    values = read_config(path)
+    method = _quant_method(values)
     if method != QUANT_METHOD:
+        mlx = "; load_mlx reads MLX checkpoints" if "quantization" in values else ""
         raise ValueError(
             f"{path} is not a packed model: its quantization_config has the quant_method "
-            f"{method!r}, not {QUANT_METHOD!r}"
+            f"{method!r}, not {QUANT_METHOD!r}{mlx}"
         )
+
+
+def check_dense(path: Path) -> None:
+    """ValueError if another method quantized the model in the folder. OSError: no config.json."""
+    from .hf_config import QUANT_METHOD
+
+    method = _quant_method(read_config(path))
+    if method not in (None, QUANT_METHOD):
+        raise ValueError(f"{path} is quantized by {method!r}; only dense models are packed")
+
+
+def _quant_method(values: dict[str, Any]) -> Any:
+    quant = values.get("quantization_config")
+    return quant.get("quant_method") if isinstance(quant, dict) else None
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -138,4 +154,4 @@ def read_tokenizer(path: Path) -> Any:
 
     if not (path / "tokenizer_config.json").exists():
         return None
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)

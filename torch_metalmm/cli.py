@@ -236,6 +236,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _quantize(args: argparse.Namespace) -> None:
     from .checkpoint import is_packed, replaceable_weights, save_packed
     from .generate import load_model
+    from .mlx import is_mlx
     from .owned import prepare_folder
     from .quantize import quantize_
 
@@ -251,7 +252,7 @@ def _quantize(args: argparse.Namespace) -> None:
     if is_packed(args.output) and not args.force:
         raise FileExistsError(f"{args.output} holds a packed model; --force replaces it")
     try:
-        load = load_model if is_gguf else _load_dense
+        load = load_model if is_gguf or is_mlx(args.source) else _load_dense
         model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
         if spec:
             quantize_(model, spec)
@@ -281,17 +282,20 @@ def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
 
 def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """(model, tokenizer or None) of a Hugging Face model folder."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    from .checkpoint import read_tokenizer
+    from .checkpoint import check_dense, read_tokenizer
     from .skeleton import named_class
+    from .untrusted import load_config
 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} is neither a .gguf file nor a folder with a config.json")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_dense(folder)
+    config = load_config(folder)
     kind = named_class(config) or AutoModel
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
-    return kind.from_pretrained(folder, **options).to(device), read_tokenizer(folder)
+    model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
+    return model.to(device), read_tokenizer(folder)
 
 
 def _info(args: argparse.Namespace) -> None:

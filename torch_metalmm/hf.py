@@ -23,6 +23,7 @@ from .linear import QuantEmbedding, QuantLinear, quantize_weight
 from .quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from .replace import is_conv1d, weight_shape
 from .skeleton import empty_like
+from .untrusted import check_inside
 
 _SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
 
@@ -91,6 +92,7 @@ class MetalMMQuantizer(HfQuantizer):
         self._files = checkpoint_files
         if self.pre_quantized:
             _require_safetensors(checkpoint_files)
+            check_inside(model.config._name_or_path, checkpoint_files or [])
             self._jobs = _stored_jobs(model, self.quantization_config)
         else:
             tie(model, {})

@@ -16,6 +16,7 @@ from .hf_files import Found, read_headers
 from .mlx_layout import PREFIXES, Quantization, pack
 from .replace import is_conv1d, packable, replaceable, summary, weight_shape
 from .skeleton import empty_model, put_dense, put_packed, tied_names
+from .untrusted import forget_kernels
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
 _OTHER_NUMBERS = {
@@ -70,11 +71,13 @@ def load_mlx(
 
 
 def is_mlx(path: Path) -> bool:
-    """Whether the folder holds a quantized MLX checkpoint."""
+    """Whether config.json has MLX's entry of quantization, be it one that load_mlx takes or not."""
     try:
-        return pop_quantization(path, read_config(path)) is not None
+        values = read_config(path)
     except (OSError, ValueError):
         return False
+    given = values.get("quantization", values.get("quantization_config"))
+    return isinstance(given, dict) and given.get("quant_method") is None
 
 
 def pop_quantization(path: Path, values: dict[str, Any]) -> Quantization | None:
@@ -104,9 +107,11 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
         raise ValueError(f"{path}: {kind} is not loaded from MLX, where {_OTHER_NUMBERS[kind]}")
     values.pop("auto_map", None)
     try:
-        return CONFIG_MAPPING[kind].from_dict(values)
+        config = CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:  # whatever its checks raise on strange values
         raise ValueError(f"{path}: transformers makes no config of it: {error}") from error
+    forget_kernels(path, config)
+    return config
 
 
 class _Source:
