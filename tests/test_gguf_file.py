@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torch_metalmm import QuantEmbedding, QuantLinear, formats, load_gguf
 from torch_metalmm.gguf_file import GgufFile
-from torch_metalmm.gguf_map import Layout, TensorMap
+from torch_metalmm.gguf_layout import Layout, TensorMap
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -52,9 +53,10 @@ def test_dtype_is_that_of_activations_and_norms(tiny_llama: Path, dtype: torch.d
     assert (y.float() - exact(ids).logits).abs().max() < 16 * torch.finfo(dtype).eps * size
 
 
-def test_generation_stops_at_every_end_token(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["eot", "eom"])
+def test_generation_stops_at_every_end_token(folder: Path, kind: str) -> None:
     tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
-    extra = {"tokenizer.ggml.eot_token_id": 7}
+    extra = {f"tokenizer.ggml.{kind}_token_id": 7}
     path = write_gguf(folder / "ends.gguf", "llama", tensors, ARCHITECTURES["llama"], extra)
     model, tokenizer, _ = load_quietly(path)
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, 7]
@@ -77,6 +79,17 @@ def test_llama3_rope_divisors_become_rope_scaling(folder: Path) -> None:
     assert warned == []
     assert model.config.rope_parameters["rope_type"] == "llama3"
     assert torch.allclose(model.model.rotary_emb.inv_freq, wanted, rtol=1e-6, atol=0)
+
+
+def test_rope_divisors_that_shorten_no_frequency_are_no_scaling(folder: Path) -> None:
+    """Llama 3's formula with a factor of 1 gives ones; below 1 it would speed frequencies up."""
+    tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))
+    for divisors in (np.ones(32, np.float32), np.full(32, 0.5, np.float32)):
+        tensors["rope_freqs.weight"] = (divisors, "f32")
+        path = write_gguf(folder / "b.gguf", "llama", tensors, ARCHITECTURES["llama"])
+        model, _, warned = load_quietly(path)
+        assert model.config.rope_parameters["rope_type"] == "default"
+        assert warned == ["not used by the model: rope_freqs.weight"]
 
 
 def test_unknown_rope_divisors_and_spare_tensors_are_named(folder: Path) -> None:
@@ -129,6 +142,8 @@ def counting_columns(value: np.ndarray) -> np.ndarray:
         (lambda w: w[::-1], Layout(rows=np.arange(12)[::-1])),
         (counting_columns, Layout(columns=np.arange(16).reshape(8, 2).T.ravel())),
         (lambda w: w - 1, None),
+        (lambda w: w.astype(float), None),
+        (lambda w: w.T[::-1], None),
         (lambda w: w[::-1, ::-1], None),
         (lambda w: w[:6], None),
         (lambda w: w[np.zeros(len(w), int)], None),
@@ -142,6 +157,38 @@ def test_layout_of_a_conversion(change: Any, layout: Layout | None) -> None:
         assert found.transposed == layout.transposed
         assert np.array_equal(found.rows, layout.rows)
         assert np.array_equal(found.columns, layout.columns)
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (8, 8), (8, 256), (128, 8), (300, 8), (8, 20000)])
+@pytest.mark.parametrize("small", [(4, 10**6), (10**6, 4), (127, 10**6), (10**6, 16383)])
+def test_the_layout_of_a_small_matrix_says_nothing_of_a_large_one(
+    shape: tuple[int, int], small: tuple[int, int]
+) -> None:
+    """Reorders that are the identity up to some size, as those of groups and heads are."""
+
+    def as_seen_by_the_model(value: np.ndarray, axis: int) -> np.ndarray:
+        if value.shape[0] <= small[0] and value.shape[1] <= small[1]:
+            return value
+        return np.roll(np.flip(value, axis), 1, axis)
+
+    value = np.random.default_rng(0).standard_normal(shape)
+    for axis in (0, 1):
+        found = _FakeMap(lambda w, a=axis: as_seen_by_the_model(w, a)).layout("x.weight", shape)
+        assert found is not None and not found.transposed
+        rows = slice(None) if found.rows is None else found.rows
+        columns = slice(None) if found.columns is None else found.columns
+        assert np.array_equal(value[rows][:, columns], as_seen_by_the_model(value, axis))
+
+
+def test_a_large_matrix_that_stays_as_it_is_needs_no_memory() -> None:
+    class Same(_FakeMap):
+        def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
+            return {name: torch.from_numpy(value)}
+
+    tracemalloc.start()
+    assert Same(None).layout("token_embd.weight", (2**15, 2**13)) == Layout()
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
 
 
 def test_dense_decodes_as_the_specification(tiny_llama: Path) -> None:

@@ -89,6 +89,77 @@ def test_an_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None
         load_gguf(path)
 
 
+def reshaped(path: Path, architecture: str, to: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """The file with these tensors as zeros of another shape; () leaves one out."""
+    tensors = dict(tensors_of(path))
+    for name, shape in shapes.items():
+        del tensors[name]
+        if shape:
+            tensors[name] = (np.zeros(shape, np.float32), "f32")
+    return write_gguf(to, architecture, tensors, ARCHITECTURES[architecture])
+
+
+EXPERTS = {f"blk.1.ffn_{kind}_exps.weight": (8, 768, H) for kind in ("gate", "up")}
+WRONG_SHAPES: list[tuple[str, dict[str, tuple[int, ...]], str]] = [
+    (
+        "llama",
+        {"output_norm.weight": (H, 1)},
+        r"'output_norm.weight' is \[256, 1\], but the model's model.norm.weight is \[256\]",
+    ),
+    ("llama", {"output_norm.weight": (1, H)}, r"'output_norm.weight' is \[1, 256\], but"),
+    ("llama", {"blk.1.attn_norm.weight": (2, H // 2)}, r"'blk.1.attn_norm.weight' is \[2, 128\]"),
+    ("llama", {"blk.0.attn_output.weight": (H, 1, H)}, r"_output.weight' is \[256, 1, 256\], but"),
+    ("llama", {"blk.0.ffn_up.weight": (H, 512)}, r"'blk.0.ffn_up.weight' is \[256, 512\], but"),
+    ("qwen2", {"blk.1.attn_q.bias": (H, 1)}, r"'blk.1.attn_q.bias' is \[256, 1\], but"),
+    ("gpt2", {"blk.0.ffn_up.weight": (H, 512)}, r"\[256, 512\], which makes \[512, 256\], but"),
+    ("mamba", {"blk.0.ssm_conv1d.weight": (4, 512)}, r"\[4, 512\], which makes \[4, 1, 512\], but"),
+    (
+        "qwen3moe",
+        EXPERTS,
+        r"'blk.1.ffn_gate_exps.weight' is \[8, 768, 256\] and tensor 'blk.1.ffn_up_exps.weight' is "
+        r"\[8, 768, 256\], which makes \[8, 1536, 256\], but .*gate_up_proj is \[4, 1536, 256\]",
+    ),
+    (
+        "qwen3moe",
+        {"blk.1.ffn_up_exps.weight": (8, 768, H)},
+        r"up_exps.weight' is \[8, 768, 256\].*, which makes nothing, but .* is \[4, 1536, 256\]",
+    ),
+    (
+        "qwen3moe",
+        {"blk.1.ffn_up_exps.weight": ()},
+        r"gate_exps.weight' is \[4, 768, 256\], which makes nothing, but .* \[4, 1536, 256\]",
+    ),
+    ("qwen3moe", {"blk.0.ffn_down_exps.weight": (2, H, 768)}, r"\[2, 256, 768\], but the model's"),
+    (
+        "qwen3moe",
+        {"blk.0.ffn_gate_inp.weight": (8, H)},
+        r"'blk.0.ffn_gate_inp.weight' is \[8, 256\]",
+    ),
+    (
+        "qwen35moe",
+        {"blk.1.ffn_up_exps.weight": ()},
+        r"gate_exps.weight' .* makes nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "shapes", "message"), WRONG_SHAPES)
+def test_tensors_of_another_shape_are_named_before_a_model_is_built(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    shapes: dict[str, tuple[int, ...]],
+    message: str,
+) -> None:
+    good = random_model(tmp_path / "good.gguf", architecture)
+    path = reshaped(good, architecture, tmp_path / "bad.gguf", shapes)
+    built = []
+    monkeypatch.setattr("torch_metalmm.gguf.tokenizer", lambda *args: built.append(args))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_gguf(path)
+    assert str(caught.value).startswith(str(path)) and not built
+
+
 def test_a_file_without_a_tokenizer_or_of_several_parts(tmp_path: Path, tiny_llama: Path) -> None:
     tensors = dict(tensors_of(tiny_llama))
     values = ARCHITECTURES["llama"]
@@ -97,6 +168,9 @@ def test_a_file_without_a_tokenizer_or_of_several_parts(tmp_path: Path, tiny_lla
         load_gguf(path)
     path = write_gguf(tmp_path / "x.gguf", "llama", tensors, values, {"split.count": 3})
     with pytest.raises(ValueError, match="one of 3 parts; join them"):
+        load_gguf(path)
+    path = write_gguf(tmp_path / "x.gguf", "llama", tensors, values, {"split.count": "two"})
+    with pytest.raises(ValueError, match="one of 'two' parts; join them"):
         load_gguf(path)
 
 
@@ -109,6 +183,8 @@ def test_a_file_without_a_tokenizer_or_of_several_parts(tmp_path: Path, tiny_lla
         ("feed_forward_length", 1024, r"is \[512, 256\], but the model's .* is \[1024, 256\]"),
         ("attention.head_count", 0, "no model fits|no config"),
         ("attention.head_count", 2**30, "not a multiple of the number of attention heads"),
+        ("block_count", "text", "block_count = 'text', but it has 20 tensors"),
+        ("embedding_length", "text", "embedding_length = text, but token_embd.weight is"),
         ("attention.layer_norm_rms_epsilon", "text", "no config of its metadata|no model fits"),
     ],
 )
@@ -118,6 +194,14 @@ def test_metadata_that_contradicts_the_tensors(
     values = ARCHITECTURES["llama"] | {key: value}
     path = write_gguf(tmp_path / "x.gguf", "llama", dict(tensors_of(tiny_llama)), values)
     with pytest.raises(ValueError, match=message):
+        load_gguf(path)
+
+
+def test_metadata_that_asks_for_memory_without_tensors(tmp_path: Path) -> None:
+    tensors = dict(tensors_of(random_model(tmp_path / "good.gguf", "qwen35")))
+    values = ARCHITECTURES["qwen35"] | {"rope.dimension_count": 2**31}
+    path = write_gguf(tmp_path / "x.gguf", "qwen35", tensors, values)
+    with pytest.raises(ValueError, match=r"buffer .*inv_freq alone is \[1073741824\], 4294967296"):
         load_gguf(path)
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .blame import blaming
 from .gguf_file import GgufFile
-from .gguf_map import Layout, TensorMap, model_config, tensor_map, tokenizer
-from .replace import is_conv1d, summary, weight_shape
+from .gguf_layout import Layout, TensorMap
+from .gguf_map import model_config, tensor_map, tokenizer
+from .limits import MAX_LAYERS
+from .replace import is_conv1d, summary
 from .skeleton import (
     can_pack,
     empty_model,
@@ -29,6 +29,7 @@ from .skeleton import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE_FORMATS = ("f32", "f16", "bf16")
 _ROPE_DIVISORS = "rope_freqs.weight"
+_MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
 
 
 def load_gguf(
@@ -40,15 +41,19 @@ def load_gguf(
 
     Each 2-D weight of a Linear, Conv1D (GPT-2) or Embedding becomes a QuantLinear or
     QuantEmbedding: on the CPU a view of the memory-mapped file, copied only where the architecture
-    reorders rows (Llama's q and k); on another device a copy. The file must stay in place while
-    the model is used. A tied output head shares the embedding's bytes. Everything else (norms,
-    biases, convolutions, stacked experts) is decoded to `dtype`, the dtype of the activations too.
+    reorders rows (Llama's q and k); on another device a copy. Files larger than memory load, and
+    writing to a weight never reaches the file. The file must not be truncated while the model is
+    used: a read beyond its end kills the process (SIGBUS). A tied output head shares the
+    embedding's bytes. Everything else (norms, biases, convolutions, stacked experts) is decoded to
+    `dtype`, the dtype of the activations too.
     A quantized weight that cannot stay packed is decoded with a warning, and so are named the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
 
     FileNotFoundError, ImportError (transformers or gguf missing), or ValueError, before any weight
-    is read: not a GGUF file, truncated, a tensor type without a format here, an architecture
-    transformers does not map, a missing tensor or one of another shape than the model's.
+    is read: not a GGUF file, truncated, a tensor type without a format here, tensors that overlap
+    or are not aligned, an architecture transformers does not map, a missing tensor or one of
+    another shape than the model's, metadata too large for a model. ValueError, too, where the file
+    is truncated while it is read.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
@@ -57,14 +62,20 @@ def load_gguf(
 
     file = GgufFile(path)
     _check_whole(file)
-    with _blaming(file, "transformers makes no config of its metadata"):
+    with blaming(file.path, "transformers makes no config of its metadata"):
         config, values = model_config(file)
-    with _blaming(file, "no model fits its metadata"):
-        model = empty_model(config, dtype)
-        mapping = tensor_map(file, model, values)
-    plan = _plan(file, model, mapping)
-    with _blaming(file, "transformers makes no tokenizer of its metadata"):
+    with blaming(file.path, "no model fits its metadata"):
+        with torch.device("meta"):
+            outline = empty_model(config, dtype)
+        mapping = tensor_map(file, outline, values)
+    _check_shapes(file, outline.state_dict(), mapping)
+    _check_buffers(file, outline)
+    _plan(file, outline, mapping)  # finds what is missing; packs less than the model with buffers
+    with blaming(file.path, "transformers makes no tokenizer of its metadata"):
         tokens = tokenizer(file, config)
+    with blaming(file.path, "no model fits its metadata"):
+        model = empty_model(config, dtype)
+    plan = _plan(file, model, mapping)
     if "rope_parameters" in values and _ROPE_DIVISORS in plan.unused:
         plan.unused.remove(_ROPE_DIVISORS)  # they are in the config
     _warn(file, plan, dtype)
@@ -102,31 +113,19 @@ def _require_extra() -> None:
         ) from None
 
 
-@contextmanager
-def _blaming(file: GgufFile, step: str) -> Iterator[None]:
-    """Whatever other code raises on strange metadata becomes a ValueError that names the file."""
-    try:
-        yield
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split()) or repr(error)
-        if said.startswith(file.path):
-            raise
-        raise ValueError(f"{file.path}: {step}: {said}") from error
-
-
 def _check_whole(file: GgufFile) -> None:
     """ValueError for a part of a split file, and for sizes that its tensors contradict."""
     parts = file.metadata.get("split.count", 0)
-    if parts > 1:
+    if not isinstance(parts, int) or parts > 1:
         raise ValueError(
-            f"{file.path} is one of {parts} parts; join them with llama-gguf-split --merge"
+            f"{file.path} is one of {parts!r} parts; join them with llama-gguf-split --merge"
         )
     blocks = file.metadata.get(f"{file.architecture}.block_count", 0)
-    if not isinstance(blocks, int) or blocks > len(file.tensors):
+    most = min(len(file.tensors), MAX_LAYERS)
+    if not isinstance(blocks, int) or blocks > most:
         raise ValueError(
-            f"{file.path}: block_count = {blocks}, but it has {len(file.tensors)} tensors"
+            f"{file.path}: block_count = {blocks!r}, but it has {len(file.tensors)} tensors, "
+            f"and no model has more than {MAX_LAYERS} blocks"
         )
     width = file.metadata.get(f"{file.architecture}.embedding_length")
     embedding = file.tensors.get("token_embd.weight")
@@ -135,6 +134,35 @@ def _check_whole(file: GgufFile) -> None:
             f"{file.path}: embedding_length = {width}, but token_embd.weight is "
             f"{list(embedding.shape)}"
         )
+
+
+def _check_shapes(file: GgufFile, state: dict[str, Tensor], mapping: TensorMap) -> None:
+    """ValueError for tensors that do not make the model's, by their names and shapes alone."""
+    makers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, entry in file.tensors.items():
+        target = mapping.target(name)
+        if target is not None and target in state:
+            makers.setdefault(target, {})[name] = entry.shape
+    for target, shapes in makers.items():
+        made, wanted = mapping.shape(shapes), tuple(state[target].shape)
+        if made != wanted:
+            given = " and ".join(f"tensor {n!r} is {list(shape)}" for n, shape in shapes.items())
+            made_of = "nothing" if made is None else list(made)
+            makes = "" if made in shapes.values() else f", which makes {made_of}"
+            raise ValueError(
+                f"{file.path}: {given}{makes}, but the model's {target} is {list(wanted)}"
+            )
+
+
+def _check_buffers(file: GgufFile, model: nn.Module) -> None:
+    """ValueError for metadata that asks for more memory than a model of this size has use for."""
+    most = _MOST_BUFFERS + sum(entry.nbytes for entry in file.tensors.values())
+    for name, buffer in model.named_buffers():
+        if buffer.nbytes > most:
+            raise ValueError(
+                f"{file.path}: no model fits its metadata: the buffer {name} alone is "
+                f"{list(buffer.shape)}, {buffer.nbytes} bytes, more than all tensors of the file"
+            )
 
 
 def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
@@ -150,7 +178,6 @@ def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
         names = plan.names[target]
         layout = _packed_layout(file, model, mapping, name, names)
         if layout is None:
-            _check_size(file, name, target, state[target])
             plan.dense.append(name)
         else:
             plan.packed.append(_Packed(name, names, layout))
@@ -189,11 +216,6 @@ def _packed_layout(
     if len(shape) != 2 or not can_pack(model, names):
         return None
     modules = [model.get_submodule(n.rpartition(".")[0]) for n in names]
-    if shape != weight_shape(modules[0]):
-        raise ValueError(
-            f"{file.path}: tensor {name!r} is {list(shape)}, but the model's {names[0]} is "
-            f"{list(weight_shape(modules[0]))}"
-        )
     layout = mapping.layout(name, shape)
     if layout is None or layout.transposed != is_conv1d(modules[0]):
         return None
@@ -201,16 +223,6 @@ def _packed_layout(
         return None
     # Conv1D keeps W transposed and GGUF does not: transformers turns it, a packed layer need not.
     return layout
-
-
-def _check_size(file: GgufFile, name: str, target: str, tensor: Tensor) -> None:
-    shape = file.tensors[name].shape
-    stacked = len(shape) > 2  # two tensors of the file may make one of the model
-    if prod(shape) != tensor.numel() and not (stacked and tensor.numel() % prod(shape) == 0):
-        raise ValueError(
-            f"{file.path}: tensor {name!r} is {list(shape)}, but the model's {target} is "
-            f"{list(tensor.shape)}"
-        )
 
 
 def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
@@ -239,7 +251,7 @@ def _fill(
             set_input_order(model, item.names, order)
     for name in plan.dense:
         for target, value in mapping.convert(name, file.dense(name).numpy()).items():
-            put_dense(model, plan.names[target], value, device)
+            put_dense(model, plan.names[target], value.contiguous(), device)
     for name in plan.zeros:
         put_dense(model, [name], torch.zeros(model.get_parameter(name).shape), device)
     model.to(device)  # buffers, which were made on the CPU

@@ -1,16 +1,13 @@
 """What transformers knows about GGUF files: config, tokenizer, tensor names and layouts.
 
 Everything here calls transformers' own tables and converters; the work is to call them on a file's
-header and on small probe tensors, so that no tensor has to be decoded to learn where it goes.
+header, so that no tensor has to be read to learn where it goes.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import tempfile
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +15,20 @@ import torch
 from torch import Tensor
 
 from .gguf_file import GgufFile
+from .gguf_layout import TensorMap
 
-_PROBE_SIZE = 4
+_TOKENS = "tokenizer.ggml.tokens"
+# What a tokenizer is made of besides scalars; at most this many elements for each token. Llama 3
+# has 2.2 merges for each; T5's character map is one array of bytes.
+_TOKENIZER_ARRAYS = {
+    _TOKENS: 1,
+    "tokenizer.ggml.scores": 1,
+    "tokenizer.ggml.token_type": 1,
+    "tokenizer.ggml.merges": 8,
+    "tokenizer.ggml.precompiled_charsmap": 64,
+}
+_LONGEST_TOKEN = 1 << 13  # bytes, merges have two; transformers' time goes with the square
+_LONGEST_ARRAY = 1 << 12  # of other arrays, which have an element for each layer
 
 
 def supported_architectures() -> list[str]:
@@ -47,14 +56,12 @@ def model_config(file: GgufFile) -> tuple[Any, dict[str, Any]]:
             f"{file.path}: transformers cannot map the GGUF architecture {file.architecture!r}; "
             f"supported: {', '.join(supported_architectures())}"
         )
-    if file.architecture in GGUF_CONFIG_ARCHS:
-        metadata, names = read_gguf_metadata(file.path)
-        values = get_gguf_config(metadata, names)
-    else:
-        # Its reader takes seconds for a vocabulary (2.5 s of 49 k tokens), which it does not need.
-        with tempfile.NamedTemporaryFile(suffix=".gguf") as header:
-            file.write_header_without_vocabulary(header.file)
-            header.flush()
+    with tempfile.NamedTemporaryFile(suffix=".gguf") as header:
+        file.write_header(header.file, _config_keys(file), file.tensors, empty=[_TOKENS])
+        header.flush()
+        if file.architecture in GGUF_CONFIG_ARCHS:
+            values = get_gguf_config(*read_gguf_metadata(header.name))
+        else:
             values = load_gguf_checkpoint(header.name)["config"]  # type: ignore[no-untyped-call]
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
@@ -63,92 +70,56 @@ def model_config(file: GgufFile) -> tuple[Any, dict[str, Any]]:
     return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)), values
 
 
+def _config_keys(file: GgufFile) -> list[str]:
+    """The keys of the metadata that a config can depend on.
+
+    transformers' reader takes 50 us for each element of an array (2.5 s for 49 k tokens).
+    """
+    prefixes = ("general.", f"{file.architecture}.", "tokenizer.ggml.")
+    short = [k for k, a in file.arrays.items() if a.count <= _LONGEST_ARRAY]
+    keys = [k for k in (*file.metadata, *short) if k.startswith(prefixes) and k != _TOKENS]
+    return [*keys, _TOKENS] if _TOKENS in file.arrays else keys
+
+
 def tokenizer(file: GgufFile, config: Any) -> Any:
     """The tokenizer AutoTokenizer would build from the file. ValueError if the file has none."""
     from transformers import TOKENIZER_MAPPING, PreTrainedTokenizerFast
 
-    if "tokenizer.ggml.tokens" not in file.array_lengths:
+    if _TOKENS not in file.arrays:
         raise ValueError(f"{file.path} has no tokenizer")
     kind = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
     if not isinstance(kind, type) or not issubclass(kind, PreTrainedTokenizerFast):
         kind = PreTrainedTokenizerFast  # Mistral's own tokenizer package reads no GGUF
     # A folder of its own, or tokenizer files beside the GGUF would be taken instead.
     with tempfile.TemporaryDirectory() as folder:
-        os.symlink(os.path.abspath(file.path), os.path.join(folder, "model.gguf"))
+        with open(os.path.join(folder, "model.gguf"), "wb") as header:
+            file.write_header(header, _tokenizer_keys(file), [])
         made = kind.from_pretrained(folder, gguf_file="model.gguf")
     made.name_or_path = made.init_kwargs["name_or_path"] = file.path
     return made
 
 
-@dataclass
-class Layout:
-    """The model's matrix is the file's, transposed or with its rows or its columns in this order.
+def _tokenizer_keys(file: GgufFile) -> list[str]:
+    """The keys of the metadata that the tokenizer is made of. ValueError: too long for the model.
 
-    rows[i] is the file's row that is the model's row i; columns likewise.
+    So a small file cannot make transformers work for minutes.
     """
-
-    transposed: bool = False
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
-
-
-class TensorMap(ABC):
-    """Where a GGUF tensor goes in the model, and what transformers does to it on the way."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[tuple[str, tuple[int, int]], Layout | None] = {}
-        self._open: dict[str, Any] = {}  # model tensors that wait for another of the file
-
-    @abstractmethod
-    def target(self, name: str) -> str | None:
-        """The model's name for the tensor; None if the model has no place for it."""
-
-    @abstractmethod
-    def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
-        """The model tensors that are complete once this one is given: {model name: tensor}."""
-
-    def layout(self, name: str, shape: tuple[int, int]) -> Layout | None:
-        """How the model has a 2-D tensor [N, K] of the file, found by converting a probe.
-
-        None if it is more than an order of rows or of columns, or has other values.
-        """
-        key = (re.sub(r"\.\d+\.", ".#.", name), shape)
-        if key not in self._layouts:
-            n, k = shape
-            for probe in ((n, _PROBE_SIZE), (_PROBE_SIZE, k), shape):
-                try:
-                    self._layouts[key] = self._probe(name, *probe)
-                    break
-                except (ValueError, IndexError, RuntimeError):  # it counts what was left out
-                    continue
-            else:
-                self._layouts[key] = None
-        return self._layouts[key]
-
-    def _probe(self, name: str, n: int, k: int) -> Layout | None:
-        probe = np.arange(n * k).reshape(n, k)
-        with np.errstate(all="ignore"):
-            made = self.convert(name, probe)
-        self._open.clear()
-        if len(made) != 1:
-            return None
-        out = next(iter(made.values())).numpy()
-        if np.array_equal(out, probe):
-            return Layout()
-        if np.array_equal(out, probe.T):
-            return Layout(transposed=True)
-        if out.shape != probe.shape:
-            return None
-        rows, columns = out[:, 0] // k, out[0] % k
-        if _is_order(rows, n) and np.array_equal(out, probe[rows]):
-            return Layout(rows=rows)
-        if _is_order(columns, k) and np.array_equal(out, probe[:, columns]):
-            return Layout(columns=columns)
-        return None
-
-
-def _is_order(index: np.ndarray, n: int) -> bool:
-    return np.array_equal(np.sort(index), np.arange(n))
+    embedding = file.tensors.get("token_embd.weight")
+    vocabulary = file.arrays[_TOKENS].count if embedding is None else embedding.shape[0]
+    found = {key: array for key, array in file.arrays.items() if key in _TOKENIZER_ARRAYS}
+    for key, array in found.items():
+        if array.count > _TOKENIZER_ARRAYS[key] * vocabulary:
+            raise ValueError(
+                f"{file.path}: {key} has {array.count} elements, but token_embd.weight has "
+                f"{vocabulary} rows"
+            )
+        if array.longest > _LONGEST_TOKEN:
+            raise ValueError(
+                f"{file.path}: {key} has an element of {array.longest} bytes; at most "
+                f"{_LONGEST_TOKEN} are read"
+            )
+    scalars = [key for key in file.metadata if key.startswith("tokenizer.")]
+    return ["general.architecture", *scalars, *found]
 
 
 def tensor_map(file: GgufFile, model: Any, config_values: dict[str, Any]) -> TensorMap:
@@ -174,10 +145,10 @@ class _ProcessorMap(TensorMap):
         kind = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._processor: Any = kind(config=config_values)  # type: ignore[no-untyped-call]
         self._names = get_gguf_hf_weights_map(_Shallow(model), self._processor)
-        self._missing: dict[str, set[str]] = {}
-        for name in file.tensors:
-            if target := self.target(name):
-                self._missing.setdefault(target, set()).add(name)
+        self._needed: dict[str, set[str]] = {}  # by target, names without ".weight"
+        for name, target in self._names.items():
+            self._needed.setdefault(target, set()).add(name.removesuffix(".weight"))
+        self._given: set[str] = set()
 
     def target(self, name: str) -> str | None:
         # Stacked experts are listed without ".weight".
@@ -193,13 +164,18 @@ class _ProcessorMap(TensorMap):
             parsed_parameters={"tensors": self._open},
         )
         if done.name is None:
-            for names in self._missing.values():
-                names.discard(name)
-            complete = [t for t in self._open if not self._missing.get(t)]
+            self._given.add(name.removesuffix(".weight"))
+            complete = [t for t in self._open if self._needed.get(t, set()) <= self._given]
             return {target: self._open.pop(target) for target in complete}
         target = self._names.get(done.name)
-        made = torch.from_numpy(np.ascontiguousarray(done.weights))
-        return {} if target is None else {target: made}
+        made = done.weights
+        if min(made.strides, default=0) < 0:  # torch has no such tensors
+            made = np.ascontiguousarray(made)
+        return {} if target is None else {target: torch.from_numpy(made)}
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._given.clear()
 
 
 class _ConversionMap(TensorMap):

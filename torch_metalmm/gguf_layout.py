@@ -1,0 +1,131 @@
+"""What a conversion of transformers does to the tensors of a GGUF file, found by running it.
+
+It runs on tensors that say where each of their values is, a byte for each value, so that no tensor
+of the file is decoded to learn whether it may stay packed.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+
+@dataclass
+class Layout:
+    """The model's matrix is the file's, transposed or with its rows or its columns in this order.
+
+    rows[i] is the file's row that is the model's row i; columns likewise.
+    """
+
+    transposed: bool = False
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+
+class TensorMap(ABC):
+    """Where a GGUF tensor goes in the model, and what transformers does to it on the way."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[str, tuple[int, int]], Layout | None] = {}
+        self._shapes: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...] | None] = {}
+        self._open: dict[str, Any] = {}  # model tensors that wait for another of the file
+
+    @abstractmethod
+    def target(self, name: str) -> str | None:
+        """The model's name for the tensor; None if the model has no place for it."""
+
+    @abstractmethod
+    def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
+        """The model tensors that are complete once this one is given: {model name: tensor}."""
+
+    def shape(self, tensors: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The shape of the one model tensor that these tensors of the file, {name: shape}, make.
+
+        None if they make none, or more. Found by converting zeros, a byte for each value.
+        """
+        key = tuple((_any_layer(name), shape) for name, shape in tensors.items())
+        if key not in self._shapes:
+            made: dict[str, Tensor] = {}
+            for name, shape in tensors.items():
+                made |= self._try(name, as_strided(np.zeros(1, np.int8), shape, [0] * len(shape)))
+            self._forget()
+            self._shapes[key] = tuple(next(iter(made.values())).shape) if len(made) == 1 else None
+        return self._shapes[key]
+
+    def layout(self, name: str, shape: tuple[int, int]) -> Layout | None:
+        """How the model has a 2-D tensor [N, K] of the file.
+
+        None if it is more than an order of rows or of columns, or has other values.
+        """
+        key = (_any_layer(name), shape)
+        if key not in self._layouts:
+            self._layouts[key] = self._find_layout(name, *shape)
+        return self._layouts[key]
+
+    def _find_layout(self, name: str, n: int, k: int) -> Layout | None:
+        """Found by converting matrices of this very shape: smaller ones may be treated otherwise.
+
+        They hold digits of the row, then of the column, that a value is in: a signed byte for each
+        value (transformers takes unsigned ones for blocks), and no memory where the conversion
+        changes nothing, as for large embeddings.
+        """
+        for transposed in (False, True):
+            rows = self._order(name, np.arange(n)[:, None], (n, k), transposed)
+            columns = None
+            if rows is not None:
+                columns = self._order(name, np.arange(k)[None], (n, k), transposed)
+            if rows is None or columns is None:
+                continue
+            other_rows = None if np.array_equal(rows, np.arange(n)) else rows
+            other_columns = None if np.array_equal(columns, np.arange(k)) else columns
+            both = other_rows is not None and other_columns is not None
+            if both or (transposed and not (other_rows is other_columns is None)):
+                return None
+            return Layout(transposed, other_rows, other_columns)
+        return None
+
+    def _order(
+        self, name: str, index: np.ndarray, shape: tuple[int, int], transposed: bool
+    ) -> np.ndarray | None:
+        """Which row or column of the file each of the model's is; None if it is not an order.
+
+        index numbers the rows (as a column) or the columns (as a row).
+        """
+        order = np.zeros(index.size, np.int64)
+        for shift in range(0, max(1, (index.size - 1).bit_length()), 7):
+            digits = np.ascontiguousarray(index >> shift & 127, np.int8)
+            strides = np.broadcast_to(digits, shape).strides
+            made = self._try(name, as_strided(digits, shape, strides))
+            self._forget()
+            out = next(iter(made.values())).numpy() if len(made) == 1 else digits
+            out = out.T if transposed else out
+            if out.dtype != np.int8 or out.shape != shape:
+                return None
+            first = out[:, :1] if index.shape[1] == 1 else out[:1]
+            if strides != out.strides and not (out == first).all():
+                return None
+            order += first.ravel().astype(np.int64) << shift
+        return order if np.array_equal(np.sort(order), np.arange(order.size)) else None
+
+    def _try(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
+        """convert(name, value); {} where transformers cannot convert it."""
+        try:
+            with np.errstate(all="ignore"):
+                return self.convert(name, value)
+        except Exception:  # whatever its arithmetic on a strange shape raises
+            return {}
+
+    def _forget(self) -> None:
+        """Drop the tensors that wait for another."""
+        self._open.clear()
+
+
+def _any_layer(name: str) -> str:
+    """The name without the number of its layer: transformers treats all layers alike."""
+    return re.sub(r"\.\d+\.", ".#.", name)
