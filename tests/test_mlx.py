@@ -146,6 +146,39 @@ def test_layers_with_their_own_packing(tmp_path: Path) -> None:
     assert len(config) == 3 + 3
 
 
+@pytest.mark.parametrize("recipe", ["mixed_2_6", "mixed_4_6"])
+def test_recipes_of_mlx_lm(tmp_path: Path, recipe: str) -> None:
+    """They write "group_size": null into the entry of every layer."""
+    convert = pytest.importorskip("mlx_lm.convert")
+    save_mlx(random_model("llama"), None, tmp_path / "dense")
+    theirs, config = mlx_lm.load_model(tmp_path / "dense")
+    mixed = convert.mixed_quant_predicate_builder(recipe, theirs, None)
+    theirs, config = mlx_lm.quantize_model(theirs, config, None, None, quant_predicate=mixed)
+    entries = [e for e in config["quantization"].values() if isinstance(e, dict)]
+    assert entries and all(entry["group_size"] is None for entry in entries)
+    mlx_lm.save_model(tmp_path / "mlx", theirs)
+    mlx_lm.save_config(config, tmp_path / "mlx" / "config.json")
+    model, _ = load_mlx(tmp_path / "mlx")
+    low, high = recipe[6], recipe[8]
+    formats = {name: format for name, (format, _) in packed_bytes(model).items()}
+    assert formats["lm_head"] == f"affine{high}_g64_f32"
+    assert set(formats.values()) == {f"affine{bits}_g64_f32" for bits in (low, high)}
+    assert (logits(model) - mlx_logits(tmp_path / "mlx")).abs().max() <= f32_error("llama")
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_sizes_of_null_are_those_of_the_mode(tmp_path: Path, mode: str) -> None:
+    sizes = {"affine": FOUR, "mxfp4": MXFP4}[mode]
+    tensors = write(tmp_path, small_llama(), sizes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    unsaid = {"group_size": None, "bits": None, "mode": mode}
+    config["quantization"] = unsaid | {"lm_head": unsaid}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, _ = load_mlx(tmp_path)
+    save_mlx(model, None, tmp_path / "again")
+    assert same_tensors(read(tmp_path / "again"), tensors)
+
+
 def test_shards_and_an_index_of_another_model(tmp_path: Path) -> None:
     tensors = write(tmp_path, small_llama(), FOUR)
     names = sorted(tensors)

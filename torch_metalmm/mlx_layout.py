@@ -95,7 +95,10 @@ def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
     if mode not in _DEFAULTS:
         raise ValueError(f"{where}: the mode {mode!r} is not supported; there are affine and mxfp4")
     group_size, bits = _DEFAULTS[mode]
-    values = {"group_size": entry.get("group_size", group_size), "bits": entry.get("bits", bits)}
+    # mlx-lm's mixed recipes write null for what they leave to the mode's default.
+    given = {key: entry.get(key) for key in ("group_size", "bits")}
+    defaults = {"group_size": group_size, "bits": bits}
+    values = {key: defaults[key] if n is None else n for key, n in given.items()}
     for key, number in values.items():
         if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
             raise ValueError(f"{where}: {key} must be a positive integer, got {number!r}")
