@@ -16,21 +16,30 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def value(key: str, kind: int, content: object) -> bytes:
-    """A key and a scalar or a string; content may also be the bytes themselves."""
-    if not isinstance(content, bytes):
-        content = text(str(content)) if kind == STRING else struct.pack("<" + _CODES[kind], content)
-    return text(key) + struct.pack("<I", kind) + content
+def value(key: str, kind: int, what: object) -> bytes:
+    """A key and a scalar or a string; what may also be the bytes themselves."""
+    if not isinstance(what, bytes):
+        what = text(str(what)) if kind == STRING else struct.pack("<" + _CODES[kind], what)
+    return text(key) + struct.pack("<I", kind) + what
 
 
-def array(key: str, kind: int, count: int, content: bytes) -> bytes:
-    return text(key) + struct.pack("<IIQ", ARRAY, kind, count) + content
+def array(key: str, kind: int, count: int, elements: bytes) -> bytes:
+    return text(key) + struct.pack("<IIQ", ARRAY, kind, count) + elements
 
 
 def tensor(name: str, shape: Sequence[int], kind: int = 0, offset: int = 0) -> bytes:
     """The entry of a tensor; shape in torch's order, kind is ggml's number of the type."""
     dims = struct.pack(f"<{len(shape)}Q", *reversed(shape))
     return text(name) + struct.pack("<I", len(shape)) + dims + struct.pack("<IQ", kind, offset)
+
+
+def content(
+    values: Sequence[bytes], tensors: Sequence[bytes], data: bytes, alignment: int = 32
+) -> bytes:
+    """A whole file."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    header += b"".join(values) + b"".join(tensors)
+    return header + bytes(-len(header) % alignment) + data
 
 
 def write(
@@ -40,7 +49,5 @@ def write(
     data: bytes = b"",
     alignment: int = 32,
 ) -> Path:
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
-    header += b"".join(values) + b"".join(tensors)
-    path.write_bytes(header + bytes(-len(header) % alignment) + data)
+    path.write_bytes(content(values, tensors, data, alignment))
     return path
