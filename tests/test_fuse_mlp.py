@@ -87,6 +87,13 @@ class Twice(Gated):
         return super().forward(x) + y
 
 
+class Writing(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.data.zero_()
+        return y
+
+
 class WithState(Gated):
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +117,7 @@ def gated_with(change: str) -> Gated:
 
 @pytest.mark.parametrize(
     "module",
-    [Gated(act=nn.GELU()), Clamped(), Scaled(), Twice(), WithState()]
+    [Gated(act=nn.GELU()), Clamped(), Scaled(), Twice(), Writing(), WithState()]
     + [gated_with(c) for c in ("dropout", "bias", "hook", "layer hook", "order")],
     ids=lambda m: type(m).__name__,
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .linear import QuantLinear
 
@@ -15,13 +17,19 @@ _swiglu = torch.ops.metalmm.swiglu.default
 _swiglu_linear = torch.ops.metalmm.swiglu_linear.default
 
 FORMS = ("swiglu", "swiglu_linear")
+_TRACE = 0  # in place of a thread: torch.compile and export, where tensors have no versions
 
 
 class MergedLinear(nn.Module):
     """Linear layers of one input as one: their rows in one weight, uint8 [sum of N, row_bytes].
 
-    The layers stay in the model as LinearParts, which own nothing. Whichever of them is called
-    first computes for all; the others, called with the same tensor, take what is theirs.
+    The layers stay in the model as LinearParts, which own nothing. Within a forward of their parent
+    the first of them computes for all, and the others take what is theirs; called in any other way,
+    each computes alone. What waits belongs to one forward and one thread, and is taken only for the
+    same tensor, unchanged since: by its version, where it has one, and by what fuse_ read in the
+    parent's code, as long as layers and hooks are those of then. For a tensor that requires grad
+    each computes alone, since an in-place op on one output would invalidate the others' gradients.
+
     state_dict has the layers' own names and nothing of this module.
     """
 
@@ -29,42 +37,95 @@ class MergedLinear(nn.Module):
     bias: Tensor | None
     originals: list[QuantLinear]
 
-    def __init__(self, layers: list[QuantLinear]) -> None:
+    def __init__(self, layers: dict[str, QuantLinear], between: tuple[str, ...] = ()) -> None:
+        """layers: by their names in the parent, in the order of their calls.
+
+        between: the names of other children that are called between these.
+        """
         super().__init__()
-        first = layers[0]
+        self.names, self.between = tuple(layers), between
+        self.originals = list(layers.values())
+        first = self.originals[0]
         self.format, self.in_features = first.format, first.in_features
         self.rows: list[tuple[int, int]] = []
         begin = 0
-        for layer in layers:
+        for layer in self.originals:
             self.rows.append((begin, begin + layer.out_features))
             begin += layer.out_features
-        weight = torch.cat([layer.weight.detach() for layer in layers])
+        weight = torch.cat([layer.weight.detach() for layer in self.originals])
         self.weight = nn.Parameter(weight, requires_grad=False)
-        bias = None if first.bias is None else torch.cat([layer.bias.detach() for layer in layers])
-        self.register_parameter(
-            "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
-        )
-        self._held: tuple[Tensor, dict[int, Tensor]] | None = None
+        bias = None
+        if first.bias is not None:
+            biases = torch.cat([layer.bias.detach() for layer in self.originals])
+            bias = nn.Parameter(biases, requires_grad=False)
+        self.register_parameter("bias", bias)
+        # {thread in a forward of the parent: nothing yet, or (x, its version, what waits)}
+        self._held: dict[int, tuple[()] | tuple[Tensor, int | None, dict[int, Tensor]]] = {}
+        self._hooks: list[Any] = []
         # Emptied, so that their bytes exist once. In a list they are no children: the parts are.
-        self.originals = layers
-        for layer in layers:
+        for layer in self.originals:
             layer._parameters.update(weight=None, bias=None)
 
+    def attach(self, parent: nn.Module) -> None:
+        """Put the parts in place of the layers, and this module beside them."""
+        for index, name in enumerate(self.names):
+            setattr(parent, name, LinearPart(self, index))
+        parent.add_module("merged_" + "_".join(self.names), self)
+        self._hooks = [
+            parent.register_forward_pre_hook(self.open),
+            parent.register_forward_hook(self.close, always_call=True),
+        ]
+
+    def detach(self, parent: nn.Module) -> None:
+        """Undo attach. Adapters around the parts stay, and are around the layers then."""
+        for hook in self._hooks:
+            hook.remove()
+        for name, part in list(parent.named_modules()):
+            if isinstance(part, LinearPart) and part.merged is self:
+                parent.set_submodule(name, self.restore(part.index).train(part.training))
+        delattr(parent, "merged_" + "_".join(self.names))
+
+    def open(self, parent: nn.Module, args: Any) -> None:
+        """The parent's forward begins. Nothing will wait in it if it may do what was not read."""
+        children: dict[str, Any] = parent._modules
+        for name in self.names:
+            part: Any = children.get(name)
+            if getattr(part, "merged", None) is not self or not unhooked(part):
+                return
+        for name in self.between:
+            if not unhooked(children[name]):
+                return
+        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if not hooked and "forward" not in parent.__dict__:
+            self._held[_thread()] = ()
+
+    def close(self, parent: nn.Module, args: Any, output: Any) -> None:
+        """The parent's forward ends."""
+        self._held.pop(_thread(), None)
+
     def take(self, x: Tensor, index: int) -> Tensor:
-        """The output of layer `index` for x. The others' wait, with x, until they are asked for."""
-        held = self._held
-        if held is None or held[0] is not x:
-            y = _linear(x, self.weight, self.bias, self.format)
-            held = self._held = (x, {i: y[..., a:b] for i, (a, b) in enumerate(self.rows)})
-        waiting = held[1]
-        out = waiting.pop(index, None)
-        if not waiting:
-            self._held = None
-        if out is not None:
-            return out
-        weight, bias = self.part(index)  # a second call with one tensor
-        alone: Tensor = _linear(x, weight, bias, self.format)
-        return alone
+        """The output of layer `index` for x."""
+        thread = _thread()
+        held = self._held.get(thread)
+        if held is None or (x.requires_grad and thread != _TRACE):
+            return self._alone(x, index)
+        version = None if thread == _TRACE or x.is_inference() else x._version
+        if index == 0:
+            tensors = self._parameters
+            y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format)
+            first, *others = [y.narrow(-1, a, b - a) for a, b in self.rows]
+            self._held[thread] = (x, version, dict(enumerate(others, 1)))
+            return first
+        if not held or held[0] is not x or held[1] != version or index not in held[2]:
+            return self._alone(x, index)
+        out = held[2].pop(index)
+        if not held[2]:
+            del self._held[thread]
+        return out
+
+    def _alone(self, x: Tensor, index: int) -> Tensor:
+        y: Tensor = _linear(x, *self.part(index), self.format)
+        return y
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of layer `index`: views of the merged ones."""
@@ -156,6 +217,11 @@ class LinearPart(QuantLinear):
             unexpected_keys,
             error_msgs,
         )
+
+
+def _thread() -> int:
+    """What a forward is known by."""
+    return _TRACE if torch.compiler.is_compiling() else get_ident()
 
 
 @dataclass(frozen=True)
