@@ -25,10 +25,22 @@ Tensor bias_grad(const Tensor& grad, at::ScalarType type) {
   return (g.dim() > 1 ? g.flatten(0, -2).sum(0) : g).to(type);
 }
 
-// Whether a gradient is recorded through t. A forward-mode tangent counts: the Function then says
-// that it has no jvp, where skipping it would return a zero tangent.
-bool needs_grad(const Tensor& t) { return t.requires_grad() || t._fw_grad(0).defined(); }
+bool needs_grad(const Tensor& t) { return t.requires_grad(); }
 bool needs_grad(const OptionalTensor& t) { return t.has_value() && needs_grad(*t); }
+
+bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
+bool has_tangent(const OptionalTensor& t) { return t.has_value() && has_tangent(*t); }
+
+// Whether a gradient is recorded through one of the tensors. NotImplementedError where one has a
+// forward-mode tangent, with gradients on or off: it would be lost, and the result's be zero.
+template <class... T>
+bool records_grad(const char* op, const T&... tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !(has_tangent(tensors) || ...), "metalmm.", op,
+      ": has no forward-mode derivative (jvp, jacfwd, dual tensors), only a backward; use "
+      "torch.autograd.functional.jvp or jacobian");
+  return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+}
 
 void check_frozen(const char* name, const Tensor& w) {
   TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !w.requires_grad(), name,
@@ -173,7 +185,7 @@ std::optional<std::string> owned(OptionalName name) {
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
               OptionalName strategy) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() && (needs_grad(x) || needs_grad(bias))) {
+  if (records_grad("linear", x, bias)) {
     return Linear::apply(x, w, bias, std::string(format), owned(strategy));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -181,7 +193,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name
 }
 
 Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
-  if (at::GradMode::is_enabled() && needs_grad(grad)) {
+  if (records_grad("linear_input_grad", grad)) {
     return InputGrad::apply(grad, w, std::string(format), in_features);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -191,7 +203,7 @@ Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64
 Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
   check_frozen("gate_weight", wg);
   check_frozen("up_weight", wu);
-  if (at::GradMode::is_enabled() && needs_grad(x)) {
+  if (records_grad("swiglu", x)) {
     return SwiGLU::apply(x, wg, wu, std::string(fg), std::string(fu));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -201,7 +213,7 @@ Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name
 Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
                      const OptionalTensor& bias, Name format) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() && (needs_grad(gate) || needs_grad(up) || needs_grad(bias))) {
+  if (records_grad("swiglu_linear", gate, up, bias)) {
     return SwiGLULinear::apply(gate, up, w, bias, std::string(format));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -223,17 +235,19 @@ Tensor embedding(const Tensor& ids, const Tensor& w, Name format,
 }
 
 Tensor probe(const Tensor& x, const Tensor& x2, Name op) {
-  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !(needs_grad(x) || needs_grad(x2)),
+  TORCH_CHECK_VALUE(!records_grad("probe", x, x2),
                     "x: requires grad, but probe has no gradient; pass x.detach()");
   at::AutoDispatchBelowADInplaceOrView guard;
   return call_probe(x, x2, op);
 }
 
-template <auto kCall>
+constexpr char kGemv[] = "gemv", kGemm[] = "gemm";
+
+template <auto kCall, const char* op>
 Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
               double beta, OptionalName strategy) {
   check_frozen("weight", w);
-  if (at::GradMode::is_enabled() && (needs_grad(x) || needs_grad(c))) {
+  if (records_grad(op, x, c)) {
     return Scaled<kCall>::apply(x, w, std::string(format), c, alpha, beta, owned(strategy));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -250,8 +264,8 @@ TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
   m.impl("dequantize", dequantize);
   m.impl("embedding", embedding);
   m.impl("probe", probe);
-  m.impl("gemv", scaled<call_gemv>);
-  m.impl("gemm", scaled<call_gemm>);
+  m.impl("gemv", scaled<call_gemv, kGemv>);
+  m.impl("gemm", scaled<call_gemm, kGemm>);
 }
 
 }  // namespace metalmm
