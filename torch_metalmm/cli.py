@@ -6,7 +6,6 @@ What only prints (--version, --help, info) imports no torch; each command import
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__, info
 from .doctor import LIMIT, examine
 from .engines import DEVICES, check_device
+from .extras import HF, require
 
 if TYPE_CHECKING:
     import torch
@@ -181,11 +181,7 @@ def _start(args: argparse.Namespace) -> None:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    for package in ("transformers", "safetensors", "gguf"):
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(
-                f"this command needs the package {package!r}: pip install 'torch_metalmm[hf]'"
-            )
+    require("this command", "gguf", *HF)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

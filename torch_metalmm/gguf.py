@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .blame import blaming
+from .extras import HF, require
 from .gguf_file import GgufFile
 from .gguf_layout import Layout, TensorMap
 from .gguf_map import model_config, tensor_map, tokenizer
@@ -57,7 +58,7 @@ def load_gguf(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
-    _require_extra()
+    require("load_gguf", "gguf", *HF)
     from .hf import attach
 
     file = GgufFile(path)
@@ -101,16 +102,6 @@ class _Plan:
     dense: list[str] = field(default_factory=list)
     zeros: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-
-
-def _require_extra() -> None:
-    try:
-        import gguf  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"loading GGUF files needs the package {error.name!r}: pip install 'torch_metalmm[hf]'"
-        ) from None
 
 
 def _check_whole(file: GgufFile) -> None:

@@ -7,11 +7,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import formats
+from .extras import require
 from .linear import QuantEmbedding, QuantLinear
 from .quantize import Spec
+
+require("MetalMMConfig", "transformers")
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 QUANT_METHOD = "metalmm"
 

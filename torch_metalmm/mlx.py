@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import read_config, read_tokenizer
+from .extras import HF, require
 from .hf_files import Found, read_headers
 from .mlx_layout import PREFIXES, Quantization, pack
 from .replace import is_conv1d, packable, replaceable, summary, weight_shape
@@ -48,6 +49,7 @@ def load_mlx(
     architecture of which MLX stores other numbers than transformers. Nothing in the folder is
     executed.
     """
+    require("load_mlx", *HF)
     from .hf import attach
 
     path = Path(folder)

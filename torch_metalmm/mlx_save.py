@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import formats
 from .checkpoint import read_config
+from .extras import HF, require
 from .linear import QuantEmbedding, QuantLinear
 from .mlx import pop_quantization
 from .mlx_layout import PREFIXES, Packing, config_entry, packing_of, unpack
@@ -31,6 +32,7 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
     one tensor; no transformers model.
     OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
     """
+    require("save_mlx", *HF)
     from .hf import is_transformers_model
 
     if not is_transformers_model(model):
