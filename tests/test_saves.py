@@ -252,6 +252,7 @@ def test_a_gguf_file_beside_the_model_stays(models: list[Any], tmp_path: Path) -
 def test_two_saves_at_a_time(models: list[Any], tmp_path: Path) -> None:
     with staged(tmp_path, lambda names: set()) as staging:
         (staging / "config.json").write_text("{}")
+        assert staging.parent.stat().st_mode == tmp_path.stat().st_mode  # others read through it
         with pytest.raises(BlockingIOError, match=f"{tmp_path}: another process is saving there"):
             save_packed(*models[0], tmp_path)
     assert contents(tmp_path) == {"config.json": b"{}"}
@@ -277,6 +278,50 @@ def test_links_and_file_systems_without_hard_links(
         save_packed(model, tokenizer, folder)
         check_reads(KINDS["save_packed"], folder, model)
     assert leftovers(folder) == [] and contents(tmp_path / "blobs") == blobs
+
+
+def test_a_file_system_without_symbolic_links(
+    models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_packed(*models[0], tmp_path)
+    before = contents(tmp_path)
+
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "symlink", no_links)
+    with pytest.raises(OSError, match=f"{tmp_path}: its file system has no symbolic links"):
+        save_packed(*models[1], tmp_path)
+    assert contents(tmp_path) == before and leftovers(tmp_path) == []
+
+
+def test_everything_is_on_the_disk_before_the_switch(
+    models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the links to it: a machine that loses power keeps the old or the new model."""
+    save_packed(*models[0], tmp_path)
+    synced: list[tuple[int, int]] = []
+    missing: list[Path] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor)[1:3])
+
+    def noted_replace(source: Path, place: Path) -> None:
+        if Path(place).name == "current":
+            work = Path(place).parent
+            needed = [tmp_path, work, *(f for f in work.rglob("*") if not f.is_symlink())]
+            missing.extend(f for f in needed if f.stat()[1:3] not in synced)
+            synced.clear()
+        replace(source, place)
+        if Path(place).parent == tmp_path:  # a change of the folder that is not on the disk
+            synced[:] = [s for s in synced if s != tmp_path.stat()[1:3]]
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    save_packed(*models[1], tmp_path)
+    assert missing == [] and tmp_path.stat()[1:3] in synced
 
 
 def test_variants_do_not_remove_each_other(models: list[Any], tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +255,8 @@ def _quantize(args: argparse.Namespace) -> None:
         save_packed(model, tokenizer, args.output)
     except BaseException:
         if is_new:
-            shutil.rmtree(args.output)
+            with suppress(OSError):  # it has files of others meanwhile
+                args.output.rmdir()
         raise
     size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)

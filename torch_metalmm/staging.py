@@ -29,6 +29,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,6 +50,7 @@ def staged(target: Path, obsolete: Callable[[set[str]], set[str]]) -> Iterator[P
         _settle(target)
         work = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=target))
         try:
+            work.chmod(stat.S_IMODE(target.stat().st_mode))  # others read through it meanwhile
             (work / "new").mkdir()
             yield work / "new"
             names = _names(work / "new")
@@ -98,7 +100,12 @@ def _switch(target: Path, work: Path, names: list[str]) -> None:
     for name in names:
         if os.path.lexists(target / name):
             _keep(target / name, work / "old" / name)
-    os.symlink("old", work / "current")
+    try:
+        os.symlink("old", work / "current")
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise OSError(error.errno, "its file system has no symbolic links") from None
+        raise
     _sync_tree(work)
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
