@@ -5,10 +5,11 @@ engine and strategy, None (the engine's own choice) included. METALMM_TEST_BACKE
 the engines to run; without it all that this machine has run. Naming an absent one is an error.
 
 The emulator runs on every machine: where it cannot be built, tests fail. A module marked
-`schedules` runs on it a second time, the last thread first. Tests with a format `name` run there
-for one format of each decode struct, those marked `every_format` for all: the variants of an affine
-format are one kernel with other function constants. mps runs these cases, too; with
-METALMM_TEST_CASES=all it runs every one: 663 kernels in 5,700 pipelines, each compiled by Metal.
+`schedules` runs on it a second time, the last thread first and without subnormals, as on Apple's
+GPUs. Tests with a format `name` run there for one format of each decode struct, those marked
+`every_format` for all: the variants of an affine format are one kernel with other function
+constants. mps runs these cases, too; with METALMM_TEST_CASES=all it runs every one: 663 kernels in
+5,700 pipelines, each compiled by Metal.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Backend:
     absent: Callable[[], str]  # why it does not run here; "" if it does
     edges: Callable[[str | None], Edges]  # of a strategy, or of the engine's own choice
     chip: Callable[[], str] = str  # what it plans for; "" if it does not plan
+    flushes: bool = False  # subnormals of f32 and bf16: oracle.flushed_spec
     is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
     entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around each of its tests
 
@@ -132,7 +134,8 @@ EMULATOR = Backend(
 DESCENDING = replace(
     EMULATOR,
     name="emulator-descending",
-    entered=partial(emulated, descending=True, chip=_EMULATED),
+    entered=partial(emulated, descending=True, flush_subnormals=True, chip=_EMULATED),
+    flushes=True,
 )
 
 
@@ -144,8 +147,16 @@ def takes_fewer_cases(asked: str | None) -> bool:
 
 
 def _shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
-    absent = partial(absence, device)
-    return Backend(device, device, _SHADER_STRATEGIES, absent, _shader_edges, chip, is_slow)
+    return Backend(
+        name=device,
+        device=device,
+        strategies=_SHADER_STRATEGIES,
+        absent=partial(absence, device),
+        edges=_shader_edges,
+        chip=chip,
+        flushes=device == "mps",
+        is_slow=is_slow,
+    )
 
 
 # In the order they run.

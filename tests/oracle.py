@@ -1,7 +1,8 @@
 """What the ops must return: float64 values from the Python specification, each with an error bound.
 
 An engine computes in f32 and rounds once, to the dtype of the result. With u = 2^-24, every f32
-operation gives fl(a op b) = (a op b)(1 + d), |d| <= u, plus at most 2^-149 where it underflows.
+operation gives fl(a op b) = (a op b)(1 + d), |d| <= u, plus at most 2^-126 where it underflows:
+Apple's GPUs make a zero of a subnormal number.
 n such factors multiply to 1 + d, |d| <= gamma(n) = n u / (1 - n u).
 
 Dot product of K terms, in any order, fused or not: a term is multiplied once and then takes part in
@@ -15,7 +16,8 @@ s_T more for each w, with T = f16 as below (`halved`). Whether they run is for t
 affine4 with f16 scales rounds the exact s q + b there, the specification its f32 value: u |w| more,
 for which there is room, since a product of two halves is exact in f32.
 
-Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), half the spacing of subnormals s_T:
+Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), and s_T half the spacing of subnormals
+(f16) or what is above all of them (bf16, where they may be dropped):
     |fl_T(y) - y| <= u_T |y| + s_T
 f32 stores without rounding. float64 adds K 2^-53 sum |x| |w| of its own.
 
@@ -39,12 +41,12 @@ FORMATS = formats.names()
 KINDS = ("f32", "bf16", "q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "affine3_g64", "affine6_g32_f32")
 
 U = 2.0**-24
-TINY = 2.0**-149
+TINY = 2.0**-126  # the smallest normal f32, and bf16
 U64 = 2.0**-53
 STORE = {
     torch.float32: (0.0, 0.0),
     torch.float16: (2.0**-11, 2.0**-25),
-    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.bfloat16: (2.0**-8, TINY),
 }
 
 # f32 roundings in silu(x) = x / (1 + exp(-x)): exp is within 1 ulp (2 u), then + and /, and one
@@ -242,6 +244,28 @@ def integer_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
 def spec(name: str, packed: Tensor, k: int) -> Tensor:
     """W f32 [N, k] by the Python specification."""
     return formats.get(name).dequantize(packed.cpu(), k)
+
+
+def flushed(t: Tensor) -> Tensor:
+    """t (f32 or bf16) with zeros of their signs in the place of subnormal numbers."""
+    return torch.where(t.abs() < TINY, t * 0, t)
+
+
+def flushed_spec(name: str, packed: Tensor, k: int) -> Tensor:
+    """spec() where f32 and bf16 have no subnormals: neither W has, nor what it is computed from.
+
+    Those are the scales and biases of affine formats and the powers of two of mxfp4. f16 keeps its
+    subnormals, which are normal numbers of f32.
+    """
+    f, packed = formats.get(name), packed.cpu()
+    w = spec(name, packed, k)
+    if isinstance(f, formats.Affine) and f.dtype != torch.float16:
+        codes, scales, biases = f.unpack(packed, k)
+        w = spec(name, f.pack(codes, flushed(scales), flushed(biases)), k)
+    elif name == "mxfp4":
+        exponents = packed.view(len(packed), -1, f.block_bytes)[:, :, 0]  # 2^(e - 128)
+        w = torch.where(exponents.repeat_interleave(32, 1) < 2, w * 0, w)
+    return flushed(w)
 
 
 def long_k(name: str) -> int:

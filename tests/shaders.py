@@ -1,7 +1,8 @@
 """Plans run on the lockstep emulator, with memory that ends where the operands end.
 
-Every launch runs under both schedules. Gaps between rows are NaN (bytes 0xFF), results NaN before
-they are written: what a kernel reads beyond its operands is reported, or poisons its results.
+Every launch runs under both schedules, without subnormals of f32, as on Apple's GPUs. Gaps between
+rows are NaN (bytes 0xFF), results NaN before they are written: what a kernel reads beyond its
+operands is reported, or poisons its results.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "bot
     run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
     args = torch.frombuffer(bytearray(args_of(one)), dtype=torch.uint8)
     bound = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
-    run(one["grid"], one["group"], bound, [one["threadgroup_bytes"]], schedule=schedule)
+    run(
+        one["grid"],
+        one["group"],
+        bound,
+        [one["threadgroup_bytes"]],
+        schedule=schedule,
+        flush_subnormals=True,
+    )
 
 
 def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:

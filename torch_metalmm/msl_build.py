@@ -10,25 +10,26 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .msl_repair import edits_of_errors
 from .msl_rules import check_rules
-from .msl_source import TABLES, Constant, Kernel, MetalSyntaxError, Reader, Source
+from .msl_source import Kernel, MetalSyntaxError, Reader, Source
+from .msl_tables import prefix, tables
 from .msl_translate import apply, visible_edits
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "msl" / "include"
 CACHE = ROOT / "build" / "msl"
 JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
-_RUNTIME = ("emulator", "report", "api", "memory", "rounding", "watchdog")
+_RUNTIME = ("emulator", "report", "api", "buffers", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
 METAL_VERSION = 310  # what metal/ is written in, and __METAL_VERSION__ where no other is asked for
@@ -38,10 +39,14 @@ _PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__
 LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", f"-I{INCLUDE}", "-fsigned-char"]
 LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fno-rtti"]
 _CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
-_CODE += ["-Xclang", "-ffloat16-excess-precision=none", "-w"]
+_CODE += ["-Xclang", "-ffloat16-excess-precision=none"]
 _CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
 _CODE += ["-fno-finite-loops"]  # an endless loop is to be found, not removed
 _CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
+# A stack that is too small is to be found: by a call at the start of each function, and here where
+# its frame is larger than the memory below the stacks (worker.h).
+_CODE += ["-finstrument-function-entry-bare", "-Wno-everything"]
+_CODE += [f"-Wframe-larger-than={1 << 20}", "-Werror=frame-larger-than"]
 _CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
 # What a checked library calls before each access, and where an alignment or an index is wrong.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
@@ -64,11 +69,21 @@ class BuildError(RuntimeError):
 
 
 def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a command of the ziglang package."""
-    command = [sys.executable, "-m", "ziglang", *arguments]
+    """Runs a command of the ziglang package. BuildError if it is not installed."""
+    command = [_zig(), *arguments]
     # Its default is in the home folder, which a container may not have.
     env = {"ZIG_GLOBAL_CACHE_DIR": str(ROOT / "build" / "zig")} | os.environ
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=env)
+
+
+@functools.cache
+def _zig() -> str:
+    """The program itself: `python -m ziglang` would run a ziglang.py of the current folder."""
+    try:
+        path = importlib.metadata.distribution("ziglang").locate_file("ziglang/zig")
+    except importlib.metadata.PackageNotFoundError:
+        raise BuildError("the ziglang package, which has the compiler, is not installed") from None
+    return str(path)
 
 
 @functools.cache
@@ -98,10 +113,7 @@ def _tool_digest() -> str:
     folder = ROOT / "csrc" / "msl"
     other = {"cuda", "nvptx"}  # what runs the shaders on a GPU
     files = sorted(p for p in folder.rglob("*") if p.is_file() and other.isdisjoint(p.parts))
-    version = zig("version").stdout
-    if not version:
-        raise BuildError("the ziglang package, which has the compiler, is not installed")
-    return digest(version, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
+    return digest(zig("version").stdout, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
 
 
 @functools.cache
@@ -169,18 +181,22 @@ def translate(
     text: str, name: str, include: Sequence[Path], version: int = METAL_VERSION
 ) -> tuple[str, Source]:
     """Text for plain clang, with line markers, and what it declares. Raises MetalSyntaxError."""
-    plain, places = unmark(preprocess(text, name, include, version), name)
+    return _translate(preprocess(text, name, include, version), name, version)
+
+
+def _translate(expanded: str, name: str, version: int) -> tuple[str, Source]:
+    plain, places = unmark(expanded, name)
     source = Reader(plain).read()
     check_rules(plain, places, _standard(), version)
     plain = apply(plain, visible_edits(plain, source))
     for i, constant in enumerate(source.constants):
         constant.symbol = f"mm_fc_{i}"
-    prefix = _prefix(source.constants, translated=True)
+    head = prefix(source.constants, translated=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "shader.cpp"
-        (Path(folder) / "prefix.h").write_text(prefix)
+        (Path(folder) / "prefix.h").write_text(head)
         for _ in range(_MAX_ROUNDS):
-            file.write_text(plain + "\n" + _tables(source, checked=False))
+            file.write_text(plain + "\n" + tables(source, checked=False))
             errors = _syntax_errors(file)
             if not errors:
                 break
@@ -190,7 +206,7 @@ def translate(
             plain = apply(plain, edits)
         else:
             raise MetalSyntaxError(_readable(errors, str(file), places))
-    return prefix + mark(plain, places), source
+    return head + mark(plain, places), source
 
 
 @functools.cache
@@ -233,44 +249,7 @@ def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
     return "\n".join(lines)
 
 
-def _prefix(constants: Sequence[Constant], translated: bool) -> str:
-    symbols = sorted({c.symbol for c in constants})
-    storage = "".join(
-        f"__attribute__((weak)) alignas(16) unsigned char {s}[16];\n" for s in symbols
-    )
-    head = "#define MM_TRANSLATED 1\n" if translated else ""
-    return f'{head}#include <metal_stdlib>\nextern "C" {{\n{storage}}}\n'
-
-
-def _tables(source: Source, checked: bool) -> str:
-    """C++ for the emulator: kernels, the roles of their arguments, function constants."""
-    kernels, constants, arguments = [], [], []
-    for i, k in enumerate(source.kernels):
-        rows = ", ".join(f"{{{role}, ({index})}}" for role, index in k.arguments)
-        arguments.append(
-            f"static const ::metal::emulator::Argument mm_a{i}[] = {{{rows or '{}'}}};\n"
-            f"static void mm_run{i}() {{ ::metal::emulator::call(&{k.expression}, mm_a{i}); }}\n"
-        )
-        kernels.append(f'{{"{k.name}", mm_run{i}, {len(k.arguments)}, mm_a{i}}},\n')
-    for i, c in enumerate(source.constants):
-        inner = f"constexpr uint mm_index{i} = static_cast<uint>({c.index});"
-        spaces = [s for s in c.namespace.split("::") if s]
-        arguments.append("".join(f"namespace {s} {{" for s in spaces) + inner + "}" * len(spaces))
-        path = f"{c.namespace}::{c.name}"
-        kind = f"decltype(::metal::emulator::value_of({path}))"
-        constants.append(
-            f'{{"{c.name}", {c.namespace}::mm_index{i}, '
-            f"::metal::emulator::constant_kind<{kind}>(), sizeof({path}), {c.symbol}}},\n"
-        )
-    head = f'#line 1 "{TABLES}"\n#include "msl/entry.h"\n' + "\n".join(arguments)
-    visible = '\nextern "C" __attribute__((visibility("default"), used)) extern const'
-    entry, number = "::metal::emulator::", f"{visible} uint "
-    return (
-        f"{head}{visible} {entry}KernelEntry mm_kernels[] = {{\n{''.join(kernels)}{{}}}};"
-        f"{number}mm_n_kernels = {len(kernels)};"
-        f"{visible} {entry}ConstantEntry mm_constants[] = {{\n{''.join(constants)}{{}}}};"
-        f"{number}mm_n_constants = {len(constants)};{number}mm_checked = {int(checked)};\n"
-    )
+_FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULTILINE)
 
 
 def _compile(folder: Path, text: str, checked: bool) -> Path:
@@ -281,6 +260,8 @@ def _compile(folder: Path, text: str, checked: bool) -> Path:
     command = [*LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
     done = zig("clang", *command)
     if done.returncode:
+        if frame := _FRAME.search(done.stderr):
+            raise MetalSyntaxError(f"{frame[1]}: {frame[2]} bytes of private memory in a thread")
         raise BuildError(done.stderr)
     return obj
 
@@ -299,7 +280,7 @@ def _link(library: Path, text: str, checked: bool) -> None:
 def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
     """The object file of a text by somebody else, in `folder`, to link with another emulator."""
     translated, source = translate(text, name, ())
-    return _compile(folder, translated + "\n" + _tables(source, checked), checked)
+    return _compile(folder, translated + "\n" + tables(source, checked), checked)
 
 
 @contextlib.contextmanager
@@ -318,13 +299,13 @@ def build_text(
     text: str, name: str, include: Sequence[Path], checked: bool, version: int = METAL_VERSION
 ) -> Path:
     """The library of a text by somebody else."""
-    how = (*map(str, include), str(checked), str(version))
-    key = digest(_tool_digest(), text, name, *how, _scripts())
+    expanded = preprocess(text, name, include, version)  # with what its #include lines give
+    key = digest(_tool_digest(), expanded, name, str(checked), str(version), _scripts())
     library = CACHE / key / "library.so"
     with _missing(library) as missing:
         if missing:
-            translated, source = translate(text, name, include, version)
-            _link(library, translated + "\n" + _tables(source, checked), checked)
+            translated, source = _translate(expanded, name, version)
+            _link(library, translated + "\n" + tables(source, checked), checked)
     return library
 
 
@@ -337,15 +318,15 @@ def build_file(path: Path, checked: bool) -> Path:
             plain, places = unmark(expanded, path.name)
             check_rules(plain, places, _standard(), METAL_VERSION)
             source = Reader(plain).read()
-            text = _prefix(source.constants, translated=False) + f'#include "{path}"\n'
-            _link(library, text + _tables(source, checked), checked)
+            text = prefix(source.constants, translated=False) + f'#include "{path}"\n'
+            _link(library, text + tables(source, checked), checked)
     return library
 
 
 @functools.cache
 def _scripts() -> str:
     folder = Path(__file__).parent
-    names = ("source", "excluded", "rules", "translate", "repair", "build")
+    names = ("source", "excluded", "rules", "translate", "repair", "tables", "build")
     return digest(*(folder / f"msl_{name}.py" for name in names))
 
 

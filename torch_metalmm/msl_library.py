@@ -25,8 +25,8 @@ _FAULTS: tuple[str, ...] = (
     "misaligned",
     "race",
 )
-_FAULTS += ("uninitialized", "undefined", "timeout")
-_DESCENDING, _ALLOW_INACTIVE, _ALLOW_UNINITIALIZED = 1, 2, 4
+_FAULTS += ("uninitialized", "undefined", "timeout", "read_only")
+_DESCENDING, _ALLOW_INACTIVE, _ALLOW_UNINITIALIZED, _FLUSH_SUBNORMALS = 1, 2, 4, 8
 _SECONDS = 300
 Size = int | Sequence[int]
 
@@ -39,7 +39,7 @@ class _Constant(ctypes.Structure):
     _fields_ = [
         ("index", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
-        ("value", ctypes.c_uint8 * 8),
+        ("value", ctypes.c_uint8 * 32),
     ]
 
 
@@ -77,7 +77,11 @@ class _Report(ctypes.Structure):
 
 
 class _ArgumentEntry(ctypes.Structure):
-    _fields_ = [("role", ctypes.c_uint32), ("index", ctypes.c_uint32)]
+    _fields_ = [
+        ("role", ctypes.c_uint32),
+        ("index", ctypes.c_uint32),
+        ("is_read_only", ctypes.c_bool),
+    ]
 
 
 class _KernelEntry(ctypes.Structure):
@@ -95,6 +99,7 @@ class _ConstantEntry(ctypes.Structure):
         ("index", ctypes.c_uint32),
         ("kind", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
         ("storage", ctypes.c_void_p),
     ]
 
@@ -136,7 +141,7 @@ class Library:
             arguments = [kernel.arguments[i] for i in range(kernel.n_arguments)]
             self.kernels[kernel.name.decode()] = [(ROLES[a.role], a.index) for a in arguments]
         self.constants = {
-            c.name.decode(): (c.index, c.kind, c.bytes)
+            c.name.decode(): (c.index, c.kind, c.bytes, c.count)
             for c in self._table(_ConstantEntry, "mm_constants")
         }
 
@@ -151,19 +156,18 @@ class Library:
         return Function(self, name, self._encode(constants or {}))
 
     def _encode(self, constants: Mapping[int | str, Any]) -> list[tuple[int, bytes]]:
-        by_index = {index: (kind, size) for index, kind, size in self.constants.values()}
+        by_index = {index: rest for index, *rest in self.constants.values()}
         encoded = []
         for key, value in constants.items():
             if isinstance(key, str) and key not in self.constants:
                 raise KeyError(f"no function constant {key!r}; there are: {list(self.constants)}")
             index = self.constants[key][0] if isinstance(key, str) else key
-            kind, size = by_index.get(index, (0, 4))
-            if kind == 0:
-                raw = (int(value) & (1 << 8 * size) - 1).to_bytes(size, "little")
-            else:
-                dtype = (torch.float32, torch.float16, torch.bfloat16)[kind - 1]
-                raw = bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
-            encoded.append((index, raw))
+            kind, size, count = by_index.get(index, (0, 4, 1))
+            values = list(value) if isinstance(value, Sequence) else [value]
+            if len(values) != count:
+                raise ValueError(f"function constant {key!r}: {value!r}; it has {count} values")
+            element = size // (4 if count == 3 else count)
+            encoded.append((index, b"".join(_bytes_of(kind, element, v) for v in values)))
         return encoded
 
     def launch(self, launch: _Launch) -> None:
@@ -196,9 +200,22 @@ class Library:
         )
 
 
+def _bytes_of(kind: int, size: int, value: Any) -> bytes:
+    if kind == 0:
+        return (int(value) & (1 << 8 * size) - 1).to_bytes(size, "little")
+    dtype = (torch.float32, torch.float16, torch.bfloat16)[kind - 1]
+    return bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
+
+
 def _size(size: Size) -> tuple[int, int, int]:
     s = (size,) if isinstance(size, int) else tuple(size)
     return (*s, 1, 1, 1)[:3]  # type: ignore[return-value]
+
+
+def _slot(kind: str, index: int) -> int:
+    if not 0 <= index < _MAX_SLOTS:
+        raise ValueError(f"[[{kind}({index})]]: indices from 0 to {_MAX_SLOTS - 1} are allowed")
+    return index
 
 
 def _memory(value: Any) -> Tensor:
@@ -235,17 +252,21 @@ class Function:
         schedule: str = "both",
         allow_inactive: bool = False,
         allow_uninitialized: bool = False,
+        flush_subnormals: bool = False,
         workers: int | None = None,
         timeout: int = _SECONDS,
     ) -> None:
         """Runs `grid` threadgroups of `group` threads; buffers[i] is [[buffer(i)]], in place.
 
+        Buffers and threadgroup memory that no lane touches may be left out, as on a GPU.
         schedule: "ascending", "descending" simdgroups and lanes, or "both" on equal inputs, whose
         results must agree bit for bit. threads: those of the grid, fewer than grid * group.
         allow_inactive: collectives and barriers may run without threads that have returned or wait
         elsewhere, as on a GPU, where what such a thread would give is undefined: not by default.
-        allow_uninitialized: threadgroup memory that nobody wrote may be read. timeout: seconds
-        after which a run is an endless loop; 0: never. Raises EmulatorFault.
+        allow_uninitialized: threadgroup memory that nobody wrote may be read. flush_subnormals:
+        operands and results of f32 and bf16 arithmetic below 2^-126 are zeros of their sign, as on
+        Apple's GPUs; f16 keeps them. timeout: seconds after which a run is an endless loop; 0:
+        never. Raises EmulatorFault, and ValueError for a slot that there is not.
         """
         items = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
         memory = {i: _memory(b) for i, b in items if b is not None}
@@ -255,6 +276,7 @@ class Function:
             else dict(enumerate(threadgroup_bytes))
         )
         flags = allow_inactive * _ALLOW_INACTIVE | allow_uninitialized * _ALLOW_UNINITIALIZED
+        flags |= flush_subnormals * _FLUSH_SUBNORMALS
         launch = self._launch(_size(grid), _size(group), sizes, flags, workers)
         launch.seconds = timeout
         if threads is not None:
@@ -287,12 +309,12 @@ class Function:
             slot.value[: len(raw)] = raw
         launch.constants, launch.n_constants = array, len(array)
         for i, n in sizes.items():
-            launch.threadgroup_bytes[i] = n
+            launch.threadgroup_bytes[_slot("threadgroup", i)] = n
         return launch
 
     def _run(self, launch: _Launch, memory: Mapping[int, Tensor]) -> None:
         for i, t in memory.items():
-            launch.buffers[i] = _Buffer(t.data_ptr(), t.numel() * t.element_size())
+            launch.buffers[_slot("buffer", i)] = _Buffer(t.data_ptr(), t.numel() * t.element_size())
         self.library.launch(launch)
 
     def _compare(self, first: Mapping[int, Tensor], second: Mapping[int, Tensor]) -> None:

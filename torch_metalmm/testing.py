@@ -98,11 +98,16 @@ def _line_of(library: str, address: int) -> str:
 
 @contextlib.contextmanager
 def emulated(
-    checked: bool = False, descending: bool = False, chip: str = "m1", cores: int = 0
+    checked: bool = False,
+    descending: bool = False,
+    chip: str = "m1",
+    cores: int = 0,
+    flush_subnormals: bool = False,
 ) -> Iterator[None]:
     """Inside, torch.ops.metalmm computes on CPU tensors by the shaders, planned for `chip`.
 
     Raises RuntimeError where the emulator finds a fault. checked: with memory checks, slower.
+    descending: the last thread first. flush_subnormals: as Function.__call__.
     Autograd, autocast and the argument checks stay; quantize has no shader. Does not nest.
     """
     from . import _C
@@ -110,7 +115,7 @@ def emulated(
     for path in sorted({str(library.path) for library in shader_libraries(checked).values()}):
         _C.load_emulated(path)
     _C.set_line_of(_line_of)
-    _C.install_emulator(chip, descending, cores)
+    _C.install_emulator(chip, descending, cores, flush_subnormals)
     try:
         yield
     finally:

@@ -15,10 +15,7 @@ void run_worker(Worker& w);
 
 namespace {
 
-// Written by testing.py beside each shader file: see include/msl/entry.h.
-struct Argument {
-  uint32_t role, index;
-};
+// Written by msl_tables.py beside each shader file: see include/msl/entry.h.
 struct KernelEntry {
   const char* name;
   void (*run)();
@@ -27,7 +24,7 @@ struct KernelEntry {
 };
 struct ConstantEntry {
   const char* name;
-  uint32_t index, kind, bytes;
+  uint32_t index, kind, bytes, count;
   void* storage;
 };
 
@@ -39,6 +36,7 @@ extern const metalmm::KernelEntry mm_kernels[];
 extern const uint32_t mm_n_kernels;
 extern const metalmm::ConstantEntry mm_constants[];
 extern const uint32_t mm_n_constants;
+extern const uint32_t mm_checked;  // 1: clang was told to check each access
 using MmInitializer = void (*)(int, char**, char**);
 extern MmInitializer __init_array_start[] __attribute__((visibility("hidden"), weak));
 extern MmInitializer __init_array_end[] __attribute__((visibility("hidden"), weak));
@@ -47,7 +45,7 @@ extern MmInitializer __init_array_end[] __attribute__((visibility("hidden"), wea
 namespace metalmm {
 namespace {
 
-uint64_t g_constants_set;  // bit i: mm_constants[i] has a value in this launch
+bool* g_constants_set;  // [mm_n_constants]: whether it has a value in this launch
 pthread_mutex_t g_launching = PTHREAD_MUTEX_INITIALIZER;  // function constants are the library's
 Worker* g_free_workers;
 
@@ -76,10 +74,9 @@ Worker* take_worker(Launch* launch) {
     g_free_workers = w->next_free;
   } else {
     w = static_cast<Worker*>(map(sizeof(Worker)));
-    // One page before the first stack is not accessible. Between two stacks a checked library finds
-    // the access of one lane to another's; 1024 such pages in each library would be too many maps.
-    w->stacks = static_cast<char*>(map(kMaxThreads * kStackBytes + kPage)) + kPage;
-    mprotect(w->stacks - kPage, kPage, PROT_NONE);
+    // No pages between two stacks that are not accessible: a checked library finds the access of
+    // one lane to another's, and 1024 such pages in each library would be too many maps.
+    w->stacks = static_cast<char*>(map(kBelowStacks + kMaxThreads * kStackBytes)) + kBelowStacks;
     w->arena = static_cast<char*>(map(kArenaBytes));
   }
   w->launch = launch;
@@ -87,24 +84,28 @@ Worker* take_worker(Launch* launch) {
 }
 
 void lay_out_threadgroup_memory(Worker& w) {
-  char* at = w.arena + kRedzone;
+  uint32_t shadow_at = 0;
   for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
-    uint32_t bytes = w.launch->in->threadgroup_bytes[i];
+    const uint32_t bytes = w.launch->in->threadgroup_bytes[i];
+    char* at = w.arena + i * kSlotBytes + kSlotBytes / 2;
+    at = w.launch->no_memory[i] ? w.launch->no_memory[i] : at;
     w.memory[i] = {at, at + bytes};
-    if (bytes) {
-      at += (bytes + 15) / 16 * 16 + kRedzone;
-    }
+    w.shadow_at[i] = shadow_at;
+    shadow_at += bytes;
   }
 }
 
 void set_constants(const MmLaunch& in) {
-  g_constants_set = 0;
+  if (!g_constants_set && mm_n_constants) {
+    g_constants_set = static_cast<bool*>(map(mm_n_constants));
+  }
   for (uint32_t i = 0; i < mm_n_constants; ++i) {
+    g_constants_set[i] = false;
     memset(mm_constants[i].storage, 0, mm_constants[i].bytes);
     for (uint32_t c = 0; c < in.n_constants; ++c) {
       if (in.constants[c].index == mm_constants[i].index) {
         memcpy(mm_constants[i].storage, in.constants[c].value, mm_constants[i].bytes);
-        g_constants_set |= uint64_t{1} << i;
+        g_constants_set[i] = true;
       }
     }
   }
@@ -140,11 +141,10 @@ int check(const MmLaunch& in, const KernelEntry*& kernel, MmReport* report) {
   }
   for (uint32_t i = 0; i < kernel->n_arguments; ++i) {
     const Argument& a = kernel->arguments[i];
-    if (a.role == 0 && !in.buffers[a.index].data) {
-      return usage(report, "%s: [[buffer(%u)]] is not bound", in.kernel, a.index);
-    }
-    if (a.role == 1 && !in.threadgroup_bytes[a.index]) {
-      return usage(report, "%s: [[threadgroup(%u)]] has no memory", in.kernel, a.index);
+    const bool is_buffer = a.role == kRoleBuffer || a.role == kRoleOptionalBuffer;
+    if ((is_buffer || a.role == kRoleThreadgroup) && a.index >= kMmMaxSlots) {
+      return usage(report, "%s: [[%s(%u)]]; indices below %u are allowed", in.kernel,
+                   is_buffer ? "buffer" : "threadgroup", a.index, kMmMaxSlots);
     }
   }
   return 0;
@@ -182,7 +182,7 @@ void run_all(Launch& launch, uint32_t n) {
 bool constant_is_set(const void* storage) {
   for (uint32_t i = 0; i < mm_n_constants; ++i) {
     if (mm_constants[i].storage == storage) {
-      return g_constants_set >> i & 1;
+      return g_constants_set && g_constants_set[i];  // none while the library is loaded
     }
   }
   return false;
@@ -210,11 +210,14 @@ __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmRepor
   launch.threadgroups = uint64_t{in->grid[0]} * in->grid[1] * in->grid[2];
   launch.run = kernel->run;
   launch.arguments = kernel->arguments;
+  launch.n_arguments = kernel->n_arguments;
+  place_arguments(launch, mm_checked);
   uint32_t n = in->workers < 1 ? 1 : in->workers > 256 ? 256 : in->workers;
   n = launch.threadgroups < n ? static_cast<uint32_t>(launch.threadgroups) : n;
   if (n) {
     run_all(launch, n);
   }
+  return_arguments(launch);
   pthread_mutex_unlock(&g_launching);
   return static_cast<int>(report->fault);
 }
@@ -223,11 +226,7 @@ bool mm_constant_is_set(const void* storage) { return constant_is_set(storage); 
 
 void* mm_argument_memory(uint32_t role, uint32_t index) {
   const Worker& w = *this_worker();
-  if (role == 1) return w.memory[index].begin;
-  // Kernels read from an argument that a function constant takes away, and drop what they read.
-  alignas(16) static const char absent[4096] = {};
-  void* data = w.launch->in->buffers[index].data;
-  return data ? data : const_cast<char*>(absent);
+  return role == kRoleThreadgroup ? w.memory[index].begin : w.launch->buffers[index].span.begin;
 }
 
 // The roles of include/msl/entry.h from kRoleThreadPositionInGrid on.

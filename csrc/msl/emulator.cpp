@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "fiber.h"
+#include "float_mode.h"
 #include "worker.h"
 
 namespace metalmm {
@@ -270,6 +271,7 @@ void run_worker(Worker& w) {
   g_worker = &w;
   prepare_watchdog(*w.launch, prepare_memory(w));
   const Watchdog watchdog(w);
+  const FloatMode mode((w.launch->in->flags & kMmFlushSubnormals) != 0);
   w.thread.set_to_thread();
   while ((w.turn = __atomic_fetch_add(&w.launch->next, 1, __ATOMIC_RELAXED)) <
              w.launch->threadgroups &&

@@ -10,21 +10,22 @@ extern "C" {
 constexpr uint32_t kMmMaxSlots = 32;
 
 struct MmBuffer {
-  void* data;      // null: not bound
+  void* data;      // null: not bound, which is a fault where a lane touches it
   uint64_t bytes;  // accesses outside [data, data + bytes) are reported by checked libraries
 };
 
 // A value of the function constant `index`: its first `bytes` bytes.
 struct MmConstant {
   uint32_t index, bytes;
-  uint8_t value[8];
+  uint8_t value[32];
 };
 
 enum MmFlags : uint32_t {
   kMmDescending = 1,     // the last simdgroup and lane first, not the first
   kMmAllowInactive = 2,  // a collective may run without lanes that have returned or wait elsewhere
   kMmAllowUninitialized =
-      4,  // threadgroup memory that nobody wrote may be read (it holds 0xFF bytes)
+      4,                   // threadgroup memory that nobody wrote may be read (it holds 0xFF bytes)
+  kMmFlushSubnormals = 8,  // f32 and bf16, as Apple's GPUs do: float_mode.h
 };
 
 struct MmLaunch {
@@ -53,6 +54,7 @@ enum MmFault : uint32_t {
   kMmUninitialized,  // a read of threadgroup memory that nobody wrote
   kMmUndefined,      // an index outside a local array, a division by zero
   kMmTimeout,        // MmLaunch::seconds have passed
+  kMmReadOnly,       // a write to a buffer that the kernel takes as const
 };
 
 // The fault of a launch that is earliest in its schedule. Where `file` is null the place is the

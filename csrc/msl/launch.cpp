@@ -60,7 +60,8 @@ class Encoder {
   explicit Encoder(const EmulatorOptions& options) {
     in_.workers = options.workers ? options.workers : std::thread::hardware_concurrency();
     in_.seconds = options.seconds;
-    in_.flags = options.descending ? static_cast<uint32_t>(kMmDescending) : 0u;
+    in_.flags = (options.descending ? kMmDescending : 0u) |
+                (options.flush_subnormals ? kMmFlushSubnormals : 0u);
   }
 
   void set_pipeline(const Pass& pass) {

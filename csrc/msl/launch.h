@@ -9,9 +9,10 @@
 namespace metalmm {
 
 struct EmulatorOptions {
-  bool descending = false;  // the last simdgroup and lane first
-  uint32_t workers = 0;     // OS threads; 0: one per core
-  uint32_t seconds = 300;   // after which a kernel is an endless loop; 0: never
+  bool descending = false;        // the last simdgroup and lane first
+  bool flush_subnormals = false;  // of f32 and bf16
+  uint32_t workers = 0;           // OS threads; 0: one per core
+  uint32_t seconds = 300;         // after which a kernel is an endless loop; 0: never
 };
 
 // "file:line" of an address of a library, or nothing: from its debug information, which Python

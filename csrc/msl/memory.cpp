@@ -52,12 +52,12 @@ uint64_t relative(const void* pc) { return static_cast<const char*>(pc) - g_imag
 
 // The shadow of a byte of threadgroup memory; null if p is none.
 Shadow* shadow_of(Worker& w, const char* p, size_t n) {
-  for (const Span& s : w.memory) {
-    if (s.contains(p, n)) {
-      return w.shadow + (p - w.arena);
+  for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
+    if (w.memory[i].contains(p, n)) {
+      return w.shadow + w.shadow_at[i] + (p - w.memory[i].begin);
     }
   }
-  return w.locals.contains(p, n) ? w.shadow + kArenaBytes + (p - w.locals.begin) : nullptr;
+  return w.locals.contains(p, n) ? w.shadow + kMaxThreadgroupBytes + (p - w.locals.begin) : nullptr;
 }
 
 void report_race(Worker& w, const Shadow& s, const char* p, bool now_writes, bool before_wrote,
@@ -139,10 +139,11 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
   if (p >= stack && p + n <= stack + kStackBytes) {
     return;
   }
-  for (const MmBuffer& b : w->launch->in->buffers) {
-    auto base = static_cast<const char*>(b.data);
-    if (base && p >= base && p + n <= base + b.bytes) {
-      return;
+  bool is_read_only = false;
+  for (const Place& b : w->launch->buffers) {
+    if (b.span.contains(p, n)) {
+      if (!write || !b.is_read_only) return;
+      is_read_only = true;
     }
   }
   if (Shadow* s = shadow_of(*w, p, n)) {
@@ -153,6 +154,10 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
   }
   char where[96];
   name_memory(*w, p, where, sizeof where);
+  if (is_read_only) {
+    fail_here(kMmReadOnly, relative(pc),
+              "read-only: writes %zu bytes at %s, which the kernel takes as const", n, where);
+  }
   fail_here(kMmOutOfBounds, relative(pc), "out of bounds: %s %zu bytes at %s",
             write ? "writes" : "reads", n, where);
 }
@@ -176,7 +181,7 @@ Span prepare_memory(Worker& w) {
   if (!mm_checked) {
     return g_image;
   }
-  size_t bytes = (kArenaBytes + (w.locals.end - w.locals.begin)) * sizeof(Shadow);
+  size_t bytes = (kMaxThreadgroupBytes + (w.locals.end - w.locals.begin)) * sizeof(Shadow);
   if (w.shadow_bytes < bytes) {
     if (w.shadow) {
       munmap(w.shadow, w.shadow_bytes);
@@ -204,34 +209,30 @@ void poison_memory(Worker& w) {
 }
 
 void name_memory(const Worker& w, const char* p, char* text, size_t n) {
-  for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
+  if (p >= w.arena && p < w.arena + kArenaBytes) {
+    const auto i = static_cast<uint32_t>((p - w.arena) / kSlotBytes);
     const Span& s = w.memory[i];
-    if (s.begin != s.end && p + kRedzone / 2 >= s.begin && p < s.end + kRedzone / 2) {
-      snprintf(text, n, "byte %td of the %td of [[threadgroup(%u)]]", p - s.begin, s.end - s.begin,
-               i);
-      return;
-    }
-  }
-  if (w.locals.contains(p, 1)) {
+    snprintf(text, n, "byte %td of the %td of [[threadgroup(%u)]]", p - s.begin, s.end - s.begin,
+             i);
+  } else if (w.locals.contains(p, 1)) {
     snprintf(text, n, "byte %td of the kernel's own threadgroup memory", p - w.locals.begin);
-    return;
-  }
-  const MmBuffer* nearest = nullptr;
-  uint64_t distance = uint64_t{1} << 40;
-  for (const MmBuffer& b : w.launch->in->buffers) {
-    auto base = static_cast<const char*>(b.data);
-    uint64_t d = p < base ? base - p : p - base;
-    if (base && d < distance + (p >= base ? b.bytes : 0)) {
-      nearest = &b;
-      distance = d > b.bytes ? d - b.bytes : 0;
-    }
-  }
-  if (nearest) {
-    snprintf(text, n, "byte %td of the %llu of [[buffer(%td)]]",
-             p - static_cast<const char*>(nearest->data),
-             static_cast<unsigned long long>(nearest->bytes), nearest - w.launch->in->buffers);
-  } else {
+  } else if (g_image.contains(p, 1)) {
+    snprintf(text, n, "a constant of the program");
+  } else if (p >= w.stacks && p < w.stacks + kMaxThreads * kStackBytes) {
+    snprintf(text, n, "the private memory of thread %td", (p - w.stacks) / kStackBytes);
+  } else if (!name_argument(*w.launch, p, text, n)) {
     snprintf(text, n, "address %p, far from every buffer", static_cast<const void*>(p));
+  }
+}
+
+// A frame that does not fit has been made already, over the stack of another lane of this
+// threadgroup: it has no turn left.
+void check_stack(const char* frame, const void* pc) {
+  Worker* w = this_worker();
+  if (w && w->current && frame < w->current->stack + kStackMargin) {
+    fail_here(kMmOutOfBounds, relative(pc),
+              "out of private memory: the arrays and calls of a thread need more than %zu bytes",
+              kStackBytes - kStackMargin);
   }
 }
 
@@ -259,6 +260,10 @@ void __asan_loadN_noabort(const void* p, size_t n) {
 }
 void __asan_storeN_noabort(const void* p, size_t n) {
   metalmm::check_access(static_cast<const char*>(p), n, true, false, MM_HERE);
+}
+// Of each function that is not inlined: -finstrument-function-entry-bare.
+void __cyg_profile_func_enter_bare() {
+  metalmm::check_stack(static_cast<const char*>(__builtin_frame_address(0)), MM_HERE);
 }
 #if !defined(__SANITIZE_ADDRESS__)  // else the emulator itself is checked
 void __asan_handle_no_return() {}

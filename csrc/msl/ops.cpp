@@ -23,11 +23,12 @@ const gpu::Engine& engine() {
   return e;
 }
 
-void install(const std::string& chip, bool descending, uint32_t cores) {
+void install(const std::string& chip, bool descending, uint32_t cores, bool flush_subnormals) {
   TORCH_CHECK(!g_installed, "emulator: it is installed; emulated() does not nest");
   g_gpu = gpu_by_name(chip);
   if (cores) g_gpu.cores = cores;
   g_options.descending = descending;
+  g_options.flush_subnormals = flush_subnormals;
   g_installed.emplace(gpu::in_place_of_cpu<engine>());
 }
 
@@ -54,9 +55,9 @@ void bind_emulator(pybind11::module_& m) {
       "line_of(library, address) -> 'file:line' or '': how faults of the emulator name their "
       "place.");
   m.def("install_emulator", install, py::arg("chip") = "m1", py::arg("descending") = false,
-        py::arg("cores") = 0,
+        py::arg("cores") = 0, py::arg("flush_subnormals") = false,
         "Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the "
-        "chip's own), and the order of its threads.");
+        "chip's own), the order of its threads, and whether f32 and bf16 lose their subnormals.");
   m.def("remove_emulator", [] { g_installed.reset(); }, "The CPU's kernels again.");
 }
 

@@ -1,11 +1,14 @@
 // Conversions to bfloat that clang calls and the ziglang package's runtime library lacks: nearest,
-// ties to even.
+// ties to even. Subnormal numbers are dropped where the processor drops them (float_mode.h).
 #include <cstdint>
 #include <cstring>
 
 extern "C" {
 
+static volatile const float kOne = 1.0f;
+
 __attribute__((weak)) __bf16 __truncsfbf2(float x) {
+  x *= kOne;
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   if ((bits & 0x7FFFFFFF) > 0x7F800000) {

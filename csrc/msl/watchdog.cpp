@@ -1,8 +1,12 @@
-// Ends a launch that takes too long: a loop without an end reaches no collective and no check.
+// Faults that arrive as signals. Where one interrupts code of a shader, the handler leaves the
+// lane's stack for good, as any fault does.
 //
-// A timer of each worker's own thread sends it a signal. Where that interrupts code of a shader,
-// the handler leaves the lane's stack for good, as a fault does; anywhere else (in the emulator, or
-// in a function of the C library) the next signal, a little later, tries again.
+// A launch that takes too long: a loop without an end reaches no collective and no check. A timer
+// of each worker's own thread sends it a signal. In the emulator, or in a function of the C
+// library, the next signal, a little later, tries again.
+//
+// An access that the processor refuses, in a library without memory checks: of an argument that is
+// not bound, or far outside of one. Elsewhere it goes to the handler that was there before.
 #include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -21,6 +25,11 @@ namespace metalmm {
 namespace {
 
 constexpr long kRetryNanoseconds = 20'000'000;
+constexpr int kRefused[] = {SIGSEGV, SIGBUS};
+
+struct sigaction g_before[2];  // of kRefused
+bool g_is_installed;
+pthread_mutex_t g_installing = PTHREAD_MUTEX_INITIALIZER;
 
 int signal_number() { return SIGRTMIN + 7; }
 
@@ -33,6 +42,16 @@ const char* interrupted(const void* context) {
 #endif
 }
 
+bool in_shader(const Worker& w, const char* pc) {
+  const Launch& launch = *w.launch;
+  return w.current && launch.code.contains(pc, 1) && !launch.runtime.contains(pc, 1);
+}
+
+// As of a call at pc, whose return address is behind it.
+uint64_t place_of(const Worker& w, const char* pc) {
+  return static_cast<uint64_t>(pc - w.launch->code.begin) + 1;
+}
+
 // Several libraries may install it; a signal brings its own worker, whose library may be another.
 void on_signal(int, siginfo_t* info, void* context) {
   if (info->si_code != SI_TIMER || !info->si_value.sival_ptr) {
@@ -40,16 +59,46 @@ void on_signal(int, siginfo_t* info, void* context) {
   }
   Worker& w = *static_cast<Worker*>(info->si_value.sival_ptr);
   const char* pc = interrupted(context);
-  const Launch& launch = *w.launch;
-  const bool in_shader = launch.code.contains(pc, 1) && !launch.runtime.contains(pc, 1);
-  if (w.current && in_shader) {
-    launch.time_out(w, pc);
+  if (in_shader(w, pc)) {
+    w.launch->time_out(w, pc);
   }
 }
 
+void on_refused(int number, siginfo_t* info, void* context) {
+  Worker* w = this_worker();
+  const char* pc = interrupted(context);
+  if (w && in_shader(*w, pc)) {
+    char where[96];
+    name_memory(*w, static_cast<const char*>(info->si_addr), where, sizeof where);
+    fail_here(kMmOutOfBounds, place_of(*w, pc), "out of bounds: accesses %s", where);
+  }
+  const struct sigaction& before = g_before[number == kRefused[1]];
+  if ((before.sa_flags & SA_SIGINFO) && before.sa_sigaction) {
+    before.sa_sigaction(number, info, context);
+  } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+    signal(number, SIG_DFL);  // the access is tried once more
+  } else {
+    before.sa_handler(number);
+  }
+}
+
+// Once for each library and never again: each keeps the handler before it, and two that did so in
+// turn would call each other for ever.
+void catch_refused() {
+  pthread_mutex_lock(&g_installing);
+  for (int i = 0; i < 2 && !g_is_installed; ++i) {
+    struct sigaction action = {};
+    action.sa_sigaction = on_refused;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(kRefused[i], &action, &g_before[i]);
+  }
+  g_is_installed = true;
+  pthread_mutex_unlock(&g_installing);
+}
+
 [[noreturn]] void time_out(Worker& w, const char* pc) {
-  fail_here(kMmTimeout, static_cast<uint64_t>(pc - w.launch->code.begin) + 1,
-            "timeout: runs for more than %u s; an endless loop?", w.launch->in->seconds);
+  fail_here(kMmTimeout, place_of(w, pc), "timeout: runs for more than %u s; an endless loop?",
+            w.launch->in->seconds);
 }
 
 }  // namespace
@@ -58,6 +107,7 @@ void prepare_watchdog(Launch& launch, Span code) {
   launch.code = code;
   launch.runtime = {const_cast<char*>(__start_mm_runtime), const_cast<char*>(__stop_mm_runtime)};
   launch.time_out = time_out;
+  catch_refused();
 }
 
 Watchdog::Watchdog(Worker& w) {

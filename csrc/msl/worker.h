@@ -19,8 +19,11 @@ namespace metalmm {
 constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / 32;
 constexpr size_t kStackBytes = 64 << 10;  // per GPU thread
 constexpr size_t kPage = 16 << 10;        // a multiple of every page size in use
+// What the checks of a lane need of its stack, and memory below all stacks: a function's frame is
+// on the stack before check_stack() sees it, and msl_build.py refuses frames of 1 MB.
+constexpr size_t kStackMargin = 8 << 10, kBelowStacks = 2 << 20;
 constexpr uint32_t kMaxThreadgroupBytes = 32 << 10;
-constexpr size_t kRedzone = 256;  // between two [[threadgroup(i)]] arguments
+constexpr size_t kSlotBytes = 1 << 20;  // addresses of one [[threadgroup(i)]] argument
 
 using Combine = void (*)(void* const* in, void* const* out);
 
@@ -83,6 +86,20 @@ struct Span {
   bool contains(const char* p, size_t n) const { return p >= begin && p + n <= end; }
 };
 
+// Written by msl_tables.py beside each shader file: see include/msl/entry.h.
+enum Role : uint32_t { kRoleBuffer = 0, kRoleThreadgroup = 1, kRoleOptionalBuffer = 17 };
+struct Argument {
+  uint32_t role, index;
+  bool is_read_only;
+};
+
+// Where a launch has the memory of a [[buffer(i)]].
+struct Place {
+  Span span;          // empty: it is not bound
+  bool is_argument;   // of the kernel; else it is reached by its address alone
+  bool is_read_only;  // the kernel takes it as const
+};
+
 struct Launch;
 
 struct Worker {
@@ -99,10 +116,11 @@ struct Worker {
   uint32_t pass_next, pass_end,
       pass_first;  // lanes of the simdgroup that runs, in the order of the schedule
   uint32_t epoch, first_epoch, simd_epoch[kMaxSimdgroups], last_simd_epoch;
-  Span memory[kMmMaxSlots];  // [[threadgroup(i)]]
+  Span memory[kMmMaxSlots];  // [[threadgroup(i)]], kSlotBytes apart in the arena
+  uint32_t shadow_at[kMmMaxSlots];
   char* arena;
   Span locals;     // threadgroup variables declared in kernels: this thread's TLS of the library
-  Shadow* shadow;  // of the arena, then of `locals`
+  Shadow* shadow;  // of `memory`, then of `locals`
   size_t shadow_bytes;
 };
 
@@ -116,7 +134,13 @@ struct Launch {
   pthread_mutex_t reporting;  // holds *report and changes of `faulty`
   uint64_t threadgroups;
   void (*run)();
-  const void* arguments;
+  const Argument* arguments;
+  uint32_t n_arguments;
+  Place buffers[kMmMaxSlots];
+  uint32_t moved;                // bit i: buffers[i] is a copy
+  char* no_memory[kMmMaxSlots];  // what stands for a [[threadgroup(i)]] of 0 bytes
+  char* windows;                 // of arguments, window_bytes each; null: none
+  uint64_t window_bytes;
   Span code, runtime;  // of the library, and of the emulator in it
   void (*time_out)(Worker& w, const char* pc);
 };
@@ -134,7 +158,13 @@ class Watchdog {
 };
 void prepare_watchdog(Launch& launch, Span code);
 
-constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes + (kMmMaxSlots + 1) * kRedzone;
+constexpr size_t kArenaBytes = (kMmMaxSlots + 1) * kSlotBytes;
+
+// Sets buffers, no_memory and windows of a launch; the second copies results back.
+void place_arguments(Launch& launch, bool checked);
+void return_arguments(Launch& launch);
+// Names p if it is in or near an argument.
+bool name_argument(const Launch& launch, const char* p, char* text, size_t n);
 
 Worker* this_worker();
 bool descending(const Worker& w);

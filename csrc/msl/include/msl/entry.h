@@ -29,6 +29,7 @@ enum Role : uint {
 };
 struct Argument {
   uint role, index;
+  bool is_read_only;
 };
 struct KernelEntry {
   const char* name;
@@ -39,7 +40,7 @@ struct KernelEntry {
 enum ConstantKind : uint { kConstantInteger, kConstantFloat, kConstantHalf, kConstantBfloat };
 struct ConstantEntry {
   const char* name;
-  uint index, kind, bytes;
+  uint index, kind, bytes, count;  // `count` values of a kind
   void* storage;
 };
 
@@ -86,14 +87,24 @@ template <class... P>
 METAL_FUNC void call(void (*f)(P...), const Argument* a) {
   call(f, a, __make_integer_seq<Indices, int, sizeof...(P)>{});
 }
+// Whether parameter I of a kernel points or refers to const memory.
+template <uint I, class... P>
+constexpr bool is_read_only(void (*)(P...)) {
+  return __is_const(__remove_pointer(__remove_reference_t(__type_pack_element<I, P...>)));
+}
 template <class T>
 T value_of(T);
-template <class U>
+template <class T>
 constexpr uint constant_kind() {
+  using U = element_t<T>;
   return __is_same(U, float)    ? kConstantFloat
          : __is_same(U, half)   ? kConstantHalf
          : __is_same(U, bfloat) ? kConstantBfloat
                                 : kConstantInteger;
+}
+template <class T>
+constexpr uint constant_count() {
+  return vector_of<T>::size;
 }
 
 }  // namespace emulator
