@@ -112,6 +112,27 @@ kernel void k(device float* y) {{ y[0] = n; y[1] = twice; y[2] = flag_or; y[3] =
     assert y.tolist() == [4, 8, 1, 0]
 
 
+def test_many_function_constants() -> None:
+    """Beyond 64, each with a value or without one; vectors; a wrong number of components."""
+    n = 130
+    constants = "".join(f"constant int c{i} [[function_constant({2 * i})]];\n" for i in range(n))
+    reads = "".join(f"y[{i}] = is_function_constant_defined(c{i}) ? c{i} : -1;\n" for i in range(n))
+    text = f"""{HEAD}{constants}constant float4 f [[function_constant(1)]];
+constant half3 h [[function_constant(3)]];
+constant long4 l [[function_constant(5)]];
+kernel void k(device float* y, device float* z) {{
+{reads} z[0] = f.x; z[1] = f.w; z[2] = h.z; z[3] = l.w; }}"""
+    given = {i: 7 * i for i in range(n) if i % 3 == 0 or i > 126}
+    values = {2 * i: v for i, v in given.items()}
+    y, z, source = torch.zeros(n), torch.zeros(4), MetalSource(text)
+    source.function("k", values | {"f": [1, 2, 3, 4], "h": (1, 2, 0.5), 5: (0, 0, 0, -9)})(
+        1, 1, [y, z]
+    )
+    assert y.tolist() == [given.get(i, -1) for i in range(n)] and z.tolist() == [1, 4, 0.5, -9]
+    with pytest.raises(ValueError, match="function constant 'f': 3; it has 4 values"):
+        source.function("k", {"f": 3})
+
+
 def test_atomics_add_up() -> None:
     text = f"""{HEAD}
 kernel void k(device atomic_uint* total, device atomic_float* f,

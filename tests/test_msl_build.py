@@ -1,0 +1,74 @@
+"""How texts become libraries: what the cache tells apart, which compiler is called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from msl_kernels import HEAD
+
+from torch_metalmm import msl_build
+from torch_metalmm.testing import BuildError, MetalSource
+
+TEXT = f'{HEAD}#include "value.h"\nkernel void k(device float* y) {{ y[0] = VALUE; }}\n'
+
+
+def value(folder: Path) -> float:
+    y = torch.zeros(1)
+    MetalSource(TEXT, include=[folder]).function("k")(1, 1, [y])
+    return y.item()
+
+
+def test_a_changed_include_is_compiled_anew(tmp_path: Path) -> None:
+    """Also one that is included by an included file; what is put back is found again."""
+    header, inner = tmp_path / "value.h", tmp_path / "inner.h"
+    header.write_text("#define VALUE 1\n")
+    assert value(tmp_path) == 1
+    header.write_text("#define VALUE 2\n")
+    assert value(tmp_path) == 2
+    header.write_text('#include "inner.h"\n')
+    for n in (3, 4):
+        inner.write_text(f"#define VALUE {n}\n")
+        assert value(tmp_path) == n
+    header.write_text("#define VALUE 1\n")
+    assert value(tmp_path) == 1
+
+
+@pytest.mark.parametrize("name", ["ziglang.py", "ziglang/__init__.py", "subprocess.py"])
+def test_no_module_of_the_current_folder_is_the_compiler(tmp_path: Path, name: str) -> None:
+    """With the current folder first in the path, as `python -m` and `python -c` have it."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("raise SystemExit('a module of the current folder was run')\n")
+    (path.parent / "__main__.py").write_text("print('0.0.0 of the current folder')\n")
+    call = "from torch_metalmm.msl_build import zig"
+    if name.startswith("ziglang"):
+        program = f"import sys; {call}; print(zig('version').stdout)"
+    else:  # a module that this process has found before it comes here
+        program = f"import os, subprocess; {call}; os.chdir({str(tmp_path)!r}); " + (
+            "print(zig('version').stdout)"
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path if name.startswith("ziglang") else msl_build.ROOT,
+        env=os.environ | {"PYTHONPATH": str(msl_build.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == msl_build.zig("version").stdout.strip()
+
+
+def test_the_compiler_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise msl_build.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(msl_build.importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(msl_build, "_zig", msl_build._zig.__wrapped__)
+    with pytest.raises(BuildError, match="the ziglang package, which has the compiler, is not"):
+        msl_build.zig("version")
