@@ -113,22 +113,26 @@ kernel void k(device float* y) {{ y[0] = n; y[1] = twice; y[2] = flag_or; y[3] =
 
 
 def test_many_function_constants() -> None:
-    """Beyond 64, each with a value or without one; vectors; a wrong number of components."""
+    """Beyond 64, each with a value or without one."""
     n = 130
     constants = "".join(f"constant int c{i} [[function_constant({2 * i})]];\n" for i in range(n))
     reads = "".join(f"y[{i}] = is_function_constant_defined(c{i}) ? c{i} : -1;\n" for i in range(n))
-    text = f"""{HEAD}{constants}constant float4 f [[function_constant(1)]];
+    given = {i: 7 * i for i in range(n) if i % 3 == 0 or i > 126}
+    y = torch.zeros(n)
+    source = MetalSource(f"{HEAD}{constants}kernel void k(device float* y) {{\n{reads}}}")
+    source.function("k", {2 * i: v for i, v in given.items()})(1, 1, [y])
+    assert y.tolist() == [given.get(i, -1) for i in range(n)]
+
+
+def test_function_constants_that_are_vectors() -> None:
+    text = f"""{HEAD}
+constant float4 f [[function_constant(1)]];
 constant half3 h [[function_constant(3)]];
 constant long4 l [[function_constant(5)]];
-kernel void k(device float* y, device float* z) {{
-{reads} z[0] = f.x; z[1] = f.w; z[2] = h.z; z[3] = l.w; }}"""
-    given = {i: 7 * i for i in range(n) if i % 3 == 0 or i > 126}
-    values = {2 * i: v for i, v in given.items()}
-    y, z, source = torch.zeros(n), torch.zeros(4), MetalSource(text)
-    source.function("k", values | {"f": [1, 2, 3, 4], "h": (1, 2, 0.5), 5: (0, 0, 0, -9)})(
-        1, 1, [y, z]
-    )
-    assert y.tolist() == [given.get(i, -1) for i in range(n)] and z.tolist() == [1, 4, 0.5, -9]
+kernel void k(device float* y) {{ y[0] = f.x; y[1] = f.w; y[2] = h.z; y[3] = l.w; }}"""
+    y, source = torch.zeros(4), MetalSource(text)
+    source.function("k", {"f": [1, 2, 3, 4], "h": (1, 2, 0.5), 5: (0, 0, 0, -9)})(1, 1, [y])
+    assert y.tolist() == [1, 4, 0.5, -9]
     with pytest.raises(ValueError, match="function constant 'f': 3; it has 4 values"):
         source.function("k", {"f": 3})
 

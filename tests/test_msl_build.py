@@ -38,30 +38,22 @@ def test_a_changed_include_is_compiled_anew(tmp_path: Path) -> None:
     assert value(tmp_path) == 1
 
 
-@pytest.mark.parametrize("name", ["ziglang.py", "ziglang/__init__.py", "subprocess.py"])
+@pytest.mark.parametrize("name", ["ziglang.py", "ziglang/__main__.py"])
 def test_no_module_of_the_current_folder_is_the_compiler(tmp_path: Path, name: str) -> None:
-    """With the current folder first in the path, as `python -m` and `python -c` have it."""
+    """With the current folder first in the path, as `python -c` and `python -m` have it."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("raise SystemExit('a module of the current folder was run')\n")
-    (path.parent / "__main__.py").write_text("print('0.0.0 of the current folder')\n")
-    call = "from torch_metalmm.msl_build import zig"
-    if name.startswith("ziglang"):
-        program = f"import sys; {call}; print(zig('version').stdout)"
-    else:  # a module that this process has found before it comes here
-        program = f"import os, subprocess; {call}; os.chdir({str(tmp_path)!r}); " + (
-            "print(zig('version').stdout)"
-        )
+    (path.parent / "__init__.py").touch()
+    path.write_text("print('a module of the current folder')\n")
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path if name.startswith("ziglang") else msl_build.ROOT,
+        [sys.executable, "-c", "from torch_metalmm import msl_build as b; print(b.zig('version'))"],
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(msl_build.ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == msl_build.zig("version").stdout.strip()
+    assert repr(msl_build.zig("version").stdout) in done.stdout, done.stdout + done.stderr
 
 
 def test_the_compiler_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
