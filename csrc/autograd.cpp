@@ -193,6 +193,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name
 }
 
 Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
+  check_frozen("weight", w);
   if (records_grad("linear_input_grad", grad)) {
     return InputGrad::apply(grad, w, std::string(format), in_features);
   }

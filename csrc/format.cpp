@@ -1,10 +1,10 @@
 #include "format.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <unordered_map>
 
 #include "../metal/geometry.h"
+#include "names.h"
 
 namespace metalmm {
 namespace {
@@ -36,20 +36,7 @@ std::vector<Format> make_formats() {
   return out;
 }
 
-std::string lower(std::string_view s) {
-  std::string out(s);
-  std::transform(out.begin(), out.end(), out.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return out;
-}
-
 }  // namespace
-
-int64_t Format::row_bytes(int64_t k) const {
-  const int64_t bytes = k / block_values * block_bytes;
-  if (layout != Layout::kAffine) return bytes;
-  return (bytes + kAffineRowAlignment - 1) / kAffineRowAlignment * kAffineRowAlignment;
-}
 
 const std::vector<Format>& all_formats() {
   static const auto* formats = new std::vector<Format>(make_formats());

@@ -19,6 +19,9 @@ enum class Codec : int {
 
 constexpr int kNumCodecs = static_cast<int>(Codec::kCount);
 
+// The largest K of any weight: what is computed from a K up to this fits 64 bits.
+constexpr int64_t kMaxK = int64_t{1} << 48;
+
 enum class Layout { kDense, kBlock, kAffine };
 enum class ScaleType : int { kF16, kBF16, kF32 };
 
@@ -31,12 +34,20 @@ struct Format {
   Layout layout;
   int64_t block_values;  // K must be a multiple of this; for affine, the group size
   int64_t block_bytes;   // bytes of block_values values; for affine, without the padding of the row
-  int64_t alignment;     // what the address of every row must be a multiple of, for the shaders
-  int64_t bits = 0;      // affine only
+  // What the address of every row must be a multiple of, for the shaders; an affine row is padded
+  // to a multiple of it.
+  int64_t alignment;
+  int64_t bits = 0;                        // affine only
   ScaleType scale_type = ScaleType::kF16;  // affine only
 
-  // Bytes of a row of k values. k must be a multiple of block_values.
-  int64_t row_bytes(int64_t k) const;
+  // Bytes of a row of k values. k must be a multiple of block_values, and at most kMaxK. Int is
+  // int64_t, or a type of torch that may be a symbol.
+  template <class Int>
+  Int row_bytes(const Int& k) const {
+    const Int bytes = k / block_values * block_bytes;
+    if (layout != Layout::kAffine) return bytes;
+    return (bytes + (alignment - 1)) / alignment * alignment;
+  }
   // Offset in a row of k values of the scales plane and of the biases plane (affine only).
   int64_t scales_offset(int64_t k) const { return k * bits / 8; }
   int64_t biases_offset(int64_t k) const {

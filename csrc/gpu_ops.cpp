@@ -47,13 +47,8 @@ DType dtype_of(at::ScalarType t) {
 
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {
   if (!name.has_value()) return std::nullopt;
-  std::string allowed;
-  for (StrategyId s : strategies_of(Op::kLinear)) {
-    if (*name == to_string(s)) return s;
-    allowed += (allowed.empty() ? "" : ", ") + std::string(to_string(s));
-  }
-  TORCH_CHECK_VALUE(false, "strategy: '", *name, "' is not available on ", x.device().type(),
-                    "; allowed: ", allowed);
+  const std::vector<StrategyId> able = strategies_of(Op::kLinear);
+  return able[check_name("strategy", *name, able, c10::DeviceTypeName(x.device().type(), true))];
 }
 
 // The operands of a problem; a tensor that is not defined is absent.
@@ -159,7 +154,7 @@ at::Tensor decode(const Engine& e, const PackedWeight& w, int64_t first, int64_t
 at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                          std::string_view format, const OptionalTensor& c, double alpha,
                          double beta, OptionalName strategy, int64_t dim) {
-  const PackedWeight w = check_scaled(x, weight, format, c, beta, dim);
+  const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, beta, dim));
   const at::ScalarType dtype = common_dtype(x, beta == 0 ? std::nullopt : c);
   Operands o;
   o.x = as_rows(x, dtype);
@@ -178,7 +173,7 @@ at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor&
 
 at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                   const OptionalTensor& bias, std::string_view format, OptionalName strategy) {
-  const PackedWeight w = check_linear(x, weight, bias, format);
+  const PackedWeight w = packed(weight, check_linear(x, weight, bias, format));
   const at::ScalarType dtype = common_dtype(x, bias);
   Operands o;
   o.x = as_rows(x, dtype);
@@ -193,7 +188,7 @@ at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight
 
 at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, int64_t in_features) {
-  const PackedWeight w = check_input_grad(grad, weight, format, in_features);
+  const PackedWeight w = packed(weight, check_input_grad(grad, weight, format, in_features));
   const at::Tensor out = times_decoded(
       as_rows(grad, at::kFloat), w.k,
       [&](int64_t first, int64_t last) { return decode(e, w, first, last, at::kFloat); });
@@ -203,17 +198,18 @@ at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::
 at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
                   const at::Tensor& up_weight, std::string_view format_gate,
                   std::string_view format_up) {
-  const GateUp w = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
+  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
+  const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   Operands o;
   o.x = as_rows(x, x.scalar_type());
-  if (&w.gate.format != &w.up.format || !is_fused(Op::kSwigluUp, o.x.size(0))) {
-    const at::Tensor gate = linear_f32(e, o.x, w.gate), up = linear_f32(e, o.x, w.up);
+  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o.x.size(0))) {
+    const at::Tensor gate = linear_f32(e, o.x, gate_w), up = linear_f32(e, o.x, up_w);
     return like_input(silu_mul(e, gate, up, x.scalar_type()), x);
   }
-  o.weight = aligned_rows(w.gate);
-  o.weight2 = aligned_rows(w.up);
+  o.weight = aligned_rows(gate_w);
+  o.weight2 = aligned_rows(up_w);
   o.y = at::empty({o.x.size(0), o.weight.size(0)}, o.x.options());
-  Problem p = problem(Op::kSwigluUp, o.x, w.gate);
+  Problem p = problem(Op::kSwigluUp, o.x, gate_w);
   run(e, p, o, std::nullopt);
   return like_input(o.y, x);
 }
@@ -221,7 +217,7 @@ at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_w
 at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                          const at::Tensor& weight, const OptionalTensor& bias,
                          std::string_view format) {
-  const PackedWeight w = check_swiglu_linear(gate, up, weight, bias, format);
+  const PackedWeight w = packed(weight, check_swiglu_linear(gate, up, weight, bias, format));
   const bool same = up.scalar_type() == gate.scalar_type();
   const at::ScalarType dtype = same ? common_dtype(gate, bias) : at::kFloat;
   Operands o;
@@ -262,7 +258,7 @@ at::Tensor gemm(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
 at::Tensor dequantize(const Engine& e, const at::Tensor& weight, std::string_view format,
                       std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = check_dequantize(weight, format, in_features);
+  const PackedWeight w = packed(weight, check_dequantize(weight, format, in_features));
   return decode(e, w, 0, w.rows.size(0), type);
 }
 
@@ -270,7 +266,8 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
                      std::string_view format, std::optional<int64_t> in_features,
                      std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = check_embedding(ids, weight, format, in_features);
+  const PackedWeight w = packed(weight, check_embedding(ids, weight, format, in_features));
+  check_ids(ids, w.rows.size(0));
   Operands o;
   o.weight = aligned_rows(w);
   o.ids = ids.to(at::kLong).contiguous();

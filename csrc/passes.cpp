@@ -74,9 +74,9 @@ int64_t count_of(const Problem& p) {
 // Threads of a flat grid.
 int64_t items_of(StrategyId strategy, const Problem& p) {
   const int64_t values = info_of(strategy).values;
-  if (strategy == S::split_reduce) return ceil_div(p.m * p.n, values);
+  if (strategy == S::split_reduce) return ceil_div(product(p.m, p.n), values);
   if (!has_weight(p.op)) return ceil_div(count_of(p), values);
-  return (p.op == Op::kEmbedding ? p.m : p.n) * ceil_div(p.k, values);
+  return product(p.op == Op::kEmbedding ? p.m : p.n, ceil_div(p.k, values));
 }
 
 std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t parts) {
@@ -84,7 +84,7 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
   if (s.family == Family::Single) return {1, 1, 1};
   if (s.family != Family::Matmul) {
     const int64_t groups = ceil_div(items_of(strategy, p), s.threads);
-    u32(groups * s.threads, "threads");  // kernels number them in 32 bits
+    u32(product(groups, s.threads), "threads");  // kernels number them in 32 bits
     return {u32(groups, "grid"), 1, 1};
   }
   return {u32(ceil_div(p.m, rows_of_x(strategy, p.m)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
@@ -105,9 +105,9 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   const bool is_linear = p.op <= Op::kSwigluDown;
   a.x_stride = or_packed(p.x_stride, p.k);
   a.y_stride = or_packed(p.y_stride, is_linear ? p.n : p.k);
-  a.m = u32(p.m, "m");
-  a.n = u32(p.n, p.op == Op::kSiluMul ? "elements of gate" : "n");  // M N of swiglu's caller
-  a.k = u32(p.k, "k");
+  a.m = static_cast<uint32_t>(p.m);
+  a.n = static_cast<uint32_t>(p.n);
+  a.k = static_cast<uint32_t>(p.k);
   a.k_per_part = u32(parts.k_per_part, "k");
   a.parts = u32(parts.count, "parts");
   a.count = u32(count_of(p), "count");
@@ -187,6 +187,21 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
 
 const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }
 
+int64_t product(int64_t a, int64_t b) {
+  int64_t out;
+  if (__builtin_mul_overflow(a, b, &out)) {
+    throw std::invalid_argument("shape: " + std::to_string(a) + " x " + std::to_string(b) +
+                                " does not fit 64 bits");
+  }
+  return out;
+}
+
+void check_sizes(const Problem& p) {
+  u32(p.m, "m");
+  u32(p.n, p.op == Op::kSiluMul ? "elements of gate" : "n");  // M N of swiglu's caller
+  u32(p.k, "k");
+}
+
 int64_t rows_of_x(StrategyId strategy, int64_t m) {
   const int64_t most = info_of(strategy).m;
   if (strategy == S::gemm_small) return m <= kMatrixRows ? kMatrixRows : most;
@@ -196,7 +211,7 @@ int64_t rows_of_x(StrategyId strategy, int64_t m) {
 
 int64_t groups_of(StrategyId strategy, const Problem& p) {
   const auto grid = grid_of(strategy, p, 1);
-  return int64_t{grid[0]} * grid[1];
+  return product(grid[0], grid[1]);
 }
 
 uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype) {

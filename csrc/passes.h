@@ -46,6 +46,13 @@ Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
 Pass reduce_pass(Problem problem, const Parts& parts);
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Of no negative a.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Throws std::invalid_argument where the product does not fit 64 bits.
+int64_t product(int64_t a, int64_t b);
+
+// Throws std::invalid_argument: a size that kernels, which count in 32 bits, cannot take.
+void check_sizes(const Problem& problem);
 
 }  // namespace metalmm

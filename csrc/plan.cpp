@@ -99,6 +99,12 @@ constexpr Piece piece_of(Codec codec) {
   throw std::logic_error("pieces.def: no row for a codec");
 }
 
+constexpr bool every_codec_has_a_piece() {
+  for (int c = 0; c < kNumCodecs; ++c) piece_of(static_cast<Codec>(c));
+  return true;
+}
+static_assert(every_codec_has_a_piece(), "pieces.def: no row for a codec");
+
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
 // what the table allows where those are kRows.
 int64_t batched_max_m(const Tuning& t, const Format& f) {
@@ -220,6 +226,8 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
 
 // ---- checks
 
+constexpr int64_t kMaxStride = int64_t{1} << 56;  // in bytes, it still fits 64 bits
+
 [[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
 
 void check(const Problem& p) {
@@ -227,6 +235,12 @@ void check(const Problem& p) {
   if (p.m < 0 || p.n < 0 || p.k < 0) {
     reject("shape: M, N, K = " + str(p.m) + ", " + str(p.n) + ", " + str(p.k) +
            "; none may be negative");
+  }
+  for (int64_t stride : {p.x_stride, p.y_stride, p.w_stride, p.w2_stride}) {
+    if (stride < kPacked || stride > kMaxStride) {
+      reject("stride: " + str(stride) + "; must be 0 to " + str(kMaxStride) + ", or " +
+             str(kPacked) + " for rows that follow each other");
+    }
   }
   const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
   if (!has_epilogue && (p.has_bias || p.has_c || p.alpha != 1)) {
@@ -245,7 +259,7 @@ void check(const Problem& p) {
     reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
            " values of a block of " + p.format->name);
   }
-  // Where k itself does not fit, args_of() refuses it.
+  // Where k itself does not fit, check_sizes() refuses it.
   if (p.k <= UINT32_MAX && p.format->row_bytes(p.k) > UINT32_MAX) {
     reject("k: " + str(p.k) + " values of " + p.format->name + " are " +
            str(p.format->row_bytes(p.k)) +
@@ -310,6 +324,7 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     out.reason = "no output: no pass";
     return out;
   }
+  check_sizes(problem);
   Choice choice = strategy && !is_split_forced ? force(*strategy, problem, gpu)
                                                : fitting(choose(problem, gpu), problem, gpu);
   Parts parts{1, problem.k};
@@ -320,7 +335,8 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   out.reason = std::string(to_string(choice.strategy)) + ": " + choice.reason;
   out.passes.push_back(main_pass(choice.strategy, problem, parts, is_split));
   if (is_split) {
-    out.workspace_bytes = static_cast<size_t>(parts.count * problem.m * problem.n) * sizeof(float);
+    const int64_t results = product(parts.count, product(problem.m, problem.n));
+    out.workspace_bytes = static_cast<size_t>(product(results, sizeof(float)));
     out.passes.push_back(reduce_pass(problem, parts));
   }
   return out;

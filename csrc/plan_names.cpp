@@ -1,8 +1,5 @@
 // Strategies, dtypes, ops and kernels by name.
-#include <algorithm>
-#include <cctype>
-#include <stdexcept>
-
+#include "names.h"
 #include "passes.h"
 #include "plan.h"
 
@@ -22,19 +19,6 @@ constexpr const char* kCodecs[] = {
 #include "../metal/formats.def"
 };
 
-// The index whose name this is, in any case.
-template <class NameOf>
-int find(const char* what, std::string_view name, int count, NameOf name_of) {
-  std::string wanted(name), allowed;
-  for (char& c : wanted) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  for (int i = 0; i < count; ++i) {
-    if (wanted == name_of(i)) return i;
-    allowed += (i ? ", " : "") + std::string(name_of(i));
-  }
-  throw std::invalid_argument(std::string(what) + ": unknown '" + std::string(name) +
-                              "'; allowed: " + allowed);
-}
-
 bool has_format(Family family) { return family == Family::Matmul || family == Family::Rows; }
 
 }  // namespace
@@ -44,17 +28,18 @@ const char* to_string(DType d) { return kDTypes[static_cast<int>(d)]; }
 const char* to_string(Op op) { return kOps[static_cast<int>(op)]; }
 
 StrategyId strategy_by_name(std::string_view name) {
-  return static_cast<StrategyId>(find("strategy", name, kNumStrategies,
-                                      [](int i) { return to_string(static_cast<StrategyId>(i)); }));
+  return static_cast<StrategyId>(find_name("strategy", name, kNumStrategies, [](int i) {
+    return to_string(static_cast<StrategyId>(i));
+  }));
 }
 
 DType dtype_by_name(std::string_view name) {
-  return static_cast<DType>(find("dtype", name, 3, [](int i) { return kDTypes[i]; }));
+  return static_cast<DType>(find_name("dtype", name, 3, [](int i) { return kDTypes[i]; }));
 }
 
 Op op_by_name(std::string_view name) {
   return static_cast<Op>(
-      find("op", name, static_cast<int>(Op::kCount), [](int i) { return kOps[i]; }));
+      find_name("op", name, static_cast<int>(Op::kCount), [](int i) { return kOps[i]; }));
 }
 
 // What the kernels bind says what they compute.

@@ -7,240 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import Backend
-from oracle import activations, random_weight
+from error_cases import CASES, TRACED, Case, K, arguments, ops
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_metalmm import formats
-
-ops = torch.ops.metalmm
-
-N, K = 5, 64
-TYPES = ("float32", "float16", "bfloat16")
-
-
-def arguments() -> dict[str, Tensor]:
-    """Good arguments of shapes that fit, in q4_0 unless the name says another format."""
-    bad = activations(4, K)
-    bad[2, 7] = torch.nan
-    inf = activations(4, K)
-    inf[1] = -torch.inf
-    return {
-        "x": activations(3, K),
-        "w": random_weight("q4_0", N, K),
-        "dense": activations(N, K),
-        "wide": random_weight("affine2_g32", N, 128),
-        "bias": torch.zeros(N),
-        "c": torch.zeros(3, N),
-        "ids": torch.tensor([0, 4]),
-        "nan": bad,
-        "inf": inf,
-    }
-
-
-@dataclass
-class Case:
-    """A bad call, and what its error must say: regular expressions, in order."""
-
-    call: Callable[[Any], Any]
-    argument: str
-    given: str
-    allowed: str
-    error: type[Exception] = ValueError
-    data: bool = False  # the values are at fault, which a fake cannot see
-
-
-def linear(**changes: Any) -> Callable[[Any], Any]:
-    def call(t: Any) -> Any:
-        good = {"x": t.x, "weight": t.w, "bias": None, "format": "q4_0", "strategy": None}
-        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
-        return ops.linear(*(good | changed).values())
-
-    return call
-
-
-def rows_of(name: str, bytes_given: int, k: int) -> tuple[str, str]:
-    return rf"\[{N}, {bytes_given}\]", str(formats.get(name).row_bytes(k))
-
-
-CASES = {
-    # x
-    "x int": Case(linear(x=lambda t: t.x.int()), "x", "int|Int", "float32, float16, bfloat16"),
-    "x f64": Case(linear(x=lambda t: t.x.double()), "x", "float64|Double", ", ".join(TYPES)),
-    "x 0-dim": Case(linear(x=lambda t: t.x[0, 0]), "x", "dimension", r"\[\.\.\., K\]"),
-    "x K": Case(linear(x=lambda t: t.x[:, :32]), "weight", *rows_of("q4_0", 36, 32)),
-    "x K block": Case(linear(x=lambda t: t.x[:, :40]), "weight", "K = 40", "32 values"),
-    "x K block affine": Case(
-        linear(x=lambda t: t.x[:, :32], format="affine4_g64"), "weight", "K = 32", "64 values"
-    ),
-    # weight
-    "weight dtype": Case(linear(weight=lambda t: t.w.char()), "weight", "int8|Char", "uint8"),
-    "weight f32 as q4_0": Case(linear(weight=lambda t: t.dense), "weight", "[Ff]loat", "uint8"),
-    "weight f32 as f16": Case(
-        linear(weight=lambda t: t.dense, format="f16"), "weight", "[Ff]loat", "uint8"
-    ),
-    "weight row": Case(linear(weight=lambda t: t.w[:, :-1]), "weight", *rows_of("q4_0", 35, K)),
-    "weight of another format": Case(linear(format="q8_0"), "weight", *rows_of("q8_0", 36, K)),
-    "weight dense K": Case(
-        linear(weight=lambda t: t.dense[:, 1:], format="f32"), "weight", rf"\[{N}, 63\]", "64"
-    ),
-    "weight 1-D": Case(linear(weight=lambda t: t.w[0]), "weight", r"\[36\]", r"\[N, row_bytes\]"),
-    "weight 3-D": Case(linear(weight=lambda t: t.w[None]), "weight", r"\[1, 5, 36\]", "N, row_b"),
-    # format, strategy
-    "format": Case(linear(format="q9_0"), "format", "'q9_0'", "q4_0.*affine8_g128_f32"),
-    "format empty": Case(linear(format=""), "format", "''", "f32, f16"),
-    "strategy": Case(linear(strategy="fast"), "strategy", "'fast'", "gemv"),
-    # bias
-    "bias shape": Case(linear(bias=lambda t: t.bias[1:]), "bias", r"\[4\]", rf"\[{N}\]"),
-    "bias 2-D": Case(linear(bias=lambda t: t.bias[None]), "bias", r"\[1, 5\]", rf"\[{N}\]"),
-    "bias int": Case(linear(bias=lambda t: t.bias.int()), "bias", "int32|Int", ", ".join(TYPES)),
-    "bias f64": Case(linear(bias=lambda t: t.bias.double()), "bias", "float64|Double", "float32"),
-    # gemm, gemv
-    "c shape": Case(
-        lambda t: ops.gemm(t.x, t.w, "q4_0", t.c[1:], 1.0, 1.0), "c", r"\[2, 5\]", r"\[3, 5\]"
-    ),
-    "c not broadcast": Case(
-        lambda t: ops.gemm(t.x, t.w, "q4_0", t.bias, 1.0, 1.0), "c", r"\[5\]", r"\[3, 5\]"
-    ),
-    "c shape of gemv": Case(
-        lambda t: ops.gemv(t.x[0], t.w, "q4_0", t.c, 1.0, 1.0), "c", r"\[3, 5\]", r"\[5\]"
-    ),
-    "c dtype": Case(
-        lambda t: ops.gemm(t.x, t.w, "q4_0", t.c.long(), 1.0, 1.0), "c", "int64|Long", "float32"
-    ),
-    "beta without c": Case(
-        lambda t: ops.gemm(t.x, t.w, "q4_0", None, 1.0, 0.5), "c", "miss", "0.5"
-    ),
-    "gemv of a matrix": Case(lambda t: ops.gemv(t.x, t.w, "q4_0"), "x", r"\[3, 64\]", "1 dim"),
-    "gemm of a vector": Case(lambda t: ops.gemm(t.x[0], t.w, "q4_0"), "x", r"\[64\]", "2 dim"),
-    "gemm of 3-D": Case(lambda t: ops.gemm(t.x[None], t.w, "q4_0"), "x", r"\[1, 3, 64\]", "2 dim"),
-    "gemm strategy": Case(
-        lambda t: ops.gemm(t.x, t.w, "q4_0", None, 1.0, 0.0, "x"), "strategy", "'x'", "gemv"
-    ),
-    # swiglu, swiglu_linear
-    "gate_weight": Case(
-        lambda t: ops.swiglu(t.x, t.w[:, 1:], t.w, "q4_0", "q4_0"), "gate_weight", "35", "36"
-    ),
-    "up_weight": Case(
-        lambda t: ops.swiglu(t.x, t.w, t.w[:, 1:], "q4_0", "q4_0"), "up_weight", "35", "36"
-    ),
-    "up_weight rows": Case(
-        lambda t: ops.swiglu(t.x, t.w, t.w[1:], "q4_0", "q4_0"), "up_weight", "4 rows", "5"
-    ),
-    "format_up": Case(lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "no"), "format", "'no'", "q4_0"),
-    "gate dtype": Case(
-        lambda t: ops.swiglu_linear(t.x.int(), t.x, t.w, None, "q4_0"), "gate", "int|Int", "float32"
-    ),
-    "up shape": Case(
-        lambda t: ops.swiglu_linear(t.x, t.x[1:], t.w, None, "q4_0"),
-        "up",
-        r"\[2, 64\]",
-        r"\[3, 64\]",
-    ),
-    "up dtype": Case(
-        lambda t: ops.swiglu_linear(t.x, t.x.int(), t.w, None, "q4_0"), "up", "int|Int", "float32"
-    ),
-    "swiglu_linear bias": Case(
-        lambda t: ops.swiglu_linear(t.x, t.x, t.w, t.c, "q4_0"), "bias", r"\[3, 5\]", r"\[5\]"
-    ),
-    # linear_input_grad
-    "grad": Case(
-        lambda t: ops.linear_input_grad(t.c[:, 1:], t.w, "q4_0", K), "grad", "size 4", "5 rows"
-    ),
-    "grad in_features": Case(
-        lambda t: ops.linear_input_grad(t.c, t.w, "q4_0", 32), "weight", *rows_of("q4_0", 36, 32)
-    ),
-    # probe
-    "probe dtype": Case(
-        lambda t: ops.probe(t.x.int(), t.x.int(), "add"), "x", "int|Int", "float32"
-    ),
-    "probe shape": Case(lambda t: ops.probe(t.x, t.x[1:], "add"), "x2", r"\[2, 64\]", r"\[3, 64\]"),
-    "probe x2 dtype": Case(
-        lambda t: ops.probe(t.x, t.x.half(), "mul"), "x2", "Half|16", "Float|32"
-    ),
-    "probe op": Case(
-        lambda t: ops.probe(t.x, t.x, "pow"), "op", "'pow'", "add, sub, mul, div, dot"
-    ),
-    # dequantize, embedding
-    "dequantize in_features": Case(
-        lambda t: ops.dequantize(t.w, "q4_0", 96), "weight", *rows_of("q4_0", 36, 96)
-    ),
-    "dequantize negative": Case(lambda t: ops.dequantize(t.w, "q4_0", -32), "weight", "-32", "32"),
-    "dequantize row": Case(lambda t: ops.dequantize(t.w[:, 1:], "q4_0"), "weight", "35", "q4_0"),
-    "dequantize 1-D": Case(lambda t: ops.dequantize(t.w[0], "q4_0"), "weight", r"\[36\]", "N, row"),
-    "dequantize dtype": Case(
-        lambda t: ops.dequantize(t.w, "q4_0", dtype=torch.int8), "dtype", "int8|Char", "float32"
-    ),
-    "dequantize ambiguous": Case(
-        lambda t: ops.dequantize(t.wide, "affine2_g32"), "in_features", "96 or 128", "which"
-    ),
-    "embedding ambiguous": Case(
-        lambda t: ops.embedding(t.ids, t.wide, "affine2_g32"), "in_features", "96 or 128", "which"
-    ),
-    "embedding row": Case(
-        lambda t: ops.embedding(t.ids, t.w, "q4_0", 32), "weight", *rows_of("q4_0", 36, 32)
-    ),
-    "embedding dtype": Case(
-        lambda t: ops.embedding(t.ids, t.w, "q4_0", dtype=torch.float64),
-        "dtype",
-        "float64|Double",
-        "float32",
-    ),
-    "ids dtype": Case(
-        lambda t: ops.embedding(t.ids.float(), t.w, "q4_0"), "ids", "float|Float", "int64, int32"
-    ),
-    "ids bool": Case(
-        lambda t: ops.embedding(t.ids.bool(), t.w, "q4_0"), "ids", "bool|Bool", "int64, int32"
-    ),
-    "ids too large": Case(
-        lambda t: ops.embedding(t.ids + 1, t.w, "q4_0"), "ids", "5", "5 rows", IndexError, True
-    ),
-    "ids negative": Case(
-        lambda t: ops.embedding(t.ids.int() - 1, t.w, "q4_0"),
-        "ids",
-        "-1",
-        "5 rows",
-        IndexError,
-        True,
-    ),
-    "ids of an empty table": Case(
-        lambda t: ops.embedding(t.ids, t.w[:0], "q4_0"), "ids", "2 of", "0 rows", IndexError
-    ),
-    "ids beyond int32": Case(
-        lambda t: ops.embedding(t.ids + 2**32, t.w, "q4_0"),
-        "ids",
-        "4294967296",
-        "5 rows",
-        IndexError,
-        True,
-    ),
-    # quantize
-    "quantize NaN": Case(lambda t: ops.quantize(t.nan, "q4_0"), "w", "row 2", "NaN", data=True),
-    "quantize Inf": Case(
-        lambda t: ops.quantize(t.inf, "affine4_g32"), "w", "row 1", "Inf", data=True
-    ),
-    "quantize Inf f16": Case(
-        lambda t: ops.quantize(t.inf.half(), "q8_0"), "w", "row 1", "", data=True
-    ),
-    "quantize dtype": Case(lambda t: ops.quantize(t.w, "q4_0"), "w", "uint8|Byte", "float32"),
-    "quantize f64": Case(
-        lambda t: ops.quantize(t.x.double(), "q4_0"), "w", "float64|Double", ", ".join(TYPES)
-    ),
-    "quantize 1-D": Case(lambda t: ops.quantize(t.x[0], "q4_0"), "w", r"\[64\]", r"\[N, K\]"),
-    "quantize 3-D": Case(lambda t: ops.quantize(t.x[None], "q4_0"), "w", r"\[1, 3, 64\]", "N, K"),
-    "quantize 0-dim": Case(lambda t: ops.quantize(t.x[0, 0], "q4_0"), "w", "dimension|shape", "K"),
-    "quantize K": Case(lambda t: ops.quantize(t.x[:, :40], "q4_0"), "w", "K = 40", "32 values"),
-    "quantize format": Case(lambda t: ops.quantize(t.x, "int4"), "format", "'int4'", "q4_0, q4_1"),
-}
-
-TRACED = [label for label, case in CASES.items() if not case.data]
+from torch_metalmm import _C, formats
 
 
 def expect(case: Case, t: Any) -> None:
@@ -273,10 +51,95 @@ def test_bad_arguments_of_fakes(label: str, backend: Backend) -> None:
         expect(CASES[label], SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()}))
 
 
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, IndexError)) as caught:
+        call()
+    return str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("label", TRACED)
+def test_a_fake_says_what_the_engine_says(label: str, backend: Backend) -> None:
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    said = message(lambda: CASES[label].call(SimpleNamespace(**put)))
+    with FakeTensorMode() as mode:
+        fakes = SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()})
+        assert message(lambda: CASES[label].call(fakes)) == said
+
+
 @pytest.mark.parametrize("label", [n for n in TRACED if "strategy" not in n])
 def test_bad_arguments_on_meta(label: str) -> None:
     """As above, but for the strategies: they are an engine's, and meta is none."""
     expect(CASES[label], SimpleNamespace(**{k: v.to("meta") for k, v in arguments().items()}))
+
+
+LARGEST_K = 2**48
+
+
+@pytest.mark.parametrize("k", [LARGEST_K + 32, 2**62, 2**62 + 1, 2**63 - 32])
+@pytest.mark.parametrize("name", ["f32", "q4_0", "affine4_g32"])
+@pytest.mark.parametrize("fake", [False, True])
+def test_k_beyond_what_64_bits_count_in_bytes(k: int, name: str, fake: bool) -> None:
+    """Rows of so many values are an error by name, and none has bytes that overflowed."""
+    with FakeTensorMode() if fake else nullcontext():
+        none = torch.empty(0, 36, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=f"^weight: K = {k}; at most {LARGEST_K}$"):
+            ops.dequantize(none, name, k)
+        wide = torch.empty(0, min(k, 2**62), dtype=torch.uint8)
+        with pytest.raises(ValueError, match=f"^weight: rows of .* at most {LARGEST_K}$"):
+            ops.dequantize(wide, name)
+    with pytest.raises(ValueError, match="^k: "):
+        _C.plan(n=1, k=k // 256 * 256, format=name, chip="m1")
+
+
+def test_the_largest_k() -> None:
+    rows = torch.empty(0, formats.get("q4_0").row_bytes(LARGEST_K), dtype=torch.uint8)
+    assert ops.dequantize(rows, "q4_0").shape == (0, LARGEST_K)
+
+
+@pytest.mark.parametrize("sizes", [{"m": 2**62}, {"n": 2**62}, {"m": 2**32, "n": 2**31}])
+@pytest.mark.parametrize("forced", [None, "gemm_naive", "split_reduce"])
+def test_plans_of_sizes_beyond_32_bits(sizes: dict[str, int], forced: str | None) -> None:
+    with pytest.raises(ValueError, match="^(m|n|grid|threads|shape): .* does not fit (32|64) bits"):
+        _C.plan(**{"m": 2, "n": 2, "k": 256, "format": "q4_k", "chip": "m1"} | sizes,
+                strategy=forced)  # fmt: skip
+    for name in ("x_stride", "y_stride", "w_stride", "w2_stride"):
+        with pytest.raises(ValueError, match=f"^stride: {2**62}; must be 0 to {2**56}"):
+            _C.plan(**{"m": 2, "n": 2, "k": 256, "format": "q4_k", "chip": "m1", name: 2**62})
+
+
+def test_names_are_taken_in_any_case(backend: Backend) -> None:
+    t = SimpleNamespace(**{k: backend.put(v) for k, v in arguments().items()})
+    for strategy in ("gemv", "gemm"):
+        want = ops.linear(t.x, t.w, None, "q4_0", strategy)
+        assert torch.equal(ops.linear(t.x, t.w, None, "Q4_0", strategy.upper()), want)
+    assert torch.equal(ops.probe(t.x, t.x, "ADD"), ops.probe(t.x, t.x, "add"))
+
+
+FROZEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "linear": lambda t, w: ops.linear(t.x, w, None, "f32"),
+    "linear_input_grad": lambda t, w: ops.linear_input_grad(t.c, w, "f32", K),
+    "gemv": lambda t, w: ops.gemv(t.x[0], w, "f32"),
+    "gemm": lambda t, w: ops.gemm(t.x, w, "f32"),
+    "swiglu gate": lambda t, w: ops.swiglu(t.x, w, t.dense, "f32", "f32"),
+    "swiglu up": lambda t, w: ops.swiglu(t.x, t.dense, w, "f32", "f32"),
+    "swiglu_linear": lambda t, w: ops.swiglu_linear(t.x, t.x, w, None, "f32"),
+    "dequantize": lambda t, w: ops.dequantize(w, "f32"),
+    "embedding": lambda t, w: ops.embedding(t.ids, w, "f32"),
+}
+
+
+@pytest.mark.parametrize("op", FROZEN)
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_weight_that_requires_grad(op: str, fake: bool, backend: Backend) -> None:
+    """Dense weights too: no op returns a result through which their gradient would be lost."""
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    with FakeTensorMode() as mode:
+        if fake:
+            put = {k: mode.from_tensor(v) for k, v in put.items()}
+    with mode if fake else nullcontext():
+        t = SimpleNamespace(**put)
+        with pytest.raises(ValueError, match=r"weight: requires grad, .* pass weight.detach\(\)"):
+            FROZEN[op](t, t.dense.detach().clone().requires_grad_())
 
 
 def of_linear(t: Any) -> Any:

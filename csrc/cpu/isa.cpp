@@ -174,37 +174,43 @@ void tile(const TileArgs& a) {
   }
 }
 
-template <class Codec>
-constexpr CodecKernels codec_kernels() {
-  return {{Dot<Codec, dot_rows<Codec>(kDotRows[0]), kDotRows[0]>::run,
-           Dot<Codec, dot_rows<Codec>(kDotRows[1]), kDotRows[1]>::run,
-           Dot<Codec, dot_rows<Codec>(kDotRows[2]), kDotRows[2]>::run,
-           Dot<Codec, dot_rows<Codec>(kDotRows[3]), kDotRows[3]>::run,
-           Dot<Codec, dot_rows<Codec>(kDotRows[4]), kDotRows[4]>::run,
-           Dot<Codec, dot_rows<Codec>(kDotRows[5]), kDotRows[5]>::run},
-          decode<Codec>};
+// The indices of a table, so that each of its entries is made, and none stays null.
+template <int... i>
+struct Indices {};
+template <int n, int... i>
+struct UpTo : UpTo<n - 1, n - 1, i...> {};
+template <int... i>
+struct UpTo<0, i...> {
+  using type = Indices<i...>;
+};
+
+template <class Codec, int... i>
+constexpr CodecKernels codec_kernels(Indices<i...>) {
+  return {{Dot<Codec, dot_rows<Codec>(kDotRows[i]), kDotRows[i]>::run...}, decode<Codec>};
+}
+
+template <int... i>
+constexpr IsaKernels kernels(const char* name, Indices<i...>) {
+  static_assert(kPanelsPerTile <= kMaxPanels);
+  using Dots = UpTo<kNumDotKernels>::type;
+  return {name,
+          kWidth,
+          kTileRows,
+          kPanelsPerTile,
+          {tile<i + 1>...},
+          {
+#define MM_DENSE(name, Struct, bytes) codec_kernels<Struct>(Dots{}),
+#define MM_BLOCK(name, Struct, values, bytes, alignment) codec_kernels<Struct>(Dots{}),
+#define MM_AFFINE(name, Struct, bits) codec_kernels<Struct>(Dots{}),
+#include "../../metal/formats.def"
+          }};
 }
 
 #define MM_STRING_(x) #x
 #define MM_STRING(x) MM_STRING_(x)
-#if defined(__AVX2__) && !defined(__AVX512F__) || defined(__AVX512F__)
-#define MM_TILES tile<1>, tile<2>
-#else
-#define MM_TILES tile<1>, tile<2>, tile<3>, tile<4>
-#endif
 
 extern const IsaKernels kKernels;
-const IsaKernels kKernels = {MM_STRING(MM_ISA),
-                             kWidth,
-                             kTileRows,
-                             kPanelsPerTile,
-                             {MM_TILES},
-                             {
-#define MM_DENSE(name, Struct, bytes) codec_kernels<Struct>(),
-#define MM_BLOCK(name, Struct, values, bytes, alignment) codec_kernels<Struct>(),
-#define MM_AFFINE(name, Struct, bits) codec_kernels<Struct>(),
-#include "../../metal/formats.def"
-                             }};
+const IsaKernels kKernels = kernels(MM_STRING(MM_ISA), UpTo<kPanelsPerTile>::type{});
 
 #define MM_BLOCK(name, Struct, values, bytes, alignment) \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../names.h"
 #include "parallel.h"
 
 namespace metalmm::cpu {
@@ -148,14 +149,9 @@ void gemm(const IsaKernels& isa, const Format& format, const Weight& w, const at
 }  // namespace
 
 Strategy strategy_by_name(std::string_view name) {
-  std::string allowed;
-  int at = 0;
-  for (const char* known : kStrategyNames) {
-    if (name == known) return static_cast<Strategy>(at);
-    allowed += (at++ ? ", " : "") + std::string(known);
-  }
-  throw std::invalid_argument("strategy: '" + std::string(name) +
-                              "' is not available on cpu; allowed: " + allowed);
+  constexpr int count = sizeof kStrategyNames / sizeof *kStrategyNames;
+  return static_cast<Strategy>(
+      find_name("strategy", name, count, [](int i) { return kStrategyNames[i]; }, " on cpu"));
 }
 
 Strategy choose_strategy(int64_t m) {

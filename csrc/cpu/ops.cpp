@@ -26,7 +26,7 @@ at::Tensor as_f32_rows(const at::Tensor& x) { return as_rows(x, at::kFloat); }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                   std::string_view format, OptionalName strategy) {
-  const PackedWeight w = check_linear(x, weight, bias, format);
+  const PackedWeight w = packed(weight, check_linear(x, weight, bias, format));
   at::Tensor y = matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy));
   if (bias.has_value()) y.add_(bias->to(at::kFloat));
   return like_input(y, x);
@@ -34,7 +34,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalT
 
 at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, int64_t in_features) {
-  const PackedWeight w = check_input_grad(grad, weight, format, in_features);
+  const PackedWeight w = packed(weight, check_input_grad(grad, weight, format, in_features));
   const at::Tensor out = times_decoded(as_f32_rows(grad), w.k, [&](int64_t first, int64_t last) {
     return decode_rows(w.rows, w.format, w.k, first, last);
   });
@@ -43,15 +43,16 @@ at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
 
 at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
                   std::string_view format_gate, std::string_view format_up) {
-  const GateUp w = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
+  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
+  const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   const at::Tensor rows = as_f32_rows(x);
-  at::Tensor gate = matmul(rows, w.gate.rows, w.gate.format, std::nullopt);
-  return like_input(at::silu_(gate).mul_(matmul(rows, w.up.rows, w.up.format, std::nullopt)), x);
+  at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt);
+  return like_input(at::silu_(gate).mul_(matmul(rows, up_w.rows, up_w.format, std::nullopt)), x);
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
                          const OptionalTensor& bias, std::string_view format) {
-  const PackedWeight w = check_swiglu_linear(gate, up, weight, bias, format);
+  const PackedWeight w = packed(weight, check_swiglu_linear(gate, up, weight, bias, format));
   const at::Tensor hidden = at::silu(as_f32_rows(gate)).mul_(as_f32_rows(up));
   at::Tensor y = matmul(hidden, w.rows, w.format, std::nullopt);
   if (bias.has_value()) y.add_(bias->to(at::kFloat));
@@ -61,7 +62,7 @@ at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
 at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
                          const OptionalTensor& c, double alpha, double beta, OptionalName strategy,
                          int64_t dim) {
-  const PackedWeight w = check_scaled(x, weight, format, c, beta, dim);
+  const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, beta, dim));
   at::Tensor y = matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy));
   if (alpha != 1) y.mul_(alpha);
   if (beta != 0) y.add_(c->to(at::kFloat).view_as(y), beta);
@@ -81,7 +82,7 @@ at::Tensor gemm(const at::Tensor& x, const at::Tensor& weight, std::string_view 
 at::Tensor dequantize(const at::Tensor& weight, std::string_view format,
                       std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = check_dequantize(weight, format, in_features);
+  const PackedWeight w = packed(weight, check_dequantize(weight, format, in_features));
   const int64_t n = w.rows.size(0);
   if (type == at::kFloat) return decode_rows(w.rows, w.format, w.k, 0, n);
   at::Tensor out = at::empty({n, w.k}, w.rows.options().dtype(type));
@@ -96,7 +97,8 @@ at::Tensor dequantize(const at::Tensor& weight, std::string_view format,
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::string_view format,
                      std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = check_embedding(ids, weight, format, in_features);
+  const PackedWeight w = packed(weight, check_embedding(ids, weight, format, in_features));
+  check_ids(ids, w.rows.size(0));
   const at::Tensor flat = ids.to(at::kLong).contiguous();
   const int64_t* id = flat.const_data_ptr<int64_t>();
   const int64_t count = flat.numel(), k = w.k;

@@ -28,4 +28,7 @@ void load_emulated(const std::string& path);
 // kernel and where, as "file:line", or "library+0xaddress" without a LineOf.
 void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options = {});
 
+// Whether the emulator computes on CPU tensors in the place of the CPU's kernels.
+bool emulator_is_installed();
+
 }  // namespace metalmm
