@@ -323,3 +323,15 @@ def test_progress_goes_to_stderr_or_nowhere(capsys: pytest.CaptureFixture[str]) 
         quantize_(Net(), "q4_0")
     out, err = capsys.readouterr()
     assert out == "" and "Quantizing" in err and "100%" in err
+
+
+def test_a_format_of_large_blocks_names_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A K that 256 does not divide must not become f16 because nobody wrote a row."""
+    everything = {name: formats.get(name) for name in formats.names()}
+    formats._check_fallbacks(everything)
+    monkeypatch.setattr(type(formats.get("q4_k")), "fallback", None)
+    with pytest.raises(ValueError, match="^q4_k: blocks of 256 values and fallback None; must be"):
+        formats._check_fallbacks(everything)
+    monkeypatch.setattr(type(formats.get("q4_k")), "fallback", "q6_k")
+    with pytest.raises(ValueError, match="^q4_k: .* fallback 'q6_k'; .* of smaller blocks"):
+        formats._check_fallbacks(everything)

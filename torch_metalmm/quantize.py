@@ -33,15 +33,6 @@ Filter = Callable[[str, nn.Module], bool]
 _Sites = list[tuple[str, nn.Module]]  # the layers that hold one weight, by name
 
 _F16_MAX = 65504.0
-# llama.cpp's choice for a K that super-blocks of 256 values do not divide.
-_FALLBACK = {
-    "q2_k": "iq4_nl",
-    "q3_k": "iq4_nl",
-    "q4_k": "q5_0",
-    "q5_k": "q5_1",
-    "q6_k": "q8_0",
-    "iq4_xs": "iq4_nl",
-}
 
 
 def resolve_format(format: str, in_features: int) -> str:
@@ -51,13 +42,10 @@ def resolve_format(format: str, in_features: int) -> str:
     q2_k, q3_k and iq4_xs iq4_nl, and affine the largest smaller group that divides K; where that
     does not fit either (K not a multiple of 32), f16. ValueError: unknown format.
     """
-    spec = formats.get(format)
-    choices = [spec.name, _FALLBACK.get(spec.name, "f16"), "f16"]
-    if affine := re.fullmatch(r"(affine\d_g)(\d+)(.*)", spec.name):
-        head, group, tail = affine.groups()
-        smaller = [f"{head}{g}{tail}" for g in (64, 32) if g < int(group)]
-        choices = [spec.name, *smaller, "f16"]
-    return next(c for c in choices if in_features % formats.get(c).block_values == 0)
+    f = formats.get(format)
+    while in_features % f.block_values:
+        f = formats.get(f.fallback or "f16")
+    return f.name
 
 
 def quantize_(

@@ -25,6 +25,20 @@ _BLOCK = (
 _BY_NAME: dict[str, Format] = {f.name: f for f in (*DENSE, *_BLOCK, *AFFINE)}
 
 
+def _check_fallbacks(all_formats: dict[str, Format]) -> None:
+    """ValueError: a format of blocks of more than 32 values without another for other sizes."""
+    for f in all_formats.values():
+        other = all_formats.get(f.fallback or "")
+        if f.block_values > 32 and (other is None or other.block_values >= f.block_values):
+            raise ValueError(
+                f"{f.name}: blocks of {f.block_values} values and fallback {f.fallback!r}; must be "
+                "the name of a format of smaller blocks"
+            )
+
+
+_check_fallbacks(_BY_NAME)
+
+
 def get(name: str) -> Format:
     """The format of that name, in any case. ValueError: none; it lists all, and those near it."""
     found = _BY_NAME.get(name.lower())

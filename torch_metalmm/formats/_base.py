@@ -29,6 +29,9 @@ class Format(ABC):
     name: str
     block_values: int  # K must be a multiple of this; for affine, the group size
     block_bytes: int  # bytes of block_values values, without the padding of a row
+    # The format for a K that the block does not divide: llama.cpp's choice. A format of blocks of
+    # more than 32 values names one.
+    fallback: str | None = None
 
     @property
     def bits_per_weight(self) -> float:

@@ -32,6 +32,8 @@ class Affine(Format):
         self.dtype = dtype
         self.block_values = group
         self.block_bytes = group * bits // 8 + 2 * dtype.itemsize
+        if group > 32:
+            self.fallback = f"affine{bits}_g{group // 2}{_SUFFIX[dtype]}"
 
     def row_bytes(self, k: int) -> int:
         """Bytes of a row of k values, padding included. ValueError as Format.row_bytes."""

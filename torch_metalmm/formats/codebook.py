@@ -55,6 +55,7 @@ class IQ4_XS(BlockFormat):
     """
 
     name, block_values, block_bytes = "iq4_xs", 256, 136
+    fallback = "iq4_nl"
 
     def encode(self, x: Tensor) -> Tensor:
         scale = search_levels(elements_first(x, 32), IQ4_LEVELS, IQ4_TRIES).reshape(-1, 8)

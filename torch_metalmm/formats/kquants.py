@@ -89,6 +89,7 @@ class Q2_K(_Asymmetric):
     """
 
     name, block_bytes = "q2_k", 84
+    fallback = "iq4_nl"
     sub, bits, levels, trials = 16, 2, 15, (-0.5, 0.1, 15, True)
 
     def weights(self, x: Tensor) -> Tensor:
@@ -116,6 +117,7 @@ class Q3_K(BlockFormat):
     """
 
     name, block_values, block_bytes = "q3_k", 256, 110
+    fallback = "iq4_nl"
 
     def encode(self, x: Tensor) -> Tensor:
         xt = elements_first(x, 16)
@@ -164,6 +166,7 @@ class Q4_K(_Asymmetric):
     """
 
     name, block_bytes = "q4_k", 144
+    fallback = "q5_0"
     sub, bits, levels, trials = 32, 4, 63, (-1.0, 0.1, 20, False)
 
     def encode(self, x: Tensor) -> Tensor:
@@ -185,6 +188,7 @@ class Q5_K(_Asymmetric):
     """
 
     name, block_bytes = "q5_k", 176
+    fallback = "q5_1"
     sub, bits, levels, trials = 32, 5, 63, (-0.5, 0.1, 15, False)
 
     def encode(self, x: Tensor) -> Tensor:
@@ -207,6 +211,7 @@ class Q6_K(BlockFormat):
     """
 
     name, block_values, block_bytes = "q6_k", 256, 210
+    fallback = "q8_0"
 
     def encode(self, x: Tensor) -> Tensor:
         xt = elements_first(x, 16)
