@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from plan_cases import ROOT
 
@@ -213,9 +215,16 @@ def test_lambdas_came_with_a_version() -> None:
 
 @pytest.mark.parametrize("name", sorted(f.name for f in (ROOT / "metal").glob("*.metal")))
 def test_the_shaders_keep_the_rules(name: str) -> None:
-    """All kernels of metal/, as their libraries are built."""
+    """All kernels of metal/, as their libraries are built; and constants have internal linkage.
+
+    Metal takes a constant without `static`; but one in a header that several shaders include would
+    be a symbol of each of their objects, and those are one library.
+    """
     expanded = preprocess(f'#include "{name}"\n', name, [ROOT / "metal"])
     plain, places = unmark(expanded, name)
+    constants = re.findall(r"^(?!.*function_constant)((?:\w+ )*)constant\b[^(\n]*[=[]", plain, re.M)
+    assert len(constants) > 5
+    assert all(before.startswith("static ") for before in constants)
     found = violations(plain, frozenset(), METAL_VERSION)
     assert [(places[plain[: t.at].count("\n")], message) for t, message in found] == []
 

@@ -17,6 +17,7 @@ constexpr FormatRow kFormats[] = {
 #define MM_AFFINE(name, Struct, bits) {#name, #Struct},
 #include "../../metal/formats.def"
 };
+static_assert(sizeof kFormats / sizeof *kFormats <= 32, "bits of Shader::Part::formats");
 
 // The shader that makes a kernel: the longest name that the kernel's begins with.
 const Shader& shader_of(const std::string& kernel) {
@@ -38,7 +39,9 @@ std::string text_of(const std::string& kernel, Codec codec, DType dtype) {
   std::string out = std::string("#define MM_ONLY_DTYPE ") + to_string(dtype) +
                     "\n#define MM_ONLY_FORMAT " + f.name + "\n#define MM_ONLY_STRUCT " +
                     f.struct_name + "\n";
-  for (int chunk : shader_of(kernel).chunks) out += kChunks[chunk];
+  for (const Shader::Part& part : shader_of(kernel).parts) {
+    if (part.formats >> static_cast<int>(codec) & 1) out += kParts[part.text];
+  }
   return out;
 }
 

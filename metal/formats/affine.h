@@ -195,7 +195,11 @@ struct Affine {
     return fma(pair<4, 4>(opened), half2(1 / 16.0h), half2(-64.0h));
   }
 };
-#define MM_AFFINE(name, Struct, bits) using Struct = Affine<bits>;
-#include "../formats.def"
+using Affine2 = Affine<2>;
+using Affine3 = Affine<3>;
+using Affine4 = Affine<4>;
+using Affine5 = Affine<5>;
+using Affine6 = Affine<6>;
+using Affine8 = Affine<8>;
 
 }  // namespace metalmm

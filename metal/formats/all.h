@@ -1,4 +1,5 @@
-// Every format of formats.def, checked against its row.
+// Every format of formats.def, checked against its row; not in the text of one kernel, which has
+// its own format alone.
 #pragma once
 
 #include "affine.h"
@@ -8,6 +9,7 @@
 #include "kquants_2_3_6.h"
 #include "kquants_4_5.h"
 
+#if !defined(MM_ONLY_FORMAT)
 namespace metalmm {
 
 // Pieces fill units, units fill blocks and chunks; both are reached with 32 lanes.
@@ -42,3 +44,4 @@ struct FormatCheck {
 #include "../pieces.def"
 
 }  // namespace metalmm
+#endif
