@@ -22,7 +22,7 @@ constexpr auto kUltra = ChipClass::kUltra;
 // did, that of the nearest sibling. docs/chip-model.md names the source of each. Family: Metal
 // feature set tables. Threadgroup memory is 32 KB in all. There is no M4 Ultra.
 std::vector<Gpu> make_gpus() {
-  return {
+  std::vector<Gpu> out = {
       // name, generation, class, family, cores, GB/s, MHz
       {"m1", M1, kBase, 7, 8, 68, 1278},           // LPDDR4X-4266, 128 bit
       {"m1-pro", M1, kPro, 7, 16, 200, 1296},      // LPDDR5-6400, 256 bit
@@ -44,6 +44,8 @@ std::vector<Gpu> make_gpus() {
       {"m5-max", M5, kMax, 10, 40, 614, 1620},       // 460 GB/s with 32 cores
       {"m5-ultra", M5, kUltra, 10, 80, 1228, 1620},  // "1.2 TB/s": two M5 Max
   };
+  for (Gpu& gpu : out) gpu.row = gpu.name;
+  return out;
 }
 
 // Lower case, dashes for spaces, without the maker: "Apple M4 Max" -> "m4-max".
@@ -76,19 +78,37 @@ bool ends_with(const std::string& s, std::string_view end) {
   return s.size() >= end.size() && s.compare(s.size() - end.size(), end.size(), end) == 0;
 }
 
-// A chip outside the table: of the class its name ends in, of the newest generation of its family.
-Gpu unknown(const std::string& name, int family) {
+// The row for a chip that the table does not have: of the class that the name ends in, of the
+// newest generation that its family has. A chip of iPhones is of no class: "a18-pro" has 6 cores.
+Gpu nearest(const std::string& name, int family) {
   ChipClass chip_class = kBase;
-  if (ends_with(name, "-pro")) chip_class = kPro;
-  if (ends_with(name, "-max")) chip_class = kMax;
-  if (ends_with(name, "-ultra")) chip_class = kUltra;
-  const Gpu* base = newest(kBase, family);
-  if (!base) base = &all_gpus().front();
-  const Gpu* same = newest(chip_class, family);
-  Gpu out = same ? *same : *base;
-  out.chip_class = chip_class;
-  out.generation = base->generation;
+  const bool is_mac = !name.empty() && name[0] == 'm';
+  if (is_mac && ends_with(name, "-pro")) chip_class = kPro;
+  if (is_mac && ends_with(name, "-max")) chip_class = kMax;
+  if (is_mac && ends_with(name, "-ultra")) chip_class = kUltra;
+  const Gpu* row = newest(chip_class, family);
+  Gpu out = row ? *row : all_gpus().front();
+  out.name = name;
   return out;
+}
+
+// The family of a chip that only its name tells: of "m6-max", "m4-ultra" or "a18-pro", or 0 where
+// it is no name of a chip from M1 or A14 on. Metal feature set tables.
+int family_of_name(const std::string& name) {
+  size_t end = 1;
+  while (end < name.size() && std::isdigit(static_cast<unsigned char>(name[end]))) ++end;
+  if (end < 2 || end > 4 || name[1] == '0') return 0;
+  const int number = std::stoi(name.substr(1, end - 1));
+  const std::string rest = name.substr(end);
+  const bool is_pro = rest.empty() || rest == "-pro";
+  if (name[0] == 'm' && (is_pro || rest == "-max" || rest == "-ultra")) {
+    const auto generation = static_cast<Generation>(std::min(number, static_cast<int>(M5)));
+    for (const Gpu& gpu : all_gpus()) {
+      if (gpu.generation == generation) return gpu.family;
+    }
+  }
+  if (name[0] != 'a' || !is_pro || number < 14) return 0;
+  return number == 14 ? 7 : number <= 16 ? 8 : number <= 18 ? 9 : 10;
 }
 
 }  // namespace
@@ -98,19 +118,22 @@ const std::vector<Gpu>& all_gpus() {
   return *gpus;
 }
 
-const Gpu& gpu_by_name(std::string_view name) {
+Gpu gpu_by_name(std::string_view name) {
   if (const Gpu* gpu = find(name)) return *gpu;
+  const std::string wanted = normal(name);
+  if (const int family = family_of_name(wanted)) return nearest(wanted, family);
   std::string allowed;
   for (const Gpu& gpu : all_gpus()) allowed += (allowed.empty() ? "" : ", ") + gpu.name;
-  throw std::invalid_argument("chip: unknown '" + std::string(name) + "'; allowed: " + allowed);
+  throw std::invalid_argument(
+      "chip: unknown '" + std::string(name) + "'; allowed: " + allowed +
+      "; a chip from M1 or A14 on that is not among them (m6-pro) takes the nearest");
 }
 
 Gpu gpu_of_device(std::string_view device_name, int family, uint32_t cores,
                   uint32_t max_threadgroup_memory) {
   const std::string name = normal(device_name);
   const Gpu* known = find(name);
-  Gpu gpu = known ? *known : unknown(name, family);
-  gpu.name = name;
+  Gpu gpu = known ? *known : nearest(name, family);
   if (family) gpu.family = family;
   if (cores) gpu.cores = cores;
   if (max_threadgroup_memory) gpu.max_threadgroup_memory = max_threadgroup_memory;

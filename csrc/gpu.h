@@ -25,6 +25,7 @@ struct Gpu {
   uint32_t clock_mhz = 1278;     // highest: of the chip model, not of the choice
   uint32_t max_threadgroup_memory = 32768;
   uint32_t max_threads = 1024;  // per threadgroup
+  std::string row{};            // of the table, where the numbers are from: "m4-max"
 };
 
 // plan() knows Macs: an NVIDIA GPU is planned for as a large one whose matrix units work beside the
@@ -34,13 +35,14 @@ constexpr const char* kCudaPlansFor = "m4-max";
 // M1 ... M5, base to Ultra, each in its largest configuration.
 const std::vector<Gpu>& all_gpus();
 
-// Chip by name, in any case, spaces for dashes allowed ("m4-max", "Apple M4 Max"). Throws
-// std::invalid_argument that lists the names.
-const Gpu& gpu_by_name(std::string_view name);
+// Chip by name, in any case, spaces for dashes allowed ("m4-max", "Apple M4 Max"). One that the
+// table does not have ("m6-max", "m4-ultra", "a18-pro") has its own name and the numbers of the
+// nearest row. Throws std::invalid_argument that lists the table: no name of a chip.
+Gpu gpu_by_name(std::string_view name);
 
 // The row for what a device reports; a number that is 0 keeps the table's. A name outside the table
-// (a newer chip, one of an iPad) takes the class its name ends in and the newest generation of its
-// family, so that an unknown machine still gets a plan.
+// takes the row of the class its name ends in and the newest generation of its family, so that an
+// unknown machine still gets a plan.
 Gpu gpu_of_device(std::string_view device_name, int family, uint32_t cores,
                   uint32_t max_threadgroup_memory);
 

@@ -23,6 +23,7 @@ static_assert(sizeof kConstantNames / sizeof *kConstantNames == kConstantCount);
 py::dict to_dict(const Gpu& gpu) {
   py::dict out;
   out["name"] = gpu.name;
+  out["row"] = gpu.row;
   out["generation"] = static_cast<int>(gpu.generation);
   out["class"] = to_string(gpu.chip_class);
   out["family"] = gpu.family;
@@ -114,8 +115,10 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   p.y_f32 = y_f32;
   std::optional<StrategyId> forced;
   if (strategy) forced = strategy_by_name(*strategy);
-  const Plan made = plan(p, read_gpu(chip, gpu), forced);
+  const Gpu planned_for = read_gpu(chip, gpu);
+  const Plan made = plan(p, planned_for, forced);
   py::dict out;
+  out["chip"] = planned_for.row;
   py::list passes;
   for (const Pass& pass : made.passes) passes.append(to_dict(pass));
   out["passes"] = passes;
@@ -138,7 +141,7 @@ void bind_chips(py::module_& m) {
       "The table of chips, one dict per chip.");
   m.def(
       "gpu", [](const std::string& chip) { return to_dict(gpu_by_name(chip)); }, "chip"_a,
-      "A row of the table of chips.");
+      "The row of a chip, or the nearest one: `row` is its name. ValueError: no name of a chip.");
   m.def(
       "gpu_of_device",
       [](const std::string& name, int family, uint32_t cores, uint32_t max_threadgroup_memory) {
@@ -157,7 +160,10 @@ void bind_plan(py::module_& m) {
         "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
         "y_stride"_a = kPacked, "w_stride"_a = kPacked, "w2_stride"_a = kPacked,
         "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false, "gpu"_a = py::dict(),
-        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason. `gpu` "
+        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, and chip, "
+        "the "
+        "row of the table that was planned for: the nearest one of a chip that it does not have. "
+        "`gpu` "
         "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
         "plan.h says.");
   m.def("kernel_names", &all_kernel_names,

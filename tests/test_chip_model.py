@@ -186,8 +186,8 @@ def test_models_have_their_parameters(model: str, parameters: int, not_in_produc
 
 
 def test_what_is_unknown_is_an_error() -> None:
-    with pytest.raises(ValueError, match="chip: unknown 'm4-ultra'; allowed: m1, "):
-        predict(1, 64, 64, "q4_0", "m4-ultra")
+    with pytest.raises(ValueError, match="chip: unknown 'm4-mega'; allowed: m1, "):
+        predict(1, 64, 64, "q4_0", "m4-mega")
     with pytest.raises(ValueError, match="format: unknown 'q9'; allowed: "):
         predict(1, 64, 64, "q9", "m1")
     with pytest.raises(

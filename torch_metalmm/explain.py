@@ -40,9 +40,10 @@ def explain(
 ) -> str:
     """The plan of y[M, N] = x[M, K] W[N, K]^T on a chip, in words and bytes.
 
-    shape is "MxNxK", chip one of chips(), dtype that of x and y: f16, bf16, f32 or torch's name;
-    strategy, if given, is forced. ValueError: an unknown name, a malformed shape, a K that is not a
-    multiple of the block, a strategy that cannot compute it; each says what is allowed.
+    shape is "MxNxK", chip one of chips(), or another of Apple's ("m6-max"), which is planned for as
+    the nearest of them; dtype that of x and y: f16, bf16, f32 or torch's name; strategy, if given,
+    is forced. ValueError: an unknown name, a malformed shape, a K that is not a multiple of the
+    block, a strategy that cannot compute it; each says what is allowed.
     """
     m, n, k = parse_shape(shape)
     fmt, gpu = formats.get(format), _C.gpu(chip)
@@ -53,6 +54,7 @@ def explain(
         f"{gpu['name']}: {gpu['cores']} cores at about {gpu['clock_mhz']} MHz,"
         f" {gpu['bandwidth_gb_s']} GB/s, Apple{gpu['family']},"
         f" {gpu['max_threadgroup_memory']} bytes of threadgroup memory",
+        *_nearest_lines(gpu),
         "",
         plan["reason"],
     ]
@@ -62,6 +64,12 @@ def explain(
     return "\n".join(
         [*lines, "", *_prediction_lines(plan, Chip.named(chip), m * n * k, n * fmt.row_bytes(k))]
     )
+
+
+def _nearest_lines(gpu: dict[str, Any]) -> list[str]:
+    if gpu["name"] == gpu["row"]:
+        return []
+    return [f"{gpu['name']} is not in the table of chips: planned for as {gpu['row']}"]
 
 
 def _pass_lines(one: dict[str, Any]) -> list[str]:

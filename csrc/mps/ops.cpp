@@ -35,11 +35,12 @@ void bind_mps(pybind11::module_& m) {
         out["max_threads"] = f.max_threads;
         out["macos"] = f.macos;
         out["archive"] = std::filesystem::exists(archive) ? archive : std::string();
-        out["plans_for"] = supported_gpu(f).name;
+        out["plans_for"] = supported_gpu(f).row;
         return out;
       },
-      "What the Metal device reports, and the path of the metallib beside this module, empty if "
-      "there is none. RuntimeError: no device, or not one that the engine runs on.");
+      "What the Metal device reports, the row of the table of chips that is planned for, and the "
+      "path of the metallib beside this module, empty if there is none. RuntimeError: no device, "
+      "or not one that the engine runs on.");
 }
 
 }  // namespace metalmm::mps
