@@ -1,20 +1,17 @@
 """Runs every format with its buffers against pages that may not be touched. Used by test_matmul.
 
-A forked child per format, so that an access beyond a buffer names the format and the others run.
+A process prints the name of each format and exercises it. One that dies has named the format; the
+next goes on behind it. Nothing is forked: on a Mac a forked process may not use Apple's frameworks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import mmap
-import os
 import signal
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from oracle import FORMATS, activations, check, linear, random_weight, spec
@@ -80,27 +77,6 @@ def exercise(name: str) -> None:
             assert torch.equal(packed_again, formats.get(name).quantize(source)), "quantize"
 
 
-def status_of(call: Callable[[], None]) -> str:
-    """How a forked process that makes this call ended: "", the name of a signal, or "error"."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
-                call()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    status = os.waitpid(pid, 0)[1]
-    if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name
-    return "error" if status else ""
-
-
 def over_read() -> None:
     """Reads the byte behind a guarded buffer."""
     t = guarded(torch.zeros(100, dtype=torch.uint8), True)
@@ -114,15 +90,42 @@ def over_write() -> None:
     del t
 
 
-def main() -> int:
-    torch.set_num_threads(1)  # the threads of a pool do not survive a fork
-    traps = {"over_read": status_of(over_read), "over_write": status_of(over_write)}
-    print(f"traps: {traps}")
+TRAPS = {"over_read": over_read, "over_write": over_write}
+
+
+def exercise_all(names: list[str]) -> None:
+    """Traps and formats in turn, each named on a line before it runs."""
     faulthandler.enable()
-    failed = {name: status for name in FORMATS if (status := status_of(partial(exercise, name)))}
+    torch.set_num_threads(1)
+    for name in names:
+        print(name, flush=True)
+        TRAPS[name]() if name in TRAPS else exercise(name)
+
+
+def failures(names: list[str]) -> dict[str, str]:
+    """{name: how its process ended} of those that did not return: a signal's name, or "error"."""
+    failed: dict[str, str] = {}
+    while names:
+        command = [sys.executable, __file__, *names]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            break
+        started = done.stdout.split()
+        if not started:
+            raise RuntimeError(f"guarded: exit status {done.returncode} before the first format")
+        signalled = done.returncode < 0
+        failed[started[-1]] = signal.Signals(-done.returncode).name if signalled else "error"
+        names = names[len(started) :]
+    return failed
+
+
+def main() -> int:
+    traps = failures(list(TRAPS))
+    print(f"traps: {traps}")
+    failed = failures(list(FORMATS))
     print(f"{len(FORMATS)} formats, failed: {failed or 'none'}")
-    return 1 if failed or traps["over_read"] not in ("SIGSEGV", "SIGBUS") else 0
+    return 1 if failed or traps.get("over_read") not in ("SIGSEGV", "SIGBUS") else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exercise_all(sys.argv[1:]) if sys.argv[1:] else main())

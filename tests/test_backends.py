@@ -23,6 +23,7 @@ from conftest import (
     select,
     takes_fewer_cases,
 )
+from plan_cases import ROOT
 
 from torch_metalmm import testing
 
@@ -95,3 +96,11 @@ def test_files_that_need_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest_ignore_collect(folder / f"{f}.py") is None for f in (*others, "test_backends")
     )
     assert pytest_ignore_collect(folder) is None
+
+
+def test_nothing_forks() -> None:
+    """On a Mac a forked process may not use Apple's frameworks: it is killed, or hangs."""
+    forking = re.compile(r"os\.fork|preexec_fn|multiprocessing|ProcessPoolExecutor")
+    folders = ("tests", "bench", "torch_metalmm")
+    files = [f for folder in folders for f in (ROOT / folder).rglob("*.py") if f != Path(__file__)]
+    assert files and not [f for f in files if forking.search(f.read_text())]
