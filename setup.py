@@ -60,7 +60,6 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}"
         build.mkdir(parents=True, exist_ok=True)
-        standard = "20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else "17"
         cmake = program("cmake")
         subprocess.run(
             [
@@ -73,7 +72,7 @@ class CMakeBuild(build_ext):
                 f"-DPython_EXECUTABLE={sys.executable}",
                 f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
                 f"-DTORCH_DIR={Path(torch.__file__).parent}",
-                f"-DTORCH_CXX_STANDARD={standard}",
+                f"-DTORCH_CXX_STANDARD={torch_version.cxx_standard(torch.__version__)}",
                 *os.environ.get("CMAKE_ARGS", "").split(),
             ],
             check=True,

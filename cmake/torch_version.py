@@ -34,6 +34,11 @@ def minor_of(version: str) -> str:
     return found[0]
 
 
+def cxx_standard(version: str) -> int:
+    """The C++ that the headers of this torch are written in."""
+    return 20 if tuple(map(int, version.split(".")[:2])) >= (2, 12) else 17
+
+
 def to_build_with(folders: Iterable[str] | None = None) -> str:
     """The requirement of a build. ValueError: as minor_of()."""
     version = installed(folders)

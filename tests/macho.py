@@ -1,16 +1,9 @@
-"""Mach-O files, as far as the tests of the Metal engine read them.
-
-    python tests/macho.py torch-2.13.0-cp312-cp312-macosx_14_0_arm64.whl …
-
-says whether the libraries and headers of these wheels have what mps_symbols.txt lists. pip download
-gets them on any machine, with --no-deps --only-binary :all: --platform macosx_14_0_arm64.
-"""
+"""Mach-O files, as far as the tests of the Metal engine read them."""
 
 from __future__ import annotations
 
+import re
 import struct
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,23 +57,14 @@ class MachO:
                 self.selectors |= {name.decode() for name in names if name}
 
 
-def listed() -> list[list[str]]:
-    """The rows of mps_symbols.txt: kind, where it is declared, name."""
+def listed(version: str) -> list[list[str]]:
+    """The rows of mps_symbols.txt for a version of torch: kind, where it is declared, name."""
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
     lines = (Path(__file__).parent / "mps_symbols.txt").read_text().splitlines()
-    return [line.split() for line in lines if line and not line.startswith("#")]
-
-
-def missing_from_wheel(path: Path) -> list[str]:
-    """Listed symbols that the wheel's libtorch_cpu.dylib does not export, headers it lacks."""
-    with zipfile.ZipFile(path) as wheel:
-        exported = MachO(wheel.read("torch/lib/libtorch_cpu.dylib")).defined
-        files = set(wheel.namelist())
-    rows = [(header, name) for kind, header, name in listed() if kind == "torch"]
-    return [n for _, n in rows if n not in exported] + [
-        h for h in sorted({h for h, _ in rows}) if f"torch/include/{h}" not in files
-    ]
-
-
-if __name__ == "__main__":
-    for wheel in map(Path, sys.argv[1:]):
-        print(f"{wheel.name}: {', '.join(missing_from_wheel(wheel)) or 'nothing is missing'}")
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    out = []
+    for kind, where, name in rows:
+        kind, *limit = re.split(r"(<|>=)2\.", kind)
+        if not limit[1:] or (release < (2, int(limit[1]))) == (limit[0] == "<"):
+            out.append([kind, where, name])
+    return out

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 import pytest
-import torch
+from macos_build import configure
 from plan_cases import ROOT
 
 SHADERS = {f.name for f in (ROOT / "metal").glob("*.metal")}
@@ -35,20 +34,6 @@ else:
 open(out, "w").write(text)
 """
 Done = subprocess.CompletedProcess[str]
-
-
-def configure(folder: Path, *options: str, apple: bool = True) -> Done:
-    """cmake in folder/build; the module and the library of shaders go to folder/out."""
-    (folder / "apple.cmake").write_text("set(APPLE TRUE)\n" if apple else "")
-    bin = Path(sys.executable).parent
-    command = [str(bin / "cmake"), f"-S{ROOT}", f"-B{folder / 'build'}", "-GNinja"]
-    command += [f"-DCMAKE_PROJECT_torch_metalmm_INCLUDE={folder / 'apple.cmake'}"]
-    command += [f"-DCMAKE_MAKE_PROGRAM={bin / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
-    command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'out'}"]
-    command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DTORCH_CXX_STANDARD=20"]
-    command += [f"-DTORCH_DIR={Path(torch.__file__).parent}", *options]
-    (folder / "out").mkdir(exist_ok=True)
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def build(folder: Path, reject: str) -> Done:
