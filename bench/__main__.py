@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_metalmm import formats
+from torch_metalmm.engines import DEVICES
 
 from . import machine, matmul, matrix_ops, quality, report, roof, roof_gpu, shapes, tables
 from .devices import CPU, Device
@@ -59,7 +60,6 @@ OWN_FORMATS = {"tokens": "q4_0,q4_k,q6_k,q8_0", "quality": quality.FORMATS}
 
 def common_options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(add_help=False)
-    p.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--repetitions", type=int, help="at least this many timed calls (20)")
     p.add_argument("--formats", help="comma-separated, of torch_metalmm.formats.names()")
@@ -69,11 +69,18 @@ def common_options() -> argparse.ArgumentParser:
     return p
 
 
+def device_option() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(add_help=False)
+    p.add_argument("--device", help=f"{', '.join(DEVICES)}; default: mps on a Mac, else cpu")
+    return p
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     sub = p.add_subparsers(dest="command", required=True)
     common = [common_options()]
-    mm = sub.add_parser("matmul", parents=common, help="cold matmul against peers and roofs")
+    on_device = [*common, device_option()]
+    mm = sub.add_parser("matmul", parents=on_device, help="cold matmul against peers and roofs")
     mm.add_argument("--shapes", help=f"NxK or of {', '.join(shapes.NAMED)}")
     mm.add_argument("--m", help="rows of x, as 1,4,8-16")
     mm.add_argument("--engines", help=f"auto = all installed; or of {', '.join(ENGINES)}")
@@ -85,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time against M of the first shape, by metalmm unless --engines",
     )
-    one = sub.add_parser("matrix-ops", parents=common, help="one operation: result, check, time")
+    one = sub.add_parser("matrix-ops", parents=on_device, help="one operation: result, check, time")
     one.add_argument("operation", choices=matrix_ops.OPERATIONS)
     one.add_argument("sizes", type=int, nargs="+", help="N; gemv: N K; gemm: M N K")
     one.add_argument("--format", default="q4_0", help="of W, for gemv and gemm (q4_0)")
@@ -97,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     tok.add_argument("--prompt", type=int, help="tokens of the prefill (512)")
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     sub.add_parser("quality", parents=common, help="what packing costs and saves, on real models")
-    sub.add_parser("roof", parents=common, help="DRAM read and f32 multiply-add, all candidates")
+    sub.add_parser("roof", parents=on_device, help="DRAM read and f32 multiply-add, all candidates")
     cell = sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
     cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
     sub.add_parser("chips", help="what the chip model predicts, beside what others measured")
@@ -124,6 +131,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, value in (QUICK if getattr(args, "quick", False) else NORMAL).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    if args.command in RUNNERS and getattr(args, "device", None) is None:
+        # The other commands take no --device: they measure the CPU.
+        args.device = Device.default() if "device" in vars(args) else "cpu"
     if args.command in RUNNERS and (args.threads < 1 or args.repetitions < 1):
         raise ValueError("--threads and --repetitions must be positive")
     return args

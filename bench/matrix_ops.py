@@ -17,6 +17,7 @@ from torch_metalmm.ops import PROBES
 from .problem import Problem, Setting, of_additions, of_store, rotated, unit
 from .roof import Roof
 from .shapes import Shape
+from .tables import digits, percent
 from .timing import interleave
 
 Record = dict[str, Any]
@@ -26,6 +27,7 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm-tiled": "gemm_tiled",
     "gemm": "gemm",
 }
+HALF_TILES = ("gemm", "gemm_small")  # strategies of metal/ whose tiles of W are f16 for x in f16
 ROW_OPS = ("dequantize", "embedding", "swiglu")
 OPERATIONS = (*PROBES, *MATMULS, *ROW_OPS)
 SIZES = {"gemv": "N K", "gemm": "M N K"}
@@ -76,6 +78,13 @@ def probe(name: str, n: int, setting: Setting) -> Operation:
     )
 
 
+def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
+    """Whether the engine multiplies x by W rounded to f16: only a GPU does, in half tiles."""
+    if setting.dtype is not torch.float16:
+        return False
+    return setting.device.strategy(**problem, dtype="f16") in HALF_TILES
+
+
 def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
     """y[M, N] = x[M, K] W[N, K]ᵀ, W packed; M = 1 for gemv."""
     (n, k), setting, rows = (problem.shape.n, problem.shape.k), problem.setting, problem.rows
@@ -88,8 +97,8 @@ def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
     decoded = problem.decoded(packed, format)
     size = x.double().abs() @ decoded.abs().t()
     error = of_additions(k, size)
-    if name == "gemm" and setting.dtype is torch.float16:  # half tiles hold W in 11 bits
-        error += unit(setting.dtype) * size
+    if rounds_w(setting, {"m": m, "n": n, "k": k, "format": format, "strategy": strategy}):
+        error += unit(torch.float16) * size
 
     def call(i: int) -> Tensor:
         if name == "gemv":
@@ -168,13 +177,16 @@ def lines(r: Record) -> list[str]:
         f"check     {'ok' if r['ok'] else 'WRONG'}: largest error {r['worst']:.2g} of its bound",
     ]
     if r["ok"]:
+        us = digits(r["us"], 4)
+        roofs = f"{digits(r['roof_gbs'], 4)} GB/s, {digits(r['roof_gflops'], 4)} GFLOP/s"
         in_memory = r["gbs"] / r["roof_gbs"] > r["gflops"] / r["roof_gflops"]
+        roof = "memory" if in_memory else "arithmetic"
         out += [
-            f"time      {r['us']:.2f} µs, σ {r['sigma_us']:.2f} µs, median of {r['count']}",
-            f"rate      {r['gbs']:.4g} GB/s, {r['gflops']:.4g} GFLOP/s",
-            f"roof      {r['percent']:.0f} % of the {'memory' if in_memory else 'arithmetic'} roof"
-            f" ({r['roof_gbs']:.4g} GB/s, {r['roof_gflops']:.4g} GFLOP/s in this run)",
+            f"time      {us} µs, σ {digits(r['sigma_us'])} µs, median of {r['count']}",
+            f"rate      {digits(r['gbs'], 4)} GB/s, {digits(r['gflops'], 4)} GFLOP/s",
+            f"roof      {percent(r['percent'])} of the {roof} roof ({roofs} in this run)",
         ]
         if "unfused_us" in r:
-            out.append(f"unfused   {r['unfused_us']:.2f} µs, × {r['unfused_us'] / r['us']:.2f}")
+            times = digits(r["unfused_us"] / r["us"])
+            out.append(f"unfused   {digits(r['unfused_us'], 4)} µs, × {times}")
     return out

@@ -95,7 +95,7 @@ def full_tables(records: Sequence[Record]) -> list[Table]:
                 percent(r["percent_read"]),
                 digits(r["gflops"]),
                 percent(r["percent_peak"]),
-                ABSENT if speedup is None else f"{speedup:.2f}×",
+                ABSENT if speedup is None else f"{digits(speedup)}×",
                 scientific(r["error"]),
             ]
         else:
@@ -152,7 +152,8 @@ def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Tab
         if old is not None and "speedup" in r:
             change = r["speedup"] / old - 1
             where = [r["variant"], f"{r['n']}×{r['k']}", str(r["m"])]
-            table.rows.append([*where, f"{r['speedup']:.2f}×", f"{old:.2f}×", f"{change:+.0%}"])
+            both = (f"{digits(times)}×" for times in (r["speedup"], old))
+            table.rows.append([*where, *both, f"{change:+.0%}"])
     return table
 
 

@@ -18,15 +18,19 @@ class Table:
 
 
 def digits(value: float | None, significant: int = 3) -> str:
-    """12345 -> "12345", 1.2345 -> "1.23"; ABSENT for None."""
+    """12345 -> "12345", 1.2345 -> "1.23", 0.01449 -> "0.0145"; ABSENT for None."""
     if value is None:
         return ABSENT
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, significant - max(whole, 1))}f}"
+    # Of the rounded value: 9.996 has two digits before the point.
+    exponent = int(f"{value:.{significant - 1}e}".partition("e")[2])
+    return f"{value:.{max(0, significant - 1 - exponent)}f}"
 
 
 def percent(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.0f} %"
+    """Whole percents, one significant digit below 1 %."""
+    if value is None:
+        return ABSENT
+    return f"{digits(value, 1) if abs(value) < 1 else f'{value:.0f}'} %"
 
 
 def scientific(value: float) -> str:
