@@ -18,7 +18,9 @@ def blaming(path: str | os.PathLike[str], step: str) -> Iterator[None]:
     except (ImportError, MemoryError, OSError):
         raise
     except Exception as error:
-        said = " ".join(str(error).split()) or repr(error)
+        said = " ".join(str(error).split())
         if isinstance(error, ValueError) and said.startswith((str(path), f"cannot read {path}")):
             raise
+        if isinstance(error, (LookupError, AssertionError, RecursionError)) or not said:
+            said = f"{type(error).__name__}: {said}"  # which say little of themselves
         raise ValueError(f"{path}: {step}: {said}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .blame import blaming
 from .extras import HF, require
 from .owned import CONFIG, obsolete_tokenizer, obsolete_weights, packed_weights
 from .staging import staged
@@ -78,7 +79,7 @@ def load_packed(
     kind = named_class(config)
     if kind is None:
         raise ValueError(f"{path}: transformers has no class {config.architectures} of its config")
-    try:
+    with blaming(path, "its files make no such model"):
         model, info = kind.from_pretrained(
             path,
             config=config,
@@ -88,8 +89,6 @@ def load_packed(
             local_files_only=True,
             output_loading_info=True,
         )
-    except RuntimeError as error:  # sizes that do not fit; transformers has logged which
-        raise ValueError(f"{path}: {error}") from error
     for problem, keys in (
         ("has no tensor for", info["missing_keys"]),
         ("has tensors the model does not:", info["unexpected_keys"]),
@@ -116,7 +115,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} has no {CONFIG}")
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / CONFIG} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path / CONFIG} must be a JSON object, got {type(config).__name__}")
@@ -158,4 +157,5 @@ def read_tokenizer(path: Path) -> Any:
 
     if not (path / "tokenizer_config.json").exists():
         return None
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    with blaming(path, "transformers makes no tokenizer of its files"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)

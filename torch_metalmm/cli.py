@@ -281,6 +281,7 @@ def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[A
     """(model, tokenizer or None) of a Hugging Face model folder."""
     from transformers import AutoModel
 
+    from .blame import blaming
     from .checkpoint import check_dense, read_tokenizer
     from .skeleton import named_class
     from .untrusted import load_config
@@ -291,7 +292,8 @@ def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[A
     config = load_config(folder)
     kind = named_class(config) or AutoModel
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
-    model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
+    with blaming(folder, "its files make no such model"):
+        model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
     return model.to(device), read_tokenizer(folder)
 
 

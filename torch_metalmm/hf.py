@@ -118,6 +118,7 @@ class MetalMMQuantizer(HfQuantizer):
         if self._files is None or not all(f.endswith(".safetensors") for f in self._files):
             return weight_conversions
         found = find_tensors(self._files, model, weight_conversions)
+        _check_floats(model, found)
         if self.pre_quantized:
             _check_stored(model, self._jobs, found)
         else:
@@ -259,6 +260,16 @@ def _check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
             order = found.get(f"{name}.input_order")
             if order is None or (order.dtype, order.shape) != ("I64", (layer.in_features,)):
                 raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
+
+
+def _check_floats(model: Any, found: dict[str, Found]) -> None:
+    """ValueError: a tensor beside the packed layers is of integers, and the model's is not."""
+    for name, value in model.state_dict().items():
+        tensor = found.get(name)
+        if tensor is None or not value.is_floating_point() or tensor.converted:
+            continue
+        if not tensor.dtype.startswith(("F", "BF")):
+            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
 
 
 def _check_order(name: str, order: Tensor | None) -> None:

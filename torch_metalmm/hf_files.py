@@ -42,6 +42,20 @@ def read_headers(files: Sequence[str]) -> dict[str, Found]:
     return found
 
 
+def count_tensors(files: Sequence[str]) -> int:
+    """How many tensors the files have. ValueError: one is not a whole safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                count += len(opened.keys())
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {file}: {error}") from None
+    return count
+
+
 def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> dict[str, Found]:
     """{name in the model: the tensor that from_pretrained will load there}.
 

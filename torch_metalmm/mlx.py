@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .blame import blaming
 from .checkpoint import read_config, read_tokenizer
 from .extras import HF, require
 from .hf_files import Found, read_headers
+from .limits import check_counts
 from .mlx_layout import PREFIXES, Quantization, pack
 from .replace import is_conv1d, packable, replaceable, summary, weight_shape
 from .skeleton import empty_model, put_dense, put_packed, tied_names
@@ -59,15 +61,17 @@ def load_mlx(
     if not files:
         raise FileNotFoundError(f"{path} has no model*.safetensors")
     config = _config(path, values)
-    source = _Source(files, config)
-    model = empty_model(config, dtype or source.dense_dtype() or config.dtype or torch.float32)
+    with blaming(path, "no model fits its config"):
+        source = _Source(files, config)
+        model = empty_model(config, dtype or source.dense_dtype() or config.dtype or torch.float32)
     with source:
         _fill(path, model, source, quantization, device)
     model.to(device)  # buffers, which were made on the CPU
     if (path / "generation_config.json").exists():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        with blaming(path, "transformers makes nothing of its generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(path)
     attach(model)
     return model.requires_grad_(False), read_tokenizer(path)
 
@@ -108,10 +112,9 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     if kind in _OTHER_NUMBERS:
         raise ValueError(f"{path}: {kind} is not loaded from MLX, where {_OTHER_NUMBERS[kind]}")
     values.pop("auto_map", None)
-    try:
+    check_counts(path, values)
+    with blaming(path, "transformers makes no config of it"):
         config = CONFIG_MAPPING[kind].from_dict(values)
-    except Exception as error:  # whatever its checks raise on strange values
-        raise ValueError(f"{path}: transformers makes no config of it: {error}") from error
     forget_kernels(path, config)
     return config
 
@@ -192,6 +195,8 @@ def _fill(
                 f"{path}: {source.keys[name]} is {list(value.shape)}, the model has "
                 f"{list(wanted[name].shape)}"
             )
+        if wanted[name].is_floating_point() and not value.is_floating_point():
+            raise ValueError(f"{path}: {source.keys[name]} is {value.dtype}, not a float dtype")
         put_dense(model, ties.get(name, [name]), value, device)
     given = left | {f"{owner}.weight" for owner in packed}
     filled = {name for target in given for name in ties.get(target, [target])}

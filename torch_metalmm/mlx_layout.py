@@ -79,7 +79,7 @@ class Quantization:
             )
         groups, words = scales.shape[1], codes.shape[1]
         mode = stated.mode if stated else "affine" if scales.is_floating_point() else "mxfp4"
-        if groups == 0 or k % groups or words * 32 % k:
+        if 0 in (k, groups) or k % groups or words * 32 % k:
             raise ValueError(
                 f"{name}: weight {list(codes.shape)} and scales {list(scales.shape)} are no rows "
                 f"of {k} inputs"

@@ -45,7 +45,9 @@ def named_class(config: Any) -> Any:
     """
     import transformers
 
-    named = getattr(transformers, (config.architectures or [""])[0], None)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else None
+    named = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         return None
     return named if isinstance(config, named.config_class or ()) else None

@@ -11,6 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .blame import blaming
+from .limits import check_counts
+
 # Computed by torch and transformers themselves; for others (flash_attention_2, sonicmoe, ...)
 # transformers fetches kernels if the package `kernels` is there and their own is not.
 _LOCAL = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
@@ -21,12 +24,17 @@ def load_config(path: Path) -> Any:
     """The transformers config of the folder, of whose choices none has code fetched.
 
     ValueError: it names a repository for its kernels, the index or the config names weights that
-    are not in the folder, or transformers has no such model. OSError: no config.json.
+    are not in the folder, it asks for more layers than there are tensors, or transformers has no
+    such model. OSError: no config.json.
     """
     from transformers import AutoConfig
 
+    from .checkpoint import read_config
+
     check_index(path)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    check_counts(path, read_config(path))
+    with blaming(path, "transformers makes no config of its config.json"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     forget_kernels(path, config)
     _check_name(path / "config.json", getattr(config, "transformers_weights", None))
     return config
@@ -60,7 +68,7 @@ def check_index(path: Path) -> None:
     for index in sorted(path.glob("*.safetensors.index*.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index} has no weight_map of tensors to files: {error!r}") from None
         for shard in shards:
             _check_name(index, shard)
