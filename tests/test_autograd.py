@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from conftest import Backend, leaf
@@ -18,6 +21,7 @@ from oracle import (
     spec,
 )
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from torch_metalmm import formats
 
@@ -229,3 +233,29 @@ def test_gradients_of_gemm_and_gemv(dtype: torch.dtype, backend: Backend) -> Non
         drow, drow_c = grad_of(y, [row, row_c], g[1])
         check(drow, Value(want.exact[1], want.error[1]), f"gemv {alpha} {beta}")
         assert torch.equal(drow_c, dc[1])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_forward_mode_is_refused_by_name(mode: Callable[[], Any], backend: Backend) -> None:
+    """Without gradients, too, where the tangent would be dropped and count as zero."""
+    w = backend.put(random_weight("q8_0", 32, 32))
+    x, y = (backend.put(activations(*shape)) for shape in ((3, 32), (32,)))
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": lambda t: ops.linear(t, w, None, "q8_0"),
+        "linear_input_grad": lambda t: ops.linear_input_grad(t, w, "q8_0", 32),
+        "swiglu": lambda t: ops.swiglu(t, w, w, "q8_0", "q8_0"),
+        "swiglu_linear": lambda t: ops.swiglu_linear(x, t, w, None, "q8_0"),
+        "gemm": lambda t: ops.gemm(x, w, "q8_0", t, 1.0, 1.0),
+    }
+    for name, call in calls.items():
+        with mode(), pytest.raises(NotImplementedError, match=f"metalmm.{name}: .*jvp"):
+            torch.func.jvp(call, (x,), (x,))
+        error = pytest.raises(NotImplementedError, match=f"metalmm.{name}: .*dual tensors")
+        with forward_ad.dual_level(), mode(), error:
+            call(forward_ad.make_dual(x, x))
+    for name, of in (
+        ("linear", lambda t: ops.linear(x, w, t, "q8_0")),
+        ("gemv", lambda t: ops.gemv(t, w, "q8_0")),
+    ):
+        with mode(), pytest.raises(NotImplementedError, match=f"metalmm.{name}: .*jvp"):
+            torch.func.jacfwd(of)(y)

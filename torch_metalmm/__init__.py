@@ -99,6 +99,19 @@ def _plug_into_diffusers() -> None:
     from . import diffusers_save  # noqa: F401  # save_pretrained refuses packed layers
 
 
+def _plug_into_models() -> None:
+    from . import hf_methods  # noqa: F401  # counts and resizing know of packed layers
+
+
+def _plug_into_sentences() -> None:
+    try:
+        from . import sentences  # noqa: F401  # its models load with packed embeddings
+    except (ImportError, AttributeError) as error:
+        import warnings
+
+        warnings.warn(f"this sentence-transformers has other modules: {error}", stacklevel=2)
+
+
 def _plug_into_peft() -> None:
     try:
         from . import lora, lora_others  # noqa: F401  # they register layers and checks
@@ -113,4 +126,6 @@ when_imported("torch", _register_ops)
 when_imported("transformers.quantizers.auto", _plug_into_transformers)
 when_imported("transformers.modeling_utils", _plug_into_saving)
 when_imported("diffusers.models.modeling_utils", _plug_into_diffusers)
+when_imported("transformers.modeling_utils", _plug_into_models)
+when_imported("sentence_transformers", _plug_into_sentences)
 when_imported("peft.tuners.lora", _plug_into_peft)

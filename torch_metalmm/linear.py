@@ -7,86 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from . import formats
 from . import ops as ops  # registers torch.ops.metalmm
+from .packed import Packed, check_packed
 
 _linear = torch.ops.metalmm.linear.default
 
 
-class _Packed(nn.Module):
-    """What QuantLinear and QuantEmbedding share: the packed weight, its name and its checks.
-
-    state_dict holds the packed bytes under "weight"; the name of the format travels in the
-    state_dict's metadata, so torch.save keeps it and loading into another format is an error.
-    """
-
-    format: str
-    weight: Tensor  # a frozen uint8 Parameter
-
-    def _init_packed(self, n: int, k: int, format: str, device: torch.device | str | None) -> None:
-        spec = formats.get(format)
-        self.format = spec.name
-        packed = torch.empty(n, spec.row_bytes(k), dtype=torch.uint8, device=device)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-
-    def _columns(self) -> int:
-        raise NotImplementedError
-
-    def reset_parameters(self) -> None:
-        """Nothing: packed bytes are loaded, never drawn at random."""
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """W [N, K] as a new dense tensor of `dtype` (default float32)."""
-        out: Tensor = torch.ops.metalmm.dequantize(
-            self.weight, self.format, self._columns(), dtype=dtype
-        )
-        return out
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", None)
-        if metadata is not None:
-            metadata.setdefault(prefix[:-1], {})["format"] = self.format
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        given = state_dict.get(prefix + "weight")
-        if given is not None:
-            stored = local_metadata.get("format", self.format)
-            if stored != self.format:
-                error_msgs.append(
-                    f"{prefix}weight is stored as {stored}, this layer holds {self.format}"
-                )
-                return
-            if given.dtype != torch.uint8 or given.shape != self.weight.shape:
-                error_msgs.append(
-                    f"{prefix}weight must be uint8 {list(self.weight.shape)} ({self.format}, "
-                    f"K = {self._columns()}), got {given.dtype} {list(given.shape)}"
-                )
-                return
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
-
-
-class QuantLinear(_Packed, nn.Linear):
+class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
     """y[..., N] = x[..., K] · W[N, K]ᵀ (+ bias), W packed in one of the formats.
 
     With `input_order`, int64 [K], column j of the packed matrix belongs to x[..., input_order[j]]:
@@ -94,8 +24,8 @@ class QuantLinear(_Packed, nn.Linear):
 
     x may be float32, float16 or bfloat16; y has its dtype. The weight is a frozen uint8 parameter
     [N, row_bytes], so `.half()` and `.to(dtype)` convert the bias and leave the weight alone. It is
-    an nn.Linear for code that looks for one (PEFT, Trainer); code that computes with `.weight`
-    itself has to call `dequantize()`.
+    an nn.Linear for code that looks for one (PEFT, Trainer), of the kind that torchao's quantize_
+    leaves alone; code that computes with `.weight` itself has to call `dequantize()`.
     """
 
     input_order: Tensor | None
@@ -147,7 +77,7 @@ class QuantLinear(_Packed, nn.Linear):
         For f32, f16 and bf16 the weight may also be a [N, in_features] tensor of that dtype.
         ValueError: the dtype or shape does not fit.
         """
-        spec, packed = _check_packed(weight, in_features, format)
+        spec, packed = check_packed(weight, in_features, format)
         n = packed.shape[0]
         if bias is not None and (bias.shape != (n,) or not bias.is_floating_point()):
             raise ValueError(f"bias must be float [{n}], got {bias.dtype} {list(bias.shape)}")
@@ -187,7 +117,7 @@ class QuantLinear(_Packed, nn.Linear):
         )
 
 
-class QuantEmbedding(_Packed, nn.Embedding):
+class QuantEmbedding(Packed, nn.Embedding):
     """y[..., K] = W[ids], W [V, K] packed in one of the formats; y has dtype `self.dtype`.
 
     `.to(dtype)`, `.half()` and the like change `self.dtype`. `embed_scale` multiplies the rows, if
@@ -272,7 +202,7 @@ class QuantEmbedding(_Packed, nn.Embedding):
         For f32, f16 and bf16 the weight may also be a [V, embedding_dim] tensor of that dtype.
         ValueError: the dtype or shape does not fit.
         """
-        spec, packed = _check_packed(weight, embedding_dim, format)
+        spec, packed = check_packed(weight, embedding_dim, format)
         layer = cls(
             packed.shape[0], embedding_dim, spec.name, padding_idx, "meta", dtype, embed_scale
         )
@@ -332,20 +262,3 @@ def quantize_weight(weight: Tensor, format: str) -> Tensor:
         source = source.float()
     packed: Tensor = torch.ops.metalmm.quantize(source, format)
     return packed.to(weight.device)
-
-
-def _check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, nn.Parameter]:
-    """The format and the weight as a frozen uint8 parameter; a uint8 Parameter is kept itself."""
-    spec = formats.get(format)
-    dense = getattr(spec, "dtype", None)
-    if dense is not None and weight.dtype == dense and weight.dim() == 2 and weight.shape[1] == k:
-        weight = weight.detach().contiguous().view(torch.uint8)
-    row_bytes = spec.row_bytes(k)
-    if weight.dtype != torch.uint8 or weight.dim() != 2 or weight.shape[1] != row_bytes:
-        raise ValueError(
-            f"weight must be uint8 [N, {row_bytes}] ({spec.name}, K = {k}), "
-            f"got {weight.dtype} {list(weight.shape)}"
-        )
-    if isinstance(weight, nn.Parameter):
-        return spec, weight
-    return spec, nn.Parameter(weight, requires_grad=False)

@@ -1,0 +1,31 @@
+"""sentence-transformers casts modules to the dtype of a model's first parameter.
+
+With packed embeddings that would be uint8, which nn.Module.to refuses. So its models give their
+float parameters first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sentence_transformers
+from sentence_transformers import models
+from torch import nn
+
+
+def _floats_first(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    return iter(
+        sorted(nn.Module.parameters(self, recurse), key=lambda p: not p.is_floating_point())
+    )
+
+
+for _owner, _name in (
+    (sentence_transformers, "SentenceTransformer"),
+    (sentence_transformers, "SparseEncoder"),
+    (sentence_transformers, "CrossEncoder"),
+    (models, "Transformer"),
+):
+    _kind: Any = getattr(_owner, _name, None)  # SparseEncoder is from version 5 on
+    if isinstance(_kind, type) and issubclass(_kind, nn.Module):
+        _kind.parameters = _floats_first  # type: ignore[method-assign]
