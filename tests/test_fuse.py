@@ -179,6 +179,16 @@ def test_hooks_and_replaced_parts_are_computed_alone() -> None:
             assert all(map(torch.equal, got, want)), hook
 
 
+def test_a_replaced_layer_of_another_format_between_two_parts_is_seen() -> None:
+    formats = ("q4_k", "q8_0", "q4_k")
+    module, plain = fused(Attention(formats)), Attention(formats)
+    assert module.merged_a_c.beside == ("b",)
+    for m in (module, plain):
+        m.b = nn.Sequential(nn.ReLU(inplace=True), m.b)
+    with torch.inference_mode():
+        assert all(map(torch.equal, module(activations(2, K)), plain(activations(2, K))))
+
+
 def test_a_hook_in_a_compiled_forward_is_computed_alone() -> None:
     torch._dynamo.reset()
     module, plain = fused(Attention()), Attention()

@@ -94,6 +94,11 @@ class Writing(Gated):
         return y
 
 
+class Dropping(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
 class WithState(Gated):
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +122,7 @@ def gated_with(change: str) -> Gated:
 
 @pytest.mark.parametrize(
     "module",
-    [Gated(act=nn.GELU()), Clamped(), Scaled(), Twice(), Writing(), WithState()]
+    [Gated(act=nn.GELU()), Clamped(), Scaled(), Twice(), Writing(), Dropping(), WithState()]
     + [gated_with(c) for c in ("dropout", "bias", "hook", "layer hook", "order")],
     ids=lambda m: type(m).__name__,
 )

@@ -118,6 +118,7 @@ READ: dict[str, list[str]] = {
     "return self.a(x), self.b(x) if z is None else self.c(x)": [],
     "return [self.a(x) for _ in z], self.b(x)": [],
     "self.helper(x)\nreturn self.a(x), self.b(x)": [],  # it may call the layers itself
+    "y = self.call(x)\nreturn self.a(x), self.b(x)": [],
     "y = torch.add(self, 1)\nreturn self.a(x), self.b(x)": [],
     "F = self.keeper\ny = F.gelu(self.a(x))\nreturn y, self.b(x)": [],
     "q = self.a(x).mul_(2)\nreturn q, self.b(x)": [],

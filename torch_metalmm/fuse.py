@@ -119,8 +119,11 @@ def _swiglu_roles(module: nn.Module) -> Roles | None:
     candidates = _candidates(layers)
     if not candidates:
         return None
-    with evaluating(module):
-        return next((r for r in candidates if _computes_swiglu(module, r)), None)
+    for training in (False, True):  # some have a dropout in their forward
+        with evaluating(module):
+            module.train(training)
+            candidates = [r for r in candidates if _computes_swiglu(module, r)]
+    return next(iter(candidates), None)
 
 
 def _is_more(module: nn.Module) -> bool:

@@ -63,7 +63,7 @@ def _merge(
             merged.attach(parent)
             merged.open(parent, ())
             got = _outcome(parent, x)
-            merged.close(parent, (), None)
+            merged.close()
             if not _agree(got, want):
                 merged.detach(parent)
             return

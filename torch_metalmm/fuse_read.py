@@ -2,8 +2,8 @@
 
 A list of what can write to a tensor cannot be complete (x[:, 0] = 5, relu_(x), out=x, x.data, a
 view, an array of numpy, a hook), so the reader has a list of what may stand between two calls, and
-everything else ends the group. Assumed is only that reading an attribute or an item of an object,
-and arithmetic on tensors, write to no tensor.
+everything else ends the group. Assumed is only that reading attributes or items of an object, and
+arithmetic on tensors, write to no tensor.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ class _Reader:
         self.leaks |= {id(n) for n in names if n.id in ("super", "__class__")}
         self.locals = {n.arg for n in nodes if isinstance(n, ast.arg)}
         self.locals |= {n.id for n in names if not isinstance(n.ctx, ast.Load)}
+        functions = [n.func for n in nodes if isinstance(n, ast.Call)]
+        called = {id(n) for n in functions}
+        self.leaks |= {id(n) for n in of_self if id(n) in called and n.attr not in children}
         calls = [n for n in nodes if isinstance(n, ast.Call) and self._layer_of(n)]
         # Variables that layers are called with hold tensors.
         self.inputs = {a.id for n in calls for a in n.args if isinstance(a, ast.Name)}

@@ -44,6 +44,7 @@ class MergedLinear(nn.Module):
         """
         super().__init__()
         self.names, self.between = tuple(layers), between
+        self.beside: tuple[str, ...] = ()  # those between that are packed layers and may get x
         self.originals = list(layers.values())
         first = self.originals[0]
         self.format, self.in_features = first.format, first.in_features
@@ -68,6 +69,8 @@ class MergedLinear(nn.Module):
 
     def attach(self, parent: nn.Module) -> None:
         """Put the parts in place of the layers, and this module beside them."""
+        children = parent._modules
+        self.beside = tuple(n for n in self.between if isinstance(children[n], QuantLinear))
         for index, name in enumerate(self.names):
             setattr(parent, name, LinearPart(self, index))
         parent.add_module("merged_" + "_".join(self.names), self)
@@ -87,6 +90,7 @@ class MergedLinear(nn.Module):
 
     def open(self, parent: nn.Module, args: Any) -> None:
         """The parent's forward begins. Nothing will wait in it if it may do what was not read."""
+        self.close()
         children: dict[str, Any] = parent._modules
         for name in self.names:
             part: Any = children.get(name)
@@ -95,13 +99,17 @@ class MergedLinear(nn.Module):
         for name in self.between:
             if not unhooked(children[name]):
                 return
+        for name in self.beside:
+            if not isinstance(children[name], QuantLinear):
+                return
         hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
         if not hooked and "forward" not in parent.__dict__:
             self._held[_thread()] = ()
 
-    def close(self, parent: nn.Module, args: Any, output: Any) -> None:
-        """The parent's forward ends."""
+    def close(self, *of_a_hook: Any) -> None:
+        """The parent's forward ends: a traced one perhaps in the part that runs after a break."""
         self._held.pop(_thread(), None)
+        self._held.pop(_TRACE, None)
 
     def take(self, x: Tensor, index: int) -> Tensor:
         """The output of layer `index` for x."""
