@@ -66,6 +66,8 @@ def forget_kernels(path: Path, config: Any) -> None:
 def check_index(path: Path) -> None:
     """ValueError: an index of shards is none, or names files that are not in the folder."""
     for index in sorted(path.glob("*.safetensors.index*.json")):
+        if not index.is_file():  # a save was killed; see staging.py
+            continue
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
