@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -44,26 +45,33 @@ STRATEGIES = {
 
 # Of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16 scales, no
 # epilogue, 4 rows of x for gemv_batched. N and K have no tails; x and W are aligned, rows of W
-# packed, and their blocks begin and end at multiples of 8 bytes. C++, where a pipeline has values.
-_BOUNDS = ("AlignedX", "AlignedWeight", "PackedRows", "WordBlocks", "LongBlocks")
-CONSTANTS = {
-    **{"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4},
-    "Bounds": "(" + " | ".join(f"metalmm::kBounds{bit}" for bit in _BOUNDS) + ")",
-}
+# packed, and their blocks begin and end at multiples of 8 bytes: the bits that plan() gives the
+# formats for it, each of which matters to some of them.
+CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4}
+
+
+@functools.cache
+def constants() -> dict[str, int]:
+    """CONSTANTS and Bounds."""
+    names = ("f16", "q4_0", "affine4_g64")
+    plans = (_C.plan(n=4096, k=CONSTANTS["K"], format=name, chip="m4-max") for name in names)
+    bounds = functools.reduce(operator.or_, (p["passes"][0]["constants"]["bounds"] for p in plans))
+    return CONSTANTS | {"Bounds": bounds}
+
 
 # The loop along K is not unrolled, so that one turn takes one piece of each row; loops that the
 # text unrolls are. Loop strength reduction off: it trades additions for registers by the addressing
 # of NVIDIA's loads.
 _FLAGS = ["-target", "nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", "sm_90"]
 _FLAGS += ["-O3", "-S", "-ffp-contract=off", "-w"]
+# A function constant has no value while the shader is compiled, and gets one when a pipeline is
+# made: so the text is optimised without values, then its IR with them.
+_TEXT = [*LANGUAGE, f"-I{METAL}", "-emit-llvm"]
+_IR = ["-x", "ir"]
+_CONSTANT = re.compile(r"^@mm_fc_kConstant(\w+) = .*$", re.M)
 for _option in ("unroll-allow-partial=0", "unroll-runtime=0", "disable-lsr"):
     _FLAGS += ["-mllvm", f"-{_option}"]
 
-# A function constant gets its value where it is declared: the macro closes the attribute.
-_HEAD = """#include <metal_stdlib>
-#undef function_constant
-#define function_constant(index) ]] = MM_VALUE_##index; [[
-"""
 _KERNEL = """#define MM_COUNTED(name, Struct) \\
   extern "C" void {strategy}_##name##_{dtype}( \\
       device const {type}* x, device const uchar* w, device {type}* y, \\
@@ -71,7 +79,7 @@ _KERNEL = """#define MM_COUNTED(name, Struct) \\
     metalmm::{struct}<metalmm::Struct, {type}>::run({arguments}); \\
   }} \\
   extern "C" __attribute__((used)) constant uint weights_##name = \\
-      metalmm::{piece}::Pieces::kValues * metalmm::{rows};
+      metalmm::Struct::Pieces::kValues * metalmm::{rows};
 #define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)
 #include "formats/each.h"
 """
@@ -96,28 +104,36 @@ class Cell:
         return self.cost.cycles / self.weights
 
 
-def compile_text(text: str) -> str:
-    """The PTX of a text in Metal Shading Language. BuildError: the compiler's message."""
+def _clang(text: str, *flags: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cells.cpp"
         file.write_text(text)
-        done = zig("clang", *LANGUAGE, f"-I{METAL}", *_FLAGS, str(file), "-o", "-")
+        done = zig("clang", *flags, str(file), "-o", "-")
     if done.returncode:
         raise BuildError(done.stderr)
     return done.stdout
 
 
+def compile_text(text: str) -> str:
+    """The PTX of a text in Metal Shading Language, its function constants those of constants().
+
+    BuildError: the compiler's message.
+    """
+    ir = _clang(text, *_TEXT, *_FLAGS)
+    value = constants()
+    ir = _CONSTANT.sub(lambda m: f"@mm_fc_kConstant{m[1]} = constant i32 {value[m[1]]}", ir)
+    return _clang(ir, *_IR, *_FLAGS)
+
+
 def source(strategy: str, dtype: str) -> str:
     """The text that instantiates a strategy for every format."""
     header, struct, rows, arguments = STRATEGIES[strategy]
-    values = "".join(f"#define MM_VALUE_kConstant{c} {v}\n" for c, v in CONSTANTS.items())
     includes = f'#include "kernels/{header}.h"\n#include "entry.h"\n#include "formats/all.h"\n'
     kernel = _KERNEL.format(
         strategy=strategy, dtype=dtype, type=DTYPES[dtype], struct=struct, rows=rows,
         arguments=arguments,
-        piece="ShortPiece<metalmm::Struct>::type" if struct == "GemvLong" else "Struct",
     )  # fmt: skip
-    return _HEAD + values + includes + kernel
+    return "#include <metal_stdlib>\n" + includes + kernel
 
 
 @functools.cache

@@ -54,6 +54,12 @@ static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
 constexpr int64_t kMatrixRows = 8;  // of x: the least that gemm_small takes
 static_assert(GemmSmallTile::kM == 2 * kMatrixRows);
 
+constexpr bool every_codec_has_a_piece() {
+  for (int c = 0; c < kNumCodecs; ++c) piece_of(static_cast<Codec>(c));
+  return true;
+}
+static_assert(every_codec_has_a_piece(), "pieces.def: no row for a codec");
+
 // ---- sizes
 
 uint32_t u32(int64_t v, const char* what) {
@@ -87,7 +93,7 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
     u32(product(groups, s.threads), "threads");  // kernels number them in 32 bits
     return {u32(groups, "grid"), 1, 1};
   }
-  return {u32(ceil_div(p.m, rows_of_x(strategy, p.m)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
+  return {u32(ceil_div(p.m, rows_of_x(strategy, p)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
           u32(parts, "grid")};
 }
 
@@ -148,7 +154,7 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   uint32_t out = 0;
   if (s.family == Family::Matmul) {
     if (p.n % s.n) out |= kBoundsN;
-    if (p.m % rows_of_x(strategy, p.m)) out |= kBoundsM;
+    if (p.m % rows_of_x(strategy, p)) out |= kBoundsM;
     if (p.k % s.k) out |= kBoundsK;
     const int64_t value_bytes = dtype_bytes(p.dtype);
     if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
@@ -178,7 +184,7 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
     out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
   }
   if (strategy == S::gemv_batched || strategy == S::gemm_small) {
-    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p.m));
+    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p));
   }
   return out;
 }
@@ -202,11 +208,14 @@ void check_sizes(const Problem& p) {
   u32(p.k, "k");
 }
 
-int64_t rows_of_x(StrategyId strategy, int64_t m) {
+int64_t rows_of_x(StrategyId strategy, const Problem& p) {
   const int64_t most = info_of(strategy).m;
-  if (strategy == S::gemm_small) return m <= kMatrixRows ? kMatrixRows : most;
-  if (strategy != S::gemv_batched || m <= 0) return most;
-  return ceil_div(m, ceil_div(m, most));
+  if (strategy == S::gemm_small) {
+    return p.m <= kMatrixRows ? kMatrixRows : GemmSmallTile::rows(p.dtype == DType::kF16);
+  }
+  if (strategy != S::gemv_batched || p.m <= 0) return most;
+  const int64_t pass = batched_pass(piece_of(p.format->codec).values);
+  return ceil_div(p.m, ceil_div(p.m, pass));
 }
 
 int64_t groups_of(StrategyId strategy, const Problem& p) {

@@ -24,9 +24,27 @@ struct StrategyInfo {
 };
 const StrategyInfo& info_of(StrategyId strategy);
 
+// Values of K that a lane takes at a step. Choices depend on it, no result.
+struct Piece {
+  int values;
+  bool is_wide;  // gemv_wide_n may take it
+};
+
+constexpr Piece piece_of(Codec codec) {
+  switch (codec) {
+#define MM_PIECE(name, Struct, values, wide) \
+  case Codec::Struct:                        \
+    return {values, wide != 0};
+#include "../metal/pieces.def"
+    case Codec::kCount:
+      break;
+  }
+  throw std::logic_error("pieces.def: no row for a codec");
+}
+
 // Rows of x per threadgroup: gemv_batched spreads M evenly over its passes, gemm_small takes one
-// matrix of 8 or two.
-int64_t rows_of_x(StrategyId strategy, int64_t m);
+// matrix of 8, or two of halves.
+int64_t rows_of_x(StrategyId strategy, const Problem& problem);
 
 // Threadgroups of one part.
 int64_t groups_of(StrategyId strategy, const Problem& problem);

@@ -81,34 +81,13 @@ struct Choice {
 
 std::string str(int64_t v) { return std::to_string(v); }
 
-// Values of K that a lane takes at a step. Choices depend on it, no result.
-struct Piece {
-  int values, large_k_values;
-  bool is_wide;  // gemv_wide_n may take it
-};
-
-constexpr Piece piece_of(Codec codec) {
-  switch (codec) {
-#define MM_PIECE(name, Struct, values, short_values, wide) \
-  case Codec::Struct:                                      \
-    return {values, short_values, wide != 0};
-#include "../metal/pieces.def"
-    case Codec::kCount:
-      break;
-  }
-  throw std::logic_error("pieces.def: no row for a codec");
-}
-
-constexpr bool every_codec_has_a_piece() {
-  for (int c = 0; c < kNumCodecs; ++c) piece_of(static_cast<Codec>(c));
-  return true;
-}
-static_assert(every_codec_has_a_piece(), "pieces.def: no row for a codec");
-
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
-// what the table allows where those are kRows.
+// what the table allows where those are kRows. Where they are fewer, one pass: a second one, which
+// reads W again, is behind the tiles on every chip (docs/chip-model.md).
 int64_t batched_max_m(const Tuning& t, const Format& f) {
-  return t.batched_max_m * batched_rows(piece_of(f.codec).values) / GemvBatched::kRows;
+  const int values = piece_of(f.codec).values, rows = batched_rows(values);
+  const int64_t most = t.batched_max_m * rows / GemvBatched::kRows;
+  return rows == GemvBatched::kRows ? most : std::min<int64_t>(most, batched_pass(values));
 }
 
 Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
@@ -119,7 +98,7 @@ Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
   }
   const int64_t groups = groups_of(S::gemv, p);
   const int64_t wanted = t.large_k_groups * gpu.cores;
-  const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.large_k_values;
+  const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.values;
   const int64_t min_k = groups < gpu.cores ? long_k / 2 : long_k;
   const std::string grid = "the standard grid of " + str(groups) + " threadgroups ";
   const std::string fill = str(t.large_k_groups) + " for each of " + str(gpu.cores) + " cores";

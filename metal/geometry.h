@@ -41,8 +41,11 @@ using GemvWideN = GemvGeometry<8, 2>;
 using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
 // gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (pieces.def).
 // More rows read x less often and need more registers.
-constexpr int batched_rows(int piece_values) {
-  return piece_values <= 16 ? 4 : piece_values <= 32 ? 2 : 1;
+constexpr int batched_rows(int piece_values) { return piece_values <= 16 ? 4 : 2; }
+// And the most rows of x a pass: beside pieces of 32 values of W and x, the sums of 8 are over the
+// 128 registers that a lane of an Apple GPU has.
+constexpr int batched_pass(int piece_values) {
+  return piece_values <= 16 ? kBatchPerPass : kBatchPerPass / 2;
 }
 using GemvCoalesced = GemvGeometry<1, 4>;
 using SwigluUp = GemvGeometry<2, 4>;  // as many rows of gate as of up
@@ -71,11 +74,15 @@ struct GemmTile {
 };
 
 // gemm_small: the simdgroups own the same kN rows of W and share K, each decodes into registers. 8
-// rows of x or, by kConstantBatch, kM.
+// rows of x or, by kConstantBatch, kM: of halves. 16 rows of floats need more than the 128
+// registers that a lane of an Apple GPU has.
 struct GemmSmallTile {
   MM_CONST int kN = 16, kM = 16, kK = 128, kSimdgroups = 4;
+  static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kM / 2; }
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
-  static constexpr int threadgroup_bytes(bool) { return kSimdgroups * kN * kM * 4; }
+  static constexpr int threadgroup_bytes(bool x_is_f16) {
+    return kSimdgroups * kN * rows(x_is_f16) * 4;
+  }
 };
 
 // gemm_tiled: float tiles in threadgroup memory, no matrix unit. One thread owns kPerThread x

@@ -246,9 +246,8 @@ STEPS = """#include <metal_stdlib>
 #include "entry.h"
 #include "formats/all.h"
 #define MM_FORMAT(name, Struct)                                                             \\
-  using Short_##name = metalmm::ShortPiece<metalmm::Struct>::type;                          \\
-  extern "C" __attribute__((used)) constant uint step_##name =                              \\
-      metalmm::kSimdWidth / Short_##name::Pieces::kLanes * metalmm::Walk<Short_##name>::kUnit;
+  extern "C" __attribute__((used)) constant uint step_##name = metalmm::kSimdWidth /        \\
+      metalmm::Struct::Pieces::kLanes * metalmm::Walk<metalmm::Struct>::kUnit;
 #include "formats/each.h"
 """
 

@@ -38,9 +38,8 @@ struct FormatCheck {
   static_assert(Struct::Storage::kBlockBytes * 8 == Struct::Storage::kBlockValues * bits, #name); \
   static_assert(FormatCheck<Struct>::kOk, #name);
 #include "../formats.def"
-#define MM_PIECE(name, Struct, values, short_values, wide) \
-  static_assert(Struct::Pieces::kValues == values, #name); \
-  static_assert(ShortPiece<Struct>::type::Pieces::kValues == short_values, #name);
+#define MM_PIECE(name, Struct, values, wide) \
+  static_assert(Struct::Pieces::kValues == values, #name);
 #include "../pieces.def"
 
 }  // namespace metalmm

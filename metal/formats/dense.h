@@ -35,11 +35,7 @@ struct Dense {
     uint4 words;
   };
   static METAL_FUNC void fetch(device const uchar* p, uint, thread Raw& raw) {
-    if (weight_is_aligned()) {
-      raw.words = load_as<uint4>(p);
-    } else {
-      raw.words = load_16<sizeof(V)>(p);
-    }
+    raw.words = load_16_of<sizeof(V)>(p, weight_is_aligned());
   }
   static METAL_FUNC void values(uint4 words, thread float* w) {
     MM_UNROLL

@@ -1,6 +1,6 @@
 // q2_k, q3_k and q6_k: super-blocks of 256 values, a scale per 16.
 // Value 128n + 32t + l: bits [2t, 2t + 2) of byte 32n + l hold two bits of its code.
-// A lane owns `own` of these bytes: lane p those from 32n + l = own p, and of the scales those of
+// A lane owns 8 of these bytes: lane p those from 32n + l = 8 p, and of the scales those of
 // the groups 8n + 2t + g of 16 values, g = l / 16, t = 0 ... 3.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace metalmm {
 
-template <int own>
-using QuartersOf128 = PieceLayout<64 / own, 4 * own, own, 32>;
+MM_CONST int kOwnBytes = 8;
+using QuartersOf128 = PieceLayout<64 / kOwnBytes, 4 * kOwnBytes, kOwnBytes, 32>;
 // A scale for each of four runs.
 struct FourScales {
   MM_CONST int kSegments = 4, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
@@ -29,23 +29,22 @@ METAL_FUNC void crumbs16(uint4 words, uint t, thread float (&q)[16]) {
 }
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
-template <int own>
-struct Q2_KOf {
+struct Q2_K {
   using Storage = Blocks<256, 84>;
-  using Pieces = QuartersOf128<own>;
+  using Pieces = QuartersOf128;
   struct Terms {
     MM_CONST int kSegments = 4, kOffsets = 4, kChains = 1, kChainBits = 0, kLastBias = 0;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
-    uint codes[own / 4];
+    uint codes[kOwnBytes / 4];
     uchar scales[4];
     half2 d;
   };
   static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int i = 0; i < own / 4; ++i) {
-      raw.codes[i] = load_as<uint>(b + 16 + own * piece + 4 * i);
+    for (int i = 0; i < kOwnBytes / 4; ++i) {
+      raw.codes[i] = load_as<uint>(b + 16 + kOwnBytes * piece + 4 * i);
     }
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
@@ -56,13 +55,13 @@ struct Q2_KOf {
   // Fields of two bytes: t of run t.
   template <int t>
   static METAL_FUNC void crumbs(uint opened, thread float* q) {
-    q[own * t] = field<2, 2 * t>(opened);
-    q[own * t + 1] = field<2, 2 * t + 8>(opened);
+    q[kOwnBytes * t] = field<2, 2 * t>(opened);
+    q[kOwnBytes * t + 1] = field<2, 2 * t + 8>(opened);
     if constexpr (t < 3) crumbs<t + 1>(opened, q);
   }
-  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q2_KOf>& p) {
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q2_K>& p) {
     MM_UNROLL
-    for (int i = 0; i < own; i += 2) {
+    for (int i = 0; i < kOwnBytes; i += 2) {
       crumbs<0>(open_word(as_type<ushort2>(raw.codes[i / 4])[i / 2 % 2]), p.q + i);
     }
     MM_UNROLL
@@ -89,30 +88,24 @@ struct Q2_KOf {
     for (int i = 0; i < 16; ++i) w[i] = fma(d, w[i], -m);
   }
 };
-using Q2_K = Q2_KOf<16>;
-template <>
-struct ShortPiece<Q2_K> {
-  using type = Q2_KOf<8>;
-};
 
 // (d (scale - 32)) (code - 4): bit 4n + t of byte l of hmask is the third bit of the code.
 // Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) +
 // g.
-template <int own>
-struct Q3_KOf {
+struct Q3_K {
   using Storage = WindowBlocks<256, 110>;
-  using Pieces = QuartersOf128<own>;
+  using Pieces = QuartersOf128;
   using Terms = FourScales;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
-    Window<own> codes, high;
+    Window<kOwnBytes> codes, high;
     uchar low[4], top[2];
     half d;
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     const uint g = Pieces::offset(piece) / 16;
-    raw.codes = Window<own>::fetch(c.row, c.block, 32 + own * piece);
-    raw.high = Window<own>::fetch(c.row, c.block, Pieces::offset(piece));
+    raw.codes = Window<kOwnBytes>::fetch(c.row, c.block, 32 + kOwnBytes * piece);
+    raw.high = Window<kOwnBytes>::fetch(c.row, c.block, Pieces::offset(piece));
     device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) raw.low[t] = b[96 + g + 2 * t];
@@ -126,11 +119,11 @@ struct Q3_KOf {
     const float unit = power_of_two(-4 * int(n)), spread0 = 20.0f * unit, spread1 = 40.0f * unit;
     const float bias0 = 8388608.0f * (1.0f - spread0), bias1 = 8388608.0f * (1.0f - spread1);
     const uint mask0 = 0x05050505u << (4 * n), mask1 = 0x0A0A0A0Au << (4 * n);
-    uint codes[own / 4], high[own / 4];
+    uint codes[kOwnBytes / 4], high[kOwnBytes / 4];
     raw.codes.all(raw.codes, codes);
     raw.high.all(raw.high, high);
     MM_UNROLL
-    for (int i = 0; i < own; i += 2) {
+    for (int i = 0; i < kOwnBytes; i += 2) {
       const ushort even_codes = half_word(codes[i / 4] & 0x33333333u, i / 2 % 2);
       const ushort odd_codes = half_word(codes[i / 4] & 0xCCCCCCCCu, i / 2 % 2);
       const uint opened0 = open_word(half_word(high[i / 4] & mask0, i / 2 % 2));
@@ -140,17 +133,17 @@ struct Q3_KOf {
       const uint even = (high0 & (kExponent23 | 0x04444u)) | even_codes;
       const uint odd = (high1 & (kExponent23 | 0x11110u)) | odd_codes;
       q[i] = field<3, 0>(even, -4);
-      q[2 * own + i] = field<3, 4>(even, -4);
+      q[2 * kOwnBytes + i] = field<3, 4>(even, -4);
       q[i + 1] = field<3, 8>(even, -4);
-      q[2 * own + i + 1] = field<3, 12>(even, -4);
-      q[own + i] = field<3, 2>(odd, -4);
-      q[3 * own + i] = field<3, 6>(odd, -4);
-      q[own + i + 1] = field<3, 10>(odd, -4);
-      q[3 * own + i + 1] = field<3, 14>(odd, -4);
+      q[2 * kOwnBytes + i + 1] = field<3, 12>(even, -4);
+      q[kOwnBytes + i] = field<3, 2>(odd, -4);
+      q[3 * kOwnBytes + i] = field<3, 6>(odd, -4);
+      q[kOwnBytes + i + 1] = field<3, 10>(odd, -4);
+      q[3 * kOwnBytes + i + 1] = field<3, 14>(odd, -4);
     }
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
-                                thread Piece<Q3_KOf>& p) {
+                                thread Piece<Q3_K>& p) {
     const uint n = Pieces::chunk(piece);
     unpack_codes(raw, n, p.q);
     const uint low_mask = kExponent10 | 0x000F000Fu << (4 * n);
@@ -184,22 +177,16 @@ struct Q3_KOf {
     scale16(d, -0.0f, w);
   }
 };
-using Q3_K = Q3_KOf<16>;
-template <>
-struct ShortPiece<Q3_K> {
-  using type = Q3_KOf<8>;
-};
 
 // (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t
 // >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
 struct Q6_K {
-  MM_CONST int kOwn = 8;
   using Storage = WindowBlocks<256, 210>;
-  using Pieces = QuartersOf128<kOwn>;
+  using Pieces = QuartersOf128;
   using Terms = FourScales;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
-    Window<kOwn> low[2], high;
+    Window<kOwnBytes> low[2], high;
     uchar scales[4];
     half d;
   };
@@ -207,9 +194,9 @@ struct Q6_K {
     MM_UNROLL
     for (int s = 0; s < 2; ++s) {
       const uint at = 64 * Pieces::chunk(piece) + 32 * s + Pieces::offset(piece);
-      raw.low[s] = Window<kOwn>::fetch(c.row, c.block, at);
+      raw.low[s] = Window<kOwnBytes>::fetch(c.row, c.block, at);
     }
-    raw.high = Window<kOwn>::fetch(c.row, c.block, 128 + kOwn * piece);
+    raw.high = Window<kOwnBytes>::fetch(c.row, c.block, 128 + kOwnBytes * piece);
     device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
@@ -220,12 +207,12 @@ struct Q6_K {
   // Low nibbles are runs 0 and 1, high ones runs 2 and 3. The upper bits of runs 0 and 2, times 16,
   // lie above them, and those of runs 1 and 3 times 4.
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q6_K>& p) {
-    uint codes[2][kOwn / 4], upper[kOwn / 4];
+    uint codes[2][kOwnBytes / 4], upper[kOwnBytes / 4];
     raw.low[0].all(raw.low[0], codes[0]);
     raw.low[1].all(raw.low[1], codes[1]);
     raw.high.all(raw.high, upper);
     MM_UNROLL
-    for (int i = 0; i < kOwn; i += 2) {
+    for (int i = 0; i < kOwnBytes; i += 2) {
       const float high = as_type<float>(open_word(half_word(upper[i / 4], i / 2 % 2)));
       MM_UNROLL
       for (int s = 0; s < 2; ++s) {
@@ -235,11 +222,11 @@ struct Q6_K {
         const ushort high_codes = half_word(codes[s][i / 4] & 0xF0F0F0F0u, i / 2 % 2);
         const uint low = (bits & (kExponent23 | 0x03030u)) | low_codes;
         const uint top = (bits & (kExponent23 | 0x30300u)) | high_codes;
-        const int at = kOwn * s + i;
+        const int at = kOwnBytes * s + i;
         p.q[at] = field<6, 0>(low, -32);
         p.q[at + 1] = field<6, 8>(low, -32);
-        p.q[2 * kOwn + at] = field<6, 4>(top, -32);
-        p.q[2 * kOwn + at + 1] = field<6, 12>(top, -32);
+        p.q[2 * kOwnBytes + at] = field<6, 4>(top, -32);
+        p.q[2 * kOwnBytes + at + 1] = field<6, 12>(top, -32);
       }
     }
     MM_UNROLL

@@ -1,14 +1,13 @@
 // q4_k and q5_k: super-blocks of 256 values, 6-bit scales and minima per 32.
 // Bytes [32c, 32c + 32) of the codes hold values [64c, 64c + 32) (low nibbles) and the next 32
-// (high). `own` bytes of them are a lane's: lane p owns those from own p, of chunk c = own p / 32.
+// (high). 16 bytes of them are a lane's: lane p owns those from 16 p, of chunk c = p / 2.
 #pragma once
 
 #include "piece.h"
 
 namespace metalmm {
 
-template <int own>
-using HalvesOf64 = PieceLayout<128 / own, 2 * own, own, 32>;
+using HalvesOf64 = PieceLayout<8, 32, 16, 32>;
 
 // The two packed scales and minima of chunk c, of values [64c, 64c + 32) and [64c + 32, 64c + 64):
 // for c < 2 the low 6 bits of bytes 2c + {0, 1} (scales) and 2c + {4, 5} (minima); else 4 bits in
@@ -89,23 +88,19 @@ struct ChunkScales {
 };
 
 // (d scale) code - dmin minimum.
-template <int own>
-struct Q4_KOf {
+struct Q4_K {
   using Storage = Blocks<256, 144>;
-  using Pieces = HalvesOf64<own>;
+  using Pieces = HalvesOf64;
   struct Terms {
     MM_CONST int kSegments = 2, kOffsets = 2, kChains = 1, kChainBits = 0, kLastBias = 1024;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
-    uint4 codes[own / 16];
+    uint4 codes;
     ChunkScales scales;
   };
   static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    MM_UNROLL
-    for (int i = 0; i < own / 16; ++i) {
-      raw.codes[i] = load_as<uint4>(b + 16 + own * piece + 16 * i);
-    }
+    raw.codes = load_as<uint4>(b + 16 + 16 * piece);
     raw.scales = ChunkScales::fetch(b, Pieces::chunk(piece));
   }
   // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
@@ -119,12 +114,12 @@ struct Q4_KOf {
     high[2] = float(h.y);
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
-                                thread Piece<Q4_KOf>& p) {
+                                thread Piece<Q4_K>& p) {
     MM_UNROLL
-    for (int i = 0; i < own; i += 4) {
-      const uint word = raw.codes[i / 16][i / 4 % 4];
-      two_bytes(word, p.q + i, p.q + own + i);
-      two_bytes(word >> 8, p.q + i + 1, p.q + own + i + 1);
+    for (int i = 0; i < 16; i += 4) {
+      const uint word = raw.codes[i / 4];
+      two_bytes(word, p.q + i, p.q + 16 + i);
+      two_bytes(word >> 8, p.q + i + 1, p.q + 17 + i);
     }
     ChunkScales::unpack(raw.scales, Pieces::chunk(piece), p);
   }
@@ -134,17 +129,12 @@ struct Q4_KOf {
     ChunkScales::apply(b, k, w);
   }
 };
-using Q4_K = Q4_KOf<32>;
-template <>
-struct ShortPiece<Q4_K> {
-  using type = Q4_KOf<16>;
-};
 
 // As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 +
 // l.
 struct Q5_K {
   using Storage = Blocks<256, 176>;
-  using Pieces = HalvesOf64<16>;
+  using Pieces = HalvesOf64;
   struct Terms {
     MM_CONST int kSegments = 2, kOffsets = 2, kChains = 2, kChainBits = 8, kLastBias = 0;
   };

@@ -28,12 +28,6 @@
 
 namespace metalmm {
 
-// The same format with shorter pieces, where K is shared by many lanes.
-template <class Format>
-struct ShortPiece {
-  using type = Format;
-};
-
 // Two values of every byte of 4-bit codes, in threadgroup memory: low nibble, high nibble.
 using Codebook = threadgroup const half2*;
 

@@ -35,7 +35,8 @@ struct GemmSmall {
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
-    constexpr int kMatrices = Tile::kN / kFragment, kBatches = Tile::kM / kFragment;
+    constexpr int kMatrices = Tile::kN / kFragment;
+    constexpr int kBatches = Tile::rows(is_same<T, half>::value) / kFragment;
     static_assert(Tile::kK == kFragment * kProducts, "16 values of a row of x a lane");
 
     const uint n = at.tg.y * Tile::kN, m = at.tg.x * fc_batch;
@@ -57,22 +58,24 @@ struct GemmSmall {
     const KRange range = k_of_part(args, at.tg.z);
     constexpr uint kStep = Tile::kSimdgroups * Tile::kK;
     for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStep) {
-      E xs[kBatches][2][2][kRun];
-      const uint run = k + row / 2 * kChunkValues + row % 2 * kRun;
-      MM_UNROLL
-      for (uint b = 0; b < kBatches; ++b) {
-        if (is_used(b)) load_two(x_rows[b], run, range.end, xs[b]);
-      }
       // A multiple of 32, visibly: both halves of a block are then read once.
       const uint first = (k + kProducts * column) / kChunkValues * kChunkValues;
+      const uint run = k + row / 2 * kChunkValues + row % 2 * kRun;
       MM_UNROLL
-      for (int i = 0; i < kMatrices; ++i) {
-        E w[2][kProducts];
-        load_weights<Format>(w_rows[i], first, range.end, w[0]);
-        load_weights<Format>(w_rows[i], first + kProducts, range.end, w[1]);
+      for (uint half_step = 0; half_step < 2; ++half_step) {
+        E xs[kBatches][2][kRun];
         MM_UNROLL
         for (uint b = 0; b < kBatches; ++b) {
-          if (is_used(b)) multiply(w, xs[b], acc[b][i]);
+          if (is_used(b)) load_two(x_rows[b], run + half_step * 2 * kRun, range.end, xs[b]);
+        }
+        MM_UNROLL
+        for (int i = 0; i < kMatrices; ++i) {
+          E w[kProducts];
+          load_weights<Format>(w_rows[i], first + half_step * kProducts, range.end, w);
+          MM_UNROLL
+          for (uint b = 0; b < kBatches; ++b) {
+            if (is_used(b)) multiply(w, xs[b], acc[b][i]);
+          }
         }
       }
     }
@@ -84,28 +87,23 @@ struct GemmSmall {
 
   static METAL_FUNC bool is_used(uint batch) { return batch == 0 || batch * kFragment < fc_batch; }
 
-  // The runs of a lane, at k and k + 2 kRun, of two rows of x, zero from `end` on.
+  // The run of a lane at k of two rows of x, zero from `end` on.
   static METAL_FUNC void load_two(thread const XRow (&rows)[2], uint k, uint end,
-                                  thread E (&xs)[2][2][kRun]) {
+                                  thread E (&xs)[2][kRun]) {
     MM_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      load_x(rows[r], k, end, xs[r][0]);
-      load_x(rows[r], k + 2 * kRun, end, xs[r][1]);
-    }
+    for (int r = 0; r < 2; ++r) load_x(rows[r], k, end, xs[r]);
   }
 
-  // acc += 8 rows of W * 8 rows of x over 128 values of K.
-  static METAL_FUNC void multiply(thread const E (&w)[2][kProducts],
-                                  thread const E (&xs)[2][2][kRun],
+  // acc += 8 rows of W * 8 rows of x over 64 values of K.
+  static METAL_FUNC void multiply(thread const E (&w)[kProducts], thread const E (&xs)[2][kRun],
                                   thread simdgroup_float8x8& acc) {
     MM_UNROLL
-    for (int j = 0; j < kProducts; ++j) {
-      const int half_block = j / kRun, i = j % kRun;
+    for (int i = 0; i < kRun; ++i) {
       simdgroup_matrix<E, kFragment, kFragment> a, b;
-      a.thread_elements()[0] = w[half_block][i];
-      a.thread_elements()[1] = w[half_block][kRun + i];
-      b.thread_elements()[0] = xs[0][half_block][i];
-      b.thread_elements()[1] = xs[1][half_block][i];
+      a.thread_elements()[0] = w[i];
+      a.thread_elements()[1] = w[kRun + i];
+      b.thread_elements()[0] = xs[0][i];
+      b.thread_elements()[1] = xs[1][i];
       simdgroup_multiply_accumulate(acc, a, b, acc);
     }
   }

@@ -56,7 +56,7 @@ struct Gemv {
 template <class Format, class T>
 using GemvOne = Gemv<Format, T, GemvStandard>;
 template <class Format, class T>
-using GemvLong = Gemv<typename ShortPiece<Format>::type, T, GemvLargeK>;
+using GemvLong = Gemv<Format, T, GemvLargeK>;
 template <class Format, class T>
 using GemvWide = Gemv<Format, T, GemvWideN>;
 

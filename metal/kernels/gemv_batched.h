@@ -19,18 +19,25 @@ namespace metalmm {
 template <class Format, class T>
 struct GemvBatch {
   MM_CONST int kRows = batched_rows(Format::Pieces::kValues);
+  MM_CONST int kPass = batched_pass(Format::Pieces::kValues);
   static_assert(GemvBatched::kRows % kRows == 0, "walks of equal size");
 
   using Storage = typename Format::Storage;
   using XRow = typename PlainX<T>::Row;
 
+  // `count` rows of x, one after the other: their addresses in a chain, in the registers of one.
+  struct XRows {
+    XRow first;
+    long stride;
+    uint count;
+  };
+
   // acc[m][r] += the lane's share of row r of W times row m of x.
-  static METAL_FUNC void walk(thread const Rows<Format, kRows>& rows,
-                              thread const XRow (&xs)[kBatchPerPass], KRange k, uint lane,
-                              Codebook book, thread float (&acc)[kBatchPerPass][kRows]) {
+  static METAL_FUNC void walk(thread const Rows<Format, kRows>& rows, XRows xs, KRange k, uint lane,
+                              Codebook book, thread float (&acc)[kPass][kRows]) {
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
     typename Storage::Cursor cursor = Storage::start(rows.first, w.first);
-    uint x_at = Walk<Format>::first_value(w);
+    XRow x_at = xs.first + Walk<Format>::first_value(w);
     for (uint unit = w.first; unit < w.end; unit += w.step) {
       typename Format::Raw raw[kRows];
       MM_UNROLL
@@ -41,20 +48,26 @@ struct GemvBatch {
       Piece<Format> p[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) Format::unpack(raw[r], w.piece, book, p[r]);
+      XRow row = x_at;
       MM_UNROLL
-      for (int m = 0; m < kBatchPerPass; ++m) {
-        if (uint(m) < fc_batch) {
+      for (int m = 0; m < kPass; ++m) {
+        if (uint(m) < fc_batch && uint(m) < xs.count) {
           XPiece<Format> x;
-          load_piece<Format, PlainX<T>>(xs[m] + x_at, x);
+          load_piece<Format, PlainX<T>>(row, x);
+          row += xs.stride;
           MM_UNROLL
           for (int r = 0; r < kRows; ++r) acc[m][r] = dot(p[r], x, acc[m][r]);
         }
       }
       x_at += w.step * Walk<Format>::kUnit;
     }
+    XRow row = xs.first;
     MM_UNROLL
-    for (int m = 0; m < kBatchPerPass; ++m) {
-      if (uint(m) < fc_batch) add_tail<Format, kRows, PlainX<T>>(rows, xs[m], k, lane, acc[m]);
+    for (int m = 0; m < kPass; ++m) {
+      if (uint(m) < fc_batch && uint(m) < xs.count) {
+        add_tail<Format, kRows, PlainX<T>>(rows, row, k, lane, acc[m]);
+        row += xs.stride;
+      }
     }
   }
 
@@ -64,25 +77,19 @@ struct GemvBatch {
     fill<Format>(book, at.index, GemvBatched::kThreads);
     const uint first = at.tg.y * GemvBatched::kN + at.sg * GemvBatched::kRows;
     const uint m0 = at.tg.x * fc_batch, part = at.tg.z;
-    XRow xs[kBatchPerPass];
-    MM_UNROLL
-    for (int m = 0; m < kBatchPerPass; ++m) {
-      xs[m] = uint(m) < fc_batch ? x_row(x, args, m0 + m) : x;
-    }
+    const XRows xs = {x_row(x, args, m0), args.x_stride, args.m - m0};
     const KRange k = k_of_part(args, part);
     for (uint n = first; n < first + GemvBatched::kRows; n += kRows) {
       if (has_n_tail() && n >= args.n) return;
       const auto rows =
           Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args.w_stride), n);
-      float acc[kBatchPerPass][kRows] = {};
+      float acc[kPass][kRows] = {};
       walk(rows, xs, k, at.lane, book, acc);
       MM_UNROLL
-      for (int m = 0; m < kBatchPerPass; ++m) {
-        if (uint(m) < fc_batch) {
+      for (int m = 0; m < kPass; ++m) {
+        if (uint(m) < fc_batch && uint(m) < xs.count) {
           const float sum = sum_rows(acc[m], at.lane);
-          if (!has_m_tail() || m0 + m < args.m) {
-            store_rows<kRows>(result, args, part, m0 + m, n, at.lane, sum);
-          }
+          store_rows<kRows>(result, args, part, m0 + m, n, at.lane, sum);
         }
       }
     }

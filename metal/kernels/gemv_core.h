@@ -18,12 +18,30 @@ using namespace metal;
 // kCount neighbours of a row, in loads of up to 16 bytes where alignment is known.
 template <int kCount, class T>
 METAL_FUNC void load_values(device const T* p, thread float (&v)[kCount]) {
-  if (x_is_aligned()) {
-    load_vectors(p, v);
-    return;
-  }
+  constexpr int kBytes = kCount * sizeof(T) % 16 == 0 ? 16 : 8, kVector = kBytes / sizeof(T);
+  static_assert(kCount % kVector == 0, "whole vectors");
   MM_UNROLL
-  for (int i = 0; i < kCount; ++i) v[i] = float(p[i]);
+  for (int i = 0; i < kCount; i += kVector) {
+    device const uchar* from = reinterpret_cast<device const uchar*>(p + i);
+    uint words[kBytes / 4];
+    if constexpr (kBytes == 16) {
+      const uint4 four = load_16_of<sizeof(T)>(from, x_is_aligned());
+      MM_UNROLL
+      for (int j = 0; j < 4; ++j) words[j] = four[j];
+    } else {
+      const uint2 two = load_8_of<sizeof(T)>(from, x_is_aligned());
+      words[0] = two.x;
+      words[1] = two.y;
+    }
+    MM_UNROLL
+    for (int j = 0; j < kVector; ++j) {
+      if constexpr (sizeof(T) == 4) {
+        v[i + j] = as_type<float>(words[j]);
+      } else {
+        v[i + j] = float(as_type<vec<T, 2>>(words[j / 2])[j % 2]);
+      }
+    }
+  }
 }
 
 // x as it is.
@@ -51,11 +69,16 @@ struct SiluMulX {
   }
   template <int kCount>
   static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount]) {
-    float up[kCount];
-    load_values(x.gate + k, v);
-    load_values(x.up + k, up);
+    // In turns of one load each: `up` takes no more registers than one holds.
+    constexpr int kSome = kCount * sizeof(T) > 16 ? 16 / sizeof(T) : kCount;
     MM_UNROLL
-    for (int i = 0; i < kCount; ++i) v[i] = SiluMul::of(v[i], up[i]);
+    for (int i = 0; i < kCount; i += kSome) {
+      float gate[kSome], up[kSome];
+      load_values(x.gate + k + i, gate);
+      load_values(x.up + k + i, up);
+      MM_UNROLL
+      for (int j = 0; j < kSome; ++j) v[i + j] = SiluMul::of(gate[j], up[j]);
+    }
   }
 };
 
