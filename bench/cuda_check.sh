@@ -7,6 +7,7 @@
 # a machine without the ziglang package. There, bring torch_metalmm/ptx/ too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"  # scripts of tests/ run from this checkout
 OUT=${OUT:-build/cuda_check}
 JOBS=${JOBS:-$(($(nproc) > 2 ? $(nproc) - 2 : 1))}
 FORMATS=${FORMATS:-f16,q4_0,q8_0,q2_k,q3_k,q4_k,q6_k,affine2_g64,affine3_g64,affine4_g64,affine8_g64}

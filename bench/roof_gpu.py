@@ -1,4 +1,4 @@
-"""The ceilings of a GPU, by torch's own kernels: memory read or copied, f16 matrix products."""
+"""The ceilings of a GPU: memory read or copied, f16 matrix products; the fastest way counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from .devices import Device
 from .roof import Probe, Roof
+from .roof_cuda import Reader
 from .timing import interleave
 
 MIN_BYTES = 1 << 30
@@ -13,12 +14,19 @@ COLUMNS = 4096
 
 
 def memory_probes(device: Device, bytes: int) -> list[Probe]:
-    """Reading by reductions and by torch.mv, and copying, which moves every byte twice."""
+    """Reading by reductions, by torch.mv and on an NVIDIA GPU by a loop of 16-byte loads, and
+    copying, which moves every byte twice.
+    """
     a = torch.ones(bytes // 4, device=device.type)
     b = torch.empty_like(a)
     matrix = a.view(torch.float16).view(-1, COLUMNS)
     row = torch.ones(COLUMNS, dtype=torch.float16, device=device.type)
+    loops = []
+    if device.type == "cuda":
+        loop = Reader(a)
+        loops.append(Probe("loop of 16-byte loads", loop, loop.bytes, device))
     return [
+        *loops,
         Probe("torch sum f32", a.sum, bytes, device),
         Probe("torch amax f32", a.amax, bytes, device),
         Probe("torch.mv f16", lambda: torch.mv(matrix, row), bytes, device),

@@ -6,8 +6,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from elftools.elf.elffile import ELFFile
-
 from .msl_source import TABLES
 
 _STAND_IN = "csrc/msl/include"
@@ -16,6 +14,8 @@ _STAND_IN = "csrc/msl/include"
 @functools.cache
 def _units(library: Path) -> list[tuple[Any, Any, list[tuple[int, int, int, bool]]]]:
     """(unit, line program, rows (address, file index, line, end)) of each compilation unit."""
+    from elftools.elf.elffile import ELFFile  # what runs on a GPU has no use for pyelftools
+
     with library.open("rb") as f:
         elf = ELFFile(f)
         if not elf.has_dwarf_info():
