@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from plan_cases import ROOT
+
+import bench.__main__ as bench
+from torch_metalmm import cli
+from torch_metalmm.doctor import LIMIT
 
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -57,6 +62,18 @@ def test_the_page_for_mac_owners_names_what_exists() -> None:
     commands = re.findall(r"^    make (\w+)", page, re.M)
     assert commands == ["doctor", "test", "bench"]
     assert all(re.search(rf"^{c}:", makefile, re.M) for c in commands)
+    for line in re.findall(r"^    \.venv/bin/(.*?)(?: 2>&1 .*)?$", page, re.M):
+        name, *arguments = shlex.split(line)
+        if name == "metalmm":
+            assert cli._parser().parse_args(arguments).device == "mps"
+        else:
+            assert [name, *arguments[:2]] == ["python", "-m", "bench"]
+            assert bench.parse(arguments[2:]).command == "matmul"
+    doctor = (ROOT / "torch_metalmm/doctor.py").read_text()
+    child = (ROOT / "torch_metalmm/doctor_child.py").read_text()
+    for verdict, text in (("HANGS", doctor), ("DIES", doctor), ("FAIL", child), ("skip", child)):
+        assert f"`{verdict}" in page and f'"{verdict} ' in text
+    assert f"more than {LIMIT:g} s is killed" in page and "METALMM_TEST_CASES" in page
     for file in re.findall(r"tests/\w+\.py", page):
         assert (ROOT / file).exists()
     pipelines = (ROOT / "csrc/mps/pipelines.h").read_text()
