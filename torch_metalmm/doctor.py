@@ -127,8 +127,9 @@ class _Process:
 
     def _read(self) -> None:
         assert self._child.stdout is not None
-        for line in self._child.stdout:
-            self._lines.put(line)
+        with self._child.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put("")
 
     def messages(self, limit: float) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Outcome:
 
     text: str
     ok: bool = True
-    then: str = "go on"
+    then: Literal["go on", "anew", "stop"] = "go on"
 
 
 Step = tuple[str, Callable[[], Outcome]]
