@@ -13,16 +13,18 @@
 
 #define MM_UNROLL _Pragma("clang loop unroll(full)")
 
-namespace metalmm {
-
-using namespace metal;
-
+// At global scope: whether Apple's compiler takes function constants in a namespace is not known.
+using namespace metalmm;
 constant uint fc_k [[function_constant(kConstantK)]];
 constant uint fc_group [[function_constant(kConstantGroup)]];
 constant uint fc_scale_type [[function_constant(kConstantScaleType)]];
 constant uint fc_epilogue [[function_constant(kConstantEpilogue)]];
 constant uint fc_batch [[function_constant(kConstantBatch)]];
 constant uint fc_bounds [[function_constant(kConstantBounds)]];
+
+namespace metalmm {
+
+using namespace metal;
 
 METAL_FUNC bool has_n_tail() { return (fc_bounds & kBoundsN) != 0; }
 METAL_FUNC bool has_m_tail() { return (fc_bounds & kBoundsM) != 0; }
