@@ -17,6 +17,7 @@ from . import _C
 
 _native: Any = _C  # whose import registers the ops; mypy does not see into it
 
+PROBES = ("add", "sub", "mul", "div", "dot")
 # The ops whose result has a dtype of its own, not that of the first argument.
 _DECODING = ("dequantize", "embedding")
 _OPS = ("linear", "linear_input_grad", "swiglu", "swiglu_linear", "gemv", "gemm", "quantize")
