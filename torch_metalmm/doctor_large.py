@@ -146,7 +146,7 @@ def generation(device: str) -> Check:
 
         return lambda: _generated(model, given), judge
 
-    return Check(f"{_TOKENS} tokens of a model", prepare)
+    return Check(f"{_TOKENS} tokens of a model", prepare, heavy=True)
 
 
 def _seconds(call: Callable[[int], object], device: str) -> float:
