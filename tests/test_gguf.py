@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import transformers
 from gguf_files import ARCHITECTURES, load_quietly, random_model
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear
+from torch_metalmm import QuantEmbedding, QuantLinear, load_packed
+from torch_metalmm.cli import main
 from torch_metalmm.generate import demo_model
 from torch_metalmm.gguf_file import GgufFile
 from torch_metalmm.gguf_map import supported_architectures
@@ -148,15 +150,28 @@ def test_demo_model_equals_transformers(smollm: tuple[Any, Any]) -> None:
     print(f"largest difference of logits {difference:.2e}")
 
 
-def test_demo_model_answers(smollm: tuple[Any, Any]) -> None:
-    model, tokenizer = smollm
+def answer_of(model: Any, tokenizer: Any) -> str:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.inference_mode():
         made = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert "Paris" in tokenizer.decode(made[0, inputs["input_ids"].shape[1] :])
+    text: str = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :])
+    return text
+
+
+def test_demo_model_answers(smollm: tuple[Any, Any]) -> None:
+    assert "Paris" in answer_of(*smollm)
+
+
+@pytest.mark.filterwarnings("ignore")  # progress bars and fallbacks of transformers' save
+def test_the_readme_packs_the_demo_model_so_that_it_still_answers(tmp_path: Path) -> None:
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    (format,) = re.findall(r"metalmm quantize some.gguf --format (\w+) --output", readme)
+    out = tmp_path / "folder"
+    assert main(["quantize", str(demo_model()), "--format", format, "--output", str(out)]) == 0
+    assert "Paris" in answer_of(*load_packed(out))
 
 
 def test_weights_are_views_of_the_file(smollm: tuple[Any, Any]) -> None:

@@ -64,7 +64,9 @@ def load_packed(
     """(model, tokenizer) of a packed folder; no tokenizer in it gives None.
 
     dtype is that of activations and unpacked weights, by default the one the model was saved with.
-    The model is frozen and in eval mode.
+    The model is frozen and in eval mode. On the CPU its weights are views of the mapped files, not
+    to be truncated meanwhile: a read beyond their end kills the process (SIGBUS). Saves of ours
+    write new files.
     No code is fetched or run, and no file outside the folder is read.
     OSError: the folder or a file is missing. ValueError: not such a folder, its tensors do not fit
     its config, or it names code or files elsewhere.
