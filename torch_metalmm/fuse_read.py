@@ -3,7 +3,8 @@
 A list of what can write to a tensor cannot be complete (x[:, 0] = 5, relu_(x), out=x, x.data, a
 view, an array of numpy, a hook), so the reader has a list of what may stand between two calls, and
 everything else ends the group. Assumed is only that reading attributes or items of an object, and
-arithmetic on tensors, write to no tensor.
+arithmetic on tensors, write to no tensor; and that a child that is given nothing but new tensors
+does not write the input, which the run in fuse_merge and the versions at run time check.
 """
 
 from __future__ import annotations
