@@ -1,0 +1,93 @@
+"""A save in a process of its own, killed by the kernel at every call that changes a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from test_saves import KINDS, check_reads, contents, leftovers, models, prepared
+
+__all__ = ["models"]  # the fixture
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="strace is Linux's"),
+    pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+# Each is counted by itself; "?" for those that a machine's kernel has not.
+CALLS = (
+    *("write", "pwrite64", "fsync", "ftruncate", "?rename", "renameat", "renameat2"),
+    *("?unlink", "unlinkat", "?link", "linkat", "?symlink", "symlinkat", "?mkdir", "mkdirat"),
+    *("?rmdir", "?chmod", "fchmodat"),
+)
+NAMES = ("save_packed", "to shards", "save_pretrained", "save_mlx", "quantize")
+
+
+def killed_save(kind: Any, new: Any, folder: Path, call: str, at: int) -> bool:
+    """Whether the save into the folder was killed at its at-th such call; else it ended."""
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)  # until strace is there
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        transformers.utils.logging.disable_progress_bar()  # its locks do not survive a fork
+        kind.new(*new, folder)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    inject = f"--inject={call}:signal=KILL:when={at}"
+    tracer = subprocess.Popen(
+        ["strace", "-f", "-o", os.devnull, f"--trace={call}", inject, "-p", str(child)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert tracer.stderr is not None
+    said = tracer.stderr.readline()
+    if "attached" not in said:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.skip(f"strace: {said}")
+    os.kill(child, signal.SIGCONT)
+    status = os.waitpid(child, 0)[1]
+    tracer.communicate()
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_at_every_system_call(name: str, models: list[Any], tmp_path: Path) -> None:
+    kind = KINDS[name]
+    start = prepared(tmp_path / "start", kind, models, full=True)
+    done = Path(shutil.copytree(start, tmp_path / "done"))
+    kind.new(*models[1], done)
+    old, new = contents(start), contents(done)
+    kills: dict[str, list[bool]] = {call: [] for call in CALLS}
+    for call, outcomes in kills.items():
+        for at in range(1, 1000):
+            folder = Path(shutil.copytree(start, tmp_path / "killed"))
+            killed = killed_save(kind, models[1], folder, call, at)
+            seen = contents(folder)
+            assert seen in (old, new), f"a mixture at {call} {at}"
+            if at % 10 == 1:
+                check_reads(kind, folder, models[seen == new][0])
+                kind.new(*models[1], folder)
+                assert contents(folder) == new and leftovers(folder) == []
+            shutil.rmtree(folder)
+            if not killed:
+                assert seen == new
+                break
+            outcomes.append(seen == new)
+        assert outcomes == sorted(outcomes)
+    print(name, {call: f"{len(o)}, old {o.count(False)}" for call, o in kills.items() if o})
+    assert (
+        all(kills[c] for c in ("write", "fsync", "?rename", "?symlink"))
+        or os.uname()[4] != "x86_64"
+    )
