@@ -99,8 +99,13 @@ def test_files_that_need_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_forks() -> None:
-    """On a Mac a forked process may not use Apple's frameworks: it is killed, or hangs."""
+    """On a Mac a forked process may not use Apple's frameworks: it is killed, or hangs.
+
+    test_saves_strace.py runs on Linux only.
+    """
     forking = re.compile(r"os\.fork|preexec_fn|multiprocessing|ProcessPoolExecutor")
     folders = ("tests", "bench", "torch_metalmm")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*.py") if f != Path(__file__)]
-    assert files and not [f for f in files if forking.search(f.read_text())]
+    assert files and not [
+        f for f in files if forking.search(f.read_text()) and "strace" not in f.name
+    ]
