@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from torch_metalmm import formats
 
-GGML = [n for n in formats.names() if hasattr(GGMLQuantizationType, n.upper())]
 AFFINE = [n for n in formats.names() if n.startswith("affine")]
+GGML = [n for n in formats.names() if n not in AFFINE]
 BLOCK = [n for n in GGML if n not in ("f32", "f16", "bf16")]
 
 # Formats for which gguf has a quantizer in Python.
 GGUF_QUANTIZES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4")
-
-
-def ggml_type(name: str) -> GGMLQuantizationType:
-    return GGMLQuantizationType[name.upper()]
 
 
 def same_bits(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> bool:

@@ -23,11 +23,11 @@ from format_cases import (
     KINDS,
     UNIT_SCALE,
     digest_weights,
-    ggml_type,
     golden_weights,
     same_bits,
     weights,
 )
+from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -37,6 +37,10 @@ from torch_metalmm import formats
 from torch_metalmm.formats import _base, _search
 
 ROOT = Path(__file__).parent.parent
+
+
+def ggml_type(name: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType[name.upper()]
 
 
 @pytest.fixture(autouse=True, scope="module")
