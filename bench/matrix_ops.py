@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import formats
-from torch_metalmm.ops import PROBES
 
 from .problem import Problem, Setting, of_additions, of_store, rotated, unit
 from .roof import Roof
@@ -29,6 +28,7 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
 }
 HALF_TILES = ("gemm", "gemm_small")  # strategies of metal/ whose tiles of W are f16 for x in f16
 ROW_OPS = ("dequantize", "embedding", "swiglu")
+PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe
 OPERATIONS = (*PROBES, *MATMULS, *ROW_OPS)
 SIZES = {"gemv": "N K", "gemm": "M N K"}
 SIZES |= {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
