@@ -52,7 +52,7 @@ def test_an_engine_that_works(backend: Backend) -> None:
         assert outcome.ok and outcome.then == "go on", (check.name, outcome.text)
         assert re.match(r"ok +first +[\d.]+ ms  then +[\d.]+ ms  error ", outcome.text)
         passed += 1
-    assert passed > 30
+    assert passed >= 30
 
 
 def test_the_report_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
