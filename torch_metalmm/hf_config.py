@@ -93,7 +93,7 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
     expand: Any = getattr(model, "get_expanded_tied_weights_keys", None)
     ties: dict[str, str] = {} if expand is None else expand(all_submodels=True)
     for pair in ties.items():
-        owners = {name.rpartition(".")[0] for name in pair}
+        owners = {name.removesuffix(".weight") for name in pair if name.endswith(".weight")}
         if len(owners & packed.keys()) == 1:
             modules |= dict.fromkeys(owners - packed.keys())
     return MetalMMConfig(modules=modules, input_order=gathers)
