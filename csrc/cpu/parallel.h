@@ -14,8 +14,8 @@ namespace metalmm::cpu {
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
 #if defined(__APPLE__)
-  // Apple's clang has no OpenMP, without which at::parallel_for runs on one thread; Homebrew's libomp
-  // beside torch's aborts. f must not throw.
+  // Apple's clang has no OpenMP, without which at::parallel_for runs on one thread; Homebrew's
+  // libomp beside torch's aborts. f must not throw.
   const int64_t parts = std::min<int64_t>(at::get_num_threads(),
                                           (end - begin + grain - 1) / std::max<int64_t>(grain, 1));
   if (parts <= 1 || at::in_parallel_region()) {
