@@ -88,6 +88,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
     return made
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses nothing that it wrote; what is on the disk has a test of its own."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """What a reader finds in the folder, hidden folders of saves aside."""
     names = (f.relative_to(folder) for f in folder.rglob("*") if f.is_file())
