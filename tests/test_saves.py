@@ -256,6 +256,7 @@ def test_a_gguf_file_beside_the_model_stays(models: list[Any], tmp_path: Path) -
 
 
 def test_two_saves_at_a_time(models: list[Any], tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
     with staged(tmp_path, lambda names: set()) as staging:
         (staging / "config.json").write_text("{}")
         assert staging.parent.stat().st_mode == tmp_path.stat().st_mode  # others read through it
