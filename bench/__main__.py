@@ -33,7 +33,7 @@ COMMANDS: tuple[str, ...] = (
     "report",
     "plot",
 )
-COMMANDS += ("cells", "chips")
+COMMANDS += ("cells", "chips", "registers")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -107,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_parser("roof", parents=on_device, help="DRAM read and f32 multiply-add, all candidates")
     cell = sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
     cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
+    reg = sub.add_parser("registers", help="registers and spills of every kernel, by ptxas")
+    reg.add_argument("--write", action="store_true", help="bring the committed figures up to date")
     sub.add_parser("chips", help="what the chip model predicts, beside what others measured")
     rep = sub.add_parser("report", help="print the tables of a JSON file")
     rep.add_argument("file", type=Path)
@@ -281,6 +283,15 @@ def main(argv: list[str]) -> int:
                 print(*cells.write(), sep="\n")
                 return 0
             print(tables.to_markdown(cells.size_table()), cells.markdown(), sep="\n\n")
+            return 0
+        if args.command == "registers":
+            from . import registers
+
+            found = registers.all_registers()
+            if args.write:
+                print(*registers.write(found), sep="\n")
+                return 0
+            print(*map(tables.to_markdown, registers.tables(found)), sep="\n\n")
             return 0
         if args.command == "chips":
             from . import chips
