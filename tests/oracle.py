@@ -11,6 +11,15 @@ at most K - 1 additions, K roundings at most (adding a zero is exact, so padding
 Decoding adds no error: the engines' f32 weights are the specification's, bit for bit (test_exact),
 and f16 and bf16 activations convert to f32 exactly.
 
+Vector shaders do not decode the weights of a format with an offset, w = d q + m: they add up q x
+and x, and multiply the sums by d and m. Roundings of d q x and of m x are then in proportion to
+each, not to w x, which may be far smaller: both are nearly equal where w is near 0, and an x of 1e5
+there leaves its roundings in y. A term of either sum takes K roundings at most in the sums, and
+those of the scale, of the minimum, of d or m, and of what joins the two: 8 more:
+    |y - sum x w| <= gamma(K + 8) sum |x| (|d q| + |m|)
+q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it away: their
+|d q| is |d| (q + 64) (`parts`).
+
 Tiles of half operands hold each w rounded to f16, which gemm and gemm_small do for f16 x: u_T |w| +
 s_T more for each w, with T = f16 as below (`halved`). Whether they run is for the plan to say.
 affine4 with f16 scales rounds the exact s q + b there, the specification its f32 value: u |w| more,
@@ -77,15 +86,22 @@ class Value:
         """A bound of |computed|."""
         return self.exact.abs() + self.error
 
-    def dot(self, w: Tensor, chain: int | None = None, halved: bool = False) -> Value:
+    def dot(
+        self,
+        w: Tensor,
+        chain: int | None = None,
+        halved: bool = False,
+        size: Tensor | None = None,
+    ) -> Value:
         """self [..., K] times w [N, K] transposed; a term takes `chain` roundings, or K.
 
-        halved: each w is rounded to f16 before it is multiplied.
+        halved: each w is rounded to f16 before it is multiplied. size [N, K]: what the roundings of
+        a term are in proportion to, with x; |w|.
         """
         w64, k = w.double(), w.shape[1]
         u, spacing = STORE[torch.float16] if halved else (0.0, 0.0)
         w_error = u * w64.abs() + spacing * (w64 != 0)
-        terms = self.size() @ (w64.abs() + w_error).T
+        terms = self.size() @ ((w64.abs() if size is None else size) + w_error).T
         rounding = (gamma(k if chain is None else chain) + k * U64) * terms + k * TINY
         of_inputs = self.error @ w64.abs().T + self.size() @ w_error.T
         return Value(self.exact @ w64.T, of_inputs + rounding)
@@ -176,6 +192,41 @@ def check(actual: Tensor, expected: Value, what: str = "") -> float:
             f"{limit:.3g}; {count} of {ratio.numel()} elements are out of bounds"
         )
     return worst
+
+
+# {format with an offset: (first byte of the codes of a block, the byte behind them)}; of an affine
+# format the codes are the first plane of a row.
+CODES = {"q4_1": (4, 20), "q5_1": (4, 24), "q2_k": (16, 80), "q4_k": (16, 144), "q5_k": (16, 176)}
+OFFSETS = [n for n in FORMATS if n in CODES or n.startswith("affine")]
+Q4_K_BIAS = 64
+
+
+def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
+    """W f64 [N, k] by the specification, every byte of its codes replaced."""
+    f, out = formats.get(name), packed.clone()
+    if isinstance(f, formats.Affine):
+        out[:, : k * f.bits // 8] = byte
+    else:
+        first, end = CODES[name]
+        out.view(len(packed), -1, f.block_bytes)[..., first:end] = byte
+    return f.dequantize(out, k).double()
+
+
+def parts(name: str, packed: Tensor, k: int) -> Tensor:
+    """|d q| + |m| of each weight of a format with an offset, float64 [N, k]."""
+    offset = _with_codes(name, packed, k, 0)
+    out = (spec(name, packed, k).double() - offset).abs() + offset.abs()
+    if name == "q4_k":
+        unit = (_with_codes(name, packed, k, 0x11) - offset).abs()
+        out += Q4_K_BIAS * unit * (torch.arange(k) % 64 >= 32)
+    return out
+
+
+def linear_of_offsets(x: Tensor, name: str, packed: Tensor) -> Value:
+    """x wT in the dtype of x, W of a format with an offset, by a vector shader."""
+    k = x.shape[-1]
+    y = Value.of(x).dot(spec(name, packed, k), k + 8, size=parts(name, packed, k))
+    return y.store(x.dtype)
 
 
 # ---- inputs
