@@ -104,6 +104,6 @@ def test_a_wrong_type_is_found(tmp_path: Path) -> None:
 
 def test_the_untested_surface_is_small() -> None:
     """What no machine here can run stays below two hundred lines."""
-    files = [*MPS.glob("*.mm"), MPS / "metal.h"]
+    files = [*MPS.glob("*.mm"), MPS / "metal.h", MPS / "profile.h"]
     lines = [line.strip() for f in files for line in f.read_text().splitlines()]
     assert sum(1 for line in lines if line and not line.startswith("//")) < 200
