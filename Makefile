@@ -48,7 +48,7 @@ macos-check: $(VENV)/.test
 	$(BIN)/python tests/macos_check.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so
+	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so torch_metalmm/*.metallib
 
 # The build uses the torch of the virtual environment, not a second copy in an isolated one: the one
 # that is there, or the one that a clone is tested with.

@@ -48,8 +48,13 @@ class CMakeBuild(build_ext):
     """`cmake -G Ninja`, then a parallel build, in build/."""
 
     def copy_extensions_to_source(self) -> None:
-        """Of an editable installation: also the shaders that cmake compiled, if it did."""
+        """Of an editable installation: also the shaders that cmake compiled.
+
+        Where it made none, those of an earlier text go: they would be taken for this module's.
+        """
         super().copy_extensions_to_source()
+        for file in Path(ROOT, PACKAGE).glob("*.metallib"):
+            file.unlink()
         for file in Path(self.build_lib, PACKAGE).glob("*.metallib"):
             self.copy_file(str(file), str(ROOT / PACKAGE / file.name))
 

@@ -232,6 +232,28 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
     shutil.rmtree(package / "ptx")
 
 
+def test_an_editable_build_keeps_no_shaders_of_before(clone: Path, tmp_path: Path) -> None:
+    """Compiled shaders lie beside the module in the clone: those of this build, or none."""
+    beside, made = clone / "torch_metalmm" / "metalmm.metallib", tmp_path / "torch_metalmm"
+    made.mkdir()
+    code = f"""
+import runpy, setuptools
+kept = {{}}
+setuptools.setup = lambda **arguments: kept.update(arguments)
+runpy.run_path("setup.py")
+command = kept["cmdclass"]["build_ext"](setuptools.Distribution())
+command.extensions, command.build_lib = [], {str(tmp_path)!r}
+command.copy_extensions_to_source()
+"""
+    for text in ("new", None):
+        beside.write_text("old")
+        if text:
+            (made / beside.name).write_text(text)
+        subprocess.run([sys.executable, "-c", code], cwd=clone, check=True)
+        assert (beside.read_text() if beside.exists() else None) == text
+        (made / beside.name).unlink(missing_ok=True)
+
+
 def test_ptx_that_is_asked_for_must_be_there(clone: Path) -> None:
     done = setup(clone, "build_py", "--build-lib", "build/ptx", ptx="1")
     assert done.returncode != 0 and "run python -m torch_metalmm.ptx first" in done.stderr

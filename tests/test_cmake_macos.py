@@ -98,6 +98,14 @@ def test_ci_asks_for_every_shader(tmp_path: Path, reject: str) -> None:
     assert build(strict, "").returncode == 0 and library(strict) == SHADERS
 
 
+def test_a_build_without_the_compiler_leaves_no_library_of_before(tmp_path: Path) -> None:
+    """It would be taken for the kernels of the module beside it."""
+    folder = configured(tmp_path)
+    assert build(folder, "").returncode == 0 and library(folder) == SHADERS
+    assert configure(folder, "-DMETAL_COMPILER=").returncode == 0
+    assert library(folder) is None
+
+
 @pytest.mark.parametrize("apple", [True, False])
 def test_openmp_is_not_looked_for_on_a_mac(apple: bool, tmp_path: Path) -> None:
     """Two libomps in a process, torch's and Homebrew's, abort."""
