@@ -4,8 +4,9 @@
 
 For each minor version: downloads torch's macOS wheel (about 100 MB), compiles every file of the
 module for arm64 macOS with its headers, and looks for every symbol that the module takes in its
-libraries. Nothing is linked or run. Prints the table of docs/macos-check.md; exit status 1 if a
-file does not compile or a symbol is missing. A quarter of an hour on two cores.
+libraries. Nothing is linked or run. Prints the table, and writes it to docs/macos-check.md if it is
+of all minors; exit status 1 if a file does not compile or a symbol is missing. About ten minutes on
+two cores.
 
 --wheels keeps the downloads in FOLDER, and takes those that are there.
 """
@@ -33,7 +34,10 @@ from macos_build import (
     torch_version,
     uses_torch,
 )
+from plan_cases import ROOT
 
+PAGE = ROOT / "docs" / "macos-check.md"
+_BLOCK = re.compile(r"(?<=<!-- make macos-check -->\n).*(?=\n<!-- end -->)", re.S)
 LIBRARIES = ("libtorch_cpu", "libc10", "libtorch")  # what CMakeLists.txt links
 Source = tuple[Path, tuple[str, ...]]
 
@@ -144,6 +148,11 @@ def markdown(rows: list[Row], files: int) -> str:
     return "\n".join(lines)
 
 
+def keep(page: Path, block: str) -> None:
+    """Puts the result of a run into the page, in the place of the last one."""
+    page.write_text(_BLOCK.sub(lambda _: block, page.read_text()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheels", type=Path, metavar="FOLDER")
@@ -161,7 +170,10 @@ def main() -> int:
                 print(f"torch {row.version}: {name}:\n{said}", file=sys.stderr)
             seconds = time.monotonic() - start
             print(f"torch {row.version}: {row.compiled} files, {seconds:.0f} s", file=sys.stderr)
-    print(f"{time.strftime('%Y-%m-%d')}\n\n{markdown(rows, len(files))}")
+    block = f"{time.strftime('%Y-%m-%d')}\n\n{markdown(rows, len(files))}"
+    print(block)
+    if tuple(a.minors) == torch_version.MINORS:
+        keep(PAGE, block)
     return int(any(row.errors or row.missing for row in rows))
 
 

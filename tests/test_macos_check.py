@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
-from macos_build import compile_for_macos, is_of_macos, sources, uses_torch
-from macos_check import LIBRARIES, Objects, check, markdown
+from macos_build import compile_for_macos, is_of_macos, sources, torch_version, uses_torch
+from macos_check import LIBRARIES, PAGE, Objects, Row, check, keep, markdown
 from plan_cases import ROOT
 
 HEADER = "#pragma once\nnamespace at { int present(); int absent(); }\n"
@@ -66,6 +68,8 @@ def test_what_belongs_to_the_system() -> None:
         "_dispatch_apply",
         "__ZNSt3__15mutex4lockEv",
         "___cxa_throw",
+        "___dynamic_cast",
+        "__ZTTNSt3__119basic_ostringstreamIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
         "_objc_retain",
     ):
         assert is_of_macos(name), name
@@ -83,3 +87,18 @@ def test_which_files_include_torch() -> None:
     csrc = ROOT / "csrc"
     assert uses_torch(csrc / "ops.cpp") and uses_torch(csrc / "mps" / "launch.mm")
     assert not uses_torch(csrc / "plan.cpp") and not uses_torch(csrc / "cpu" / "isa.cpp")
+
+
+def test_the_page_keeps_the_last_result(tmp_path: Path) -> None:
+    """It has a date and a row for each torch that was tried; a run puts its own in their place."""
+    rows = re.findall(
+        r"^\| (2\.\d+)\.\d+ \| (\d+) of (\d+) \| \d+ \| none \|$", PAGE.read_text(), re.M
+    )
+    assert {minor for minor, *_ in rows} <= set(torch_version.MINORS)
+    assert rows and all(compiled == files for _, compiled, files in rows)
+    page = tmp_path / "page.md"
+    shutil.copy(PAGE, page)
+    keep(page, "2031-01-02\n\n" + markdown([Row("2.15.9", 3, {}, 7, [])], 4))
+    text = page.read_text()
+    assert "2031-01-02" in text and text.count("| 2.15.9 | 3 of 4 | 7 | none |") == 1
+    assert text.count("\n| 2.") == 1 and text.startswith(PAGE.read_text()[:200])
