@@ -1,4 +1,5 @@
 #include "checks.h"
+#include "tensors.h"
 
 #include <algorithm>
 #include <iterator>
@@ -168,7 +169,7 @@ WeightShape check_embedding(const at::Tensor& ids, const at::Tensor& weight,
 void check_ids(const at::Tensor& ids, int64_t rows) {
   if (!ids.numel() || !ids.is_cpu()) return;
   const at::Tensor flat = ids.to(at::kLong).contiguous();
-  const int64_t *first = flat.const_data_ptr<int64_t>(), *last = first + flat.numel();
+  const int64_t *first = elements<int64_t>(flat), *last = first + flat.numel();
   const auto bad = std::find_if(first, last, [=](int64_t i) { return i < 0 || i >= rows; });
   TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad,
                     " is out of range; the table has ", rows, " rows");

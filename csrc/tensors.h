@@ -8,6 +8,13 @@
 
 namespace metalmm {
 
+// The elements of a dense tensor whose dtype is that of T. Not t.const_data_ptr<T>(), whose name in
+// the libraries of torch 2.10 and 2.11 for macOS is not the one that clang 18 and later look for.
+template <class T>
+const T* elements(const at::Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
 // x [..., K] as [M, K] in `dtype`, the last dimension dense; a view where it can be.
 inline at::Tensor as_rows(const at::Tensor& x, at::ScalarType dtype) {
   const int64_t k = x.size(-1);

@@ -89,6 +89,13 @@ def test_which_files_include_torch() -> None:
     assert not uses_torch(csrc / "plan.cpp") and not uses_torch(csrc / "cpu" / "isa.cpp")
 
 
+def test_no_name_that_compilers_mangle_differently() -> None:
+    """const_data_ptr<T> of torch 2.10 and 2.11: csrc/tensors.h has another way."""
+    files = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".mm")]
+    users = [f.name for f in files if re.search(r"\.const_data_ptr<\w+>\(\)", f.read_text())]
+    assert users == ["tensors.h"]  # its comment
+
+
 def test_the_page_keeps_the_last_result(tmp_path: Path) -> None:
     """It has a date and a row for each torch that was tried; a run puts its own in their place."""
     rows = re.findall(

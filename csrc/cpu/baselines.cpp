@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../tensors.h"
 #include "matmul.h"
 #include "parallel.h"
 
@@ -19,7 +20,7 @@ void gemm_naive(const IsaKernels& isa, const Format& format, const Weight& w, co
                 at::Tensor y) {
   const DecodeKernel decode = isa.codec[static_cast<int>(format.codec)].decode;
   const int64_t m = x.size(0), n = y.size(1), x_stride = x.stride(0);
-  const float* from = x.const_data_ptr<float>();
+  const float* from = elements<float>(x);
   float* out = y.mutable_data_ptr<float>();
   parallel_for(0, n, 1, [&](int64_t first, int64_t last) {
     std::vector<float> row(w.k);
@@ -40,7 +41,7 @@ void gemm_tiled(const IsaKernels& isa, const Format& format, const Weight& w, co
                 at::Tensor y) {
   const DecodeKernel decode = isa.codec[static_cast<int>(format.codec)].decode;
   const int64_t m = x.size(0), n = y.size(1), x_stride = x.stride(0);
-  const float* from = x.const_data_ptr<float>();
+  const float* from = elements<float>(x);
   float* out = y.mutable_data_ptr<float>();
   const auto tile = [&](int64_t r0, int64_t m0, float* row, float* decoded) {
     const int64_t rows = std::min(kTile, n - r0), columns = std::min(kTile, m - m0);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../names.h"
+#include "../tensors.h"
 #include "parallel.h"
 
 namespace metalmm::cpu {
@@ -47,7 +48,7 @@ void dot_rows(const IsaKernels& isa, const Format& format, const Weight& w, cons
   const int index =
       static_cast<int>(std::lower_bound(kDotRows, kDotRows + kNumDotKernels, m) - kDotRows);
   const int64_t rows = kDotRows[index];
-  const float* packed = x.const_data_ptr<float>();
+  const float* packed = elements<float>(x);
   std::vector<float> buffer;
   if (rows > 1 || w.k % kChunk != 0) {
     buffer.resize(rows * round_up(w.k, kChunk));
@@ -76,7 +77,7 @@ std::vector<float> pack_panels(const at::Tensor& x, int width) {
   const int64_t m = x.size(0), k = x.size(1), stride = x.stride(0);
   const int64_t panels = (m + width - 1) / width;
   std::vector<float> out(panels * k * width);
-  const float* from = x.const_data_ptr<float>();
+  const float* from = elements<float>(x);
   parallel_for(0, panels, std::max<int64_t>(1, 4096 / std::max<int64_t>(k, 1)),
                [&](int64_t first, int64_t last) {
                  for (int64_t p = first; p < last; ++p) {
@@ -160,7 +161,7 @@ Strategy choose_strategy(int64_t m) {
 }
 
 Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
-  Weight out{w.const_data_ptr<uint8_t>(), w.stride(0), k, {}};
+  Weight out{elements<uint8_t>(w), w.stride(0), k, {}};
   if (format.layout == Layout::kAffine) {
     int shift = 0;
     while ((int64_t{kChunk} << shift) < format.block_values) ++shift;

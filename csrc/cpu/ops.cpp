@@ -100,7 +100,7 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::strin
   const PackedWeight w = packed(weight, check_embedding(ids, weight, format, in_features));
   check_ids(ids, w.rows.size(0));
   const at::Tensor flat = ids.to(at::kLong).contiguous();
-  const int64_t* id = flat.const_data_ptr<int64_t>();
+  const int64_t* id = elements<int64_t>(flat);
   const int64_t count = flat.numel(), k = w.k;
   at::Tensor out = at::empty({count, k}, w.rows.options().dtype(at::kFloat));
   const Weight table = make_weight(w.rows, w.format, k);
@@ -154,7 +154,7 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   for (int64_t r = 0; r < n && bad_row == n; r += step) {
     const int64_t rows = std::min(step, n - r);
     const at::Tensor source = w.detach().narrow(0, r, rows).to(at::kFloat).contiguous();
-    const float* from = source.const_data_ptr<float>();
+    const float* from = elements<float>(source);
     parallel_for(0, rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         if (all_finite(from + i * k, k)) {
