@@ -10,7 +10,7 @@ PIP_ALOUD := $(BIN)/python -m pip install --disable-pip-version-check
 PIP := $(PIP_ALOUD) --quiet
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo doctor test lint format bench neon macos-check clean
+.PHONY: demo doctor test lint format bench neon macos-check mutants clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
@@ -43,6 +43,10 @@ neon: $(VENV)/.torch
 	$(AARCH64) -DMM_ISA=scalar -DMM_SCALAR -c csrc/cpu/isa.cpp -o build/neon/scalar.o
 	$(AARCH64) tests/native/neon_check.cpp build/neon/*.o csrc/format.cpp csrc/cpu/quantize*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
+
+# Faults that the tests shall notice: about an hour of a quiet machine.
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants.py
 
 macos-check: $(VENV)/.test
 	$(BIN)/python tests/macos_check.py

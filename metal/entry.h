@@ -1,6 +1,6 @@
 // Kernel entries: function constants, and the macros that turn a struct with a static run() into a
-// kernel. All [[attributes]] live here. Include it before any header of formats/, tile/ or
-// kernels/.
+// kernel. All [[attributes]] live here. Each header that uses its names includes it, so that
+// no order of includes is asked for.
 #pragma once
 
 #include <metal_stdlib>

@@ -14,7 +14,6 @@ from bench.tables import replace_block
 from torch_metalmm import _C, ptx
 from torch_metalmm.msl_build import digest
 
-
 # Bytes. With 16 rows of f16 x: the f32 weights of a step, and the levels of its codes.
 SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8}
 

@@ -1,5 +1,5 @@
-// The GEMMs that make the gain of the others visible: no vector kernels, no threads' worth of
-// tuning, the baseline instruction set. Forced by name, never chosen.
+// The GEMMs that make the gain of the others visible: plain loops over decoded rows, compiled for
+// the baseline instruction set. Forced by name, never chosen.
 #include <algorithm>
 #include <vector>
 

@@ -73,7 +73,7 @@ struct Dequantize {
   }
 };
 
-// y[i, k] = W[ids[i], k]. The host has checked the ids; one out of range reads the nearest row.
+// y[i, k] = W[ids[i], k]. No ids on a device are checked: one out of range reads the nearest row.
 template <class Format, class T>
 struct Embedding {
   static METAL_FUNC void run(device const long* ids, device const uchar* weight, device T* y,

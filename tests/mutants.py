@@ -1,0 +1,223 @@
+"""Small faults, one at a time, and whether the tests notice: `make mutants`, not in CI.
+
+    python tests/mutants.py [--count 100] [--seed 0] [--only gguf_file]
+
+A mutant is a copy of the tree with one operator, number, condition or call changed in one of the
+files of TARGETS; the tests of that row run on it until one fails. Faults are drawn evenly over the
+rows, by the seed. The copy lies in build/mutants; what changes there is put back after each mutant.
+Prints each mutant that survives, then the score. A C++ mutant is compiled, which takes a minute the
+first time; one that does not compile is drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TREE = ROOT / "build" / "mutants"
+SECONDS = 900  # for the tests of one mutant: one that hangs is noticed, too
+
+# {what may be mutated: the tests that shall notice, and pytest's choice among them}. Checks,
+# loaders, savers, the plan, the CPU kernels, the shaders.
+TARGETS = {
+    "torch_metalmm/gguf_file.py": "tests/test_gguf_file.py tests/test_gguf_header.py",
+    "torch_metalmm/gguf_layout.py": "tests/test_gguf_file.py tests/test_gguf_hostile.py",
+    "torch_metalmm/limits.py": "tests/test_odd_folders.py",
+    "torch_metalmm/untrusted.py": "tests/test_untrusted.py",
+    "torch_metalmm/owned.py": "tests/test_saves.py tests/test_checkpoint.py",
+    "torch_metalmm/staging.py": "tests/test_saves.py tests/test_checkpoint.py",
+    "torch_metalmm/mlx_layout.py": "tests/test_mlx.py tests/test_mlx_hostile.py",
+    "torch_metalmm/quantize.py": "tests/test_quantize.py",
+    "torch_metalmm/fuse_read.py": "tests/test_fuse_read.py tests/test_fuse.py -k cpu",
+    "torch_metalmm/fused.py": "tests/test_fuse.py tests/test_fuse_waiting.py -k cpu",
+    "torch_metalmm/linear.py": "tests/test_linear.py tests/test_errors.py -k cpu",
+    "torch_metalmm/formats/kquants.py": "tests/test_formats.py",
+    "torch_metalmm/formats/affine.py": "tests/test_formats_affine.py",
+    "csrc/checks.cpp": "tests/test_errors.py tests/test_ops.py -k 'cpu or meta or 64_bits'",
+    "csrc/plan.cpp": "tests/test_plan.py tests/test_plan_choices.py",
+    "csrc/passes.cpp": "tests/test_plan.py tests/test_plan_choices.py",
+    "csrc/cpu/matmul.cpp": "tests/test_matmul.py tests/test_layouts.py -k cpu",
+    "csrc/cpu/quantize_k.cpp": "tests/test_quantizers.py",
+    "metal/kernels/gemv_core.h": "tests/test_matmul.py -k 'emulator-gemv-'",
+    "metal/formats/block32.h": "tests/test_exact.py -k 'emulator and gemv and q4_0'",
+}
+
+_SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+}  # fmt: skip
+_CPP = {
+    r" < ": " <= ", r" <= ": " < ", r" > ": " >= ", r" >= ": " > ", r" == ": " != ",
+    r" != ": " == ", r" && ": " || ", r" \|\| ": " && ", r" \+ ": " - ", r" - ": " + ",
+    r" \* ": " + ", r" % ": " * ", r"\b1\b": "2", r"\b0\b": "1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    line: int
+    what: str
+    text: str  # of the whole file
+
+
+class _Change(ast.NodeTransformer):
+    """Changes the `wanted`-th place that can be changed; `place` says which that was."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted, self.count, self.place = wanted, 0, (0, "")
+
+    def _take(self, node: ast.AST, what: str) -> bool:
+        self.count += 1
+        if self.count - 1 != self.wanted:
+            return False
+        self.place = (getattr(node, "lineno", 0), what)
+        return True
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return node  # a docstring
+        if isinstance(node, ast.AnnAssign | ast.arg):
+            return node  # types are not run
+        if isinstance(node, ast.FunctionDef):
+            node.body = [self.visit(n) for n in node.body]  # neither defaults nor annotations
+            return node
+        self.generic_visit(node)
+        ops = getattr(node, "ops", None) or [getattr(node, "op", None)]
+        if type(ops[0]) in _SWAPS and self._take(node, f"{type(ops[0]).__name__} swapped"):
+            new = _SWAPS[type(ops[0])]()
+            if isinstance(node, ast.Compare):
+                node.ops[0] = new
+            else:
+                node.op = new  # type: ignore[attr-defined]
+        if isinstance(node, ast.If) and self._take(node, "condition negated"):
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        if isinstance(node, ast.Raise) and self._take(node, "raise left out"):
+            return ast.Pass()
+        if isinstance(node, ast.Expr) and self._take(node, "call left out"):
+            return ast.Pass()
+        number = isinstance(node, ast.Constant) and isinstance(node.value, int)
+        if number and self._take(node, f"{node.value} changed"):
+            is_bool = isinstance(node.value, bool)
+            return ast.Constant(not node.value if is_bool else node.value + 1)
+        return node
+
+
+def of_python(file: str) -> Iterator[Mutant]:
+    source = (ROOT / file).read_text()
+    for wanted in itertools.count():
+        change = _Change(wanted)
+        tree = ast.fix_missing_locations(change.visit(ast.parse(source)))
+        if not change.place[1]:
+            return
+        yield Mutant(file, *change.place, ast.unparse(tree) + "\n")
+
+
+def of_cpp(file: str) -> Iterator[Mutant]:
+    lines = (ROOT / file).read_text().split("\n")
+    for i, line in enumerate(lines):
+        code = line.split("//")[0]
+        if not code.strip() or code.lstrip().startswith(("#", "template", "constexpr char")):
+            continue
+        code = re.sub(r'"[^"]*"', lambda m: "'" * len(m[0]), code)  # texts stay
+        for pattern, new in _CPP.items():
+            for match in re.finditer(pattern, code):
+                changed = line[: match.start()] + new + line[match.end() :]
+                text = "\n".join([*lines[:i], changed, *lines[i + 1 :]])
+                yield Mutant(file, i + 1, changed.strip(), text)
+        if re.match(r"\s+(throw |reject\(|TORCH_CHECK).*;$", code):
+            text = "\n".join([*lines[:i], "", *lines[i + 1 :]])
+            yield Mutant(file, i + 1, "left out: " + line.strip(), text)
+
+
+def drawn(seed: int, only: str) -> Iterator[Mutant]:
+    """Mutants without end or repetition, the rows in turn."""
+    pick = random.Random(seed)
+    rows = []
+    for file in TARGETS:
+        if only in file:
+            mutants = list(of_python(file) if file.endswith(".py") else of_cpp(file))
+            pick.shuffle(mutants)
+            rows.append(mutants)
+    for turn in itertools.zip_longest(*rows):
+        yield from (mutant for mutant in turn if mutant)
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, shell=True, cwd=TREE, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def copy_tree() -> None:
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
+    shutil.rmtree(TREE / "torch_metalmm", ignore_errors=True)
+    for file in filter(None, files):
+        to = TREE / file
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if not to.exists() or to.read_bytes() != (ROOT / file).read_bytes():
+            shutil.copy(ROOT / file, to)
+    for module in (ROOT / "torch_metalmm").glob("_C*.so"):
+        shutil.copy(module, TREE / "torch_metalmm")
+    (TREE / "build").mkdir(exist_ok=True)
+    if not (TREE / "build" / "msl").exists():  # compiled shaders, by their content
+        (TREE / "build" / "msl").symlink_to(ROOT / "build" / "msl")
+
+
+def verdict(mutant: Mutant) -> str:
+    """noticed, survives, or "does not compile"."""
+    file = TREE / mutant.file
+    before, modules = file.read_text(), list((TREE / "torch_metalmm").glob("_C*.so"))
+    native = mutant.file.startswith("csrc/")
+    saved = {m: m.read_bytes() for m in modules} if native else {}
+    file.write_text(mutant.text)
+    try:
+        build = f"{sys.executable} setup.py -q build_ext --inplace"
+        if native and run(build).returncode:
+            return "does not compile"
+        done = run(f"{sys.executable} -m pytest -x -q {TARGETS[mutant.file]}")
+        if done.returncode not in (0, 1, 2):
+            raise RuntimeError(f"pytest: {done.stdout[-800:]}{done.stderr[-800:]}")
+        return "noticed" if done.returncode else "survives"
+    except subprocess.TimeoutExpired:
+        return "noticed"
+    finally:
+        file.write_text(before)
+        for module, data in saved.items():
+            module.write_bytes(data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a part of the names of files")
+    asked = parser.parse_args()
+    copy_tree()
+    noticed = tried = 0
+    for mutant in drawn(asked.seed, asked.only):
+        if tried == asked.count:
+            break
+        said = verdict(mutant)
+        if said == "does not compile":
+            continue
+        tried += 1
+        noticed += said == "noticed"
+        print(f"{tried:3} {said:9} {mutant.file}:{mutant.line}: {mutant.what}", flush=True)
+    print(f"{noticed} of {tried} mutants noticed, {noticed / max(tried, 1):.0%}")
+
+
+if __name__ == "__main__":
+    main()
