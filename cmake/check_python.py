@@ -37,4 +37,5 @@ def refusal(version, system, machine, path):
 
 
 if __name__ == "__main__":
-    sys.exit(refusal(sys.version_info, platform.system(), platform.machine(), sys.executable))
+    # "" would be printed, as a failure.
+    sys.exit(refusal(sys.version_info, platform.system(), platform.machine(), sys.executable) or 0)

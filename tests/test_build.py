@@ -284,3 +284,9 @@ def test_the_module_names_no_folder() -> None:
         tags = [t.entry.d_tag for t in ELFFile(file).get_section_by_name(".dynamic").iter_tags()]
     assert "DT_NEEDED" in tags
     assert not {"DT_RPATH", "DT_RUNPATH"} & set(tags)
+
+
+def test_this_python_passes_the_first_step_of_make() -> None:
+    command = [sys.executable, str(ROOT / "cmake" / "check_python.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
