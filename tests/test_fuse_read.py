@@ -112,6 +112,7 @@ READ: dict[str, list[str]] = {
     "with torch.no_grad():\n    q = self.a(x)\n    k = self.b(x)\nreturn q, k": ["ab"],
     "q, k = self.a(x), self.b(z)\nreturn q, k, self.c(x), self.d(z)": ["ac", "bd"],
     # what is not
+    "q = self.a(x)\nnp.split(x, 1)\nreturn q, self.b(x)": [],  # split, of what is no tensor
     "y = self.a(x)\nx = x + 1\nreturn y, self.b(x)": [],
     "q = self.a(x)\nif z is None:\n    k = self.b(x)\nelse:\n    k = self.c(x)\nreturn q, k": [],
     "return self.a(x + 1), self.b(x, scale=2), self.c(x)": [],

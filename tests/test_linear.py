@@ -216,6 +216,8 @@ def test_embedding_keeps_what_it_replaces() -> None:
     assert repr(layer) == (
         "QuantEmbedding(40, 256, padding_idx=2, format=q8_0, dtype=torch.float32)"
     )
+    plain = "QuantEmbedding(40, 256, format=q8_0, dtype=torch.float32)"
+    assert repr(packed_embedding()) == plain
     with pytest.raises(ValueError, match="max_norm"):
         packed_embedding(max_norm=1.0)
 
