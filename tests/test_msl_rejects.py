@@ -153,7 +153,7 @@ def test_declaration(case: str) -> None:
     rejected(f"{HEAD}{declaration}\nkernel void k({ARGUMENTS}) {{ x[i] = 0; }}\n", line, message)
 
 
-# What a rule above could take for what it forbids. Of one line, so that each is a case.
+# What a rule above could take for what it forbids: one line each, so that each is a case.
 ALLOWED = {
     "delete": "struct A { A(const thread A&) = delete; int n; };",
     "noexcept": "inline int f() noexcept { return 1; } inline int g() noexcept(true) { return 1; }",

@@ -1,5 +1,5 @@
 // Whether the processor drops subnormal numbers of f32, as Apple's GPUs do: operands and results
-// below 2^-126 become zeros of their sign. Of a thread, while a FloatMode of it lives.
+// below 2^-126 become zeros of their sign. It holds for the thread that makes it, while it lives.
 //
 // f16 keeps its subnormals: x86-64 computes with halves in f32, where they are normal numbers, and
 // its conversions ignore the mode for f16; aarch64 has a bit of its own for f16, which is cleared.
