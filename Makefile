@@ -35,13 +35,13 @@ bench: $(VENV)/.test
 	$(BIN)/python -m bench
 
 # The NEON kernels, on a machine that is not aarch64: clang from the ziglang package, run by qemu-user.
-AARCH64 := $(BIN)/python -m ziglang c++ -target aarch64-linux-musl -std=c++17 -O2 -ffp-contract=off -Wno-psabi -static
+AARCH64 := $(BIN)/python -m ziglang c++ -Icsrc -I. -target aarch64-linux-musl -std=c++17 -O2 -ffp-contract=off -Wno-psabi -static
 neon: $(VENV)/.torch
 	$(PIP) ziglang
 	mkdir -p build/neon
 	$(AARCH64) -DMM_ISA=neon -c csrc/cpu/isa.cpp -o build/neon/neon.o
 	$(AARCH64) -DMM_ISA=scalar -DMM_SCALAR -c csrc/cpu/isa.cpp -o build/neon/scalar.o
-	$(AARCH64) tests/native/neon_check.cpp build/neon/*.o csrc/format.cpp csrc/cpu/quantize*.cpp -o build/neon/check
+	$(AARCH64) tests/native/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
 
 # Faults that the tests shall notice: about an hour of a quiet machine.

@@ -30,7 +30,7 @@ if(METAL_STRICT)
   list(APPEND METAL_OPTIONS -Werror)
   set(METAL_STRICT_FLAG --strict)
 endif()
-file(GLOB METAL_SHADERS CONFIGURE_DEPENDS metal/*.metal)
+file(GLOB_RECURSE METAL_SHADERS CONFIGURE_DEPENDS metal/library/*.metal)
 set(METALLIB ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)
 # No file where every shader is rejected: then the next build tries again.
 add_custom_command(OUTPUT ${METALLIB}

@@ -29,7 +29,7 @@ struct KernelArgs {
 };
 
 // Buffer slots. A slot that a kernel does not declare stays unbound; one that it declares is bound
-// to what bound() of csrc/launch.h says, and not read where a function constant says absent.
+// to what bound() of csrc/plan/launch.h says, and not read where a function constant says absent.
 enum Slot : MM_U32 {
   kSlotX = 0,       // activations; gate of swiglu_down and silu_mul
   kSlotWeight = 1,  // packed rows; gate weight of swiglu_up

@@ -62,7 +62,8 @@ def python_headers(scratch: Path) -> Path:
 def uses_torch(file: Path) -> bool:
     """Whether a file of csrc includes a header of torch, or one of ours that does."""
     text = file.read_text()
-    ours = (file.parent / name for name in re.findall(r'#include "([^"]+)"', text))
+    folders = (file.parent, ROOT / "csrc", ROOT)
+    ours = (f / name for name in re.findall(r'#include "([^"]+)"', text) for f in folders)
     direct = re.search(r"#(include|import) <(ATen|c10|torch)/", text)
     return bool(direct) or any(uses_torch(f.resolve()) for f in ours if f.is_file())
 
@@ -83,7 +84,7 @@ def compile_for_macos(
     language = languages.get(file.suffix, ["c++"])
     options = ["-target", "aarch64-macos.14.0", "-x", *language, f"-std=c++{standard}", "-fblocks"]
     options += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fvisibility=hidden", "-O1"]
-    options += [f"-I{ROOT / 'tests/apple_stubs'}", f"-I{ROOT / 'csrc'}", *more]
+    options += [f"-I{ROOT / 'tests/apple_stubs'}", f"-I{ROOT / 'csrc'}", f"-I{ROOT}", *more]
     python = python_headers(out.parent)
     system = (include, include / "torch/csrc/api/include", pybind11.get_include(), python)
     options += [word for folder in system for word in ("-isystem", str(folder))]

@@ -11,7 +11,7 @@ import pytest
 from macos_build import configure
 from plan_cases import ROOT
 
-SHADERS = {f.name for f in (ROOT / "metal").glob("*.metal")}
+SHADERS = {f.name for f in (ROOT / "metal").rglob("*.metal")}
 # A Metal compiler: "compiles" a shader to its name, "links" names to a list, rejects what REJECT
 # names, and warns.
 COMPILER = """

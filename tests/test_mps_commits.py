@@ -59,7 +59,7 @@ def test_the_default_is_the_one_of_the_table(
     monkeypatch.delenv(VARIABLE, raising=False)
     if text is not None:
         monkeypatch.setenv(VARIABLE, text)
-    rows = re.findall(r"^MM_COMMIT\((\d+)\)$", (ROOT / "csrc/tuning.def").read_text(), re.M)
+    rows = re.findall(r"^MM_COMMIT\((\d+)\)$", (ROOT / "csrc/plan/tuning.def").read_text(), re.M)
     assert [_C.commit_every()] == list(map(int, rows))
 
 

@@ -148,7 +148,8 @@ def spy(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("spy")
     names, library = folder / "kernels.inc", folder / "spy.so"
     names.write_text("".join(f"KERNEL({k})\n" for k in _C.kernel_names()))
-    options = ["-shared", "-fPIC", "-std=c++17", f"-I{ROOT / 'csrc'}", f'-DKERNELS="{names}"']
+    options = ["-shared", "-fPIC", "-std=c++17", f"-I{ROOT / 'csrc'}"]
+    options += [f"-I{ROOT}", f'-DKERNELS="{names}"']
     source = str(ROOT / "tests/native/spy.cpp")
     subprocess.run([*COMPILER, *options, source, "-o", str(library)], check=True)
     _C.load_emulated(str(library))

@@ -12,7 +12,8 @@ from plan_cases import ROOT
 
 from torch_metalmm import _C
 
-SOURCES = ("plan_names", "passes", "format", "gpu", "mps/source", "mps/facts", "mps/commits")
+SOURCES = [f"plan/{name}" for name in ("names", "passes", "format", "gpu")]
+SOURCES += [f"mps/{name}" for name in ("source", "facts", "commits")]
 Run = Callable[[str], list[str]]
 
 
@@ -25,8 +26,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     files = [ROOT / "tests/native/mps_pipelines.cpp", folder / "shaders.cpp"]
     files += [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
     program = folder / "pipelines"
-    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
-    command = [*COMPILER, *options, *map(str, files), "-o", str(program)]
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", f"-I{ROOT}"]
+    command = [*COMPILER, *options, "-pthread", *map(str, files), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -21,6 +21,7 @@ import flatten
 
 METAL = ROOT / "metal"
 SHADERS = flatten.flatten(METAL)
+FILES = {f.stem: f.relative_to(METAL) for f in METAL.rglob("*.metal")}
 ROWS = re.findall(r"^MM_\w+ *\((\w+), *(\w+)", (METAL / "formats.def").read_text(), re.M)
 STRUCTS = dict(ROWS)
 CONSTANTS = ("k", "group", "scale_type", "epilogue", "batch", "bounds")
@@ -49,7 +50,7 @@ def shader_of(kernel: str) -> str:
 
 def original(kernel: str) -> str:
     """The whole shader of a kernel, told to make it alone."""
-    return f'{only(kernel)}#include "{shader_of(kernel)}.metal"\n'
+    return f'{only(kernel)}#include "{FILES[shader_of(kernel)]}"\n'
 
 
 def kernel_of(i: int, strategy: str) -> str:
@@ -62,7 +63,7 @@ KERNELS = [kernel_of(i, s) for i, s in enumerate(STRATEGIES)]
 
 
 def test_every_shader_is_there() -> None:
-    assert set(SHADERS) == {f.stem for f in METAL.glob("*.metal")}
+    assert set(SHADERS) == set(FILES)
 
 
 def test_every_kernel_gets_the_parts_of_its_format() -> None:
@@ -129,8 +130,8 @@ def test_lines_are_those_of_the_files() -> None:
 
 def test_all_kernels_and_their_constants() -> None:
     """The shaders make the kernels that plans name, each once, with the constants plans set."""
-    files = {name: (METAL / f"{name}.metal").read_text() for name in SHADERS}
-    made = [k.name for name, text in files.items() for k in read(text, name).kernels]
+    texts = {name: f'#include "{file}"\n' for name, file in FILES.items()}
+    made = [k.name for name, text in texts.items() for k in read(text, name).kernels]
     assert sorted(made) == sorted(_C.kernel_names())
     header = (METAL / "abi.h").read_text()
     for kernel in KERNELS:

@@ -213,14 +213,15 @@ def test_lambdas_came_with_a_version() -> None:
         MetalSource(text, version=310)
 
 
-@pytest.mark.parametrize("name", sorted(f.name for f in (ROOT / "metal").glob("*.metal")))
+@pytest.mark.parametrize("name", sorted(f.stem for f in (ROOT / "metal").rglob("*.metal")))
 def test_the_shaders_keep_the_rules(name: str) -> None:
     """All kernels of metal/, as their libraries are built; and constants have internal linkage.
 
     Metal takes a constant without `static`; but one in a header that several shaders include would
     be a symbol of each of their objects, and those are one library.
     """
-    expanded = preprocess(f'#include "{name}"\n', name, [ROOT / "metal"])
+    (file,) = (ROOT / "metal").rglob(f"{name}.metal")
+    expanded = preprocess(f'#include "{file}"\n', name, [])
     plain, places = unmark(expanded, name)
     constants = re.findall(r"^(?!.*function_constant)((?:\w+ )*)constant\b[^(\n]*[=[]", plain, re.M)
     assert len(constants) > 5

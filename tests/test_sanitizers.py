@@ -10,9 +10,10 @@ import pytest
 
 from torch_metalmm.msl_build import ROOT, compile_text, runtime_objects
 
-MSL = ROOT / "csrc" / "msl"
+EMULATOR = ROOT / "csrc" / "emulator"
 # Undefined behaviour traps: the emulator has functions named as those of UBSan's own library.
 SANITIZE = ["-fsanitize=address,undefined", "-fsanitize-undefined-trap-on-error"]
+SANITIZE += [f"-I{ROOT / 'csrc'}", f"-I{ROOT}"]
 SANITIZE += ["-fno-omit-frame-pointer", "-std=c++17", "-g1", "-O1", "-Wno-unknown-pragmas"]
 ARGUMENTS = (
     "device const float* x [[buffer(0)]], device const float* x2 [[buffer(6)]], "
@@ -71,7 +72,7 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitizers")
-    launcher = [ROOT / "tests" / "native" / "emulator_check.cpp", MSL / "launch.cpp"]
+    launcher = [ROOT / "tests" / "native" / "emulator_check.cpp", EMULATOR / "launch.cpp"]
     out = folder / "emulator_check"
     run("g++", *SANITIZE, *launcher, "-o", out, "-ldl", "-lpthread")
     return out
@@ -85,7 +86,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         objects.append(path)
         if path.stem != "rounding":
             objects[-1] = folder / path.name
-            source = MSL / f"{path.stem}.cpp"
+            source = EMULATOR / "runtime" / f"{path.stem}.cpp"
             run("g++", *SANITIZE, "-fPIC", "-fvisibility=hidden", "-c", source, "-o", objects[-1])
     return objects
 

@@ -27,6 +27,7 @@ def errors(root: Path, engine: str) -> str:
         # zig c++ has the headers of a C++ library, and takes no -fsyntax-only.
         file, out = root / "csrc" / "cpu" / "isa.cpp", root / "isa.o"
         command = ["c++", "-std=c++17", "-DMM_ISA=scalar", "-DMM_SCALAR", "-c", str(file)]
+        command += [f"-I{root / 'csrc'}", f"-I{root}"]
         command += ["-o", str(out)]
     done = zig(*command, "-w", "-ferror-limit=0")
     assert bool(done.returncode) == bool(done.stderr), done
@@ -43,7 +44,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")
     shutil.copytree(ROOT / "metal", root / "metal")
     shutil.copytree(ROOT / "csrc" / "cpu", root / "csrc" / "cpu")
-    shutil.copy(ROOT / "csrc" / "format.h", root / "csrc")
+    (root / "csrc" / "plan").mkdir()
+    shutil.copy(ROOT / "csrc" / "plan" / "format.h", root / "csrc" / "plan")
     return root
 
 

@@ -1,7 +1,7 @@
 """Compiles Metal Shading Language for the emulator: clang of the ziglang package, cached.
 
-A library is one shader file, its table of kernels and the emulator (csrc/msl/*.cpp). It needs a
-source checkout.
+A library is one shader file, its table of kernels and the emulator (csrc/emulator/runtime). It
+needs a source checkout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .msl_tables import prefix, tables
 from .msl_translate import apply, visible_edits
 
 ROOT = Path(__file__).resolve().parent.parent
-INCLUDE = ROOT / "csrc" / "msl" / "include"
+CSRC = ROOT / "csrc"
+INCLUDE = CSRC / "msl"
 CACHE = ROOT / "build" / "msl"
 JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
 _RUNTIME = ("emulator", "report", "api", "buffers", "memory", "rounding", "watchdog")
@@ -36,7 +37,8 @@ METAL_VERSION = 310  # what metal/ is written in, and __METAL_VERSION__ where no
 _PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1"]
 _PREPROCESS += ["-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1", "-D__HAVE_SIMDGROUP_MATRIX__=1"]
 _PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__"]
-LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", f"-I{INCLUDE}", "-fsigned-char"]
+LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", "-fsigned-char"]
+LANGUAGE += [f"-I{INCLUDE}", "-ivfsoverlay", f"{INCLUDE / 'headers.yaml'}"]
 LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fno-rtti"]
 _CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 _CODE += ["-Xclang", "-ffloat16-excess-precision=none"]
@@ -61,7 +63,7 @@ for _option in (
 ):
     _CHECKS += ["-mllvm", f"-asan-{_option}"]
 _HOST = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fno-sanitize=all", "-fno-exceptions"]
-_HOST += ["-fno-rtti", "-fvisibility=hidden", "-fno-plt", "-c"]
+_HOST += [f"-I{CSRC}", "-fno-rtti", "-fvisibility=hidden", "-fno-plt", "-c"]
 
 
 class BuildError(RuntimeError):
@@ -110,9 +112,10 @@ def digest(*parts: str | bytes | Path) -> str:
 
 @functools.cache
 def _tool_digest() -> str:
-    folder = ROOT / "csrc" / "msl"
-    other = {"cuda", "nvptx"}  # what runs the shaders on a GPU
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and other.isdisjoint(p.parts))
+    folders = (INCLUDE, CSRC / "emulator" / "runtime")
+    files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()]
+    files = [p for p in files if p.parent.name != "nvptx"]  # what runs the shaders on a GPU
+    files.append(CSRC / "emulator" / "abi.h")
     return digest(zig("version").stdout, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
 
 
@@ -125,7 +128,7 @@ def runtime_objects() -> list[str]:
         with _missing(out) as missing:
             if missing:
                 temporary = out.with_suffix(".part")
-                source = ROOT / "csrc" / "msl" / f"{out.stem}.cpp"
+                source = CSRC / "emulator" / "runtime" / f"{out.stem}.cpp"
                 done = zig("c++", *_HOST, str(source), "-o", str(temporary))
                 if done.returncode:
                     raise BuildError(done.stderr)
@@ -212,7 +215,8 @@ def _translate(expanded: str, name: str, version: int) -> tuple[str, Source]:
 @functools.cache
 def _standard() -> frozenset[str]:
     """Functions of Metal's standard library."""
-    text = "".join(f.read_text() for f in sorted(INCLUDE.glob("msl/*.h")))
+    headers = (f for f in sorted(INCLUDE.glob("*/*.h")) if f.parent.name != "nvptx")
+    text = "".join(f.read_text() for f in headers)
     names = re.findall(r"METAL_FUNC[^;{}()]*?(\w+)\(|MM_\w+\((\w+)", text)
     return frozenset(name for pair in names for name in pair)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .msl_source import TABLES
 
-_STAND_IN = "csrc/msl/include"
+_STAND_IN = "csrc/msl/"
 
 
 @functools.cache

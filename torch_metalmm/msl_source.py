@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TABLES = "mm_tables"  # the file of the C++ that follows the text of a shader
-# Attributes of kernel arguments, in the order of csrc/msl/include/msl/entry.h.
+# Attributes of kernel arguments, in the order of csrc/msl/host/entry.h.
 ROLES = (
     "buffer",
     "threadgroup",

@@ -1,4 +1,4 @@
-"""The C++ around a shader that tells the emulator what is in it: csrc/msl/include/msl/entry.h."""
+"""The C++ around a shader that tells the emulator what is in it: csrc/msl/host/entry.h."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tables(source: Source, checked: bool) -> str:
             f"::metal::emulator::constant_kind<{kind}>(), sizeof({path}), "
             f"::metal::emulator::constant_count<{kind}>(), {c.symbol}}},\n"
         )
-    head = f'#line 1 "{TABLES}"\n#include "msl/entry.h"\n' + "\n".join(arguments)
+    head = f'#line 1 "{TABLES}"\n#include "host/entry.h"\n' + "\n".join(arguments)
     visible = '\nextern "C" __attribute__((visibility("default"), used)) extern const'
     entry, number = "::metal::emulator::", f"{visible} uint "
     return (

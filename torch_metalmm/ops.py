@@ -24,7 +24,7 @@ _OPS = ("linear", "linear_input_grad", "swiglu", "swiglu_linear", "gemv", "gemm"
 
 
 def _register_fake(op: str) -> None:
-    """The fake implementation of an op: a tensor of the sizes that csrc/shapes.cpp computes."""
+    """The fake implementation of an op: a tensor of the sizes that csrc/ops/shapes.cpp computes."""
     shape_of = getattr(torch.ops.metalmm, f"_{op}_shape").default
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:

@@ -52,7 +52,7 @@ def _argument(kernel: Kernel, role: int, index: str) -> str:
 def _entries(source: Source) -> str:
     """C++: an entry for each kernel, and the numbers of the function constants."""
     parameters = "::metal::warp::Operands operands, ::metalmm::KernelArgs arguments"
-    out = ['#include "msl/nvptx/entry.h"\n']
+    out = ['#include "nvptx/entry.h"\n']
     for i, k in enumerate(source.kernels):
         arguments = ", ".join(_argument(k, role, index) for role, index in k.arguments)
         head = f"void mm_entry{i}({parameters})"

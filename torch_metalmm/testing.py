@@ -1,4 +1,4 @@
-"""Runs Metal Shading Language on CPU tensors: the lockstep emulator of csrc/msl.
+"""Runs Metal Shading Language on CPU tensors: the lockstep emulator of csrc/emulator.
 
     double = MetalSource(text).function("double_all")
     double(grid=4, group=64, buffers=[x, y])           # raises EmulatorFault, or y holds the result
@@ -81,7 +81,7 @@ class MetalSource:
 
 @functools.cache
 def shader_libraries(checked: bool = False) -> dict[str, Library]:
-    """{kernel: its library} of metal/*.metal, built where they are not."""
+    """{kernel: its library} of metal/library, built where they are not."""
     from concurrent.futures import ThreadPoolExecutor
 
     files = sorted((ROOT / "metal").rglob("*.metal"))

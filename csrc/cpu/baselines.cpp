@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "../tensors.h"
 #include "matmul.h"
+#include "ops/tensors.h"
 #include "parallel.h"
 
 namespace metalmm::cpu {

@@ -202,7 +202,7 @@ constexpr IsaKernels kernels(const char* name, Indices<i...>) {
 #define MM_DENSE(name, Struct, bytes) codec_kernels<Struct>(Dots{}),
 #define MM_BLOCK(name, Struct, values, bytes, alignment) codec_kernels<Struct>(Dots{}),
 #define MM_AFFINE(name, Struct, bits) codec_kernels<Struct>(Dots{}),
-#include "../../metal/formats.def"
+#include "metal/formats.def"
           }};
 }
 
@@ -214,6 +214,6 @@ const IsaKernels kKernels = kernels(MM_STRING(MM_ISA), UpTo<kPanelsPerTile>::typ
 
 #define MM_BLOCK(name, Struct, values, bytes, alignment) \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);
-#include "../../metal/formats.def"
+#include "metal/formats.def"
 
 }  // namespace metalmm::cpu::MM_ISA

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../format.h"
+#include "plan/format.h"
 
 namespace metalmm::cpu {
 

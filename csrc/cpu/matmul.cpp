@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "../names.h"
-#include "../tensors.h"
+#include "ops/tensors.h"
 #include "parallel.h"
+#include "plan/names.h"
 
 namespace metalmm::cpu {
 namespace {

@@ -8,11 +8,11 @@
 #include <cmath>
 #include <limits>
 
-#include "../checks.h"
-#include "../tensors.h"
+#include "cpu/quantize/quantize.h"
 #include "matmul.h"
+#include "ops/checks.h"
+#include "ops/tensors.h"
 #include "parallel.h"
-#include "quantize.h"
 
 namespace metalmm::cpu {
 namespace {

@@ -8,7 +8,7 @@ namespace metalmm::mps {
 namespace {
 
 #define MM_COMMIT(passes) constexpr uint32_t kCommitEvery = passes;
-#include "../tuning.def"
+#include "plan/tuning.def"
 
 constexpr const char* kVariable = "METALMM_COMMIT_EVERY";
 constexpr size_t kMostDigits = 7;

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "../gpu.h"
+#include "plan/gpu.h"
 
 namespace metalmm::mps {
 

@@ -170,11 +170,11 @@ class Shader:
 
 
 def flatten(folder: Path) -> dict[str, Shader]:
-    """Every .metal file of `folder`, by its name without .metal. Raises as parts() does."""
+    """Every .metal file under `folder`, by its name without .metal. Raises as parts() does."""
     root = folder.resolve()
     structs = [m[1] for m in _ROW.findall((root / "formats.def").read_text())]
     out = {}
-    for file in sorted(root.glob("*.metal")):
+    for file in sorted(root.rglob("*.metal"), key=lambda f: f.stem):
         found = list(parts(file, root, set()))
         rows = [reached(found, {struct}) for struct in structs]
         bits = [sum(kept[i] << row for row, kept in enumerate(rows)) for i in range(len(found))]

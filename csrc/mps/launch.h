@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "../launch.h"
 #include "facts.h"
+#include "plan/launch.h"
 
 namespace metalmm::mps {
 

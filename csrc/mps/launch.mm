@@ -5,9 +5,9 @@
 
 #include <vector>
 
-#include "../encode.h"
 #include "commits.h"
 #include "metal.h"
+#include "plan/encode.h"
 #include "profile.h"
 
 namespace metalmm::mps {

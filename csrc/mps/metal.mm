@@ -1,6 +1,6 @@
 #include "metal.h"
 
-#include "../beside.h"
+#include "gpu/beside.h"
 
 namespace metalmm::mps {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <filesystem>
 
-#include "../engine_ops.h"
+#include "gpu/register.h"
 #include "launch.h"
 
 namespace metalmm::mps {

@@ -21,8 +21,8 @@
 #include <string>
 #include <utility>
 
-#include "../../metal/geometry.h"
-#include "../launch.h"
+#include "metal/geometry.h"
+#include "plan/launch.h"
 #include "source.h"
 
 namespace metalmm::mps {

@@ -7,9 +7,9 @@
 #include <memory>
 #include <optional>
 
-#include "../encode.h"
-#include "../engine_ops.h"
 #include "commits.h"
+#include "gpu/register.h"
+#include "plan/encode.h"
 #include "source.h"
 
 namespace py = pybind11;

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "../plan.h"
+#include "plan/plan.h"
 
 namespace metalmm::mps {
 namespace {
@@ -15,7 +15,7 @@ constexpr FormatRow kFormats[] = {
 #define MM_DENSE(name, Struct, bytes) {#name, #Struct},
 #define MM_BLOCK(name, Struct, values, bytes, alignment) {#name, #Struct},
 #define MM_AFFINE(name, Struct, bits) {#name, #Struct},
-#include "../../metal/formats.def"
+#include "metal/formats.def"
 };
 static_assert(sizeof kFormats / sizeof *kFormats <= 32, "bits of Shader::Part::formats");
 

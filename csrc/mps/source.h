@@ -7,7 +7,7 @@
 
 namespace metalmm::mps {
 
-// A .metal file of metal/ without its includes: the parts of text that make it up, in order.
+// A .metal file of metal/library without its includes: the parts of text that make it up, in order.
 struct Shader {
   struct Part {
     int text;          // in kParts

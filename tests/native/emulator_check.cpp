@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../../csrc/msl/launch.h"
+#include "emulator/launch.h"
 
 int main(int count, char** arguments) {
   using namespace metalmm;

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/cpu/kernels.h"
-#include "../../csrc/cpu/quantize.h"
+#include "cpu/kernels.h"
+#include "cpu/quantize/quantize.h"
 
 namespace metalmm::cpu {
 namespace neon {

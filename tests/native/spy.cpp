@@ -4,11 +4,11 @@
 #include <cstring>
 #include <string>
 
-#include "msl/emulator.h"
+#include "emulator/abi.h"
 
 namespace {
 
-struct KernelEntry {  // of csrc/msl/include/msl/entry.h
+struct KernelEntry {  // of csrc/msl/host/entry.h
   const char* name;
   void (*run)();
   uint32_t n_arguments;

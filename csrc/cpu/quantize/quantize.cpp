@@ -1,0 +1,32 @@
+#include "quantize.h"
+
+#include "formats.h"
+
+namespace metalmm::cpu {
+namespace {
+
+template <int kValues, int kBytes, void kBlock(const float*, uint8_t*)>
+void quantize_blocks(const float* x, int64_t k, uint8_t* out) {
+  for (int64_t b = 0; b < k / kValues; ++b) kBlock(x + b * kValues, out + b * kBytes);
+}
+
+}  // namespace
+
+void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out) {
+  switch (f.codec) {
+#define MM_DENSE(name, Struct, bytes) \
+  case Codec::Struct:                 \
+    return quant::quantize_##name(x, k, out);
+#define MM_BLOCK(name, Struct, values, bytes, alignment) \
+  case Codec::Struct:                                    \
+    return quantize_blocks<values, bytes, quant::quantize_##name>(x, k, out);
+#define MM_AFFINE(name, Struct, bits) \
+  case Codec::Struct:                 \
+    return quant::quantize_affine<bits>(f, x, k, out);
+#include "metal/formats.def"
+    case Codec::kCount:
+      break;
+  }
+}
+
+}  // namespace metalmm::cpu

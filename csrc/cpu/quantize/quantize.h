@@ -1,0 +1,21 @@
+// Native quantizers: f32 values to packed rows, bit-equal to the specification,
+// torch_metalmm/formats.
+//
+// Equal bits need the same arithmetic: one IEEE f32 rounding per operation, and sums that add the
+// elements of a group in index order. So these files are compiled with -ffp-contract=off, without
+// -ffast-math, for the baseline instruction set; SIMD runs across groups or across trials, never
+// across the terms of a sum.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/format.h"
+
+namespace metalmm::cpu {
+
+// out[0, f.row_bytes(k)) = the packed row of x[0, k). Every byte is written.
+// x is finite and k a multiple of f.block_values. Uses nothing but its arguments: any thread may
+// call.
+void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out);
+
+}  // namespace metalmm::cpu

@@ -1,0 +1,63 @@
+// The ops of an engine that executes plans: arguments are checked, a Problem planned, its operands
+// bound to slots. What remains for an engine is launch(Plan, Buffers).
+//
+// An engine is added in one file, which defines a function that returns its Engine and registers
+// the ops for the dispatch key of its tensors (register.h):
+//
+//     const gpu::Engine& engine() { static const gpu::Engine e{gpu_of, launch}; return e; }
+//     TORCH_LIBRARY_IMPL(metalmm, MPS, m) { gpu::register_engine<engine>(m); }
+//
+// launch enqueues the passes of a plan, in order, on the stream that torch uses for the device, and
+// need not wait: torch's allocators give memory back to the same stream only. For each pass it sets
+// the kernel, its function constants, `pass.threadgroup_bytes` of threadgroup memory (index 0),
+// `pass.args` as bytes, and for every other bit of `pass.slots` the buffer that bound() names.
+// Buffer::base is the data pointer of the tensor's storage: an address, on MPS an id<MTLBuffer>.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <optional>
+#include <string_view>
+
+#include "ops/checks.h"
+#include "plan/gpu.h"
+#include "plan/plan.h"
+
+namespace metalmm::gpu {
+
+struct Engine {
+  std::function<Gpu(c10::Device)> gpu;  // what plan() shall know of a device of this engine
+  std::function<void(const Plan&, const Buffers&, c10::Device)> launch;
+};
+
+// As ops/schemas.cpp.
+at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
+                  const OptionalTensor& bias, std::string_view format, OptionalName strategy);
+at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
+                             std::string_view format, int64_t in_features);
+at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
+                  const at::Tensor& up_weight, std::string_view format_gate,
+                  std::string_view format_up);
+at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
+                         const at::Tensor& weight, const OptionalTensor& bias,
+                         std::string_view format);
+at::Tensor gemv(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
+                std::string_view format, const OptionalTensor& c, double alpha, double beta,
+                OptionalName strategy);
+at::Tensor gemm(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
+                std::string_view format, const OptionalTensor& c, double alpha, double beta,
+                OptionalName strategy);
+at::Tensor dequantize(const Engine& e, const at::Tensor& weight, std::string_view format,
+                      std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype);
+// Ids on a device are not checked, which would wait for it: one below 0 gives the first row of the
+// table, one beyond it the last.
+at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& weight,
+                     std::string_view format, std::optional<int64_t> in_features,
+                     std::optional<at::ScalarType> dtype);
+// There is no shader that quantizes: w is copied to the CPU, quantized there, the result copied
+// back.
+at::Tensor quantize(const Engine& e, const at::Tensor& w, std::string_view format);
+at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op);
+
+}  // namespace metalmm::gpu

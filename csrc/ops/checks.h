@@ -1,0 +1,108 @@
+// The arguments of every op, checked once for all engines and for fake tensors, whose sizes may be
+// symbols (shapes.cpp). A check runs before any work; its error names the argument, what was given
+// and what is allowed, and is a ValueError in Python (IndexError for ids). Tensors on different
+// devices are an error that names one of them and both devices.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plan/format.h"
+#include "plan/names.h"
+#include "plan/plan.h"
+
+namespace metalmm {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalSize = std::optional<c10::SymInt>;
+using OptionalName = std::optional<std::string_view>;
+
+// What a check found: a weight of n rows of k values.
+struct WeightShape {
+  const Format& format;
+  c10::SymInt n, k;
+};
+
+// A checked weight as an engine takes it: uint8 [N, row_bytes(k)] with dense rows. A dense format
+// is given as that, or as [N, k] of its dtype.
+struct PackedWeight {
+  const Format& format;
+  at::Tensor rows;
+  int64_t k;
+};
+PackedWeight packed(const at::Tensor& weight, const WeightShape& checked);
+
+// x f32 / f16 / bf16 [..., K]; bias f32 / f16 / bf16 [N] or nothing.
+WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                         std::string_view format);
+
+// grad [..., N]
+WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
+                             std::string_view format, const c10::SymInt& in_features);
+
+// As many rows of gate as of up, each in its own format.
+struct GateUpShape {
+  WeightShape gate, up;
+};
+GateUpShape check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight,
+                         const at::Tensor& up_weight, std::string_view format_gate,
+                         std::string_view format_up);
+
+// gate and up [..., K] of the same shape
+WeightShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
+                                const at::Tensor& weight, const OptionalTensor& bias,
+                                std::string_view format);
+
+// gemv (dim 1) and gemm (dim 2): c is of the shape of the result, and there if beta is not 0.
+WeightShape check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
+                         const OptionalTensor& c, double beta, int64_t dim);
+
+// Where in_features is not given, it is the one K whose rows have as many bytes. The padding of an
+// affine row can leave several such K: then in_features must be given.
+WeightShape check_dequantize(const at::Tensor& weight, std::string_view format,
+                             const OptionalSize& in_features);
+
+// ids int32 or int64 of any shape; of a table without rows, none.
+WeightShape check_embedding(const at::Tensor& ids, const at::Tensor& weight,
+                            std::string_view format, const OptionalSize& in_features);
+
+// Whether each id is in the table: for ids on the CPU only, elsewhere it would wait for the device.
+void check_ids(const at::Tensor& ids, int64_t rows);
+
+// w f32 / f16 / bf16 [N, K], K a multiple of the block.
+const Format& check_quantize(const at::Tensor& w, std::string_view format);
+
+// x and x2 f32 / f16 / bf16, of the same shape and dtype. Returns the problem that op names.
+Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op);
+
+// The dtype of decoded values: f32 unless given; f32, f16 or bf16.
+at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);
+
+// find(), whose std::invalid_argument (of code that knows no torch) becomes a ValueError.
+template <class Find>
+decltype(auto) or_value_error(Find find) {
+  try {
+    return find();
+  } catch (const std::invalid_argument& e) {
+    TORCH_CHECK_VALUE(false, e.what());
+  }
+}
+
+// The index of `given` among the names of `allowed`, which to_string() has: what `argument` may be
+// on this type of device.
+template <class Named>
+int check_name(std::string_view argument, std::string_view given, const std::vector<Named>& allowed,
+               const std::string& device_type) {
+  return or_value_error([&] {
+    return find_name(
+        argument, given, static_cast<int>(allowed.size()),
+        [&](int i) { return std::string_view(to_string(allowed[i])); }, " on " + device_type);
+  });
+}
+
+}  // namespace metalmm

@@ -1,0 +1,59 @@
+#include "format.h"
+
+#include <stdexcept>
+#include <unordered_map>
+
+#include "metal/geometry.h"
+#include "names.h"
+
+namespace metalmm {
+namespace {
+
+std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits) {
+  std::vector<Format> out;
+  for (int64_t group : {32, 64, 128}) {
+    for (auto [type, suffix] :
+         {std::pair{ScaleType::kF16, ""}, {ScaleType::kBF16, "_bf16"}, {ScaleType::kF32, "_f32"}}) {
+      out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
+                     Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type),
+                     kAffineRowAlignment, bits, type});
+    }
+  }
+  return out;
+}
+
+std::vector<Format> make_formats() {
+  std::vector<Format> out;
+#define MM_DENSE(name, Struct, bytes) \
+  out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes, bytes});
+#define MM_BLOCK(name, Struct, values, bytes, alignment) \
+  out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment});
+#define MM_AFFINE(name, Struct, bits)                             \
+  for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \
+    out.push_back(std::move(f));                                  \
+  }
+#include "metal/formats.def"
+  return out;
+}
+
+}  // namespace
+
+const std::vector<Format>& all_formats() {
+  static const auto* formats = new std::vector<Format>(make_formats());
+  return *formats;
+}
+
+const Format& format_by_name(std::string_view name) {
+  static const auto* index = [] {
+    auto* map = new std::unordered_map<std::string, const Format*>();
+    for (const Format& f : all_formats()) map->emplace(f.name, &f);
+    return map;
+  }();
+  auto it = index->find(lower(name));
+  if (it != index->end()) return *it->second;
+  std::string allowed;
+  for (const Format& f : all_formats()) allowed += (allowed.empty() ? "" : ", ") + f.name;
+  throw std::invalid_argument("format: unknown '" + std::string(name) + "'; allowed: " + allowed);
+}
+
+}  // namespace metalmm

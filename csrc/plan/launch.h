@@ -1,0 +1,51 @@
+// A plan as values, and what every launcher (Metal, emulator, CUDA) takes. No torch, no Metal.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "metal/abi.h"
+
+namespace metalmm {
+
+// One dispatch. `kernel` is <strategy>_<format>_<dtype>, a function of the shader library.
+struct Pass {
+  std::string kernel;
+  std::array<uint32_t, 3> grid;    // threadgroups
+  std::array<uint32_t, 3> group;   // threads per threadgroup
+  uint32_t threadgroup_bytes = 0;  // bound to [[threadgroup(0)]], which every kernel declares
+  std::array<uint32_t, kConstantCount> constants{};
+  uint32_t slots = 0;  // bit i: the kernel declares Slot i
+  KernelArgs args{};
+};
+
+struct Plan {
+  std::vector<Pass> passes;  // in order; each sees what the one before wrote
+  size_t workspace_bytes =
+      0;               // scratch bound to kSlotPartial (and to kSlotY of the pass that fills it)
+  std::string reason;  // why this strategy, in words
+};
+
+// Memory bound to a slot: a base, the byte offset at which the operand starts, and the bytes after
+// it.
+struct Buffer {
+  void* base = nullptr;
+  size_t offset = 0;
+  size_t bytes = 0;
+};
+using Buffers = std::array<Buffer, kSlotCount>;
+
+// What a slot that the pass declares is bound to. The y of a pass that leaves f32 sums is the
+// workspace, or the result where there is none. An operand that is absent (bias, c) is y with no
+// bytes: the kernel does not read it. Not for kSlotArgs, which is pass.args.
+inline Buffer bound(const Pass& pass, const Buffers& buffers, uint32_t slot) {
+  const bool is_partial = pass.constants[kConstantEpilogue] & kEpiloguePartial;
+  const Buffer& y = buffers[is_partial && buffers[kSlotPartial].base ? kSlotPartial : kSlotY];
+  if (slot == kSlotY) return y;
+  return buffers[slot].base ? buffers[slot] : Buffer{y.base, y.offset, 0};
+}
+
+}  // namespace metalmm

@@ -1,0 +1,111 @@
+// Strategies, dtypes, ops and kernels by name.
+#include "names.h"
+#include "passes.h"
+#include "plan.h"
+
+namespace metalmm {
+namespace {
+
+constexpr const char* kDTypes[] = {"f32", "f16", "bf16"};
+constexpr const char* kOps[] = {"linear",     "swiglu_up", "swiglu_down", "embedding",
+                                "dequantize", "add",       "sub",         "mul",
+                                "div",        "dot",       "silu_mul"};
+static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
+
+constexpr const char* kCodecs[] = {
+#define MM_DENSE(name, Struct, bytes) #name,
+#define MM_BLOCK(name, Struct, values, bytes, alignment) #name,
+#define MM_AFFINE(name, Struct, bits) #name,
+#include "metal/formats.def"
+};
+
+bool has_format(Family family) { return family == Family::Matmul || family == Family::Rows; }
+
+}  // namespace
+
+const char* to_string(StrategyId s) { return info_of(s).name; }
+const char* to_string(DType d) { return kDTypes[static_cast<int>(d)]; }
+const char* to_string(Op op) { return kOps[static_cast<int>(op)]; }
+
+StrategyId strategy_by_name(std::string_view name) {
+  return static_cast<StrategyId>(find_name("strategy", name, kNumStrategies, [](int i) {
+    return to_string(static_cast<StrategyId>(i));
+  }));
+}
+
+DType dtype_by_name(std::string_view name) {
+  return static_cast<DType>(find_name("dtype", name, 3, [](int i) { return kDTypes[i]; }));
+}
+
+Op op_by_name(std::string_view name) {
+  return static_cast<Op>(
+      find_name("op", name, static_cast<int>(Op::kCount), [](int i) { return kOps[i]; }));
+}
+
+// What the kernels bind says what they compute.
+std::vector<StrategyId> strategies_of(Op op) {
+  using S = StrategyId;
+  std::vector<S> out;
+  const auto binds = [&](uint32_t slots) {
+    for (int i = 0; i < kNumStrategies; ++i) {
+      if (info_of(static_cast<S>(i)).slots == slots) out.push_back(static_cast<S>(i));
+    }
+  };
+  switch (op) {
+    case Op::kLinear:
+      binds(kBindMatmul);
+      out.push_back(S::split_reduce);
+      break;
+    case Op::kSwigluUp:
+      binds(kBindSwigluUp);
+      break;
+    case Op::kSwigluDown:
+      binds(kBindSwigluDown);
+      out.push_back(S::split_reduce);
+      break;
+    case Op::kEmbedding:
+      binds(kBindEmbedding);
+      break;
+    case Op::kDequantize:
+      binds(kBindDequantize);
+      break;
+    case Op::kAdd:
+      return {S::elementwise_add};
+    case Op::kSub:
+      return {S::elementwise_sub};
+    case Op::kMul:
+      return {S::elementwise_mul};
+    case Op::kDiv:
+      return {S::elementwise_div};
+    case Op::kDot:
+      return {S::dot};
+    case Op::kSiluMul:
+      return {S::silu_mul};
+    case Op::kCount:
+      break;
+  }
+  return out;
+}
+
+std::string kernel_name(StrategyId strategy, Codec codec, DType dtype) {
+  std::string out = to_string(strategy);
+  if (has_format(info_of(strategy).family))
+    out += std::string("_") + kCodecs[static_cast<int>(codec)];
+  return out + "_" + to_string(dtype);
+}
+
+std::vector<std::string> all_kernel_names() {
+  std::vector<std::string> out;
+  for (int s = 0; s < kNumStrategies; ++s) {
+    const auto strategy = static_cast<StrategyId>(s);
+    const int codecs = has_format(info_of(strategy).family) ? kNumCodecs : 1;
+    for (int c = 0; c < codecs; ++c) {
+      for (int d = 0; d < 3; ++d) {
+        out.push_back(kernel_name(strategy, static_cast<Codec>(c), static_cast<DType>(d)));
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace metalmm

@@ -1,0 +1,260 @@
+#include "passes.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <type_traits>
+
+#include "metal/geometry.h"
+
+namespace metalmm {
+namespace {
+
+using S = StrategyId;
+
+// ---- strategies.def as values
+
+template <class G, class = void>
+struct StepOf {
+  static constexpr int value = kChunkValues;
+};
+template <class G>
+struct StepOf<G, std::void_t<decltype(G::kK)>> {
+  static constexpr int value = G::kK;
+};
+
+// MM_KERNEL of entry.h declares [[threadgroup(0)]] for every kernel. Memory must be bound to it,
+// and Metal takes multiples of 16 bytes.
+constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; }
+
+template <Family family, class G>
+constexpr StrategyInfo info(const char* name, uint32_t slots) {
+  StrategyInfo out{name, family, slots, 0, 0, 0, 0, G::kThreads, 0, 0};
+  if constexpr (family == Family::Matmul) {
+    out.n = G::kN;
+    out.m = G::kM;
+    out.k = StepOf<G>::value;
+    out.threadgroup_bytes = bound_bytes(G::threadgroup_bytes(false));
+    out.threadgroup_bytes_f16 = bound_bytes(G::threadgroup_bytes(true));
+  } else if constexpr (family == Family::Single) {
+    out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(G::kThreadgroupBytes);
+  } else {
+    out.values = G::kValues;
+    out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(0);
+  }
+  return out;
+}
+
+constexpr StrategyInfo kStrategies[] = {
+#define MM_STRATEGY(name, Fam, Geometry, slots) info<Family::Fam, Geometry>(#name, slots),
+#include "metal/strategies.def"
+};
+static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
+
+constexpr int64_t kMatrixRows = 8;  // of x: the least that gemm_small takes
+static_assert(GemmSmallTile::kM == 2 * kMatrixRows);
+
+constexpr bool every_codec_has_a_piece() {
+  for (int c = 0; c < kNumCodecs; ++c) piece_of(static_cast<Codec>(c));
+  return true;
+}
+static_assert(every_codec_has_a_piece(), "pieces.def: no row for a codec");
+
+// ---- sizes
+
+uint32_t u32(int64_t v, const char* what) {
+  if (v < 0 || v > std::numeric_limits<uint32_t>::max()) {
+    throw std::invalid_argument(std::string(what) + ": " + std::to_string(v) +
+                                " does not fit 32 bits");
+  }
+  return static_cast<uint32_t>(v);
+}
+
+// Elements of silu_mul or a probe, ids of an embedding.
+int64_t count_of(const Problem& p) {
+  if (p.op == Op::kEmbedding) return p.m;
+  if (p.op == Op::kDot) return p.k;
+  return has_weight(p.op) ? 0 : p.n;
+}
+
+// Threads of a flat grid.
+int64_t items_of(StrategyId strategy, const Problem& p) {
+  const int64_t values = info_of(strategy).values;
+  if (strategy == S::split_reduce) return ceil_div(product(p.m, p.n), values);
+  if (!has_weight(p.op)) return ceil_div(count_of(p), values);
+  return product(p.op == Op::kEmbedding ? p.m : p.n, ceil_div(p.k, values));
+}
+
+std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t parts) {
+  const StrategyInfo& s = info_of(strategy);
+  if (s.family == Family::Single) return {1, 1, 1};
+  if (s.family != Family::Matmul) {
+    const int64_t groups = ceil_div(items_of(strategy, p), s.threads);
+    u32(product(groups, s.threads), "threads");  // kernels number them in 32 bits
+    return {u32(groups, "grid"), 1, 1};
+  }
+  return {u32(ceil_div(p.m, rows_of_x(strategy, p)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
+          u32(parts, "grid")};
+}
+
+// ---- constants and arguments
+
+int64_t or_packed(int64_t stride, int64_t packed) { return stride == kPacked ? packed : stride; }
+
+uint32_t epilogue_of(const Problem& p) {
+  return (p.has_bias ? kEpilogueBias : 0u) | (p.has_c && p.beta != 0 ? kEpilogueC : 0u) |
+         (p.alpha != 1 ? kEpilogueAlpha : 0u);
+}
+
+KernelArgs args_of(const Problem& p, const Parts& parts) {
+  KernelArgs a{};
+  const bool is_linear = p.op <= Op::kSwigluDown;
+  a.x_stride = or_packed(p.x_stride, p.k);
+  a.y_stride = or_packed(p.y_stride, is_linear ? p.n : p.k);
+  a.m = static_cast<uint32_t>(p.m);
+  a.n = static_cast<uint32_t>(p.n);
+  a.k = static_cast<uint32_t>(p.k);
+  a.k_per_part = u32(parts.k_per_part, "k");
+  a.parts = u32(parts.count, "parts");
+  a.count = u32(count_of(p), "count");
+  a.alpha = p.alpha;
+  a.beta = p.has_c ? p.beta : 0;
+  if (!has_weight(p.op)) return a;
+  const int64_t row_bytes = p.format->row_bytes(p.k);
+  a.w_stride = or_packed(p.w_stride, row_bytes);
+  if (p.op == Op::kSwigluUp) a.w2_stride = or_packed(p.w2_stride, row_bytes);
+  return a;
+}
+
+// Whether rows start at multiples of `bytes`: the first does, and the stride is one or there is no
+// second row.
+bool rows_aligned(int64_t first, int64_t rows, int64_t stride_bytes, int64_t bytes) {
+  return first % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
+}
+
+uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
+  const int64_t row = p.format->row_bytes(p.k);
+  const auto begin_at = [&](int64_t bytes) {
+    return rows_aligned(p.w_alignment, p.n, a.w_stride, bytes) &&
+           rows_aligned(p.w_alignment, p.n, a.w2_stride, bytes);
+  };
+  uint32_t out = 0;
+  const bool is_packed = a.w_stride == row && (p.op != Op::kSwigluUp || a.w2_stride == row);
+  if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
+  if (p.format->layout == Layout::kDense && begin_at(16)) out |= kBoundsAlignedWeight;
+  if (p.format->layout == Layout::kBlock && p.format->alignment == 2) {
+    if (row % 4 == 0 && begin_at(4)) out |= kBoundsWordBlocks;
+    if (row % 8 == 0 && begin_at(8)) out |= kBoundsLongBlocks;
+  }
+  return out;
+}
+
+uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
+  const StrategyInfo& s = info_of(strategy);
+  uint32_t out = 0;
+  if (s.family == Family::Matmul) {
+    if (p.n % s.n) out |= kBoundsN;
+    if (p.m % rows_of_x(strategy, p)) out |= kBoundsM;
+    if (p.k % s.k) out |= kBoundsK;
+    const int64_t value_bytes = dtype_bytes(p.dtype);
+    if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
+      out |= kBoundsAlignedX;
+    }
+  } else if (s.family == Family::Rows && p.k % s.values) {
+    out |= kBoundsK;
+  }
+  return has_weight(p.op) ? out | bounds_of_weights(p, a) : out;
+}
+
+Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {
+  const StrategyInfo& s = info_of(strategy);
+  Pass out;
+  out.kernel = kernel_name(strategy, has_weight(p.op) ? p.format->codec : Codec::kCount, p.dtype);
+  out.grid = grid_of(strategy, p, depth);
+  out.group = {static_cast<uint32_t>(s.threads), 1, 1};
+  out.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
+  out.slots = s.slots;
+  out.args = args_of(p, parts);
+  if (s.family == Family::Matmul || s.family == Family::Rows) {
+    out.constants[kConstantK] = out.args.k;
+    if (p.format->layout == Layout::kAffine) {
+      out.constants[kConstantGroup] = static_cast<uint32_t>(p.format->block_values);
+      out.constants[kConstantScaleType] = static_cast<uint32_t>(p.format->scale_type);
+    }
+    out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
+  }
+  if (strategy == S::gemv_batched || strategy == S::gemm_small) {
+    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p));
+  }
+  return out;
+}
+
+}  // namespace
+
+const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }
+
+int64_t product(int64_t a, int64_t b) {
+  int64_t out;
+  if (__builtin_mul_overflow(a, b, &out)) {
+    throw std::invalid_argument("shape: " + std::to_string(a) + " x " + std::to_string(b) +
+                                " does not fit 64 bits");
+  }
+  return out;
+}
+
+void check_sizes(const Problem& p) {
+  u32(p.m, "m");
+  u32(p.n, p.op == Op::kSiluMul ? "elements of gate" : "n");  // M N of swiglu's caller
+  u32(p.k, "k");
+}
+
+int64_t rows_of_x(StrategyId strategy, const Problem& p) {
+  const int64_t most = info_of(strategy).m;
+  if (strategy == S::gemm_small) {
+    return p.m <= kMatrixRows ? kMatrixRows : GemmSmallTile::rows(p.dtype == DType::kF16);
+  }
+  if (strategy != S::gemv_batched || p.m <= 0) return most;
+  const int64_t pass = batched_pass(piece_of(p.format->codec).values);
+  return ceil_div(p.m, ceil_div(p.m, pass));
+}
+
+int64_t groups_of(StrategyId strategy, const Problem& p) {
+  const auto grid = grid_of(strategy, p, 1);
+  return product(grid[0], grid[1]);
+}
+
+uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype) {
+  const StrategyInfo& s = info_of(strategy);
+  return static_cast<uint32_t>(dtype == DType::kF16 ? s.threadgroup_bytes_f16
+                                                    : s.threadgroup_bytes);
+}
+
+Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
+  const int64_t step = info_of(strategy).k;
+  const int64_t block = p.format->block_values;
+  // Both are powers of two: the larger is a multiple of the other.
+  const int64_t unit = std::max(step, block);
+  const int64_t per_part = ceil_div(ceil_div(p.k, std::max<int64_t>(most, 1)), unit) * unit;
+  if (per_part >= p.k) return {1, p.k};
+  return {ceil_div(p.k, per_part), per_part};
+}
+
+Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool is_split) {
+  Pass out = make_pass(strategy, p, parts, parts.count);
+  if (is_split || (p.y_f32 && p.dtype != DType::kF32)) {
+    out.constants[kConstantEpilogue] = kEpiloguePartial;
+    out.args.y_stride = p.n;  // of the workspace
+  } else {
+    out.constants[kConstantEpilogue] = epilogue_of(p);
+  }
+  return out;
+}
+
+Pass reduce_pass(Problem p, const Parts& parts) {
+  if (p.y_f32) p.dtype = DType::kF32;
+  Pass out = make_pass(S::split_reduce, p, parts, 1);
+  out.constants[kConstantEpilogue] = epilogue_of(p);
+  return out;
+}
+
+}  // namespace metalmm

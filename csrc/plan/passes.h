@@ -1,0 +1,77 @@
+// From a strategy to its dispatches: grid, group, threadgroup bytes, constants, slots, arguments.
+// All of it follows from metal/strategies.def, metal/geometry.h and the format; what is chosen, and
+// why, is in plan.cpp.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "plan.h"
+
+namespace metalmm {
+
+enum class Family { Matmul, Rows, Flat, Single };
+
+// A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
+struct StrategyInfo {
+  const char* name;
+  Family family;
+  uint32_t slots;
+  int n, m;    // Matmul: rows of W and of x per threadgroup
+  int k;       // Matmul: values of K per step; a part of split-K is a whole number of steps
+  int values;  // Rows, Flat: values per thread
+  int threads;
+  int threadgroup_bytes, threadgroup_bytes_f16;  // to bind, by the dtype of x
+};
+const StrategyInfo& info_of(StrategyId strategy);
+
+// Values of K that a lane takes at a step. Choices depend on it, no result.
+struct Piece {
+  int values;
+  bool is_wide;  // gemv_wide_n may take it
+};
+
+constexpr Piece piece_of(Codec codec) {
+  switch (codec) {
+#define MM_PIECE(name, Struct, values, wide) \
+  case Codec::Struct:                        \
+    return {values, wide != 0};
+#include "metal/pieces.def"
+    case Codec::kCount:
+      break;
+  }
+  throw std::logic_error("pieces.def: no row for a codec");
+}
+
+// Rows of x per threadgroup: gemv_batched spreads M evenly over its passes, gemm_small takes one
+// matrix of 8, or two of halves.
+int64_t rows_of_x(StrategyId strategy, const Problem& problem);
+
+// Threadgroups of one part.
+int64_t groups_of(StrategyId strategy, const Problem& problem);
+
+uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype);
+
+// K cut into parts of k_per_part values, a whole number of blocks and of steps; the last may be
+// shorter, none is empty.
+struct Parts {
+  int64_t count = 1;
+  int64_t k_per_part = 0;
+};
+// At most so many parts.
+Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
+
+// is_split: it leaves the sum of each part in the workspace, for reduce_pass.
+Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
+Pass reduce_pass(Problem problem, const Parts& parts);
+
+// Of no negative a.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Throws std::invalid_argument where the product does not fit 64 bits.
+int64_t product(int64_t a, int64_t b);
+
+// Throws std::invalid_argument: a size that kernels, which count in 32 bits, cannot take.
+void check_sizes(const Problem& problem);
+
+}  // namespace metalmm

@@ -1,0 +1,331 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "metal/geometry.h"
+#include "passes.h"
+
+namespace metalmm {
+namespace {
+
+using S = StrategyId;
+
+// ---- tuning.def as values
+
+enum class Generations { M1_M2, M3_M4, M5 };
+
+struct Tuning {
+  Generations generations;
+  ChipClass chip_class;
+  int64_t batched_max_m, small_max_m, large_k_steps, large_k_groups, wide_n_min_n;
+};
+
+struct Split {
+  StrategyId strategy;
+  int64_t groups_per_core, min_k_per_part;
+};
+
+constexpr Tuning kTunings[] = {
+#define MM_TUNING(generations, chip_class, ...) \
+  {Generations::generations, ChipClass::k##chip_class, __VA_ARGS__},
+#include "tuning.def"
+};
+
+constexpr bool batches_fit() {
+  for (const Tuning& t : kTunings) {
+    if (t.batched_max_m > kMaxBatch) return false;
+  }
+  return true;
+}
+static_assert(batches_fit(), "tuning.def: batched_max_m is over what gemv_batched takes");
+
+constexpr Split kSplits[] = {
+#define MM_SPLIT(strategy, ...) {S::strategy, __VA_ARGS__},
+#include "tuning.def"
+};
+
+struct Fused {
+  Op op;
+  int64_t max_m;
+};
+
+constexpr Fused kFused[] = {
+#define MM_FUSED(op, max_m) {Op::op, max_m},
+#include "tuning.def"
+};
+
+const Tuning& tuning_of(const Gpu& gpu) {
+  const auto group = gpu.generation <= Generation::kM2   ? Generations::M1_M2
+                     : gpu.generation <= Generation::kM4 ? Generations::M3_M4
+                                                         : Generations::M5;
+  for (const Tuning& t : kTunings) {
+    if (t.generations == group && t.chip_class == gpu.chip_class) return t;
+  }
+  throw std::logic_error("tuning.def: no row for " + gpu.name);
+}
+
+const Split* split_of(StrategyId strategy) {
+  for (const Split& s : kSplits) {
+    if (s.strategy == strategy) return &s;
+  }
+  return nullptr;
+}
+
+// ---- the choice
+
+struct Choice {
+  StrategyId strategy;
+  std::string reason;
+};
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+// A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
+// what the table allows where those are kRows. Where they are fewer, one pass: a second one, which
+// reads W again, is behind the tiles on every chip (docs/chip-model.md).
+int64_t batched_max_m(const Tuning& t, const Format& f) {
+  const int values = piece_of(f.codec).values, rows = batched_rows(values);
+  const int64_t most = t.batched_max_m * rows / GemvBatched::kRows;
+  return rows == GemvBatched::kRows ? most : std::min<int64_t>(most, batched_pass(values));
+}
+
+Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
+  const Piece piece = piece_of(p.format->codec);
+  if (p.n > t.wide_n_min_n && piece.is_wide) {
+    return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
+                                ": more rows per simdgroup, fewer loads of x"};
+  }
+  const int64_t groups = groups_of(S::gemv, p);
+  const int64_t wanted = t.large_k_groups * gpu.cores;
+  const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.values;
+  const int64_t min_k = groups < gpu.cores ? long_k / 2 : long_k;
+  const std::string grid = "the standard grid of " + str(groups) + " threadgroups ";
+  const std::string fill = str(t.large_k_groups) + " for each of " + str(gpu.cores) + " cores";
+  if (groups >= wanted) {
+    return {S::gemv, "M = 1, and " + grid + "has " + fill};
+  }
+  const std::string few = "M = 1, " + grid + "is under " + fill + ", and K = " + str(p.k) + " is ";
+  if (p.k < min_k) {
+    return {S::gemv, few + "under " + str(min_k) + ", too short to share among simdgroups"};
+  }
+  return {S::gemv_large_k, few + "at least " + str(min_k) + ": simdgroups share rows and split K"};
+}
+
+Choice choose_linear(const Problem& p, const Gpu& gpu) {
+  const Tuning& t = tuning_of(gpu);
+  if (p.m <= 1) return choose_gemv(p, gpu, t);
+  const int64_t batched = batched_max_m(t, *p.format);
+  if (p.m <= batched) {
+    return {S::gemv_batched, "M = " + str(p.m) + " is in 2 ... " + str(batched) +
+                                 ": every weight is decoded once for up to " + str(kBatchPerPass) +
+                                 " rows"};
+  }
+  if (p.m <= t.small_max_m) {
+    return {S::gemm_small, "M = " + str(p.m) + " is in " + str(std::max<int64_t>(batched, 1) + 1) +
+                               " ... " + str(t.small_max_m) + ": matrix-unit tiles of " +
+                               str(GemmSmallTile::kN) +
+                               " rows of W, in a finer grid than those of " + str(GemmTile::kN)};
+  }
+  return {S::gemm, "M = " + str(p.m) + " is over " + str(t.small_max_m) +
+                       ": matrix-unit tiles of " + str(GemmTile::kN) + " x " + str(GemmTile::kM)};
+}
+
+Choice choose(const Problem& p, const Gpu& gpu) {
+  switch (p.op) {
+    case Op::kLinear:
+      return choose_linear(p, gpu);
+    case Op::kSwigluUp:
+      return {S::swiglu_up, "gate and up in one pass over x"};
+    case Op::kSwigluDown:
+      return {S::swiglu_down, "silu(gate) * up is computed as x is loaded"};
+    case Op::kEmbedding:
+      return {S::embedding, "only the rows asked for are decoded"};
+    case Op::kDequantize:
+      return {S::dequantize, "every row is decoded"};
+    case Op::kAdd:
+      return {S::elementwise_add, "a probe"};
+    case Op::kSub:
+      return {S::elementwise_sub, "a probe"};
+    case Op::kMul:
+      return {S::elementwise_mul, "a probe"};
+    case Op::kDiv:
+      return {S::elementwise_div, "a probe"};
+    case Op::kDot:
+      return {S::dot, "a probe"};
+    case Op::kSiluMul:
+      return {S::silu_mul, "gate and up as f32, their product rounded once"};
+    case Op::kCount:
+      break;
+  }
+  throw std::logic_error("plan: no such op");
+}
+
+// The strategy, or one that does the same in less threadgroup memory.
+Choice fitting(Choice choice, const Problem& p, const Gpu& gpu) {
+  const StrategyId first = choice.strategy;
+  const auto fits = [&](StrategyId s) {
+    return threadgroup_bytes_of(s, p.dtype) <= gpu.max_threadgroup_memory;
+  };
+  if (fits(first)) return choice;
+  const std::string why =
+      std::string(to_string(first)) + " needs " + str(threadgroup_bytes_of(first, p.dtype)) +
+      " bytes of threadgroup memory, over the " + str(gpu.max_threadgroup_memory) + " of this GPU";
+  if (p.op == Op::kLinear) {
+    for (StrategyId s : {S::gemm_small, S::gemm_naive}) {
+      if (fits(s)) return {s, choice.reason + "; but " + why};
+    }
+  }
+  throw std::invalid_argument("gpu: " + why);
+}
+
+// Parts of K: as many as bring the grid to what the cores need, none shorter than the table allows.
+// Forced: at least 2, if K has so many steps.
+Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
+                   std::string* reason) {
+  const Split* split = split_of(strategy);
+  if (!split && !forced) return {1, p.k};
+  const int64_t groups = groups_of(strategy, p);
+  const int64_t wanted = split ? split->groups_per_core * gpu.cores : 0;
+  int64_t count = split ? std::min(ceil_div(wanted, groups), p.k / split->min_k_per_part) : 0;
+  const bool is_needed = count > 1;
+  if (forced) count = std::max<int64_t>(count, 2);
+  const Parts parts = cut(strategy, p, count);
+  if (parts.count > 1) {
+    *reason +=
+        "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
+        (is_needed ? ", for " + str(groups) + " threadgroups are under " +
+                         str(split->groups_per_core) + " for each of " + str(gpu.cores) + " cores"
+                   : ", as asked");
+  } else if (forced) {
+    *reason += "; split-K as asked, in one part: K has no second step";
+  }
+  return parts;
+}
+
+// ---- checks
+
+constexpr int64_t kMaxStride = int64_t{1} << 56;  // in bytes, it still fits 64 bits
+
+[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
+
+void check(const Problem& p) {
+  const std::string op = to_string(p.op);
+  if (p.m < 0 || p.n < 0 || p.k < 0) {
+    reject("shape: M, N, K = " + str(p.m) + ", " + str(p.n) + ", " + str(p.k) +
+           "; none may be negative");
+  }
+  for (int64_t stride : {p.x_stride, p.y_stride, p.w_stride, p.w2_stride}) {
+    if (stride < kPacked || stride > kMaxStride) {
+      reject("stride: " + str(stride) + "; must be 0 to " + str(kMaxStride) + ", or " +
+             str(kPacked) + " for rows that follow each other");
+    }
+  }
+  const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
+  if (!has_epilogue && (p.has_bias || p.has_c || p.alpha != 1)) {
+    reject("bias, c, alpha: " + op + " has none; linear and swiglu_down have");
+  }
+  if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
+  if (p.y_f32 && (p.op != Op::kLinear || p.has_bias || p.has_c || p.alpha != 1)) {
+    reject("y_f32: only of linear without bias, c and alpha");
+  }
+  if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
+    reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
+  }
+  if (!has_weight(p.op)) return;
+  if (!p.format) reject("format: " + op + " needs one");
+  if (p.k % p.format->block_values) {
+    reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
+           " values of a block of " + p.format->name);
+  }
+  // Where k itself does not fit, check_sizes() refuses it.
+  if (p.k <= UINT32_MAX && p.format->row_bytes(p.k) > UINT32_MAX) {
+    reject("k: " + str(p.k) + " values of " + p.format->name + " are " +
+           str(p.format->row_bytes(p.k)) +
+           " bytes; shaders count the bytes of a row in 32 bits, at most " + str(UINT32_MAX));
+  }
+  const int64_t unit = p.format->alignment;
+  const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % unit == 0) &&
+                                        (p.w2_stride == kPacked || p.w2_stride % unit == 0));
+  if (p.w_alignment % unit || !strides_fit) {
+    reject("weight: rows of " + p.format->name + " begin at multiples of " + str(unit) +
+           " bytes; alignment " + str(p.w_alignment) + ", stride " + str(p.w_stride));
+  }
+}
+
+std::string join(const std::vector<StrategyId>& strategies) {
+  std::string out;
+  for (StrategyId s : strategies) out += (out.empty() ? "" : ", ") + std::string(to_string(s));
+  return out;
+}
+
+// What the strategy computes, in words.
+std::string ability(StrategyId strategy) {
+  std::string ops;
+  for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
+    const auto able = strategies_of(static_cast<Op>(i));
+    if (std::find(able.begin(), able.end(), strategy) == able.end()) continue;
+    ops += (ops.empty() ? "" : ", ") + std::string(to_string(static_cast<Op>(i)));
+  }
+  return std::string(to_string(strategy)) + " computes " + ops;
+}
+
+Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
+  const auto able = strategies_of(p.op);
+  if (std::find(able.begin(), able.end(), strategy) == able.end()) {
+    reject("strategy: " + ability(strategy) + ", not " + to_string(p.op) + "; that takes " +
+           join(able));
+  }
+  const uint32_t bytes = threadgroup_bytes_of(strategy, p.dtype);
+  if (bytes > gpu.max_threadgroup_memory) {
+    reject("strategy: " + std::string(to_string(strategy)) + " needs " + str(bytes) +
+           " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
+  }
+  return {strategy, "forced"};
+}
+
+bool has_no_output(const Problem& p) {
+  if (p.op == Op::kDot) return false;
+  if (!has_weight(p.op)) return p.n == 0;
+  if (p.op == Op::kEmbedding) return p.m == 0 || p.k == 0;
+  if (p.op == Op::kDequantize) return p.n == 0 || p.k == 0;
+  return p.m == 0 || p.n == 0;
+}
+
+}  // namespace
+
+Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy) {
+  check(problem);
+  const bool is_split_forced = strategy == S::split_reduce;
+  if (is_split_forced) force(S::split_reduce, problem, gpu);
+  Plan out;
+  if (has_no_output(problem)) {
+    out.reason = "no output: no pass";
+    return out;
+  }
+  check_sizes(problem);
+  Choice choice = strategy && !is_split_forced ? force(*strategy, problem, gpu)
+                                               : fitting(choose(problem, gpu), problem, gpu);
+  Parts parts{1, problem.k};
+  if (problem.op <= Op::kSwigluDown) {
+    parts = choose_parts(choice.strategy, problem, gpu, is_split_forced, &choice.reason);
+  }
+  const bool is_split = is_split_forced || parts.count > 1;
+  out.reason = std::string(to_string(choice.strategy)) + ": " + choice.reason;
+  out.passes.push_back(main_pass(choice.strategy, problem, parts, is_split));
+  if (is_split) {
+    const int64_t results = product(parts.count, product(problem.m, problem.n));
+    out.workspace_bytes = static_cast<size_t>(product(results, sizeof(float)));
+    out.passes.push_back(reduce_pass(problem, parts));
+  }
+  return out;
+}
+
+bool is_fused(Op op, int64_t m) {
+  for (const Fused& f : kFused) {
+    if (f.op == op) return m <= f.max_m;
+  }
+  return false;
+}
+
+}  // namespace metalmm

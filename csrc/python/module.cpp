@@ -1,0 +1,58 @@
+// The Python module: what the ops cannot say. Importing it registers torch.ops.metalmm.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "cpu/kernels.h"
+#include "plan/format.h"
+
+namespace py = pybind11;
+
+namespace metalmm {
+void bind_plan(py::module_& m);      // plan.cpp
+void bind_emulator(py::module_& m);  // emulator/ops.cpp
+namespace mps {
+void bind_recorder(py::module_& m);  // mps/recorder.cpp
+void bind_mps(py::module_& m);       // mps/ops.cpp, on macOS
+}  // namespace mps
+
+}  // namespace metalmm
+
+PYBIND11_MODULE(_C, m) {
+  metalmm::bind_plan(m);
+  metalmm::bind_emulator(m);
+  metalmm::mps::bind_recorder(m);
+#if defined(__APPLE__)
+  metalmm::mps::bind_mps(m);
+#endif
+  m.def(
+      "formats",
+      [] {
+        py::list out;
+        for (const metalmm::Format& f : metalmm::all_formats()) {
+          const char* layouts[] = {"dense", "block", "affine"};
+          py::dict row;
+          row["name"] = f.name;
+          row["layout"] = layouts[static_cast<int>(f.layout)];
+          row["block_values"] = f.block_values;
+          row["block_bytes"] = f.block_bytes;
+          out.append(row);
+        }
+        return out;
+      },
+      "The format table, one dict per format: name, layout, block_values, block_bytes.");
+  m.def(
+      "cpu_isas",
+      [] {
+        int count;
+        const auto* isas = metalmm::cpu::available_isas(&count);
+        py::list out;
+        for (int i = 0; i < count; ++i) out.append(isas[i]->name);
+        return out;
+      },
+      "Instruction sets of the CPU engine that this machine runs, best first.");
+  m.def(
+      "cpu_isa", [] { return std::string(metalmm::cpu::current_isa().name); },
+      "The instruction set in use: the best, or the one METALMM_CPU_ISA names.");
+}

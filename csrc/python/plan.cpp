@@ -1,0 +1,211 @@
+// Plans as Python values: dicts and lists, for `metalmm explain`, the tests and the golden file.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+
+#include "plan/passes.h"
+#include "plan/plan.h"
+
+namespace py = pybind11;
+
+namespace metalmm {
+namespace {
+
+constexpr const char* kSlotNames[] = {"x",       "weight", "y",   "bias",    "c",
+                                      "weight2", "x2",     "ids", "partial", "args"};
+constexpr const char* kConstantNames[] = {"k",        "group", "scale_type",
+                                          "epilogue", "batch", "bounds"};
+static_assert(sizeof kSlotNames / sizeof *kSlotNames == kSlotCount);
+static_assert(sizeof kConstantNames / sizeof *kConstantNames == kConstantCount);
+
+py::dict to_dict(const Gpu& gpu) {
+  py::dict out;
+  out["name"] = gpu.name;
+  out["row"] = gpu.row;
+  out["generation"] = static_cast<int>(gpu.generation);
+  out["class"] = to_string(gpu.chip_class);
+  out["family"] = gpu.family;
+  out["cores"] = gpu.cores;
+  out["bandwidth_gb_s"] = gpu.bandwidth_gb_s;
+  out["clock_mhz"] = gpu.clock_mhz;
+  out["lanes_per_core"] = kLanesPerCore;
+  out["max_threadgroup_memory"] = gpu.max_threadgroup_memory;
+  out["max_threads"] = gpu.max_threads;
+  return out;
+}
+
+py::dict to_dict(const KernelArgs& a) {
+  py::dict out;
+  out["x_stride"] = a.x_stride;
+  out["y_stride"] = a.y_stride;
+  out["w_stride"] = a.w_stride;
+  out["w2_stride"] = a.w2_stride;
+  out["m"] = a.m;
+  out["n"] = a.n;
+  out["k"] = a.k;
+  out["k_per_part"] = a.k_per_part;
+  out["parts"] = a.parts;
+  out["count"] = a.count;
+  out["alpha"] = a.alpha;
+  out["beta"] = a.beta;
+  return out;
+}
+
+py::dict to_dict(const Pass& pass) {
+  py::dict out, constants;
+  py::list slots;
+  for (uint32_t i = 0; i < kConstantCount; ++i) constants[kConstantNames[i]] = pass.constants[i];
+  for (uint32_t i = 0; i < kSlotCount; ++i) {
+    if (pass.slots >> i & 1) slots.append(kSlotNames[i]);
+  }
+  out["kernel"] = pass.kernel;
+  out["grid"] = pass.grid;
+  out["group"] = pass.group;
+  out["threadgroup_bytes"] = pass.threadgroup_bytes;
+  out["constants"] = constants;
+  out["slots"] = slots;
+  out["args"] = to_dict(pass.args);
+  return out;
+}
+
+// The fields of a Gpu that a caller may set, over the row of the chip it names.
+Gpu read_gpu(const std::string& chip, const py::dict& changes) {
+  Gpu gpu = gpu_by_name(chip);
+  for (auto [key, value] : changes) {
+    const auto name = py::cast<std::string>(key);
+    if (name == "cores") {
+      gpu.cores = py::cast<uint32_t>(value);
+    } else if (name == "max_threadgroup_memory") {
+      gpu.max_threadgroup_memory = py::cast<uint32_t>(value);
+    } else if (name == "max_threads") {
+      gpu.max_threads = py::cast<uint32_t>(value);
+    } else {
+      throw std::invalid_argument("gpu: unknown field '" + name +
+                                  "'; allowed: cores, max_threadgroup_memory, max_threads");
+    }
+  }
+  return gpu;
+}
+
+py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const std::string& format,
+                 const std::string& dtype, const std::string& chip,
+                 const std::optional<std::string>& strategy, bool bias, bool c, float alpha,
+                 float beta, int64_t x_stride, int64_t y_stride, int64_t w_stride,
+                 int64_t w2_stride, int64_t x_alignment, int64_t w_alignment, bool y_f32,
+                 const py::dict& gpu) {
+  Problem p;
+  p.op = op_by_name(op);
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.format = &format_by_name(format);
+  p.dtype = dtype_by_name(dtype);
+  p.has_bias = bias;
+  p.has_c = c;
+  p.alpha = alpha;
+  p.beta = beta;
+  p.x_stride = x_stride;
+  p.y_stride = y_stride;
+  p.w_stride = w_stride;
+  p.w2_stride = w2_stride;
+  p.x_alignment = x_alignment;
+  p.w_alignment = w_alignment;
+  p.y_f32 = y_f32;
+  std::optional<StrategyId> forced;
+  if (strategy) forced = strategy_by_name(*strategy);
+  const Gpu planned_for = read_gpu(chip, gpu);
+  const Plan made = plan(p, planned_for, forced);
+  py::dict out;
+  out["chip"] = planned_for.row;
+  py::list passes;
+  for (const Pass& pass : made.passes) passes.append(to_dict(pass));
+  out["passes"] = passes;
+  out["workspace_bytes"] = made.workspace_bytes;
+  out["reason"] = made.reason;
+  return out;
+}
+
+using namespace py::literals;
+
+void bind_chips(py::module_& m) {
+  m.attr("CUDA_PLANS_FOR") = kCudaPlansFor;
+  m.def(
+      "gpus",
+      [] {
+        py::list out;
+        for (const Gpu& gpu : all_gpus()) out.append(to_dict(gpu));
+        return out;
+      },
+      "The table of chips, one dict per chip.");
+  m.def(
+      "gpu", [](const std::string& chip) { return to_dict(gpu_by_name(chip)); }, "chip"_a,
+      "The row of a chip, or the nearest one: `row` is its name. ValueError: no name of a chip.");
+  m.def(
+      "gpu_of_device",
+      [](const std::string& name, int family, uint32_t cores, uint32_t max_threadgroup_memory) {
+        return to_dict(gpu_of_device(name, family, cores, max_threadgroup_memory));
+      },
+      "name"_a, "family"_a, "cores"_a = 0, "max_threadgroup_memory"_a = 0,
+      "The row of the table for what a device reports; 0 keeps the table's number.");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  bind_chips(m);
+  m.def("plan", plan_of, "op"_a = "linear", py::kw_only(), "m"_a = 1, "n"_a = 1, "k"_a = 1,
+        "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
+        "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
+        "y_stride"_a = kPacked, "w_stride"_a = kPacked, "w2_stride"_a = kPacked,
+        "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false, "gpu"_a = py::dict(),
+        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, and chip, "
+        "the "
+        "row of the table that was planned for: the nearest one of a chip that it does not have. "
+        "`gpu` "
+        "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
+        "plan.h says.");
+  m.def("kernel_names", &all_kernel_names,
+        "Every function of the shader library: strategies, formats and dtypes multiplied out.");
+  m.def(
+      "strategies",
+      [](const std::string& op) {
+        std::vector<std::string> out;
+        for (StrategyId s : strategies_of(op_by_name(op))) out.push_back(to_string(s));
+        return out;
+      },
+      "op"_a = "linear", "The strategies that can be forced for an op.");
+  m.def(
+      "strategy",
+      [](const std::string& name) {
+        const StrategyInfo& s = info_of(strategy_by_name(name));
+        constexpr const char* families[] = {"matmul", "rows", "flat", "single"};
+        py::dict out;
+        out["family"] = families[static_cast<int>(s.family)];
+        out["n"] = s.n;
+        out["m"] = s.m;
+        out["k"] = s.k;
+        out["values"] = s.values;
+        out["threads"] = s.threads;
+        return out;
+      },
+      "name"_a,
+      "A row of strategies.def with its geometry: rows of W (n), rows of x (m) and values of K (k) "
+      "of a threadgroup, values per thread, threads; 0 where the family has none.");
+  m.def(
+      "is_fused", [](const std::string& op, int64_t m_) { return is_fused(op_by_name(op), m_); },
+      "op"_a, "m"_a, "Whether the fused half of SwiGLU pays at m rows of x.");
+  m.def(
+      "ops",
+      [] {
+        std::vector<std::string> out;
+        for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
+          out.push_back(to_string(static_cast<Op>(i)));
+        }
+        return out;
+      },
+      "What can be planned.");
+}
+
+}  // namespace metalmm
