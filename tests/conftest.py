@@ -26,6 +26,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import support  # noqa: F401  (its modules by their plain names)
 import torch
 from kernel_cases import CHIP
 from oracle import long_k, short_k
