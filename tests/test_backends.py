@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from backends import (
     BACKENDS,
     CPU,
     DESCENDING,
@@ -19,10 +19,10 @@ from conftest import (
     absences,
     around,
     is_repetition,
-    pytest_ignore_collect,
     select,
     takes_fewer_cases,
 )
+from conftest import pytest_ignore_collect
 from places import ROOT, TESTS
 
 from torch_metalmm import testing

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CPU, SELECTED
+from backends import CPU, SELECTED
 from places import ROOT
 
 from torch_metalmm import _C

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from oracle import random_weight
 from places import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import shaders
 import torch
-from conftest import around
+from backends import around
 from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
 from places import ROOT
 from shaders import NAMES, alignment_of, launch, memory_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Backend, leaf
+from backends import Backend, leaf
 from oracle import activations, random_weight
 from places import ROOT
 from torch import Tensor, nn

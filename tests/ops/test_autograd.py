@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Backend, leaf
+from backends import Backend, leaf
 from oracle import (
     DTYPES,
     FORMATS,

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import Backend, leaf
+from backends import Backend, leaf
 from oracle import Value, activations, check, random_weight, spec
 from torch import Tensor, nn
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from error_cases import CASES, TRACED, Case, K, arguments, ops
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -12,7 +12,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from oracle import DTYPES, FORMATS, KINDS, Value, activations, check, random_weight, spec
 from places import TESTS
 from torch import Tensor

@@ -9,7 +9,7 @@ from itertools import product
 import oracle
 import pytest
 import torch
-from conftest import Backend, around
+from backends import Backend, around
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import (

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from oracle import (
     DTYPES,
     FORMATS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from oracle import FORMATS, OFFSETS, Value, activations, check, linear_of_offsets, parts, spec
 from oracle import random_weight as random_packed
 

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 
 SIZES = (0, 1, 3, 255, 256, 1023, 1024, 1025, 5000)
 ELEMENTWISE = {

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from oracle import FORMATS, KINDS, activations, long_k, random_weight
 from torch import Tensor
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import Backend, absences
+from backends import Backend, absences
 
 from torch_metalmm import doctor, doctor_child, doctor_large
 from torch_metalmm.cli import main

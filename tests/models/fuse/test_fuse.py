@@ -9,7 +9,7 @@ import weakref
 import oracle
 import pytest
 import torch
-from conftest import Backend, leaf
+from backends import Backend, leaf
 from fuse_cases import Attention, Gated, K, Model, decoded, fused
 from oracle import DTYPES, Value, activations, check, spec
 from torch import Tensor, nn

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
 from oracle import DTYPES, Value, activations, check
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ import oracle
 import peft
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 from lora_cases import FORMATS, QUIET, SCALING, Block, adapted, delta, lora, randomize
 from oracle import Value, activations, check
 from peft import LoraConfig, get_peft_model
