@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from ..roofs.roof import Roof
 from ..shapes import Shape
 from ..tables import digits, percent
 from ..timing import interleave
+from .operation import Operation
+from .row_ops import dequantize, embedding, swiglu
 
 Record = dict[str, Any]
 MATMULS = {  # name -> strategy, what the engine chooses if None
@@ -27,26 +28,12 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm": "gemm",
 }
 HALF_TILES = ("gemm", "gemm_small")  # strategies of metal/ whose tiles of W are f16 for x in f16
-ROW_OPS = ("dequantize", "embedding", "swiglu")
+ROW_OPS = {"dequantize": dequantize, "embedding": embedding, "swiglu": swiglu}
 PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe
 OPERATIONS = (*PROBES, *MATMULS, *ROW_OPS)
 SIZES = {"gemv": "N K", "gemm": "M N K"}
 SIZES |= {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
 SHOWN = 4
-
-
-@dataclass(frozen=True)
-class Operation:
-    """call(i) computes with copy i of the operands; exact is float64, of the outputs `checked`."""
-
-    call: Callable[[int], Tensor]
-    copies: int
-    checked: Callable[[Tensor], Tensor]
-    exact: Tensor
-    bound: Tensor
-    bytes: float
-    flops: float
-    unfused: Callable[[int], Tensor] | None = None  # the same by several calls, timed beside it
 
 
 def sizes_of(name: str) -> str:
@@ -127,9 +114,7 @@ def build(args: argparse.Namespace, setting: Setting) -> Operation:
     if args.operation in PROBES:
         return probe(args.operation, *args.sizes, setting)
     if args.operation in ROW_OPS:
-        from . import row_ops
-
-        return getattr(row_ops, args.operation)(*args.sizes, setting, args.format)
+        return ROW_OPS[args.operation](*args.sizes, setting, args.format)
     m, n, k = (1, *args.sizes) if args.operation == "gemv" else args.sizes
     return matmul(args.operation, m, Problem(Shape(f"{n}x{k}", n, k), setting), args.format)
 

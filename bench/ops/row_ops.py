@@ -11,7 +11,7 @@ from torch_metalmm import _C
 from ..devices import CPU
 from ..problem import Problem, Setting, of_additions, of_store, rotated, unit
 from ..shapes import Shape
-from .matrix_ops import Operation
+from .operation import Operation
 
 ops = torch.ops.metalmm
 SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
