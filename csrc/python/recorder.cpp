@@ -7,10 +7,10 @@
 #include <memory>
 #include <optional>
 
-#include "commits.h"
 #include "gpu/register.h"
+#include "mps/commits.h"
+#include "mps/source.h"
 #include "plan/encode.h"
-#include "source.h"
 
 namespace py = pybind11;
 
@@ -48,7 +48,6 @@ class Recorder {
 Gpu g_gpu;
 py::list* g_calls;  // of the last installation, as is the count of passes
 std::unique_ptr<Commits> g_commits;
-std::optional<torch::Library> g_installed;
 
 void record(const Plan& plan, const Buffers& buffers, c10::Device) {
   const py::gil_scoped_acquire gil;
@@ -62,6 +61,8 @@ const gpu::Engine& engine() {
   return e;
 }
 
+std::optional<gpu::InPlaceOfCpu<engine>> g_installed;
+
 void install(const std::string& chip, uint32_t cores) {
   TORCH_CHECK(!g_installed, "recorder: it is installed");
   g_gpu = gpu_by_name(chip);
@@ -69,7 +70,7 @@ void install(const std::string& chip, uint32_t cores) {
   g_commits = std::make_unique<Commits>(commit_every());
   delete g_calls;
   g_calls = new py::list;
-  g_installed.emplace(gpu::in_place_of_cpu<engine>());
+  g_installed.emplace();
 }
 
 py::list remove() {
