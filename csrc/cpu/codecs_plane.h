@@ -47,8 +47,8 @@ MM_INLINE I stream_codes(const uint8_t* chunk) {
 template <int kBits>
 struct Affine {
   static constexpr int kTailValueBytes = 0;
-  static constexpr int kBlockValues = kChunk;
-  static constexpr int kBlockBytes = kChunk * kBits / 8;
+  static constexpr int kBlockValues = kChunkValues;
+  static constexpr int kBlockBytes = kChunkValues * kBits / 8;
   static constexpr int kMask = (1 << kBits) - 1;
   struct Row {
     const uint8_t *codes, *scales, *biases;
@@ -104,7 +104,7 @@ struct Affine {
 
 // Values as they are. A row need not be a whole number of chunks: the kernels copy its tail.
 template <int kValueBytes, F (*kLoad)(const uint8_t*)>
-struct Dense : BlockCodec<kChunk, kChunk * kValueBytes> {
+struct Dense : BlockCodec<kChunkValues, kChunkValues * kValueBytes> {
   static constexpr int kTailValueBytes = kValueBytes;
   using Block = const uint8_t*;
   static MM_INLINE void open(const uint8_t* row, int64_t chunk, Block& k) {

@@ -30,7 +30,7 @@ int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<
 // Interleaves m rows of x by vectors, for the dot kernel of `rows` >= m rows.
 void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t rows, int width,
                 float* out) {
-  const int64_t padded = round_up(k, kChunk);
+  const int64_t padded = round_up(k, kChunkValues);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t v = 0; v < padded; v += width) {
       float* to = out + v * rows + r * width;
@@ -50,8 +50,8 @@ void dot_rows(const IsaKernels& isa, const Format& format, const Weight& w, cons
   const int64_t rows = kDotRows[index];
   const float* packed = elements<float>(x);
   std::vector<float> buffer;
-  if (rows > 1 || w.k % kChunk != 0) {
-    buffer.resize(rows * round_up(w.k, kChunk));
+  if (rows > 1 || w.k % kChunkValues != 0) {
+    buffer.resize(rows * round_up(w.k, kChunkValues));
     interleave(packed, x.stride(0), m, w.k, rows, isa.width, buffer.data());
     packed = buffer.data();
   }
@@ -164,7 +164,7 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
   Weight out{elements<uint8_t>(w), w.stride(0), k, {}};
   if (format.layout == Layout::kAffine) {
     int shift = 0;
-    while ((int64_t{kChunk} << shift) < format.block_values) ++shift;
+    while ((int64_t{kChunkValues} << shift) < format.block_values) ++shift;
     out.layout = {format.scales_offset(k), format.biases_offset(k), shift, format.scale_type};
   }
   return out;

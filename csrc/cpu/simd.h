@@ -84,9 +84,9 @@ MM_INLINE F fma(F a, F b, F c) {
 #endif
 }
 
-// 32 bytes: the codes of a chunk, put together before they are widened. An operation on them costs
-// a quarter of one on the same codes as integers.
-typedef uint8_t Bytes __attribute__((vector_size(32)));
+// The codes of a chunk in a byte each, put together before they are widened. An operation on them
+// costs a quarter of one on the same codes as integers.
+typedef uint8_t Bytes __attribute__((vector_size(kChunkValues)));
 MM_INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 
 // Bytes [kWidth kVector, + kWidth), signed, as integers.
@@ -101,7 +101,7 @@ MM_INLINE I widen(Bytes v) {
   const __m128i half = kVector < 2 ? _mm256_castsi256_si128(b) : _mm256_extracti128_si256(b, 1);
   return (I)_mm256_cvtepi8_epi32(kVector % 2 ? _mm_srli_si128(half, 8) : half);
 #else
-  uint8_t bytes[32];
+  uint8_t bytes[sizeof v];
   std::memcpy(bytes, &v, sizeof bytes);
   return load_s8(bytes + kVector * kWidth);
 #endif
