@@ -4,6 +4,7 @@
 #include <array>
 #include <vector>
 
+#include "ops/dtypes.h"
 #include "ops/op_calls.h"
 #include "ops/strategies.h"
 #include "ops/tensors.h"
@@ -43,9 +44,8 @@ at::Tensor aligned_rows(const PackedWeight& w) {
   return is_aligned ? w.rows : w.rows.clone(at::MemoryFormat::Contiguous);
 }
 
-DType dtype_of(at::ScalarType t) {
-  return t == at::kFloat ? DType::kF32 : t == at::kHalf ? DType::kF16 : DType::kBF16;
-}
+// Of a checked tensor.
+DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 
 // The operands of a problem by slot; a tensor that is not defined is absent.
 class Operands {
