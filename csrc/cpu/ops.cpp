@@ -173,16 +173,8 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
 
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   set_strategy_check(at::kCPU, [](std::string_view name) { strategy_by_name(name); });
-  m.impl("linear", linear);
-  m.impl("linear_input_grad", linear_input_grad);
-  m.impl("swiglu", swiglu);
-  m.impl("swiglu_linear", swiglu_linear);
-  m.impl("gemv", gemv);
-  m.impl("gemm", gemm);
-  m.impl("dequantize", dequantize);
-  m.impl("quantize", quantize);
-  m.impl("embedding", embedding);
-  m.impl("probe", probe);
+#define MM_OP(name, arguments) m.impl(#name, name);
+#include "ops/ops.def"
 }
 
 }  // namespace metalmm::cpu
