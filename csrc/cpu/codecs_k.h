@@ -68,7 +68,7 @@ struct Q3_K : BlockCodec<256, 110> {
     const F d = half(k.b + 108);
 #if defined(__AVX512F__)
     const __m128i s = _mm_set_epi32(words[3], words[2], words[1], words[0]);
-    store(k.scale, to_float((I)_mm512_cvtepu8_epi32(s) - 32) * d);
+    store(k.scale, to_float(reinterpret_cast<I>(_mm512_cvtepu8_epi32(s)) - 32) * d);
 #else
     uint8_t s[16];
     std::memcpy(s, words, sizeof s);
@@ -97,8 +97,8 @@ MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
                                     _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
   const __m128i high =
       _mm_and_si128(_mm_srli_epi32(a_a_b_b, 2), _mm_set_epi32(0x30303030, 0, 0x30303030, 0));
-  const I s = (I)_mm512_cvtepu8_epi32(_mm_or_si128(low, high));
-  store(k.scale, to_float(s) * (F)_mm512_mask_blend_ps(0xff00, d, minus_dmin));
+  const I s = reinterpret_cast<I>(_mm512_cvtepu8_epi32(_mm_or_si128(low, high)));
+  store(k.scale, to_float(s) * reinterpret_cast<F>(_mm512_mask_blend_ps(0xff00, d, minus_dmin)));
 #else
   const uint32_t a = load_as<uint32_t>(b + 4), m = load_as<uint32_t>(b + 8),
                  c = load_as<uint32_t>(b + 12);

@@ -31,7 +31,7 @@ MM_INLINE I stream_codes(const uint8_t* chunk) {
   const __m512i source = kBits <= 4 ? _mm512_set1_epi64(load_as<int64_t>(p))
                                     : _mm512_broadcast_i32x4(load_as<__m128i>(p));
   const __m512i bytes = _mm512_shuffle_epi8(source, load_as<__m512i>(kPick.byte));
-  return (I)_mm512_srlv_epi32(bytes, load_as<__m512i>(kPick.shift));
+  return reinterpret_cast<I>(_mm512_srlv_epi32(bytes, load_as<__m512i>(kPick.shift)));
 #else
   constexpr int kFirstBit = kVector * kWidth * kBits % 8;
   uint64_t word = 0;
@@ -93,7 +93,7 @@ struct Affine {
     } else {
       const I codes = stream_codes<kBits, kVector>(k.codes);
 #if defined(__AVX512F__)
-      if constexpr (kTable) return _mm512_permutexvar_ps((__m512i)codes, k.table);
+      if constexpr (kTable) return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(codes), k.table);
 #endif
       return to_float(codes & kMask) * k.scale + k.bias;
     }
