@@ -114,6 +114,14 @@ MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
 #endif
 }
 
+template <int kBytes>
+struct SixBitScales : BlockCodec<256, kBytes> {
+  using Block = SubScales;
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    open_scales_6bit(SixBitScales::at(row, block), k);
+  }
+};
+
 // Nibbles of q4_k: 32 bytes hold chunk 2c (low) and 2c + 1 (high).
 template <int kVector>
 MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
@@ -122,11 +130,7 @@ MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
 }
 
 // (d s) code - (dmin m): 4-bit codes, 6-bit s and m per 32 values.
-struct Q4_K : BlockCodec<256, 144> {
-  using Block = SubScales;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    open_scales_6bit(at(row, block), k);
-  }
+struct Q4_K : SixBitScales<144> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Linear16 table(set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
@@ -135,11 +139,7 @@ struct Q4_K : BlockCodec<256, 144> {
 };
 
 // As q4_k, with a fifth bit in qh: bit chunk of byte l.
-struct Q5_K : BlockCodec<256, 176> {
-  using Block = SubScales;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    open_scales_6bit(at(row, block), k);
-  }
+struct Q5_K : SixBitScales<176> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);

@@ -107,8 +107,9 @@ struct Gemm {
     const int64_t panels = (m1 - m0 + isa.width - 1) / isa.width;
     for (int64_t k0 = 0; k0 < w.k; k0 += kDecodeK) {
       const int64_t k1 = std::min(w.k, k0 + kDecodeK);
-      for (int64_t r = n0; r < n1; ++r)
+      for (int64_t r = n0; r < n1; ++r) {
         codec.decode(w, r, k0, k1, decoded + (r - n0) * kDecodeStride);
+      }
       for (int64_t p = 0; p < panels; p += isa.panels) {
         const TileKernel tile = isa.tile[std::min<int64_t>(isa.panels, panels - p) - 1];
         const float* panel = x + ((first_panel + p) * w.k + k0) * isa.width;

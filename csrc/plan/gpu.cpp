@@ -53,8 +53,9 @@ std::vector<Gpu> make_gpus() {
 // Lower case, dashes for spaces, without the maker: "Apple M4 Max" -> "m4-max".
 std::string normal(std::string_view name) {
   std::string out;
-  for (unsigned char c : name)
+  for (unsigned char c : name) {
     out += c == ' ' || c == '_' ? '-' : static_cast<char>(std::tolower(c));
+  }
   constexpr std::string_view kMaker = "apple-";
   return out.rfind(kMaker, 0) == 0 ? out.substr(kMaker.size()) : out;
 }

@@ -92,8 +92,9 @@ std::vector<StrategyId> strategies_of(Op op) {
 
 std::string kernel_name(StrategyId strategy, Codec codec, DType dtype) {
   std::string out = to_string(strategy);
-  if (has_format(info_of(strategy).family))
+  if (has_format(info_of(strategy).family)) {
     out += std::string("_") + kCodecs[static_cast<int>(codec)];
+  }
   return out + "_" + to_string(dtype);
 }
 

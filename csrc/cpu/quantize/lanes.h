@@ -85,6 +85,27 @@ inline Lanes max(Lanes a, Lanes b) { return select(a > b, a, b); }
 inline Lanes min(Lanes a, Lanes b) { return select(a < b, a, b); }
 #endif
 
+struct Range {
+  float low, high;
+};
+// The least and the largest of n values, a multiple of kLanes.
+inline Range range_of(const float* x, int n) {
+  Lanes low = load(x), high = low;
+  for (int i = kLanes; i < n; i += kLanes) {
+    low = min(load(x + i), low);
+    high = max(load(x + i), high);
+  }
+  float lows[kLanes], highs[kLanes];
+  store(lows, low);
+  store(highs, high);
+  Range r{lows[0], highs[0]};
+  for (int i = 1; i < kLanes; ++i) {
+    r.low = lows[i] < r.low ? lows[i] : r.low;
+    r.high = highs[i] > r.high ? highs[i] : r.high;
+  }
+  return r;
+}
+
 // rint(v) clamped to [low, high]; NaN to low. As the scalar of this name.
 inline Lanes to_code(Lanes v, Lanes low, Lanes high) {
   const Lanes rounder = set1(kRounder);
