@@ -9,11 +9,10 @@ namespace metalmm::cpu::quant {
 
 #pragma GCC visibility push(hidden)  // a row without its function fails to link, not to load
 
-// out[0, bytes * k) = x[0, k) in the format's type, rounded to nearest even.
-#define MM_DENSE(name, Struct, bytes) void quantize_##name(const float* x, int64_t k, uint8_t* out);
-// One block, from so many values, by the rules of the Python class of that name.
-#define MM_BLOCK(name, Struct, values, bytes, alignment) \
-  void quantize_##name(const float* x, uint8_t* out);
+// out[0, k * bytes per value) = x[0, k) in the format's type, rounded to nearest even.
+#define MM_DENSE(name, ...) void quantize_##name(const float* x, int64_t k, uint8_t* out);
+// One block by the rules of the Python class of that name.
+#define MM_BLOCK(name, ...) void quantize_##name(const float* x, uint8_t* out);
 #include "metal/formats.def"
 
 // A whole row of f: codes | scales | biases | zeros.
