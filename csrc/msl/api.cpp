@@ -15,7 +15,7 @@ void run_worker(Worker& w);
 
 namespace {
 
-// Written by msl_tables.py beside each shader file: see include/msl/entry.h.
+// Written by torch_metalmm/msl/tables.py beside each shader file: see include/msl/entry.h.
 struct KernelEntry {
   const char* name;
   void (*run)();

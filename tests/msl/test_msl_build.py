@@ -11,7 +11,7 @@ import pytest
 import torch
 from msl_kernels import HEAD
 
-from torch_metalmm import msl_build
+from torch_metalmm.msl import build as msl_build
 from torch_metalmm.testing import BuildError, MetalSource
 
 TEXT = f'{HEAD}#include "value.h"\nkernel void k(device float* y) {{ y[0] = VALUE; }}\n'
