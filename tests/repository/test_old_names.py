@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 import torch_metalmm
 from torch_metalmm import QuantEmbedding, QuantLinear
 from torch_metalmm.old_names import PLACES
 
-ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").exists())
 PACKAGE = "torch_metalmm"
 
 
