@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_metalmm import _C, chip_model
-from torch_metalmm.msl_build import LANGUAGE, ROOT, BuildError, zig
+from torch_metalmm import _C
+from torch_metalmm.msl.build import LANGUAGE, ROOT, BuildError, zig
+from torch_metalmm.tools import chips as chip_model
 
 from ..tables import Table, replace_block, to_markdown
 from . import chips, ptx
@@ -229,7 +230,7 @@ def markdown() -> str:
 
 
 def chip_counts() -> dict[str, Any]:
-    """The counts of torch_metalmm.chip_model: issue cycles per weight, by strategy."""
+    """The counts of torch_metalmm.tools.chips: issue cycles per weight, by strategy."""
     strategies = ("gemv", "gemv_batched")
     found = measure([(strategy, dtype) for strategy in strategies for dtype in DTYPES])
     out: dict[str, Any] = {"batch": CONSTANTS["Batch"]}

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_metalmm import _C, formats, ptx
-from torch_metalmm.msl_build import digest
+from torch_metalmm import _C, formats
+from torch_metalmm.msl import ptx
+from torch_metalmm.msl.build import digest
 
 from ..tables import Table, replace_block, to_markdown
 

@@ -11,7 +11,7 @@ import pytest
 from bench.__main__ import main
 from bench.shaders import cells, chips, ptx
 from bench.tables import replace_block
-from torch_metalmm import chip_model
+from torch_metalmm.tools import chips as chip_model
 
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "affine4")
 TWO_AND_THREE_BITS = ("q2_k", "affine2", "affine3")

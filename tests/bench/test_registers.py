@@ -12,8 +12,9 @@ from places import TESTS
 
 from bench.shaders import registers
 from bench.tables import replace_block
-from torch_metalmm import _C, ptx
-from torch_metalmm.msl_build import digest
+from torch_metalmm import _C
+from torch_metalmm.msl import ptx
+from torch_metalmm.msl.build import digest
 
 # Bytes. With 16 rows of f16 x: the f32 weights of a step, and the levels of its codes.
 SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8}
