@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 ROOMS = ("bench", "cmake", "csrc", "docs", "metal", "tests", "torch_metalmm")
 SUFFIXES = ("cpp", "def", "h", "json", "md", "metal", "mm", "py", "sh")
 PAGES = sorted(
