@@ -44,10 +44,10 @@ def test_the_figures_are_those_of_the_shaders() -> None:
 
 
 def test_the_page_has_the_figures(tmp_path: Path) -> None:
-    page = Path(shutil.copy(registers.README, tmp_path))
+    page = Path(shutil.copy(registers.RESULTS, tmp_path))
     tables = registers.tables(registers.recorded().values())
     replace_block(page, "registers", "\n\n".join(map(registers.to_markdown, tables)))
-    assert page.read_text() == registers.README.read_text()
+    assert page.read_text() == registers.RESULTS.read_text()
 
 
 # A loop-free kernel that keeps `count` values until all are loaded, and adds them in reverse.
