@@ -20,17 +20,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .msl_build import (
-    JOBS,
-    METAL_VERSION,
-    ROOT,
-    BuildError,
-    MetalSyntaxError,
-    build_file,
-    build_text,
-)
-from .msl_library import EmulatorFault, Function, Library
-from .msl_lines import line_of
+try:
+    from .msl.build import (
+        JOBS,
+        METAL_VERSION,
+        ROOT,
+        BuildError,
+        MetalSyntaxError,
+        build_file,
+        build_text,
+    )
+    from .msl.library import EmulatorFault, Function, Library
+except ModuleNotFoundError as error:
+    if error.name != "torch_metalmm.msl":
+        raise
+    raise ImportError(
+        "torch_metalmm.testing: the emulator works in a checkout of the repository; this is an "
+        "installed wheel, which has neither its sources nor the shaders"
+    ) from None
 
 __all__ = [
     "BuildError",
@@ -91,11 +98,6 @@ def shader_libraries(checked: bool = False) -> dict[str, Library]:
     return {k: library for library in libraries for k in library.kernels}
 
 
-def _line_of(library: str, address: int) -> str:
-    found = line_of(Path(library), address)
-    return f"{found[0]}:{found[1]}" if found else ""
-
-
 @contextlib.contextmanager
 def emulated(
     checked: bool = False,
@@ -114,7 +116,6 @@ def emulated(
 
     for path in sorted({str(library.path) for library in shader_libraries(checked).values()}):
         _C.load_emulated(path)
-    _C.set_line_of(_line_of)
     _C.install_emulator(chip, descending, cores, flush_subnormals)
     try:
         yield

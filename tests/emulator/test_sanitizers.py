@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_metalmm.msl_build import ROOT, compile_text, runtime_objects
+from torch_metalmm.msl.build import ROOT, compile_text, runtime_objects
 
 EMULATOR = ROOT / "csrc" / "emulator"
 # Undefined behaviour traps: the emulator has functions named as those of UBSan's own library.
@@ -72,7 +72,8 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitizers")
-    launcher = [Path(__file__).with_name("emulator_check.cpp"), EMULATOR / "launch.cpp"]
+    launcher = [Path(__file__).with_name("emulator_check.cpp")]
+    launcher += [EMULATOR / f"{name}.cpp" for name in ("launch", "library")]
     out = folder / "emulator_check"
     run("g++", *SANITIZE, *launcher, "-o", out, "-ldl", "-lpthread")
     return out
