@@ -75,9 +75,7 @@ void lay_out_threadgroup_memory(Worker& w) {
 }
 
 void set_constants(const MmLaunch& in) {
-  if (!g_constants_set && mm_n_constants) {
-    g_constants_set = static_cast<bool*>(map(mm_n_constants));
-  }
+  if (!g_constants_set && mm_n_constants) g_constants_set = static_cast<bool*>(map(mm_n_constants));
   for (uint32_t i = 0; i < mm_n_constants; ++i) {
     g_constants_set[i] = false;
     memset(mm_constants[i].storage, 0, mm_constants[i].bytes);
@@ -90,30 +88,22 @@ void set_constants(const MmLaunch& in) {
   }
   // Constants that are computed from function constants.
   for (MmInitializer* f = __init_array_start; mm_n_constants && f && f != __init_array_end; ++f) {
-    if (*f) {
-      (*f)(0, nullptr, nullptr);
-    }
+    if (*f) (*f)(0, nullptr, nullptr);
   }
 }
 
 int check(const MmLaunch& in, const MmKernelEntry*& kernel, MmReport* report) {
   for (uint32_t i = 0; i < mm_n_kernels; ++i) {
-    if (strcmp(mm_kernels[i].name, in.kernel) == 0) {
-      kernel = &mm_kernels[i];
-    }
+    if (strcmp(mm_kernels[i].name, in.kernel) == 0) kernel = &mm_kernels[i];
   }
-  if (!kernel) {
-    return usage(report, "the library has no kernel %s", in.kernel);
-  }
+  if (!kernel) return usage(report, "the library has no kernel %s", in.kernel);
   uint64_t threads = uint64_t{in.group[0]} * in.group[1] * in.group[2];
   if (threads == 0 || threads > kMaxThreads) {
     return usage(report, "%llu threads per threadgroup; 1 to %u are allowed",
                  static_cast<unsigned long long>(threads), kMaxThreads);
   }
   uint64_t bytes = 0;
-  for (uint32_t b : in.threadgroup_bytes) {
-    bytes += b;
-  }
+  for (uint32_t b : in.threadgroup_bytes) bytes += b;
   if (bytes > kMaxThreadgroupBytes) {
     return usage(report, "%llu bytes of threadgroup memory; at most %u are allowed",
                  static_cast<unsigned long long>(bytes), kMaxThreadgroupBytes);
@@ -147,9 +137,7 @@ void run_all(Launch& launch, uint32_t n) {
     ++started;
   }
   run_worker(*workers[0]);
-  for (uint32_t i = 0; i < started; ++i) {
-    pthread_join(threads[i], nullptr);
-  }
+  for (uint32_t i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
   for (uint32_t i = 0; i < n; ++i) {
     workers[i]->next_free = g_free_workers;
     g_free_workers = workers[i];
@@ -176,9 +164,7 @@ extern "C" {
 __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmReport* report) {
   memset(report, 0, sizeof *report);
   const MmKernelEntry* kernel = nullptr;
-  if (int fault = check(*in, kernel, report)) {
-    return fault;
-  }
+  if (int fault = check(*in, kernel, report)) return fault;
   pthread_mutex_lock(&g_launching);
   set_constants(*in);
   Launch launch{};
@@ -193,9 +179,7 @@ __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmRepor
   place_arguments(launch, mm_checked);
   uint32_t n = in->workers < 1 ? 1 : in->workers > 256 ? 256 : in->workers;
   n = launch.threadgroups < n ? static_cast<uint32_t>(launch.threadgroups) : n;
-  if (n) {
-    run_all(launch, n);
-  }
+  if (n) run_all(launch, n);
   return_arguments(launch);
   pthread_mutex_unlock(&g_launching);
   return static_cast<int>(report->fault);
@@ -231,19 +215,19 @@ void mm_argument_value(MmRole role, uint32_t* v) {
     case kMmRoleThreadIndexInThreadgroup:
       return set(i, 0, 0);
     case kMmRoleThreadIndexInSimdgroup:
-      return set(i % 32, 0, 0);
+      return set(i % kSimdWidth, 0, 0);
     case kMmRoleSimdgroupIndexInThreadgroup:
-      return set(i / 32, 0, 0);
+      return set(i / kSimdWidth, 0, 0);
     case kMmRoleThreadsPerSimdgroup:
-      return set(32, 1, 1);
+      return set(kSimdWidth, 1, 1);
     case kMmRoleSimdgroupsPerThreadgroup:
       return set(w.n_simdgroups, 1, 1);
     case kMmRoleThreadIndexInQuadgroup:
-      return set(i % 4, 0, 0);
+      return set(i % kQuadWidth, 0, 0);
     case kMmRoleQuadgroupIndexInThreadgroup:
-      return set(i / 4, 0, 0);
+      return set(i / kQuadWidth, 0, 0);
     case kMmRoleQuadgroupsPerThreadgroup:
-      return set((w.n_threads + 3) / 4, 1, 1);
+      return set((w.n_threads + kQuadWidth - 1) / kQuadWidth, 1, 1);
     default:
       return set(0, 0, 0);
   }

@@ -27,7 +27,7 @@ void fiber_main();
 // Continues the next lane of the pass, or the scheduler. Returns when this lane is resumed.
 void yield(Worker& w, Lane& lane) {
   while (w.pass_next < w.pass_end) {
-    Lane& next = w.lanes[w.pass_first + place(w, w.pass_next++, 32)];
+    Lane& next = w.lanes[w.pass_first + place(w, w.pass_next++, kSimdWidth)];
     if (next.state == State::kReady) {
       w.current = &next;
       switch_stacks(lane.described, &lane.context, next.described, next.context);
@@ -58,31 +58,23 @@ bool same_place(const Wait& a, const Wait& b) {
 
 // Runs the collective of lanes [first, first + width) if it can. `leader` waits in it.
 bool try_collective(Worker& w, uint32_t first, uint32_t width, const Lane& leader, bool partial) {
-  void *in[32] = {}, *out[32] = {};
-  bool member[32] = {};
+  void *in[kSimdWidth] = {}, *out[kSimdWidth] = {};
+  bool member[kSimdWidth] = {};
   for (uint32_t i = 0; i < width; ++i) {
     Lane& lane = w.lanes[first + i];
-    if (lane.state == State::kAbsent || (partial && lane.state == State::kReturned)) {
-      continue;
-    }
+    if (lane.state == State::kAbsent || (partial && lane.state == State::kReturned)) continue;
     member[i] = lane.state == State::kWaiting && same_place(lane.wait, leader.wait);
-    if (!member[i] && !partial) {
-      return false;
-    }
+    if (!member[i] && !partial) return false;
     if (member[i]) {
       in[i] = lane.wait.in;
       out[i] = lane.wait.out;
     }
   }
-  if (leader.wait.combine) {
-    leader.wait.combine(in, out);
-  }
+  if (leader.wait.combine) leader.wait.combine(in, out);
   for (uint32_t i = 0; i < width; ++i) {
-    if (member[i]) {
-      w.lanes[first + i].state = State::kReady;
-    }
+    if (member[i]) w.lanes[first + i].state = State::kReady;
   }
-  w.simd_epoch[leader.index / 32] = ++w.last_simd_epoch;
+  w.simd_epoch[leader.index / kSimdWidth] = ++w.last_simd_epoch;
   return true;
 }
 
@@ -90,47 +82,41 @@ bool try_collective(Worker& w, uint32_t first, uint32_t width, const Lane& leade
 // complete.
 bool advance_simdgroup(Worker& w, uint32_t first, bool partial) {
   bool advanced = false;
-  for (uint32_t i = 0; i < 32; ++i) {
+  for (uint32_t i = 0; i < kSimdWidth; ++i) {
     Lane& lane = w.lanes[first + i];
-    if (lane.state != State::kWaiting || lane.wait.scope == kMmScopeThreadgroup) {
-      continue;
-    }
+    if (lane.state != State::kWaiting || lane.wait.scope == kMmScopeThreadgroup) continue;
     uint32_t width = lane.wait.scope, start = first + i / width * width;
-    if (try_collective(w, start, width, lane, partial)) {
-      advanced = true;
-    }
+    if (try_collective(w, start, width, lane, partial)) advanced = true;
   }
   return advanced;
 }
 
 void run_simdgroup(Worker& w, uint32_t sg) {
   do {
-    w.pass_first = sg * 32;
+    w.pass_first = sg * kSimdWidth;
     w.pass_next = 0;
-    w.pass_end = 32;
+    w.pass_end = kSimdWidth;
     while (w.pass_next < w.pass_end && !stopped(w)) {
-      Lane& lane = w.lanes[w.pass_first + place(w, w.pass_next++, 32)];
+      Lane& lane = w.lanes[w.pass_first + place(w, w.pass_next++, kSimdWidth)];
       if (lane.state == State::kReady) {
         w.current = &lane;
         switch_stacks(w.thread, &w.scheduler, lane.described, lane.context);
         w.current = nullptr;
       }
     }
-  } while (!stopped(w) && advance_simdgroup(w, sg * 32, false));
+  } while (!stopped(w) && advance_simdgroup(w, sg * kSimdWidth, false));
 }
 
 // Reports a simdgroup whose lanes wait at different places; false if there is none.
 bool report_divergence(Worker& w) {
   for (uint32_t sg = 0; sg < w.n_simdgroups; ++sg) {
     const Lane* waiting = nullptr;
-    for (uint32_t i = 0; i < 32 && !waiting; ++i) {
-      const Lane& lane = w.lanes[sg * 32 + i];
-      if (lane.state == State::kWaiting && lane.wait.scope != kMmScopeThreadgroup) {
-        waiting = &lane;
-      }
+    for (uint32_t i = 0; i < kSimdWidth && !waiting; ++i) {
+      const Lane& lane = w.lanes[sg * kSimdWidth + i];
+      if (lane.state == State::kWaiting && lane.wait.scope != kMmScopeThreadgroup) waiting = &lane;
     }
-    for (uint32_t i = 0; waiting && i < 32; ++i) {
-      const Lane& lane = w.lanes[sg * 32 + i];
+    for (uint32_t i = 0; waiting && i < kSimdWidth; ++i) {
+      const Lane& lane = w.lanes[sg * kSimdWidth + i];
       if (lane.state != State::kAbsent &&
           (lane.state == State::kReturned || !same_place(lane.wait, waiting->wait))) {
         fail_pair(w, *waiting, lane, kMmDivergent, "");
@@ -148,34 +134,24 @@ bool open_barrier(Worker& w) {
   for (uint32_t i = 0; i < w.n_threads && !first; ++i) {
     first = w.lanes[i].state == State::kWaiting ? &w.lanes[i] : nullptr;
   }
-  if (!first) {
-    return false;
-  }
+  if (!first) return false;
   for (uint32_t i = 0; i < w.n_threads; ++i) {
     const Lane& lane = w.lanes[i];
     bool returned = lane.state == State::kReturned;
-    if (returned && (w.launch->in->flags & kMmAllowInactive)) {
-      continue;
-    }
+    if (returned && (w.launch->in->flags & kMmAllowInactive)) continue;
     if (returned || !same_place(lane.wait, first->wait)) {
       char who[48];
-      snprintf(who, sizeof who, " (thread %u, simdgroup %u)", lane.index, lane.index / 32);
-      bool one = first->index / 32 == lane.index / 32 && !returned;
+      snprintf(who, sizeof who, " (thread %u, simdgroup %u)", lane.index, lane.index / kSimdWidth);
+      bool one = first->index / kSimdWidth == lane.index / kSimdWidth && !returned;
       fail_pair(w, *first, lane, one ? kMmDivergent : kMmDeadlock, who);
       return false;
     }
   }
-  if (first->wait.flags & 2) {  // mem_flags::mem_threadgroup
-    ++w.epoch;
-  }
+  if (first->wait.flags & kMmOrdersThreadgroup) ++w.epoch;
   for (uint32_t i = 0; i < w.n_threads; ++i) {
-    if (w.lanes[i].state == State::kWaiting) {
-      w.lanes[i].state = State::kReady;
-    }
+    if (w.lanes[i].state == State::kWaiting) w.lanes[i].state = State::kReady;
   }
-  for (uint32_t sg = 0; sg < w.n_simdgroups; ++sg) {
-    w.simd_epoch[sg] = ++w.last_simd_epoch;
-  }
+  for (uint32_t sg = 0; sg < w.n_simdgroups; ++sg) w.simd_epoch[sg] = ++w.last_simd_epoch;
   return true;
 }
 
@@ -190,8 +166,8 @@ bool any_waits_in_simdgroup(const Worker& w) {
 
 void start_lanes(Worker& w) {
   w.n_threads = w.group[0] * w.group[1] * w.group[2];
-  w.n_simdgroups = (w.n_threads + 31) / 32;
-  for (uint32_t i = 0; i < w.n_simdgroups * 32; ++i) {
+  w.n_simdgroups = (w.n_threads + kSimdWidth - 1) / kSimdWidth;
+  for (uint32_t i = 0; i < w.n_simdgroups * kSimdWidth; ++i) {
     Lane& lane = w.lanes[i];
     lane.index = i;
     lane.site_file = nullptr;
@@ -202,9 +178,7 @@ void start_lanes(Worker& w) {
     lane.context = fresh_context(w.stacks + (i + 1) * kStackBytes, fiber_main);
   }
   w.first_epoch = ++w.epoch;
-  for (uint32_t& e : w.simd_epoch) {
-    e = ++w.last_simd_epoch;
-  }
+  for (uint32_t& e : w.simd_epoch) e = ++w.last_simd_epoch;
 }
 
 void run_threadgroup(Worker& w) {
@@ -221,20 +195,14 @@ void run_threadgroup(Worker& w) {
   poison_memory(w);
   start_lanes(w);
   while (!stopped(w)) {
-    for (uint32_t i = 0; i < w.n_simdgroups; ++i) {
-      run_simdgroup(w, place(w, i, w.n_simdgroups));
-    }
-    if (stopped(w)) {
-      return;
-    }
+    for (uint32_t i = 0; i < w.n_simdgroups; ++i) run_simdgroup(w, place(w, i, w.n_simdgroups));
+    if (stopped(w)) return;
     if (any_waits_in_simdgroup(w)) {
       bool advanced = false;
       for (uint32_t sg = 0; sg < w.n_simdgroups && (in.flags & kMmAllowInactive); ++sg) {
-        advanced = advance_simdgroup(w, sg * 32, true) || advanced;
+        advanced = advance_simdgroup(w, sg * kSimdWidth, true) || advanced;
       }
-      if (!advanced && report_divergence(w)) {
-        return;
-      }
+      if (!advanced && report_divergence(w)) return;
     } else if (!open_barrier(w)) {
       return;
     }
@@ -300,7 +268,7 @@ void mm_collective(uint32_t scope, const char* kind, uint32_t flags, const char*
   metalmm::yield(w, lane);
 }
 
-uint32_t mm_lane() { return this_worker()->current->index % 32; }
+uint32_t mm_lane() { return this_worker()->current->index % metalmm::kSimdWidth; }
 
 void mm_site(const char* file, uint32_t line) {
   Lane& lane = *this_worker()->current;

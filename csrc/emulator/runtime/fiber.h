@@ -56,14 +56,10 @@ inline void* fresh_context(void* top, void (*entry)()) {
   sp[0] = reinterpret_cast<void*>(entry);
   sp[1] = nullptr;
   sp -= 6;
-  for (int i = 0; i < 6; ++i) {
-    sp[i] = nullptr;
-  }
+  for (int i = 0; i < 6; ++i) sp[i] = nullptr;
 #else
   sp -= 20;
-  for (int i = 0; i < 20; ++i) {
-    sp[i] = nullptr;
-  }
+  for (int i = 0; i < 20; ++i) sp[i] = nullptr;
   sp[11] = reinterpret_cast<void*>(entry);  // x30
 #endif
   return sp;

@@ -33,13 +33,9 @@ int find_image(dl_phdr_info* info, size_t, void* data) {
     if (p.p_type == PT_LOAD && base + p.p_vaddr + p.p_memsz > end) {
       end = base + p.p_vaddr + p.p_memsz;
     }
-    if (p.p_type == PT_TLS) {
-      tls_bytes = p.p_memsz;
-    }
+    if (p.p_type == PT_TLS) tls_bytes = p.p_memsz;
   }
-  if (found->inside < base || found->inside >= end) {
-    return 0;
-  }
+  if (found->inside < base || found->inside >= end) return 0;
   auto tls = static_cast<char*>(info->dlpi_tls_data);
   found->image = {base, end};
   found->locals = {tls, tls ? tls + tls_bytes : nullptr};
@@ -51,9 +47,7 @@ uint64_t relative(const void* pc) { return static_cast<const char*>(pc) - g_imag
 // The shadow of a byte of threadgroup memory; null if p is none.
 Shadow* shadow_of(Worker& w, const char* p, size_t n) {
   for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
-    if (w.memory[i].contains(p, n)) {
-      return w.shadow + w.shadow_at[i] + (p - w.memory[i].begin);
-    }
+    if (w.memory[i].contains(p, n)) return w.shadow + w.shadow_at[i] + (p - w.memory[i].begin);
   }
   return w.locals.contains(p, n) ? w.shadow + kMaxThreadgroupBytes + (p - w.locals.begin) : nullptr;
 }
@@ -68,17 +62,17 @@ void report_race(Worker& w, const Shadow& s, const char* p, bool now_writes, boo
   fail_here(
       kMmRace, relative(pc),
       "missing barrier: %s %s that thread %u (simdgroup %u, lane %u) %s with no barrier between",
-      now_writes ? "writes" : "reads", where, other, other / 32, other % 32,
+      now_writes ? "writes" : "reads", where, other, other / kSimdWidth, other % kSimdWidth,
       before_wrote ? "wrote" : "read");
 }
 
 bool unordered(const Worker& w, uint32_t me, uint32_t other, uint32_t epoch, uint32_t simd_epoch) {
   return other != me && epoch == w.epoch &&
-         (other / 32 != me / 32 || simd_epoch == w.simd_epoch[me / 32]);
+         (other / kSimdWidth != me / kSimdWidth || simd_epoch == w.simd_epoch[me / kSimdWidth]);
 }
 
 void track(Worker& w, Shadow* s, const char* p, size_t n, bool write, bool atomic, const void* pc) {
-  uint32_t me = w.current->index, epoch = w.epoch, simd_epoch = w.simd_epoch[me / 32];
+  uint32_t me = w.current->index, epoch = w.epoch, simd_epoch = w.simd_epoch[me / kSimdWidth];
   for (size_t i = 0; i < n; ++i, ++s) {
     bool written = s->write_epoch >= w.first_epoch, read = s->read_epoch >= w.first_epoch;
     if (written && !(atomic && s->atomic) &&
@@ -112,11 +106,9 @@ void track(Worker& w, Shadow* s, const char* p, size_t n, bool write, bool atomi
       fail_here(kMmUninitialized, relative(pc),
                 "uninitialized: reads %s that no thread has written", where);
     }
-    if (atomic) {
-      continue;
-    }
+    if (atomic) continue;
     bool same_epoch = read && s->read_epoch == epoch;
-    s->read_by_many = same_epoch && (s->read_by_many || s->reader / 32 != me / 32);
+    s->read_by_many = same_epoch && (s->read_by_many || s->reader / kSimdWidth != me / kSimdWidth);
     s->reader = static_cast<uint16_t>(me);
     s->read_epoch = epoch;
     s->read_simd_epoch = simd_epoch;
@@ -126,17 +118,11 @@ void track(Worker& w, Shadow* s, const char* p, size_t n, bool write, bool atomi
 
 void check_access(const char* p, size_t n, bool write, bool atomic, const void* pc) {
   Worker* w = this_worker();
-  if (!w || !w->current) {
-    return;
-  }
-  if (stopped(*w)) {
-    stop_here(*w);
-  }
+  if (!w || !w->current) return;
+  if (stopped(*w)) stop_here(*w);
   check_shared_write(*w, *w->current);
   const char* stack = w->current->stack;
-  if (p >= stack && p + n <= stack + kStackBytes) {
-    return;
-  }
+  if (p >= stack && p + n <= stack + kStackBytes) return;
   bool is_read_only = false;
   for (const Place& b : w->launch->buffers) {
     if (b.span.contains(p, n)) {
@@ -144,12 +130,8 @@ void check_access(const char* p, size_t n, bool write, bool atomic, const void* 
       is_read_only = true;
     }
   }
-  if (Shadow* s = shadow_of(*w, p, n)) {
-    return track(*w, s, p, n, write, atomic, pc);
-  }
-  if (!write && g_image.contains(p, n)) {
-    return;
-  }
+  if (Shadow* s = shadow_of(*w, p, n)) return track(*w, s, p, n, write, atomic, pc);
+  if (!write && g_image.contains(p, n)) return;
   char where[96];
   name_memory(*w, p, where, sizeof where);
   if (is_read_only) {
@@ -176,14 +158,10 @@ Span prepare_memory(Worker& w) {
   dl_iterate_phdr(find_image, &found);
   g_image = found.image;
   w.locals = found.locals;
-  if (!mm_checked) {
-    return g_image;
-  }
+  if (!mm_checked) return g_image;
   size_t bytes = (kMaxThreadgroupBytes + (w.locals.end - w.locals.begin)) * sizeof(Shadow);
   if (w.shadow_bytes < bytes) {
-    if (w.shadow) {
-      munmap(w.shadow, w.shadow_bytes);
-    }
+    if (w.shadow) munmap(w.shadow, w.shadow_bytes);
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     w.shadow = p == MAP_FAILED ? nullptr : static_cast<Shadow*>(p);
     w.shadow_bytes = w.shadow ? bytes : 0;
@@ -197,9 +175,7 @@ Span prepare_memory(Worker& w) {
 
 void poison_memory(Worker& w) {
   Worker* me = *this_worker_slot();
-  for (const Span& s : w.memory) {
-    memset(s.begin, 0xFF, s.end - s.begin);
-  }
+  for (const Span& s : w.memory) memset(s.begin, 0xFF, s.end - s.begin);
   if (w.locals.begin != w.locals.end) {
     memset(w.locals.begin, 0xFF, w.locals.end - w.locals.begin);
     *this_worker_slot() = me;
@@ -299,25 +275,17 @@ struct UbsanTypeMismatch {
 static void fail_at(const UbsanPlace& place, MmFault fault, const char* format, uint64_t a,
                     uint64_t b) {
   metalmm::Worker* w = metalmm::this_worker();
-  if (!w || !w->current) {
-    return;
-  }
-  if (!w->current->site_file) {
-    mm_site(place.file, place.line);
-  }
+  if (!w || !w->current) return;
+  if (!w->current->site_file) mm_site(place.file, place.line);
   metalmm::fail_here(fault, 0, format, a, b);
 }
 
 void __ubsan_handle_type_mismatch_v1(UbsanTypeMismatch* data, uintptr_t p) {
   metalmm::Worker* w = metalmm::this_worker();
-  if (!w || !w->current) {
-    return;
-  }
+  if (!w || !w->current) return;
   char where[96];
   metalmm::name_memory(*w, reinterpret_cast<const char*>(p), where, sizeof where);
-  if (!w->current->site_file) {
-    mm_site(data->place.file, data->place.line);
-  }
+  if (!w->current->site_file) mm_site(data->place.file, data->place.line);
   metalmm::fail_here(kMmMisaligned, 0, "misaligned: %s is not a multiple of %u bytes in memory",
                      where, 1u << data->log_alignment);
 }

@@ -13,8 +13,8 @@ MmReport report_of(const Worker& w, const Lane& lane, MmFault fault, uint64_t pc
   MmReport r = {};
   r.fault = fault;
   memcpy(r.threadgroup, w.tg, sizeof w.tg);
-  r.simdgroup = lane.index / 32;
-  r.lane = lane.index % 32;
+  r.simdgroup = lane.index / kSimdWidth;
+  r.lane = lane.index % kSimdWidth;
   r.pc = pc;
   r.file = lane.state == State::kWaiting ? lane.wait.file : lane.site_file;
   r.line = lane.state == State::kWaiting ? lane.wait.line : lane.site_line;
@@ -28,11 +28,11 @@ MmReport report_of(const Worker& w, const Lane& lane, MmFault fault, uint64_t pc
 // "lane l waits at kind, file:line"
 void describe(char* text, size_t n, const Lane& lane) {
   if (lane.state == State::kReturned) {
-    snprintf(text, n, "lane %u has returned from the kernel", lane.index % 32);
+    snprintf(text, n, "lane %u has returned from the kernel", lane.index % kSimdWidth);
     return;
   }
   const char* base = strrchr(lane.wait.file, '/');
-  snprintf(text, n, "lane %u waits at %s, %s:%u", lane.index % 32, lane.wait.kind,
+  snprintf(text, n, "lane %u waits at %s, %s:%u", lane.index % kSimdWidth, lane.wait.kind,
            base ? base + 1 : lane.wait.file, lane.wait.line);
 }
 

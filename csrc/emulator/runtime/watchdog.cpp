@@ -54,14 +54,10 @@ uint64_t place_of(const Worker& w, const char* pc) {
 
 // Several libraries may install it; a signal brings its own worker, whose library may be another.
 void on_signal(int, siginfo_t* info, void* context) {
-  if (info->si_code != SI_TIMER || !info->si_value.sival_ptr) {
-    return;
-  }
+  if (info->si_code != SI_TIMER || !info->si_value.sival_ptr) return;
   Worker& w = *static_cast<Worker*>(info->si_value.sival_ptr);
   const char* pc = interrupted(context);
-  if (in_shader(w, pc)) {
-    w.launch->time_out(w, pc);
-  }
+  if (in_shader(w, pc)) w.launch->time_out(w, pc);
 }
 
 void on_refused(int number, siginfo_t* info, void* context) {
@@ -111,9 +107,7 @@ void prepare_watchdog(Launch& launch, Span code) {
 }
 
 Watchdog::Watchdog(Worker& w) {
-  if (w.launch->in->seconds == 0) {
-    return;
-  }
+  if (w.launch->in->seconds == 0) return;
   struct sigaction action = {};
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_RESTART | SA_NODEFER;  // it does not return: block nothing
@@ -129,9 +123,7 @@ Watchdog::Watchdog(Worker& w) {
 }
 
 Watchdog::~Watchdog() {
-  if (armed_) {
-    timer_delete(timer_);
-  }
+  if (armed_) timer_delete(timer_);
 }
 
 }  // namespace metalmm

@@ -15,7 +15,8 @@
 
 namespace metalmm {
 
-constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / 32;
+constexpr uint32_t kSimdWidth = kMmScopeSimd, kQuadWidth = kMmScopeQuad;
+constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / kSimdWidth;
 constexpr size_t kStackBytes = 64 << 10;  // per GPU thread
 constexpr size_t kPage = 16 << 10;        // a multiple of every page size in use
 // What the checks of a lane need of its stack, and memory below all stacks: a function's frame is

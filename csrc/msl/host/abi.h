@@ -63,6 +63,7 @@ struct MmConstantEntry {
 
 // What compiled shaders ask of the emulator. A scope: how many lanes wait for each other; 0: all.
 enum MmScope : uint32_t { kMmScopeThreadgroup = 0, kMmScopeQuad = 4, kMmScopeSimd = 32 };
+constexpr uint32_t kMmOrdersThreadgroup = 2;  // a barrier: mem_flags::mem_threadgroup
 // Computes a collective once all its lanes have arrived: in[i] and out[i] are lane i's, null where
 // there is none.
 using MmCombine = void (*)(void* const* in, void* const* out);

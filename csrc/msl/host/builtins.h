@@ -115,7 +115,7 @@ MM_BUILTIN_FILL(simd_shuffle_and_fill_up)
 #undef MM_BUILTIN_SHUFFLE
 #undef MM_BUILTIN_FILL
 
-METAL_FUNC ushort __metal_get_simdgroup_size(ushort) { return 32; }
+METAL_FUNC ushort __metal_get_simdgroup_size(ushort) { return kMmScopeSimd; }
 METAL_FUNC ushort __metal_get_thread_index_in_simdgroup(ushort) {
   return static_cast<ushort>(mm_lane());
 }

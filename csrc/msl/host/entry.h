@@ -18,9 +18,7 @@ METAL_FUNC P argument(MmArgument a) {
       return static_cast<P>(v[0]);
     } else {
       P p{};
-      for (int i = 0; i < vector_of<P>::size; ++i) {
-        p[i] = static_cast<element_t<P>>(v[i]);
-      }
+      for (int i = 0; i < vector_of<P>::size; ++i) p[i] = static_cast<element_t<P>>(v[i]);
       return p;
     }
   }

@@ -16,9 +16,7 @@ void reduce(void* const* in, void* const* out) {
   bool have[Width];
   for (uint i = 0; i < Width; ++i) {
     have[i] = in[i] != nullptr;
-    if (have[i]) {
-      values[i] = *static_cast<T*>(in[i]);
-    }
+    if (have[i]) values[i] = *static_cast<T*>(in[i]);
   }
   for (uint d = Width / 2; d > 0; d /= 2) {
     for (uint i = 0; i < d; ++i) {
@@ -31,9 +29,7 @@ void reduce(void* const* in, void* const* out) {
     }
   }
   for (uint i = 0; i < Width; ++i) {
-    if (out[i]) {
-      *static_cast<T*>(out[i]) = values[0];
-    }
+    if (out[i]) *static_cast<T*>(out[i]) = values[0];
   }
 }
 
@@ -58,9 +54,7 @@ struct Shuffle {
 template <uint Width, class T>
 void shuffle(void* const* in, void* const* out) {
   for (uint i = 0; i < Width; ++i) {
-    if (!in[i]) {
-      continue;
-    }
+    if (!in[i]) continue;
     auto mine = static_cast<Shuffle<T>*>(in[i]);
     if (mine->from < 0 || mine->from >= static_cast<int>(Width)) {
       *static_cast<T*>(out[i]) = mine->data;
@@ -75,26 +69,18 @@ template <uint Width, class T>
 void first(void* const* in, void* const* out) {
   T value{};
   for (uint i = Width; i-- > 0;) {
-    if (in[i]) {
-      value = *static_cast<T*>(in[i]);
-    }
+    if (in[i]) value = *static_cast<T*>(in[i]);
   }
   for (uint i = 0; i < Width; ++i) {
-    if (out[i]) {
-      *static_cast<T*>(out[i]) = value;
-    }
+    if (out[i]) *static_cast<T*>(out[i]) = value;
   }
 }
 template <uint Width>
 void ballot(void* const* in, void* const* out) {
   ulong mask = 0;
+  for (uint i = 0; i < Width; ++i) mask |= in[i] && *static_cast<bool*>(in[i]) ? 1ul << i : 0;
   for (uint i = 0; i < Width; ++i) {
-    mask |= in[i] && *static_cast<bool*>(in[i]) ? 1ul << i : 0;
-  }
-  for (uint i = 0; i < Width; ++i) {
-    if (out[i]) {
-      *static_cast<ulong*>(out[i]) = mask;
-    }
+    if (out[i]) *static_cast<ulong*>(out[i]) = mask;
   }
 }
 
@@ -180,9 +166,7 @@ struct FillShuffle {
 template <uint Width, class T>
 void fill_combine(void* const* in, void* const* out) {
   for (int i = 0; i < static_cast<int>(Width); ++i) {
-    if (!in[i]) {
-      continue;
-    }
+    if (!in[i]) continue;
     auto mine = static_cast<FillShuffle<T>*>(in[i]);
     int run = i / mine->modulo * mine->modulo, at = i - run + mine->by;
     bool inside = at >= 0 && at < mine->modulo;
@@ -204,8 +188,8 @@ METAL_FUNC T fill_shuffle(const char* kind, T x, T fill, int by, ushort modulo, 
 
 }  // namespace emulator
 
-MM_GROUP(simd, 32)
-MM_GROUP(quad, 4)
+MM_GROUP(simd, kMmScopeSimd)
+MM_GROUP(quad, kMmScopeQuad)
 #undef MM_GROUP
 #undef MM_SHUFFLE
 #undef MM_PREFIX
@@ -216,6 +200,7 @@ METAL_FUNC bool simd_is_helper_thread() { return false; }
 METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
+static_assert(static_cast<uint>(mem_flags::mem_threadgroup) == kMmOrdersThreadgroup, "");
 METAL_FUNC void threadgroup_barrier(mem_flags flags, MM_SITE) {
   mm_collective(kMmScopeThreadgroup, "threadgroup_barrier", static_cast<uint>(flags), file, line,
                 nullptr, nullptr, nullptr);

@@ -23,7 +23,7 @@ void multiply_add(void* const* in, void* const* out) {
   using Row = vec<float, 8>;
   float a[8][8];
   Row b[8], sum[8];
-  for (uint i = 0; i < 32; ++i) {
+  for (uint i = 0; i < kMmScopeSimd; ++i) {
     auto lane = static_cast<MultiplyAdd<A, B, C>*>(in[i]);
     uint row = matrix_row(i), column = matrix_column(i);
     for (uint e = 0; e < 2; ++e) {
@@ -37,7 +37,7 @@ void multiply_add(void* const* in, void* const* out) {
       sum[row] = __builtin_elementwise_fma(Row(a[row][k]), b[k], sum[row]);
     }
   }
-  for (uint i = 0; i < 32; ++i) {
+  for (uint i = 0; i < kMmScopeSimd; ++i) {
     if (out[i]) {
       auto lane = static_cast<vec<D, 2>*>(out[i]);
       for (uint e = 0; e < 2; ++e) {

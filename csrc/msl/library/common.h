@@ -62,9 +62,7 @@ METAL_FUNC constexpr T sign(T x) {
     return x > T(0) ? T(1) : x < T(0) ? T(-1) : x == x ? x : T(0);
   } else {
     T v{};
-    for (int i = 0; i < vector_of<T>::size; ++i) {
-      v[i] = sign(x[i]);
-    }
+    for (int i = 0; i < vector_of<T>::size; ++i) v[i] = sign(x[i]);
     return v;
   }
 }
@@ -76,9 +74,7 @@ METAL_FUNC constexpr T select(T a, T b, C c) {
     return c ? b : a;
   } else {
     T v{};
-    for (int i = 0; i < vector_of<T>::size; ++i) {
-      v[i] = c[i] ? b[i] : a[i];
-    }
+    for (int i = 0; i < vector_of<T>::size; ++i) v[i] = c[i] ? b[i] : a[i];
     return v;
   }
 }
@@ -92,35 +88,31 @@ MM_MATH2(step, return select(convert_to<T>(1), convert_to<T>(0), y < x))
 MM_MATH3(smoothstep, const T t = saturate((z - x) / (y - x));
          return t * t * (convert_to<T>(3) - convert_to<T>(2) * t))
 
-#define MM_FOLD(name, start, expression)             \
-  template <class C>                                 \
-  METAL_FUNC constexpr bool name(C c) {              \
-    if constexpr (vector_of<C>::size == 1) {         \
-      return c;                                      \
-    } else {                                         \
-      bool r = start;                                \
-      for (int i = 0; i < vector_of<C>::size; ++i) { \
-        r = expression;                              \
-      }                                              \
-      return r;                                      \
-    }                                                \
+#define MM_FOLD(name, start, expression)                           \
+  template <class C>                                               \
+  METAL_FUNC constexpr bool name(C c) {                            \
+    if constexpr (vector_of<C>::size == 1) {                       \
+      return c;                                                    \
+    } else {                                                       \
+      bool r = start;                                              \
+      for (int i = 0; i < vector_of<C>::size; ++i) r = expression; \
+      return r;                                                    \
+    }                                                              \
   }
 MM_FOLD(any, false, r || c[i])
 MM_FOLD(all, true, r&& c[i])
 #undef MM_FOLD
 
-#define MM_CLASSIFY(name, test)                      \
-  template <class T>                                 \
-  METAL_FUNC constexpr auto name(T x) {              \
-    if constexpr (vector_of<T>::size == 1) {         \
-      return static_cast<bool>(test);                \
-    } else {                                         \
-      vec<bool, vector_of<T>::size> r{};             \
-      for (int i = 0; i < vector_of<T>::size; ++i) { \
-        r[i] = name(x[i]);                           \
-      }                                              \
-      return r;                                      \
-    }                                                \
+#define MM_CLASSIFY(name, test)                                       \
+  template <class T>                                                  \
+  METAL_FUNC constexpr auto name(T x) {                               \
+    if constexpr (vector_of<T>::size == 1) {                          \
+      return static_cast<bool>(test);                                 \
+    } else {                                                          \
+      vec<bool, vector_of<T>::size> r{};                              \
+      for (int i = 0; i < vector_of<T>::size; ++i) r[i] = name(x[i]); \
+      return r;                                                       \
+    }                                                                 \
   }
 MM_CLASSIFY(isnan, x != x)
 MM_CLASSIFY(isinf, __builtin_isinf(static_cast<float>(x)))

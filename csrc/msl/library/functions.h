@@ -143,13 +143,9 @@ MM_MATH3(fmin3, return fmin(fmin(x, y), z))
 
 METAL_FUNC float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
 METAL_FUNC half nextafter(half x, half y) {
-  if (!(x != y)) {
-    return y;
-  }
+  if (!(x != y)) return y;
   auto bits = __builtin_bit_cast(short, x);
-  if (x == static_cast<half>(0)) {
-    return __builtin_copysignf(0x1.0p-24f, static_cast<float>(y));
-  }
+  if (x == static_cast<half>(0)) return __builtin_copysignf(0x1.0p-24f, static_cast<float>(y));
   bits += (y > x) == (x > static_cast<half>(0)) ? 1 : -1;
   return __builtin_bit_cast(half, bits);
 }
@@ -160,9 +156,7 @@ METAL_FUNC auto ilogb(T x) {
     return __builtin_ilogbf(static_cast<float>(x));
   } else {
     vec<int, vector_of<T>::size> e{};
-    for (int i = 0; i < vector_of<T>::size; ++i) {
-      e[i] = __builtin_ilogbf(static_cast<float>(x[i]));
-    }
+    for (int i = 0; i < vector_of<T>::size; ++i) e[i] = __builtin_ilogbf(static_cast<float>(x[i]));
     return e;
   }
 }

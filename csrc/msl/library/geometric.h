@@ -8,9 +8,7 @@ namespace metal {
 template <class T, int N>
 METAL_FUNC constexpr T dot(vec<T, N> a, vec<T, N> b) {
   T sum = a[0] * b[0];
-  for (int i = 1; i < N; ++i) {
-    sum += a[i] * b[i];
-  }
+  for (int i = 1; i < N; ++i) sum += a[i] * b[i];
   return sum;
 }
 template <class T, int N>

@@ -58,9 +58,7 @@ METAL_FUNC constexpr T extract_bits(T x, uint offset, uint bits) {
   return emulator::each(
       [=](auto e) {
         using E = decltype(e);
-        if (bits == 0 || offset >= emulator::width_of<T>) {
-          return static_cast<E>(0);
-        }
+        if (bits == 0 || offset >= emulator::width_of<T>) return static_cast<E>(0);
         ulong u = static_cast<ulong>(static_cast<emulator::unsigned_t<T>>(e)) >> offset;
         if constexpr (is_unsigned_v<E>) {
           return static_cast<E>(bits >= 64 ? u : u & ((1ul << bits) - 1));

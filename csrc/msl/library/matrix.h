@@ -11,9 +11,7 @@ struct matrix {
 
   matrix() = default;
   constexpr explicit matrix(T diagonal) : columns{} {
-    for (int i = 0; i < (C < R ? C : R); ++i) {
-      columns[i][i] = diagonal;
-    }
+    for (int i = 0; i < (C < R ? C : R); ++i) columns[i][i] = diagonal;
   }
   template <class... V, enable_if_t<sizeof...(V) == C && (C > 1), int> = 0>
   constexpr matrix(V... v) : columns{} {
@@ -54,31 +52,23 @@ struct matrix {
  private:
   template <class M>
   METAL_FUNC void copy(M& m) {
-    for (int c = 0; c < C; ++c) {
-      columns[c] = construct<vec<T, R>>(m.columns[c]);
-    }
+    for (int c = 0; c < C; ++c) columns[c] = construct<vec<T, R>>(m.columns[c]);
   }
 };
 
 template <class T, int C, int R>
 METAL_FUNC matrix<T, C, R> operator+(matrix<T, C, R> a, matrix<T, C, R> b) {
-  for (int c = 0; c < C; ++c) {
-    a[c] += b[c];
-  }
+  for (int c = 0; c < C; ++c) a[c] += b[c];
   return a;
 }
 template <class T, int C, int R>
 METAL_FUNC matrix<T, C, R> operator-(matrix<T, C, R> a, matrix<T, C, R> b) {
-  for (int c = 0; c < C; ++c) {
-    a[c] -= b[c];
-  }
+  for (int c = 0; c < C; ++c) a[c] -= b[c];
   return a;
 }
 template <class T, int C, int R>
 METAL_FUNC matrix<T, C, R> operator*(matrix<T, C, R> a, type_identity_t<T> s) {
-  for (int c = 0; c < C; ++c) {
-    a[c] *= s;
-  }
+  for (int c = 0; c < C; ++c) a[c] *= s;
   return a;
 }
 template <class T, int C, int R>
@@ -88,25 +78,19 @@ METAL_FUNC matrix<T, C, R> operator*(type_identity_t<T> s, matrix<T, C, R> a) {
 template <class T, int C, int R>
 METAL_FUNC vec<T, R> operator*(matrix<T, C, R> a, vec<T, C> x) {
   vec<T, R> sum = a[0] * x[0];
-  for (int c = 1; c < C; ++c) {
-    sum += a[c] * x[c];
-  }
+  for (int c = 1; c < C; ++c) sum += a[c] * x[c];
   return sum;
 }
 template <class T, int C, int R>
 METAL_FUNC vec<T, C> operator*(vec<T, R> x, matrix<T, C, R> a) {
   vec<T, C> v{};
-  for (int c = 0; c < C; ++c) {
-    v[c] = dot(x, a[c]);
-  }
+  for (int c = 0; c < C; ++c) v[c] = dot(x, a[c]);
   return v;
 }
 template <class T, int C, int R, int K>
 METAL_FUNC matrix<T, C, R> operator*(matrix<T, K, R> a, matrix<T, C, K> b) {
   matrix<T, C, R> v;
-  for (int c = 0; c < C; ++c) {
-    v[c] = a * b[c];
-  }
+  for (int c = 0; c < C; ++c) v[c] = a * b[c];
   return v;
 }
 template <class T>
@@ -119,9 +103,7 @@ METAL_FUNC T determinant(matrix<T, N, N> a) {
   for (int skip = 0; skip < N; ++skip) {  // along the first row
     matrix<T, N - 1, N - 1> rest;
     for (int c = 0; c < N - 1; ++c) {
-      for (int r = 0; r < N - 1; ++r) {
-        rest[c][r] = a[c + (c >= skip)][r + 1];
-      }
+      for (int r = 0; r < N - 1; ++r) rest[c][r] = a[c + (c >= skip)][r + 1];
     }
     const T term = a[skip][0] * determinant(rest);
     sum += skip % 2 == 0 ? term : -term;
@@ -132,9 +114,7 @@ template <class T, int C, int R>
 METAL_FUNC matrix<T, R, C> transpose(matrix<T, C, R> a) {
   matrix<T, R, C> v;
   for (int c = 0; c < C; ++c) {
-    for (int r = 0; r < R; ++r) {
-      v[r][c] = a[c][r];
-    }
+    for (int r = 0; r < R; ++r) v[r][c] = a[c][r];
   }
   return v;
 }
