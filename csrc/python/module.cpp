@@ -30,6 +30,10 @@ PYBIND11_MODULE(_C, m) {
 #define MM_OP(name, arguments) ops.append(#name);
 #include "ops/ops.def"
   m.attr("TORCH_OPS") = py::tuple(ops);
+  py::dict dtypes;
+#define MM_DTYPE(name, Enumerator, bytes, Scalar, torch_name) dtypes[#name] = #torch_name;
+#include "plan/dtypes.def"
+  m.attr("DTYPES") = dtypes;
   m.def(
       "formats",
       [] {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from format_cases import KINDS, weights
+from oracle import DTYPES
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import formats
 
 FORMATS = formats.names()
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 N, K = 6, 1536  # six 256-blocks and twelve groups of 128: an odd number of SIMD registers of each
 
 

@@ -89,6 +89,10 @@ def test_the_native_module_has_the_formats_of_the_table() -> None:
     assert differences(TABLE, native()) == []
 
 
+def test_the_native_module_has_the_dtypes_of_the_specification() -> None:
+    assert {n: str(d).removeprefix("torch.") for n, d in formats.DTYPES.items()} == _C.DTYPES
+
+
 def test_the_specification_has_the_formats_of_the_table() -> None:
     assert differences(TABLE, specification()) == []
 

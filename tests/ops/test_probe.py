@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from backends import Backend
+from oracle import DTYPES
 
 SIZES = (0, 1, 3, 255, 256, 1023, 1024, 1025, 5000)
 ELEMENTWISE = {
@@ -15,7 +16,6 @@ ELEMENTWISE = {
     "mul": operator.mul,
     "div": operator.truediv,
 }
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def operands(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

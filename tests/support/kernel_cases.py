@@ -27,7 +27,7 @@ ops = torch.ops.metalmm
 # What the CUDA engine plans for, so that the emulator runs the same kernels.
 CHIP, CORES = _C.CUDA_PLANS_FOR, 132
 PER_KERNEL = 10
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = formats.DTYPES
 PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_div", "dot")
 # Rows of x: what a strategy is for, beyond its tile.
 MOST_ROWS = {"gemv_batched": 16, "swiglu_up": 2, "swiglu_down": 2, "gemm_small": 20}

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from torch_metalmm import formats
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = tuple(formats.DTYPES.values())
 FORMATS = formats.names()
 
 # One format of each kind of row: dense, lookup, offset, super-blocks, planes.

@@ -7,6 +7,8 @@ from typing import Any
 
 from places import ROOT
 
+from torch_metalmm import formats
+
 # Every generation and every class; the shapes of MEASURING.md.
 CHIPS = (
     *("m1", "m1-max", "m1-ultra", "m2-pro", "m2-ultra"),
@@ -17,7 +19,7 @@ NKS = (
     *((32000, 4096), (128256, 4096)),
 )
 MS = (1, 2, 4, 8, 16, 32, 128, 511, 512, 513)
-DTYPES = ("f32", "f16", "bf16")
+DTYPES = tuple(formats.DTYPES)
 # Bytes that blocks of 2-byte fields are read by: kBoundsWordBlocks, kBoundsLongBlocks of abi.h.
 UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}
 

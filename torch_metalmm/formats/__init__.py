@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 import torch
 
-from ._base import Format
+from ._base import DTYPES, Format
 from .affine import AFFINE, Affine
 from .blocks32 import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from .codebook import IQ4_NL, IQ4_XS, MXFP4
@@ -68,4 +68,4 @@ def names() -> list[str]:
     return list(_BY_NAME)
 
 
-__all__ = ["Affine", "Format", "affine", "get", "names"]
+__all__ = ["DTYPES", "Affine", "Format", "affine", "get", "names"]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 CHUNK_VALUES = 1 << 20  # values converted at a time: a few tens of MB of temporaries
 
-SOURCE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What activations, results and sources are, by the names that formats and kernels have for them.
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def row_chunks(n: int, k: int) -> Iterator[slice]:
@@ -55,7 +56,7 @@ class Format(ABC):
         """
         if w.dim() != 2:
             raise ValueError(f"{self.name}: w must be [N, K], got shape {list(w.shape)}")
-        if w.dtype not in SOURCE_DTYPES:
+        if w.dtype not in DTYPES.values():
             raise ValueError(f"{self.name}: w must be float32, float16 or bfloat16, got {w.dtype}")
         n, k = w.shape
         out = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=w.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._base import Format
+from ._base import DTYPES, Format
 
 
 class Dense(Format):
@@ -26,8 +26,4 @@ class Dense(Format):
         return data.view(self.dtype).float()
 
 
-DENSE = (
-    Dense("f32", torch.float32),
-    Dense("f16", torch.float16),
-    Dense("bf16", torch.bfloat16),
-)
+DENSE = tuple(Dense(name, dtype) for name, dtype in DTYPES.items())

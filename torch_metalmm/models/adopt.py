@@ -20,7 +20,7 @@ from ..nn import QuantEmbedding, QuantLinear
 from .attach import attach, is_transformers_model
 from .replace import replaceable, summary
 
-_DENSE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
 # What libraries call the number of a GGML type: on the layer, or on its weight.
 _GGML_ON_LAYER = ("ggml_type",)
 _GGML_ON_WEIGHT = ("quant_type", "tensor_type")

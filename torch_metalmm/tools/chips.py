@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _C
+from ..formats import DTYPES
 
 # Of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
 REACHED = 0.90
@@ -38,7 +39,7 @@ REACHED = 0.90
 # pull request 158), 1.3 (kryptic-sh/infr pull request 14).
 LAUNCH_US = 2.0
 MATRIX_STRATEGIES = ("gemm_small", "gemm")
-DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 COUNTS = Path(__file__).with_name("issue_cycles.json")
 
 # The products of a token: (N, K, how often).

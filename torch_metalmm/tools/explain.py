@@ -10,7 +10,7 @@ from .chips import DTYPE_BYTES, REACHED, Chip, cost
 SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
 
-_TORCH_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_TORCH_NAMES = {str(d).removeprefix("torch."): name for name, d in formats.DTYPES.items()}
 # The bits of metal/abi.h in words; test_explain compares them with the header.
 EPILOGUE_BITS = ("bias", "beta * c", "alpha", "f32 partial results")
 BOUNDS_BITS = (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...extras import HF, require
+from ...formats import DTYPES
 from ...models.attach import attach
 from ...models.replace import is_conv1d, summary
 from ...models.skeleton import (
@@ -28,8 +29,6 @@ from .file import GgufFile
 from .layout import Layout, TensorMap
 from .map import model_config, tensor_map, tokenizer
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_DENSE_FORMATS = ("f32", "f16", "bf16")
 _ROPE_DIVISORS = "rope_freqs.weight"
 _MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
 
@@ -57,7 +56,7 @@ def load_gguf(
     another shape than the model's, metadata too large for a model. ValueError, too, where the file
     is truncated while it is read.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     require("load_gguf", "gguf", *HF)
 
@@ -217,7 +216,7 @@ def _packed_layout(
 
 
 def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
-    decoded = [name for name in plan.dense if file.tensors[name].format not in _DENSE_FORMATS]
+    decoded = [name for name in plan.dense if file.tensors[name].format not in DTYPES]
     if decoded:
         warnings.warn(
             f"decoded to {dtype}, because the model does not use them as plain matrices: "
