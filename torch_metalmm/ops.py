@@ -20,7 +20,6 @@ _native: Any = _C  # whose import registers the ops; mypy does not see into it
 PROBES = ("add", "sub", "mul", "div", "dot")
 # The ops whose result has a dtype of its own, not that of the first argument.
 _DECODING = ("dequantize", "embedding")
-_OPS = ("linear", "linear_input_grad", "swiglu", "swiglu_linear", "gemv", "gemm", "quantize")
 
 
 def _register_fake(op: str) -> None:
@@ -38,5 +37,5 @@ def _register_fake(op: str) -> None:
     torch.library.register_fake(f"metalmm::{op}", fake)
 
 
-for _op in (*_OPS, *_DECODING, "probe"):
+for _op in _native.TORCH_OPS:
     _register_fake(_op)

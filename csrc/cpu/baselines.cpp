@@ -16,9 +16,7 @@ constexpr int64_t kTileDepth = 256;  // values of K: two tiles of 32 KB, the fir
 }  // namespace
 
 // Decodes a row of W and multiplies it by every row of x, one product at a time.
-void gemm_naive(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
-                at::Tensor y) {
-  const DecodeKernel decode = isa.codec[static_cast<int>(format.codec)].decode;
+void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1), x_stride = x.stride(0);
   const float* from = elements<float>(x);
   float* out = y.mutable_data_ptr<float>();
@@ -37,9 +35,7 @@ void gemm_naive(const IsaKernels& isa, const Format& format, const Weight& w, co
 
 // The same in tiles that stay in the cache: W is decoded once for kTile rows of x, and its tile is
 // transposed, so that the inner loop runs over rows of W.
-void gemm_tiled(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
-                at::Tensor y) {
-  const DecodeKernel decode = isa.codec[static_cast<int>(format.codec)].decode;
+void gemm_tiled(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1), x_stride = x.stride(0);
   const float* from = elements<float>(x);
   float* out = y.mutable_data_ptr<float>();

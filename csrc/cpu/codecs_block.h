@@ -4,19 +4,20 @@
 // A codec is a struct of static functions:
 //   kBlockValues, kBlockBytes
 //   Row    pointers into one row of W;         Row row(const uint8_t*, const RowLayout&)
-//   Block  what is computed once per block;    void open(const Row&, int64_t block, Block&), which
-//   may
-//          keep what the block before left there
-//   F      get<kVector>(block, chunk): values [32 chunk + kWidth kVector, + kWidth) of the block
+//   Block  what is computed once per block;    void open(const Row&, int64_t block, Block&),
+//          which may keep what the block before left there
+//   F      get<kVector>(block, chunk): kWidth values of the block, from kChunkValues chunk +
+//          kWidth kVector
 // Every value is rounded as the Python specification rounds it, on every instruction set.
 #pragma once
 
 #include "kernels.h"
+#include "levels.h"
 #include "simd.h"
 
 namespace metalmm::cpu::MM_ISA {
 
-constexpr int kVectors = kChunk / kWidth;
+constexpr int kVectors = kChunkValues / kWidth;
 
 template <int kValues, int kBytes>
 struct BlockCodec {
@@ -37,58 +38,48 @@ MM_INLINE I nibbles(const uint8_t* qs) {
 }
 
 inline constexpr float kQ4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-inline constexpr float kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                         1,    13,   25,  38,  53,  69,  89,  113};
 // Twice the FP4 values, so that the scale is halved and 2^128 (e = 255) stays finite, as in gguf.
 inline constexpr float kFP4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// d * value[code]
-template <const float* kValues>
-struct LookupBlock : BlockCodec<32, 18> {
+// Codes of a nibble, decoded by a table of 16.
+template <class Table, int kBytes>
+struct NibbleBlock : BlockCodec<32, kBytes> {
   struct Block {
-    Table16 table;
+    Table table;
     const uint8_t* qs;
   };
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    const uint8_t* b = at(row, block);
-    k = {Table16(kValues, half(b)), b + 2};
-  }
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
     return b.table(nibbles<kVector>(b.qs));
   }
 };
+
+// d * value[code]
+template <const float* kValues>
+struct LookupBlock : NibbleBlock<Table16, 18> {
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    k = {Table16(kValues, half(b)), b + 2};
+  }
+};
 struct Q4_0 : LookupBlock<kQ4Values> {};
-struct IQ4_NL : LookupBlock<kIQ4Values> {};
+struct IQ4_NL : LookupBlock<kIQ4Levels> {};
 
 // 2^(e - 127) * value[code]
-struct MXFP4 : BlockCodec<32, 17> {
-  using Block = Q4_0::Block;
+struct MXFP4 : NibbleBlock<Table16, 17> {
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
     const uint32_t e = b[0];
     const uint32_t half_scale = e < 2 ? 0x00200000u << e : (e - 1) << 23;
     k = {Table16(kFP4Doubled, set1(load_as<float>(&half_scale))), b + 1};
   }
-  template <int kVector>
-  static MM_INLINE F get(const Block& b, int) {
-    return b.table(nibbles<kVector>(b.qs));
-  }
 };
 
 // d * code + m
-struct Q4_1 : BlockCodec<32, 20> {
-  struct Block {
-    Linear16 table;
-    const uint8_t* qs;
-  };
+struct Q4_1 : NibbleBlock<Linear16, 20> {
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
     k = {Linear16(half(b), half(b + 2)), b + 4};
-  }
-  template <int kVector>
-  static MM_INLINE F get(const Block& b, int) {
-    return b.table(nibbles<kVector>(b.qs));
   }
 };
 

@@ -68,7 +68,7 @@ struct Q3_K : BlockCodec<256, 110> {
     const F d = half(k.b + 108);
 #if defined(__AVX512F__)
     const __m128i s = _mm_set_epi32(words[3], words[2], words[1], words[0]);
-    store(k.scale, to_float((I)_mm512_cvtepu8_epi32(s) - 32) * d);
+    store(k.scale, to_float(reinterpret_cast<I>(_mm512_cvtepu8_epi32(s)) - 32) * d);
 #else
     uint8_t s[16];
     std::memcpy(s, words, sizeof s);
@@ -97,8 +97,8 @@ MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
                                     _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
   const __m128i high =
       _mm_and_si128(_mm_srli_epi32(a_a_b_b, 2), _mm_set_epi32(0x30303030, 0, 0x30303030, 0));
-  const I s = (I)_mm512_cvtepu8_epi32(_mm_or_si128(low, high));
-  store(k.scale, to_float(s) * (F)_mm512_mask_blend_ps(0xff00, d, minus_dmin));
+  const I s = reinterpret_cast<I>(_mm512_cvtepu8_epi32(_mm_or_si128(low, high)));
+  store(k.scale, to_float(s) * reinterpret_cast<F>(_mm512_mask_blend_ps(0xff00, d, minus_dmin)));
 #else
   const uint32_t a = load_as<uint32_t>(b + 4), m = load_as<uint32_t>(b + 8),
                  c = load_as<uint32_t>(b + 12);
@@ -114,6 +114,14 @@ MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
 #endif
 }
 
+template <int kBytes>
+struct SixBitScales : BlockCodec<256, kBytes> {
+  using Block = SubScales;
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    open_scales_6bit(SixBitScales::at(row, block), k);
+  }
+};
+
 // Nibbles of q4_k: 32 bytes hold chunk 2c (low) and 2c + 1 (high).
 template <int kVector>
 MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
@@ -122,11 +130,7 @@ MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
 }
 
 // (d s) code - (dmin m): 4-bit codes, 6-bit s and m per 32 values.
-struct Q4_K : BlockCodec<256, 144> {
-  using Block = SubScales;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    open_scales_6bit(at(row, block), k);
-  }
+struct Q4_K : SixBitScales<144> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Linear16 table(set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
@@ -135,11 +139,7 @@ struct Q4_K : BlockCodec<256, 144> {
 };
 
 // As q4_k, with a fifth bit in qh: bit chunk of byte l.
-struct Q5_K : BlockCodec<256, 176> {
-  using Block = SubScales;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    open_scales_6bit(at(row, block), k);
-  }
+struct Q5_K : SixBitScales<176> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
@@ -182,7 +182,7 @@ struct IQ4_XS : BlockCodec<256, 136> {
   }
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    const Table16 table(kIQ4Values, set1(k.scale[chunk]));
+    const Table16 table(kIQ4Levels, set1(k.scale[chunk]));
     return table(nibbles<kVector>(k.b + 8 + 16 * chunk));
   }
 };

@@ -31,7 +31,7 @@ MM_INLINE I stream_codes(const uint8_t* chunk) {
   const __m512i source = kBits <= 4 ? _mm512_set1_epi64(load_as<int64_t>(p))
                                     : _mm512_broadcast_i32x4(load_as<__m128i>(p));
   const __m512i bytes = _mm512_shuffle_epi8(source, load_as<__m512i>(kPick.byte));
-  return (I)_mm512_srlv_epi32(bytes, load_as<__m512i>(kPick.shift));
+  return reinterpret_cast<I>(_mm512_srlv_epi32(bytes, load_as<__m512i>(kPick.shift)));
 #else
   constexpr int kFirstBit = kVector * kWidth * kBits % 8;
   uint64_t word = 0;
@@ -47,8 +47,8 @@ MM_INLINE I stream_codes(const uint8_t* chunk) {
 template <int kBits>
 struct Affine {
   static constexpr int kTailValueBytes = 0;
-  static constexpr int kBlockValues = kChunk;
-  static constexpr int kBlockBytes = kChunk * kBits / 8;
+  static constexpr int kBlockValues = kChunkValues;
+  static constexpr int kBlockBytes = kChunkValues * kBits / 8;
   static constexpr int kMask = (1 << kBits) - 1;
   struct Row {
     const uint8_t *codes, *scales, *biases;
@@ -93,7 +93,7 @@ struct Affine {
     } else {
       const I codes = stream_codes<kBits, kVector>(k.codes);
 #if defined(__AVX512F__)
-      if constexpr (kTable) return _mm512_permutexvar_ps((__m512i)codes, k.table);
+      if constexpr (kTable) return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(codes), k.table);
 #endif
       return to_float(codes & kMask) * k.scale + k.bias;
     }
@@ -104,7 +104,7 @@ struct Affine {
 
 // Values as they are. A row need not be a whole number of chunks: the kernels copy its tail.
 template <int kValueBytes, F (*kLoad)(const uint8_t*)>
-struct Dense : BlockCodec<kChunk, kChunk * kValueBytes> {
+struct Dense : BlockCodec<kChunkValues, kChunkValues * kValueBytes> {
   static constexpr int kTailValueBytes = kValueBytes;
   using Block = const uint8_t*;
   static MM_INLINE void open(const uint8_t* row, int64_t chunk, Block& k) {

@@ -15,7 +15,7 @@ constexpr int dot_rows(int m) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   return m == 1 ? 4 : m == 2 ? 3 : m <= 4 ? 2 : 1;
 #else
-  if (Codec::kBlockValues > kChunk) return m <= 3 ? 3 : 2;
+  if (Codec::kBlockValues > kChunkValues) return m <= 3 ? 3 : 2;
   return m <= 4 ? 4 : m <= 6 ? 3 : 2;
 #endif
 }
@@ -24,7 +24,7 @@ constexpr int kPrefetchBytes = 512;
 
 // The last values of a row, zero-padded to a chunk. Dense codecs only.
 struct Tail {
-  uint8_t bytes[kChunk * 4] = {};
+  uint8_t bytes[kChunkValues * 4] = {};
   MM_INLINE Tail(const uint8_t* row, int64_t done, int64_t k, int value_bytes) {
     std::memcpy(bytes, row + done * value_bytes, (k - done) * value_bytes);
   }
@@ -58,8 +58,8 @@ struct Dot {
 
   static MM_INLINE void multiply_block(const Block* open, const float* x, F (&acc)[kRows][kM]) {
 #pragma GCC unroll 8
-    for (int c = 0; c < Codec::kBlockValues / kChunk; ++c) {
-      multiply<0>(open, c, x + c * kChunk * kM, acc);
+    for (int c = 0; c < Codec::kBlockValues / kChunkValues; ++c) {
+      multiply<0>(open, c, x + c * kChunkValues * kM, acc);
     }
   }
 
@@ -125,14 +125,14 @@ void decode(const Weight& w, int64_t n, int64_t first, int64_t last, float* out)
   for (int64_t b = first / Codec::kBlockValues; b < end; ++b) {
     Codec::open(row, b, open);
 #pragma GCC unroll 8
-    for (int c = 0; c < Codec::kBlockValues / kChunk; ++c, out += kChunk) {
+    for (int c = 0; c < Codec::kBlockValues / kChunkValues; ++c, out += kChunkValues) {
       store_chunk<Codec>(open, c, out);
     }
   }
   if constexpr (Codec::kTailValueBytes > 0) {
     const int64_t done = end * Codec::kBlockValues;
     const Tail tail(p, done, last, Codec::kTailValueBytes);
-    float values[kChunk];
+    float values[kChunkValues];
     Codec::open(tail.bytes, 0, open);
     store_chunk<Codec>(open, 0, values);
     std::memcpy(out, values, (last - done) * sizeof(float));

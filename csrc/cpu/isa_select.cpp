@@ -1,9 +1,8 @@
 #include <cstdlib>
-#include <stdexcept>
-#include <string>
 
 #include "half.h"
 #include "kernels.h"
+#include "plan/names.h"
 
 namespace metalmm::cpu {
 
@@ -56,13 +55,12 @@ const IsaKernels& current_isa() {
     const IsaKernels* const* isas = available_isas(&count);
     const char* wanted = std::getenv("METALMM_CPU_ISA");
     if (wanted == nullptr || *wanted == '\0') return isas[0];
-    std::string allowed;
     for (int i = 0; i < count; ++i) {
-      if (std::string(wanted) == isas[i]->name) return isas[i];
-      allowed += (i ? ", " : "") + std::string(isas[i]->name);
+      if (std::string_view(wanted) == isas[i]->name) return isas[i];
     }
-    throw std::invalid_argument("METALMM_CPU_ISA: '" + std::string(wanted) +
-                                "' is not available here; allowed: " + allowed);
+    throw std::invalid_argument(unknown_name(
+        "METALMM_CPU_ISA", wanted, count, [isas](int i) { return isas[i]->name; },
+        " on this machine"));
   }();
   return *chosen;
 }

@@ -1,14 +1,13 @@
 // What the drivers call: one table of kernels per instruction set, chosen at run time. No torch.
+// Kernels walk a row in chunks of kChunkValues.
 #pragma once
 
 #include <cstdint>
 
+#include "metal/geometry.h"
 #include "plan/format.h"
 
 namespace metalmm::cpu {
-
-// Kernels walk a row in chunks of 32 values; every block of every format is a whole number of them.
-constexpr int kChunk = 32;
 
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -32,8 +31,8 @@ struct Weight {
 
 // y[m * y_stride + n - first_row] = sum over k of x[m, k] w[n, k], for the rows [first_row,
 // last_row) and as many m as the kernel is compiled for. The rows of x are interleaved by vectors:
-// x[m, k] is at (k / width * M + m) * width + k % width, for k up to round_up(K, kChunk), zero
-// beyond K. One stream, and immediate offsets for all m.
+// x[m, k] is at (k / width * M + m) * width + k % width, for k up to round_up(K, kChunkValues),
+// zero beyond K. One stream, and immediate offsets for all m.
 struct DotArgs {
   Weight weight;
   int64_t first_row, last_row;

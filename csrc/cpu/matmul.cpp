@@ -30,7 +30,7 @@ int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<
 // Interleaves m rows of x by vectors, for the dot kernel of `rows` >= m rows.
 void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t rows, int width,
                 float* out) {
-  const int64_t padded = round_up(k, kChunk);
+  const int64_t padded = round_up(k, kChunkValues);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t v = 0; v < padded; v += width) {
       float* to = out + v * rows + r * width;
@@ -42,20 +42,19 @@ void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t 
 }
 
 // y[:, first .. last) for at most kMaxDotRows rows of x.
-void dot_rows(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
-              at::Tensor y) {
+void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1);
   const int index =
       static_cast<int>(std::lower_bound(kDotRows, kDotRows + kNumDotKernels, m) - kDotRows);
   const int64_t rows = kDotRows[index];
   const float* packed = elements<float>(x);
   std::vector<float> buffer;
-  if (rows > 1 || w.k % kChunk != 0) {
-    buffer.resize(rows * round_up(w.k, kChunk));
-    interleave(packed, x.stride(0), m, w.k, rows, isa.width, buffer.data());
+  if (rows > 1 || w.k % kChunkValues != 0) {
+    buffer.resize(rows * round_up(w.k, kChunkValues));
+    interleave(packed, x.stride(0), m, w.k, rows, current_isa().width, buffer.data());
     packed = buffer.data();
   }
-  const DotKernel kernel = isa.codec[static_cast<int>(format.codec)].dot[index];
+  const DotKernel kernel = codec.dot[index];
   float* out = y.mutable_data_ptr<float>();
   const int64_t out_stride = y.stride(0);
   parallel_for(0, n, row_grain(w.k), [&](int64_t first, int64_t last) {
@@ -107,8 +106,9 @@ struct Gemm {
     const int64_t panels = (m1 - m0 + isa.width - 1) / isa.width;
     for (int64_t k0 = 0; k0 < w.k; k0 += kDecodeK) {
       const int64_t k1 = std::min(w.k, k0 + kDecodeK);
-      for (int64_t r = n0; r < n1; ++r)
+      for (int64_t r = n0; r < n1; ++r) {
         codec.decode(w, r, k0, k1, decoded + (r - n0) * kDecodeStride);
+      }
       for (int64_t p = 0; p < panels; p += isa.panels) {
         const TileKernel tile = isa.tile[std::min<int64_t>(isa.panels, panels - p) - 1];
         const float* panel = x + ((first_panel + p) * w.k + k0) * isa.width;
@@ -124,17 +124,11 @@ struct Gemm {
   }
 };
 
-void gemm(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
-          at::Tensor y) {
+void gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
+  const IsaKernels& isa = current_isa();
   const int64_t m = x.size(0), n = y.size(1);
   const std::vector<float> panels = pack_panels(x, isa.width);
-  const Gemm job{isa,
-                 isa.codec[static_cast<int>(format.codec)],
-                 w,
-                 panels.data(),
-                 m,
-                 n,
-                 y.mutable_data_ptr<float>()};
+  const Gemm job{isa, codec, w, panels.data(), m, n, y.mutable_data_ptr<float>()};
   const int64_t row_blocks = (n + kBlockRows - 1) / kBlockRows;
   const int64_t column_blocks = (m + kBlockColumns - 1) / kBlockColumns;
   parallel_for(0, row_blocks * column_blocks, 1, [&](int64_t first, int64_t last) {
@@ -164,7 +158,7 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
   Weight out{elements<uint8_t>(w), w.stride(0), k, {}};
   if (format.layout == Layout::kAffine) {
     int shift = 0;
-    while ((int64_t{kChunk} << shift) < format.block_values) ++shift;
+    while ((int64_t{kChunkValues} << shift) < format.block_values) ++shift;
     out.layout = {format.scales_offset(k), format.biases_offset(k), shift, format.scale_type};
   }
   return out;
@@ -176,21 +170,21 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format
   at::Tensor y = at::empty({m, n}, x.options());
   if (m == 0 || n == 0) return y;
   if (x.size(1) == 0) return y.zero_();
-  const IsaKernels& isa = current_isa();
+  const CodecKernels& codec = kernels_of(format);
   const Weight weight = make_weight(w, format, x.size(1));
   const Strategy chosen = strategy.value_or(choose_strategy(m));
   if (chosen == Strategy::kGemm) {
-    gemm(isa, format, weight, x, y);
+    gemm(codec, weight, x, y);
     return y;
   }
   if (chosen == Strategy::kGemmTiled || chosen == Strategy::kGemmNaive) {
-    (chosen == Strategy::kGemmTiled ? gemm_tiled : gemm_naive)(isa, format, weight, x, y);
+    (chosen == Strategy::kGemmTiled ? gemm_tiled : gemm_naive)(codec.decode, weight, x, y);
     return y;
   }
   const int64_t step = chosen == Strategy::kGemv ? 1 : kMaxDotRows;
   for (int64_t i = 0; i < m; i += step) {
     const int64_t rows = std::min(step, m - i);
-    dot_rows(isa, format, weight, x.narrow(0, i, rows), y.narrow(0, i, rows));
+    dot_rows(codec, weight, x.narrow(0, i, rows), y.narrow(0, i, rows));
   }
   return y;
 }
@@ -200,7 +194,7 @@ at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int
   at::Tensor out = at::empty({last - first, k}, w.options().dtype(at::kFloat));
   if (out.numel() == 0) return out;
   const Weight weight = make_weight(w, format, k);
-  const DecodeKernel decode = current_isa().codec[static_cast<int>(format.codec)].decode;
+  const DecodeKernel decode = kernels_of(format).decode;
   float* data = out.mutable_data_ptr<float>();
   parallel_for(first, last, row_grain(k), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) decode(weight, r, 0, k, data + (r - first) * k);

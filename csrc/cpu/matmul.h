@@ -25,6 +25,11 @@ Strategy strategy_by_name(std::string_view name);
 // The fastest for m rows of x.
 Strategy choose_strategy(int64_t m);
 
+// The kernels of a format for the instruction set in use.
+inline const CodecKernels& kernels_of(const Format& format) {
+  return current_isa().codec[static_cast<int>(format.codec)];
+}
+
 // A packed weight [N, row_bytes] as the kernels take it. `w` must outlive the result.
 Weight make_weight(const at::Tensor& w, const Format& format, int64_t k);
 
@@ -33,10 +38,8 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format
                   std::optional<Strategy> strategy);
 
 // y [M, N] = x [M, K] Wᵀ without tuned kernels; x and y as matmul() has them.
-void gemm_naive(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
-                at::Tensor y);
-void gemm_tiled(const IsaKernels& isa, const Format& format, const Weight& w, const at::Tensor& x,
-                at::Tensor y);
+void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);
+void gemm_tiled(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);
 
 // Rows [first, last) of W as f32 [last - first, K].
 at::Tensor decode_rows(const at::Tensor& w, const Format& format, int64_t k, int64_t first,

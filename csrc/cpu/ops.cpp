@@ -103,7 +103,7 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::strin
   const int64_t count = flat.numel(), k = w.k;
   at::Tensor out = at::empty({count, k}, w.rows.options().dtype(at::kFloat));
   const Weight table = make_weight(w.rows, w.format, k);
-  const DecodeKernel decode = current_isa().codec[static_cast<int>(w.format.codec)].decode;
+  const DecodeKernel decode = kernels_of(w.format).decode;
   float* to = out.mutable_data_ptr<float>();
   parallel_for(0, count, 8, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) decode(table, id[i], 0, k, to + i * k);
@@ -173,16 +173,8 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
 
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   set_strategy_check(at::kCPU, [](std::string_view name) { strategy_by_name(name); });
-  m.impl("linear", linear);
-  m.impl("linear_input_grad", linear_input_grad);
-  m.impl("swiglu", swiglu);
-  m.impl("swiglu_linear", swiglu_linear);
-  m.impl("gemv", gemv);
-  m.impl("gemm", gemm);
-  m.impl("dequantize", dequantize);
-  m.impl("quantize", quantize);
-  m.impl("embedding", embedding);
-  m.impl("probe", probe);
+#define MM_OP(name, arguments) m.impl(#name, name);
+#include "ops/ops.def"
 }
 
 }  // namespace metalmm::cpu

@@ -54,18 +54,18 @@ MM_INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
 // slower GEMV.
 MM_INLINE I load_u8(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return (I)_mm512_cvtepu8_epi32(load_as<__m128i>(p));
+  return reinterpret_cast<I>(_mm512_cvtepu8_epi32(load_as<__m128i>(p)));
 #elif defined(__AVX2__)
-  return (I)_mm256_cvtepu8_epi32(_mm_loadu_si64(p));
+  return reinterpret_cast<I>(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
 #else
   return __builtin_convertvector(load_as<U8>(p), I);
 #endif
 }
 MM_INLINE I load_s8(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return (I)_mm512_cvtepi8_epi32(load_as<__m128i>(p));
+  return reinterpret_cast<I>(_mm512_cvtepi8_epi32(load_as<__m128i>(p)));
 #elif defined(__AVX2__)
-  return (I)_mm256_cvtepi8_epi32(_mm_loadu_si64(p));
+  return reinterpret_cast<I>(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
 #else
   return __builtin_convertvector(load_as<S8>(p), I);
 #endif
@@ -84,24 +84,24 @@ MM_INLINE F fma(F a, F b, F c) {
 #endif
 }
 
-// 32 bytes: the codes of a chunk, put together before they are widened. An operation on them costs
-// a quarter of one on the same codes as integers.
-typedef uint8_t Bytes __attribute__((vector_size(32)));
+// The codes of a chunk in a byte each, put together before they are widened. An operation on them
+// costs a quarter of one on the same codes as integers.
+typedef uint8_t Bytes __attribute__((vector_size(kChunkValues)));
 MM_INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 
 // Bytes [kWidth kVector, + kWidth), signed, as integers.
 template <int kVector>
 MM_INLINE I widen(Bytes v) {
 #if defined(__AVX512F__)
-  const __m256i b = (__m256i)v;
-  return (I)_mm512_cvtepi8_epi32(kVector ? _mm256_extracti128_si256(b, 1)
-                                         : _mm256_castsi256_si128(b));
+  const __m256i b = reinterpret_cast<__m256i>(v);
+  return reinterpret_cast<I>(
+      _mm512_cvtepi8_epi32(kVector ? _mm256_extracti128_si256(b, 1) : _mm256_castsi256_si128(b)));
 #elif defined(__AVX2__)
-  const __m256i b = (__m256i)v;
+  const __m256i b = reinterpret_cast<__m256i>(v);
   const __m128i half = kVector < 2 ? _mm256_castsi256_si128(b) : _mm256_extracti128_si256(b, 1);
-  return (I)_mm256_cvtepi8_epi32(kVector % 2 ? _mm_srli_si128(half, 8) : half);
+  return reinterpret_cast<I>(_mm256_cvtepi8_epi32(kVector % 2 ? _mm_srli_si128(half, 8) : half));
 #else
-  uint8_t bytes[32];
+  uint8_t bytes[sizeof v];
   std::memcpy(bytes, &v, sizeof bytes);
   return load_s8(bytes + kVector * kWidth);
 #endif
@@ -168,18 +168,18 @@ MM_INLINE F load_f16(const uint8_t* p) {
 
 MM_INLINE F load_bf16(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16);
+  return reinterpret_cast<F>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16));
 #elif defined(__AVX2__)
-  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_as<__m128i>(p)), 16);
+  return reinterpret_cast<F>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_as<__m128i>(p)), 16));
 #else
-  return (F)(__builtin_convertvector(load_as<U16>(p), I) << 16);
+  return reinterpret_cast<F>(__builtin_convertvector(load_as<U16>(p), I) << 16);
 #endif
 }
 
 // value in the lanes whose bit of bits is set (lane i, bit i), 0 elsewhere.
 MM_INLINE I select_bits(uint32_t bits, int32_t value) {
 #if defined(__AVX512F__)
-  return (I)_mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), value);
+  return reinterpret_cast<I>(_mm512_maskz_set1_epi32(static_cast<__mmask16>(bits), value));
 #else
   I weight;
   for (int i = 0; i < kWidth; ++i) weight[i] = 1 << i;
@@ -195,7 +195,9 @@ struct Table16 {
   F entries;
   MM_INLINE Table16(const float* values, F scale) : entries(load(values) * scale) {}
   // The permute reads the low four bits of each lane only.
-  MM_INLINE F operator()(I code) const { return _mm512_permutexvar_ps((__m512i)code, entries); }
+  MM_INLINE F operator()(I code) const {
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
+  }
 #else
   const float* values;
   F scale;
@@ -203,8 +205,8 @@ struct Table16 {
   MM_INLINE F operator()(I code) const {
     code &= 15;
 #if defined(__AVX2__)
-    const F low = _mm256_permutevar8x32_ps(load(values), (__m256i)code);
-    const F high = _mm256_permutevar8x32_ps(load(values + 8), (__m256i)code);
+    const F low = _mm256_permutevar8x32_ps(load(values), reinterpret_cast<__m256i>(code));
+    const F high = _mm256_permutevar8x32_ps(load(values + 8), reinterpret_cast<__m256i>(code));
     return (code > 7 ? high : low) * scale;
 #else
     F v;
@@ -225,7 +227,9 @@ struct Linear16 {
     const F code = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     entries = fma(code, scale, offset);
   }
-  MM_INLINE F operator()(I code) const { return _mm512_permutexvar_ps((__m512i)code, entries); }
+  MM_INLINE F operator()(I code) const {
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), entries);
+  }
 #else
   F scale, offset;
   MM_INLINE Linear16(F s, F o) : scale(s), offset(o) {}

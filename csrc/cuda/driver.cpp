@@ -39,8 +39,9 @@ using CurrentStream = int (*)(int32_t device, void** stream);
 CurrentStream find_current_stream() {
   void* torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   void* found = torch ? dlsym(torch, "aoti_torch_get_current_cuda_stream") : nullptr;
-  if (!found)
+  if (!found) {
     throw std::runtime_error("this torch has no libtorch_cuda.so with a stable C interface");
+  }
   return reinterpret_cast<CurrentStream>(found);
 }
 

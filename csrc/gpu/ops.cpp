@@ -1,8 +1,10 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
+#include "ops/dtypes.h"
 #include "ops/op_calls.h"
 #include "ops/strategies.h"
 #include "ops/tensors.h"
@@ -42,38 +44,43 @@ at::Tensor aligned_rows(const PackedWeight& w) {
   return is_aligned ? w.rows : w.rows.clone(at::MemoryFormat::Contiguous);
 }
 
-DType dtype_of(at::ScalarType t) {
-  return t == at::kFloat ? DType::kF32 : t == at::kHalf ? DType::kF16 : DType::kBF16;
-}
+// Of a checked tensor.
+DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 
-// The operands of a problem; a tensor that is not defined is absent.
-struct Operands {
-  at::Tensor x, weight, y, bias, c, weight2, x2, ids;
+// The operands of a problem by slot; a tensor that is not defined is absent.
+class Operands {
+ public:
+  at::Tensor& operator[](Slot slot) { return tensors_.at(slot); }
+  const at::Tensor& operator[](Slot slot) const { return tensors_.at(slot); }
+
+ private:
+  std::array<at::Tensor, kSlotPartial> tensors_;  // what is behind is the plan's own
 };
 
-void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId> strategy) {
-  const at::Tensor* slots[] = {&o.x, &o.weight, &o.y, &o.bias, &o.c, &o.weight2, &o.x2, &o.ids};
+void run(const Engine& e, Problem p, const Operands& o,
+         std::optional<StrategyId> strategy = std::nullopt) {
   Buffers buffers{};
-  for (int i = 0; i < 8; ++i) {
-    if (slots[i]->defined()) buffers[i] = buffer_of(*slots[i]);
+  for (uint32_t slot = 0; slot < kSlotPartial; ++slot) {
+    const at::Tensor& operand = o[static_cast<Slot>(slot)];
+    if (operand.defined()) buffers[slot] = buffer_of(operand);
   }
-  if (o.x.defined()) p.x_alignment = alignment_of(o.x);
-  if (o.x2.defined()) p.x_alignment = std::min(p.x_alignment, alignment_of(o.x2));
-  if (o.weight.defined()) {
-    p.w_alignment = alignment_of(o.weight);
-    p.w_stride = row_stride(o.weight);
+  for (Slot slot : {kSlotX, kSlotX2}) {
+    if (o[slot].defined()) p.x_alignment = std::min(p.x_alignment, alignment_of(o[slot]));
   }
-  if (o.weight2.defined()) {
-    p.w_alignment = std::min(p.w_alignment, alignment_of(o.weight2));
-    p.w2_stride = row_stride(o.weight2);
+  for (Slot slot : {kSlotWeight, kSlotWeight2}) {
+    if (!o[slot].defined()) continue;
+    p.w_alignment = std::min(p.w_alignment, alignment_of(o[slot]));
+    (slot == kSlotWeight ? p.w_stride : p.w2_stride) = row_stride(o[slot]);
   }
-  const c10::Device device = o.y.device();
+  p.has_bias = o[kSlotBias].defined();
+  p.has_c = o[kSlotC].defined();
+  const c10::Device device = o[kSlotY].device();
   const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
   if (made.passes.empty()) return;
   at::Tensor workspace;
   if (made.workspace_bytes) {
     const auto bytes = static_cast<int64_t>(made.workspace_bytes);
-    workspace = at::empty({bytes / 4}, o.y.options().dtype(at::kFloat));
+    workspace = at::empty({bytes / 4}, o[kSlotY].options().dtype(at::kFloat));
     buffers[kSlotPartial] = buffer_of(workspace);
   }
   e.launch(made, buffers, device);
@@ -106,44 +113,44 @@ Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
 // x W^T [M, N] in f32; x is multiplied in its own dtype.
 at::Tensor linear_f32(const Engine& e, const at::Tensor& rows, const PackedWeight& w) {
   Operands o;
-  o.x = rows;
-  o.weight = aligned_rows(w);
-  o.y = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(at::kFloat));
+  o[kSlotX] = rows;
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(at::kFloat));
   Problem p = problem(Op::kLinear, rows, w);
   p.y_f32 = true;
-  run(e, p, o, std::nullopt);
-  return o.y;
+  run(e, p, o);
+  return o[kSlotY];
 }
 
 // silu(gate) * up of f32 gate and up, rounded once.
 at::Tensor silu_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                     at::ScalarType dtype) {
   Operands o;
-  o.x = gate;
-  o.x2 = up;
-  o.y = at::empty(gate.sizes(), gate.options().dtype(dtype));
+  o[kSlotX] = gate;
+  o[kSlotX2] = up;
+  o[kSlotY] = at::empty(gate.sizes(), gate.options().dtype(dtype));
   Problem p;
   p.op = Op::kSiluMul;
   p.n = gate.numel();
   p.dtype = dtype_of(dtype);
-  run(e, p, o, std::nullopt);
-  return o.y;
+  run(e, p, o);
+  return o[kSlotY];
 }
 
 // Rows [first, last) of W.
 at::Tensor decode(const Engine& e, const PackedWeight& w, int64_t first, int64_t last,
                   at::ScalarType type) {
   Operands o;
-  o.weight = aligned_rows({w.format, w.rows.narrow(0, first, last - first), w.k});
-  o.y = at::empty({last - first, w.k}, w.rows.options().dtype(type));
+  o[kSlotWeight] = aligned_rows({w.format, w.rows.narrow(0, first, last - first), w.k});
+  o[kSlotY] = at::empty({last - first, w.k}, w.rows.options().dtype(type));
   Problem p;
   p.op = Op::kDequantize;
   p.n = last - first;
   p.k = w.k;
   p.format = &w.format;
   p.dtype = dtype_of(type);
-  run(e, p, o, std::nullopt);
-  return o.y;
+  run(e, p, o);
+  return o[kSlotY];
 }
 
 at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
@@ -152,16 +159,15 @@ at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor&
   const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, beta, dim));
   const at::ScalarType dtype = common_dtype(x, beta == 0 ? std::nullopt : c);
   Operands o;
-  o.x = as_rows(x, dtype);
-  o.weight = aligned_rows(w);
-  if (beta != 0) o.c = addend(c, dtype);
-  o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
-  Problem p = problem(Op::kLinear, o.x, w);
-  p.has_c = beta != 0;
+  o[kSlotX] = as_rows(x, dtype);
+  o[kSlotWeight] = aligned_rows(w);
+  if (beta != 0) o[kSlotC] = addend(c, dtype);
+  o[kSlotY] = at::empty({o[kSlotX].size(0), w.rows.size(0)}, o[kSlotX].options());
+  Problem p = problem(Op::kLinear, o[kSlotX], w);
   p.alpha = static_cast<float>(alpha);
   p.beta = static_cast<float>(beta);
   run(e, p, o, find_strategy(strategy, x));
-  return like_input(o.y, x);
+  return like_input(o[kSlotY], x);
 }
 
 }  // namespace
@@ -171,14 +177,12 @@ at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight
   const PackedWeight w = packed(weight, check_linear(x, weight, bias, format));
   const at::ScalarType dtype = common_dtype(x, bias);
   Operands o;
-  o.x = as_rows(x, dtype);
-  o.weight = aligned_rows(w);
-  o.bias = addend(bias, dtype);
-  o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
-  Problem p = problem(Op::kLinear, o.x, w);
-  p.has_bias = bias.has_value();
-  run(e, p, o, find_strategy(strategy, x));
-  return like_input(o.y, x);
+  o[kSlotX] = as_rows(x, dtype);
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotBias] = addend(bias, dtype);
+  o[kSlotY] = at::empty({o[kSlotX].size(0), w.rows.size(0)}, o[kSlotX].options());
+  run(e, problem(Op::kLinear, o[kSlotX], w), o, find_strategy(strategy, x));
+  return like_input(o[kSlotY], x);
 }
 
 at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
@@ -196,17 +200,16 @@ at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_w
   const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
   const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   Operands o;
-  o.x = as_rows(x, x.scalar_type());
-  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o.x.size(0))) {
-    const at::Tensor gate = linear_f32(e, o.x, gate_w), up = linear_f32(e, o.x, up_w);
+  o[kSlotX] = as_rows(x, x.scalar_type());
+  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o[kSlotX].size(0))) {
+    const at::Tensor gate = linear_f32(e, o[kSlotX], gate_w), up = linear_f32(e, o[kSlotX], up_w);
     return like_input(silu_mul(e, gate, up, x.scalar_type()), x);
   }
-  o.weight = aligned_rows(gate_w);
-  o.weight2 = aligned_rows(up_w);
-  o.y = at::empty({o.x.size(0), o.weight.size(0)}, o.x.options());
-  Problem p = problem(Op::kSwigluUp, o.x, gate_w);
-  run(e, p, o, std::nullopt);
-  return like_input(o.y, x);
+  o[kSlotWeight] = aligned_rows(gate_w);
+  o[kSlotWeight2] = aligned_rows(up_w);
+  o[kSlotY] = at::empty({o[kSlotX].size(0), o[kSlotWeight].size(0)}, o[kSlotX].options());
+  run(e, problem(Op::kSwigluUp, o[kSlotX], gate_w), o);
+  return like_input(o[kSlotY], x);
 }
 
 at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
@@ -216,26 +219,25 @@ at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tens
   const bool same = up.scalar_type() == gate.scalar_type();
   const at::ScalarType dtype = same ? common_dtype(gate, bias) : at::kFloat;
   Operands o;
-  o.x = as_rows(gate, dtype);
-  o.x2 = as_rows(up, dtype);
-  if (!is_fused(Op::kSwigluDown, o.x.size(0))) {
+  o[kSlotX] = as_rows(gate, dtype);
+  o[kSlotX2] = as_rows(up, dtype);
+  if (!is_fused(Op::kSwigluDown, o[kSlotX].size(0))) {
     // The product stays f32: f16 cannot hold 3e4 * 3e4. So x of the linear is f32, and so are its
     // tiles; swiglu, then linear, is the faster way for many rows.
     const auto f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    const at::Tensor hidden = silu_mul(e, f32(o.x), f32(o.x2), at::kFloat).view(gate.sizes());
+    const at::Tensor hidden =
+        silu_mul(e, f32(o[kSlotX]), f32(o[kSlotX2]), at::kFloat).view(gate.sizes());
     return linear(e, hidden, weight, bias, format, std::nullopt).to(gate.scalar_type());
   }
-  if (row_stride(o.x) != row_stride(o.x2)) {  // one stride for both
-    o.x = o.x.contiguous();
-    o.x2 = o.x2.contiguous();
+  if (row_stride(o[kSlotX]) != row_stride(o[kSlotX2])) {  // one stride for both
+    o[kSlotX] = o[kSlotX].contiguous();
+    o[kSlotX2] = o[kSlotX2].contiguous();
   }
-  o.weight = aligned_rows(w);
-  o.bias = addend(bias, dtype);
-  o.y = at::empty({o.x.size(0), w.rows.size(0)}, o.x.options());
-  Problem p = problem(Op::kSwigluDown, o.x, w);
-  p.has_bias = bias.has_value();
-  run(e, p, o, std::nullopt);
-  return like_input(o.y, gate);
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotBias] = addend(bias, dtype);
+  o[kSlotY] = at::empty({o[kSlotX].size(0), w.rows.size(0)}, o[kSlotX].options());
+  run(e, problem(Op::kSwigluDown, o[kSlotX], w), o);
+  return like_input(o[kSlotY], gate);
 }
 
 at::Tensor gemv(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
@@ -264,20 +266,20 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
   const PackedWeight w = packed(weight, check_embedding(ids, weight, format, in_features));
   check_ids(ids, w.rows.size(0));
   Operands o;
-  o.weight = aligned_rows(w);
-  o.ids = ids.to(at::kLong).contiguous();
-  o.y = at::empty({o.ids.numel(), w.k}, w.rows.options().dtype(type));
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotIds] = ids.to(at::kLong).contiguous();
+  o[kSlotY] = at::empty({o[kSlotIds].numel(), w.k}, w.rows.options().dtype(type));
   Problem p;
   p.op = Op::kEmbedding;
-  p.m = o.ids.numel();
+  p.m = o[kSlotIds].numel();
   p.n = w.rows.size(0);
   p.k = w.k;
   p.format = &w.format;
   p.dtype = dtype_of(type);
-  run(e, p, o, std::nullopt);
+  run(e, p, o);
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(w.k);
-  return o.y.view(shape);
+  return o[kSlotY].view(shape);
 }
 
 at::Tensor quantize(const at::Tensor& w, std::string_view format) {
@@ -292,11 +294,11 @@ at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std
   const bool is_dot = p.op == Op::kDot;
   (is_dot ? p.k : p.n) = x.numel();
   Operands o;
-  o.x = x.contiguous();
-  o.x2 = x2.contiguous();
-  o.y = is_dot ? at::empty({}, x.options()) : at::empty(x.sizes(), x.options());
-  run(e, p, o, std::nullopt);
-  return o.y;
+  o[kSlotX] = x.contiguous();
+  o[kSlotX2] = x2.contiguous();
+  o[kSlotY] = is_dot ? at::empty({}, x.options()) : at::empty(x.sizes(), x.options());
+  run(e, p, o);
+  return o[kSlotY];
 }
 
 }  // namespace metalmm::gpu

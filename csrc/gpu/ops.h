@@ -31,7 +31,7 @@ struct Engine {
   std::function<void(const Plan&, const Buffers&, c10::Device)> launch;
 };
 
-// As ops/schemas.cpp.
+// As ops/ops.def.
 at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                   const OptionalTensor& bias, std::string_view format, OptionalName strategy);
 at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,

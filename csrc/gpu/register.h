@@ -17,19 +17,13 @@ struct OpOf<kOp, engine> {
   static at::Tensor call(Args... args) { return kOp(engine(), args...); }
 };
 
-// The ops of ops/schemas.cpp that shaders compute. The library has a dispatch key:
+// The ops of ops/ops.def that shaders compute. The library has a dispatch key:
 // TORCH_LIBRARY_IMPL(metalmm, MPS, m).
 template <const Engine& (*engine)()>
 void register_shaders(torch::Library& m) {
-  m.impl("linear", OpOf<&linear, engine>::call);
-  m.impl("linear_input_grad", OpOf<&linear_input_grad, engine>::call);
-  m.impl("swiglu", OpOf<&swiglu, engine>::call);
-  m.impl("swiglu_linear", OpOf<&swiglu_linear, engine>::call);
-  m.impl("gemv", OpOf<&gemv, engine>::call);
-  m.impl("gemm", OpOf<&gemm, engine>::call);
-  m.impl("dequantize", OpOf<&dequantize, engine>::call);
-  m.impl("embedding", OpOf<&embedding, engine>::call);
-  m.impl("probe", OpOf<&probe, engine>::call);
+#define MM_HOST_OP(name, arguments)
+#define MM_OP(name, arguments) m.impl(#name, OpOf<&name, engine>::call);
+#include "ops/ops.def"
 }
 
 // Every op, for tensors of another device than the CPU.

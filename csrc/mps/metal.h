@@ -23,8 +23,10 @@ class MetalDevice {
   Library compile(const std::string& source, std::string* log);
   Function function(Library library, const Pass& pass, std::string* log);
   Pipeline pipeline(Function function, std::string* log);
-  uint32_t max_threads(Pipeline p) { return uint32_t(p.maxTotalThreadsPerThreadgroup); }
-  uint32_t simd_width(Pipeline p) { return uint32_t(p.threadExecutionWidth); }
+  uint32_t max_threads(Pipeline p) {
+    return static_cast<uint32_t>(p.maxTotalThreadsPerThreadgroup);
+  }
+  uint32_t simd_width(Pipeline p) { return static_cast<uint32_t>(p.threadExecutionWidth); }
 
  private:
   id<MTLDevice> device_;

@@ -63,9 +63,9 @@ Facts facts_of(id<MTLDevice> device, uint32_t cores) {
     if ([device supportsFamily:static_cast<MTLGPUFamily>(1000 + family)]) out.family = family;
   }
   out.cores = cores;
-  out.max_threadgroup_memory = uint32_t(device.maxThreadgroupMemoryLength);
-  out.max_threads = uint32_t(device.maxThreadsPerThreadgroup.width);
-  out.macos = int(NSProcessInfo.processInfo.operatingSystemVersion.majorVersion);
+  out.max_threadgroup_memory = static_cast<uint32_t>(device.maxThreadgroupMemoryLength);
+  out.max_threads = static_cast<uint32_t>(device.maxThreadsPerThreadgroup.width);
+  out.macos = static_cast<int>(NSProcessInfo.processInfo.operatingSystemVersion.majorVersion);
   return out;
 }
 

@@ -83,8 +83,9 @@ class Pipelines {
     if (entry.value) return entry.value;
     std::string log;
     entry.value = device_.compile(source_of(kernel), &log);
-    if (!entry.value)
+    if (!entry.value) {
       throw std::runtime_error("metalmm: Metal cannot compile " + kernel + ":\n" + log);
+    }
     return entry.value;
   }
 

@@ -50,7 +50,7 @@ std::string text_of(const std::string& kernel, Codec codec, DType dtype) {
 std::string source_of(const std::string& kernel) {
   for (int s = 0; s < kNumStrategies; ++s) {
     for (int c = 0; c < kNumCodecs; ++c) {
-      for (int d = 0; d < 3; ++d) {
+      for (int d = 0; d < kNumDTypes; ++d) {
         const auto codec = static_cast<Codec>(c);
         const auto dtype = static_cast<DType>(d);
         if (kernel_name(static_cast<StrategyId>(s), codec, dtype) == kernel) {

@@ -255,18 +255,15 @@ Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTenso
   return kCall(x, w, format, c, alpha, beta, strategy);
 }
 
+constexpr auto* gemv = scaled<call_gemv, kGemv>;
+constexpr auto* gemm = scaled<call_gemm, kGemm>;
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
-  m.impl("linear", linear);
-  m.impl("linear_input_grad", linear_input_grad);
-  m.impl("swiglu", swiglu);
-  m.impl("swiglu_linear", swiglu_linear);
-  m.impl("dequantize", dequantize);
-  m.impl("embedding", embedding);
-  m.impl("probe", probe);
-  m.impl("gemv", scaled<call_gemv, kGemv>);
-  m.impl("gemm", scaled<call_gemm, kGemm>);
+#define MM_HOST_OP(name, arguments)  // its result has no gradient
+#define MM_OP(name, arguments) m.impl(#name, name);
+#include "ops.def"
 }
 
 }  // namespace metalmm

@@ -1,24 +1,29 @@
 #include "checks.h"
-#include "tensors.h"
 
 #include <algorithm>
 #include <iterator>
 #include <vector>
+
+#include "dtypes.h"
+#include "tensors.h"
 
 namespace metalmm {
 namespace {
 
 using Size = c10::SymInt;
 
-bool is_activation_dtype(at::ScalarType t) {
-  return t == at::kFloat || t == at::kHalf || t == at::kBFloat16;
+std::string allowed_dtypes() {
+  return join_names(kNumDTypes, [](int i) { return kTorchDTypes[i]; });
 }
 
-std::optional<at::ScalarType> dense_dtype(const Format& f) {
-  if (f.codec == Codec::F32) return at::kFloat;
-  if (f.codec == Codec::F16) return at::kHalf;
-  if (f.codec == Codec::BF16) return at::kBFloat16;
-  return std::nullopt;
+void check_activation_dtype(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(find_dtype(t.scalar_type()), name, ": dtype ", t.scalar_type(),
+                    "; allowed: ", allowed_dtypes());
+}
+
+// Whether [N, K] of this type are weights of the format as they are.
+bool is_dense(const Format& f, at::ScalarType t) {
+  return f.layout == Layout::kDense && find_dtype(t) == dtype_by_name(f.name);
 }
 
 const Format& check_format(std::string_view name) {
@@ -38,8 +43,7 @@ void check_device(const char* name, const at::Tensor& t, const at::Tensor& x) {
 
 // x, f32 / f16 / bf16 with at least one dimension. Returns its last size, K.
 Size check_activations(const char* name, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(is_activation_dtype(x.scalar_type()), name, ": dtype ", x.scalar_type(),
-                    "; allowed: float32, float16, bfloat16");
+  check_activation_dtype(name, x);
   TORCH_CHECK_VALUE(x.dim() >= 1, name, ": must have at least one dimension, [..., K]");
   return x.sym_size(-1);
 }
@@ -53,7 +57,7 @@ WeightShape check_weight(const char* name, const at::Tensor& weight, std::string
   TORCH_CHECK_VALUE(weight.dim() == 2, name, ": shape ", weight.sym_sizes(),
                     "; must be [N, row_bytes]");
   const bool is_packed = weight.scalar_type() == at::kByte;
-  TORCH_CHECK_VALUE(is_packed || dense_dtype(format) == weight.scalar_type(), name, ": dtype ",
+  TORCH_CHECK_VALUE(is_packed || is_dense(format, weight.scalar_type()), name, ": dtype ",
                     weight.scalar_type(), "; allowed: uint8 rows of ", format.name);
   const Size row = is_packed ? format.row_bytes(k) : k;
   TORCH_CHECK_VALUE(weight.sym_size(1) == row, name, ": shape ", weight.sym_sizes(), "; a row of ",
@@ -66,8 +70,7 @@ void check_addend(const char* name, const OptionalTensor& t, c10::SymIntArrayRef
                   const at::Tensor& x) {
   if (!t.has_value()) return;
   check_device(name, *t, x);
-  TORCH_CHECK_VALUE(is_activation_dtype(t->scalar_type()), name, ": dtype ", t->scalar_type(),
-                    "; allowed: float32, float16, bfloat16");
+  check_activation_dtype(name, *t);
   TORCH_CHECK_VALUE(t->sym_sizes() == shape, name, ": shape ", t->sym_sizes(), "; must be ", shape);
 }
 
@@ -184,8 +187,7 @@ const Format& check_quantize(const at::Tensor& w, std::string_view format) {
 }
 
 Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
-  TORCH_CHECK_VALUE(is_activation_dtype(x.scalar_type()), "x: dtype ", x.scalar_type(),
-                    "; allowed: float32, float16, bfloat16");
+  check_activation_dtype("x", x);
   check_device("x2", x2, x);
   TORCH_CHECK_VALUE(x2.scalar_type() == x.scalar_type() && x2.sym_sizes() == x.sym_sizes(),
                     "x2: ", x2.scalar_type(), " ", x2.sym_sizes(), "; must be as x, ",
@@ -199,7 +201,7 @@ Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
 
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype) {
   const at::ScalarType t = dtype.value_or(at::kFloat);
-  TORCH_CHECK_VALUE(is_activation_dtype(t), "dtype: ", t, "; allowed: float32, float16, bfloat16");
+  TORCH_CHECK_VALUE(find_dtype(t), "dtype: ", t, "; allowed: ", allowed_dtypes());
   return t;
 }
 

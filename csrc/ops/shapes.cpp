@@ -52,6 +52,9 @@ Shape scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view for
   return with_last(x, w.n);
 }
 
+constexpr auto* gemv = scaled<1>;
+constexpr auto* gemm = scaled<2>;
+
 Shape dequantize(const at::Tensor& weight, std::string_view format, OptionalSize in_features,
                  std::optional<at::ScalarType> dtype) {
   check_dtype(dtype);
@@ -79,40 +82,9 @@ Shape probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(metalmm, m) {
-  m.def(
-      "_linear_shape(Tensor x, Tensor weight, Tensor? bias, str format, str? strategy=None) -> "
-      "SymInt[]",
-      linear);
-  m.def(
-      "_linear_input_grad_shape(Tensor grad, Tensor weight, str format, SymInt in_features) -> "
-      "SymInt[]",
-      linear_input_grad);
-  m.def(
-      "_swiglu_shape(Tensor x, Tensor gate_weight, Tensor up_weight, str format_gate, str "
-      "format_up) -> SymInt[]",
-      swiglu);
-  m.def(
-      "_swiglu_linear_shape(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str format) -> "
-      "SymInt[]",
-      swiglu_linear);
-  m.def(
-      "_gemv_shape(Tensor x, Tensor weight, str format, Tensor? c=None, float alpha=1, float "
-      "beta=0, str? strategy=None) -> SymInt[]",
-      scaled<1>);
-  m.def(
-      "_gemm_shape(Tensor x, Tensor weight, str format, Tensor? c=None, float alpha=1, float "
-      "beta=0, str? strategy=None) -> SymInt[]",
-      scaled<2>);
-  m.def(
-      "_dequantize_shape(Tensor weight, str format, SymInt? in_features=None, *, ScalarType? "
-      "dtype=None) -> SymInt[]",
-      dequantize);
-  m.def("_quantize_shape(Tensor w, str format) -> SymInt[]", quantize);
-  m.def(
-      "_embedding_shape(Tensor ids, Tensor weight, str format, SymInt? in_features=None, *, "
-      "ScalarType? dtype=None) -> SymInt[]",
-      embedding);
-  m.def("_probe_shape(Tensor x, Tensor x2, str op) -> SymInt[]", probe);
+#define MM_SIZE "SymInt"
+#define MM_OP(name, arguments) m.def("_" #name "_shape(" arguments ") -> SymInt[]", name);
+#include "ops.def"
 }
 
 }  // namespace metalmm

@@ -44,16 +44,15 @@ const std::vector<Format>& all_formats() {
 }
 
 const Format& format_by_name(std::string_view name) {
-  static const auto* index = [] {
+  static const auto* index = [] {  // every call of an op looks one of many names up
     auto* map = new std::unordered_map<std::string, const Format*>();
     for (const Format& f : all_formats()) map->emplace(f.name, &f);
     return map;
   }();
   auto it = index->find(lower(name));
   if (it != index->end()) return *it->second;
-  std::string allowed;
-  for (const Format& f : all_formats()) allowed += (allowed.empty() ? "" : ", ") + f.name;
-  throw std::invalid_argument("format: unknown '" + std::string(name) + "'; allowed: " + allowed);
+  throw std::invalid_argument(unknown_name("format", name, static_cast<int>(all_formats().size()),
+                                           [](int i) { return all_formats()[i].name; }));
 }
 
 }  // namespace metalmm

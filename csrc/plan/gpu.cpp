@@ -4,6 +4,8 @@
 #include <cctype>
 #include <stdexcept>
 
+#include "names.h"
+
 namespace metalmm {
 namespace {
 
@@ -51,8 +53,9 @@ std::vector<Gpu> make_gpus() {
 // Lower case, dashes for spaces, without the maker: "Apple M4 Max" -> "m4-max".
 std::string normal(std::string_view name) {
   std::string out;
-  for (unsigned char c : name)
+  for (unsigned char c : name) {
     out += c == ' ' || c == '_' ? '-' : static_cast<char>(std::tolower(c));
+  }
   constexpr std::string_view kMaker = "apple-";
   return out.rfind(kMaker, 0) == 0 ? out.substr(kMaker.size()) : out;
 }
@@ -122,10 +125,9 @@ Gpu gpu_by_name(std::string_view name) {
   if (const Gpu* gpu = find(name)) return *gpu;
   const std::string wanted = normal(name);
   if (const int family = family_of_name(wanted)) return nearest(wanted, family);
-  std::string allowed;
-  for (const Gpu& gpu : all_gpus()) allowed += (allowed.empty() ? "" : ", ") + gpu.name;
   throw std::invalid_argument(
-      "chip: unknown '" + std::string(name) + "'; allowed: " + allowed +
+      unknown_name("chip", name, static_cast<int>(all_gpus().size()),
+                   [](int i) { return all_gpus()[i].name; }) +
       "; a chip from M1 or A14 on that is not among them (m6-pro) takes the nearest");
 }
 

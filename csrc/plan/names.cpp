@@ -6,7 +6,10 @@
 namespace metalmm {
 namespace {
 
-constexpr const char* kDTypes[] = {"f32", "f16", "bf16"};
+constexpr const char* kDTypes[] = {
+#define MM_DTYPE(name, ...) #name,
+#include "dtypes.def"
+};
 constexpr const char* kOps[] = {"linear",     "swiglu_up", "swiglu_down", "embedding",
                                 "dequantize", "add",       "sub",         "mul",
                                 "div",        "dot",       "silu_mul"};
@@ -34,7 +37,7 @@ StrategyId strategy_by_name(std::string_view name) {
 }
 
 DType dtype_by_name(std::string_view name) {
-  return static_cast<DType>(find_name("dtype", name, 3, [](int i) { return kDTypes[i]; }));
+  return static_cast<DType>(find_name("dtype", name, kNumDTypes, [](int i) { return kDTypes[i]; }));
 }
 
 Op op_by_name(std::string_view name) {
@@ -89,8 +92,9 @@ std::vector<StrategyId> strategies_of(Op op) {
 
 std::string kernel_name(StrategyId strategy, Codec codec, DType dtype) {
   std::string out = to_string(strategy);
-  if (has_format(info_of(strategy).family))
+  if (has_format(info_of(strategy).family)) {
     out += std::string("_") + kCodecs[static_cast<int>(codec)];
+  }
   return out + "_" + to_string(dtype);
 }
 
@@ -100,7 +104,7 @@ std::vector<std::string> all_kernel_names() {
     const auto strategy = static_cast<StrategyId>(s);
     const int codecs = has_format(info_of(strategy).family) ? kNumCodecs : 1;
     for (int c = 0; c < codecs; ++c) {
-      for (int d = 0; d < 3; ++d) {
+      for (int d = 0; d < kNumDTypes; ++d) {
         out.push_back(kernel_name(strategy, static_cast<Codec>(c), static_cast<DType>(d)));
       }
     }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "metal/geometry.h"
+#include "names.h"
 #include "passes.h"
 
 namespace metalmm {
@@ -253,28 +254,24 @@ void check(const Problem& p) {
   }
 }
 
-std::string join(const std::vector<StrategyId>& strategies) {
-  std::string out;
-  for (StrategyId s : strategies) out += (out.empty() ? "" : ", ") + std::string(to_string(s));
-  return out;
+template <class Named>
+std::string join(const std::vector<Named>& all) {
+  return join_names(static_cast<int>(all.size()), [&](int i) { return to_string(all[i]); });
 }
 
-// What the strategy computes, in words.
-std::string ability(StrategyId strategy) {
-  std::string ops;
-  for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
-    const auto able = strategies_of(static_cast<Op>(i));
-    if (std::find(able.begin(), able.end(), strategy) == able.end()) continue;
-    ops += (ops.empty() ? "" : ", ") + std::string(to_string(static_cast<Op>(i)));
-  }
-  return std::string(to_string(strategy)) + " computes " + ops;
+bool computes(StrategyId strategy, Op op) {
+  const auto able = strategies_of(op);
+  return std::find(able.begin(), able.end(), strategy) != able.end();
 }
 
 Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
-  const auto able = strategies_of(p.op);
-  if (std::find(able.begin(), able.end(), strategy) == able.end()) {
-    reject("strategy: " + ability(strategy) + ", not " + to_string(p.op) + "; that takes " +
-           join(able));
+  if (!computes(strategy, p.op)) {
+    std::vector<Op> ops;
+    for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
+      if (computes(strategy, static_cast<Op>(i))) ops.push_back(static_cast<Op>(i));
+    }
+    reject("strategy: " + std::string(to_string(strategy)) + " computes " + join(ops) + ", not " +
+           to_string(p.op) + "; that takes " + join(strategies_of(p.op)));
   }
   const uint32_t bytes = threadgroup_bytes_of(strategy, p.dtype);
   if (bytes > gpu.max_threadgroup_memory) {

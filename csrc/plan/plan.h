@@ -24,8 +24,20 @@ enum class StrategyId : int {
 };
 constexpr int kNumStrategies = static_cast<int>(StrategyId::kCount);
 
-enum class DType : int { kF32, kF16, kBF16 };
-constexpr int64_t dtype_bytes(DType d) { return d == DType::kF32 ? 4 : 2; }
+enum class DType : int {
+#define MM_DTYPE(name, Enumerator, ...) Enumerator,
+#include "dtypes.def"
+  kCount
+};
+constexpr int kNumDTypes = static_cast<int>(DType::kCount);
+
+constexpr int64_t dtype_bytes(DType d) {
+  constexpr int64_t kBytes[] = {
+#define MM_DTYPE(name, Enumerator, bytes, ...) bytes,
+#include "dtypes.def"
+  };
+  return kBytes[static_cast<int>(d)];
+}
 
 // What is asked for. Beside each: the sizes it reads.
 enum class Op : int {

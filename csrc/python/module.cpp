@@ -26,6 +26,10 @@ PYBIND11_MODULE(_C, m) {
 #if defined(__APPLE__)
   metalmm::mps::bind_mps(m);
 #endif
+  py::list ops;
+#define MM_OP(name, arguments) ops.append(#name);
+#include "ops/ops.def"
+  m.attr("TORCH_OPS") = py::tuple(ops);
   m.def(
       "formats",
       [] {

@@ -2,9 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <optional>
 #include <string>
 
+#include "plan/names.h"
 #include "plan/passes.h"
 #include "plan/plan.h"
 
@@ -72,19 +74,18 @@ py::dict to_dict(const Pass& pass) {
 
 // The fields of a Gpu that a caller may set, over the row of the chip it names.
 Gpu read_gpu(const std::string& chip, const py::dict& changes) {
+  struct Field {
+    const char* name;
+    uint32_t Gpu::* value;
+  };
+  static constexpr Field kFields[] = {{"cores", &Gpu::cores},
+                                      {"max_threadgroup_memory", &Gpu::max_threadgroup_memory},
+                                      {"max_threads", &Gpu::max_threads}};
   Gpu gpu = gpu_by_name(chip);
   for (auto [key, value] : changes) {
-    const auto name = py::cast<std::string>(key);
-    if (name == "cores") {
-      gpu.cores = py::cast<uint32_t>(value);
-    } else if (name == "max_threadgroup_memory") {
-      gpu.max_threadgroup_memory = py::cast<uint32_t>(value);
-    } else if (name == "max_threads") {
-      gpu.max_threads = py::cast<uint32_t>(value);
-    } else {
-      throw std::invalid_argument("gpu: unknown field '" + name +
-                                  "'; allowed: cores, max_threadgroup_memory, max_threads");
-    }
+    const int field = find_name("gpu", py::cast<std::string>(key), std::size(kFields),
+                                [](int i) { return kFields[i].name; });
+    gpu.*kFields[field].value = py::cast<uint32_t>(value);
   }
   return gpu;
 }

@@ -45,7 +45,7 @@ int check_format(const Format& f) {
     quantize_row(f, random_values(kK).data(), kK, packed.data() + r * row_bytes);
   }
   int shift = 0;
-  while ((int64_t{kChunk} << shift) < f.block_values) ++shift;
+  while ((int64_t{kChunkValues} << shift) < f.block_values) ++shift;
   const Weight w{packed.data(),
                  row_bytes,
                  kK,

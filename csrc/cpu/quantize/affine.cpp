@@ -24,22 +24,11 @@ float round_even(float v) {
 
 // s = max((max - min) / n, 1e-7); the edge of larger |.| gets a code that decodes to it.
 ScaleBias fit(const float* x, int n, float high_code) {
-  Lanes low = load(x), high = low;
-  for (int i = kLanes; i < n; i += kLanes) {
-    low = min(load(x + i), low);
-    high = max(load(x + i), high);
-  }
-  float lows[kLanes], highs[kLanes];
-  store(lows, low);
-  store(highs, high);
-  for (int i = 1; i < kLanes; ++i) {
-    lows[0] = lows[i] < lows[0] ? lows[i] : lows[0];
-    highs[0] = highs[i] > highs[0] ? highs[i] : highs[0];
-  }
-  const float range = (highs[0] - lows[0]) / high_code;
+  const Range r = range_of(x, n);
+  const float range = (r.high - r.low) / high_code;
   const float step = range > 1e-7f ? range : 1e-7f;
-  const bool low_edge = magnitude(lows[0]) > magnitude(highs[0]);
-  const float edge = low_edge ? lows[0] : highs[0];
+  const bool low_edge = magnitude(r.low) > magnitude(r.high);
+  const float edge = low_edge ? r.low : r.high;
   const float scale = low_edge ? step : -step;
   const float zero = round_even(edge / scale);
   if (zero == 0) return {scale, 0.f};

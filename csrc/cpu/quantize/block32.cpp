@@ -11,40 +11,28 @@ namespace {
 
 constexpr int kBlock = 32;
 
-struct Range {
-  float low, high;  // each the first of equals, so that the sign of a zero is defined
-
-  float max_abs() const { return magnitude(high > -low ? high : low); }
-};
-
 float first_equal(const float* x, float value) {
   int i = 0;
   while (x[i] != value) ++i;
   return x[i];
 }
 
-Range range_of(const float* x) {
-  Lanes low = load(x), high = low;
-  for (int i = kLanes; i < kBlock; i += kLanes) {
-    low = min(load(x + i), low);
-    high = max(load(x + i), high);
-  }
-  float lows[kLanes], highs[kLanes];
-  store(lows, low);
-  store(highs, high);
-  Range r{lows[0], highs[0]};
-  for (int i = 1; i < kLanes; ++i) {
-    r.low = lows[i] < r.low ? lows[i] : r.low;
-    r.high = highs[i] > r.high ? highs[i] : r.high;
-  }
+// Each the first of equals, so that the sign of a zero is defined.
+Range first_range(const float* x) {
+  Range r = range_of(x, kBlock);
   if (r.low == 0) r.low = first_equal(x, 0);
   if (r.high == 0) r.high = first_equal(x, 0);
   return r;
 }
 
+float max_abs(const float* x) {
+  const Range r = first_range(x);
+  return magnitude(r.high > -r.low ? r.high : r.low);
+}
+
 // The element of largest |x|, the first one of equals; +0 if all are 0.
 float signed_max32(const float* x) {
-  const Range r = range_of(x);
+  const Range r = first_range(x);
   if (r.high > -r.low) return r.high;
   if (r.high < -r.low) return r.low;
   return signed_max(x, kBlock);
@@ -71,7 +59,7 @@ struct ScaleOffset {
 template <int kBits>
 ScaleOffset asymmetric_codes(const float* x, uint8_t* q) {
   constexpr float kHigh = (1 << kBits) - 1;
-  const Range r = range_of(x);
+  const Range r = first_range(x);
   const float d = (r.high - r.low) / kHigh;
   const float id = reciprocal(d);
   for (int i = 0; i < kBlock; ++i) {
@@ -140,7 +128,7 @@ void quantize_q5_1(const float* x, uint8_t* out) {
 }
 
 void quantize_q8_0(const float* x, uint8_t* out) {
-  const float d = range_of(x).max_abs() / 127;
+  const float d = max_abs(x) / 127;
   const float id = reciprocal(d);
   store_u16(out, to_half(d));
   for (int i = 0; i < kBlock; ++i) {
@@ -154,7 +142,7 @@ void quantize_q8_0(const float* x, uint8_t* out) {
 }
 
 void quantize_mxfp4(const float* x, uint8_t* out) {
-  const float top = range_of(x).max_abs();
+  const float top = max_abs(x);
   int e = floor_log2(top) + 125;
   e = top == 0 || e < 0 ? 0 : e;
   out[0] = static_cast<uint8_t>(e);

@@ -1,5 +1,6 @@
 // 4-bit codes that index 16 uneven levels: iq4_nl, iq4_xs. The trials of a search run side by side.
 
+#include "cpu/levels.h"
 #include "formats.h"
 #include "lanes.h"
 #include "math.h"
@@ -11,11 +12,9 @@ namespace {
 constexpr int kSub = 32;
 constexpr int kTries = 7;
 constexpr int kTrials = 1 + 2 * kTries + 1;
-constexpr int kLevels = 16;
-constexpr float kLevel[kLevels] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                   1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int kLevels = sizeof kIQ4Levels / sizeof *kIQ4Levels;
 
-constexpr float middle(int code) { return (kLevel[code] + kLevel[code + 1]) / 2; }
+constexpr float middle(int code) { return (kIQ4Levels[code] + kIQ4Levels[code + 1]) / 2; }
 
 // The level nearest to v, the upper one of a tie, by floor(2 * v): the middles are whole halves.
 // Rejected: counting the middles up to v: 45 SSE2 instructions for 4 values, 1.8 times slower.
@@ -25,7 +24,7 @@ struct LevelTable {
   constexpr LevelTable() {
     for (int t = -kReach, code = 0; t <= kReach; ++t) {
       while (code + 1 < kLevels && t >= 2 * middle(code)) ++code;
-      level[t + kReach] = kLevel[code];
+      level[t + kReach] = kIQ4Levels[code];
     }
   }
 };
@@ -79,8 +78,8 @@ float search_levels(const float* x) {
   const float top = signed_max(x, kSub);
   if (magnitude(top) < kTiny) return 0;
   float inv[kTrials];
-  inv[0] = 1 / (-top / kLevel[0]);
-  for (int t = -kTries; t <= kTries; ++t) inv[t + kTries + 1] = (kLevel[0] + t) / top;
+  inv[0] = 1 / (-top / kIQ4Levels[0]);
+  for (int t = -kTries; t <= kTries; ++t) inv[t + kTries + 1] = (kIQ4Levels[0] + t) / top;
   const Sums sums = trial_sums(x, inv);
   float scale = sums.a[0] / sums.b[0];
   float best = scale * sums.a[0];

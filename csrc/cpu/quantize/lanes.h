@@ -57,7 +57,8 @@ inline bool any(Mask m) {
 }
 
 inline Float4 select4(Int4 mask, Float4 a, Float4 b) {
-  return (Float4)((mask & (Int4)a) | (~mask & (Int4)b));
+  return reinterpret_cast<Float4>((mask & reinterpret_cast<Int4>(a)) |
+                                  (~mask & reinterpret_cast<Int4>(b)));
 }
 // mask ? a : b
 inline Lanes select(Mask mask, Lanes a, Lanes b) {
@@ -65,12 +66,14 @@ inline Lanes select(Mask mask, Lanes a, Lanes b) {
 }
 // mask ? a : 0
 inline Lanes only(Mask mask, Lanes a) {
-  return {(Float4)(mask.lo & (Int4)a.lo), (Float4)(mask.hi & (Int4)a.hi)};
+  return {reinterpret_cast<Float4>(mask.lo & reinterpret_cast<Int4>(a.lo)),
+          reinterpret_cast<Float4>(mask.hi & reinterpret_cast<Int4>(a.hi))};
 }
 
 inline Lanes abs(Lanes a) {
   const Int4 bits = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff};
-  return {(Float4)((Int4)a.lo & bits), (Float4)((Int4)a.hi & bits)};
+  return {reinterpret_cast<Float4>(reinterpret_cast<Int4>(a.lo) & bits),
+          reinterpret_cast<Float4>(reinterpret_cast<Int4>(a.hi) & bits)};
 }
 
 // a > b ? a : b, and a < b ? a : b: b where a is NaN, and where both are zeros.
@@ -81,6 +84,27 @@ inline Lanes min(Lanes a, Lanes b) { return {_mm_min_ps(a.lo, b.lo), _mm_min_ps(
 inline Lanes max(Lanes a, Lanes b) { return select(a > b, a, b); }
 inline Lanes min(Lanes a, Lanes b) { return select(a < b, a, b); }
 #endif
+
+struct Range {
+  float low, high;
+};
+// The least and the largest of n values, a multiple of kLanes.
+inline Range range_of(const float* x, int n) {
+  Lanes low = load(x), high = low;
+  for (int i = kLanes; i < n; i += kLanes) {
+    low = min(load(x + i), low);
+    high = max(load(x + i), high);
+  }
+  float lows[kLanes], highs[kLanes];
+  store(lows, low);
+  store(highs, high);
+  Range r{lows[0], highs[0]};
+  for (int i = 1; i < kLanes; ++i) {
+    r.low = lows[i] < r.low ? lows[i] : r.low;
+    r.high = highs[i] > r.high ? highs[i] : r.high;
+  }
+  return r;
+}
 
 // rint(v) clamped to [low, high]; NaN to low. As the scalar of this name.
 inline Lanes to_code(Lanes v, Lanes low, Lanes high) {

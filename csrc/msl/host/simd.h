@@ -62,7 +62,7 @@ void shuffle(void* const* in, void* const* out) {
       continue;
     }
     auto mine = static_cast<Shuffle<T>*>(in[i]);
-    if (mine->from < 0 || mine->from >= int(Width)) {
+    if (mine->from < 0 || mine->from >= static_cast<int>(Width)) {
       *static_cast<T*>(out[i]) = mine->data;
     } else if (in[mine->from]) {
       *static_cast<T*>(out[i]) = static_cast<Shuffle<T>*>(in[mine->from])->data;
@@ -129,43 +129,43 @@ METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file,
                                        emulator::Shuffle<T>{x, static_cast<int>(from)}, \
                                        emulator::shuffle<Width, T>, file, line);        \
   }
-#define MM_GROUP(group, Width)                                                                     \
-  MM_EACH_LANE_FUNCTION(group, Width)                                                              \
-  template <class T>                                                                               \
-  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width,           \
-                                           MM_SITE) {                                              \
-    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_up", x, fill, -int(n), modulo,  \
-                                         file, line);                                              \
-  }                                                                                                \
-  template <class T>                                                                               \
-  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width,         \
-                                             MM_SITE) {                                            \
-    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_down", x, fill, int(n), modulo, \
-                                         file, line);                                              \
-  }                                                                                                \
-  template <class T>                                                                               \
-  METAL_FUNC T group##_broadcast_first(T x, MM_SITE) {                                             \
-    return emulator::collect<Width, T>(#group "_broadcast_first", x, emulator::first<Width, T>,    \
-                                       file, line);                                                \
-  }                                                                                                \
-  METAL_FUNC group##_vote group##_ballot(bool x, MM_SITE) {                                        \
-    return emulator::collect<Width, ulong>(#group "_ballot", x, emulator::ballot<Width>, file,     \
-                                           line);                                                  \
-  }                                                                                                \
-  METAL_FUNC bool group##_any(bool x, MM_SITE) {                                                   \
-    return emulator::collect<Width, ulong>(#group "_any", x, emulator::ballot<Width>, file,        \
-                                           line) != 0;                                             \
-  }                                                                                                \
-  METAL_FUNC bool group##_all(bool x, MM_SITE) {                                                   \
-    return emulator::collect<Width, ulong>(#group "_all", !x, emulator::ballot<Width>, file,       \
-                                           line) == 0;                                             \
-  }                                                                                                \
-  METAL_FUNC group##_vote group##_active_threads_mask(MM_SITE) {                                   \
-    return emulator::collect<Width, ulong>(#group "_active_threads_mask", true,                    \
-                                           emulator::ballot<Width>, file, line);                   \
-  }                                                                                                \
-  METAL_FUNC bool group##_is_first(MM_SITE) {                                                      \
-    return emulator::mm_lane() % Width == ctz(group##_active_threads_mask(file, line).mask);       \
+#define MM_GROUP(group, Width)                                                                  \
+  MM_EACH_LANE_FUNCTION(group, Width)                                                           \
+  template <class T>                                                                            \
+  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width,        \
+                                           MM_SITE) {                                           \
+    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_up", x, fill,                \
+                                         -static_cast<int>(n), modulo, file, line);             \
+  }                                                                                             \
+  template <class T>                                                                            \
+  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width,      \
+                                             MM_SITE) {                                         \
+    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_down", x, fill,              \
+                                         static_cast<int>(n), modulo, file, line);              \
+  }                                                                                             \
+  template <class T>                                                                            \
+  METAL_FUNC T group##_broadcast_first(T x, MM_SITE) {                                          \
+    return emulator::collect<Width, T>(#group "_broadcast_first", x, emulator::first<Width, T>, \
+                                       file, line);                                             \
+  }                                                                                             \
+  METAL_FUNC group##_vote group##_ballot(bool x, MM_SITE) {                                     \
+    return emulator::collect<Width, ulong>(#group "_ballot", x, emulator::ballot<Width>, file,  \
+                                           line);                                               \
+  }                                                                                             \
+  METAL_FUNC bool group##_any(bool x, MM_SITE) {                                                \
+    return emulator::collect<Width, ulong>(#group "_any", x, emulator::ballot<Width>, file,     \
+                                           line) != 0;                                          \
+  }                                                                                             \
+  METAL_FUNC bool group##_all(bool x, MM_SITE) {                                                \
+    return emulator::collect<Width, ulong>(#group "_all", !x, emulator::ballot<Width>, file,    \
+                                           line) == 0;                                          \
+  }                                                                                             \
+  METAL_FUNC group##_vote group##_active_threads_mask(MM_SITE) {                                \
+    return emulator::collect<Width, ulong>(#group "_active_threads_mask", true,                 \
+                                           emulator::ballot<Width>, file, line);                \
+  }                                                                                             \
+  METAL_FUNC bool group##_is_first(MM_SITE) {                                                   \
+    return emulator::mm_lane() % Width == ctz(group##_active_threads_mask(file, line).mask);    \
   }
 
 namespace emulator {
@@ -179,7 +179,7 @@ struct FillShuffle {
 };
 template <uint Width, class T>
 void fill_combine(void* const* in, void* const* out) {
-  for (int i = 0; i < int(Width); ++i) {
+  for (int i = 0; i < static_cast<int>(Width); ++i) {
     if (!in[i]) {
       continue;
     }
@@ -187,7 +187,7 @@ void fill_combine(void* const* in, void* const* out) {
     int run = i / mine->modulo * mine->modulo, at = i - run + mine->by;
     bool inside = at >= 0 && at < mine->modulo;
     int from = run + (at + mine->modulo) % mine->modulo;
-    auto other = from < int(Width) ? static_cast<FillShuffle<T>*>(in[from]) : nullptr;
+    auto other = from < static_cast<int>(Width) ? static_cast<FillShuffle<T>*>(in[from]) : nullptr;
     if (other) {
       *static_cast<T*>(out[i]) = inside ? other->data : other->fill;
     } else {

@@ -38,7 +38,8 @@ template <class T>
 METAL_FUNC constexpr T clz(T x) {
   return emulator::each(
       [](auto e) {
-        return __builtin_clzg(static_cast<emulator::unsigned_t<T>>(e), int(emulator::width_of<T>));
+        return __builtin_clzg(static_cast<emulator::unsigned_t<T>>(e),
+                              static_cast<int>(emulator::width_of<T>));
       },
       x);
 }
@@ -46,7 +47,8 @@ template <class T>
 METAL_FUNC constexpr T ctz(T x) {
   return emulator::each(
       [](auto e) {
-        return __builtin_ctzg(static_cast<emulator::unsigned_t<T>>(e), int(emulator::width_of<T>));
+        return __builtin_ctzg(static_cast<emulator::unsigned_t<T>>(e),
+                              static_cast<int>(emulator::width_of<T>));
       },
       x);
 }

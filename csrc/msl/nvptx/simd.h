@@ -32,7 +32,7 @@ template <uint Width, class T>
 METAL_FUNC T shuffle(T x, T fill, int from) {
   const uint first = lane() / Width * Width;
   const T other = from_lane(x, first + static_cast<uint>(from) % Width);
-  return from < 0 || from >= int(Width) ? fill : other;
+  return from < 0 || from >= static_cast<int>(Width) ? fill : other;
 }
 
 // Lanes come in runs of `modulo`: from outside its run a lane reads the neighbouring run's
@@ -74,11 +74,11 @@ METAL_FUNC uint ballot(bool x) {
   MM_EACH_LANE_FUNCTION(group, Width)                                                         \
   template <class T>                                                                          \
   METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {    \
-    return warp::fill_shuffle<Width>(x, fill, -int(n), modulo);                               \
+    return warp::fill_shuffle<Width>(x, fill, -static_cast<int>(n), modulo);                  \
   }                                                                                           \
   template <class T>                                                                          \
   METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width) {  \
-    return warp::fill_shuffle<Width>(x, fill, int(n), modulo);                                \
+    return warp::fill_shuffle<Width>(x, fill, static_cast<int>(n), modulo);                   \
   }                                                                                           \
   template <class T>                                                                          \
   METAL_FUNC T group##_broadcast_first(T x) {                                                 \
