@@ -31,7 +31,6 @@ try:
         build_text,
     )
     from .msl.library import EmulatorFault, Function, Library
-    from .msl.lines import line_of
 except ModuleNotFoundError as error:
     if error.name != "torch_metalmm.msl":
         raise
@@ -99,11 +98,6 @@ def shader_libraries(checked: bool = False) -> dict[str, Library]:
     return {k: library for library in libraries for k in library.kernels}
 
 
-def _line_of(library: str, address: int) -> str:
-    found = line_of(Path(library), address)
-    return f"{found[0]}:{found[1]}" if found else ""
-
-
 @contextlib.contextmanager
 def emulated(
     checked: bool = False,
@@ -122,7 +116,6 @@ def emulated(
 
     for path in sorted({str(library.path) for library in shader_libraries(checked).values()}):
         _C.load_emulated(path)
-    _C.set_line_of(_line_of)
     _C.install_emulator(chip, descending, cores, flush_subnormals)
     try:
         yield

@@ -72,7 +72,8 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitizers")
-    launcher = [Path(__file__).with_name("emulator_check.cpp"), EMULATOR / "launch.cpp"]
+    launcher = [Path(__file__).with_name("emulator_check.cpp")]
+    launcher += [EMULATOR / f"{name}.cpp" for name in ("launch", "library")]
     out = folder / "emulator_check"
     run("g++", *SANITIZE, *launcher, "-o", out, "-ldl", "-lpthread")
     return out

@@ -4,16 +4,9 @@
 #include <cstring>
 #include <string>
 
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 
 namespace {
-
-struct KernelEntry {  // of csrc/msl/host/entry.h
-  const char* name;
-  void (*run)();
-  uint32_t n_arguments;
-  const void* arguments;
-};
 
 constexpr uint32_t kArgs = 9;  // the slot whose bytes are gone after the launch
 std::string g_log;
@@ -28,13 +21,13 @@ void triple(const char* name, const uint32_t* v) {
 
 extern "C" {
 
-extern const KernelEntry mm_kernels[];
-const KernelEntry mm_kernels[] = {
+const MmKernelEntry mm_kernels[] = {
 #define KERNEL(name) {#name, nullptr, 0, nullptr},
 #include KERNELS
 };
-extern const uint32_t mm_n_kernels;
 const uint32_t mm_n_kernels = sizeof mm_kernels / sizeof *mm_kernels;
+const MmConstantEntry mm_constants[] = {{}};
+const uint32_t mm_n_constants = 0;
 
 int mm_launch(const MmLaunch* in, MmReport* report) {
   memset(report, 0, sizeof *report);

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_metalmm import _C, formats
 from torch_metalmm.msl.build import preprocess, unmark
-from torch_metalmm.msl.source import ROLES, Reader
+from torch_metalmm.msl.source import Reader
 
 ops = torch.ops.metalmm
 CHIP, CORES, N, K = "m1", 4, 37, 1024
@@ -187,7 +187,7 @@ def declared(strategy: str) -> set[str]:
     kernel = next(k for k in _C.kernel_names() if strategy_of(k) == strategy)
     plain, _ = unmark(preprocess(_C.metal_source(kernel), kernel, []), kernel)
     signature = next(k for k in Reader(plain).read().kernels if k.name == kernel).arguments
-    names = (index.rpartition("kSlot")[2] for role, index in signature if ROLES[role] == "buffer")
+    names = (index.rpartition("kSlot")[2] for role, index in signature if role == "buffer")
     return {name.lower() for name in names}
 
 

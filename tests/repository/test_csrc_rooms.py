@@ -36,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
 # {room: the file of another room that it may include: what two sides of a binary interface share}
 INTERFACES = {
     "csrc/cuda": "csrc/msl/nvptx/operands.h",
-    "csrc/emulator/runtime": "csrc/emulator/abi.h",
+    "csrc/emulator": "csrc/msl/host/abi.h",
+    "csrc/emulator/runtime": "csrc/msl/host/abi.h",
 }
 TORCH, PYTHON, APPLE = r"ATen|c10|torch", r"pybind11|Python\.h", r"Metal|Foundation|ATen/native/mps"
 # {room: the libraries that its files may include, by the first word of the path}

@@ -115,7 +115,6 @@ def _tool_digest() -> str:
     folders = (INCLUDE, CSRC / "emulator" / "runtime")
     files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()]
     files = [p for p in files if p.parent.name != "nvptx"]  # what runs the shaders on a GPU
-    files.append(CSRC / "emulator" / "abi.h")
     return digest(zig("version").stdout, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
 
 

@@ -2,106 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .source import ROLES
+from .. import _C
+from .lines import line_of
 
-_MAX_SLOTS = 32
-_FAULTS: tuple[str, ...] = (
-    "none",
-    "usage",
-    "divergent",
-    "deadlock",
-    "out_of_bounds",
-    "misaligned",
-    "race",
-)
-_FAULTS += ("uninitialized", "undefined", "timeout", "read_only")
-_DESCENDING, _ALLOW_INACTIVE, _ALLOW_UNINITIALIZED, _FLUSH_SUBNORMALS = 1, 2, 4, 8
-_SECONDS = 300
+_DTYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
 Size = int | Sequence[int]
 
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
-
-
-class _Constant(ctypes.Structure):
-    _fields_ = [
-        ("index", ctypes.c_uint32),
-        ("bytes", ctypes.c_uint32),
-        ("value", ctypes.c_uint8 * 32),
-    ]
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = [
-        ("kernel", ctypes.c_char_p),
-        ("grid", ctypes.c_uint32 * 3),
-        ("group", ctypes.c_uint32 * 3),
-        ("threads", ctypes.c_uint32 * 3),
-        ("workers", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("seconds", ctypes.c_uint32),
-        ("n_constants", ctypes.c_uint32),
-        ("constants", ctypes.POINTER(_Constant)),
-        ("buffers", _Buffer * _MAX_SLOTS),
-        ("threadgroup_bytes", ctypes.c_uint32 * _MAX_SLOTS),
-    ]
-
-
-class _Report(ctypes.Structure):
-    _fields_ = [
-        ("fault", ctypes.c_uint32),
-        ("threadgroup", ctypes.c_uint32 * 3),
-        ("simdgroup", ctypes.c_uint32),
-        ("lane", ctypes.c_uint32),
-        ("thread", ctypes.c_uint32),
-        ("pc", ctypes.c_uint64),
-        ("other_pc", ctypes.c_uint64),
-        ("file", ctypes.c_char_p),
-        ("other_file", ctypes.c_char_p),
-        ("line", ctypes.c_uint32),
-        ("other_line", ctypes.c_uint32),
-        ("text", ctypes.c_char * 512),
-    ]
-
-
-class _ArgumentEntry(ctypes.Structure):
-    _fields_ = [
-        ("role", ctypes.c_uint32),
-        ("index", ctypes.c_uint32),
-        ("is_read_only", ctypes.c_bool),
-    ]
-
-
-class _KernelEntry(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("run", ctypes.c_void_p),
-        ("n_arguments", ctypes.c_uint32),
-        ("arguments", ctypes.POINTER(_ArgumentEntry)),
-    ]
-
-
-class _ConstantEntry(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("index", ctypes.c_uint32),
-        ("kind", ctypes.c_uint32),
-        ("bytes", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("storage", ctypes.c_void_p),
-    ]
+_C.set_line_of(line_of)
 
 
 @dataclass(eq=False)
@@ -119,14 +36,7 @@ class EmulatorFault(RuntimeError):
     other: tuple[str, int] | None = None
 
     def __str__(self) -> str:
-        if self.kind == "usage":
-            return self.text
-        place = f"{self.file}:{self.line}: " if self.file else ""
-        who = f"{self.kernel}, threadgroup {self.threadgroup}"
-        if self.file:
-            who += f", simdgroup {self.simdgroup}, lane {self.lane}"
-        other = f" (the other at {self.other[0]}:{self.other[1]})" if self.other else ""
-        return f"{place}{self.text}{other} [{who}]"
+        return str(_C.fault_message(**asdict(self)))
 
 
 class Library:
@@ -134,20 +44,9 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._dll = ctypes.CDLL(str(path))
-        self._dll.mm_launch.argtypes = [ctypes.POINTER(_Launch), ctypes.POINTER(_Report)]
-        self.kernels: dict[str, list[tuple[str, int]]] = {}
-        for kernel in self._table(_KernelEntry, "mm_kernels"):
-            arguments = [kernel.arguments[i] for i in range(kernel.n_arguments)]
-            self.kernels[kernel.name.decode()] = [(ROLES[a.role], a.index) for a in arguments]
-        self.constants = {
-            c.name.decode(): (c.index, c.kind, c.bytes, c.count)
-            for c in self._table(_ConstantEntry, "mm_constants")
-        }
-
-    def _table(self, entry: Any, name: str) -> Any:
-        n = ctypes.c_uint32.in_dll(self._dll, name.replace("mm_", "mm_n_")).value
-        return (entry * n).in_dll(self._dll, name)
+        self._native = _C.ShaderLibrary(str(path))
+        self.kernels: dict[str, list[tuple[str, int]]] = self._native.kernels()
+        self.constants: dict[str, tuple[int, str, int, int]] = self._native.constants()
 
     def function(self, name: str, constants: Mapping[int | str, Any] | None = None) -> Function:
         """The kernel `name` with function constants {index or name: value}; else KeyError."""
@@ -156,13 +55,13 @@ class Library:
         return Function(self, name, self._encode(constants or {}))
 
     def _encode(self, constants: Mapping[int | str, Any]) -> list[tuple[int, bytes]]:
-        by_index = {index: rest for index, *rest in self.constants.values()}
+        by_index = {constant[0]: constant[1:] for constant in self.constants.values()}
         encoded = []
         for key, value in constants.items():
             if isinstance(key, str) and key not in self.constants:
                 raise KeyError(f"no function constant {key!r}; there are: {list(self.constants)}")
             index = self.constants[key][0] if isinstance(key, str) else key
-            kind, size, count = by_index.get(index, (0, 4, 1))
+            kind, size, count = by_index.get(index, ("integer", 4, 1))
             values = list(value) if isinstance(value, Sequence) else [value]
             if len(values) != count:
                 raise ValueError(f"function constant {key!r}: {value!r}; it has {count} values")
@@ -170,52 +69,21 @@ class Library:
             encoded.append((index, b"".join(_bytes_of(kind, element, v) for v in values)))
         return encoded
 
-    def launch(self, launch: _Launch) -> None:
-        """Runs `launch`; raises EmulatorFault."""
-        report = _Report()
-        if self._dll.mm_launch(ctypes.byref(launch), ctypes.byref(report)):
-            raise self._fault(launch, report)
-
-    def _place(self, file: bytes | None, line: int, pc: int) -> tuple[str, int] | None:
-        if file:
-            return file.decode(), line
-        if not pc:
-            return None
-        from .lines import line_of
-
-        return line_of(self.path, pc)
-
-    def _fault(self, launch: _Launch, r: _Report) -> EmulatorFault:
-        file, line = self._place(r.file, r.line, r.pc) or ("", 0)
-        return EmulatorFault(
-            _FAULTS[r.fault],
-            launch.kernel.decode(),
-            r.text.decode(errors="replace"),
-            tuple(r.threadgroup),
-            r.simdgroup,
-            r.lane,
-            file,
-            line,
-            self._place(r.other_file, r.other_line, r.other_pc),
-        )
+    def launch(self, kernel: str, **launch: Any) -> None:
+        """Runs a kernel: the arguments are those of _C.ShaderLibrary.launch. EmulatorFault."""
+        if fault := self._native.launch(kernel, **launch):
+            raise EmulatorFault(**fault)
 
 
-def _bytes_of(kind: int, size: int, value: Any) -> bytes:
-    if kind == 0:
+def _bytes_of(kind: str, size: int, value: Any) -> bytes:
+    if kind == "integer":
         return (int(value) & (1 << 8 * size) - 1).to_bytes(size, "little")
-    dtype = (torch.float32, torch.float16, torch.bfloat16)[kind - 1]
-    return bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
+    return bytes(torch.tensor([value], dtype=_DTYPES[kind]).view(torch.uint8).tolist())
 
 
 def _size(size: Size) -> tuple[int, int, int]:
     s = (size,) if isinstance(size, int) else tuple(size)
     return (*s, 1, 1, 1)[:3]  # type: ignore[return-value]
-
-
-def _slot(kind: str, index: int) -> int:
-    if not 0 <= index < _MAX_SLOTS:
-        raise ValueError(f"[[{kind}({index})]]: indices from 0 to {_MAX_SLOTS - 1} are allowed")
-    return index
 
 
 def _memory(value: Any) -> Tensor:
@@ -231,6 +99,10 @@ def _memory(value: Any) -> Tensor:
     elif isinstance(value, float):
         value = struct.pack("<f", value)
     return torch.frombuffer(bytearray(bytes(value)), dtype=torch.uint8)
+
+
+def _numbered(items: Sequence[Any] | Mapping[int, Any]) -> Iterable[tuple[int, Any]]:
+    return items.items() if isinstance(items, Mapping) else enumerate(items)
 
 
 @dataclass
@@ -254,7 +126,7 @@ class Function:
         allow_uninitialized: bool = False,
         flush_subnormals: bool = False,
         workers: int | None = None,
-        timeout: int = _SECONDS,
+        timeout: int = _C.EMULATOR_SECONDS,
     ) -> None:
         """Runs `grid` threadgroups of `group` threads; buffers[i] is [[buffer(i)]], in place.
 
@@ -268,54 +140,30 @@ class Function:
         Apple's GPUs; f16 keeps them. timeout: seconds after which a run is an endless loop; 0:
         never. Raises EmulatorFault, and ValueError for a slot that there is not.
         """
-        items = buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers)
-        memory = {i: _memory(b) for i, b in items if b is not None}
-        sizes = (
-            threadgroup_bytes
-            if isinstance(threadgroup_bytes, Mapping)
-            else dict(enumerate(threadgroup_bytes))
-        )
-        flags = allow_inactive * _ALLOW_INACTIVE | allow_uninitialized * _ALLOW_UNINITIALIZED
-        flags |= flush_subnormals * _FLUSH_SUBNORMALS
-        launch = self._launch(_size(grid), _size(group), sizes, flags, workers)
-        launch.seconds = timeout
-        if threads is not None:
-            launch.threads[:] = _size(threads)
+        memory = {i: _memory(b) for i, b in _numbered(buffers) if b is not None}
         if schedule not in ("both", "ascending", "descending"):
             raise ValueError(f"schedule: {schedule!r}; allowed: both, ascending, descending")
+        launch = {
+            "grid": _size(grid),
+            "group": _size(group),
+            "threads": None if threads is None else _size(threads),
+            "threadgroup_bytes": dict(_numbered(threadgroup_bytes)),
+            "allow_inactive": allow_inactive,
+            "allow_uninitialized": allow_uninitialized,
+            "flush_subnormals": flush_subnormals,
+            "workers": workers or len(os.sched_getaffinity(0)),
+            "seconds": timeout,
+        }
         if schedule == "both":
             first = {i: b.clone() for i, b in memory.items()}
-            self._run(launch, first)
-        launch.flags |= _DESCENDING if schedule != "ascending" else 0
-        self._run(launch, memory)
+            self._run(first, launch)
+        self._run(memory, launch | {"descending": schedule != "ascending"})
         if schedule == "both":
             self._compare(first, memory)
 
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        group: tuple[int, int, int],
-        sizes: Mapping[int, int],
-        flags: int,
-        workers: int | None,
-    ) -> _Launch:
-        launch = _Launch(kernel=self.name.encode(), flags=flags)
-        launch.grid[:], launch.group[:] = grid, group
-        launch.threads[:] = [a * b for a, b in zip(grid, group, strict=True)]
-        launch.workers = workers or len(os.sched_getaffinity(0))
-        array = (_Constant * len(self.constants))()
-        for slot, (index, raw) in zip(array, self.constants, strict=True):
-            slot.index, slot.bytes = index, len(raw)
-            slot.value[: len(raw)] = raw
-        launch.constants, launch.n_constants = array, len(array)
-        for i, n in sizes.items():
-            launch.threadgroup_bytes[_slot("threadgroup", i)] = n
-        return launch
-
-    def _run(self, launch: _Launch, memory: Mapping[int, Tensor]) -> None:
-        for i, t in memory.items():
-            launch.buffers[_slot("buffer", i)] = _Buffer(t.data_ptr(), t.numel() * t.element_size())
-        self.library.launch(launch)
+    def _run(self, memory: Mapping[int, Tensor], launch: dict[str, Any]) -> None:
+        buffers = {i: (t.data_ptr(), t.numel() * t.element_size()) for i, t in memory.items()}
+        self.library.launch(self.name, buffers=buffers, constants=self.constants, **launch)
 
     def _compare(self, first: Mapping[int, Tensor], second: Mapping[int, Tensor]) -> None:
         for i, a in first.items():

@@ -88,10 +88,10 @@ def _callers(unit: Any, program: Any, address: int) -> list[tuple[str, int]]:
 
 
 @functools.cache
-def line_of(library: Path, address: int) -> tuple[str, int] | None:
+def line_of(library: str, address: int) -> tuple[str, int] | None:
     """(file, line) of the call that returns to `address`, outside the stand-in's headers."""
     address -= 1
-    for unit, program, rows in _units(library):
+    for unit, program, rows in _units(Path(library)):
         before: tuple[int, int, int, bool] | None = None
         for row in rows:
             if before and not before[3] and before[0] <= address < row[0]:

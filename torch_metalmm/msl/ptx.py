@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .build import INCLUDE, JOBS, LANGUAGE, ROOT, BuildError, digest, preprocess, unmark, zig
-from .source import ROLES, Kernel, Reader, Source
+from .source import Kernel, Reader, Source
 
 FOLDER = Path(__file__).parents[1] / "ptx"
 
@@ -38,15 +38,14 @@ _POSITIONS = {
 }
 
 
-def _argument(kernel: Kernel, role: int, index: str) -> str:
-    name = ROLES[role]
-    if name == "buffer":
+def _argument(kernel: Kernel, role: str, index: str) -> str:
+    if role == "buffer":
         return f"::metal::warp::buffer<({index})>(operands, arguments)"
-    if name == "threadgroup":
+    if role == "threadgroup":
         return "mm_threadgroup_memory"
-    if name not in _POSITIONS:
-        raise BuildError(f"{kernel.name}: [[{name}]] has no counterpart in PTX")
-    return f"::metal::warp::{_POSITIONS[name]}"
+    if role not in _POSITIONS:
+        raise BuildError(f"{kernel.name}: [[{role}]] has no counterpart in PTX")
+    return f"::metal::warp::{_POSITIONS[role]}"
 
 
 def _entries(source: Source) -> str:

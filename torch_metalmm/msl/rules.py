@@ -35,6 +35,7 @@ _ABSENT = re.compile(
     r"|intersect(or|ion_function_table)|acceleration_structure|imageblock|render_grid"
 )
 _ABSENT_WORDS = frozenset({"simdgroup_event", "__metal_simdgroup_event_t", "command_buffer"})
+_POSITIONS = frozenset(ROLES) - {"buffer", "optional_buffer", "threadgroup"}
 _INDEX_ROLES = frozenset(
     r for r in ROLES if "index_in" in r or "per_simd" in r or "groups_per" in r
 )
@@ -249,7 +250,7 @@ class _Checker:
                     self.fail(plain[0], "a buffer must be in device or constant address space")
                 elif role == "threadgroup" and "threadgroup" not in words:
                     self.fail(plain[0], "[[threadgroup(i)]] takes a threadgroup pointer")
-                elif role in ROLES[2:] and "buffer" not in role:
+                elif role in _POSITIONS:
                     types = {"uint", "ushort", "uint2", "ushort2", "uint3", "ushort3"}
                     if role in _INDEX_ROLES - {"threadgroups_per_grid"}:
                         types = {"uint", "ushort"}

@@ -10,28 +10,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .. import _C
+
 TABLES = "mm_tables"  # the file of the C++ that follows the text of a shader
-# Attributes of kernel arguments, in the order of csrc/msl/host/entry.h.
-ROLES = (
-    "buffer",
-    "threadgroup",
-    "thread_position_in_grid",
-    "threadgroup_position_in_grid",
-    "thread_position_in_threadgroup",
-    "threads_per_threadgroup",
-    "threads_per_grid",
-    "threadgroups_per_grid",
-    "thread_index_in_threadgroup",
-    "thread_index_in_simdgroup",
-    "simdgroup_index_in_threadgroup",
-    "threads_per_simdgroup",
-    "simdgroups_per_threadgroup",
-    "thread_index_in_quadgroup",
-    "quadgroup_index_in_threadgroup",
-    "quadgroups_per_threadgroup",
-    "grid_origin",
-    "optional_buffer",  # [[buffer(i), function_constant(f)]]: reads zeros where it is not bound
-)
+# Attributes of kernel parameters, and the enumerator of each in csrc/msl/host/abi.h.
+ROLES: dict[str, str] = _C.EMULATOR_ROLES
 _SYNONYMS = {
     "dispatch_threads_per_threadgroup": "threads_per_threadgroup",
     "dispatch_simdgroups_per_threadgroup": "simdgroups_per_threadgroup",
@@ -71,7 +54,7 @@ class Kernel:
 
     name: str
     expression: str
-    arguments: list[tuple[int, str]]
+    arguments: list[tuple[str, str]]
 
 
 @dataclass
@@ -215,7 +198,7 @@ def _text(tokens: list[Token]) -> str:
     return " ".join(t.text for t in tokens)
 
 
-def _argument(tokens: list[Token], used: dict[str, int]) -> tuple[int, str]:
+def _argument(tokens: list[Token], used: dict[str, int]) -> tuple[str, str]:
     """(role, index expression) of one kernel argument; the next free index if it has none."""
     parts = [p for a in _attributes(tokens) for p in split(a)]
     optional = any(p[0].text == "function_constant" for p in parts)
@@ -224,11 +207,11 @@ def _argument(tokens: list[Token], used: dict[str, int]) -> tuple[int, str]:
         if word in ROLES:
             index = _text(part[2:-1]) if len(part) > 2 else "0"
             word = "optional_buffer" if word == "buffer" and optional else word
-            return ROLES.index(word), index
+            return word, index
     words = [t.text for t in tokens]
     kind = "threadgroup" if "threadgroup" in words else "buffer"
     used[kind] = used.get(kind, -1) + 1
-    return ROLES.index(kind), str(used[kind])
+    return kind, str(used[kind])
 
 
 class Reader:
@@ -237,7 +220,7 @@ class Reader:
     def __init__(self, text: str) -> None:
         self.tokens = lex(text)
         self.source = Source()
-        self.templates: dict[str, list[tuple[int, str]]] = {}
+        self.templates: dict[str, list[tuple[str, str]]] = {}
         self._instances: list[tuple[str, str, str, str]] = []
 
     def read(self) -> Source:

@@ -1,10 +1,10 @@
-"""The C++ around a shader that tells the emulator what is in it: csrc/msl/host/entry.h."""
+"""The C++ around a shader that tells the emulator what is in it: csrc/msl/host/abi.h."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .source import TABLES, Constant, Source
+from .source import ROLES, TABLES, Constant, Source
 
 
 def prefix(constants: Sequence[Constant], translated: bool) -> str:
@@ -23,11 +23,11 @@ def tables(source: Source, checked: bool) -> str:
     for i, k in enumerate(source.kernels):
         const = "::metal::emulator::is_read_only"
         rows = ", ".join(
-            f"{{{role}, ({index}), {const}<{at}>(&{k.expression})}}"
+            f"{{{ROLES[role]}, ({index}), {const}<{at}>(&{k.expression})}}"
             for at, (role, index) in enumerate(k.arguments)
         )
         arguments.append(
-            f"static const ::metal::emulator::Argument mm_a{i}[] = {{{rows or '{}'}}};\n"
+            f"static const MmArgument mm_a{i}[] = {{{rows or '{}'}}};\n"
             f"static void mm_run{i}() {{ ::metal::emulator::call(&{k.expression}, mm_a{i}); }}\n"
         )
         kernels.append(f'{{"{k.name}", mm_run{i}, {len(k.arguments)}, mm_a{i}}},\n')
@@ -44,10 +44,10 @@ def tables(source: Source, checked: bool) -> str:
         )
     head = f'#line 1 "{TABLES}"\n#include "host/entry.h"\n' + "\n".join(arguments)
     visible = '\nextern "C" __attribute__((visibility("default"), used)) extern const'
-    entry, number = "::metal::emulator::", f"{visible} uint "
+    number = f"{visible} uint "
     return (
-        f"{head}{visible} {entry}KernelEntry mm_kernels[] = {{\n{''.join(kernels)}{{}}}};"
+        f"{head}{visible} MmKernelEntry mm_kernels[] = {{\n{''.join(kernels)}{{}}}};"
         f"{number}mm_n_kernels = {len(kernels)};"
-        f"{visible} {entry}ConstantEntry mm_constants[] = {{\n{''.join(constants)}{{}}}};"
+        f"{visible} MmConstantEntry mm_constants[] = {{\n{''.join(constants)}{{}}}};"
         f"{number}mm_n_constants = {len(constants)};{number}mm_checked = {int(checked)};\n"
     )

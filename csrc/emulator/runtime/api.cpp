@@ -6,37 +6,16 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 #include "worker.h"
 
 namespace metalmm {
 
 void run_worker(Worker& w);
 
-namespace {
-
-// Written by torch_metalmm/msl/tables.py beside each shader file: see msl/host/entry.h.
-struct KernelEntry {
-  const char* name;
-  void (*run)();
-  uint32_t n_arguments;
-  const Argument* arguments;
-};
-struct ConstantEntry {
-  const char* name;
-  uint32_t index, kind, bytes, count;
-  void* storage;
-};
-
-}  // namespace
 }  // namespace metalmm
 
 extern "C" {
-extern const metalmm::KernelEntry mm_kernels[];
-extern const uint32_t mm_n_kernels;
-extern const metalmm::ConstantEntry mm_constants[];
-extern const uint32_t mm_n_constants;
-extern const uint32_t mm_checked;  // 1: clang was told to check each access
 using MmInitializer = void (*)(int, char**, char**);
 extern MmInitializer __init_array_start[] __attribute__((visibility("hidden"), weak));
 extern MmInitializer __init_array_end[] __attribute__((visibility("hidden"), weak));
@@ -117,7 +96,7 @@ void set_constants(const MmLaunch& in) {
   }
 }
 
-int check(const MmLaunch& in, const KernelEntry*& kernel, MmReport* report) {
+int check(const MmLaunch& in, const MmKernelEntry*& kernel, MmReport* report) {
   for (uint32_t i = 0; i < mm_n_kernels; ++i) {
     if (strcmp(mm_kernels[i].name, in.kernel) == 0) {
       kernel = &mm_kernels[i];
@@ -140,9 +119,9 @@ int check(const MmLaunch& in, const KernelEntry*& kernel, MmReport* report) {
                  static_cast<unsigned long long>(bytes), kMaxThreadgroupBytes);
   }
   for (uint32_t i = 0; i < kernel->n_arguments; ++i) {
-    const Argument& a = kernel->arguments[i];
-    const bool is_buffer = a.role == kRoleBuffer || a.role == kRoleOptionalBuffer;
-    if ((is_buffer || a.role == kRoleThreadgroup) && a.index >= kMmMaxSlots) {
+    const MmArgument& a = kernel->arguments[i];
+    const bool is_buffer = a.role == kMmRoleBuffer || a.role == kMmRoleOptionalBuffer;
+    if ((is_buffer || a.role == kMmRoleThreadgroup) && a.index >= kMmMaxSlots) {
       return usage(report, "%s: [[%s(%u)]]; indices below %u are allowed", in.kernel,
                    is_buffer ? "buffer" : "threadgroup", a.index, kMmMaxSlots);
     }
@@ -196,7 +175,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmReport* report) {
   memset(report, 0, sizeof *report);
-  const KernelEntry* kernel = nullptr;
+  const MmKernelEntry* kernel = nullptr;
   if (int fault = check(*in, kernel, report)) {
     return fault;
   }
@@ -224,47 +203,46 @@ __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmRepor
 
 bool mm_constant_is_set(const void* storage) { return constant_is_set(storage); }
 
-void* mm_argument_memory(uint32_t role, uint32_t index) {
+void* mm_argument_memory(MmRole role, uint32_t index) {
   const Worker& w = *this_worker();
-  return role == kRoleThreadgroup ? w.memory[index].begin : w.launch->buffers[index].span.begin;
+  return role == kMmRoleThreadgroup ? w.memory[index].begin : w.launch->buffers[index].span.begin;
 }
 
-// The roles of msl/host/entry.h from kRoleThreadPositionInGrid on.
-void mm_argument_value(uint32_t role, uint32_t* v) {
+void mm_argument_value(MmRole role, uint32_t* v) {
   const Worker& w = *this_worker();
   const MmLaunch& in = *w.launch->in;
   uint32_t i = w.current->index;
   uint32_t at[3] = {i % w.group[0], i / w.group[0] % w.group[1], i / w.group[0] / w.group[1]};
   auto set = [v](uint32_t x, uint32_t y, uint32_t z) { v[0] = x, v[1] = y, v[2] = z; };
   switch (role) {
-    case 2:
+    case kMmRoleThreadPositionInGrid:
       return set(w.tg[0] * in.group[0] + at[0], w.tg[1] * in.group[1] + at[1],
                  w.tg[2] * in.group[2] + at[2]);
-    case 3:
+    case kMmRoleThreadgroupPositionInGrid:
       return set(w.tg[0], w.tg[1], w.tg[2]);
-    case 4:
+    case kMmRoleThreadPositionInThreadgroup:
       return set(at[0], at[1], at[2]);
-    case 5:
+    case kMmRoleThreadsPerThreadgroup:
       return set(in.group[0], in.group[1], in.group[2]);
-    case 6:
+    case kMmRoleThreadsPerGrid:
       return set(in.threads[0], in.threads[1], in.threads[2]);
-    case 7:
+    case kMmRoleThreadgroupsPerGrid:
       return set(in.grid[0], in.grid[1], in.grid[2]);
-    case 8:
+    case kMmRoleThreadIndexInThreadgroup:
       return set(i, 0, 0);
-    case 9:
+    case kMmRoleThreadIndexInSimdgroup:
       return set(i % 32, 0, 0);
-    case 10:
+    case kMmRoleSimdgroupIndexInThreadgroup:
       return set(i / 32, 0, 0);
-    case 11:
+    case kMmRoleThreadsPerSimdgroup:
       return set(32, 1, 1);
-    case 12:
+    case kMmRoleSimdgroupsPerThreadgroup:
       return set(w.n_simdgroups, 1, 1);
-    case 13:
+    case kMmRoleThreadIndexInQuadgroup:
       return set(i % 4, 0, 0);
-    case 14:
+    case kMmRoleQuadgroupIndexInThreadgroup:
       return set(i / 4, 0, 0);
-    case 15:
+    case kMmRoleQuadgroupsPerThreadgroup:
       return set((w.n_threads + 3) / 4, 1, 1);
     default:
       return set(0, 0, 0);

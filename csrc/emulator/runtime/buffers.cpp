@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 #include "worker.h"
 
 namespace metalmm {
@@ -108,16 +108,16 @@ void place_arguments(Launch& launch, bool checked) {
     launch.buffers[i].span = memory_of(launch.in->buffers[i]);
   }
   for (uint32_t i = 0; i < launch.n_arguments; ++i) {
-    const Argument& a = launch.arguments[i];
-    if (a.role == kRoleThreadgroup && !launch.in->threadgroup_bytes[a.index]) {
+    const MmArgument& a = launch.arguments[i];
+    if (a.role == kMmRoleThreadgroup && !launch.in->threadgroup_bytes[a.index]) {
       launch.no_memory[a.index] = middle(launch, kMmMaxSlots + a.index);
     }
-    if (a.role != kRoleBuffer && a.role != kRoleOptionalBuffer) continue;
+    if (a.role != kMmRoleBuffer && a.role != kMmRoleOptionalBuffer) continue;
     Place& p = launch.buffers[a.index];
     p.is_argument = true;
     p.is_read_only = a.is_read_only;
     if (!launch.in->buffers[a.index].data) {
-      char* at = a.role == kRoleBuffer ? middle(launch, a.index) : const_cast<char*>(absent);
+      char* at = a.role == kMmRoleBuffer ? middle(launch, a.index) : const_cast<char*>(absent);
       p.span = {at, at};
     }
   }

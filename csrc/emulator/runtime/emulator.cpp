@@ -1,5 +1,5 @@
 // The lockstep scheduler: runs each lane until it waits, and a collective once all its lanes do.
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 
 #include <cstdarg>
 #include <cstdio>
@@ -92,7 +92,7 @@ bool advance_simdgroup(Worker& w, uint32_t first, bool partial) {
   bool advanced = false;
   for (uint32_t i = 0; i < 32; ++i) {
     Lane& lane = w.lanes[first + i];
-    if (lane.state != State::kWaiting || lane.wait.scope == 0) {
+    if (lane.state != State::kWaiting || lane.wait.scope == kMmScopeThreadgroup) {
       continue;
     }
     uint32_t width = lane.wait.scope, start = first + i / width * width;
@@ -125,7 +125,7 @@ bool report_divergence(Worker& w) {
     const Lane* waiting = nullptr;
     for (uint32_t i = 0; i < 32 && !waiting; ++i) {
       const Lane& lane = w.lanes[sg * 32 + i];
-      if (lane.state == State::kWaiting && lane.wait.scope != 0) {
+      if (lane.state == State::kWaiting && lane.wait.scope != kMmScopeThreadgroup) {
         waiting = &lane;
       }
     }
@@ -181,7 +181,7 @@ bool open_barrier(Worker& w) {
 
 bool any_waits_in_simdgroup(const Worker& w) {
   for (uint32_t i = 0; i < w.n_threads; ++i) {
-    if (w.lanes[i].state == State::kWaiting && w.lanes[i].wait.scope != 0) {
+    if (w.lanes[i].state == State::kWaiting && w.lanes[i].wait.scope != kMmScopeThreadgroup) {
       return true;
     }
   }
@@ -291,7 +291,7 @@ using metalmm::Worker;
 extern "C" {
 
 void mm_collective(uint32_t scope, const char* kind, uint32_t flags, const char* file,
-                   uint32_t line, metalmm::Combine combine, void* in, void* out) {
+                   uint32_t line, MmCombine combine, void* in, void* out) {
   Worker& w = *this_worker();
   Lane& lane = *w.current;
   check_shared_write(w, lane);

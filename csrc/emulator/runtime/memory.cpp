@@ -7,10 +7,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 #include "worker.h"
-
-extern "C" const uint32_t mm_checked;  // 1: clang was told to call the functions below
 
 namespace metalmm {
 
@@ -284,7 +282,7 @@ void* __asan_memmove(void* to, const void* from, size_t n) {
 }
 
 // An atomic access.
-void mm_access(const void* p, size_t n, bool write, bool atomic) {
+void mm_access(const void* p, uint64_t n, bool write, bool atomic) {
   metalmm::check_access(static_cast<const char*>(p), n, write, atomic, MM_HERE);
 }
 

@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 #include "worker.h"
 
 namespace metalmm {
@@ -13,7 +13,6 @@ MmReport report_of(const Worker& w, const Lane& lane, MmFault fault, uint64_t pc
   MmReport r = {};
   r.fault = fault;
   memcpy(r.threadgroup, w.tg, sizeof w.tg);
-  r.thread = lane.index;
   r.simdgroup = lane.index / 32;
   r.lane = lane.index % 32;
   r.pc = pc;

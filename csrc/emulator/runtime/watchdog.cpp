@@ -16,7 +16,7 @@
 #include "worker.h"
 
 extern "C" {
-// The code of the emulator itself, in the section that runtime.h names.
+// The code of the emulator itself, in the section that worker.h names.
 extern const char __start_mm_runtime[] __attribute__((visibility("hidden"), weak));
 extern const char __stop_mm_runtime[] __attribute__((visibility("hidden"), weak));
 }

@@ -3,16 +3,15 @@
 
 #include <pthread.h>
 #include <time.h>
+#include <cstddef>
 
-#include "emulator/abi.h"
+#include "msl/host/abi.h"
 #include "stack.h"
 
 // The emulator's code in a section of its own: what a signal interrupts outside it is a shader.
 #if defined(__clang__)
 #pragma clang section text = "mm_runtime"
 #endif
-
-extern "C" void mm_site(const char* file, uint32_t line);
 
 namespace metalmm {
 
@@ -25,8 +24,6 @@ constexpr size_t kStackMargin = 8 << 10, kBelowStacks = 2 << 20;
 constexpr uint32_t kMaxThreadgroupBytes = 32 << 10;
 constexpr size_t kSlotBytes = 1 << 20;  // addresses of one [[threadgroup(i)]] argument
 
-using Combine = void (*)(void* const* in, void* const* out);
-
 enum class State : uint8_t { kReady, kWaiting, kReturned, kAbsent };
 
 // The collective at which a lane waits.
@@ -34,7 +31,7 @@ struct Wait {
   uint32_t scope, flags, line;
   const char* kind;
   const char* file;
-  Combine combine;
+  MmCombine combine;
   void* in;
   void* out;
 };
@@ -86,13 +83,6 @@ struct Span {
   bool contains(const char* p, size_t n) const { return p >= begin && p + n <= end; }
 };
 
-// Written by torch_metalmm/msl/tables.py beside each shader file: see msl/host/entry.h.
-enum Role : uint32_t { kRoleBuffer = 0, kRoleThreadgroup = 1, kRoleOptionalBuffer = 17 };
-struct Argument {
-  uint32_t role, index;
-  bool is_read_only;
-};
-
 // Where a launch has the memory of a [[buffer(i)]].
 struct Place {
   Span span;          // empty: it is not bound
@@ -134,7 +124,7 @@ struct Launch {
   pthread_mutex_t reporting;  // holds *report and changes of `faulty`
   uint64_t threadgroups;
   void (*run)();
-  const Argument* arguments;
+  const MmArgument* arguments;
   uint32_t n_arguments;
   Place buffers[kMmMaxSlots];
   uint32_t moved;                // bit i: buffers[i] is a copy

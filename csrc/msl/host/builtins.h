@@ -117,5 +117,5 @@ MM_BUILTIN_FILL(simd_shuffle_and_fill_up)
 
 METAL_FUNC ushort __metal_get_simdgroup_size(ushort) { return 32; }
 METAL_FUNC ushort __metal_get_thread_index_in_simdgroup(ushort) {
-  return static_cast<ushort>(metal::emulator::mm_lane());
+  return static_cast<ushort>(mm_lane());
 }

@@ -1,5 +1,5 @@
-// How the emulator calls a kernel: a table of names and roles of arguments that testing.py derives
-// from the text.
+// How the emulator calls a kernel, and what a table says of one: for the text that
+// torch_metalmm/msl/tables.py writes.
 #pragma once
 
 #include "runtime.h"
@@ -7,50 +7,8 @@
 namespace metal {
 namespace emulator {
 
-enum Role : uint {
-  kRoleBuffer,
-  kRoleThreadgroup,
-  kRoleThreadPositionInGrid,
-  kRoleThreadgroupPositionInGrid,
-  kRoleThreadPositionInThreadgroup,
-  kRoleThreadsPerThreadgroup,
-  kRoleThreadsPerGrid,
-  kRoleThreadgroupsPerGrid,
-  kRoleThreadIndexInThreadgroup,
-  kRoleThreadIndexInSimdgroup,
-  kRoleSimdgroupIndexInThreadgroup,
-  kRoleThreadsPerSimdgroup,
-  kRoleSimdgroupsPerThreadgroup,
-  kRoleThreadIndexInQuadgroup,
-  kRoleQuadgroupIndexInThreadgroup,
-  kRoleQuadgroupsPerThreadgroup,
-  kRoleZero,
-  kRoleOptionalBuffer,
-};
-struct Argument {
-  uint role, index;
-  bool is_read_only;
-};
-struct KernelEntry {
-  const char* name;
-  void (*run)();  // calls the kernel for the current thread
-  uint n_arguments;
-  const Argument* arguments;
-};
-enum ConstantKind : uint { kConstantInteger, kConstantFloat, kConstantHalf, kConstantBfloat };
-struct ConstantEntry {
-  const char* name;
-  uint index, kind, bytes, count;  // `count` values of a kind
-  void* storage;
-};
-
-extern "C" {
-void* mm_argument_memory(uint role, uint index);
-void mm_argument_value(uint role, uint* xyz);
-}
-
 template <class P>
-METAL_FUNC P argument(Argument a) {
+METAL_FUNC P argument(MmArgument a) {
   if constexpr (__is_pointer(P)) {
     return (P)mm_argument_memory(a.role, a.index);
   } else {
@@ -69,22 +27,22 @@ METAL_FUNC P argument(Argument a) {
 }
 template <class P>
 struct Passed {
-  static METAL_FUNC P of(Argument a) { return argument<P>(a); }
+  static METAL_FUNC P of(MmArgument a) { return argument<P>(a); }
 };
 template <class R>
 struct Passed<R&> {
-  static METAL_FUNC R& of(Argument a) { return *(R*)mm_argument_memory(a.role, a.index); }
+  static METAL_FUNC R& of(MmArgument a) { return *(R*)mm_argument_memory(a.role, a.index); }
 };
 
 template <class T, T... I>
 struct Indices {};
 template <class... P, int... I>
-METAL_FUNC void call(void (*f)(P...), const Argument* a, Indices<int, I...>) {
+METAL_FUNC void call(void (*f)(P...), const MmArgument* a, Indices<int, I...>) {
   (void)a;
   f(Passed<P>::of(a[I])...);
 }
 template <class... P>
-METAL_FUNC void call(void (*f)(P...), const Argument* a) {
+METAL_FUNC void call(void (*f)(P...), const MmArgument* a) {
   call(f, a, __make_integer_seq<Indices, int, sizeof...(P)>{});
 }
 // Whether parameter I of a kernel points or refers to const memory.
@@ -95,12 +53,12 @@ constexpr bool is_read_only(void (*)(P...)) {
 template <class T>
 T value_of(T);
 template <class T>
-constexpr uint constant_kind() {
+constexpr MmConstantKind constant_kind() {
   using U = element_t<T>;
-  return __is_same(U, float)    ? kConstantFloat
-         : __is_same(U, half)   ? kConstantHalf
-         : __is_same(U, bfloat) ? kConstantBfloat
-                                : kConstantInteger;
+  return __is_same(U, float)    ? kMmFloat
+         : __is_same(U, half)   ? kMmHalf
+         : __is_same(U, bfloat) ? kMmBfloat
+                                : kMmInteger;
 }
 template <class T>
 constexpr uint constant_count() {

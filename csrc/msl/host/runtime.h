@@ -1,29 +1,12 @@
-// What compiled shaders ask of the emulator (csrc/emulator/runtime).
+// Checks that the emulator makes, and copies of memory, for the other headers here.
 #pragma once
 
 #include "language/types.h"
 
+#include "abi.h"  // after the types, by which it knows a shader
+
 namespace metal {
 namespace emulator {
-
-// Computes a collective once all its lanes have arrived: in[i] and out[i] are lane i's, null where
-// there is none.
-using Combine = void (*)(void* const* in, void* const* out);
-enum Scope : uint { kScopeQuad = 4, kScopeSimd = 32, kScopeThreadgroup = 0 };
-
-extern "C" {
-// Waits for the other lanes of `scope`; the last to arrive calls `combine` (if any). `flags`: the
-// memory a barrier orders. Two lanes that wait at different kinds or lines are reported as a
-// divergent collective.
-void mm_collective(uint scope, const char* kind, uint flags, const char* file, uint line,
-                   Combine combine, void* in, void* out);
-uint mm_lane();
-bool mm_constant_is_set(const void* storage);
-// The line that the reports of the next accesses name; null ends it.
-void mm_site(const char* file, uint line);
-void mm_access(const void* p, ulong n, bool write,
-               bool atomic);  // an atomic access, which clang does not report
-}
 
 METAL_FUNC void access(const void* p, ulong n, bool write, bool atomic = false) {
 #ifdef MM_CHECKED
@@ -36,7 +19,7 @@ METAL_FUNC void access(const void* p, ulong n, bool write, bool atomic = false) 
 // A collective whose value each lane computes by itself: only that all lanes come here is checked.
 METAL_FUNC void checkpoint(const char* kind, const char* file, uint line) {
 #ifdef MM_CHECKED
-  mm_collective(kScopeSimd, kind, 0, file, line, nullptr, nullptr, nullptr);
+  mm_collective(kMmScopeSimd, kind, 0, file, line, nullptr, nullptr, nullptr);
 #else
   (void)kind, (void)file, (void)line;
 #endif
@@ -48,12 +31,6 @@ METAL_FUNC void site(const char* file, uint line) {
   (void)file, (void)line;
 #endif
 }
-
-}  // namespace emulator
-}  // namespace metal
-
-namespace metal {
-namespace emulator {
 
 // Copies of structs out of and into an address space, which C++ has no implicit constructors for.
 template <class T>
@@ -96,5 +73,5 @@ MM_STORE(thread)
 
 template <class T>
 METAL_FUNC bool is_function_constant_defined(constant T& value) {
-  return metal::emulator::mm_constant_is_set((const void*)&value);
+  return mm_constant_is_set((const void*)&value);
 }

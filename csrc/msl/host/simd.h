@@ -99,7 +99,7 @@ void ballot(void* const* in, void* const* out) {
 }
 
 template <uint Width, class T, class In>
-METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file, uint line) {
+METAL_FUNC T collect(const char* kind, In in, MmCombine combine, const char* file, uint line) {
   T out;
   mm_collective(Width, kind, 0, file, line, combine, &in, &out);
   return out;
@@ -123,7 +123,7 @@ METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file,
 #define MM_SHUFFLE(name, group, Width, from)                                            \
   template <class T>                                                                    \
   METAL_FUNC T group##_##name(T x, ushort n, MM_SITE) {                                 \
-    int me = emulator::mm_lane() % Width;                                               \
+    int me = mm_lane() % Width;                                                         \
     (void)me;                                                                           \
     return emulator::collect<Width, T>(#group "_" #name,                                \
                                        emulator::Shuffle<T>{x, static_cast<int>(from)}, \
@@ -165,7 +165,7 @@ METAL_FUNC T collect(const char* kind, In in, Combine combine, const char* file,
                                            emulator::ballot<Width>, file, line);                \
   }                                                                                             \
   METAL_FUNC bool group##_is_first(MM_SITE) {                                                   \
-    return emulator::mm_lane() % Width == ctz(group##_active_threads_mask(file, line).mask);    \
+    return mm_lane() % Width == ctz(group##_active_threads_mask(file, line).mask);              \
   }
 
 namespace emulator {
@@ -217,12 +217,12 @@ METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thre
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 METAL_FUNC void threadgroup_barrier(mem_flags flags, MM_SITE) {
-  emulator::mm_collective(emulator::kScopeThreadgroup, "threadgroup_barrier",
-                          static_cast<uint>(flags), file, line, nullptr, nullptr, nullptr);
+  mm_collective(kMmScopeThreadgroup, "threadgroup_barrier", static_cast<uint>(flags), file, line,
+                nullptr, nullptr, nullptr);
 }
 METAL_FUNC void simdgroup_barrier(mem_flags flags, MM_SITE) {
-  emulator::mm_collective(emulator::kScopeSimd, "simdgroup_barrier", static_cast<uint>(flags), file,
-                          line, nullptr, nullptr, nullptr);
+  mm_collective(kMmScopeSimd, "simdgroup_barrier", static_cast<uint>(flags), file, line, nullptr,
+                nullptr, nullptr);
 }
 
 }  // namespace metal

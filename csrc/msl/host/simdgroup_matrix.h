@@ -58,7 +58,7 @@ struct simdgroup_matrix {
 
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T diagonal) {
-    uint lane = emulator::mm_lane();
+    uint lane = mm_lane();
     for (uint e = 0; e < 2; ++e) {
       bool on = emulator::matrix_row(lane) == emulator::matrix_column(lane) + e;
       elements[e] = on ? diagonal : static_cast<T>(0);
@@ -92,7 +92,7 @@ METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_diagonal_simdgroup_matrix(T valu
                                  bool transposed = false, MM_SITE) {                         \
     emulator::checkpoint("simdgroup_load", file, line);                                      \
     emulator::site(file, line);                                                              \
-    uint lane = emulator::mm_lane();                                                         \
+    uint lane = mm_lane();                                                                   \
     ulong row = emulator::matrix_row(lane), column = emulator::matrix_column(lane);          \
     for (ulong e = 0; e < 2; ++e) {                                                          \
       ulong y = transposed ? column + e : row, x = transposed ? row : column + e;            \
@@ -106,7 +106,7 @@ METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_diagonal_simdgroup_matrix(T valu
                                   MM_SITE) {                                                 \
     emulator::checkpoint("simdgroup_store", file, line);                                     \
     emulator::site(file, line);                                                              \
-    uint lane = emulator::mm_lane();                                                         \
+    uint lane = mm_lane();                                                                   \
     ulong row = emulator::matrix_row(lane), column = emulator::matrix_column(lane);          \
     for (ulong e = 0; e < 2; ++e) {                                                          \
       ulong y = transposed ? column + e : row, x = transposed ? row : column + e;            \
@@ -124,8 +124,8 @@ METAL_FUNC void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& 
                                               simdgroup_matrix<B, 8, 8> b,
                                               simdgroup_matrix<C, 8, 8> c, MM_SITE) {
   emulator::MultiplyAdd<A, B, C> in{a.elements, b.elements, c.elements};
-  emulator::mm_collective(emulator::kScopeSimd, "simdgroup_multiply_accumulate", 0, file, line,
-                          emulator::multiply_add<D, A, B, C>, &in, &d.elements);
+  mm_collective(kMmScopeSimd, "simdgroup_multiply_accumulate", 0, file, line,
+                emulator::multiply_add<D, A, B, C>, &in, &d.elements);
 }
 template <class D, class A, class B>
 METAL_FUNC void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
@@ -151,9 +151,9 @@ METAL_FUNC D __metal_simdgroup_matrix_8x8_multiply_accumulate(A a, B b, C c, D, 
   emulator::MultiplyAdd<element_t<A>, element_t<B>, element_t<C>> in{a.xy, b.xy, c.xy};
   D d = c;
   vec<element_t<D>, 2> out;
-  emulator::mm_collective(
-      emulator::kScopeSimd, "simdgroup_multiply_accumulate", 0, file, line,
-      emulator::multiply_add<element_t<D>, element_t<A>, element_t<B>, element_t<C>>, &in, &out);
+  mm_collective(kMmScopeSimd, "simdgroup_multiply_accumulate", 0, file, line,
+                emulator::multiply_add<element_t<D>, element_t<A>, element_t<B>, element_t<C>>, &in,
+                &out);
   d[0] = out[0];
   d[1] = out[1];
   return d;
