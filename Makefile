@@ -41,7 +41,7 @@ neon: $(VENV)/.torch
 	mkdir -p build/neon
 	$(AARCH64) -DMM_ISA=neon -c csrc/cpu/isa.cpp -o build/neon/neon.o
 	$(AARCH64) -DMM_ISA=scalar -DMM_SCALAR -c csrc/cpu/isa.cpp -o build/neon/scalar.o
-	$(AARCH64) tests/native/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp -o build/neon/check
+	$(AARCH64) tests/cpu/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
 
 # Faults that the tests shall notice: about an hour of a quiet machine.

@@ -16,10 +16,14 @@ import torch
 from torch_metalmm import formats
 from torch_metalmm.engines import DEVICES
 
-from . import machine, matmul, matrix_ops, quality, report, roof, roof_gpu, shapes, tables
+from . import machine, shapes, tables
 from .devices import CPU, Device
 from .engines import ENGINES
+from .models import quality
+from .ops import matmul, matrix_ops
 from .problem import COLD_FACTOR, Setting
+from .report import report
+from .roofs import roof, roof_gpu
 from .timing import Timing
 
 Record = dict[str, Any]
@@ -221,13 +225,13 @@ def run_matrix_op(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def run_overhead(args: argparse.Namespace) -> Iterator[Record]:
-    from . import overhead
+    from .ops import overhead
 
     yield from overhead.run(args.quick)
 
 
 def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
-    from . import tokens
+    from .models import tokens
 
     for name in args.formats.split(","):
         formats.get(name)
@@ -277,7 +281,7 @@ def main(argv: list[str]) -> int:
             report.show(report.read_records(args.file), args.markdown, before)
             return 0
         if args.command == "cells":
-            from . import cells
+            from .shaders import cells
 
             if args.write:
                 print(*cells.write(), sep="\n")
@@ -285,7 +289,7 @@ def main(argv: list[str]) -> int:
             print(tables.to_markdown(cells.size_table()), cells.markdown(), sep="\n\n")
             return 0
         if args.command == "registers":
-            from . import registers
+            from .shaders import registers
 
             found = registers.all_registers()
             if args.write:
@@ -294,12 +298,12 @@ def main(argv: list[str]) -> int:
             print(*map(tables.to_markdown, registers.tables(found)), sep="\n\n")
             return 0
         if args.command == "chips":
-            from . import chips
+            from .shaders import chips
 
             print(chips.markdown())
             return 0
         if args.command == "plot":
-            from . import plots
+            from .report import plots
 
             records = [r for file in args.file for r in report.read_records(file)]
             print(*plots.draw(records, args.output, args.prefix), sep="\n")

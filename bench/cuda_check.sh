@@ -2,8 +2,8 @@
 # On a machine with an NVIDIA GPU: builds, runs the test suite on it, checks every kernel with
 # compute-sanitizer, times the formats. JOBS processes at a time; records go to OUT.
 #   bash bench/cuda_check.sh [build] [test] [sanitize] [time]      all four if none is named
-# TESTS: files instead of all of tests/. tests/test_cuda.py, exact and matmul take most of the time.
-# METALMM_EMULATED=FILE: results of the emulator that `python tests/kernel_cases.py FILE` wrote, for
+# TESTS: files instead of all of tests/. tests/cuda/test_cuda.py, exact and matmul take most of the time.
+# METALMM_EMULATED=FILE: results of the emulator that `python tests/support/kernel_cases.py FILE` wrote, for
 # a machine without the ziglang package. There, bring torch_metalmm/ptx/ too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -36,7 +36,7 @@ sanitize() {
   for tool in memcheck racecheck; do
     ids=()
     for ((i = 0; i < JOBS; i++)); do
-      compute-sanitizer --tool "$tool" --error-exitcode 9 python3 tests/kernel_cases.py cuda "$i" "$JOBS" \
+      compute-sanitizer --tool "$tool" --error-exitcode 9 python3 tests/support/kernel_cases.py cuda "$i" "$JOBS" \
         > "$OUT/$tool.$i.log" 2>&1 &
       ids+=($!)
     done

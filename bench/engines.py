@@ -10,10 +10,10 @@ from torch import Tensor
 from torch_metalmm import formats
 
 from .devices import Device
-from .peers import LABELS, DequantizeAndMm, TorchDense, TorchMv
-from .peers_ggml import Ggml
-from .peers_int import TorchInt4, TorchInt8
-from .peers_other import Mlx, OnnxRuntime
+from .peers.dense import LABELS, DequantizeAndMm, TorchDense, TorchMv
+from .peers.ggml import Ggml
+from .peers.integers import TorchInt4, TorchInt8
+from .peers.others import Mlx, OnnxRuntime
 from .problem import Engine, Problem, Rounding, Variant, rotated
 
 

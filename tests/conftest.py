@@ -1,16 +1,4 @@
-"""The engines under test: one suite runs on each of them that this machine has.
-
-A test that takes `backend` runs once per engine; one that also takes `strategy` runs once per
-engine and strategy, None (the engine's own choice) included. METALMM_TEST_BACKENDS=cpu,mps names
-the engines to run; without it all that this machine has run. Naming an absent one is an error.
-
-The emulator runs on every machine: where it cannot be built, tests fail. A module marked
-`schedules` runs on it a second time, the last thread first and without subnormals, as on Apple's
-GPUs. Tests with a format `name` run there for one format of each decode struct, those marked
-`every_format` for all: the variants of an affine format are one kernel with other function
-constants. mps runs these cases, too; with METALMM_TEST_CASES=all it runs every one: 663 kernels in
-5,700 pipelines, each compiled by Metal.
-"""
+"""Which tests run on which engine (support/backends.py), and what every test finds in place."""
 
 from __future__ import annotations
 
@@ -19,192 +7,16 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import hypothesis
 import pytest
+import support  # noqa: F401  (its modules by their plain names)
 import torch
-from kernel_cases import CHIP
-from oracle import long_k, short_k
-from plan_cases import strategies_used
-from torch import Tensor
+from backends import BACKENDS, CPU, DESCENDING, EMULATOR, SELECTED, absences, is_repetition, select
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
-from torch_metalmm import _C, formats, testing
-from torch_metalmm.engines import absence
-from torch_metalmm.testing import emulated
-
-
-@dataclass(frozen=True)
-class Edges:
-    """Sizes at which the loops of an engine end."""
-
-    m: tuple[int, ...]  # rows of x: tiles, and where the choice of strategy changes
-    n: tuple[int, ...]  # rows of W
-    k: tuple[int, ...]  # values of K
-
-
-@dataclass(frozen=True)
-class Backend:
-    """An engine: where its tensors live, what can be forced, where its loops end."""
-
-    name: str
-    device: str
-    strategies: tuple[str, ...]
-    absent: Callable[[], str]  # why it does not run here; "" if it does
-    edges: Callable[[str | None], Edges]  # of a strategy, or of the engine's own choice
-    chip: Callable[[], str] = str  # what it plans for; "" if it does not plan
-    flushes: bool = False  # subnormals of f32 and bf16: oracle.flushed_spec
-    is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
-    entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around each of its tests
-
-    def k(self, name: str) -> int:
-        """A K for a test of something else than the loops over K."""
-        return short_k(name) if self.is_slow else long_k(name)
-
-    def halves(
-        self, strategy: str | None, dtype: torch.dtype, name: str, mnk: tuple[int, int, int]
-    ) -> bool:
-        """Whether what is planned for x of this dtype rounds W of this format to f16."""
-        if not self.chip() or dtype != torch.float16:
-            return False
-        m, n, k = mnk
-        sizes = {"m": m, "n": n, "k": k, "format": name, "dtype": "f16"}
-        used = strategies_used(_C.plan(**sizes, chip=self.chip(), strategy=strategy))
-        return not {"gemm", "gemm_small"}.isdisjoint(used)
-
-    def put(self, t: Tensor) -> Tensor:
-        """t on this engine's device."""
-        return t.to(self.device)
-
-    def put_view(self, view: Tensor) -> Tensor:
-        """view on this engine's device, with its strides, offset and neighbours in memory."""
-        memory = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
-        return self.put(memory).as_strided(view.shape, view.stride(), view.storage_offset())
-
-
-def leaf(t: Tensor, backend: Backend) -> Tensor:
-    """t on the engine's device, requiring a gradient of its own."""
-    return backend.put(t).detach().requires_grad_()
-
-
-def around(edge: int) -> tuple[int, ...]:
-    """The sizes around an edge at which a loop runs short, full, over and twice over."""
-    return tuple(n for n in (edge - 1, edge, edge + 1, 2 * edge + 1) if n > 0)
-
-
-# Edges of the CPU engine: kDotRows and kMaxBatchedRows, panels of up to 4 x 4 .. 2 x 16 columns,
-# kBlockColumns; rows per dot pass, tile_rows, kBlockRows; kChunk, kDecodeK.
-_CPU_EDGES = Edges(m=(2, 4, 8, 16, 24, 32, 256), n=(4, 6, 12, 48), k=(32, 512))
-
-CPU = Backend(
-    name="cpu",
-    device="cpu",
-    strategies=("gemv", "gemv_batched", "gemm"),  # test_baselines has the others
-    absent=partial(absence, "cpu"),
-    edges=lambda _: _CPU_EDGES,
-)
-
-_SHADER_STRATEGIES = tuple(_C.strategies("linear"))
-
-
-def _shader_edges(strategy: str | None) -> Edges:
-    """The tile of a strategy (metal/geometry.h), of all of them for None and split-K."""
-    of = _SHADER_STRATEGIES if strategy in (None, "split_reduce") else (strategy,)
-    rows = [row for row in map(_C.strategy, of) if row["family"] == "matmul"]
-    m, n, k = ({row[size] for row in rows if row[size] > 1} for size in "mnk")
-    return Edges(tuple(sorted(m)) or (1,), tuple(sorted(n)), tuple(sorted(k)))
-
-
-_EMULATED = "m1"
-
-EMULATOR = Backend(
-    name="emulator",
-    device="cpu",
-    strategies=_SHADER_STRATEGIES,
-    absent=testing.absence,
-    edges=_shader_edges,
-    chip=lambda: _EMULATED,
-    is_slow=True,
-    entered=partial(emulated, checked=True, chip=_EMULATED),
-)
-DESCENDING = replace(
-    EMULATOR,
-    name="emulator-descending",
-    entered=partial(emulated, descending=True, flush_subnormals=True, chip=_EMULATED),
-    flushes=True,
-)
-
-
-def takes_fewer_cases(asked: str | None) -> bool:
-    """Of mps: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is something else."""
-    if asked not in (None, "all"):
-        raise pytest.UsageError(f"METALMM_TEST_CASES: '{asked}'; allowed: all")
-    return asked is None
-
-
-def _shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
-    return Backend(
-        name=device,
-        device=device,
-        strategies=_SHADER_STRATEGIES,
-        absent=partial(absence, device),
-        edges=_shader_edges,
-        chip=chip,
-        flushes=device == "mps",
-        is_slow=is_slow,
-    )
-
-
-# In the order they run.
-BACKENDS = {
-    b.name: b
-    for b in (
-        CPU,
-        EMULATOR,
-        _shader_engine("cuda", lambda: CHIP),
-        _shader_engine(
-            "mps",
-            lambda: _C.mps_facts()["plans_for"],
-            takes_fewer_cases(os.environ.get("METALMM_TEST_CASES")),
-        ),
-    )
-}
-
-
-def absences() -> dict[str, str]:
-    """{engine: why it is absent}, "" for those that run here."""
-    return {name: b.absent() for name, b in BACKENDS.items()}
-
-
-def select(asked: str | None) -> list[Backend]:
-    """The engines to run; pytest.UsageError if `asked` ("cpu,mps") names none or an absent one."""
-    why = absences()
-    if asked is None:
-        return [b for n, b in BACKENDS.items() if not why[n]]
-    names = [n.strip() for n in asked.split(",") if n.strip()]
-    for name in names:
-        if name not in why:
-            raise pytest.UsageError(
-                f"METALMM_TEST_BACKENDS: unknown '{name}'; known: {', '.join(why)}"
-            )
-        if why[name]:
-            raise pytest.UsageError(f"METALMM_TEST_BACKENDS: {name} is absent: {why[name]}")
-    if not names:
-        raise pytest.UsageError("METALMM_TEST_BACKENDS: names no engine")
-    return [BACKENDS[n] for n in names]
-
-
-SELECTED: list[Backend] = []
-
-# A format of every decode struct of metal/formats; every group size and type of scales.
-ONE_OF_EACH = tuple(n for n in formats.names() if not n.startswith("affine")) + (
-    *("affine2_g32", "affine3_g64_bf16", "affine4_g128", "affine5_g32_f32"),
-    *("affine6_g64_f32", "affine8_g128_bf16"),
-)
+from torch_metalmm import _C, testing
 
 
 def _describe() -> str:
@@ -247,14 +59,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("backend", "strategy"), pairs, ids=ids)
     elif "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", engines, ids=[b.name for b in engines])
-
-
-def is_repetition(backend: Backend, name: object, every_format: bool) -> bool:
-    """Whether the engine runs the same kernels for another format of a test, which may ask for
-    every_format."""
-    if not backend.is_slow or name not in formats.names():
-        return False
-    return name not in ONE_OF_EACH and (backend is DESCENDING or not every_format)
 
 
 def _is_repetition(item: pytest.Item) -> bool:

@@ -29,6 +29,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import support  # noqa: F401  (its modules by their plain names)
+
+# isort: split
 import gguf_bytes as raw
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader

@@ -25,6 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import support  # noqa: F401  (its modules by their plain names)
+
+# isort: split
 from macho import MachO, listed
 from macos_build import (
     compile_for_macos,
@@ -34,7 +37,7 @@ from macos_build import (
     torch_version,
     uses_torch,
 )
-from plan_cases import ROOT
+from places import ROOT
 
 PAGE = ROOT / "docs" / "macos-check.md"
 _BLOCK = re.compile(r"(?<=<!-- make macos-check -->\n).*(?=\n<!-- end -->)", re.S)

@@ -21,35 +21,38 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import support  # noqa: F401  (its modules by their plain names)
+
+# isort: split
+from places import ROOT, TESTS
+
 TREE = ROOT / "build" / "mutants"
 SECONDS = 900  # for the tests of one mutant: one that hangs is noticed, too
 
-# {what may be mutated: the tests that shall notice, and pytest's choice among them}. Checks,
-# loaders, savers, the plan, the CPU kernels, the shaders.
+# {what may be mutated: the tests that shall notice, in whatever room they are, and pytest's choice
+# among them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
 TARGETS = {
-    "torch_metalmm/gguf_file.py": "tests/test_gguf_file.py tests/test_gguf_header.py",
-    "torch_metalmm/gguf_layout.py": "tests/test_gguf_file.py tests/test_gguf_hostile.py",
-    "torch_metalmm/limits.py": "tests/test_odd_folders.py",
-    "torch_metalmm/untrusted.py": "tests/test_untrusted.py",
-    "torch_metalmm/owned.py": "tests/test_saves.py tests/test_checkpoint.py",
-    "torch_metalmm/staging.py": "tests/test_saves.py tests/test_checkpoint.py",
-    "torch_metalmm/mlx_layout.py": "tests/test_mlx.py tests/test_mlx_hostile.py",
-    "torch_metalmm/quantize.py": "tests/test_quantize.py",
-    "torch_metalmm/fuse_read.py": "tests/test_fuse_read.py tests/test_fuse.py -k cpu",
-    "torch_metalmm/fused.py": "tests/test_fuse.py tests/test_fuse_waiting.py -k cpu",
-    "torch_metalmm/linear.py": "tests/test_linear.py tests/test_errors.py -k cpu",
-    "torch_metalmm/formats/kquants.py": "tests/test_formats.py",
-    "torch_metalmm/formats/affine.py": "tests/test_formats_affine.py",
-    "csrc/ops/checks.cpp": "tests/test_errors.py tests/test_ops.py -k 'cpu or meta or 64_bits'",
-    "csrc/plan/plan.cpp": "tests/test_plan.py tests/test_plan_choices.py",
-    "csrc/plan/passes.cpp": "tests/test_plan.py tests/test_plan_choices.py",
-    "csrc/cpu/matmul.cpp": "tests/test_matmul.py tests/test_layouts.py -k cpu",
-    "csrc/cpu/quantize/k.cpp": "tests/test_quantizers.py",
-    "metal/kernels/gemv_core.h": "tests/test_matmul.py -k 'emulator-gemv-'",
-    "metal/formats/block32.h": "tests/test_exact.py -k 'emulator and gemv and q4_0'",
+    "torch_metalmm/gguf_file.py": "test_gguf_file.py test_gguf_header.py",
+    "torch_metalmm/gguf_layout.py": "test_gguf_file.py test_gguf_hostile.py",
+    "torch_metalmm/limits.py": "test_odd_folders.py",
+    "torch_metalmm/untrusted.py": "test_untrusted.py",
+    "torch_metalmm/owned.py": "test_saves.py test_checkpoint.py",
+    "torch_metalmm/staging.py": "test_saves.py test_checkpoint.py",
+    "torch_metalmm/mlx_layout.py": "test_mlx.py test_mlx_hostile.py",
+    "torch_metalmm/quantize.py": "test_quantize.py",
+    "torch_metalmm/fuse_read.py": "test_fuse_read.py test_fuse.py -k cpu",
+    "torch_metalmm/fused.py": "test_fuse.py test_fuse_waiting.py -k cpu",
+    "torch_metalmm/linear.py": "test_linear.py test_errors.py -k cpu",
+    "torch_metalmm/formats/kquants.py": "test_formats.py",
+    "torch_metalmm/formats/affine.py": "test_formats_affine.py",
+    "csrc/ops/checks.cpp": "test_errors.py test_ops.py -k 'cpu or meta or 64_bits'",
+    "csrc/plan/plan.cpp": "test_plan.py test_plan_choices.py",
+    "csrc/plan/passes.cpp": "test_plan.py test_plan_choices.py",
+    "csrc/cpu/matmul.cpp": "test_matmul.py test_layouts.py -k cpu",
+    "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
+    "metal/kernels/gemv_core.h": "test_matmul.py -k 'emulator-gemv-'",
+    "metal/formats/block32.h": "test_exact.py -k 'emulator and gemv and q4_0'",
 }
 
 _SWAPS = {
@@ -155,6 +158,15 @@ def drawn(seed: int, only: str) -> Iterator[Mutant]:
         yield from (mutant for mutant in turn if mutant)
 
 
+def tests_of(file: str) -> str:
+    """The row of a file, its tests as paths from ROOT."""
+    return re.sub(
+        r"test_\w+\.py",
+        lambda name: str(next(TESTS.rglob(name[0])).relative_to(ROOT)),
+        TARGETS[file],
+    )
+
+
 def run(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, shell=True, cwd=TREE, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -187,7 +199,7 @@ def verdict(mutant: Mutant) -> str:
         build = f"{sys.executable} setup.py -q build_ext --inplace"
         if native and run(build).returncode:
             return "does not compile"
-        done = run(f"{sys.executable} -m pytest -x -q {TARGETS[mutant.file]}")
+        done = run(f"{sys.executable} -m pytest -x -q {tests_of(mutant.file)}")
         if done.returncode not in (0, 1, 2):
             raise RuntimeError(f"pytest: {done.stdout[-800:]}{done.stderr[-800:]}")
         return "noticed" if done.returncode else "survives"

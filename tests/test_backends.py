@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from backends import (
     BACKENDS,
     CPU,
     DESCENDING,
@@ -19,11 +19,11 @@ from conftest import (
     absences,
     around,
     is_repetition,
-    pytest_ignore_collect,
     select,
     takes_fewer_cases,
 )
-from plan_cases import ROOT
+from conftest import pytest_ignore_collect
+from places import ROOT, TESTS
 
 from torch_metalmm import testing
 
@@ -85,17 +85,15 @@ def test_sizes_around_an_edge() -> None:
 
 def test_files_that_need_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Mac they are left out, and what every engine runs is not."""
-    folder = Path(__file__).parent
+    files = {f.stem: f for f in TESTS.rglob("test_*.py")}
     emulated = ("test_msl", "test_lockstep", "test_shader_gemm", "test_mps_encode", "test_ptx")
     others = ("test_exact", "test_matmul", "test_ops", "test_autograd", "test_linear")
     monkeypatch.setattr(testing, "absence", lambda: "")
-    assert all(pytest_ignore_collect(folder / f"{f}.py") is None for f in emulated)
+    assert all(pytest_ignore_collect(files[f]) is None for f in emulated)
     monkeypatch.setattr(testing, "absence", lambda: "no Linux")
-    assert all(pytest_ignore_collect(folder / f"{f}.py") for f in emulated)
-    assert all(
-        pytest_ignore_collect(folder / f"{f}.py") is None for f in (*others, "test_backends")
-    )
-    assert pytest_ignore_collect(folder) is None
+    assert all(pytest_ignore_collect(files[f]) for f in emulated)
+    assert all(pytest_ignore_collect(files[f]) is None for f in (*others, "test_backends"))
+    assert pytest_ignore_collect(TESTS) is None
 
 
 def test_nothing_forks() -> None:

@@ -14,7 +14,7 @@ Cycles of a weight, from the counts of issue_cycles.json (one row of x, and seve
                      product of 8 x 8 matrices takes 16 cycles of 32 lanes for its 512
                      multiply-adds, the rate of the vector units
 
-The counts are of gemv and gemv_batched, compiled (bench/cells.py); they stand for every kernel of
+The counts are of gemv and gemv_batched, compiled (bench/shaders); they stand for every kernel of
 their kind. Not in the model: latency, threadgroup memory, cores that wait for each other, the
 parallel pipes of M3 and later, the matrix accelerators of M5, throttling. docs/chip-model.md
 compares it with measurements that others published and says where it is off.

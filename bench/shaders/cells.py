@@ -1,0 +1,253 @@
+"""Kernel cells, lines of Metal per cell, and what a weight costs in the inner loop of gemv.
+
+The loop is that of the compiled code: clang makes PTX of the text of metal/, with the function
+constants of a specialised pipeline, and ptx.py counts. Per weight: the instructions of one
+turn of the loop along K over the weights a lane takes in it, rows of W times values of a piece.
+So x, its sums, addresses and the loop itself are in, each over the rows that share it; what a lane
+does once, before and after the loop, is not. Loads are counted and cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_metalmm import _C, chip_model
+from torch_metalmm.msl_build import LANGUAGE, ROOT, BuildError, zig
+
+from ..tables import Table, replace_block, to_markdown
+from . import chips, ptx
+
+METAL = ROOT / "metal"
+README = ROOT / "bench" / "README.md"
+DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
+
+_PLAIN = "x, w, {y, x, x}, args, memory, at"
+_PAIR = "x, w, w, {y, x, x}, args, memory, at"
+_MASKED = "x, x, w, {y, x, x}, args, memory, at"
+_BATCHED = "batched_rows(metalmm::Struct::Pieces::kValues)"
+# Strategy: header, kernel struct, rows of W that a turn of its loop takes, arguments of run().
+STRATEGIES = {
+    "gemv": ("gemv", "GemvOne", "GemvStandard::kRows", _PLAIN),
+    "gemv_large_k": ("gemv", "GemvLong", "GemvLargeK::kRows", _PLAIN),
+    "gemv_wide_n": ("gemv", "GemvWide", "GemvWideN::kRows", _PLAIN),
+    "gemv_batched": ("gemv_batched", "GemvBatch", _BATCHED, _PLAIN),
+    "swiglu_up": ("swiglu", "SwigluGateUp", "SwigluUp::kRows * 2", _PAIR),
+    "swiglu_down": ("swiglu", "SwigluDown", "GemvStandard::kRows", _MASKED),
+}
+
+# Of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16 scales, no
+# epilogue, 4 rows of x for gemv_batched. N and K have no tails; x and W are aligned, rows of W
+# packed, and their blocks begin and end at multiples of 8 bytes: the bits that plan() gives the
+# formats for it, each of which matters to some of them.
+CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4}
+
+
+@functools.cache
+def constants() -> dict[str, int]:
+    """CONSTANTS and Bounds."""
+    names = ("f16", "q4_0", "affine4_g64")
+    plans = (_C.plan(n=4096, k=CONSTANTS["K"], format=name, chip="m4-max") for name in names)
+    bounds = functools.reduce(operator.or_, (p["passes"][0]["constants"]["bounds"] for p in plans))
+    return CONSTANTS | {"Bounds": bounds}
+
+
+# The loop along K is not unrolled, so that one turn takes one piece of each row; loops that the
+# text unrolls are. Loop strength reduction off: it trades additions for registers by the addressing
+# of NVIDIA's loads.
+_FLAGS = ["-target", "nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", "sm_90"]
+_FLAGS += ["-O3", "-S", "-ffp-contract=off", "-w"]
+# A function constant has no value while the shader is compiled, and gets one when a pipeline is
+# made: so the text is optimised without values, then its IR with them.
+_TEXT = [*LANGUAGE, f"-I{METAL}", "-emit-llvm"]
+_IR = ["-x", "ir"]
+_CONSTANT = re.compile(r"^@mm_fc_kConstant(\w+) = .*$", re.M)
+for _option in ("unroll-allow-partial=0", "unroll-runtime=0", "disable-lsr"):
+    _FLAGS += ["-mllvm", f"-{_option}"]
+
+_KERNEL = """#define MM_COUNTED(name, Struct) \\
+  extern "C" void {strategy}_##name##_{dtype}( \\
+      device const {type}* x, device const uchar* w, device {type}* y, \\
+      constant metalmm::KernelArgs& args, threadgroup float4* memory, metalmm::Position at) {{ \\
+    metalmm::{struct}<metalmm::Struct, {type}>::run({arguments}); \\
+  }} \\
+  extern "C" __attribute__((used)) constant uint weights_##name = \\
+      metalmm::Struct::Pieces::kValues * metalmm::{rows};
+#define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)
+#include "formats/each.h"
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The inner loop of a kernel: its cost for `weights` weights; whether it has local memory."""
+
+    format: str
+    cost: ptx.Cost
+    weights: int
+    uses_local_memory: bool
+
+    def per_weight(self, kind: str) -> float:
+        """Instructions of a class of ptx.CLASSES."""
+        return self.cost.counts[kind] / self.weights
+
+    @property
+    def cycles(self) -> float:
+        """Issue cycles per weight."""
+        return self.cost.cycles / self.weights
+
+
+def _clang(text: str, *flags: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cells.cpp"
+        file.write_text(text)
+        done = zig("clang", *flags, str(file), "-o", "-")
+    if done.returncode:
+        raise BuildError(done.stderr)
+    return done.stdout
+
+
+def compile_text(text: str) -> str:
+    """The PTX of a text in Metal Shading Language, its function constants those of constants().
+
+    BuildError: the compiler's message.
+    """
+    ir = _clang(text, *_TEXT, *_FLAGS)
+    value = constants()
+    ir = _CONSTANT.sub(lambda m: f"@mm_fc_kConstant{m[1]} = constant i32 {value[m[1]]}", ir)
+    return _clang(ir, *_IR, *_FLAGS)
+
+
+def source(strategy: str, dtype: str) -> str:
+    """The text that instantiates a strategy for every format."""
+    header, struct, rows, arguments = STRATEGIES[strategy]
+    includes = f'#include "kernels/{header}.h"\n#include "entry.h"\n#include "formats/all.h"\n'
+    kernel = _KERNEL.format(
+        strategy=strategy, dtype=dtype, type=DTYPES[dtype], struct=struct, rows=rows,
+        arguments=arguments,
+    )  # fmt: skip
+    return "#include <metal_stdlib>\n" + includes + kernel
+
+
+@functools.cache
+def count(strategy: str, dtype: str) -> list[Cell]:
+    """The cells of a strategy and a dtype of x, by format, in the order of formats.def."""
+    text = compile_text(source(strategy, dtype))
+    functions = ptx.functions(text)
+    out = []
+    for name, weights in re.findall(r"\bweights_(\w+) = (\d+);", text):
+        function = functions[f"{strategy}_{name}_{dtype}"]
+        found = ptx.cost(ptx.main_loop(function), ptx.constant_halves(function))
+        out.append(Cell(name, found, int(weights), ptx.uses_local_memory(function)))
+    return out
+
+
+def measure(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[Cell]]:
+    """count() of several strategies and dtypes."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(pairs, pool.map(lambda p: count(*p), pairs), strict=True))
+
+
+# ---- the report
+
+
+def kernel_cells() -> int:
+    """Kernels of metal/: strategy x format x dtype, or x dtype where there is no format."""
+    return len(_C.kernel_names())
+
+
+def lines_of_metal() -> dict[str, int]:
+    """{folder of metal/, "" for the files beside them: lines of its files}."""
+    out: dict[str, int] = {}
+    for path in sorted(METAL.rglob("*")):
+        if path.is_file():
+            folder = path.relative_to(METAL).parts[0] if path.parent != METAL else ""
+            out[folder] = out.get(folder, 0) + len(path.read_text().splitlines())
+    return out
+
+
+def size_table() -> Table:
+    """Kernel cells and lines of Metal."""
+    lines, cells = lines_of_metal(), kernel_cells()
+    total = sum(lines.values())
+    strategies = len(re.findall(r"^MM_STRATEGY\(", (METAL / "strategies.def").read_text(), re.M))
+    formats = len(re.findall(r"^MM_\w+ *\(\w+, ", (METAL / "formats.def").read_text(), re.M))
+    rest = total - lines["formats"]
+    rows = [
+        ["kernel cells: strategy × format × dtype", f"{cells}", ""],
+        ["lines of metal/ per cell", f"{total / cells:.2f}", f"{total} lines"],
+        ["lines outside formats/ per strategy", f"{rest / strategies:.0f}", f"{strategies}"],
+        ["lines of formats/ per format", f"{lines['formats'] / formats:.0f}", f"{formats}"],
+    ]
+    return Table("Kernels", ["", "", "of"], rows)
+
+
+def loop_table(title: str, cells: list[Cell]) -> Table:
+    """Instructions per weight by class and issue cycles, a row per format."""
+    rows = [
+        [c.format, *(f"{c.per_weight(k):.2f}" for k in ptx.CLASSES), f"{c.cycles:.2f}",
+         "yes" if c.uses_local_memory else "no"]
+        for c in cells
+    ]  # fmt: skip
+    return Table(title, ["format", *ptx.CLASSES, "cycles", "local memory"], rows)
+
+
+def cycles_table(found: dict[tuple[str, str], list[Cell]]) -> Table:
+    """Issue cycles per weight, a column per strategy and dtype."""
+    columns = [f"{strategy}, x {dtype}" for strategy, dtype in found]
+    rows = [
+        [c[0].format, *(f"{x.cycles:.2f}" for x in c)] for c in zip(*found.values(), strict=True)
+    ]
+    return Table("Issue cycles per weight", ["format", *columns], rows)
+
+
+def tables() -> list[Table]:
+    """The inner loops: every dtype of x in gemv, and f16 in gemv_wide_n."""
+    found = measure([*(("gemv", d) for d in ("f16", "f32", "bf16")), ("gemv_wide_n", "f16")])
+    loops = [
+        loop_table(
+            f"gemv, x {dtype}: instructions and issue cycles per weight", found["gemv", dtype]
+        )
+        for dtype in ("f16", "f32", "bf16")
+    ]
+    return [*loops, cycles_table(found)]
+
+
+def markdown() -> str:
+    """The tables as the block between the markers of bench/README.md."""
+    return "\n\n".join(to_markdown(t) for t in tables())
+
+
+# ---- what is committed of it
+
+
+def chip_counts() -> dict[str, Any]:
+    """The counts of torch_metalmm.chip_model: issue cycles per weight, by strategy."""
+    strategies = ("gemv", "gemv_batched")
+    found = measure([(strategy, dtype) for strategy in strategies for dtype in DTYPES])
+    out: dict[str, Any] = {"batch": CONSTANTS["Batch"]}
+    for strategy in strategies:
+        rows = zip(*(found[strategy, dtype] for dtype in DTYPES), strict=True)
+        out[strategy] = {
+            cells[0].format: dict(zip(DTYPES, (c.cycles for c in cells), strict=True))
+            for cells in rows
+        }
+    return out
+
+
+def write() -> list[Path]:
+    """Rewrites every committed figure that follows from the compiled loops; the files."""
+    text = json.dumps(chip_counts(), indent=1)
+    rows = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text)
+    chip_model.COUNTS.write_text(rows + "\n")
+    chip_model.counts.cache_clear()
+    replace_block(README, "cells", markdown())
+    replace_block(chips.PAGE, "chips", chips.markdown())
+    return [chip_model.COUNTS, README, chips.PAGE]

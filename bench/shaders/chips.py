@@ -1,0 +1,189 @@
+"""`python -m bench chips`: what the chip model predicts, beside what others have published.
+
+No figure here was measured by this project: the predictions are torch_metalmm.chip_model's, the
+published ones their authors'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import linear_regression
+
+from torch_metalmm import _C
+from torch_metalmm.chip_model import MODELS, Chip, predict, tokens_per_second
+from torch_metalmm.msl_build import ROOT
+
+from ..tables import Table, digits, percent, to_markdown
+
+PAGE = ROOT / "docs" / "chip-model.md"
+FORMATS = ("f16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "affine4_g64", "q3_k", "q2_k")
+SHAPE_FORMAT = "q4_k"
+SHAPES = (
+    *((1, 1024, 4096), (1, 4096, 4096), (1, 14336, 4096), (1, 128256, 4096)),
+    *((4, 14336, 4096), (8, 14336, 4096), (16, 14336, 4096), (32, 14336, 4096)),
+    (512, 14336, 4096),
+)
+CHIPS = tuple(str(gpu["name"]) for gpu in _C.gpus())
+
+DISCUSSION, MLX_LM = "llama.cpp discussion 4167", "mlx-lm BENCHMARKS.md"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Decoding as someone published it: a chip, cores where they are fewer, tokens per second."""
+
+    chip: str
+    cores: int | None
+    format: str
+    published: float
+    source: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Time of one product y[M, N] = x[M, K] W[N, K]ᵀ as someone published it."""
+
+    chip: str
+    m: int
+    n: int
+    k: int
+    format: str
+    us: float
+    source: str
+    remark: str = ""
+
+
+def _rates(
+    chip: str,
+    cores: int | None,
+    source: str = DISCUSSION,
+    model: str = "Llama 2 7B",
+    **rates: float,
+) -> list[Tokens]:
+    return [Tokens(chip, cores, format, rate, source, model) for format, rate in rates.items()]
+
+
+# The whole token: more than its products. The discussion: llama-bench, 128 tokens, commit 8e672ef
+# of November 2023. mlx-lm: after a prompt of 2048 tokens; groups of 64, its default.
+TOKENS = (
+    *_rates("m1", None, q8_0=7.91, q4_0=14.15),
+    *_rates("m2", None, f16=6.72, q8_0=12.21, q4_0=21.91),
+    *_rates("m4", None, f16=7.43, q8_0=13.54, q4_0=24.11),
+    *_rates("m3-pro", None, f16=9.89, q8_0=17.53, q4_0=30.74),
+    *_rates("m1-pro", 14, f16=12.75, q8_0=21.95, q4_0=35.52),
+    *_rates("m2-pro", 16, f16=12.47, q8_0=22.70, q4_0=37.87),
+    *_rates("m4-pro", None, f16=17.18, q8_0=30.69, q4_0=50.74),
+    *_rates("m2-max", 30, f16=24.16, q8_0=39.97, q4_0=60.99),
+    *_rates("m4-max", None, f16=31.64, q8_0=54.05, q4_0=83.06),
+    *_rates("m2-ultra", None, f16=41.02, q8_0=66.64, q4_0=94.27),
+    *_rates("m2-ultra", None, f"{DISCUSSION}, November 2024", q4_0=108.8),
+    *_rates("m5", None, "llama.cpp pull request 16634", "Mistral 7B", q4_0=26.59),
+    *_rates(
+        *("m4-max", None, MLX_LM, "Qwen3 4B"),
+        bf16=52.47,
+        affine8_g64=86.9,
+        affine6_g64=104.7,
+        affine5_g64=116.4,
+        affine4_g64=134.5,
+    ),
+)
+
+_MLX, _TILE = "MLX issue 3852", "MLX pull request 3863"
+_LLAMA = "llama.cpp pull request 27776"
+KERNELS = (
+    Kernel("m4-pro", 1, 17408, 5120, "affine4_g128", 198, _MLX),
+    Kernel("m4-pro", 1, 248320, 5120, "affine4_g128", 2725, _MLX),
+    Kernel("m4-pro", 1, 17408, 5120, "affine2_g128", 121, _MLX),
+    Kernel("m4-pro", 1, 248320, 5120, "affine2_g128", 1539, _MLX),
+    Kernel("m3-max", 1, 17408, 5120, "affine4_g128", 126, _MLX, "cold"),
+    Kernel("m3-max", 1, 17408, 5120, "affine2_g128", 72, _MLX, "cold"),
+    Kernel("m3-pro", 1, 17408, 5120, "q4_k", 405, _LLAMA),
+    Kernel("m3-pro", 1, 5120, 6144, "q4_k", 134.29, _LLAMA),
+    Kernel("m3-pro", 1, 48, 5120, "q4_k", 4.92, _LLAMA, "W in cache"),
+    Kernel("m3-max", 4, 17408, 5120, "affine4_g128", 165, _TILE, "group size not stated"),
+    Kernel("m3-max", 8, 17408, 5120, "affine4_g128", 323, _TILE, "group size not stated"),
+    Kernel("m3-max", 16, 17408, 5120, "affine4_g128", 306, _TILE, "group size not stated"),
+    Kernel("m3-max", 32, 17408, 5120, "affine4_g128", 513, _TILE, "group size not stated"),
+    Kernel("m3-max", 33, 17408, 5120, "affine4_g128", 1002, _TILE, "group size not stated"),
+)
+
+
+def machine(chip: str, cores: int | None = None) -> Chip:
+    """A chip of the table, or its configuration with fewer cores."""
+    found = Chip.named(chip)
+    return replace(found, cores=cores) if cores else found
+
+
+def token_bytes(format: str, chip: Chip, model: str) -> float:
+    """What the products of a token move."""
+    return sum(times * predict(1, n, k, format, chip).moved_bytes for n, k, times in MODELS[model])
+
+
+def tokens_table() -> Table:
+    rows = [
+        [chip, *(digits(tokens_per_second(format, chip)) for format in FORMATS)] for chip in CHIPS
+    ]
+    return Table("Predicted tokens/s of Llama 2 7B, x f16", ["chip", *FORMATS], rows)
+
+
+def shapes_table() -> Table:
+    rows = []
+    for chip in CHIPS:
+        found = [predict(m, n, k, SHAPE_FORMAT, chip) for m, n, k in SHAPES]
+        rows.append([chip, *(f"{digits(p.total)} {p.bound}" for p in found)])
+    columns = ["chip", *(f"{m}×{n}×{k}" for m, n, k in SHAPES)]
+    title = f"Predicted µs of M×N×K and what binds it, W {SHAPE_FORMAT}, x f16"
+    return Table(title, columns, rows)
+
+
+def compared_tokens() -> Table:
+    columns = ["chip, cores", "model", "format", "published tokens/s", "predicted"]
+    columns += ["published of predicted", "ms of a token left over", "source"]
+    table = Table("Decoding: published measurements against the prediction", columns)
+    for t in TOKENS:
+        chip = machine(t.chip, t.cores)
+        rate = tokens_per_second(t.format, chip, model=t.model)
+        row = [f"{t.chip}, {chip.cores}", t.model, t.format, f"{t.published:g}", digits(rate)]
+        left = 1e3 / t.published - 1e3 / rate
+        table.rows.append([*row, percent(100 * t.published / rate), f"{left:.1f}", t.source])
+    return table
+
+
+def fits() -> Table:
+    """What the formats of a chip say together: ms of a token = bytes / bandwidth + a constant."""
+    columns = ["chip, cores", "model", "GB/s", "of nominal", "ms beside it"]
+    title = "The same figures as lines: time of a token against its bytes, least squares"
+    table = Table(title, columns)
+    groups: dict[tuple[str, int | None, str, str], list[Tokens]] = {}
+    for t in TOKENS:
+        groups.setdefault((t.chip, t.cores, t.model, t.source), []).append(t)
+    for (name, cores, model, _), found in groups.items():
+        if len(found) == 1:
+            continue
+        chip = machine(name, cores)
+        sizes = [token_bytes(t.format, chip, model) for t in found]
+        slope, constant = linear_regression(sizes, [1e3 / t.published for t in found])
+        rate = 1e-6 / slope
+        of_nominal = percent(100 * rate / chip.bandwidth_gb_s)
+        row = [f"{name}, {chip.cores}", model, digits(rate), of_nominal, f"{constant:.1f}"]
+        table.rows.append(row)
+    return table
+
+
+def compared_kernels() -> Table:
+    columns = ["chip", "M×N×K", "format", "published µs", "predicted", "bound"]
+    columns += ["speed, published of predicted", "source"]
+    table = Table("One product: published measurements of peers' kernels", columns)
+    for c in KERNELS:
+        p = predict(c.m, c.n, c.k, c.format, c.chip)
+        row = [c.chip, f"{c.m}×{c.n}×{c.k}", c.format, f"{c.us:g}", digits(p.total), p.bound]
+        source = f"{c.source}; {c.remark}" if c.remark else c.source
+        table.rows.append([*row, percent(100 * p.total / c.us), source])
+    return table
+
+
+def markdown() -> str:
+    """All tables, as the block of docs/chip-model.md."""
+    tables = (tokens_table(), shapes_table(), compared_tokens(), fits(), compared_kernels())
+    return "\n\n".join(to_markdown(t) for t in tables)

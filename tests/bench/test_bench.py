@@ -1,0 +1,180 @@
+"""The benchmark's command line: it checks before it times, and draws what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from places import ROOT
+
+from bench.__main__ import parse, run_matmul
+from bench.devices import Device
+from bench.engines import ENGINES
+from bench.problem import Checker, Problem, Setting, Variant
+from bench.report.plots import styles, time_by_m
+from bench.shapes import NAMED
+from torch_metalmm import _C, formats
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The JSON lines of one quick run of the matrix."""
+    out = tmp_path_factory.mktemp("bench") / "out.jsonl"
+    done = bench("matmul", "--quick", "--engines", "metalmm,linear_f32", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
+    cells = [r for r in map(json.loads, quick.read_text().splitlines()) if r["kind"] == "matmul"]
+    assert {(c["variant"], c["m"]) for c in cells} == {
+        (v, m) for v in ("metalmm q4_0", "metalmm q4_k", "F.linear f32") for m in (1, 8, 64)
+    }
+    for cell in cells:
+        assert cell["ok"] and cell["us"] > 0 and cell["percent_read"] > 0
+
+
+def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
+    done = bench("plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-")
+    assert done.returncode == 0, done.stderr
+    for name in ("roofline", "bandwidth", "time"):
+        assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path) -> None:
+    """A row per M, a column per variant; the records plot alone and with those of another run."""
+    out = tmp_path / "sweep.jsonl"
+    engines = ("--engines", "metalmm,linear_f32", "--formats", "q4_0,f16", "--m", "1-3,8")
+    done = bench("--sweep-m", "--quick", *engines, "--markdown", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    cells = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    variants = ("metalmm q4_0", "metalmm f16", "F.linear f32")
+    assert [(c["variant"], c["m"]) for c in cells] == [
+        (v, m) for v in variants for m in (1, 2, 3, 8)
+    ]
+    assert f"| W 512×1024, µs at M | {' | '.join(variants)} |" in done.stdout
+    for files, plots in (([out], ["time"]), ([quick, out], ["roofline", "bandwidth", "time"])):
+        folder = tmp_path / str(len(files))
+        done = bench("plot", *map(str, files), "--output", str(folder))
+        assert done.returncode == 0, done.stderr
+        assert sorted(p.stem for p in folder.iterdir()) == sorted(plots)
+
+
+def test_rings_where_another_strategy_is_planned() -> None:
+    """Of two lines, one has a ring at each M whose strategy is not that of the M before."""
+    figure = Figure()
+    ax = figure.subplots()
+    strategies = {1: "gemv", 2: "gemv_batched", 4: "gemv_batched", 8: "gemm_small"}
+    cells = [
+        {"variant": v, "format": "q4_0", "n": 64, "k": 32, "m": m, "us": 10.0 * m, "strategy": s}
+        for v, chosen in (("a", strategies), ("b", dict.fromkeys(strategies)))
+        for m, s in chosen.items()
+    ]
+    time_by_m(figure, ax, cells)
+    rings = [c.get_offsets().tolist() for c in ax.collections if c.get_label() == "_"]
+    assert rings == [[[2, 20], [8, 80]], []]
+    assert "another strategy" in [c.get_label() for c in ax.collections]
+
+
+def test_lines_of_every_format_differ() -> None:
+    names = [f"metalmm {name}" for name in formats.names()]
+    found = styles([{"variant": v, "format": "q4_0"} for v in names])
+    assert len({str(style) for style in found.values()}) == len(names) > 20
+
+
+def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned for the device's own numbers; nothing on the CPU."""
+    problem = {"n": 2048, "k": 4096, "format": "q4_0", "dtype": "f16"}
+    assert Device("cpu").strategy(**problem) is None
+    for cores, wanted in ((132, "gemv_large_k"), (8, "gemv")):
+        found = SimpleNamespace(multi_processor_count=cores)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda found=found: found)
+        assert Device("cuda").strategy(**problem) == wanted
+    tile = {"m": 128, "n": 4096, "k": 4096, "format": "q4_k", "dtype": "f32"}
+    for memory, wanted in ((0, "gemm"), (32768, "gemm"), (8192, "gemm_small")):
+        facts = {"plans_for": "m1", "cores": 8, "max_threadgroup_memory": memory, "max_threads": 0}
+        monkeypatch.setattr(_C, "mps_facts", lambda facts=facts: facts, raising=False)
+        assert Device("mps").strategy(**tile) == wanted
+
+
+def test_a_sweep_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(ENGINES["mlx"]), "missing", lambda *_: "not here")
+    records = run_matmul(parse(["--sweep-m", "--quick", "--engines", "auto"]))
+    skipped = {"kind": "skipped", "what": "mlx", "why": "not here"}
+    assert any(r == skipped for r in records)  # and no further record is made
+
+
+def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    first, *rest = quick.read_text().splitlines()
+    other.write_text("\n".join([json.dumps(json.loads(first) | {"machine": "another"}), *rest]))
+    done = bench("plot", str(quick), str(other), "--output", str(tmp_path))
+    assert done.returncode == 2 and "several machines: " in done.stderr
+
+
+def test_a_file_without_times_cannot_be_plotted(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"kind": "run"}\n')
+    done = bench("plot", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path))
+    assert done.returncode == 2 and "nothing to plot" in done.stderr
+
+
+def test_one_wrong_code_in_a_million_is_found() -> None:
+    problem = Problem(NAMED["tiny"], Setting(threads=1, cold_bytes=1))
+    w = problem.w
+    spoiled = w.clone()
+    spoiled[511, 7] += 2.0**-6  # problem.rows has the last row
+    for weight, ok in ((w, True), (spoiled, False)):
+
+        def call(_: int, weight: torch.Tensor = weight) -> torch.Tensor:
+            return problem.x(2) @ weight.t()
+
+        variant = Variant("t", "t", w.nbytes, 1, lambda x: call, lambda: w[problem.rows].double())
+        assert Checker(problem)(variant, problem.x(2), call).ok is ok
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes"),
+    [
+        ("add", "1000"),
+        ("dot", "1000"),
+        ("gemv", "64 256"),
+        ("gemm-naive", "3 64 256"),
+        ("dequantize", "64 256"),
+        ("embedding", "300 400 256"),
+        ("swiglu", "2 64 256"),
+    ],
+)
+def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str) -> None:
+    done = bench("matrix-ops", operation, *sizes.split(), "--quick")
+    assert done.returncode == 0, done.stderr
+    for word in ("first", "checksum", "check     ok", "µs", "σ", "GB/s", "GFLOP/s", "% of the"):
+        assert word in done.stdout, word
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    done = bench("matrix-ops", "gemm", "4", "8", "--quick")
+    assert done.returncode == 2 and "takes M N K" in done.stderr
+
+
+def test_quality_of_the_real_models(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    done = bench("quality", "--quick", "--formats", "q8_0", "--threads", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = [r for r in map(json.loads, out.read_text().splitlines()) if r["kind"] == "quality"]
+    smollm2, packed, minilm, packed_minilm = rows
+    assert smollm2["divergence"] == 0 and minilm["worst_cosine"] > 1 - 1e-12
+    assert 0 < packed["divergence"] < 0.01 and packed["same_top"] > 0.9
+    assert 0.999 < packed_minilm["worst_cosine"] < packed_minilm["cosine"] < 1
+    for row in (packed, packed_minilm):
+        assert row["formats"] == {"q8_0": 1.0} and row["bytes"] < row["f16_bytes"] * 0.54

@@ -1,0 +1,74 @@
+"""The tests marked `isa` under every instruction set of this machine, not only under the best."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from backends import CPU, SELECTED
+from places import ROOT
+
+from torch_metalmm import _C
+
+MARKED = [f"tests/ops/test_{name}.py" for name in ("exact", "matmul", "layouts", "threads")]
+OTHERS = [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()]
+
+pytestmark = pytest.mark.skipif(CPU not in SELECTED, reason="the cpu engine was not asked for")
+
+
+def python(isa: str, *args: str, timeout: int = 60) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, the instruction set forced."""
+    path = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
+    env = os.environ | {"METALMM_CPU_ISA": isa, "METALMM_TEST_BACKENDS": "cpu", "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize("isa", OTHERS)
+def test_every_instruction_set(isa: str) -> None:
+    """What is exact and what is bounded is so whichever instructions compute it."""
+    args = ("-m", "pytest", "-m", "isa", "-p", "no:cacheprovider", "-x")
+    run = python(isa, *args, *MARKED, timeout=900)
+    print(run.stdout[-4000:], run.stderr[-2000:])
+    assert run.returncode == 0
+    assert f"cpu ({isa})" in run.stdout and " passed" in run.stdout
+
+
+def test_the_machine_has_one_to_compare() -> None:
+    """scalar runs everywhere, so the tests above run at least twice in all."""
+    isas = _C.cpu_isas()
+    assert isas[-1] == "scalar" and len(set(isas)) == len(isas)
+    assert _C.cpu_isa() == (os.environ.get("METALMM_CPU_ISA") or isas[0])
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+def test_the_environment_chooses(isa: str) -> None:
+    run = python(isa, "-c", "import torch, torch_metalmm; print(torch_metalmm.ops._C.cpu_isa())")
+    assert run.stdout.strip() == isa, run.stderr
+
+
+def test_an_empty_choice_is_none() -> None:
+    run = python("", "-c", "import torch, torch_metalmm; print(torch_metalmm.ops._C.cpu_isa())")
+    assert run.stdout.strip() == _C.cpu_isas()[0], run.stderr
+
+
+@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx512 "])
+def test_an_unknown_instruction_set_is_an_error(isa: str) -> None:
+    """ValueError that names the variable, the value and what is allowed, from the op too."""
+    call = "torch.ops.metalmm.linear(torch.ones(1, 32), torch.ones(1, 32), None, 'f32')"
+    for what in ("torch_metalmm.ops._C.cpu_isa()", call):
+        code = f"import torch, torch_metalmm\ntry:\n  {what}\nexcept ValueError as e:\n  print(e)"
+        run = python(isa, "-c", code)
+        assert f"METALMM_CPU_ISA: '{isa}' is not available here" in run.stdout, (
+            run.stdout + run.stderr
+        )
+        assert f"allowed: {', '.join(_C.cpu_isas())}" in run.stdout

@@ -1,0 +1,211 @@
+"""load_gguf against transformers' own loader, for every architecture it maps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gguf_files import ARCHITECTURES, load_quietly, random_model
+from places import ROOT
+from torch import Tensor, nn
+
+from torch_metalmm import QuantEmbedding, QuantLinear, load_packed
+from torch_metalmm.cli import main
+from torch_metalmm.generate import demo_model
+from torch_metalmm.gguf_file import GgufFile
+from torch_metalmm.gguf_map import supported_architectures
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.usefixtures("one_thread", "quiet_transformers"),
+]
+
+# What cannot stay packed, by architecture: parts of the names the warning lists.
+MOE = ("qwen2moe", "qwen3moe", "minimax-m2", "qwen35moe")
+DECODED = {
+    **{architecture: ("_exps",) for architecture in MOE},
+    "t5": ("ffn_down",),
+    "t5encoder": ("ffn_down",),
+    "mamba": ("token_embd", "ssm_dt"),
+}
+LOADABLE = [a for a in ARCHITECTURES if a != "gpt-oss"]
+UNTIED = ("llama", "gpt2", "bloom", "falcon", "t5", "gemma3", "qwen35")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+def reference_model(path: Path, architecture: str) -> Any:
+    """The model as transformers' own loader decodes it, in f32."""
+    kinds = {"t5": "AutoModelForSeq2SeqLM", "t5encoder": "T5EncoderModel"}
+    kind = getattr(transformers, kinds.get(architecture, "AutoModelForCausalLM"))
+    options = {"experts_implementation": "eager"} if architecture in MOE else {}
+    return kind.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **options)
+
+
+def outputs(model: nn.Module, ids: Tensor) -> Tensor:
+    """The model's first output for these ids (twice for an encoder-decoder), as float64."""
+    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.inference_mode():
+        return model(input_ids=ids, **extra)[0].double()
+
+
+def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) -> float:
+    """Errs no more against float64 than a small multiple of what the decoded f32 model errs.
+
+    Rounding accumulates over layers in ways no short formula bounds; the f32 model has the same
+    weights and the same graph, so its own error is the measure. Returns the largest difference.
+    """
+    y, y32 = outputs(model, ids), outputs(reference, ids)
+    y64 = outputs(reference.double(), ids)
+    own, theirs = (y - y64).abs().max().item(), (y32 - y64).abs().max().item()
+    spacing = torch.finfo(torch.float32).eps * y64.abs().max().item()
+    print(f"error {own:.2e}, transformers' {theirs:.2e}, largest output {y64.abs().max():.1f}")
+    assert own <= 6 * max(theirs, spacing)
+    return (y - y32).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [(a, True) for a in LOADABLE] + [(a, False) for a in UNTIED],
+)
+def test_architecture_equals_transformers(folder: Path, architecture: str, tied: bool) -> None:
+    path = random_model(folder / f"{architecture}-{tied}.gguf", architecture, tied)
+    model, tokenizer, warned = load_quietly(path)
+    expected = DECODED.get(architecture, ())
+    assert len(warned) == (1 if expected else 0), warned
+    if expected:
+        assert "decoded to torch.float32" in warned[0]
+        names = warned[0].split(": ")[1].split(", ")
+        assert all(any(part in name for part in expected) for name in names), names
+    reference = reference_model(path, architecture)
+    ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
+    check_equals_reference(model, reference, ids)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    check_everything_else_is_packed(model, bool(expected))
+    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    text = "the man in the <|end|> other  room é 12345"
+    assert tokenizer(text).input_ids == theirs(text).input_ids
+    assert type(tokenizer) is type(theirs)
+
+
+def check_everything_else_is_packed(model: nn.Module, has_exceptions: bool) -> None:
+    dense = [n for n, m in model.named_modules() if type(m) in (nn.Linear, nn.Embedding)]
+    packed = [m for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)]
+    assert len(packed) >= 6
+    if not has_exceptions:
+        assert dense == []
+    assert all(p.dtype in (torch.float32, torch.uint8) for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", LOADABLE)
+def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    from torch_metalmm.gguf_map import _ProcessorMap, model_config, tensor_map
+    from torch_metalmm.skeleton import empty_model
+
+    path = random_model(folder / f"names-{architecture}.gguf", architecture)
+    file = GgufFile(path)
+    config, values = model_config(file)
+    model = empty_model(config, torch.float32)
+    mapping = tensor_map(file, model, values)
+    if isinstance(mapping, _ProcessorMap):
+        assert mapping._names == get_gguf_hf_weights_map(model, mapping._processor)
+
+
+def test_supported_architectures_are_the_tested_ones() -> None:
+    # deci needs a model class that transformers does not have; gpt-oss misses its experts' names.
+    assert set(supported_architectures()) == set(ARCHITECTURES)
+
+
+# The demo model
+
+
+@pytest.fixture(scope="session")
+def smollm() -> tuple[Any, Any]:
+    model, tokenizer, warned = load_quietly(demo_model())
+    assert warned == []
+    return model, tokenizer
+
+
+def test_demo_model_equals_transformers(smollm: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm
+    text = "The history of Paris begins more than two thousand years ago, when a tribe settled. "
+    ids = tokenizer(4 * text, return_tensors="pt").input_ids[:, :64]
+    assert ids.shape == (1, 64)
+    reference = reference_model(demo_model(), "llama")
+    greedy = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    with torch.inference_mode():
+        ours, theirs = model.generate(ids, **greedy), reference.generate(ids, **greedy)
+    assert ours.shape == (1, 128) and torch.equal(ours, theirs)
+    difference = check_equals_reference(model, reference, ids)
+    print(f"largest difference of logits {difference:.2e}")
+
+
+def answer_of(model: Any, tokenizer: Any) -> str:
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        made = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    text: str = tokenizer.decode(made[0, inputs["input_ids"].shape[1] :])
+    return text
+
+
+def test_demo_model_answers(smollm: tuple[Any, Any]) -> None:
+    assert "Paris" in answer_of(*smollm)
+
+
+@pytest.mark.filterwarnings("ignore")  # progress bars and fallbacks of transformers' save
+def test_the_readme_packs_the_demo_model_so_that_it_still_answers(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (format,) = re.findall(r"metalmm quantize some.gguf --format (\w+) --output", readme)
+    out = tmp_path / "folder"
+    assert main(["quantize", str(demo_model()), "--format", format, "--output", str(out)]) == 0
+    assert "Paris" in answer_of(*load_packed(out))
+
+
+def test_weights_are_views_of_the_file(smollm: tuple[Any, Any]) -> None:
+    model, _ = smollm
+    path = str(demo_model())
+    spans = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if path in line:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            spans.append((start, end))
+    mapped = [
+        name
+        for name, p in model.named_parameters()
+        if any(start <= p.data_ptr() < end for start, end in spans)
+    ]
+    copied = {n for n, p in model.named_parameters() if p.dtype == torch.uint8} - set(mapped)
+    assert len(mapped) == 30 * 5 + 1  # v, o, gate, up, down and the embedding
+    assert all(name.endswith(("q_proj.weight", "k_proj.weight")) for name in copied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_loading_needs_little_memory() -> None:
+    script = """
+import torch, transformers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, modeling_gguf_pytorch_utils
+from transformers.integrations.gguf import get_gguf_tokenizer
+import gguf, torch_metalmm.gguf
+from torch_metalmm.generate import demo_model, peak_memory
+base = peak_memory()
+model, tokenizer = torch_metalmm.load_gguf(demo_model())
+print(peak_memory() - base)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    grown, size = int(run.stdout), demo_model().stat().st_size
+    print(f"peak memory over imports {grown / size:.2f} x the file")
+    assert grown < 1.3 * size

@@ -1,0 +1,336 @@
+"""The specification of the formats against gguf, mlx, ggml's C results and its own table."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import re
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from format_cases import (
+    AFFINE,
+    BLOCK,
+    GGML,
+    GGML_DIGEST,
+    GGUF_QUANTIZES,
+    GOLDEN,
+    HALF_FIELDS,
+    KINDS,
+    UNIT_SCALE,
+    digest_weights,
+    golden_weights,
+    same_bits,
+    weights,
+)
+from gguf import GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from places import ROOT
+from torch import Tensor
+
+from torch_metalmm import formats
+from torch_metalmm.formats import _base, _search
+
+
+def ggml_type(name: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType[name.upper()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The loops over elements are short vector operations: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the table
+
+
+def table_rows() -> list[tuple[str, int, float]]:
+    """(name, values per block, bytes per block) of every format of metal/formats.def, in order."""
+    rows = []
+    text = (ROOT / "metal" / "formats.def").read_text()
+    pattern = r"^MM_(DENSE|BLOCK|AFFINE)\s*\((\w+),\s*\w+,\s*([\d, ]+)\)"
+    for kind, name, numbers in re.findall(pattern, text, re.M):
+        sizes = [int(v) for v in numbers.split(",")]
+        if kind == "AFFINE":
+            for group in (32, 64, 128):
+                for suffix, scale_bytes in (("", 2), ("_bf16", 2), ("_f32", 4)):
+                    size = group * sizes[0] // 8 + 2 * scale_bytes
+                    rows.append((f"{name}_g{group}{suffix}", group, size))
+        else:
+            rows.append((name, *(sizes if kind == "BLOCK" else (1, sizes[0]))[:2]))
+    return rows
+
+
+def test_the_classes_are_the_rows_of_the_table():
+    rows = table_rows()
+    assert formats.names() == [name for name, _, _ in rows]
+    for name, values, size in rows:
+        f = formats.get(name)
+        assert (f.block_values, f.block_bytes) == (values, size), name
+        assert f.bits_per_weight == 8 * size / values
+        assert f.row_bytes(256) % (16 if name in AFFINE else 1) == 0
+        assert 0 <= f.row_bytes(256) - 256 // values * size < 16
+        assert f.row_bytes(0) == 0
+
+
+def test_names_are_accepted_in_any_case_and_unknown_ones_listed():
+    assert formats.get("Q4_K") is formats.get("q4_k")
+    assert formats.get("AFFINE4_G64_BF16").name == "affine4_g64_bf16"
+    with pytest.raises(ValueError, match="unknown 'q4_9'; allowed: f32, f16, .*affine8_g128_f32"):
+        formats.get("q4_9")
+
+
+def test_the_specification_imports_only_torch():
+    allowed = ("__future__", "abc", "collections.abc", "difflib", "torch")
+    for file in (ROOT / "torch_metalmm" / "formats").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                assert [a.name for a in node.names] == ["torch"], file
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert node.module in allowed, file
+
+
+# ---- decoding
+
+
+def random_bytes(name: str, finite: bool, n: int = 16) -> Tensor:
+    """Random rows of 2048 values; with finite scales or with any bytes."""
+    f = formats.get(name)
+    shape = (n, f.row_bytes(2048))
+    data = np.random.RandomState(5).randint(0, 256, shape).astype(np.uint8)
+    if finite:
+        blocks = data.reshape(-1, f.block_bytes)
+        for offset in HALF_FIELDS.get(name, ()):
+            blocks[:, offset + 1] &= 0xBF  # exponent below 16
+    return torch.from_numpy(data)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("name", GGML)
+def test_dequantize_equals_gguf(name, finite):
+    packed = random_bytes(name, finite)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(packed.numpy(), ggml_type(name))
+    got = formats.get(name).dequantize(packed, 2048)
+    assert got.dtype == torch.float32
+    assert same_bits(got, expected)
+    if finite and name in BLOCK:
+        assert name == "mxfp4" or bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_every_byte_decodes_to_the_codes_of_the_format(name):
+    f = formats.get(name)
+    fields, codes = UNIT_SCALE[name]
+    column = torch.arange(f.block_bytes)
+    values = torch.arange(256)[:, None] * (2 * column + 1) + column  # column j: every byte once
+    blocks = (values % 256).to(torch.uint8)
+    for offset, value in fields.items():
+        blocks[:, offset : offset + len(value)] = torch.tensor(list(value), dtype=torch.uint8)
+    got = f.dequantize(blocks, f.block_values)
+    assert sorted(set(got.flatten().tolist())) == sorted(codes)
+    assert same_bits(got, gguf.dequantize(blocks.numpy(), ggml_type(name)))
+
+
+# ---- quantizing
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_packed_bytes_of_one_block(name):
+    f = formats.get(name)
+    packed = f.quantize(golden_weights()[:, : f.block_values])
+    assert packed.numpy().tobytes().hex() == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", GGML_DIGEST)
+def test_quantize_gives_the_bytes_of_ggml(name):
+    packed = formats.get(name).quantize(digest_weights())
+    assert hashlib.sha256(packed.numpy().tobytes()).hexdigest()[:16] == GGML_DIGEST[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GGUF_QUANTIZES)
+def test_quantize_equals_gguf(name, kind):
+    w = weights(kind)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.quantize(w.numpy(), ggml_type(name))
+    assert np.array_equal(formats.get(name).quantize(w).numpy(), expected)
+
+
+@pytest.mark.parametrize("name", GGUF_QUANTIZES)
+def test_negative_zeros_quantize_as_zeros(name):
+    """Only the sign of a zero scale may differ: ggml's C code and gguf do not agree on it."""
+    f = formats.get(name)
+    w = weights("sparse") * torch.tensor([1.0, -1.0]).repeat(512)
+    assert bool(((w == 0) & w.signbit()).any())
+    assert torch.equal(f.dequantize(f.quantize(w), 1024), f.dequantize(f.quantize(w + 0.0), 1024))
+
+
+# Below 1e-30 a scale may have an infinite reciprocal, above 1e37 max - min overflows: there
+# gguf converts NaN and Inf to integers, whose result is the processor's.
+finite_floats = st.one_of(
+    st.just(0.0),
+    st.integers(-8, 8).map(float),
+    st.floats(2.0**-99, 2.0**122, width=32),
+    st.floats(-(2.0**122), -(2.0**-99), width=32),
+)
+
+
+@settings(max_examples=60)
+@given(w=hnp.arrays(np.float32, (2, 32), elements=finite_floats))
+@pytest.mark.parametrize("name", GGUF_QUANTIZES)
+def test_quantize_equals_gguf_on_found_cases(name, w):
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.quantize(w, ggml_type(name))
+    assert np.array_equal(formats.get(name).quantize(torch.from_numpy(w)).numpy(), expected)
+
+
+def test_mxfp4_exponent_rounds_log2_as_ggml_near_powers_of_two():
+    n = np.arange(-120, 129)[:, None]
+    top = 2.0**n * (1 - np.arange(0, 60) * 2.0**-24)
+    top = top[top < 2.0**128].astype(np.float32)
+    expected = np.floor(np.log2(top.astype(np.float64)).astype(np.float32)) + 125
+    w = torch.zeros(len(top), 32)
+    w[:, 3] = torch.from_numpy(-top)
+    got = formats.get("mxfp4").quantize(w)[:, 0].numpy()
+    assert np.array_equal(got, expected.clip(0, 254))
+
+
+# Relative RMSE of ggml's quantizers on N(0, .02), 256 x 4096: FORMATS.md 3.3 of the design notes.
+GGML_RMSE = {
+    "q4_0": 0.0860,
+    "q4_1": 0.0782,
+    "q5_0": 0.0427,
+    "q5_1": 0.0378,
+    "q8_0": 0.0054,
+    "mxfp4": 0.1141,
+    "iq4_nl": 0.0761,
+    "iq4_xs": 0.0767,
+    "q2_k": 0.2967,
+    "q3_k": 0.1509,
+    "q4_k": 0.0713,
+    "q5_k": 0.0361,
+    "q6_k": 0.0178,
+}
+
+
+@pytest.mark.parametrize("name", GGML_RMSE)
+def test_quantize_error_is_that_of_ggml(name):
+    w = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)) * 0.02
+    f = formats.get(name)
+    error = float((f.dequantize(f.quantize(w), 4096) - w).norm() / w.norm())
+    print(f"{name}: relative RMSE {error:.5f}, table {GGML_RMSE[name]:.4f}")
+    assert error <= 1.01 * GGML_RMSE[name]
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q5_1", "q8_0"])
+def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scales(name):
+    w = weights("normal", 64, 2048) * 50
+    f = formats.get(name)
+    error = (f.dequantize(f.quantize(w), 2048) - w).abs().reshape(-1, 32)
+    blocks = w.reshape(-1, 32)
+    if name == "q8_0":
+        span = reach = blocks.abs().amax(1)
+    else:
+        span, reach = blocks.amax(1) - blocks.amin(1), blocks.abs().amax(1)
+    step = span / {"q4_1": 15, "q5_1": 31, "q8_0": 127}[name]
+    bound = step / 2 + (span + reach) * 2.0**-11 + reach * 2.0**-21
+    assert bool((error <= bound[:, None]).all())
+
+
+# ---- every format: edges and errors
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_zeros_stay_zero(name):
+    f = formats.get(name)
+    w = weights("normal", 3, 512)
+    w[1] = 0
+    w[2, :256] = 0
+    for sign in (1, -1):
+        back = f.dequantize(f.quantize(w * sign), 512)
+        assert bool((back[1] == 0).all()) and bool((back[2, :256] == 0).all())
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_narrow_sources_and_strides_give_the_bytes_of_their_f32_values(name):
+    f = formats.get(name)
+    for dtype in (torch.float16, torch.bfloat16):
+        w = weights("normal", 3, 512).to(dtype)
+        assert torch.equal(f.quantize(w), f.quantize(w.float()))
+    w = weights("normal", 512, 4)
+    assert torch.equal(f.quantize(w.t()), f.quantize(w.t().contiguous()))
+
+
+@pytest.mark.parametrize("name", ["f16", "q4_0", "q4_k", "q6_k", "iq4_xs", "affine5_g64"])
+def test_rows_do_not_depend_on_the_chunk_they_are_in(name, monkeypatch):
+    f = formats.get(name)
+    w = weights("outliers", 7, 512)
+    packed = f.quantize(w)
+    monkeypatch.setattr(_base, "CHUNK_VALUES", 1024)
+    assert torch.equal(f.quantize(w), packed)
+    whole = f.dequantize(packed, 512)
+    assert same_bits(f.dequantize(packed[3:], 512), whole[3:])
+    assert f.quantize(w[:0]).shape == (0, f.row_bytes(512))
+    assert f.dequantize(packed[:0], 512).shape == (0, 512)
+    assert f.quantize(w[:, :0]).shape == f.dequantize(packed[:, :0], 0).shape == (7, 0)
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_weights_beyond_the_scale_store_infinity_not_nan(name):
+    f = formats.get(name)
+    for size in (1e9, 1e14):
+        w = weights("normal", 2, 512).clamp(-0.05, 0.05) * 20 * size
+        blocks = f.quantize(w).reshape(-1, f.block_bytes)
+        for offset in HALF_FIELDS[name]:
+            scale = blocks[:, offset : offset + 2].contiguous().view(torch.float16)
+            assert not bool(scale.isnan().any()), (size, offset)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["f32", "bf16", "q8_0", "q4_k", "mxfp4", "affine4_g64"])
+def test_nan_and_inf_are_refused_by_row(name, bad, monkeypatch):
+    monkeypatch.setattr(_base, "CHUNK_VALUES", 1024)
+    w = weights("normal", 7, 512)
+    w[5, 300] = bad
+    with pytest.raises(ValueError, match=f"{name}: row 5 of w has NaN or Inf"):
+        formats.get(name).quantize(w)
+
+
+def test_wrong_arguments_are_named():
+    q4_k = formats.get("q4_k")
+    with pytest.raises(ValueError, match="q4_k: K = 96 is not a multiple of the block of 256"):
+        q4_k.quantize(torch.zeros(2, 96))
+    with pytest.raises(ValueError, match="affine4_g64: K = 96 .* block of 64 values"):
+        formats.get("affine4_g64").row_bytes(96)
+    with pytest.raises(ValueError, match=r"w must be \[N, K\], got shape \[256\]"):
+        q4_k.quantize(torch.zeros(256))
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16, got torch.int32"):
+        q4_k.quantize(torch.zeros(1, 256, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"uint8 \[N, 144\] for K = 256, got torch.uint8 \[2, 1"):
+        q4_k.dequantize(torch.zeros(2, 145, dtype=torch.uint8), 256)
+
+
+# ---- the arithmetic rules
+
+
+def test_sums_divisions_and_roots_have_one_rounding_per_operation():
+    x = weights("outliers", 32, 4096)
+    total = np.zeros(4096, np.float32)
+    for row in x.numpy():
+        total = total + row
+    assert same_bits(_search.ordered_sum(x), total)
+    assert same_bits(_search.divide(63, x), np.float32(63) / x.numpy())
+    assert same_bits(_search.square_root(x.abs()), np.sqrt(x.abs().numpy()))
+    assert same_bits(x / 63, x.numpy() / np.float32(63))
+    v = torch.tensor([math.nan, math.inf, -math.inf, 0.5, 1.5, -2.5, 1e30])
+    assert _search.to_code(v, -8, 7).tolist() == [-8, 7, -8, 0, 2, -2, 7]

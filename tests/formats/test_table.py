@@ -1,0 +1,211 @@
+"""The table of formats is written once, in metal/formats.def; everything else agrees with it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from backends import Backend
+from oracle import random_weight
+from places import ROOT
+
+from torch_metalmm import _C, formats
+from torch_metalmm.format_table import FAMILIES, markdown
+
+GROUPS = (32, 64, 128)
+SCALES = {"": 2, "_bf16": 2, "_f32": 4}  # suffix: bytes of a scale and of a bias
+
+
+class Row(NamedTuple):
+    name: str
+    layout: str
+    block_values: int
+    block_bytes: int
+
+
+def table(text: str) -> list[Row]:
+    """The formats of a formats.def, affine rows expanded by group and type of the scales."""
+    rows = []
+    for kind, name, rest in re.findall(r"^MM_([A-Z]+)\s*\((\w+),([^)]*)\)", text, re.M):
+        sizes = [int(v) for v in rest.split(",")[1:]]
+        if kind == "DENSE":
+            rows.append(Row(name, "dense", 1, sizes[0]))
+        elif kind == "BLOCK":
+            rows.append(Row(name, "block", sizes[0], sizes[1]))
+        else:
+            assert kind == "AFFINE", kind
+            rows += [
+                Row(f"{name}_g{group}{suffix}", "affine", group, group * sizes[0] // 8 + 2 * size)
+                for group in GROUPS
+                for suffix, size in SCALES.items()
+            ]
+    return rows
+
+
+TEXT = (ROOT / "metal" / "formats.def").read_text()
+TABLE = table(TEXT)
+
+
+def differences(want: list[Row], got: list[Row]) -> list[str]:
+    """What `got` lacks, has too much, has with other numbers, or in another order."""
+    wanted, given = {r.name: r for r in want}, {r.name: r for r in got}
+    out = [f"{name} is missing" for name in wanted if name not in given]
+    out += [f"{name} is not in the table" for name in given if name not in wanted]
+    out += [
+        f"{name} is {given[name][1:]}, the table says {row[1:]}"
+        for name, row in wanted.items()
+        if name in given and given[name] != row
+    ]
+    if not out and want != got:
+        out.append("the order differs" if len(want) == len(got) else "a format is there twice")
+    return out
+
+
+def native() -> list[Row]:
+    return [Row(f["name"], f["layout"], f["block_values"], f["block_bytes"]) for f in _C.formats()]
+
+
+def specification() -> list[Row]:
+    rows = []
+    for name in formats.names():
+        f = formats.get(name)
+        kind = "affine" if isinstance(f, formats.Affine) else "block"
+        rows.append(
+            Row(f.name, "dense" if f.block_values == 1 else kind, f.block_values, f.block_bytes)
+        )
+    return rows
+
+
+def test_the_table_is_read_whole() -> None:
+    """Every line that begins with MM_ is a row; three kinds, 70 formats."""
+    rows = re.findall(r"^MM_", TEXT, re.M)
+    assert len(rows) == 22 and len(TABLE) == 3 + 13 + 6 * 9
+    assert len({r.name for r in TABLE}) == len(TABLE)
+
+
+def test_the_native_module_has_the_formats_of_the_table() -> None:
+    assert differences(TABLE, native()) == []
+
+
+def test_the_specification_has_the_formats_of_the_table() -> None:
+    assert differences(TABLE, specification()) == []
+
+
+def test_rows_of_bytes_agree(backend: Backend) -> None:
+    """The ops' row_bytes and the specification's, for many K of each format."""
+    for row in TABLE:
+        for blocks in (0, 1, 2, 3, 4, 5, 7, 8, 33):
+            k = blocks * row.block_values
+            size = formats.get(row.name).row_bytes(k)
+            unpadded = blocks * row.block_bytes
+            assert size == (-(-unpadded // 16) * 16 if row.layout == "affine" else unpadded)
+            w = backend.put(random_weight(row.name, 1, k))
+            assert torch.ops.metalmm.dequantize(w, row.name, k).shape == (1, k)
+            source = torch.zeros(1, k)
+            assert torch.ops.metalmm.quantize(source, row.name).shape == (1, size)
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+LAYOUTS = {family: layout for layout, family in FAMILIES.items()}
+
+
+def readme(text: str) -> list[Row]:
+    """The table between the markers of a README."""
+    found = re.findall(r"<!-- formats -->\n(.*?)\n<!-- /formats -->", text, re.S)
+    assert len(found) == 1, "README.md must have one table between the markers"
+    rows = []
+    for line in found[0].splitlines()[2:]:
+        names, family, values, bits = (cell.strip() for cell in line.strip("|").split("|"))
+        columns = names.split(", "), values.split(", "), bits.split(", ")
+        for name, value, bit in zip(*columns, strict=True):
+            size = float(bit) * int(value) / 8
+            assert size.is_integer(), line
+            rows.append(Row(name.strip("`"), LAYOUTS[family], int(value), int(size)))
+    return rows
+
+
+# The types of affine scales are one sentence of the README, not rows.
+PLAIN = [r for r in TABLE if not r.name.endswith(("_bf16", "_f32"))]
+
+
+def test_the_readme_has_the_formats_of_the_table() -> None:
+    assert differences(PLAIN, readme(README)) == []
+    assert f"<!-- formats -->\n{markdown().strip()}\n<!-- /formats -->" in README
+    for suffix in SCALES:
+        assert f"`affine4_g64{suffix}`" in README
+
+
+PIECES = (ROOT / "metal" / "pieces.def").read_text()
+
+
+def without_piece(text: str) -> list[tuple[str, str]]:
+    """(name, Struct) that a pieces.def lacks of formats.def, or has too much."""
+    rows = re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+), *(\w+),", TEXT, re.M)
+    pieces = re.findall(r"^MM_PIECE\((\w+), *(\w+),", text, re.M)
+    return sorted({*rows} ^ {*pieces})
+
+
+def test_every_format_has_a_piece() -> None:
+    pieces = re.findall(r"^MM_PIECE", PIECES, re.M)
+    assert len(pieces) == 22 and without_piece(PIECES) == []
+
+
+@pytest.mark.parametrize("name", ["f16", "q6_k", "affine3_g128_f32"])
+def test_a_missing_format_is_named(name: str) -> None:
+    """The comparison above sees a format left out, added, changed or moved."""
+    got = native()
+    at = [r.name for r in got].index(name)
+    row = got[at]
+    assert differences(TABLE, got[:at] + got[at + 1 :]) == [f"{name} is missing"]
+    assert differences(TABLE, [*got, row._replace(name="q1_0")]) == ["q1_0 is not in the table"]
+    (message,) = differences(TABLE, [*got[:at], row._replace(block_bytes=1), *got[at + 1 :]])
+    assert message.startswith(f"{name} is ({row.layout!r}")
+    assert differences(TABLE, got[1:] + got[:1]) == ["the order differs"]
+    assert differences(TABLE, [*got, row]) == ["a format is there twice"]
+
+
+def test_a_row_taken_from_the_text_is_named() -> None:
+    """The reader of formats.def is part of the comparison."""
+    shorter = re.sub(r"^MM_BLOCK \(iq4_nl.*\n", "", TEXT, flags=re.M)
+    assert shorter != TEXT
+    assert differences(table(shorter), native()) == ["iq4_nl is not in the table"]
+    fewer = re.sub(r"^MM_AFFINE\(affine5.*\n", "", TEXT, flags=re.M)
+    assert len(differences(table(fewer), specification())) == 9
+
+
+@pytest.mark.parametrize("name", ["f16", "q6_k", "affine3_g128_f32"])
+def test_a_missing_class_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {n: f for n, f in formats._BY_NAME.items() if n != name}
+    monkeypatch.setattr(formats, "_BY_NAME", left)  # the table itself keeps its order
+    assert differences(TABLE, specification()) == [f"{name} is missing"]
+
+
+def test_a_class_of_another_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(formats.get("q6_k")), "block_bytes", 212)
+    (message,) = differences(TABLE, specification())
+    assert message == "q6_k is ('block', 256, 212), the table says ('block', 256, 210)"
+
+
+def test_a_row_taken_from_the_readme_is_named() -> None:
+    """A row, and one group of the formats that share a row."""
+    shorter = README.replace("| `q6_k` | GGML | 256 | 6.5625 |\n", "")
+    assert differences(PLAIN, readme(shorter)) == ["q6_k is missing"]
+    narrower = README.replace(", `affine3_g128`", "")
+    narrower = narrower.replace("32, 64, 128 | 4, 3.5, 3.25 |", "32, 64 | 4, 3.5 |")
+    assert differences(PLAIN, readme(narrower)) == ["affine3_g128 is missing"]
+
+
+def test_another_number_in_the_readme_is_named() -> None:
+    other = README.replace("| `q8_0` | GGML | 32 | 8.5 |", "| `q8_0` | GGML | 32 | 8.25 |")
+    (message,) = differences(PLAIN, readme(other))
+    assert message == "q8_0 is ('block', 32, 33), the table says ('block', 32, 34)"
+
+
+def test_a_piece_taken_away_is_named() -> None:
+    """A row of pieces.def left out, or of another struct."""
+    fewer = re.sub(r"^MM_PIECE\(iq4_xs.*\n", "", PIECES, flags=re.M)
+    assert without_piece(fewer) == [("iq4_xs", "IQ4_XS")]
+    other = PIECES.replace("IQ4_XS,", "IQ4_NL,")
+    assert without_piece(other) == [("iq4_xs", "IQ4_NL"), ("iq4_xs", "IQ4_XS")]

@@ -1,0 +1,86 @@
+"""A struct that formats.def names and an engine lacks, or has in another size, is an error of the
+compiler at that row: taken away, one after the other, from a copy of the sources."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from torch_metalmm.msl_build import LANGUAGE, zig
+
+TEXT = (ROOT / "metal" / "formats.def").read_text()
+STRUCTS = dict(re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+), *(\w+),", TEXT, re.M))
+ENGINES = {"Metal": "metal/formats", "CPU": "csrc/cpu"}
+
+
+def errors(root: Path, engine: str) -> str:
+    """What the compiler says of every struct of an engine, under a copy of metal/ and csrc/."""
+    if engine == "Metal":
+        file = root / "all.cpp"
+        file.write_text('#include <metal_stdlib>\n#include "entry.h"\n#include "formats/all.h"\n')
+        command = ["clang", *LANGUAGE, f"-I{root / 'metal'}", "-fsyntax-only", str(file)]
+    else:
+        # zig c++ has the headers of a C++ library, and takes no -fsyntax-only.
+        file, out = root / "csrc" / "cpu" / "isa.cpp", root / "isa.o"
+        command = ["c++", "-std=c++17", "-DMM_ISA=scalar", "-DMM_SCALAR", "-c", str(file)]
+        command += [f"-I{root / 'csrc'}", f"-I{root}"]
+        command += ["-o", str(out)]
+    done = zig(*command, "-w", "-ferror-limit=0")
+    assert bool(done.returncode) == bool(done.stderr), done
+    return done.stderr
+
+
+def named(text: str) -> set[str]:
+    """The formats of the rows of formats.def that errors are at."""
+    return set(re.findall(r"formats\.def:\d+:\d+: error: .*\n.*\| MM_\w+ *\((\w+),", text))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sources")
+    shutil.copytree(ROOT / "metal", root / "metal")
+    shutil.copytree(ROOT / "csrc" / "cpu", root / "csrc" / "cpu")
+    (root / "csrc" / "plan").mkdir()
+    shutil.copy(ROOT / "csrc" / "plan" / "format.h", root / "csrc" / "plan")
+    return root
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_missing(engine: str, sources: Path) -> None:
+    assert len(STRUCTS) == 22
+    assert errors(sources, engine) == ""
+
+
+AFFINE = {name for name in STRUCTS if name.startswith("affine")}
+# The struct or alias that is taken away, and the rows that lack it: affine ones share a template.
+MISSING = {struct: {name} for name, struct in STRUCTS.items() if name not in AFFINE}
+MISSING |= {"Affine": AFFINE}
+
+
+@pytest.mark.parametrize("struct", MISSING)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_missing_struct_is_named(engine: str, struct: str, sources: Path) -> None:
+    """Its rows of the table, and no other."""
+    definition = re.compile(rf"^(struct|using) {struct} (?=[:={{])", re.M)
+    (header,) = (
+        h for h in (sources / ENGINES[engine]).glob("*.h") if definition.search(h.read_text())
+    )
+    whole = header.read_text()
+    header.write_text(definition.sub(r"\1 Elsewhere ", whole))
+    found = errors(sources, engine)
+    header.write_text(whole)
+    assert named(found) == MISSING[struct]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_size_is_named(engine: str, sources: Path) -> None:
+    """A row of the table with other bytes than its struct."""
+    (sources / "metal" / "formats.def").write_text(TEXT.replace("256, 210, 2)", "256, 212, 2)"))
+    found = errors(sources, engine)
+    (sources / "metal" / "formats.def").write_text(TEXT)
+    assert named(found) == {"q6_k"}
+    assert "static assertion failed" in found

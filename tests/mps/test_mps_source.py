@@ -1,0 +1,254 @@
+"""The text that Metal compiles: what a kernel needs of metal/, without includes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+from plan_cases import DTYPES, STRATEGIES, codecs, strategy_rows
+from shaders import SLOTS, args_of
+
+from torch_metalmm import _C, formats, ptx
+from torch_metalmm.msl_build import preprocess, unmark
+from torch_metalmm.msl_source import Reader, Source
+from torch_metalmm.testing import MetalSource
+
+sys.path.insert(0, str(ROOT / "csrc" / "mps"))
+import flatten
+
+METAL = ROOT / "metal"
+SHADERS = flatten.flatten(METAL)
+FILES = {f.stem: f.relative_to(METAL) for f in METAL.rglob("*.metal")}
+ROWS = re.findall(r"^MM_\w+ *\((\w+), *(\w+)", (METAL / "formats.def").read_text(), re.M)
+STRUCTS = dict(ROWS)
+CONSTANTS = ("k", "group", "scale_type", "epilogue", "batch", "bounds")
+
+
+def read(text: str, name: str) -> Source:
+    return Reader(unmark(preprocess(text, name, [METAL]), name)[0]).read()
+
+
+def format_of(kernel: str) -> str:
+    """The format in a kernel's name; the first of formats.def where it has none."""
+    return next((name for name in STRUCTS if f"_{name}_" in kernel), ROWS[0][0])
+
+
+def only(kernel: str) -> str:
+    """What tells a shader to make one kernel."""
+    name, dtype = format_of(kernel), kernel.rpartition("_")[2]
+    words = {"DTYPE": dtype, "FORMAT": name, "STRUCT": STRUCTS[name]}
+    return "".join(f"#define MM_ONLY_{word} {value}\n" for word, value in words.items())
+
+
+def shader_of(kernel: str) -> str:
+    """The name of the .metal file that makes a kernel."""
+    return max((s for s in SHADERS if kernel.startswith(f"{s}_")), key=len)
+
+
+def original(kernel: str) -> str:
+    """The whole shader of a kernel, told to make it alone."""
+    return f'{only(kernel)}#include "{FILES[shader_of(kernel)]}"\n'
+
+
+def kernel_of(i: int, strategy: str) -> str:
+    """A kernel of the strategy: formats and dtypes take turns."""
+    middle = f"_{codecs()[3 * i % 22]}" if strategy_rows()[strategy] in ("Matmul", "Rows") else ""
+    return f"{strategy}{middle}_{DTYPES[i % 3]}"
+
+
+KERNELS = [kernel_of(i, s) for i, s in enumerate(STRATEGIES)]
+
+
+def test_every_shader_is_there() -> None:
+    assert set(SHADERS) == set(FILES)
+
+
+def test_every_kernel_gets_the_parts_of_its_format() -> None:
+    """What the module holds is what flatten() says, of all kernels."""
+    rows = list(STRUCTS)
+    for kernel in _C.kernel_names():
+        text = SHADERS[shader_of(kernel)].text(rows.index(format_of(kernel)))
+        assert _C.metal_source(kernel) == only(kernel) + text
+        assert text.isascii()
+        assert len(text) < 40_000
+        assert "#pragma once" not in text
+        # <cstdint> is for hosts: abi.h asks for it where __METAL_VERSION__ is not defined.
+        for what in set(re.findall(r"#\s*include\s*(.*)", text)) - {"<cstdint>"}:
+            assert re.fullmatch(r"<metal_\w+>", what)
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_a_text_has_its_own_format_only(name: str) -> None:
+    """No struct of another format, but where the format is made of one."""
+    others = set(STRUCTS.values()) - {STRUCTS[name]} - ({"Q4_0"} if name == "iq4_nl" else set())
+    for shader in SHADERS.values():
+        text = re.sub(r"//.*", "", shader.text(list(STRUCTS).index(name)))
+        assert not others & set(re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_words_are_those_of_the_emulator(kernel: str) -> None:
+    """In the same order; what is left out are whole declarations, which other tests compile."""
+    texts = (_C.metal_source(kernel), original(kernel))
+    ours, theirs = (unmark(preprocess(t, kernel, [METAL]), kernel)[0].split() for t in texts)
+    rest = iter(theirs)
+    assert all(word in rest for word in ours)
+    assert len(ours) < len(theirs)
+
+
+def compiled(kernel: str, text: str, folder: Path) -> str:
+    """The PTX of a kernel, of a text that makes it; with the lanes of the whole shader."""
+    file = folder / "shader.metal"
+    file.write_text(text)
+    whole = preprocess(original(kernel), kernel, [METAL])
+    return ptx.split(ptx._compile(file, whole, read(text, kernel)))[kernel]
+
+
+def kernel_with(i: int, codec: str) -> str:
+    """A kernel of the format: strategies and dtypes take turns."""
+    strategies = [s for s in STRATEGIES if strategy_rows()[s] in ("Matmul", "Rows")]
+    return f"{strategies[i % len(strategies)]}_{codec}_{DTYPES[i % 3]}"
+
+
+@pytest.mark.parametrize("kernel", [kernel_with(i, c) for i, c in enumerate(codecs())])
+def test_code_is_that_of_the_whole_shader(kernel: str, tmp_path: Path) -> None:
+    """Nothing that is left out makes a difference: the same PTX, of every format."""
+    whole = original(kernel).replace('#include "', f'#include "{METAL}/')
+    assert compiled(kernel, _C.metal_source(kernel), tmp_path) == compiled(kernel, whole, tmp_path)
+
+
+def test_lines_are_those_of_the_files() -> None:
+    """Each declaration begins with the place of its first line: messages name it."""
+    for shader in SHADERS.values():
+        text = "".join(part.text for part in shader.parts)
+        for number, file, line in re.findall(r'^#line (\d+) "(metal/[^"]+)"\n(.*)', text, re.M):
+            assert (ROOT / file).read_text().splitlines()[int(number) - 1] == line
+
+
+def test_all_kernels_and_their_constants() -> None:
+    """The shaders make the kernels that plans name, each once, with the constants plans set."""
+    texts = {name: f'#include "{file}"\n' for name, file in FILES.items()}
+    made = [k.name for name, text in texts.items() for k in read(text, name).kernels]
+    assert sorted(made) == sorted(_C.kernel_names())
+    header = (METAL / "abi.h").read_text()
+    for kernel in KERNELS:
+        found = read(_C.metal_source(kernel), kernel).constants
+        assert {c.namespace for c in found} == {""}  # none is known to work in a namespace
+        constants = {c.name: c.index for c in found}
+        assert set(constants) == {f"fc_{c}" for c in CONSTANTS}
+        for i, constant in enumerate(CONSTANTS):
+            assert re.search(rf"{constants[f'fc_{constant}']} = {i},", header)
+    plan = _C.plan(m=1, n=8, k=32, format="q4_0", chip="m1")
+    assert tuple(plan["passes"][0]["constants"]) == CONSTANTS
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_kernel_compiles_alone(kernel: str) -> None:
+    """Of each strategy, by the stand-in; of elementwise.metal the four of one dtype."""
+    library = MetalSource(_C.metal_source(kernel), name=f"{kernel}.metal", checked=False)
+    if kernel.startswith("elementwise"):
+        dtype = kernel.rsplit("_", 1)[1]
+        assert sorted(library.kernels) == [
+            f"elementwise_{op}_{dtype}" for op in ("add", "div", "mul", "sub")
+        ]
+    else:
+        assert library.kernels == [kernel]
+
+
+@pytest.mark.parametrize("codec", codecs())
+def test_each_format_selects_its_struct(codec: str) -> None:
+    """The kernel of a format decodes that format: exact values of two rows."""
+    name = f"{codec}_g64" if codec.startswith("affine") else codec
+    kernel, f, k = f"dequantize_{codec}_f32", formats.get(name), 512
+    packed, y = f.quantize(torch.linspace(-2, 3, 2 * k).reshape(2, k)), torch.full((2, k), 7.0)
+    one = _C.plan("dequantize", n=2, k=k, format=name, dtype="f32", chip="m1")["passes"][0]
+    assert one["kernel"] == kernel
+    run = MetalSource(_C.metal_source(kernel)).function(
+        kernel, dict(enumerate(one["constants"].values()))
+    )
+    args = torch.frombuffer(bytearray(args_of(one)), dtype=torch.uint8)
+    operands = {"weight": packed, "y": y, "args": args}
+    bound = {SLOTS.index(slot): operands[slot] for slot in one["slots"]}
+    run(one["grid"], one["group"], bound, [one["threadgroup_bytes"]])
+    assert torch.equal(y, f.dequantize(packed, k))
+
+
+@pytest.mark.parametrize(
+    "kernel", ["", "gemv", "gemv_q4_0", "gemv_q4_0_f64", "gemv_Q4_0_f16", "gemv_q4_0_f16 ", "dot"]
+)
+def test_no_such_kernel(kernel: str) -> None:
+    with pytest.raises(ValueError, match=f"make '{kernel}'"):
+        _C.metal_source(kernel)
+
+
+def folder_with(folder: Path, **files: str) -> Path:
+    (folder / "formats.def").write_text("MM_DENSE (a, A, 4)\nMM_DENSE (b, B, 4)\n")
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    """Declarations that the format does not reach: by a name in code, with all of its overloads."""
+    text = """// head, helper
+#if defined(MM_ONLY_FORMAT)
+MM_FORMAT(MM_ONLY_FORMAT, MM_ONLY_STRUCT)
+#else
+MM_FORMAT(a, A)
+#endif
+#define MACRO(x) \\
+  in_a_macro(x)
+namespace n {
+METAL_FUNC int helper(int x) { return x; }
+METAL_FUNC float helper(float x) {
+  return x;  // }
+}
+METAL_FUNC int in_a_macro(int x) { return x; }
+METAL_FUNC int nowhere(int x) { return x; }
+MM_CONST int kOne = 1, kTwo[2] = {1,
+                                  2};
+struct A {
+  MM_CONST int k = kTwo[0];  // nowhere, B
+};
+template <class F>
+struct Short {};
+template <>
+struct Short<B> {};
+template <>
+struct Short<int> {};
+template <class T, int n>
+struct B {
+  static int f() { return helper(1); }
+  Short<B> s;
+};
+static_assert(sizeof(int) == 4, "nowhere {");
+}  // namespace n
+"""
+    shader = flatten.flatten(folder_with(tmp_path, s_metal=text))["s"]
+    a, b = (re.sub(r"#line.*\n", "", shader.text(row)) for row in (0, 1))
+    always = ("MM_FORMAT(MM_ONLY_FORMAT", "#define MACRO", "int in_a_macro", "static_assert")
+    for some, there in ((a, ("kTwo", "struct A")), (b, ("struct B", "Short<B>", "Short<int>"))):
+        assert all(part in some for part in (*always, *there))
+        assert "nowhere(" not in some
+        assert "MM_FORMAT(a" not in some
+    assert a.count("helper(") == a.count("Short") == a.count("struct B") == 0
+    assert b.count("METAL_FUNC int helper") == b.count("METAL_FUNC float helper") == 1
+    assert "kTwo" not in b
+
+
+def test_what_cannot_be_flattened(tmp_path: Path) -> None:
+    """Text that Metal may refuse is an error when the module is built, with the file's name."""
+    folder = folder_with(tmp_path, a_metal='#include "b.h"\n', b_h="// Wᵀ\n")
+    with pytest.raises(ValueError, match=r"/b\.h: has a character outside ASCII"):
+        flatten.flatten(folder)
+    for text, what in {"struct A {\n": "line 1 begins what does not end: struct A {"}.items():
+        folder_with(tmp_path, b_h=text)
+        with pytest.raises(ValueError, match=what):
+            flatten.flatten(folder)
+    (tmp_path / "b.h").unlink()
+    with pytest.raises(FileNotFoundError):
+        flatten.flatten(folder)

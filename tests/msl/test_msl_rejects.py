@@ -1,0 +1,255 @@
+"""What Metal forbids is an error that names its line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from places import ROOT
+
+from torch_metalmm.msl_build import METAL_VERSION, preprocess, unmark
+from torch_metalmm.msl_rules import violations
+from torch_metalmm.testing import MetalSource, MetalSyntaxError
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+ARGUMENTS = (
+    "device float* x [[buffer(0)]], constant float* c [[buffer(1)]], "
+    "threadgroup float* t [[threadgroup(0)]], uint i [[thread_position_in_grid]]"
+)
+
+# In a kernel, on line 4.
+STATEMENTS = {
+    "double": ("double d = 1; x[i] = float(d);", "'double' is not supported"),
+    "long long": ("long long a = 1; x[i] = a;", "'long long' is not supported"),
+    "long double": ("long double a = 1; x[i] = a;", "'long double' is not supported"),
+    "128 bits": ("__int128 a = 1; x[i] = float(a);", "'__int128' is not supported"),
+    "goto": ("goto end; end: x[i] = 1;", "'goto' is not supported"),
+    "new": ("thread int* p = new int(1); x[i] = *p;", "'new' is not supported"),
+    "delete": ("thread float* p = nullptr; delete p;", "'delete' is not supported"),
+    "throw": ("throw 1;", "'throw' is not supported"),
+    "try": ("try { x[i] = 1; } catch (...) {}", "'try' is not supported"),
+    "catch": ("catch (...) {}", "'catch' is not supported"),
+    "dynamic_cast": ("x[i] = *dynamic_cast<thread float*>(&x[i]);", "'dynamic_cast' is not supp"),
+    "register": ("register int a = 1; x[i] = a;", "'register' is not supported"),
+    "noexcept operator": ("x[i] = noexcept(x[i] + 1);", "the noexcept operator is not supported"),
+    "lambda": ("auto f = [](float a) { return a; }; x[i] = f(1);", "lambda expressions are not"),
+    "lambda with captures": ("x[i] = [&, i]() { return x[i]; }();", "lambda expressions are not"),
+    "lambda as argument": (
+        "x[i] = max([=] { return 1.0f; }(), 2.0f);",
+        "lambda expressions are no",
+    ),
+    "lambda in return": ("return [] {}();", "lambda expressions are not"),
+    "derived struct": ("struct A {}; struct B : A {}; x[i] = 1;", "derived classes are not"),
+    "typeid": ("x[i] = typeid(int).hash_code();", "'typeid' is not supported"),
+    "asm": ('asm("nop");', "'asm' is not supported"),
+    "thread_local": ("thread_local float a = 1; x[i] = a;", "'thread_local' is not supported"),
+    "std": ("x[i] = std::min(1.0f, 2.0f);", r"C\+\+ standard library"),
+    "static local": ("static int n = 0; x[i] = ++n;", "a static variable must reside in constant"),
+    "static constexpr local": (
+        "static constexpr int n = 3; x[i] = n;",
+        "a static variable must re",
+    ),
+    "dynamic array": ("int n = int(x[i]); float a[n]; x[i] = a[0];", "variable length array"),
+    "function pointer": ("float (*f)(float) = exp; x[i] = f(1.0f);", "function pointers"),
+    "implicit device to threadgroup": ("threadgroup float* p = x;", "cannot initialize"),
+    "implicit constant to device": ("device float* p = c;", "cannot initialize"),
+    "implicit device to thread": ("thread float* p = x;", "cannot initialize"),
+    "implicit thread to device": ("float a = 1; device float* p = &a;", "cannot initialize"),
+    "cast device to threadgroup": ("t = (threadgroup float*)x;", "may not change the address"),
+    "cast threadgroup to device": ("x = (device float*)(t + 1);", "may not change the address"),
+    "cast device to thread": ("thread int* p = (thread int*)x;", "may not change the address"),
+    "cast thread to device": ("float a[2]; x = (device float*)a;", "may not change the address"),
+    "cast constant to device": ("x = (device float*)c;", "may not change the address"),
+    "reinterpret": ("t = reinterpret_cast<threadgroup float*>(x);", "may not change the address"),
+    "pointer without a space": ("float a = 1; float* p = &a; x[i] = *p;", "explicit address space"),
+    "reference without a space": ("float a = 1; float& p = a; x[i] = p;", "explicit address space"),
+    "cast without a space": ("float a[2]; x[i] = *(int*)a;", "explicit address space"),
+    "two spaces": ("device threadgroup float* p = x;", "multiple address spaces"),
+    "write to constant": ("((constant float*)c)[0] = 1;", "read-only|const"),
+    "unknown function": ("x[i] = erf(x[i]);", "undeclared identifier 'erf'"),
+    "ambiguous": ("x[i] = max(1, x[i]);", "ambiguous"),
+    "frexp of a pointer": ("int e; x[i] = frexp(x[i], &e);", "no matching function"),
+    "async copies": ("simdgroup_event e;", "no simdgroup_event"),
+    "half to bfloat": ("half h = 1; bfloat b = h; x[i] = b;", "cannot initialize|not allowed"),
+    "matrix of another size": ("simdgroup_matrix<float, 4, 4> m; x[i] = 1;", "8 x 8"),
+    "matrix of integers": ("simdgroup_matrix<int, 8, 8> m; x[i] = 1;", "half, bfloat or float"),
+    "short vector": ("float4 v = float4(1, 2, 3); x[i] = v.x;", "too few or too many"),
+    "unequal as_type": ("x[i] = as_type<float>(ushort(1));", "differ in size"),
+}
+
+# Outside, from line 3.
+DECLARATIONS = {
+    "mutable global": ("int counter = 0;", "program scope variable"),
+    "constexpr global": ("constexpr int kWidth = 4;", "program scope variable"),
+    "threadgroup global": ("threadgroup float tile[32];", "program scope variable"),
+    "global array": ("static float table[2] = {1, 2};", "program scope variable"),
+    "static global": ("static int counter = 0;", "program scope variable"),
+    "extern global": ("extern int counter;", "program scope variable"),
+    "global without a value": ("constant float kScale;", "constant address space must be init"),
+    "static member": ("struct A { static int n; };", "a static member must reside in constant"),
+    "constexpr member": (
+        "template <int n> struct A { static constexpr int kN = n; };",
+        "a static member must reside in constant",
+    ),
+    "derived": ("struct A {}; struct B : A {};", "derived classes are not supported"),
+    "derived template": (
+        "template <int n> struct A {}; template <int n> struct B final : public A<n - 1> {};",
+        "derived classes are not supported",
+    ),
+    "derived class": ("class A {}; class [[a]] B : virtual A {};", "derived classes are not supp"),
+    "derived member": (
+        "struct A { struct B {}; struct C : B {}; };",
+        "derived classes are not sup",
+    ),
+    "main": (
+        "kernel void main(device int* p [[buffer(0)]]) { p[0] = 0; }",
+        "may not be called main",
+    ),
+    "virtual": ("struct A { virtual void f() {} };", "'virtual' is not supported"),
+    "recursion": ("int f(int n) { return n ? n * f(n - 1) : 1; }", "recursion is not supported"),
+    "mutual recursion": (
+        "int g(int n);\nint f(int n) { return g(n); } int g(int n) { return f(n); }",
+        "recursion is not supported",
+    ),
+    "recursion of a member": (
+        "struct A { static int f(int n) { return n ? n * f(n - 1) : 1; } };",
+        "recursion is not supported: f",
+    ),
+    "recursion by this": (
+        "struct A { int n; int f() thread { return n ? this->f() : 1; } };",
+        "recursion is not supported: f",
+    ),
+    "variadic": ("int f(int n, ...) { return n; }", "variadic functions"),
+    "parameter without a space": ("float f(float* p) { return *p; }", "explicit address space"),
+    "kernel result": ("kernel int f(device int* p [[buffer(0)]]) { return 1; }", "return void"),
+    "kernel pointer": ("kernel void f(float* p [[buffer(0)]]) {}", "explicit address space"),
+    "thread buffer": ("kernel void f(thread int* p [[buffer(0)]]) {}", "device or constant"),
+    "float position": (
+        "kernel void f(float i [[thread_position_in_grid]]) {}",
+        "type 'float' is not valid for attribute 'thread_position_in_grid'",
+    ),
+    "vector index": ("kernel void f(uint2 i [[thread_index_in_simdgroup]]) {}", "'uint2' is not"),
+    "texture": ("kernel void f(texture2d<float> t [[texture(0)]]) {}", "has no texture2d"),
+    "include": ("#include <vector>", "file not found"),
+}
+
+
+def rejected(text: str, line: int, message: str) -> None:
+    with pytest.raises(MetalSyntaxError, match=message) as caught:
+        MetalSource(text, name="bad.metal")
+    assert f"bad.metal:{line}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", STATEMENTS)
+def test_statement(case: str) -> None:
+    statement, message = STATEMENTS[case]
+    rejected(f"{HEAD}kernel void k({ARGUMENTS}) {{\n{statement}\n}}\n", 4, message)
+
+
+@pytest.mark.parametrize("case", DECLARATIONS)
+def test_declaration(case: str) -> None:
+    declaration, message = DECLARATIONS[case]
+    line = 4 if case == "mutual recursion" else 3
+    rejected(f"{HEAD}{declaration}\nkernel void k({ARGUMENTS}) {{ x[i] = 0; }}\n", line, message)
+
+
+# What a rule above could take for what it forbids: one line each, so that each is a case.
+ALLOWED = {
+    "delete": "struct A { A(const thread A&) = delete; int n; };",
+    "noexcept": "inline int f() noexcept { return 1; } inline int g() noexcept(true) { return 1; }",
+    "long": "inline long f(unsigned long n) { return long(n); }",
+    "name with a word": "inline int newest(int goto_, int standard) { return goto_ + standard; }",
+    "index": "inline int f(thread int (&a)[2], int i) { return (a)[i] + a[0] [(i)]; }",
+    "attributes": "struct A { [[maybe_unused]] int n; }; [[a]] inline int f() { return 1; }",
+    "array of a type": "template <class T> struct A {}; using B = A<int[2]>; using C = int[2];",
+    "binding": "struct P { int a, b; }; inline int f(P p) { auto [a, b] = p; return a + b; }",
+    "enum with a base": "enum A : uint { kA }; enum class B : ushort { kB };",
+    "ternary": "struct A { int n; }; inline int f(struct A x, A y) { return x.n ? x.n : y.n; }",
+    "access": "struct A { private: int m; public: int n; };",
+    "label": "inline int f(int n) { switch (n) { case 1: return 1; default: return 2; } }",
+    "template parameter": "template <class T, class = T> struct A {}; template <class> struct B;",
+    "member named as a base": "struct A { int A_; struct B { int n; } b; };",
+    "static members": (
+        "struct A { static constant constexpr int kN = 2; static int f(int n); "
+        "static constexpr int g(int n = 1) { return n; } };"
+    ),
+    "constants": (
+        "static constant constexpr const int kN[2] = {1, 2}; constant int kM{3}; "
+        "extern constant int kO; constant bool fc [[function_constant(0)]];"
+    ),
+    "local constant": "inline int f() { constexpr static constant int n = 3; return n; }",
+    "recursion of templates": (
+        "template <int n> int f() { if constexpr (n > 0) { return f<n - 1>(); } return 0; } "
+        "template <int n> struct A { static int g() { return A<n - 1>::g(); } };"
+    ),
+    "overloads": "int f(int n) { return n; } int f(float n) { return f(int(n)); }",
+    "constructors": "struct A { A() = default; explicit A(int n) { *this = A(); } int n; };",
+    "conversions": "struct A { int n; operator bool() const { return bool(n); } };",
+    "same name in a member": "struct B { int f(); }; int f(thread B& b) { return b.f(); }",
+    "not main": "struct main_t {}; inline int main_part(int n) { return n; }",
+    "internals": (
+        "struct A {};\n#pragma METAL internals : enable\nstruct B : A {};\n"
+        "#pragma METAL internals : disable\nstruct C {};"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_near_miss(case: str) -> None:
+    assert violations(ALLOWED[case]) == []
+
+
+def test_derivation_ends_with_the_internals() -> None:
+    text = ALLOWED["internals"] + " struct D : A {};"
+    ((token, message),) = violations(text)
+    assert text[token.at :] == "struct D : A {};"
+    assert message == "derived classes are not supported in Metal"
+
+
+def test_lambdas_came_with_a_version() -> None:
+    text = f"{HEAD}kernel void k({ARGUMENTS}) {{ auto f = [&] {{ return c[i]; }}; x[i] = f(); }}"
+    MetalSource(text, version=320)
+    with pytest.raises(MetalSyntaxError, match="lambda expressions are not supported"):
+        MetalSource(text, version=310)
+
+
+@pytest.mark.parametrize("name", sorted(f.stem for f in (ROOT / "metal").rglob("*.metal")))
+def test_the_shaders_keep_the_rules(name: str) -> None:
+    """All kernels of metal/, as their libraries are built; and constants have internal linkage.
+
+    Metal takes a constant without `static`; but one in a header that several shaders include would
+    be a symbol of each of their objects, and those are one library.
+    """
+    (file,) = (ROOT / "metal").rglob(f"{name}.metal")
+    expanded = preprocess(f'#include "{file}"\n', name, [])
+    plain, places = unmark(expanded, name)
+    constants = re.findall(r"^(?!.*function_constant)((?:\w+ )*)constant\b[^(\n]*[=[]", plain, re.M)
+    assert len(constants) > 5
+    assert all(before.startswith("static ") for before in constants)
+    found = violations(plain, frozenset(), METAL_VERSION)
+    assert [(places[plain[: t.at].count("\n")], message) for t, message in found] == []
+
+
+def test_what_looks_alike_is_allowed() -> None:
+    """Words and shapes near the forbidden ones."""
+    MetalSource(
+        f"""{HEAD}
+struct S {{ S() = default; S(const thread S&) = delete; int a; }};
+template <typename T, float (*f)(T)> float apply(T x) {{ return f(x); }}
+template <int n> float depth(float x) {{ if constexpr (n > 0) {{ return depth<n - 1>(x) + 1; }}
+  return x; }}
+inline float load(const device float* p) {{ return *p; }}
+inline float load(const threadgroup float* p) {{ return *p; }}
+template <typename... A> float sum(A... a) {{ return (a + ...); }}
+constant float kTable[2] = {{1, 2}};
+float negate(float x) {{ return -x; }}
+kernel void k({ARGUMENTS}) {{
+  static constant constexpr int kTwo = 2;
+  const int n = 3;
+  float a[n] = {{}};
+  const thread float& r = a[1];
+  int p = n * kTwo, q = p & n;
+  x[i] = apply<float, negate>(r) + depth<3>(c[0]) + load(x) + load(t) + sum(1.0f, kTable[0]) + q;
+}}
+"""
+    )

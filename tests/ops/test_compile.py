@@ -1,0 +1,178 @@
+"""torch.compile and torch.export see one op per layer, no graph break, and change no value."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from backends import Backend, leaf
+from oracle import Value, activations, check, random_weight, spec
+from torch import Tensor, nn
+
+from torch_metalmm import QuantEmbedding, QuantLinear
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+
+ops = torch.ops.metalmm
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """No compiled code, and no limit reached, from another test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Embedding, feed-forward, head: packed in three formats, torch's own ops between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = QuantEmbedding.from_embedding(nn.Embedding(50, 256), "q6_k")
+        self.up = QuantLinear.from_linear(nn.Linear(256, 64), "q4_k")
+        self.down = QuantLinear.from_linear(nn.Linear(64, 256, bias=False), "affine4_g64")
+        self.head = self.embedding.as_linear()
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        h = self.embedding(ids) * scale
+        return self.head(h + self.down(nn.functional.silu(self.up(h))))
+
+    def exact(self, ids: Tensor, scale: float) -> Value:
+        """forward in float64, with its bound."""
+        table, up, down = (
+            spec(layer.format, layer.weight, k)
+            for layer, k in ((self.embedding, 256), (self.up, 256), (self.down, 64))
+        )
+        h = Value.of(table[ids]) * scale
+        hidden = (h.dot(up) + Value.of(self.up.bias.cpu())).silu()
+        return (h + hidden.dot(down)).dot(table)
+
+
+class Layer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = QuantLinear.from_linear(nn.Linear(256, 48), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["q4_0", "q6_k", "affine4_g64", "bf16"])
+def test_a_compiled_layer_equals_eager(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """fullgraph: no break. The op's result is the op's, so the bits are those of eager."""
+    layer = Layer(name).to(backend.device)
+    x = backend.put(activations(5, 256, dtype=dtype))
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+    assert torch.equal(compiled(x + 1), layer(x + 1))
+
+
+def test_a_compiled_model_equals_eager(backend: Backend) -> None:
+    """Embedding, silu and head in one graph; fused torch ops may round otherwise, in bounds."""
+    model = Block().to(backend.device)
+    ids = backend.put(torch.tensor([[3, 49, 0], [1, 1, 7]]))
+    scale = backend.put(torch.tensor(0.5))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    eager = model(ids, scale)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend=keep)(ids, scale), eager)
+    (graph,) = graphs
+    targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert sum("metalmm.linear" in t for t in targets) == 3
+    assert sum("metalmm.embedding" in t for t in targets) == 1
+    want = model.exact(ids.cpu(), 0.5)
+    check(eager, want, "eager")
+    check(torch.compile(model, fullgraph=True)(ids, scale), want, "compiled")
+
+
+def test_dynamic_rows_do_not_recompile(backend: Backend) -> None:
+    """M marked dynamic: one graph for every M, and each M's own strategy inside it."""
+    layer = Layer("q8_0").to(backend.device)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for m in (5, 2, 8, 9, 33):
+        x = backend.put(activations(m, 256))
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+    inductor = torch.compile(layer, fullgraph=True, dynamic=True)
+    for shape in ((4, 256), (30, 256), (7, 256)):
+        x = backend.put(activations(*shape))
+        assert torch.equal(inductor(x), layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_of_a_compiled_layer(dtype: torch.dtype, backend: Backend) -> None:
+    """Gradients under compile are those of eager, and within the bound of float64."""
+    packed = random_weight("q5_1", 48, 96)
+    layer = QuantLinear.from_packed(backend.put(packed), 96, "q5_1")
+
+    def f(x: Tensor) -> Tensor:
+        return layer(x)
+
+    x, g = leaf(activations(6, 96, dtype=dtype), backend), activations(6, 48, dtype=dtype, seed="g")
+    (eager,) = torch.autograd.grad(f(x), x, backend.put(g))
+    (dx,) = torch.autograd.grad(torch.compile(f, fullgraph=True)(x), x, backend.put(g))
+    assert torch.equal(dx, eager)
+    check(dx, Value.of(g).dot(spec("q5_1", packed, 96).T).store(dtype), "compiled dx")
+
+
+def test_every_op_compiles(backend: Backend) -> None:
+    """swiglu, swiglu_linear, gemm, gemv, dequantize, quantize and embedding in one graph."""
+    w = backend.put(random_weight("q4_0", 64, 64))
+    ids = backend.put(torch.tensor([3, 60]))
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        gated = ops.swiglu(x, w, w, "q4_0", "q4_0")
+        down = ops.swiglu_linear(gated, x, w, None, "q4_0")
+        product = ops.gemm(down, w, "q4_0", x, 0.5, 2.0)
+        row = ops.gemv(product[0], w, "q4_0")
+        again = ops.quantize(ops.dequantize(w, "q4_0"), "q8_0")
+        return row, again, ops.embedding(ids, w, "q4_0", dtype=torch.bfloat16)
+
+    x = backend.put(activations(3, 64)) / 8
+    for a, b in zip(torch.compile(f, fullgraph=True)(x), f(x), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_autocast_compiles(backend: Backend) -> None:
+    """Autocast inside a compiled function casts as it does in eager."""
+    layer = Layer("q8_0").to(backend.device)
+
+    def f(x: Tensor) -> Tensor:
+        with torch.autocast(backend.device, torch.bfloat16):
+            return layer.linear(x)
+
+    x = backend.put(activations(4, 256))
+    y = torch.compile(f, fullgraph=True)(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, f(x))
+
+
+def test_export(backend: Backend) -> None:
+    """The exported program, M dynamic, keeps the packed op and gives the values of the module."""
+    layer = Layer("q4_k").to(backend.device)
+    x = backend.put(activations(6, 256))
+    rows = torch.export.Dim("rows", min=1, max=512)
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: rows}})
+    assert any("metalmm.linear" in str(n.target) for n in program.graph.nodes)
+    assert sum(t.nbytes for t in program.state_dict.values()) < layer.linear.weight.nbytes + 1000
+    for m in (6, 2, 40):
+        other = backend.put(activations(m, 256, seed=m))
+        assert torch.equal(program.module()(other), layer(other))
+
+
+def test_a_copy_of_a_compiled_layer_is_its_own(backend: Backend) -> None:
+    """Two layers of one class and different formats do not share a graph."""
+    a, b = Layer("q4_0").to(backend.device), Layer("affine2_g32").to(backend.device)
+    x = backend.put(activations(3, 256))
+    for layer in (a, b, copy.deepcopy(a)):
+        assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))

@@ -1,0 +1,170 @@
+"""Bad arguments: the error names the argument, what was given and what is allowed.
+
+Fake and meta tensors get the same errors, so that a bad call fails when it is traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from backends import Backend
+from error_cases import CASES, TRACED, Case, K, arguments, ops
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_metalmm import _C, formats
+
+
+def expect(case: Case, t: Any) -> None:
+    with pytest.raises(case.error) as caught:
+        case.call(t)
+    assert type(caught.value) is case.error
+    message = str(caught.value).splitlines()[0]
+    pattern = f"^({case.argument}).*?({case.given}).*({case.allowed})"
+    assert re.search(pattern, message), f"{pattern!r} not in {message!r}"
+
+
+# Values of ids: a device is not waited for to see them.
+OF_THE_DEVICE = {"ids too large": [1, 4], "ids negative": [0, 3], "ids beyond int32": [4, 4]}
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_bad_arguments(label: str, backend: Backend) -> None:
+    t = SimpleNamespace(**{k: backend.put(v) for k, v in arguments().items()})
+    if label in OF_THE_DEVICE and backend.device != "cpu":
+        nearest = backend.put(torch.tensor(OF_THE_DEVICE[label]))
+        assert torch.equal(CASES[label].call(t), ops.embedding(nearest, t.w, "q4_0"))
+    else:
+        expect(CASES[label], t)
+
+
+@pytest.mark.parametrize("label", TRACED)
+def test_bad_arguments_of_fakes(label: str, backend: Backend) -> None:
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    with FakeTensorMode() as mode:
+        expect(CASES[label], SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()}))
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, IndexError)) as caught:
+        call()
+    return str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("label", TRACED)
+def test_a_fake_says_what_the_engine_says(label: str, backend: Backend) -> None:
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    said = message(lambda: CASES[label].call(SimpleNamespace(**put)))
+    with FakeTensorMode() as mode:
+        fakes = SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()})
+        assert message(lambda: CASES[label].call(fakes)) == said
+
+
+@pytest.mark.parametrize("label", [n for n in TRACED if "strategy" not in n])
+def test_bad_arguments_on_meta(label: str) -> None:
+    """As above, but for the strategies: they are an engine's, and meta is none."""
+    expect(CASES[label], SimpleNamespace(**{k: v.to("meta") for k, v in arguments().items()}))
+
+
+LARGEST_K = 2**48
+
+
+@pytest.mark.parametrize("k", [LARGEST_K + 32, 2**62, 2**62 + 1, 2**63 - 32])
+@pytest.mark.parametrize("name", ["f32", "q4_0", "affine4_g32"])
+@pytest.mark.parametrize("fake", [False, True])
+def test_k_beyond_what_64_bits_count_in_bytes(k: int, name: str, fake: bool) -> None:
+    """Rows of so many values are an error by name, and none has bytes that overflowed."""
+    with FakeTensorMode() if fake else nullcontext():
+        none = torch.empty(0, 36, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=f"^weight: K = {k}; at most {LARGEST_K}$"):
+            ops.dequantize(none, name, k)
+        wide = torch.empty(0, min(k, 2**62), dtype=torch.uint8)
+        with pytest.raises(ValueError, match=f"^weight: rows of .* at most {LARGEST_K}$"):
+            ops.dequantize(wide, name)
+    with pytest.raises(ValueError, match="^k: "):
+        _C.plan(n=1, k=k // 256 * 256, format=name, chip="m1")
+
+
+def test_the_largest_k() -> None:
+    rows = torch.empty(0, formats.get("q4_0").row_bytes(LARGEST_K), dtype=torch.uint8)
+    assert ops.dequantize(rows, "q4_0").shape == (0, LARGEST_K)
+
+
+@pytest.mark.parametrize("sizes", [{"m": 2**62}, {"n": 2**62}, {"m": 2**32, "n": 2**31}])
+@pytest.mark.parametrize("forced", [None, "gemm_naive", "split_reduce"])
+def test_plans_of_sizes_beyond_32_bits(sizes: dict[str, int], forced: str | None) -> None:
+    with pytest.raises(ValueError, match="^(m|n|grid|threads|shape): .* does not fit (32|64) bits"):
+        _C.plan(**{"m": 2, "n": 2, "k": 256, "format": "q4_k", "chip": "m1"} | sizes,
+                strategy=forced)  # fmt: skip
+    for name in ("x_stride", "y_stride", "w_stride", "w2_stride"):
+        with pytest.raises(ValueError, match=f"^stride: {2**62}; must be 0 to {2**56}"):
+            _C.plan(**{"m": 2, "n": 2, "k": 256, "format": "q4_k", "chip": "m1", name: 2**62})
+
+
+def test_names_are_taken_in_any_case(backend: Backend) -> None:
+    t = SimpleNamespace(**{k: backend.put(v) for k, v in arguments().items()})
+    for strategy in ("gemv", "gemm"):
+        want = ops.linear(t.x, t.w, None, "q4_0", strategy)
+        assert torch.equal(ops.linear(t.x, t.w, None, "Q4_0", strategy.upper()), want)
+    assert torch.equal(ops.probe(t.x, t.x, "ADD"), ops.probe(t.x, t.x, "add"))
+
+
+FROZEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "linear": lambda t, w: ops.linear(t.x, w, None, "f32"),
+    "linear_input_grad": lambda t, w: ops.linear_input_grad(t.c, w, "f32", K),
+    "gemv": lambda t, w: ops.gemv(t.x[0], w, "f32"),
+    "gemm": lambda t, w: ops.gemm(t.x, w, "f32"),
+    "swiglu gate": lambda t, w: ops.swiglu(t.x, w, t.dense, "f32", "f32"),
+    "swiglu up": lambda t, w: ops.swiglu(t.x, t.dense, w, "f32", "f32"),
+    "swiglu_linear": lambda t, w: ops.swiglu_linear(t.x, t.x, w, None, "f32"),
+    "dequantize": lambda t, w: ops.dequantize(w, "f32"),
+    "embedding": lambda t, w: ops.embedding(t.ids, w, "f32"),
+}
+
+
+@pytest.mark.parametrize("op", FROZEN)
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_weight_that_requires_grad(op: str, fake: bool, backend: Backend) -> None:
+    """Dense weights too: no op returns a result through which their gradient would be lost."""
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    with FakeTensorMode() as mode:
+        if fake:
+            put = {k: mode.from_tensor(v) for k, v in put.items()}
+    with mode if fake else nullcontext():
+        t = SimpleNamespace(**put)
+        with pytest.raises(ValueError, match=r"weight: requires grad, .* pass weight.detach\(\)"):
+            FROZEN[op](t, t.dense.detach().clone().requires_grad_())
+
+
+def of_linear(t: Any) -> Any:
+    return ops.linear(t.x, t.w, t.bias, "q4_0")
+
+
+def of_embedding(t: Any) -> Any:
+    return ops.embedding(t.ids, t.w, "q4_0")
+
+
+MIXED = {
+    "x": (of_linear, lambda t: ops.swiglu_linear(t.x, t.x, t.w, None, "q4_0")),
+    "w": (of_linear, of_embedding, lambda t: ops.gemm(t.x, t.w, "q4_0")),
+    "bias": (of_linear,),
+    "c": (lambda t: ops.gemm(t.x, t.w, "q4_0", t.c),),
+    "ids": (of_embedding,),
+}
+
+
+@pytest.mark.parametrize("one", MIXED)
+def test_tensors_of_two_devices(one: str, backend: Backend) -> None:
+    """One argument on meta is an error that names both devices, not a result without data."""
+    put = {k: backend.put(v) for k, v in arguments().items()}
+    t = SimpleNamespace(**put | {one: put[one].to("meta")})
+    for call in MIXED[one]:
+        with pytest.raises(ValueError, match=r"^\w+: is on .*must be on one device") as caught:
+            call(t)
+        assert "meta" in str(caught.value) and backend.device in str(caught.value)

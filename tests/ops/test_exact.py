@@ -1,0 +1,115 @@
+"""Where equality is a theorem: decoded weights bit for bit, one-hot activations, integer grids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import Backend
+from oracle import (
+    DTYPES,
+    FORMATS,
+    flushed_spec,
+    generator,
+    integer_weight,
+    long_k,
+    random_weight,
+    spec,
+    y64,
+)
+
+from torch_metalmm import formats
+
+pytestmark = [pytest.mark.isa, pytest.mark.schedules, pytest.mark.usefixtures("one_thread")]
+
+N = 13  # more than a tile of 12 rows, and no multiple of the rows of a pass
+
+ops = torch.ops.metalmm
+
+
+def any_bytes(name: str, n: int, k: int) -> torch.Tensor:
+    """Every byte random: also scales that are NaN, infinite or subnormal."""
+    size = formats.get(name).row_bytes(k)
+    return torch.randint(0, 256, (n, size), generator=generator("any", name), dtype=torch.uint8)
+
+
+def are_bits_of(got: torch.Tensor, *allowed: torch.Tensor) -> bool:
+    """Whether each f32 element has the bits of one of `allowed` there; any NaN equals any."""
+    bits = got.view(torch.int32)
+    equal = [(bits == a.view(torch.int32)) | (got.isnan() & a.isnan()) for a in allowed]
+    return bool(torch.stack(equal).any(0).all())
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoding_is_the_specification(name: str, backend: Backend) -> None:
+    """dequantize and embedding give the specification's bits, rounded once to each dtype.
+
+    Where the engine flushes subnormals, an element may be that of flushed_spec().
+    """
+    k = long_k(name)
+    for packed in (any_bytes(name, 64, k), random_weight(name, 64, k)):
+        w, want = backend.put(packed), spec(name, packed, k)
+        allowed = [want, flushed_spec(name, packed, k)] if backend.flushes else [want]
+        ids = torch.randint(0, 64, (3, 5), generator=generator("ids"))
+        for dtype in DTYPES:
+            rounded = [a.to(dtype).float() for a in allowed]
+            got = ops.dequantize(w, name, k, dtype=dtype).cpu()
+            rows = ops.embedding(backend.put(ids), w, name, k, dtype=dtype).cpu()
+            assert got.dtype == rows.dtype == dtype
+            assert are_bits_of(got.float(), *rounded), (name, dtype)
+            assert are_bits_of(rows.float(), *(r[ids] for r in rounded)), (name, dtype)
+
+
+def sampled(name: str, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Places in a row: with the other dtypes, all of the first and last block, some between."""
+    span = max(64, formats.get(name).block_values)
+    places = sorted({*range(span), *range(0, k, 37), *range(k - span, k)})
+    return torch.tensor(places[DTYPES.index(dtype) :: len(DTYPES)])
+
+
+@pytest.mark.every_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_hot_gives_the_weight(
+    name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
+) -> None:
+    """x = I gives Wᵀ, every value of it rounded once to the dtype of x."""
+    k = long_k(name)
+    packed = random_weight(name, N, k)
+    places = sampled(name, k, dtype) if backend.is_slow else torch.arange(k)
+    x = backend.put(torch.eye(k, dtype=dtype)[places])
+    y = ops.linear(x, backend.put(packed), None, name, strategy).cpu()
+    want = spec(name, packed, k).T[places].to(dtype)
+    assert want.isfinite().all()
+    wrong = (y != want).nonzero()
+    assert len(wrong) == 0, f"{len(wrong)} values differ, the first at [i, n] = {wrong[0].tolist()}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scaled_one_hot_of_a_single_row(name: str, backend: Backend, strategy: str | None) -> None:
+    """One row at a time, x = -4 e_k: -4 W[:, k], for the first, the last and some k between."""
+    k = long_k(name)
+    packed = random_weight(name, N, k, seed=1)
+    w, want = backend.put(packed), spec(name, packed, k)
+    for i in (0, 1, 15, 16, 31, k // 2, k - 33, k - 2, k - 1):
+        x = torch.zeros(k)
+        x[i] = -4.0
+        y = ops.linear(backend.put(x), w, None, name, strategy).cpu()
+        assert torch.equal(y, -4 * want[:, i]), i
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_sums_of_integers_are_exact(name: str, backend: Backend, strategy: str | None) -> None:
+    """On integer grids no sum rounds, in any order: every term is counted, and once."""
+    k = long_k(name)
+    packed = integer_weight(name, N, k)
+    values = spec(name, packed, k)
+    assert torch.equal((2 * values).round(), 2 * values)
+    assert values.abs().max() * 4 * k < 2**23  # twice the largest sum is an exact f32
+    w = backend.put(packed)
+    for m in (1, 3, 5, 7, 8, 11, 40):
+        x = torch.randint(-4, 5, (m, k), generator=generator("grid", m)).float()
+        want = y64(x, values)
+        for dtype in DTYPES:
+            y = ops.linear(backend.put(x.to(dtype)), w, None, name, strategy).cpu()
+            assert torch.equal(y, want.float().to(dtype)), (m, dtype)

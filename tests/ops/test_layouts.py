@@ -1,0 +1,184 @@
+"""Where x and the weight lie in memory changes no bit, and nothing beside them is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from backends import Backend
+from oracle import DTYPES, FORMATS, KINDS, Value, activations, check, random_weight, spec
+from places import TESTS
+from torch import Tensor
+
+from torch_metalmm import formats
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ops = torch.ops.metalmm
+
+
+def x_layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Views whose values are x [6, K], possibly with other leading dims, in NaN memory."""
+    m, k = x.shape
+
+    def nan(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=x.dtype)
+
+    def into(view: Tensor, values: Tensor = x) -> Tensor:
+        view.copy_(values.view(view.shape))
+        return view
+
+    yield "3-D", into(nan(2, 3, k))
+    yield "4-D with ones", into(nan(1, 2, 1, 3, k)[0])
+    yield "transposed leading dims", into(nan(3, 2, k).transpose(0, 1))
+    yield "padded batch stride", into(nan(2, 5, k)[:, 1:4])
+    yield "in the middle of NaN", into(nan(m + 2, k + 7)[1:-1, 3:-4])
+    yield "odd storage offset", into(nan(m * k + 1)[1:].view(m, k))
+    yield "at the end of its storage", into(nan(m + 1, k)[1:])
+    yield "last dim strided", into(nan(m, 2 * k)[:, 1::2])
+    yield "columns first", into(nan(k, m).T)
+    yield "every second row", into(nan(2 * m, k)[::2])
+    yield "one row expanded", into(nan(1, k), x[:1]).expand(m, k)
+    yield "batch expanded", into(nan(3, k), x[:3]).expand(2, 3, k)
+    yield "1-D", into(nan(k), x[0])
+    yield "1-D strided", into(nan(k, 3)[:, 1], x[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_layouts_of_x(
+    name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
+) -> None:
+    """The layout of x changes no bit of y, and NaN beside x is not read."""
+    k = backend.k(name)
+    packed, x = random_weight(name, 9, k), activations(6, k, dtype=dtype)
+    w = backend.put(packed)
+    rows = ops.linear(backend.put(x), w, None, name, strategy).cpu()
+    halved = backend.halves(strategy, dtype, name, (6, 9, k))
+    check(rows, oracle.linear(x, spec(name, packed, k), halved=halved), name)
+    for label, view in x_layouts(x):
+        view = backend.put_view(view)
+        y = ops.linear(view, w, None, name, strategy).cpu()
+        assert y.shape == (*view.shape[:-1], 9) and y.is_contiguous(), label
+        of_m = ops.linear(view.reshape(-1, k).contiguous(), w, None, name, strategy).cpu()
+        assert torch.equal(y.view(-1, 9), of_m), label
+        if view.numel() == x.numel() and "expanded" not in label:
+            assert torch.equal(y.view(6, 9), rows), label
+
+
+def w_layouts(packed: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Views whose bytes are packed [7, row_bytes], in memory of 0xFF: NaN as a scale."""
+    n, size = packed.shape
+
+    def ones(*shape: int) -> Tensor:
+        return torch.full(shape, 255, dtype=torch.uint8)
+
+    def into(view: Tensor) -> Tensor:
+        view.copy_(packed)
+        return view
+
+    for offset in (1, 2, 3, 5, 8, 15):
+        yield f"byte offset {offset}", into(ones(offset + n * size + 64)[offset:-64].view(n, size))
+    yield "at the end of its storage", into(ones(33 + n * size)[33:].view(n, size))
+    yield "rows of a taller one", into(ones(n + 7, size)[3:-4])
+    yield "first columns of a wider one", into(ones(n, size + 19)[:, :size])
+    yield "middle columns of a wider one", into(ones(n, size + 19)[:, 7 : 7 + size])
+    yield "every second row", into(ones(2 * n, size)[1::2])
+    yield "columns first", into(ones(size, n).T)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_layouts_of_the_weight(name: str, backend: Backend) -> None:
+    """Alignment, row stride and neighbours of the packed bytes change no bit of any result."""
+    k = formats.get(name).block_values * 3 + (10 if formats.get(name).block_values == 1 else 0)
+    packed = random_weight(name, 7, k)
+    x, g = backend.put(activations(3, k)), backend.put(activations(2, 7))
+    ids = backend.put(torch.tensor([6, 0, 3]))
+
+    def results(w: Tensor) -> list[Tensor]:
+        ys = [ops.linear(x, w, None, name, s) for s in (None, *backend.strategies)]
+        decoded = ops.dequantize(w, name, k), ops.embedding(ids, w, name, k)
+        return [*ys, *decoded, ops.linear_input_grad(g, w, name, k)]
+
+    expected = results(backend.put(packed))
+    for label, view in w_layouts(packed):
+        for i, (a, b) in enumerate(zip(results(backend.put_view(view)), expected, strict=True)):
+            assert torch.equal(a, b), (label, i)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_the_weight_are_independent(
+    name: str, backend: Backend, strategy: str | None
+) -> None:
+    """w[3:7], w[::3] and w[2:3] expanded give those columns of y; 0xFF in a row spoils one."""
+    k = backend.k(name)
+    packed, x = random_weight(name, 10, k), activations(5, k)
+    want = oracle.linear(x, spec(name, packed, k))
+    w, x = backend.put(packed.clone()), backend.put(x)
+    for label, rows, columns in (
+        ("w[3:7]", w[3:7], slice(3, 7)),
+        ("w[::3]", w[::3], slice(None, None, 3)),
+        ("w[2:3] expanded", w[2:3].expand(5, -1), [2] * 5),
+    ):
+        expected = Value(want.exact[:, columns], want.error[:, columns])
+        check(ops.linear(x, rows, None, name, strategy), expected, label)
+    clean = ops.linear(x, w, None, name, strategy)
+    w[4] = 255
+    others = [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert torch.equal(ops.linear(x, w, None, name, strategy)[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_x_are_independent(
+    name: str, bad: float, backend: Backend, strategy: str | None
+) -> None:
+    """A NaN or Inf in one row of x makes that row of y non-finite and leaves the others alone."""
+    k = backend.k(name)
+    w = backend.put(random_weight(name, 14, k))
+    for m, row in ((2, 0), (3, 1), (8, 7), (9, 8), (40, 17)):
+        x = activations(m, k)
+        clean = ops.linear(backend.put(x), w, None, name, strategy).cpu()
+        x[row, k // 2] = bad
+        y = ops.linear(backend.put(x), w, None, name, strategy).cpu()
+        others = [i for i in range(m) if i != row]
+        assert torch.equal(y[others], clean[others]), (m, row)
+        assert not y[row].isfinite().any(), (m, row)
+
+
+def heap_checks() -> dict[str, str]:
+    """The environment in which glibc ends a process that wrote behind a block of its heap."""
+    try:
+        ctypes.CDLL("libc_malloc_debug.so.0")
+    except OSError:
+        return {}
+    return {
+        "LD_PRELOAD": "libc_malloc_debug.so.0",
+        "GLIBC_TUNABLES": "glibc.malloc.check=3",
+    }
+
+
+@pytest.mark.isa
+def test_no_access_beyond_a_buffer(backend: Backend) -> None:
+    """Every format, strategy and op: inputs against pages that trap, results in a checked heap."""
+    if backend.name != "cpu":
+        pytest.skip("pages that trap are memory of the CPU")
+    path = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "support" / "guarded.py")],
+        env=os.environ | {"PYTHONPATH": path} | heap_checks(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(FORMATS)} formats, failed: none" in run.stdout
+    assert not heap_checks() or "'over_write': 'SIGABRT'" in run.stdout

@@ -1,0 +1,230 @@
+"""Products within the derived bound, for every shape, layout and place in memory."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from itertools import product
+
+import oracle
+import pytest
+import torch
+from backends import Backend, around
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import (
+    DTYPES,
+    FORMATS,
+    KINDS,
+    Value,
+    activations,
+    check,
+    generator,
+    random_weight,
+    spec,
+)
+
+from torch_metalmm import formats
+
+pytestmark = [pytest.mark.schedules, pytest.mark.usefixtures("one_thread")]
+
+ops = torch.ops.metalmm
+
+MS = (0, 1, 2, 3, 7, 8, 16, 17, 33, 130)
+NS = (1, 3, 31, 33, 257)
+# Each M once and each N twice, the largest of one with small ones of the other.
+DIAGONAL = [(m, NS[-i % len(NS)]) for i, m in enumerate(MS)]
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_shape(name: str, dtype: torch.dtype, backend: Backend, strategy: str | None) -> None:
+    """Every M and N; the rows are the last of the largest, so that no two shapes start alike.
+
+    A slow engine takes one shape a case, another for each format, dtype and strategy.
+    """
+    k = backend.k(name)
+    packed = random_weight(name, NS[-1], k)
+    x = activations(MS[-1], k, dtype=dtype)
+    values = spec(name, packed, k)
+    want = cache(partial(oracle.linear, x, values, None))
+    w, x = backend.put(packed), backend.put(x)
+    worst = 0.0
+    case = FORMATS.index(name) + DTYPES.index(dtype) + (None, *backend.strategies).index(strategy)
+    one = DIAGONAL[1 + case % (len(DIAGONAL) - 1)]  # the first has no rows
+    for m, n in (one,) if backend.is_slow else product(MS, NS):
+        y = ops.linear(x[MS[-1] - m :], w[NS[-1] - n :], None, name, strategy)
+        assert y.dtype == dtype
+        part = slice(MS[-1] - m, None), slice(NS[-1] - n, None)
+        of_all = want(backend.halves(strategy, dtype, name, (m, n, k)))
+        expected = Value(of_all.exact[part], of_all.error[part])
+        worst = max(worst, check(y, expected, f"{name} M={m} N={n}"))
+    assert worst > 0  # the comparison saw rounding: it compares two computations
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_k(name: str, backend: Backend, strategy: str | None) -> None:
+    """One block, a few, and around the edges of the loops over K; any K for dense formats."""
+    block = formats.get(name).block_values
+    ks = {block, 2 * block, 3 * block, 5 * block}
+    ks |= {k for edge in backend.edges(strategy).k for k in around(edge) if block == 1}
+    ks |= {1, 7, 33, 100} if block == 1 else {512, 512 + block, 1024, 1024 + block}
+    for i, k in enumerate(sorted(ks)):
+        packed = random_weight(name, 14, k, seed=k)
+        dtype = DTYPES[i % 3]
+        x = activations(9, k, dtype=dtype, seed=k)
+        halved = backend.halves(strategy, dtype, name, (9, 14, k))
+        want = oracle.linear(x, spec(name, packed, k), halved=halved)
+        y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy)
+        check(y, want, f"{name} K={k} {x.dtype}")
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", KINDS)
+def test_around_the_edges_of_the_tiles(name: str, backend: Backend, strategy: str | None) -> None:
+    """M and N one below, at, one above and twice above every edge of the engine's loops."""
+    edges = backend.edges(strategy)
+    ms = sorted({m for edge in edges.m for m in around(edge)})
+    ns = sorted({n for edge in edges.n for n in around(edge)})
+    k = 2 * formats.get(name).block_values + (37 if formats.get(name).block_values == 1 else 0)
+    packed, x = random_weight(name, ns[-1], k), activations(ms[-1], k)
+    want = oracle.linear(x, spec(name, packed, k))
+    w, x = backend.put(packed), backend.put(x)
+    for i, m in enumerate(ms):
+        for n in ns[i % 3 :: 3]:
+            expected = Value(want.exact[:m, :n], want.error[:m, :n])
+            check(ops.linear(x[:m], w[:n], None, name, strategy), expected, f"M={m} N={n}")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 2.0**100),
+        (torch.float32, 2.0**-100),
+        (torch.bfloat16, 2.0**100),
+        (torch.bfloat16, 2.0**17),
+        (torch.float16, 2.0**-14),
+    ],
+    ids=str,
+)
+def test_range_of_x(
+    name: str, dtype: torch.dtype, scale: float, backend: Backend, strategy: str | None
+) -> None:
+    """x far from 1: beyond the range of f16 where its own type has it, and f16 subnormals."""
+    k = backend.k(name)
+    packed = random_weight(name, 5, k)
+    x = (activations(10, k) * scale).to(dtype)
+    y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy)
+    halved = backend.halves(strategy, dtype, name, (10, 5, k))
+    check(y, oracle.linear(x, spec(name, packed, k), halved=halved), f"{name} {dtype} {scale:g}")
+
+
+@pytest.mark.parametrize("name", ("f16", "q8_0", "q6_k"))
+def test_f16_results_overflow_to_infinity(
+    name: str, backend: Backend, strategy: str | None
+) -> None:
+    """A sum beyond 65504 is Inf in f16, with its sign, and no intermediate is."""
+    k = backend.k(name)
+    packed = random_weight(name, 5, k)
+    w = spec(name, packed, k)
+    # y[i, i] = scale sum |w[i]| is at least twice 65504; elsewhere the signs are random.
+    scale = 2.0 ** math.ceil(math.log2(2 * 65504 / float(w.abs().sum(1).min())))
+    x = scale * torch.sign(w).half()
+    x[1] *= -1
+    x[2:, 1::2] *= -1
+    y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy).cpu()
+    assert y[0, 0] == torch.inf and y[1, 1] == -torch.inf
+    want = oracle.linear(x, w, halved=backend.halves(strategy, x.dtype, name, (5, 5, k)))
+    inside = want.exact.abs() + want.error < 65504
+    assert inside.any() and y[inside].isfinite().all()
+    assert ((y[inside].double() - want.exact[inside]).abs() <= want.error[inside]).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_to_multiply(name: str, backend: Backend, strategy: str | None) -> None:
+    """M = 0, N = 0 and K = 0, with leading dims; K = 0 gives the bias."""
+    k = formats.get(name).block_values
+    w, bias = backend.put(random_weight(name, 3, k)), backend.put(torch.tensor([1.0, -2.0, 3.0]))
+    for shape in ((0, k), (0, 2, k), (2, 0, k)):
+        y = ops.linear(backend.put(torch.ones(shape)), w, bias, name, strategy)
+        assert y.shape == (*shape[:-1], 3)
+    for shape in ((2, k), (k,), (2, 3, k), (0, k)):
+        y = ops.linear(backend.put(torch.ones(shape)), w[:0], bias[:0], name, strategy)
+        assert y.shape == (*shape[:-1], 0)
+    nothing = backend.put(torch.ones(2, 0))
+    y = ops.linear(nothing, w[:, :0], None, name, strategy)
+    assert torch.equal(y.cpu(), torch.zeros(2, 3))
+    assert torch.equal(ops.linear(nothing, w[:, :0], bias, name, strategy), bias.expand(2, 3))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, object]:
+    name = draw(st.sampled_from(FORMATS))
+    block = formats.get(name).block_values
+    return {
+        "name": name,
+        "m": draw(st.one_of(st.integers(0, 40), st.sampled_from((255, 256, 257, 300)))),
+        "n": draw(st.integers(0, 110)),
+        "k": block * draw(st.integers(0, 700 if block == 1 else 1400 // block)),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "bias": draw(st.sampled_from((None, *DTYPES))),
+        "offset": draw(st.integers(0, 16)),
+        "pad": draw(st.integers(0, 20)),
+        "choice": draw(st.integers(0, 100)),
+        "threads": draw(st.sampled_from((1, 1, 1, 1, 1, 1, 2))),
+    }
+
+
+@settings(max_examples=300)
+@given(call=calls())
+def test_random_calls(backend: Backend, call: dict[str, object]) -> None:
+    """Any shape, dtype, bias, strategy, and place of the weight in memory of 0xFF."""
+    name, m, n, k = str(call["name"]), int(call["m"]), int(call["n"]), int(call["k"])
+    packed, x = random_weight(name, n, k), activations(m, k, dtype=call["dtype"])
+    offset, pad, size = int(call["offset"]), int(call["pad"]), packed.shape[1]
+    memory = torch.full((offset + n * (size + pad) + 16,), 255, dtype=torch.uint8)
+    w = memory[offset : offset + n * (size + pad)].view(n, size + pad)[:, :size]
+    w.copy_(packed)
+    bias = None if call["bias"] is None else activations(n, dtype=call["bias"], seed="b")
+    strategies = (None, *backend.strategies)
+    strategy = strategies[int(call["choice"]) % len(strategies)]
+    put = None if bias is None else backend.put(bias)
+    torch.set_num_threads(int(call["threads"]))
+    y = ops.linear(backend.put(x), backend.put_view(w), put, name, strategy)
+    torch.set_num_threads(1)
+    halved = backend.halves(strategy, x.dtype, name, (m, n, k))
+    check(y, oracle.linear(x, spec(name, packed, k), bias, halved), f"{call}")
+
+
+def test_the_bound_is_not_idle(backend: Backend) -> None:
+    """An x rounded to bf16 on the way, or one term left out, is out of bounds."""
+    for name in ("q4_0", "affine8_g128"):
+        k = formats.get(name).block_values
+        packed, x = random_weight(name, 33, k), activations(8, k)
+        want = oracle.linear(x, spec(name, packed, k))
+        w = backend.put(packed)
+        for broken in (x.bfloat16().float(), x * (torch.arange(k) != k // 2)):
+            with pytest.raises(AssertionError, match="out of bounds"):
+                check(ops.linear(backend.put(broken), w, None, name), want, name)
+
+
+def test_the_bound_is_met_by_a_plain_f32_sum() -> None:
+    """The bound holds for sums in random orders in f32, and K roundings can come near it."""
+    x = activations(4, 300, seed="order")
+    w = activations(5, 300, seed="order w")
+    want = oracle.linear(x, w)
+    for seed in range(5):
+        order = torch.randperm(300, generator=generator("order", seed))
+        y = torch.zeros(4, 5)
+        for i in order.tolist():
+            y = y + x[:, i, None] * w[None, :, i]
+        check(y, want, "plain sum")
+    # Every addition of 2^-25 to 1 rounds down: the error is the K u that the bound allows.
+    x = torch.full((1, 1001), 2.0**-24)
+    x[0, 0] = 1
+    w = torch.ones(1, 1001)
+    one_by_one = torch.ones(1, 1)
+    assert check(one_by_one, oracle.linear(x, w), "1 + 2^-24 + ...") > 0.99

@@ -1,0 +1,338 @@
+"""The ops beside linear, their fakes and schemas, and what threads may not change."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from backends import Backend
+from oracle import (
+    DTYPES,
+    FORMATS,
+    KINDS,
+    Value,
+    activations,
+    check,
+    generator,
+    random_weight,
+    spec,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_metalmm import formats
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ops = torch.ops.metalmm
+
+
+def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """{label: (op, args, kwargs)}: every op, with and without its optional arguments."""
+    k, n = 64, 5
+    w = random_weight("q4_0", n, k)
+    dense = activations(n, k, seed="dense")
+    x, bias = activations(3, k, dtype=dtype), activations(n, dtype=dtype, seed="bias")
+    c = activations(3, n, dtype=dtype, seed="c")
+    x3 = activations(3, 2, k, dtype=dtype).transpose(0, 1)
+    ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
+    g = activations(3, n, dtype=dtype, seed="g")
+    return {
+        "linear": (ops.linear, (x, w, None, "q4_0"), {}),
+        "linear, bias": (ops.linear, (x3, w, bias, "q4_0"), {}),
+        "linear, strategy": (ops.linear, (x, w, bias, "q4_0", "gemm"), {}),
+        "linear, 1-D": (ops.linear, (x[0], w, None, "q4_0"), {}),
+        "linear, no rows": (ops.linear, (x[:0], w, None, "q4_0"), {}),
+        "linear, no columns": (ops.linear, (x, w[:0], None, "q4_0"), {}),
+        "linear, columns first": (ops.linear, (x.T.contiguous().T, w, None, "q4_0"), {}),
+        "linear, dense": (ops.linear, (x, dense, None, "f32"), {}),
+        "linear_input_grad": (ops.linear_input_grad, (g, w, "q4_0", k), {}),
+        "swiglu": (ops.swiglu, (x3, w, w.flip(0), "q4_0", "q4_0"), {}),
+        "swiglu, two formats": (ops.swiglu, (x, w, dense, "q4_0", "f32"), {}),
+        "swiglu_linear": (ops.swiglu_linear, (x, x.flip(0), w, None, "q4_0"), {}),
+        "swiglu_linear, bias": (ops.swiglu_linear, (x3, x3.flip(0), w, bias, "q4_0"), {}),
+        "gemv": (ops.gemv, (x[0], w, "q4_0"), {}),
+        "gemv, c": (ops.gemv, (x[0], w, "q4_0", c[0], -0.5, 2.0, "gemv"), {}),
+        "gemm": (ops.gemm, (x, w, "q4_0"), {}),
+        "gemm, c": (ops.gemm, (x, w, "q4_0", c, 3.0, -1.5), {}),
+        "dequantize": (ops.dequantize, (w, "q4_0"), {}),
+        "dequantize, dtype": (ops.dequantize, (w, "q4_0", k), {"dtype": dtype}),
+        "dequantize, dense": (ops.dequantize, (dense, "f32"), {"dtype": dtype}),
+        "quantize": (ops.quantize, (activations(3, k, dtype=dtype), "q8_0"), {}),
+        "embedding": (ops.embedding, (ids, w, "q4_0"), {}),
+        "embedding, int32": (ops.embedding, (ids.int(), w, "q4_0", k), {"dtype": dtype}),
+        "embedding, scalar": (ops.embedding, (ids[0, 0], w, "q4_0"), {}),
+        "probe": (ops.probe, (x3, x3.flip(0), "div"), {}),
+        "probe, dot": (ops.probe, (x, x.flip(0), "dot"), {}),
+    }
+
+
+CALLS = tuple(op_calls(torch.float32))
+FROZEN = (
+    "dequantize",
+    "embedding",
+    "quantize",
+    "probe",
+)  # nothing requires a gradient
+
+
+def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[Any, ...]:
+    """args on the engine's device; with `grad`, floating tensors but dense weights require one."""
+    out = []
+    for i, a in enumerate(args):
+        if not isinstance(a, Tensor):
+            out.append(a)
+            continue
+        view = backend.put_view(a)
+        weight = a.shape == (5, 64) and i > 0
+        out.append(
+            view.detach().requires_grad_()
+            if grad and a.is_floating_point() and not weight
+            else view
+        )
+    return tuple(out)
+
+
+def test_every_op_is_called() -> None:
+    """The table above names every op of the library; beside each is what computes its shape."""
+    schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("metalmm::")}
+    called = {op._qualified_op_name for op, _, _ in op_calls(torch.float32).values()}
+    shapes = {name.replace("::", "::_") + "_shape" for name in called}
+    assert schemas == called | shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("label", "grad"),
+    [
+        (label, grad)
+        for label in CALLS
+        for grad in (False, True)[: 1 if label.startswith(FROZEN) else 2]
+    ],
+)
+def test_opcheck(label: str, dtype: torch.dtype, grad: bool, backend: Backend) -> None:
+    """Schema, autograd registration, fake tensors and AOT dispatch with dynamic shapes."""
+    op, args, kwargs = op_calls(dtype)[label]
+    torch.library.opcheck(op.default, moved(args, backend, grad), kwargs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("label", CALLS)
+def test_fakes_have_the_shape_dtype_and_strides(
+    label: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    op, args, kwargs = op_calls(dtype)[label]
+    args = moved(args, backend)
+    real = op(*args, **kwargs)
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+    for attribute in ("shape", "dtype", "device", "stride", "storage_offset"):
+        a, b = getattr(real, attribute), getattr(fake, attribute)
+        assert (a() if callable(a) else a) == (b() if callable(b) else b), attribute
+    assert real.is_contiguous()
+
+
+@pytest.mark.parametrize("label", CALLS)
+def test_ops_leave_their_arguments_alone(label: str, backend: Backend) -> None:
+    """No input changes, and the result shares no memory with one."""
+    op, args, kwargs = op_calls(torch.float32)[label]
+    args = moved(args, backend)
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    y = op(*args, **kwargs)
+    y.fill_(7)
+    for a, b in zip(args, before, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+# ---- the values of the ops beside linear
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_adds_the_bias(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """x Wᵀ + bias, the bias in any of the dtypes, one rounding of the sum."""
+    k = formats.get(name).block_values * 2
+    packed, x = random_weight(name, 9, k), activations(4, k, dtype=dtype)
+    for bias_dtype in DTYPES:
+        bias = 100 * activations(9, dtype=bias_dtype, seed="bias")
+        y = ops.linear(backend.put(x), backend.put(packed), backend.put(bias), name)
+        assert y.dtype == dtype
+        # Of another dtype than x, the bias makes the kernels compute in f32.
+        halved = bias_dtype == dtype and backend.halves(None, dtype, name, (4, 9, k))
+        want = oracle.linear(x, spec(name, packed, k), bias, halved)
+        check(y, want, f"{name} {bias_dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_gemm_and_gemv(
+    name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
+) -> None:
+    """alpha x Wᵀ + beta c."""
+    k = backend.k(name)
+    packed = random_weight(name, 21, k)
+    values, w = spec(name, packed, k), backend.put(packed)
+    for m in (0, 1, 5, 33):
+        halved = backend.halves(strategy, dtype, name, (m, 21, k))
+        x, c = activations(m, k, dtype=dtype), activations(m, 21, dtype=dtype, seed="c")
+        for alpha, beta in ((1, 0), (-1.5, 0), (0.75, 1), (1, -2), (0, 0.5), (0, 0), (2.0**-10, 1)):
+            product = Value.of(x).dot(values, halved=halved) * alpha
+            want = (product + Value.of(c) * beta).store(dtype)
+            args = (name, backend.put(c), alpha, beta, strategy)
+            y = ops.gemm(backend.put(x), w, *args)
+            assert y.dtype == dtype
+            check(y, want, f"{name} M={m} {alpha} {beta}")
+            if m == 1:
+                row = ops.gemv(backend.put(x[0]), w, name, backend.put(c[0]), *args[2:])
+                assert torch.equal(row, y[0])
+
+
+@pytest.mark.parametrize("c_dtype", DTYPES, ids=str)
+def test_c_has_any_dtype_and_layout(c_dtype: torch.dtype, backend: Backend) -> None:
+    """c is added in f32: its dtype is its own, and so are its strides."""
+    packed, x = random_weight("q8_0", 6, 64), activations(4, 64, dtype=torch.float16)
+    c = activations(6, 4, dtype=c_dtype, seed="c").T
+    y = ops.gemm(backend.put(x), backend.put(packed), "q8_0", backend.put_view(c), 1.0, 2.0)
+    want = Value.of(x).dot(spec("q8_0", packed, 64)) + Value.of(c) * 2
+    check(y, want.store(torch.float16), str(c_dtype))
+
+
+def test_beta_zero_does_not_read_c(backend: Backend) -> None:
+    """As in BLAS: with beta = 0, NaN in c does not matter; c may be left out."""
+    w, x = backend.put(random_weight("q4_0", 6, 64)), backend.put(activations(4, 64))
+    c = backend.put(torch.full((4, 6), torch.nan))
+    want = ops.gemm(x, w, "q4_0")
+    assert want.isfinite().all()
+    assert torch.equal(ops.gemm(x, w, "q4_0", c, 1.0, 0.0), want)
+    assert torch.equal(ops.gemm(x, w, "q4_0", c), want)
+    assert torch.equal(ops.gemv(x[0], w, "q4_0", c[0]), ops.gemv(x[0], w, "q4_0"))
+    assert ops.gemm(x, w, "q4_0", c, 1.0, 1.0).isnan().all()
+
+
+def test_gemm_is_linear(backend: Backend) -> None:
+    """With alpha 1 and no c, gemm and gemv are linear, bit for bit; x may be strided."""
+    w = backend.put(random_weight("q6_k", 6, 512))
+    x = backend.put_view(activations(512, 40).T)
+    assert torch.equal(ops.gemm(x, w, "q6_k"), ops.linear(x, w, None, "q6_k"))
+    assert torch.equal(ops.gemv(x[3], w, "q6_k"), ops.linear(x[3], w, None, "q6_k"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """silu(x Gᵀ) * (x Uᵀ), gate and up of one and of two formats, nothing rounded in between."""
+    k = backend.k(name)
+    gate = random_weight(name, 11, k)
+    for m, other in product((0, 1, 5, 27), (name, "f32")):
+        up = random_weight(other, 11, k, seed=1)
+        x = activations(m, k, dtype=dtype) / 8
+        a, b = (
+            Value.of(x).dot(spec(f, w, k), halved=backend.halves(None, dtype, f, (m, 11, k)))
+            for f, w in ((name, gate), (other, up))
+        )
+        y = ops.swiglu(backend.put(x), backend.put(gate), backend.put(up), name, other)
+        assert y.dtype == dtype
+        check(y, (a.silu() * b).store(dtype), f"{name} and {other}, M={m}")
+
+
+def test_swiglu_rounds_once(backend: Backend) -> None:
+    """gate beyond 65504 stays finite for f16 x, in few rows and in many, when up is small."""
+    gate, up = torch.full((3, 64), 64.0).half(), torch.full((3, 64), 2.0**-15).half()
+    for m in (1, 5, 40):
+        x = torch.full((m, 64), 32.0).half()  # gate 131072, up 2^-4
+        y = ops.swiglu(backend.put(x), backend.put(gate), backend.put(up), "f16", "f16")
+        assert torch.equal(y.cpu(), torch.full((m, 3), 8192.0).half()), m
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_swiglu_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """(silu(gate) * up) Wᵀ + bias, gate and up with different strides."""
+    k = backend.k(name)
+    packed = random_weight(name, 11, k)
+    for m in (0, 1, 5, 27):
+        gate, up = activations(m, k, dtype=dtype), activations(k, m, dtype=dtype, seed="up").T
+        hidden = Value.of(gate).silu() * Value.of(up)
+        for bias in (None, activations(11, dtype=dtype, seed="bias")):
+            y = hidden.dot(spec(name, packed, k))
+            want = (y if bias is None else y + Value.of(bias)).store(dtype)
+            put = None if bias is None else backend.put(bias)
+            got = ops.swiglu_linear(
+                backend.put(gate), backend.put_view(up), backend.put(packed), put, name
+            )
+            assert got.dtype == dtype
+            check(got, want, f"{name} M={m} bias={bias is not None}")
+
+
+def test_swiglu_does_not_overflow_in_between(backend: Backend) -> None:
+    """silu(gate) * up beyond 65504 stays finite for f16 inputs when the product with W is small."""
+    gate = torch.full((2, 64), 3e4, dtype=torch.float16)
+    w = backend.put(torch.full((3, 64), 2.0**-24).half())
+    y = ops.swiglu_linear(backend.put(gate), backend.put(gate), w, None, "f16").cpu()
+    want = (Value.of(gate).silu() * Value.of(gate)).dot(w.cpu()).store(torch.float16)
+    check(y, want, "large hidden")
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_embedding_takes_any_ids(ids_dtype: torch.dtype, backend: Backend) -> None:
+    """Every shape of ids, strided ones too, in any order and repeated."""
+    packed = random_weight("q5_k", 40, 512)
+    w, rows = backend.put(packed), spec("q5_k", packed, 512)
+    ids = torch.randint(0, 40, (4, 3, 6), generator=generator("ids")).to(ids_dtype)
+    for view in (
+        ids,
+        ids[0, 0],
+        ids[0, 0, 0],
+        ids.transpose(0, 2),
+        ids[..., ::2],
+        ids[:0],
+        ids[:, :0],
+    ):
+        got = ops.embedding(backend.put_view(view), w, "q5_k").cpu()
+        assert torch.equal(got, rows[view.long()])
+    every = torch.arange(40, dtype=ids_dtype).expand(3, 40)
+    assert torch.equal(
+        ops.embedding(backend.put_view(every), w, "q5_k").cpu(), rows.expand(3, 40, 512)
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_in_features_may_be_left_out(name: str, backend: Backend) -> None:
+    """K follows from row_bytes where one K has them; where two have, it must be given."""
+    f = formats.get(name)
+    for blocks in range(0, 9):
+        k = blocks * f.block_values
+        w = backend.put(random_weight(name, 2, k))
+        sizes = [f.row_bytes(b * f.block_values) for b in range(0, 11)]
+        if sizes.count(f.row_bytes(k)) > 1:
+            with pytest.raises(ValueError, match=r"in_features.*say which"):
+                ops.dequantize(w, name)
+        else:
+            assert torch.equal(ops.dequantize(w, name), ops.dequantize(w, name, k))
+            assert ops.embedding(backend.put(torch.tensor([1])), w, name).shape == (1, k)
+        assert ops.dequantize(w, name, k).shape == (2, k)
+        assert ops.dequantize(w[:0], name, k).shape == (0, k)
+
+
+def test_names_are_accepted_in_any_case(backend: Backend) -> None:
+    w, x = backend.put(random_weight("affine4_g64_bf16", 3, 128)), backend.put(activations(2, 128))
+    for name in ("Affine4_G64_BF16", "AFFINE4_G64_BF16"):
+        assert torch.equal(ops.linear(x, w, None, name), ops.linear(x, w, None, name.lower()))
+        with FakeTensorMode() as mode:
+            assert ops.linear(mode.from_tensor(x), mode.from_tensor(w), None, name).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+def test_dense_weights_need_no_bytes_view(name: str, backend: Backend) -> None:
+    """A [N, K] tensor of the format's dtype is taken as it is, strided too."""
+    dtype = getattr(torch, {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[name])
+    dense = backend.put(activations(6, 40, seed="dense").to(dtype))
+    packed, x = dense.view(torch.uint8), backend.put(activations(3, 40))
+    ids = backend.put(torch.tensor([5, 0]))
+    for w in (dense, dense.T.contiguous().T, torch.cat([dense, dense], 1)[:, :40]):
+        assert torch.equal(ops.linear(x, w, None, name), ops.linear(x, packed, None, name))
+        assert torch.equal(ops.dequantize(w, name, dtype=dtype), dense)
+        assert torch.equal(ops.embedding(ids, w, name, dtype=dtype), dense[[5, 0]])

@@ -1,0 +1,47 @@
+"""A large x at a weight near 0: engines keep the bound of their kind (oracle.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import Backend
+from oracle import FORMATS, OFFSETS, Value, activations, check, linear_of_offsets, parts, spec
+from oracle import random_weight as random_packed
+
+ops = torch.ops.metalmm
+
+OUTLIER = 1e5
+N, K = 64, 512
+
+
+def problem(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x f32 [2, K] with an outlier at the weight that is smallest beside its block's, and W."""
+    packed = random_packed(name, N, K, "outlier")
+    w = spec(name, packed, K).abs()
+    near_zero = int((w / w.mean(1, keepdim=True)).min(0).values.argmin())
+    x = activations(2, K, seed=name)
+    x[:, near_zero] = OUTLIER
+    return x, packed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_kernel(name: str, backend: Backend, strategy: str | None) -> None:
+    """Formats with an offset round d q x and m x apart, others only w x."""
+    x, packed = problem(name)
+    if name in OFFSETS:
+        want = linear_of_offsets(x, name, packed)
+    else:
+        want = Value.of(x).dot(spec(name, packed, K), K + 8).store(x.dtype)
+    y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy=strategy)
+    check(y, want, f"{name} {strategy}")
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_the_parts_of_a_weight(name: str) -> None:
+    """|d q| + |m| is at least |w|, and the bound of outliers not looser than they need: within the
+    range of a block's weights, but for q4_k's bias."""
+    packed = random_packed(name, N, K, "outlier")
+    w, size = spec(name, packed, K).double().abs(), parts(name, packed, K)
+    assert bool((size >= w * (1 - 2**-20)).all())
+    room = 8 if name != "q4_k" else 8 * 5
+    assert float(size.max()) <= room * float(w.max())

@@ -1,0 +1,68 @@
+"""What may not change a bit of a row: its batch, the number of threads, calls at the same time."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from backends import Backend
+from oracle import FORMATS, KINDS, activations, long_k, random_weight
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ops = torch.ops.metalmm
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_a_batch_are_those_of_one_row(name: str, backend: Backend) -> None:
+    """gemv_batched gives each row the bits that gemv gives it alone, for every M that takes it."""
+    k = long_k(name)
+    w = backend.put(random_weight(name, 14, k))
+    x = backend.put(activations(24, k))
+    alone = torch.cat([ops.linear(row, w, None, name, "gemv") for row in x.split(1)])
+    assert torch.equal(ops.linear(x, w, None, name, "gemv"), alone)
+    for m in (1, 2, 5, 8, 9, 17, 24) if backend.is_slow else range(1, 25):
+        assert torch.equal(ops.linear(x[:m], w, None, name, "gemv_batched"), alone[:m]), m
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("name", KINDS)
+def test_threads_change_no_bit(name: str, backend: Backend, strategy: str | None) -> None:
+    """torch.set_num_threads splits the rows of W, never a sum."""
+    k, n = backend.k(name), 20 if backend.is_slow else 300
+    w, x = backend.put(random_weight(name, n, k)), backend.put(activations(30, max(n, k)))
+    ids = backend.put(torch.arange(n))
+
+    def results(threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        ys = [ops.linear(x[:m, :k], w, None, name, strategy) for m in (1, 2, 7, 30)]
+        grad = ops.linear_input_grad(x[:, :n].contiguous(), w, name, k)
+        packed = ops.quantize(ops.dequantize(w, name, k), name)
+        return [*ys, grad, packed, ops.dequantize(w, name, k), ops.embedding(ids, w, name, k)]
+
+    one = results(1)
+    for threads in (2, 3):
+        for i, (a, b) in enumerate(zip(results(threads), one, strict=True)):
+            assert torch.equal(a, b), (threads, i)
+
+
+def test_calls_from_several_threads(backend: Backend) -> None:
+    """Eight Python threads that call at once get what one gets."""
+    torch.set_num_threads(2)
+    names = [*KINDS, "q4_k", "mxfp4"]
+    n_rows = 20 if backend.is_slow else 200
+    weights = {n: backend.put(random_weight(n, n_rows, backend.k(n))) for n in names}
+    jobs = [(n, m, s) for n in names for m in (1, 5, 30) for s in (None, *backend.strategies)]
+
+    def call(job: tuple[str, int, str | None]) -> Tensor:
+        name, m, strategy = job
+        x = backend.put(activations(m, backend.k(name), seed=m))
+        return ops.linear(x, weights[name], None, name, strategy)
+
+    alone = [call(job) for job in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        for job, a, b in zip(jobs * 3, pool.map(call, jobs * 3), alone * 3, strict=True):
+            assert torch.equal(a, b), job

@@ -1,0 +1,292 @@
+"""What the build asks for, and what goes into a wheel and a source distribution."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from places import ROOT
+
+from torch_metalmm import _C
+
+CMAKE = ROOT / "cmake"
+
+
+def load(name: str) -> ModuleType:
+    """cmake/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, CMAKE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_python = load("check_python")
+torch_version = load("torch_version")
+
+
+def with_torch(folder: Path, version: str) -> Path:
+    """A folder in which that torch is installed, as far as metadata say."""
+    info = folder / f"torch-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return folder
+
+
+# ---- the interpreter
+
+
+@pytest.mark.parametrize(
+    ("version", "system", "machine"),
+    [
+        ((3, 9, 6), "Darwin", "arm64"),
+        ((3, 9, 6), "Linux", "x86_64"),
+        ((2, 7, 18), "Darwin", "x86_64"),
+        ((3, 12, 1), "Darwin", "x86_64"),
+    ],
+)
+def test_pythons_that_are_refused(version: tuple[int, ...], system: str, machine: str) -> None:
+    """One line: what is needed, what this is, what to do."""
+    line = check_python.refusal(version, system, machine, "/usr/bin/python3")
+    arm = " for arm64" if system == "Darwin" else ""
+    this = f"/usr/bin/python3 is Python {'.'.join(map(str, version))}"
+    assert f"needs Python 3.10 or newer{arm}, {this}" in line
+    assert "make PYTHON=" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("version", "system", "machine"),
+    [
+        ((3, 10, 0), "Darwin", "arm64"),
+        ((3, 14, 2), "Darwin", "arm64"),
+        ((3, 10, 0), "Linux", "x86_64"),
+        ((4, 0, 0), "Linux", "aarch64"),
+    ],
+)
+def test_pythons_that_are_taken(version: tuple[int, ...], system: str, machine: str) -> None:
+    assert check_python.refusal(version, system, machine, "python3") == ""
+
+
+def test_make_stops_before_it_does_anything(tmp_path: Path) -> None:
+    """With the Python of Apple's command line tools: the line, and no environment."""
+    fake = tmp_path / "python3"
+    fake.write_text(
+        f"""#!/bin/sh
+exec {sys.executable} -c '
+import runpy, sys
+sys.argv, sys.version_info = sys.argv[1:], (3, 9, 6, "final", 0)
+runpy.run_path(sys.argv[0], run_name="__main__")' "$@"
+"""
+    )
+    fake.chmod(0o755)
+    command = ["make", "-C", str(ROOT), "demo", f"VENV={tmp_path / 'venv'}", f"PYTHON={fake}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and not (tmp_path / "venv").exists()
+    assert len(lines) == 1 and "needs Python 3.10" in lines[0] and "3.9.6" in lines[0]
+
+
+def test_make_says_how_long_it_takes_and_shows_its_progress(tmp_path: Path) -> None:
+    """The lines of ninja, which pip would hide, and the download of torch."""
+    command = ["make", "-n", "-C", str(ROOT), "demo", f"VENV={tmp_path / 'venv'}"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "check_python.py" in next(line for line in lines if not line.startswith("make"))
+    build = next(i for i, line in enumerate(lines) if line.endswith("--editable ."))
+    assert "--verbose" in lines[build] and "--quiet" not in lines[build]
+    assert lines[build - 1].startswith("echo ") and "minutes" in lines[build - 1]
+    (download,) = (line for line in lines if "torch_version.py" in line)
+    assert "--quiet" not in download
+
+
+def test_the_check_is_for_every_python() -> None:
+    """Nothing that 2.7 and 3.9 do not parse: they must get as far as the line."""
+    text = (CMAKE / "check_python.py").read_text()
+    assert not re.search(
+        r"""\bf["']|->|:=|\bmatch |^from __future__|def \w+\(.*:.*\):""", text, re.M
+    )
+
+
+# ---- torch
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.12.1+cpu", "2.15.0"])
+def test_the_installed_torch_is_used(version: str, tmp_path: Path) -> None:
+    folder = with_torch(tmp_path, version)
+    assert torch_version.to_build_with([str(folder)]) == f"torch=={version.split('+')[0]}"
+
+
+def test_without_a_torch_the_tested_one_is_used(tmp_path: Path) -> None:
+    assert torch_version.to_build_with([str(tmp_path)]) == f"torch=={torch_version.DEFAULT}"
+    assert torch_version.minor_of(torch_version.DEFAULT) in torch_version.MINORS
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.16.0", "3.0.0", "1.13.1", "2.1.5"])
+def test_other_torches_are_refused(version: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"torch {version} is installed; .* 2.10 to 2.15"):
+        torch_version.to_build_with([str(with_torch(tmp_path, version))])
+
+
+def test_what_is_built_requires_the_minor_it_was_built_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(with_torch(tmp_path, "2.14.1+cu130"))])
+    assert torch_version.to_run_with() == "torch==2.14.*"
+    monkeypatch.setattr(sys, "path", [])
+    assert torch_version.to_run_with() == "torch>=2.10,<2.16"
+
+
+def test_an_isolated_build_takes_the_torch_of_its_interpreter(tmp_path: Path) -> None:
+    """pip hides the folders of the environment that it installs into; the hooks find them."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    with_torch(site, "2.14.1")
+    setuptools = importlib.util.find_spec("setuptools")
+    assert setuptools and setuptools.origin
+    hidden = [str(CMAKE), str(Path(setuptools.origin).parent.parent)]
+    code = f"""
+import sys
+sys.path = {hidden} + [p for p in sys.path if "site-packages" not in p]
+import backend
+backend.build_meta.get_requires_for_build_wheel = lambda _: ["wheel's own"]
+backend.build_meta.get_requires_for_build_editable = lambda _: []
+print(backend.get_requires_for_build_wheel(), backend.get_requires_for_build_editable())
+"""
+    python = str(tmp_path / "venv" / "bin" / "python")
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == """["wheel's own", 'torch==2.14.1'] ['torch==2.14.1']""", (
+        done.stderr
+    )
+
+
+# ---- wheels and source distributions
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources of a build and the tests, without what builds and tests leave."""
+    folder = tmp_path_factory.mktemp("clone")
+    leftovers = shutil.ignore_patterns("*.so", "ptx", "*.metallib", "__pycache__")
+    for name in ("torch_metalmm", "cmake", "csrc", "metal", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=leftovers)
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "CMakeLists.txt",
+        "README.md",
+        "LICENSE",
+    ):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def setup(clone: Path, *arguments: str, ptx: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "-q", *arguments]
+    environment = os.environ | {"METALMM_PTX": ptx}
+    return subprocess.run(
+        command, cwd=clone, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def wheel_files(clone: Path, ptx: str = "") -> set[str]:
+    """What a wheel has beside the module: the folder that it is made from is used again."""
+    folder = clone / "build" / "lib"
+    done = setup(clone, "build_py", "--build-lib", str(folder), ptx=ptx)
+    assert done.returncode == 0, done.stderr
+    return {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+
+
+def sdist_files(clone: Path) -> set[str]:
+    done = setup(clone, "sdist", "-d", "dist")
+    assert done.returncode == 0, done.stderr
+    (archive,) = (clone / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        return {name.partition("/")[2] for name in tar.getnames()}
+
+
+def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None:
+    """PTX, a module and a library of shaders of before, files of a build of before."""
+    wheel, sdist = wheel_files(clone), sdist_files(clone)
+    package = clone / "torch_metalmm"
+    (package / "ptx").mkdir()
+    for name in ("ptx/gemv.ptx", "_C.cpython-310-darwin.so", "metalmm.metallib", "old.py"):
+        (package / name).write_text("left")
+    assert wheel_files(clone, ptx="1") == wheel | {
+        "torch_metalmm/ptx/gemv.ptx",
+        "torch_metalmm/old.py",
+    }
+    (package / "old.py").unlink()
+    assert wheel_files(clone) == wheel and sdist_files(clone) == sdist
+    assert {"torch_metalmm/__init__.py", "torch_metalmm/py.typed"} <= wheel
+    assert not [name for name in wheel if name.endswith((".ptx", ".so", ".metallib"))]
+    shutil.rmtree(package / "ptx")
+
+
+def test_an_editable_build_keeps_no_shaders_of_before(clone: Path, tmp_path: Path) -> None:
+    """Compiled shaders lie beside the module in the clone: those of this build, or none."""
+    beside, made = clone / "torch_metalmm" / "metalmm.metallib", tmp_path / "torch_metalmm"
+    made.mkdir()
+    code = f"""
+import runpy, setuptools
+kept = {{}}
+setuptools.setup = lambda **arguments: kept.update(arguments)
+runpy.run_path("setup.py")
+command = kept["cmdclass"]["build_ext"](setuptools.Distribution())
+command.extensions, command.build_lib = [], {str(tmp_path)!r}
+command.copy_extensions_to_source()
+"""
+    for text in ("new", None):
+        beside.write_text("old")
+        if text:
+            (made / beside.name).write_text(text)
+        subprocess.run([sys.executable, "-c", code], cwd=clone, check=True)
+        assert (beside.read_text() if beside.exists() else None) == text
+        (made / beside.name).unlink(missing_ok=True)
+
+
+def test_ptx_that_is_asked_for_must_be_there(clone: Path) -> None:
+    done = setup(clone, "build_py", "--build-lib", "build/ptx", ptx="1")
+    assert done.returncode != 0 and "run python -m torch_metalmm.ptx first" in done.stderr
+
+
+def test_an_sdist_has_what_a_build_needs_and_no_part_of_the_tests(clone: Path) -> None:
+    files = sdist_files(clone)
+    for name in ("CMakeLists.txt", "cmake", "csrc", "metal", "setup.py", "pyproject.toml"):
+        sources = [clone / name] if (clone / name).is_file() else (clone / name).rglob("*")
+        needed = {str(f.relative_to(clone)) for f in sources if f.is_file() and f.suffix != ".pyc"}
+        assert needed and needed <= files
+    assert not [name for name in files if name.startswith("tests")]
+
+
+def test_metadata_name_the_minor(clone: Path) -> None:
+    done = setup(clone, "egg_info", "-e", str(clone / "build"))
+    assert done.returncode == 0, done.stderr
+    minor = ".".join(torch.__version__.split(".")[:2])
+    (requires,) = (clone / "build").glob("*.egg-info/requires.txt")
+    assert requires.read_text().splitlines()[:2] == [f"torch=={minor}.*", "numpy"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
+def test_the_module_names_no_folder() -> None:
+    from elftools.elf.elffile import ELFFile
+
+    with open(_C.__file__, "rb") as file:
+        tags = [t.entry.d_tag for t in ELFFile(file).get_section_by_name(".dynamic").iter_tags()]
+    assert "DT_NEEDED" in tags
+    assert not {"DT_RPATH", "DT_RUNPATH"} & set(tags)
+
+
+def test_this_python_passes_the_first_step_of_make() -> None:
+    command = [sys.executable, str(ROOT / "cmake" / "check_python.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

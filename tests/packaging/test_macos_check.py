@@ -1,0 +1,113 @@
+"""`make macos-check` on a wheel made here: what it says of symbols and of files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+from macos_build import compile_for_macos, is_of_macos, sources, torch_version, uses_torch
+from macos_check import LIBRARIES, PAGE, Objects, Row, check, keep, markdown
+from places import ROOT
+
+HEADER = "#pragma once\nnamespace at { int present(); int absent(); }\n"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a torch whose libraries have one function of the two that its header declares."""
+    folder = tmp_path_factory.mktemp("wheel")
+    library = folder / "library.cpp"
+    library.write_text(
+        'namespace at { __attribute__((visibility("default"))) int present() { return 1; } }\n'
+    )
+    assert compile_for_macos(library, folder / "library.o") == ""
+    out = folder / "torch-2.13.7-cp311-cp311-macosx_14_0_arm64.whl"
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("torch/include/ATen/ATen.h", HEADER)
+        archive.writestr("torch/include/torch/library.h", "#include <ATen/ATen.h>\n")
+        for name in LIBRARIES:
+            archive.write(folder / "library.o", f"torch/lib/{name}.dylib")
+    return out
+
+
+def test_what_is_missing_and_what_does_not_compile(wheel: Path, tmp_path: Path) -> None:
+    """Symbols of the libraries and of the system are found, and those of other files."""
+    texts = {
+        "uses.cpp": "#include <ATen/ATen.h>\n#include <cstdlib>\nint other();\n"
+        "int f() { std::free(nullptr); return at::present() + at::absent() + other(); }\n",
+        "other.cpp": "int other() { return 2; }\n",
+        "wrong.cpp": "#include <ATen/ATen.h>\nint g() { return at::renamed(); }\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    files = [(tmp_path / name, ()) for name in texts]
+    row = check(wheel, files, Objects(tmp_path), tmp_path)
+    assert (row.version, row.compiled, row.found) == ("2.13.7", 2, 1)
+    assert row.missing == ["__ZN2at6absentEv"]
+    assert list(row.errors) == ["wrong.cpp"] and "renamed" in row.errors["wrong.cpp"]
+    assert markdown([row], 3).endswith("| 2.13.7 | 2 of 3 | 1 | `__ZN2at6absentEv` |")
+
+
+def test_every_file_of_the_module_is_there(tmp_path: Path) -> None:
+    """What CMake compiles on a Mac: the Metal engine, and the kernels of its instruction sets."""
+    found = sources(tmp_path)
+    names = [file.name for file, _ in found]
+    assert {f.name for f in (ROOT / "csrc" / "mps").glob("*.mm")} <= set(names)
+    rooms = ("plan", "ops", "gpu", "cpu", "mps", "emulator", "cuda", "python")
+    plain = {f.name for room in rooms for f in (ROOT / "csrc" / room).glob("*.cpp")}
+    assert plain <= set(names) and "shaders.cpp" in names
+    isas = [defines for file, defines in found if file.name == "isa.cpp"]
+    assert isas == [("-DMM_ISA=neon",), ("-DMM_ISA=scalar", "-DMM_SCALAR")]
+    assert all(file.is_file() for file, _ in found)
+
+
+def test_what_belongs_to_the_system() -> None:
+    for name in (
+        "_malloc",
+        "_dispatch_apply",
+        "__ZNSt3__15mutex4lockEv",
+        "___cxa_throw",
+        "___dynamic_cast",
+        "__ZTTNSt3__119basic_ostringstreamIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
+        "_objc_retain",
+    ):
+        assert is_of_macos(name), name
+    for name in (
+        "__ZN2at6absentEv",
+        "__ZN3c105ErrorD1Ev",
+        "_omp_get_max_threads",
+        "___kmpc_barrier",
+    ):
+        assert not is_of_macos(name), name
+
+
+def test_which_files_include_torch() -> None:
+    """Directly, or by a header of ours."""
+    csrc = ROOT / "csrc"
+    assert uses_torch(csrc / "ops" / "schemas.cpp") and uses_torch(csrc / "mps" / "launch.mm")
+    assert not uses_torch(csrc / "plan" / "plan.cpp") and not uses_torch(csrc / "cpu" / "isa.cpp")
+
+
+def test_no_name_that_compilers_mangle_differently() -> None:
+    """const_data_ptr<T> of torch 2.10 and 2.11: csrc/ops/tensors.h has another way."""
+    files = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".mm")]
+    users = [f.name for f in files if re.search(r"\.const_data_ptr<\w+>\(\)", f.read_text())]
+    assert users == ["tensors.h"]  # its comment
+
+
+def test_the_page_keeps_the_last_result(tmp_path: Path) -> None:
+    """It has a date and a row for each torch that was tried; a run puts its own in their place."""
+    rows = re.findall(
+        r"^\| (2\.\d+)\.\d+ \| (\d+) of (\d+) \| \d+ \| none \|$", PAGE.read_text(), re.M
+    )
+    assert {minor for minor, *_ in rows} <= set(torch_version.MINORS)
+    assert rows and all(compiled == files for _, compiled, files in rows)
+    page = tmp_path / "page.md"
+    shutil.copy(PAGE, page)
+    keep(page, "2031-01-02\n\n" + markdown([Row("2.15.9", 3, {}, 7, [])], 4))
+    text = page.read_text()
+    assert "2031-01-02" in text and text.count("| 2.15.9 | 3 of 4 | 7 | none |") == 1
+    assert text.count("\n| 2.") == 1 and text.startswith(PAGE.read_text()[:200])

@@ -1,0 +1,86 @@
+"""The workflow files: valid by GitHub's schema, and naming what exists in this repository."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from places import ROOT
+
+import bench.__main__ as bench
+from torch_metalmm import cli
+from torch_metalmm.doctor import LIMIT
+
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def steps(file: Any) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(file.read_text())["jobs"]
+    return [step for job in jobs.values() for step in job["steps"]]
+
+
+def test_the_schema() -> None:
+    assert [f.name for f in FILES] == ["ci.yml", "wheels.yml"]
+    command = [sys.executable, "-m", "check_jsonschema"]
+    command += ["--builtin-schema", "vendor.github-workflows", *map(str, FILES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_what_they_run_exists(file: Any) -> None:
+    """Targets of the Makefile, scripts, the options of CMake; actions of a fixed version."""
+    makefile = (ROOT / "Makefile").read_text()
+    cmake = "".join((ROOT / f).read_text() for f in ("CMakeLists.txt", "cmake/metallib.cmake"))
+    for step in steps(file):
+        assert ("uses" in step) != ("run" in step)
+        assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*", step["uses"])
+        for target in re.findall(r"^make (\w+)", step.get("run", ""), re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), target
+        for script in re.findall(r"^\.ci/\w+", step.get("run", ""), re.M):
+            assert (ROOT / script).exists()
+    for option in re.findall(r"-D(\w+)=", file.read_text()):
+        assert option in cmake
+
+
+def test_wheels_are_of_the_pythons_that_are_supported() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', text)
+    built = re.findall(r"cp3(\d+)-\*", text)
+    assert oldest and min(map(int, built)) == int(oldest[1])
+
+
+def test_the_page_for_mac_owners_names_what_exists() -> None:
+    """Commands, files and messages of docs/first-mac.md."""
+    page = (ROOT / "docs" / "first-mac.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^    make (\w+)", page, re.M)
+    assert commands == ["doctor", "test", "bench"]
+    assert all(re.search(rf"^{c}:", makefile, re.M) for c in commands)
+    for line in re.findall(r"^    \.venv/bin/(.*?)(?: 2>&1 .*)?$", page, re.M):
+        name, *arguments = shlex.split(line)
+        if name == "metalmm":
+            assert cli._parser().parse_args(arguments).device == "mps"
+        else:
+            assert [name, *arguments[:2]] == ["python", "-m", "bench"]
+            assert bench.parse(arguments[2:]).command == "matmul"
+    doctor = (ROOT / "torch_metalmm/doctor.py").read_text()
+    child = (ROOT / "torch_metalmm/doctor_child.py").read_text()
+    for verdict, text in (("HANGS", doctor), ("DIES", doctor), ("FAIL", child), ("skip", child)):
+        assert f"`{verdict}" in page and f'"{verdict} ' in text
+    assert f"more than {LIMIT:g} s is killed" in page and "METALMM_TEST_CASES" in page
+    for file in re.findall(r"tests/[\w/]+\.py", page):
+        assert (ROOT / file).exists()
+    pipelines = (ROOT / "csrc/mps/pipelines.h").read_text()
+    facts = (ROOT / "csrc/mps/facts.cpp").read_text()
+    for message, text in (
+        ("Metal cannot compile", pipelines),
+        ("no pipeline for", pipelines),
+        ("needs an Apple GPU, M1 or newer", facts),
+    ):
+        assert message in page and message in text

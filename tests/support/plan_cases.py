@@ -1,0 +1,46 @@
+"""The tables that plans are made of, read from their files without the C++ code, for the tests."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from places import ROOT
+
+# Every generation and every class; the shapes of MEASURING.md.
+CHIPS = (
+    *("m1", "m1-max", "m1-ultra", "m2-pro", "m2-ultra"),
+    *("m3", "m3-ultra", "m4-pro", "m4-max", "m5"),
+)
+NKS = (
+    *((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)),
+    *((32000, 4096), (128256, 4096)),
+)
+MS = (1, 2, 4, 8, 16, 32, 128, 511, 512, 513)
+DTYPES = ("f32", "f16", "bf16")
+# Bytes that blocks of 2-byte fields are read by: kBoundsWordBlocks, kBoundsLongBlocks of abi.h.
+UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}
+
+
+def strategy_rows() -> dict[str, str]:
+    """{strategy: family} of strategies.def."""
+    text = (ROOT / "metal" / "strategies.def").read_text()
+    return dict(re.findall(r"^MM_STRATEGY\((\w+),\s*(\w+)", text, re.M))
+
+
+def codecs() -> list[str]:
+    """The names of formats.def: of an affine row without group and type of scales."""
+    text = (ROOT / "metal" / "formats.def").read_text()
+    return re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+)", text, re.M)
+
+
+STRATEGIES = list(strategy_rows())
+
+
+def strategy_of(kernel: str) -> str:
+    return max((s for s in STRATEGIES if kernel.startswith(s + "_")), key=len)
+
+
+def strategies_used(plan: dict[str, Any]) -> list[str]:
+    """The strategy of every pass."""
+    return [strategy_of(one["kernel"]) for one in plan["passes"]]

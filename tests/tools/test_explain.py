@@ -1,0 +1,79 @@
+"""`metalmm explain`: plans in words and bytes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from places import ROOT
+
+from torch_metalmm import explain as explaining
+from torch_metalmm.cli import main
+from torch_metalmm.explain import explain
+
+
+def test_explain() -> None:
+    """The example of the issue: what runs, its grid, its bytes, and why."""
+    text = explain("1x4096x4096", "q4_k", "m4-max")
+    assert "gemv_q4_k_f16" in text and "has 4 for each of 40 cores" in text
+    assert "1 x 256 x 1 threadgroups, tiles of M x tiles of N" in text
+    assert "k = 4096" in text and "9,437,184" in text
+    split = explain("32x1024x4096", "AFFINE4_G64_BF16", "Apple M4 Max", "bfloat16")
+    assert "pass 2 of 2: split_reduce_bf16" in split and "scale_type = bf16" in split
+    assert "partials" in split and "epilogue = f32 partial results" in split
+    forced = explain("8x64x64", "f16", "m1", "f32", "gemm_naive")
+    assert "gemm_naive: forced" in forced
+
+
+@pytest.mark.parametrize("shape", ["1x2", "1x2x3x4", "axbxc", "0x4x4", "-1x4x4", "1 x2x3", ""])
+def test_explain_shape(shape: str) -> None:
+    with pytest.raises(ValueError, match="shape: .* is not MxNxK"):
+        explain(shape, "q4_0", "m1")
+
+
+# Of the enumerators of metal/abi.h.
+WORDS = {
+    "EpilogueBits": {
+        "kEpilogueBias": "bias",
+        "kEpilogueC": "beta * c",
+        "kEpilogueAlpha": "alpha",
+        "kEpiloguePartial": "f32 partial results",
+    },
+    "BoundsBits": {
+        "kBoundsN": "N has a tail",
+        "kBoundsM": "M has a tail",
+        "kBoundsK": "K has a tail",
+        "kBoundsAlignedX": "x aligned",
+        "kBoundsAlignedWeight": "weight aligned",
+        "kBoundsPackedRows": "rows of W packed",
+        "kBoundsWordBlocks": "blocks read by 4 bytes",
+        "kBoundsLongBlocks": "blocks read by 8 bytes",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("enum", "words"),
+    [("EpilogueBits", explaining.EPILOGUE_BITS), ("BoundsBits", explaining.BOUNDS_BITS)],
+)
+def test_explain_names_every_bit(enum: str, words: tuple[str, ...]) -> None:
+    """Each bit of the header by the words of its enumerator."""
+    text = (ROOT / "metal" / "abi.h").read_text()
+    body = re.search(rf"enum {enum} : MM_U32 {{(.*?)}};", text, re.S)
+    assert body is not None
+    bits = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", body[1])}
+    assert {name: explaining._bits(bit, words) for name, bit in bits.items()} == WORDS[enum]
+    assert explaining._bits(sum(bits.values()), words) == " + ".join(WORDS[enum].values())
+
+
+def test_explain_says_which_sizes_have_a_tail() -> None:
+    tails = {"64x64x64": "", "63x64x64": "M", "64x63x64": "N", "64x64x61": "K", "9x97x1061": "NMK"}
+    for shape, sizes in tails.items():
+        text = explain(shape, "f32", "m1", "f32", "gemm")
+        assert "".join(re.findall(r"\b([NMK]) has a tail", text)) == sizes
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "1x4096x4096", "--format", "q4_k", "--chip", "m4-max"]
+    assert main(["explain", *arguments]) == 0
+    assert capsys.readouterr().out.strip() == explain("1x4096x4096", "q4_k", "m4-max")
