@@ -39,7 +39,7 @@ using GemvStandard = GemvGeometry<4, 4>;
 using GemvLargeK = GemvGeometry<4, 8, true>;
 using GemvWideN = GemvGeometry<8, 2>;
 using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
-// gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (pieces.def).
+// gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (formats.def).
 // More rows read x less often and need more registers.
 constexpr int batched_rows(int piece_values) { return piece_values <= 16 ? 4 : 2; }
 // And the most rows of x a pass: beside pieces of 32 values of W and x, the sums of 8 are over the

@@ -24,11 +24,11 @@ std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits)
 
 std::vector<Format> make_formats() {
   std::vector<Format> out;
-#define MM_DENSE(name, Struct, bytes) \
+#define MM_DENSE(name, Struct, bytes, ...) \
   out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes, bytes});
-#define MM_BLOCK(name, Struct, values, bytes, alignment) \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, ...) \
   out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment});
-#define MM_AFFINE(name, Struct, bits)                             \
+#define MM_AFFINE(name, Struct, bits, ...)                        \
   for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \
     out.push_back(std::move(f));                                  \
   }

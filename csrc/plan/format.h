@@ -10,9 +10,7 @@ namespace metalmm {
 
 // One enumerator per row of the table: what a kernel is compiled for.
 enum class Codec : int {
-#define MM_DENSE(name, Struct, bytes) Struct,
-#define MM_BLOCK(name, Struct, values, bytes, alignment) Struct,
-#define MM_AFFINE(name, Struct, bits) Struct,
+#define MM_FORMAT(name, Struct) Struct,
 #include "metal/formats.def"
   kCount
 };

@@ -13,9 +13,7 @@ constexpr const char* kOps[] = {"linear",     "swiglu_up", "swiglu_down", "embed
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
-#define MM_DENSE(name, Struct, bytes) #name,
-#define MM_BLOCK(name, Struct, values, bytes, alignment) #name,
-#define MM_AFFINE(name, Struct, bits) #name,
+#define MM_FORMAT(name, Struct) #name,
 #include "metal/formats.def"
 };
 

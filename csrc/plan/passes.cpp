@@ -54,12 +54,6 @@ static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
 constexpr int64_t kMatrixRows = 8;  // of x: the least that gemm_small takes
 static_assert(GemmSmallTile::kM == 2 * kMatrixRows);
 
-constexpr bool every_codec_has_a_piece() {
-  for (int c = 0; c < kNumCodecs; ++c) piece_of(static_cast<Codec>(c));
-  return true;
-}
-static_assert(every_codec_has_a_piece(), "pieces.def: no row for a codec");
-
 // ---- sizes
 
 uint32_t u32(int64_t v, const char* what) {

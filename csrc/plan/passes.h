@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
 
 #include "plan.h"
 
@@ -31,17 +30,13 @@ struct Piece {
   bool is_wide;  // gemv_wide_n may take it
 };
 
-constexpr Piece piece_of(Codec codec) {
-  switch (codec) {
-#define MM_PIECE(name, Struct, values, wide) \
-  case Codec::Struct:                        \
-    return {values, wide != 0};
-#include "metal/pieces.def"
-    case Codec::kCount:
-      break;
-  }
-  throw std::logic_error("pieces.def: no row for a codec");
-}
+constexpr Piece kPieces[] = {
+#define MM_DENSE(name, Struct, bytes, piece, wide) {piece, wide != 0},
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide) {piece, wide != 0},
+#define MM_AFFINE(name, Struct, bits, piece, wide) {piece, wide != 0},
+#include "metal/formats.def"
+};
+constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)]; }
 
 // Rows of x per threadgroup: gemv_batched spreads M evenly over its passes, gemm_small takes one
 // matrix of 8, or two of halves.

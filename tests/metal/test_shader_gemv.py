@@ -10,8 +10,7 @@ import oracle
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
-from places import ROOT
-from plan_cases import codecs, strategies_used
+from plan_cases import codecs, pieces, strategies_used
 from shaders import alignment_of, execute, linear, memory_of
 from torch import Tensor
 
@@ -22,7 +21,6 @@ KERNELS = (
     *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
     *("gemv_coalesced", "gemv_naive"),
 )
-METAL = ROOT / "metal"
 WIDEST = 33  # rows of W: one more than the widest threadgroup owns
 # One format of each decode struct and plane: values of N and K vary over these only.
 KINDS = (
@@ -31,12 +29,9 @@ KINDS = (
 )
 
 
-PIECES = re.findall(r"MM_PIECE\((\w+), *\w+, *(\d+),", (METAL / "pieces.def").read_text())
-
-
 def step(name: str) -> int:
     """Values of K that a simdgroup takes at a time: a piece for each lane."""
-    return 32 * int(dict(PIECES)[re.sub(r"_g\d+.*", "", name)])
+    return 32 * pieces()[re.sub(r"_g\d+.*", "", name)]
 
 
 def two_loops(name: str, simdgroups: int = 1) -> int:

@@ -34,6 +34,12 @@ def codecs() -> list[str]:
     return re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+)", text, re.M)
 
 
+def pieces() -> dict[str, int]:
+    """{name of formats.def: values of K that a lane of gemv takes at a step}."""
+    text = (ROOT / "metal" / "formats.def").read_text()
+    return {n: int(p) for n, p in re.findall(r"^MM_\w+\s*\((\w+),.* (\d+), [01]\)$", text, re.M)}
+
+
 STRATEGIES = list(strategy_rows())
 
 
