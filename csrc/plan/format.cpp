@@ -12,8 +12,9 @@ namespace {
 std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits) {
   std::vector<Format> out;
   for (int64_t group : {32, 64, 128}) {
-    for (auto [type, suffix] :
-         {std::pair{ScaleType::kF16, ""}, {ScaleType::kBF16, "_bf16"}, {ScaleType::kF32, "_f32"}}) {
+    for (ScaleType type : {ScaleType::kF16, ScaleType::kBF16, ScaleType::kF32}) {
+      const std::string scales = kScaleTypeNames[static_cast<int>(type)];
+      const std::string suffix = type == ScaleType::kF16 ? "" : "_" + scales;
       out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
                      Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type),
                      kAffineRowAlignment, bits, type});

@@ -86,7 +86,7 @@ std::vector<StrategyId> strategies_of(Op op) {
 }
 
 std::string kernel_name(StrategyId strategy, Codec codec, DType dtype) {
-  std::string out = to_string(strategy);
+  std::string out = info_of(strategy).kernels;
   if (has_format(info_of(strategy).family))
     out += std::string("_") + kCodecs[static_cast<int>(codec)];
   return out + "_" + to_string(dtype);
@@ -96,6 +96,7 @@ std::vector<std::string> all_kernel_names() {
   std::vector<std::string> out;
   for (int s = 0; s < kNumStrategies; ++s) {
     const auto strategy = static_cast<StrategyId>(s);
+    if (info_of(strategy).is_alias) continue;
     const int codecs = has_format(info_of(strategy).family) ? kNumCodecs : 1;
     for (int c = 0; c < codecs; ++c) {
       for (int d = 0; d < 3; ++d) {
