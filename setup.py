@@ -19,8 +19,8 @@ import torch_version  # noqa: E402
 
 # The oldest macOS that has Metal 3.1, and that torch's wheels run on; Python's own may be older.
 os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
-# The kernels of the CUDA engine, which python -m torch_metalmm.ptx has written: only on request, so
-# that a wheel does not depend on what was run before.
+# The kernels of the CUDA engine, which python -m torch_metalmm.msl.ptx has written: only on
+# request, so that a wheel does not depend on what was run before.
 WITH_PTX = os.environ.get("METALMM_PTX", "0") not in ("", "0")
 
 
@@ -40,7 +40,7 @@ class PurePython(build_py):
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib, PACKAGE), ignore_errors=True)
         if WITH_PTX and not list(Path(ROOT, PACKAGE, "ptx").glob("*.ptx")):
-            raise RuntimeError("METALMM_PTX is set: run python -m torch_metalmm.ptx first")
+            raise RuntimeError("METALMM_PTX is set: run python -m torch_metalmm.msl.ptx first")
         super().run()
 
 
@@ -95,8 +95,8 @@ setup(
         PACKAGE: [
             "py.typed",
             "formats.def",
-            "issue_cycles.json",
             *(["ptx/*.ptx"] if WITH_PTX else []),
-        ]
+        ],
+        f"{PACKAGE}.tools": ["issue_cycles.json"],
     },
 )

@@ -1,1 +1,2 @@
-"""Benchmarks of torch_metalmm: `python -m bench --help`, method and measured facts in README.md."""
+"""Benchmarks of torch_metalmm: `python -m bench --help`, method in README.md, results in
+results.md."""

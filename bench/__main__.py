@@ -68,7 +68,7 @@ def common_options() -> argparse.ArgumentParser:
     p.add_argument("--repetitions", type=int, help="at least this many timed calls (20)")
     p.add_argument("--formats", help="comma-separated, of torch_metalmm.formats.names()")
     p.add_argument("--json", type=Path, help="also write the records here, as JSON lines")
-    p.add_argument("--markdown", action="store_true", help="print tables for a README")
+    p.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     p.add_argument("--quick", action="store_true", help="small and short: does it run at all?")
     return p
 

@@ -17,7 +17,7 @@ build() {
   # The C++ library as a shared one: torch has it too, and two copies of its locales do not mix.
   LDFLAGS="${LDFLAGS:-} -Wl,--no-as-needed -nostdlib++ -l:libstdc++.so.6" \
     python3 setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail -40 "$OUT/build.log"; exit 1; }
-  if python3 -c "import ziglang" 2> /dev/null; then python3 -m torch_metalmm.ptx; fi
+  if python3 -c "import ziglang" 2> /dev/null; then python3 -m torch_metalmm.msl.ptx; fi
 }
 
 # The log names every test, so that of a run that is cut off it is known what was left.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from torch_metalmm import _C
-from torch_metalmm.chip_model import strategy_of
 from torch_metalmm.engines import absence, check_device
+from torch_metalmm.tools.chips import strategy_of
 
 from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
 from .timing import Call, Timed, wall_clock

@@ -128,7 +128,5 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Where there is no emulator, the files that use it or its compiler are left out."""
     if not testing.absence() or collection_path.suffix != ".py":
         return None
-    uses = (
-        r"^from (torch_metalmm\.(testing|msl_\w+)|shaders) import|^from torch_metalmm import .*ptx"
-    )
+    uses = r"^from (torch_metalmm\.(testing|msl(\.\w+)?)|shaders) import"
     return True if re.search(uses, collection_path.read_text(), re.M) else None

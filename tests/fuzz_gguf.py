@@ -38,7 +38,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf_files import random_model
 
 from torch_metalmm import load_gguf
-from torch_metalmm.gguf_file import GgufFile
+from torch_metalmm.files.gguf.file import GgufFile
 
 SECONDS, TIMES_THE_FILE, ALLOCATOR = 2, 4, 1 << 21
 BATCH = 5000  # files of one process

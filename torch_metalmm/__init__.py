@@ -10,20 +10,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import old_names
 from .late import when_imported
 
 if TYPE_CHECKING:
     from . import ops as ops
-    from .adopt import adopt_
-    from .checkpoint import load_packed, save_packed
-    from .fuse import fuse_, unfuse_
-    from .gguf import load_gguf
-    from .hf_config import MetalMMConfig
-    from .linear import QuantEmbedding, QuantLinear
-    from .lora_report import merge_errors
-    from .mlx import load_mlx
-    from .mlx_save import save_mlx
-    from .quantize import quantize_
+    from .files.gguf.load import load_gguf
+    from .files.mlx.load import load_mlx
+    from .files.mlx.save import save_mlx
+    from .hf.config import MetalMMConfig
+    from .hf.packed import load_packed, save_packed
+    from .models.adopt import adopt_
+    from .models.fuse.apply import fuse_, unfuse_
+    from .models.lora.report import merge_errors
+    from .models.quantize import quantize_
+    from .nn import QuantEmbedding, QuantLinear
 
 __version__ = "0.1.0"
 
@@ -44,26 +45,26 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "MetalMMConfig": "hf_config",
-    "QuantEmbedding": "linear",
-    "QuantLinear": "linear",
-    "adopt_": "adopt",
-    "fuse_": "fuse",
-    "load_gguf": "gguf",
-    "load_mlx": "mlx",
-    "load_packed": "checkpoint",
-    "merge_errors": "lora_report",
-    "quantize_": "quantize",
-    "save_mlx": "mlx_save",
-    "save_packed": "checkpoint",
-    "unfuse_": "fuse",
+    "MetalMMConfig": "hf.config",
+    "QuantEmbedding": "nn",
+    "QuantLinear": "nn",
+    "adopt_": "models.adopt",
+    "fuse_": "models.fuse.apply",
+    "load_gguf": "files.gguf.load",
+    "load_mlx": "files.mlx.load",
+    "load_packed": "hf.packed",
+    "merge_errors": "models.lora.report",
+    "quantize_": "models.quantize",
+    "save_mlx": "files.mlx.save",
+    "save_packed": "hf.packed",
+    "unfuse_": "models.fuse.apply",
 }
-# Reachable as attributes without an import of their own.
-_MODULES = ("_C", "adopt", "formats", "fuse", "linear", "lora_report", "ops", "quantize", "replace")
+# Reachable as attributes without an import of their own, as are the old names.
+_MODULES = ("_C", "formats", "ops")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _MODULES or name in old_names.PLACES:
         import torch  # noqa: F401  # whose import loads the libraries that _C is linked against
 
         return import_module(f".{name}", __name__)
@@ -84,7 +85,7 @@ def _register_ops() -> None:
 
 def _plug_into_transformers() -> None:
     try:
-        from . import hf  # noqa: F401  # it registers the quant_method "metalmm"
+        from .hf import quantizer  # noqa: F401  # it registers the quant_method "metalmm"
     except ImportError as error:
         import warnings
 
@@ -92,20 +93,20 @@ def _plug_into_transformers() -> None:
 
 
 def _plug_into_saving() -> None:
-    from . import hf_save  # noqa: F401  # save_pretrained of packed models becomes its own
+    from .hf import save  # noqa: F401  # save_pretrained of packed models becomes its own
 
 
 def _plug_into_diffusers() -> None:
-    from . import diffusers_save  # noqa: F401  # save_pretrained refuses packed layers
+    from .hf import diffusers  # noqa: F401  # save_pretrained refuses packed layers
 
 
 def _plug_into_models() -> None:
-    from . import hf_methods  # noqa: F401  # counts and resizing know of packed layers
+    from .hf import methods  # noqa: F401  # counts and resizing know of packed layers
 
 
 def _plug_into_sentences() -> None:
     try:
-        from . import sentences  # noqa: F401  # its models load with packed embeddings
+        from .hf import sentences  # noqa: F401  # its models load with packed embeddings
     except (ImportError, AttributeError) as error:
         import warnings
 
@@ -114,13 +115,14 @@ def _plug_into_sentences() -> None:
 
 def _plug_into_peft() -> None:
     try:
-        from . import lora, lora_others  # noqa: F401  # they register layers and checks
+        from .models.lora import layers, others  # noqa: F401  # they register layers and checks
     except (ImportError, AttributeError) as error:
         import warnings
 
         warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)
 
 
+old_names.install()
 when_imported("torch", _register_ops)
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 when_imported("transformers.quantizers.auto", _plug_into_transformers)

@@ -20,17 +20,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .msl_build import (
-    JOBS,
-    METAL_VERSION,
-    ROOT,
-    BuildError,
-    MetalSyntaxError,
-    build_file,
-    build_text,
-)
-from .msl_library import EmulatorFault, Function, Library
-from .msl_lines import line_of
+try:
+    from .msl.build import (
+        JOBS,
+        METAL_VERSION,
+        ROOT,
+        BuildError,
+        MetalSyntaxError,
+        build_file,
+        build_text,
+    )
+    from .msl.library import EmulatorFault, Function, Library
+    from .msl.lines import line_of
+except ModuleNotFoundError as error:
+    if error.name != "torch_metalmm.msl":
+        raise
+    raise ImportError(
+        "torch_metalmm.testing: the emulator works in a checkout of the repository; this is an "
+        "installed wheel, which has neither its sources nor the shaders"
+    ) from None
 
 __all__ = [
     "BuildError",

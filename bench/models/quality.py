@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import load_gguf, quantize_
-from torch_metalmm.generate import demo_model
+from torch_metalmm.tools.generate import demo_model
 
 FORMATS = "q8_0,q6_k,q5_k,q4_k,q4_0,iq4_xs,mxfp4,q3_k,q2_k"
 FORMATS += ",affine8_g64,affine6_g64,affine4_g64,affine4_g32,affine3_g64,affine2_g64"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalmm import fuse_, quantize_
-from torch_metalmm.fused import FORMS, SwiGLU
+from torch_metalmm.nn.fused import FORMS, SwiGLU
 
 from ..timing import PAUSE_SECONDS, Timing
 from . import llama_cpp_model

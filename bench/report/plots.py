@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_metalmm import _C
-from torch_metalmm.format_table import FAMILIES
+from torch_metalmm.tools.format_table import FAMILIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

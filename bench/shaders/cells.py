@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_metalmm import _C, chip_model
-from torch_metalmm.msl_build import LANGUAGE, ROOT, BuildError, zig
+from torch_metalmm import _C
+from torch_metalmm.msl.build import LANGUAGE, ROOT, BuildError, zig
+from torch_metalmm.tools import chips as chip_model
 
 from ..tables import Table, replace_block, to_markdown
 from . import chips, ptx
 
 METAL = ROOT / "metal"
-README = ROOT / "bench" / "README.md"
+RESULTS = ROOT / "bench" / "results.md"
 DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 
 _PLAIN = "x, w, {y, x, x}, args, memory, at"
@@ -189,47 +190,32 @@ def size_table() -> Table:
     return Table("Kernels", ["", "", "of"], rows)
 
 
-def loop_table(title: str, cells: list[Cell]) -> Table:
-    """Instructions per weight by class and issue cycles, a row per format."""
-    rows = [
-        [c.format, *(f"{c.per_weight(k):.2f}" for k in ptx.CLASSES), f"{c.cycles:.2f}",
-         "yes" if c.uses_local_memory else "no"]
-        for c in cells
-    ]  # fmt: skip
-    return Table(title, ["format", *ptx.CLASSES, "cycles", "local memory"], rows)
-
-
-def cycles_table(found: dict[tuple[str, str], list[Cell]]) -> Table:
-    """Issue cycles per weight, a column per strategy and dtype."""
-    columns = [f"{strategy}, x {dtype}" for strategy, dtype in found]
-    rows = [
-        [c[0].format, *(f"{x.cycles:.2f}" for x in c)] for c in zip(*found.values(), strict=True)
-    ]
-    return Table("Issue cycles per weight", ["format", *columns], rows)
-
-
-def tables() -> list[Table]:
-    """The inner loops: every dtype of x in gemv, and f16 in gemv_wide_n."""
+def table() -> Table:
+    """The inner loops of gemv: instructions per weight, by class of ptx.CLASSES, of x f16; issue
+    cycles per weight of every dtype of x, and of gemv_wide_n.
+    """
     found = measure([*(("gemv", d) for d in ("f16", "f32", "bf16")), ("gemv_wide_n", "f16")])
-    loops = [
-        loop_table(
-            f"gemv, x {dtype}: instructions and issue cycles per weight", found["gemv", dtype]
-        )
-        for dtype in ("f16", "f32", "bf16")
-    ]
-    return [*loops, cycles_table(found)]
+    cycles = [f"cycles, {strategy}, x {dtype}" for strategy, dtype in found]
+    columns = ["format", *ptx.CLASSES, "load, x f32", *cycles, "local memory"]
+    rows = []
+    for cells in zip(*found.values(), strict=True):
+        half, single = cells[:2]
+        row = [half.format, *(f"{half.per_weight(kind):.2f}" for kind in ptx.CLASSES)]
+        row += [f"{single.per_weight('load'):.2f}", *(f"{c.cycles:.2f}" for c in cells)]
+        rows.append([*row, "yes" if any(c.uses_local_memory for c in cells) else "no"])
+    return Table("gemv, x f16: instructions per weight, and issue cycles", columns, rows)
 
 
 def markdown() -> str:
-    """The tables as the block between the markers of bench/README.md."""
-    return "\n\n".join(to_markdown(t) for t in tables())
+    """The table as the block between the markers of bench/results.md."""
+    return to_markdown(table())
 
 
 # ---- what is committed of it
 
 
 def chip_counts() -> dict[str, Any]:
-    """The counts of torch_metalmm.chip_model: issue cycles per weight, by strategy."""
+    """The counts of torch_metalmm.tools.chips: issue cycles per weight, by strategy."""
     strategies = ("gemv", "gemv_batched")
     found = measure([(strategy, dtype) for strategy in strategies for dtype in DTYPES])
     out: dict[str, Any] = {"batch": CONSTANTS["Batch"]}
@@ -248,6 +234,6 @@ def write() -> list[Path]:
     rows = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text)
     chip_model.COUNTS.write_text(rows + "\n")
     chip_model.counts.cache_clear()
-    replace_block(README, "cells", markdown())
+    replace_block(RESULTS, "cells", markdown())
     replace_block(chips.PAGE, "chips", chips.markdown())
-    return [chip_model.COUNTS, README, chips.PAGE]
+    return [chip_model.COUNTS, RESULTS, chips.PAGE]

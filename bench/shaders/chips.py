@@ -1,6 +1,6 @@
 """`python -m bench chips`: what the chip model predicts, beside what others have published.
 
-No figure here was measured by this project: the predictions are torch_metalmm.chip_model's, the
+No figure here was measured by this project: the predictions are torch_metalmm.tools.chips', the
 published ones their authors'.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from statistics import linear_regression
 
 from torch_metalmm import _C
-from torch_metalmm.chip_model import MODELS, Chip, predict, tokens_per_second
-from torch_metalmm.msl_build import ROOT
+from torch_metalmm.msl.build import ROOT
+from torch_metalmm.tools.chips import MODELS, Chip, predict, tokens_per_second
 
 from ..tables import Table, digits, percent, to_markdown
 

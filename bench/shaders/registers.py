@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_metalmm import _C, formats, ptx
-from torch_metalmm.msl_build import digest
+from torch_metalmm import _C, formats
+from torch_metalmm.msl import ptx
+from torch_metalmm.msl.build import digest
 
 from ..tables import Table, replace_block, to_markdown
 
 FILE = Path(__file__).with_name("registers.json")
-README = Path(__file__).parents[1] / "README.md"
+RESULTS = Path(__file__).parents[1] / "results.md"
 LIMIT, NO_LIMIT = 128, 255
 TRIED = (LIMIT, 120, 112, 104, 96)
 # What is planned for: enough that every rule of plan() takes each side.
@@ -198,5 +199,5 @@ def write(found: list[Registers]) -> list[Path]:
         for r in found
     ]
     FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    replace_block(README, "registers", "\n\n".join(map(to_markdown, tables(found))))
-    return [FILE, README]
+    replace_block(RESULTS, "registers", "\n\n".join(map(to_markdown, tables(found))))
+    return [FILE, RESULTS]

@@ -1,7 +1,5 @@
 // The ops on CPU tensors. Everything between two ops stays f32; the result is rounded once, to its
 // dtype.
-#include "ops.h"
-
 #include <torch/library.h>
 
 #include <atomic>
@@ -11,6 +9,7 @@
 #include "cpu/quantize/quantize.h"
 #include "matmul.h"
 #include "ops/checks.h"
+#include "ops/strategies.h"
 #include "ops/tensors.h"
 #include "parallel.h"
 
@@ -140,8 +139,7 @@ bool all_finite(const float* x, int64_t n) {
   return !bad;
 }
 
-}  // namespace
-
+// w f32 / f16 / bf16 [N, K] -> uint8 [N, row_bytes]. ValueError on NaN or Inf.
 at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   const Format& f = check_quantize(w, format);
   const int64_t n = w.size(0), k = w.size(1), row_bytes = f.row_bytes(k);
@@ -171,7 +169,10 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   return out;
 }
 
+}  // namespace
+
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
+  set_strategy_check(at::kCPU, [](std::string_view name) { strategy_by_name(name); });
   m.impl("linear", linear);
   m.impl("linear_input_grad", linear_input_grad);
   m.impl("swiglu", swiglu);

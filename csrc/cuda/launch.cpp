@@ -62,7 +62,7 @@ std::string read_ptx(const std::string& kernel) {
   std::ifstream file(path);
   if (!file) {
     throw std::runtime_error("no PTX for " + kernel + " (" + path +
-                             "): run python -m torch_metalmm.ptx");
+                             "): run python -m torch_metalmm.msl.ptx");
   }
   std::ostringstream text;
   text << file.rdbuf();

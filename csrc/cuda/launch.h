@@ -1,5 +1,5 @@
 // launch(Plan, Buffers) on an NVIDIA GPU: the shaders as PTX, one file per kernel, which
-// torch_metalmm/ptx.py puts into the folder ptx/ beside this library.
+// torch_metalmm/msl/ptx.py puts into the folder ptx/ beside this library.
 #pragma once
 
 #include "plan/launch.h"

@@ -28,7 +28,13 @@ void load_emulated(const std::string& path);
 // kernel and where, as "file:line", or "library+0xaddress" without a LineOf.
 void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options = {});
 
-// Whether the emulator computes on CPU tensors in the place of the CPU's kernels.
-bool emulator_is_installed();
+// Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the chip's
+// own), the order of its threads, and whether f32 and bf16 lose their subnormals. Throws c10::Error
+// if it is installed, std::invalid_argument if there is no such chip.
+void install_emulator(const std::string& chip, bool descending, uint32_t cores,
+                      bool flush_subnormals);
+
+// The CPU's kernels again.
+void remove_emulator();
 
 }  // namespace metalmm

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/ops.h"
+#include "ops/op_calls.h"
+#include "ops/strategies.h"
 #include "ops/tensors.h"
 
 namespace metalmm::gpu {
@@ -43,12 +44,6 @@ at::Tensor aligned_rows(const PackedWeight& w) {
 
 DType dtype_of(at::ScalarType t) {
   return t == at::kFloat ? DType::kF32 : t == at::kHalf ? DType::kF16 : DType::kBF16;
-}
-
-std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {
-  if (!name.has_value()) return std::nullopt;
-  const std::vector<StrategyId> able = strategies_of(Op::kLinear);
-  return able[check_name("strategy", *name, able, c10::DeviceTypeName(x.device().type(), true))];
 }
 
 // The operands of a problem; a tensor that is not defined is absent.
@@ -285,9 +280,9 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
   return o.y.view(shape);
 }
 
-at::Tensor quantize(const Engine&, const at::Tensor& w, std::string_view format) {
+at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   check_quantize(w, format);
-  return cpu::quantize(w.detach().to(at::kCPU), format).to(w.device());
+  return call_quantize(w.detach().to(at::kCPU), format).to(w.device());
 }
 
 at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op) {

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "ops.h"
+#include "ops/strategies.h"
 
 namespace metalmm::gpu {
 
@@ -16,9 +17,10 @@ struct OpOf<kOp, engine> {
   static at::Tensor call(Args... args) { return kOp(engine(), args...); }
 };
 
-// Every op of ops/schemas.cpp. The library has a dispatch key: TORCH_LIBRARY_IMPL(metalmm, MPS, m).
+// The ops of ops/schemas.cpp that shaders compute. The library has a dispatch key:
+// TORCH_LIBRARY_IMPL(metalmm, MPS, m).
 template <const Engine& (*engine)()>
-void register_engine(torch::Library& m) {
+void register_shaders(torch::Library& m) {
   m.impl("linear", OpOf<&linear, engine>::call);
   m.impl("linear_input_grad", OpOf<&linear_input_grad, engine>::call);
   m.impl("swiglu", OpOf<&swiglu, engine>::call);
@@ -26,22 +28,38 @@ void register_engine(torch::Library& m) {
   m.impl("gemv", OpOf<&gemv, engine>::call);
   m.impl("gemm", OpOf<&gemm, engine>::call);
   m.impl("dequantize", OpOf<&dequantize, engine>::call);
-  m.impl("quantize", OpOf<&quantize, engine>::call);
   m.impl("embedding", OpOf<&embedding, engine>::call);
   m.impl("probe", OpOf<&probe, engine>::call);
 }
 
-// While the result lives, the engine computes on CPU tensors in the place of the CPU's kernels.
+// Every op, for tensors of another device than the CPU.
 template <const Engine& (*engine)()>
-torch::Library in_place_of_cpu() {
-  // torch warns that kernels are replaced, which is the point.
-  struct Silent : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } handler;
-  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
-  torch::Library m(torch::Library::IMPL, "metalmm", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  register_engine<engine>(m);
-  return m;
+void register_engine(torch::Library& m) {
+  register_shaders<engine>(m);
+  m.impl("quantize", quantize);
 }
+
+// While it lives, the engine computes on CPU tensors in the place of the CPU's kernels, but for
+// quantize, and takes the strategies of plan().
+template <const Engine& (*engine)()>
+class InPlaceOfCpu {
+ public:
+  InPlaceOfCpu() {
+    // torch warns that kernels are replaced, which is the point.
+    struct Silent : c10::WarningHandler {
+      void process(const c10::Warning&) override {}
+    } handler;
+    const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+    register_shaders<engine>(library_);
+  }
+  ~InPlaceOfCpu() { set_strategy_check(at::kCPU, before_); }
+  InPlaceOfCpu(const InPlaceOfCpu&) = delete;
+  InPlaceOfCpu& operator=(const InPlaceOfCpu&) = delete;
+
+ private:
+  torch::Library library_{torch::Library::IMPL, "metalmm", c10::DispatchKey::CPU, __FILE__,
+                          __LINE__};
+  StrategyCheck before_ = set_strategy_check(at::kCPU, nullptr);
+};
 
 }  // namespace metalmm::gpu

@@ -1,9 +1,4 @@
 // torch.ops.metalmm for MPS tensors.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <filesystem>
-
 #include "gpu/register.h"
 #include "launch.h"
 
@@ -20,27 +15,5 @@ const gpu::Engine& engine() {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(metalmm, MPS, m) { gpu::register_engine<engine>(m); }
-
-void bind_mps(pybind11::module_& m) {
-  m.def(
-      "mps_facts",
-      [] {
-        const Facts f = facts();
-        const std::string archive = archive_path();
-        pybind11::dict out;
-        out["name"] = f.name;
-        out["family"] = f.family;
-        out["cores"] = f.cores;
-        out["max_threadgroup_memory"] = f.max_threadgroup_memory;
-        out["max_threads"] = f.max_threads;
-        out["macos"] = f.macos;
-        out["archive"] = std::filesystem::exists(archive) ? archive : std::string();
-        out["plans_for"] = supported_gpu(f).row;
-        return out;
-      },
-      "What the Metal device reports, the row of the table of chips that is planned for, and the "
-      "path of the metallib beside this module, empty if there is none. RuntimeError: no device, "
-      "or not one that the engine runs on.");
-}
 
 }  // namespace metalmm::mps

@@ -1,7 +1,7 @@
 // Gradients for activations, bias and c, for every engine: written in terms of the ops themselves.
 // Packed weights are frozen.
 //
-// In C++ because a Python autograd formula costs every call of the op: see bench/README.md, "op
+// In C++ because a Python autograd formula costs every call of the op: see bench/results.md, "op
 // overhead".
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>

@@ -1,4 +1,5 @@
-// The ops, called through the dispatcher: what autograd and autocast are written in terms of.
+// The ops, called through the dispatcher: what autograd, autocast and what one engine takes
+// from another are written in terms of.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -67,6 +68,11 @@ inline Tensor call_dequantize(const Tensor& w, Name format, std::optional<int64_
       find_op<Tensor(const Tensor&, Name, std::optional<int64_t>, std::optional<at::ScalarType>)>(
           "metalmm::dequantize");
   return op.call(w, format, in_features, dtype);
+}
+
+inline Tensor call_quantize(const Tensor& w, Name format) {
+  static auto op = find_op<Tensor(const Tensor&, Name)>("metalmm::quantize");
+  return op.call(w, format);
 }
 
 inline Tensor call_embedding(const Tensor& ids, const Tensor& w, Name format,

@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "cpu/matmul.h"
-#include "emulator/launch.h"
+#include "strategies.h"
 
 namespace metalmm {
 namespace {
@@ -21,17 +20,6 @@ Shape with_last(const at::Tensor& x, c10::SymInt n) {
   Shape out = x.sym_sizes().vec();
   out.back() = std::move(n);
   return out;
-}
-
-// As the engine of the tensor's device checks it; meta is none, and takes any name.
-void check_strategy(OptionalName name, const at::Tensor& x) {
-  if (!name.has_value() || x.is_meta()) return;
-  if (x.is_cpu() && !emulator_is_installed()) {
-    or_value_error([&] { return cpu::strategy_by_name(*name); });
-    return;
-  }
-  check_name("strategy", *name, strategies_of(Op::kLinear),
-             c10::DeviceTypeName(x.device().type(), true));
 }
 
 Shape linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,

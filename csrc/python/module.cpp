@@ -11,10 +11,10 @@ namespace py = pybind11;
 
 namespace metalmm {
 void bind_plan(py::module_& m);      // plan.cpp
-void bind_emulator(py::module_& m);  // emulator/ops.cpp
+void bind_emulator(py::module_& m);  // emulator.cpp
 namespace mps {
-void bind_recorder(py::module_& m);  // mps/recorder.cpp
-void bind_mps(py::module_& m);       // mps/ops.cpp, on macOS
+void bind_recorder(py::module_& m);  // recorder.cpp
+void bind_mps(py::module_& m);       // mps.cpp, on macOS
 }  // namespace mps
 
 }  // namespace metalmm

@@ -6,7 +6,7 @@
 // Traffic  every byte of W once; x once per simdgroup, in registers for all of its rows.
 // Needs    threadgroup memory: the codebook, then kSimdgroups * kRows floats with kShareRows.
 //
-// Cost     instructions and issue cycles per weight of every format: bench/README.md, which
+// Cost     instructions and issue cycles per weight of every format: bench/results.md, which
 //          `python -m bench cells` prints from the compiled loop.
 #pragma once
 

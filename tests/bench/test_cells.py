@@ -11,7 +11,7 @@ import pytest
 from bench.__main__ import main
 from bench.shaders import cells, chips, ptx
 from bench.tables import replace_block
-from torch_metalmm import chip_model
+from torch_metalmm.tools import chips as chip_model
 
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "affine4")
 TWO_AND_THREE_BITS = ("q2_k", "affine2", "affine3")
@@ -166,13 +166,13 @@ def test_committed_figures_are_those_of_the_compiled_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`bench cells --write` makes the committed files again, from files that say something else."""
-    committed = (chip_model.COUNTS, cells.README, chips.PAGE)
+    committed = (chip_model.COUNTS, cells.RESULTS, chips.PAGE)
     written = [Path(shutil.copy(file, tmp_path)) for file in committed]
     written[0].write_text("{}")
     replace_block(written[1], "cells", "")
     replace_block(written[2], "chips", "")
     monkeypatch.setattr(chip_model, "COUNTS", written[0])
-    monkeypatch.setattr(cells, "README", written[1])
+    monkeypatch.setattr(cells, "RESULTS", written[1])
     monkeypatch.setattr(chips, "PAGE", written[2])
     assert main(["cells", "--write"]) == 0
     chip_model.counts.cache_clear()
@@ -181,7 +181,8 @@ def test_committed_figures_are_those_of_the_compiled_code(
 
 
 def test_the_aim() -> None:
-    """f16 x: at most 3.5 cycles for 4 bits and 4 for 2 and 3; q3_k is above (README). q4_k and q2_k
+    """f16 x: at most 3.5 cycles for 4 bits and 4 for 2 and 3; q3_k is above
+    (bench/results.md). q4_k and q2_k
     unpack their scales for every 32 values: 0.25 more, for 128 registers and no idle lanes."""
     found = {c.format: c.cycles for c in cells.count("gemv", "f16")}
     short = {"q4_k": 0.25, "q2_k": 0.25}

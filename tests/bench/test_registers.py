@@ -12,8 +12,9 @@ from places import TESTS
 
 from bench.shaders import registers
 from bench.tables import replace_block
-from torch_metalmm import _C, ptx
-from torch_metalmm.msl_build import digest
+from torch_metalmm import _C
+from torch_metalmm.msl import ptx
+from torch_metalmm.msl.build import digest
 
 # Bytes. With 16 rows of f16 x: the f32 weights of a step, and the levels of its codes.
 SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8}
@@ -43,10 +44,10 @@ def test_the_figures_are_those_of_the_shaders() -> None:
 
 
 def test_the_page_has_the_figures(tmp_path: Path) -> None:
-    page = Path(shutil.copy(registers.README, tmp_path))
+    page = Path(shutil.copy(registers.RESULTS, tmp_path))
     tables = registers.tables(registers.recorded().values())
     replace_block(page, "registers", "\n\n".join(map(registers.to_markdown, tables)))
-    assert page.read_text() == registers.README.read_text()
+    assert page.read_text() == registers.RESULTS.read_text()
 
 
 # A loop-free kernel that keeps `count` values until all are loaded, and adds them in reverse.

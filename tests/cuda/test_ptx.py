@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_metalmm import _C, ptx
+from torch_metalmm import _C
+from torch_metalmm.msl import ptx
 
 N_CONSTANTS = 7  # those of abi.h, and whether the grid is one row
 

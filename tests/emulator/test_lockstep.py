@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_metalmm import msl_build
+from torch_metalmm.msl import build as msl_build
 from torch_metalmm.testing import EmulatorFault, Function, MetalSource
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_metalmm.msl_build import ROOT, compile_text, runtime_objects
+from torch_metalmm.msl.build import ROOT, compile_text, runtime_objects
 
 EMULATOR = ROOT / "csrc" / "emulator"
 # Undefined behaviour traps: the emulator has functions named as those of UBSan's own library.

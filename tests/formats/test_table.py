@@ -12,7 +12,7 @@ from oracle import random_weight
 from places import ROOT
 
 from torch_metalmm import _C, formats
-from torch_metalmm.format_table import FAMILIES, markdown
+from torch_metalmm.tools.format_table import FAMILIES, markdown
 
 GROUPS = (32, 64, 128)
 SCALES = {"": 2, "_bf16": 2, "_f32": 4}  # suffix: bytes of a scale and of a bias

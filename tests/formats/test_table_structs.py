@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from torch_metalmm.msl_build import LANGUAGE, zig
+from torch_metalmm.msl.build import LANGUAGE, zig
 
 TEXT = (ROOT / "metal" / "formats.def").read_text()
 STRUCTS = dict(re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+), *(\w+),", TEXT, re.M))

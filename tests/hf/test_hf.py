@@ -19,7 +19,7 @@ from torch import nn
 from transformers.trainer_utils import validate_quantization_for_training
 
 from torch_metalmm import MetalMMConfig, QuantLinear, formats, load_gguf, quantize_
-from torch_metalmm.replace import dense_weight
+from torch_metalmm.models.replace import dense_weight
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
 

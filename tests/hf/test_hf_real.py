@@ -14,7 +14,7 @@ from hf_models import packed_bytes, same_bytes
 
 from bench.models.quality import embeddings, minilm_folder, sentences
 from torch_metalmm import MetalMMConfig, load_gguf, quantize_
-from torch_metalmm.generate import demo_model
+from torch_metalmm.tools.generate import demo_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from hf_models import logits, random_model, same_bytes
 from torch import nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear, load_packed, quantize_, save_packed
-from torch_metalmm.replace import replaceable
+from torch_metalmm.models.replace import replaceable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

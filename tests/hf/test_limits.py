@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_metalmm.limits import MAX_LAYERS, check_counts
+from torch_metalmm.files.limits import MAX_LAYERS, check_counts
 
 
 @pytest.mark.parametrize(

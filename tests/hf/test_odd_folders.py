@@ -24,7 +24,7 @@ from torch_metalmm import (
     save_mlx,
     save_packed,
 )
-from torch_metalmm.cli import main
+from torch_metalmm.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 

@@ -17,8 +17,8 @@ from hf_models import random_model, same_bytes
 from transformers.integrations import hub_kernels
 
 from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
-from torch_metalmm.cli import main
-from torch_metalmm.untrusted import forget_kernels
+from torch_metalmm.files.untrusted import forget_kernels
+from torch_metalmm.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

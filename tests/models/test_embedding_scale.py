@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalmm import QuantEmbedding, quantize_
-from torch_metalmm.replace import packable
+from torch_metalmm.models.replace import packable
 
 SCALE = 27.7  # no f16 or bf16 number, so it matters when it is rounded
 IDS = torch.tensor([[3, 0, 7], [9, 1, 3]])

@@ -11,7 +11,7 @@ from tiny_models import tiny_llama, token_ids
 from torch import Tensor
 
 from torch_metalmm import fuse_, load_gguf, quantize_
-from torch_metalmm.generate import demo_model
+from torch_metalmm.tools.generate import demo_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

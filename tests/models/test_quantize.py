@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torch_metalmm.quantize as quantize_module
 from torch_metalmm import QuantEmbedding, QuantLinear, formats, quantize_
-from torch_metalmm.quantize import resolve_format
+from torch_metalmm.models import quantize as quantize_module
+from torch_metalmm.models.quantize import resolve_format
 
 pytestmark = pytest.mark.filterwarnings("error")
 

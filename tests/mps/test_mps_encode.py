@@ -21,8 +21,8 @@ from shaders import NAMES, SLOTS, args_of
 from torch import Tensor
 
 from torch_metalmm import _C, formats
-from torch_metalmm.msl_build import preprocess, unmark
-from torch_metalmm.msl_source import ROLES, Reader
+from torch_metalmm.msl.build import preprocess, unmark
+from torch_metalmm.msl.source import ROLES, Reader
 
 ops = torch.ops.metalmm
 CHIP, CORES, N, K = "m1", 4, 37, 1024

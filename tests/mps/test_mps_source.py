@@ -12,9 +12,10 @@ from places import ROOT
 from plan_cases import DTYPES, STRATEGIES, codecs, strategy_rows
 from shaders import SLOTS, args_of
 
-from torch_metalmm import _C, formats, ptx
-from torch_metalmm.msl_build import preprocess, unmark
-from torch_metalmm.msl_source import Reader, Source
+from torch_metalmm import _C, formats
+from torch_metalmm.msl import ptx
+from torch_metalmm.msl.build import preprocess, unmark
+from torch_metalmm.msl.source import Reader, Source
 from torch_metalmm.testing import MetalSource
 
 sys.path.insert(0, str(ROOT / "csrc" / "mps"))

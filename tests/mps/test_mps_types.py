@@ -84,8 +84,9 @@ def test_nothing_ends_or_waits_and_torch_commits(objects: dict[str, MachO]) -> N
 
 
 def test_the_ops_compile(tmp_path: Path) -> None:
-    """ops.cpp is C++ that only macOS builds."""
-    assert compile_for_macos(MPS / "ops.cpp", tmp_path / "ops.o") == ""
+    """They and what Python is told are C++ that only macOS builds."""
+    for file in (MPS / "ops.cpp", ROOT / "csrc" / "python" / "mps.cpp"):
+        assert compile_for_macos(file, tmp_path / "ops.o") == "", file
 
 
 def test_a_wrong_type_is_found(tmp_path: Path) -> None:

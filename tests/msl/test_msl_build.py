@@ -11,7 +11,7 @@ import pytest
 import torch
 from msl_kernels import HEAD
 
-from torch_metalmm import msl_build
+from torch_metalmm.msl import build as msl_build
 from torch_metalmm.testing import BuildError, MetalSource
 
 TEXT = f'{HEAD}#include "value.h"\nkernel void k(device float* y) {{ y[0] = VALUE; }}\n'
@@ -46,7 +46,7 @@ def test_no_module_of_the_current_folder_is_the_compiler(tmp_path: Path, name: s
     (path.parent / "__init__.py").touch()
     path.write_text("print('a module of the current folder')\n")
     done = subprocess.run(
-        [sys.executable, "-c", "from torch_metalmm import msl_build as b; print(b.zig('version'))"],
+        [sys.executable, "-c", "from torch_metalmm.msl import build as b; print(b.zig('version'))"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(msl_build.ROOT)},
         capture_output=True,

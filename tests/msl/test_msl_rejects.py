@@ -7,8 +7,8 @@ import re
 import pytest
 from places import ROOT
 
-from torch_metalmm.msl_build import METAL_VERSION, preprocess, unmark
-from torch_metalmm.msl_rules import violations
+from torch_metalmm.msl.build import METAL_VERSION, preprocess, unmark
+from torch_metalmm.msl.rules import violations
 from torch_metalmm.testing import MetalSource, MetalSyntaxError
 
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msl_kernels import HEAD, LANES, Batch
 
-from torch_metalmm.msl_build import INCLUDE
+from torch_metalmm.msl.build import INCLUDE
 from torch_metalmm.testing import MetalSource
 
 FLOATS = [float((i * 7 + 3) % 11 - 5) for i in LANES]

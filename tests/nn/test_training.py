@@ -64,7 +64,7 @@ MEMORY = """
 import sys, torch
 sys.path[:0] = ["tests/support", "."]
 from oracle import random_weight
-from torch_metalmm.generate import peak_memory
+from torch_metalmm.tools.generate import peak_memory
 ops = torch.ops.metalmm
 n, k = 65536, 4096  # dense, 1 GiB
 rows = torch.cat([random_weight("q4_0", 64, k)] * (n // 64))

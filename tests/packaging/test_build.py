@@ -228,6 +228,10 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
     (package / "old.py").unlink()
     assert wheel_files(clone) == wheel and sdist_files(clone) == sdist
     assert {"torch_metalmm/__init__.py", "torch_metalmm/py.typed"} <= wheel
+    data = {"torch_metalmm/formats.def", "torch_metalmm/tools/issue_cycles.json"}
+    python = {str(f.relative_to(clone)) for f in package.rglob("*.py")}
+    assert wheel == data | {"torch_metalmm/py.typed"} | {f for f in python if "/msl/" not in f}
+    assert python <= sdist
     assert not [name for name in wheel if name.endswith((".ptx", ".so", ".metallib"))]
     shutil.rmtree(package / "ptx")
 
@@ -256,7 +260,7 @@ command.copy_extensions_to_source()
 
 def test_ptx_that_is_asked_for_must_be_there(clone: Path) -> None:
     done = setup(clone, "build_py", "--build-lib", "build/ptx", ptx="1")
-    assert done.returncode != 0 and "run python -m torch_metalmm.ptx first" in done.stderr
+    assert done.returncode != 0 and "run python -m torch_metalmm.msl.ptx first" in done.stderr
 
 
 def test_an_sdist_has_what_a_build_needs_and_no_part_of_the_tests(clone: Path) -> None:

@@ -30,7 +30,7 @@ for name, call in {calls!r}.items():
         print(name, error)
     except (OSError, ValueError):
         pass
-from torch_metalmm.cli import main
+from torch_metalmm.tools.cli import main
 for command in ("generate x --model x", "quantize x --format q8_0 --output y"):
     main(command.split())
 """

@@ -21,7 +21,7 @@ def python(*arguments: str) -> str:
 def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
     """Through the console script's import and as a module."""
     script = (
-        "import atexit, sys; from torch_metalmm.cli import main; "
+        "import atexit, sys; from torch_metalmm.tools.cli import main; "
         "atexit.register(lambda: print(*sys.modules)); "
         f"sys.exit(main({arguments}))"
     )
@@ -43,7 +43,26 @@ def test_importing_the_package_registers_the_ops(first: str) -> None:
     assert python("-c", script) == "metalmm.linear\n"
 
 
-@pytest.mark.parametrize("name", ["_C", "formats.affine", "gguf", "linear", "ops", "quantize"])
+def test_the_emulator_of_a_wheel_says_that_it_needs_a_checkout() -> None:
+    """A wheel has no torch_metalmm.msl."""
+    script = """
+import sys
+class Wheel:
+    def find_spec(name, path, target=None):
+        if name == "torch_metalmm.msl":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Wheel)
+try:
+    import torch_metalmm.testing
+except ImportError as error:
+    print(error)
+"""
+    assert python("-c", script).startswith(
+        "torch_metalmm.testing: the emulator works in a checkout"
+    )
+
+
+@pytest.mark.parametrize("name", ["_C", "formats.affine", "files.gguf.load", "nn.linear", "ops"])
 def test_a_module_is_imported_first(name: str) -> None:
     """Before torch, whose import registers the ops while this one is under way."""
     parent, _, last = f"torch_metalmm.{name}".rpartition(".")

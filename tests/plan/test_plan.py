@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import CHIPS, DTYPES, MS, NKS, codecs, strategy_of, strategy_rows
 
-from torch_metalmm import _C, explain, formats
+from torch_metalmm import _C, formats
+from torch_metalmm.tools import explain
 
 GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from plan_cases import CHIPS, NKS, STRATEGIES, UNIT_BITS, strategies_used
 
-from torch_metalmm import _C, explain, formats
+from torch_metalmm import _C, formats
+from torch_metalmm.tools import explain
 
 BASELINES = {"gemv_coalesced", "gemm_naive", "gemm_tiled"}
 PARTIAL = _C.EPILOGUE_BITS["partial"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from torch_metalmm import cli
+from torch_metalmm.tools import cli
 
 # Recipes that docs/recipes.md must have: the tasks people come for.
 TASKS = (

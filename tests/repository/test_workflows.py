@@ -13,8 +13,8 @@ import yaml
 from places import ROOT
 
 import bench.__main__ as bench
-from torch_metalmm import cli
-from torch_metalmm.doctor import LIMIT
+from torch_metalmm.tools import cli
+from torch_metalmm.tools.doctor.report import LIMIT
 
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -69,8 +69,8 @@ def test_the_page_for_mac_owners_names_what_exists() -> None:
         else:
             assert [name, *arguments[:2]] == ["python", "-m", "bench"]
             assert bench.parse(arguments[2:]).command == "matmul"
-    doctor = (ROOT / "torch_metalmm/doctor.py").read_text()
-    child = (ROOT / "torch_metalmm/doctor_child.py").read_text()
+    doctor = (ROOT / "torch_metalmm/tools/doctor/report.py").read_text()
+    child = (ROOT / "torch_metalmm/tools/doctor/child.py").read_text()
     for verdict, text in (("HANGS", doctor), ("DIES", doctor), ("FAIL", child), ("skip", child)):
         assert f"`{verdict}" in page and f'"{verdict} ' in text
     assert f"more than {LIMIT:g} s is killed" in page and "METALMM_TEST_CASES" in page

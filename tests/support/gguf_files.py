@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_metalmm import load_gguf
-from torch_metalmm.gguf_file import GgufFile
+from torch_metalmm.files.gguf.file import GgufFile
 
 H, FFN, HEADS, LAYERS, CONTEXT = 256, 512, 4, 2, 128
 
@@ -239,9 +239,9 @@ def _random_tensor(
 
 def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(GGUF name, shape in the file) of every tensor a model with this header needs."""
-    from torch_metalmm.gguf_file import GgufFile
-    from torch_metalmm.gguf_map import model_config, tensor_map
-    from torch_metalmm.skeleton import empty_model
+    from torch_metalmm.files.gguf.file import GgufFile
+    from torch_metalmm.files.gguf.map import model_config, tensor_map
+    from torch_metalmm.models.skeleton import empty_model
 
     file = GgufFile(path)
     config, values = model_config(file)

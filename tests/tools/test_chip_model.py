@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from bench.__main__ import main
 from bench.shaders import chips
 from bench.tables import read_block
-from torch_metalmm import _C, chip_model, formats
-from torch_metalmm.chip_model import LAUNCH_US, Chip, Prediction, cost, predict, tokens_per_second
-from torch_metalmm.explain import explain
+from torch_metalmm import _C, formats
+from torch_metalmm.tools import chips as chip_model
+from torch_metalmm.tools.chips import LAUNCH_US, Chip, Prediction, cost, predict, tokens_per_second
+from torch_metalmm.tools.explain import explain
 
 # 3.5 cycles for one row of x and 1.25 for each further one, so that the cases below stay as they
 # are when the decoding loops change.

@@ -16,10 +16,10 @@ import torch
 import transformers
 from gguf_files import random_model
 
-import torch_metalmm.cli as cli
-from torch_metalmm import _C, generate, load_gguf, load_packed, quantize_, save_mlx
-from torch_metalmm.cli import main
+from torch_metalmm import _C, load_gguf, load_packed, quantize_, save_mlx
 from torch_metalmm.engines import engines
+from torch_metalmm.tools import cli, generate
+from torch_metalmm.tools.cli import main
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,17 @@ import pytest
 import torch
 from backends import Backend, absences
 
-from torch_metalmm import doctor, doctor_child, doctor_large
-from torch_metalmm.cli import main
-from torch_metalmm.doctor_checks import Check, Found, Prepared, checks
+from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.doctor import child as doctor_child
+from torch_metalmm.tools.doctor import large as doctor_large
+from torch_metalmm.tools.doctor import report as doctor
+from torch_metalmm.tools.doctor.checks import checks
+from torch_metalmm.tools.doctor.compare import Check, Found, Prepared
 
 # A child of the doctor whose steps are given as Python text: their names and what each does.
 CHILD = """
 import os, signal, sys, threading, time
-from torch_metalmm.doctor_steps import Outcome, serve
+from torch_metalmm.tools.doctor.steps import Outcome, serve
 {before}
 def step(action):
     exec("def run():\\n " + action, globals())
@@ -76,7 +79,8 @@ def test_wrong_results_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that computes nothing fails where it is compared; the first failing check's own
     command finds it again."""
     script = (
-        "import sys, torch; from torch_metalmm import _C; from torch_metalmm.doctor_child import *;"
+        "import sys, torch; from torch_metalmm import _C;"
+        "from torch_metalmm.tools.doctor.child import *;"
         "torch.full((1 << 20,), 1e30); _C.install_recorder();"  # what empty() may find again
         "serve([s for s in steps('cpu') if 'GiB' not in s[0] and 'speed' not in s[0]],"
         "int(sys.argv[-1]))"
@@ -149,8 +153,8 @@ def test_an_exception_is_a_failed_check() -> None:
     assert lines[0] == "FAIL  RuntimeError: metalmm: Metal cannot compile gemv:"
     assert len(lines) == 60 and set(lines[1:]) == {"      metal/a.h:1: no"}
     before = (
-        "from torch_metalmm.doctor_checks import Check\n"
-        "from torch_metalmm.doctor_child import perform\n"
+        "from torch_metalmm.tools.doctor.compare import Check\n"
+        "from torch_metalmm.tools.doctor.child import perform\n"
         "def fail(): global spoiled; spoiled = 1; raise ValueError('no')"
     )
     lines = report(

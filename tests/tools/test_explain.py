@@ -7,9 +7,9 @@ import re
 import pytest
 
 from torch_metalmm import _C
-from torch_metalmm import explain as explaining
-from torch_metalmm.cli import main
-from torch_metalmm.explain import explain
+from torch_metalmm.tools import explain as explaining
+from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.explain import explain
 
 
 def test_explain() -> None:

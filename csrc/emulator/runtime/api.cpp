@@ -15,7 +15,7 @@ void run_worker(Worker& w);
 
 namespace {
 
-// Written by msl_tables.py beside each shader file: see msl/host/entry.h.
+// Written by torch_metalmm/msl/tables.py beside each shader file: see msl/host/entry.h.
 struct KernelEntry {
   const char* name;
   void (*run)();

@@ -20,7 +20,7 @@ constexpr uint32_t kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / 32;
 constexpr size_t kStackBytes = 64 << 10;  // per GPU thread
 constexpr size_t kPage = 16 << 10;        // a multiple of every page size in use
 // What the checks of a lane need of its stack, and memory below all stacks: a function's frame is
-// on the stack before check_stack() sees it, and msl_build.py refuses frames of 1 MB.
+// on the stack before check_stack() sees it, and msl/build.py refuses frames of 1 MB.
 constexpr size_t kStackMargin = 8 << 10, kBelowStacks = 2 << 20;
 constexpr uint32_t kMaxThreadgroupBytes = 32 << 10;
 constexpr size_t kSlotBytes = 1 << 20;  // addresses of one [[threadgroup(i)]] argument
@@ -86,7 +86,7 @@ struct Span {
   bool contains(const char* p, size_t n) const { return p >= begin && p + n <= end; }
 };
 
-// Written by msl_tables.py beside each shader file: see msl/host/entry.h.
+// Written by torch_metalmm/msl/tables.py beside each shader file: see msl/host/entry.h.
 enum Role : uint32_t { kRoleBuffer = 0, kRoleThreadgroup = 1, kRoleOptionalBuffer = 17 };
 struct Argument {
   uint32_t role, index;

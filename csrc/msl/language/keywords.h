@@ -37,7 +37,7 @@
 
 // A function constant has no value when its file is compiled. Its storage is a variable that the
 // launcher sets: mm_fc_<the text between the parentheses>, defined before the file is included
-// (torch_metalmm/testing.py). In PTX it is a symbol of that name, which torch_metalmm/ptx.py
+// (torch_metalmm/testing.py). In PTX it is a symbol of that name, which torch_metalmm/msl/ptx.py
 // removes.
 #ifdef __NVPTX__
 #define function_constant(index) clang::loader_uninitialized, gnu::weakref("mm_fc_" #index)

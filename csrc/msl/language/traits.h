@@ -126,7 +126,7 @@ struct space_of<threadgroup T> : integral_constant<int, 2> {};
 template <class T>
 struct space_of<constant T> : integral_constant<int, 3> {};
 
-// (P)x, which may not change an address space: msl_translate.py writes it for casts to pointers.
+// (P)x, which may not change an address space: msl/translate.py writes it for casts to pointers.
 template <class P, class X>
 constexpr bool keeps_space() {
   if constexpr (__is_pointer(X)) {

@@ -24,7 +24,7 @@ using half =
 using bfloat = __bf16;  // 8 bits of exponent, 8 of significand; every operation rounds once
 static_assert(sizeof(long) == 8 && sizeof(int) == 4, "Metal's long has 64 bits");
 
-// 1.0h; the other suffixes (H, bf, BF) are not C++'s, and msl_translate.py writes casts for them.
+// 1.0h; the other suffixes (H, bf, BF) are not C++'s, and msl/translate.py writes casts for them.
 constexpr half operator""h(long double x) { return static_cast<half>(x); }
 
 namespace metal {

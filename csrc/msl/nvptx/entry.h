@@ -1,5 +1,5 @@
 // How the CUDA launcher calls a kernel: all have the same parameters, of which one reads what it
-// declares. torch_metalmm/ptx.py writes an entry for each; csrc/cuda/launch.cpp passes them.
+// declares. torch_metalmm/msl/ptx.py writes an entry for each; csrc/cuda/launch.cpp passes them.
 #pragma once
 
 #include "operands.h"

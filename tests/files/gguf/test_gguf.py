@@ -16,10 +16,10 @@ from places import ROOT
 from torch import Tensor, nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear, load_packed
-from torch_metalmm.cli import main
-from torch_metalmm.generate import demo_model
-from torch_metalmm.gguf_file import GgufFile
-from torch_metalmm.gguf_map import supported_architectures
+from torch_metalmm.files.gguf.file import GgufFile
+from torch_metalmm.files.gguf.map import supported_architectures
+from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.generate import demo_model
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -110,8 +110,8 @@ def check_everything_else_is_packed(model: nn.Module, has_exceptions: bool) -> N
 def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-    from torch_metalmm.gguf_map import _ProcessorMap, model_config, tensor_map
-    from torch_metalmm.skeleton import empty_model
+    from torch_metalmm.files.gguf.map import _ProcessorMap, model_config, tensor_map
+    from torch_metalmm.models.skeleton import empty_model
 
     path = random_model(folder / f"names-{architecture}.gguf", architecture)
     file = GgufFile(path)
@@ -199,8 +199,8 @@ def test_loading_needs_little_memory() -> None:
 import torch, transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, modeling_gguf_pytorch_utils
 from transformers.integrations.gguf import get_gguf_tokenizer
-import gguf, torch_metalmm.gguf
-from torch_metalmm.generate import demo_model, peak_memory
+import gguf, torch_metalmm.files.gguf.load
+from torch_metalmm.tools.generate import demo_model, peak_memory
 base = peak_memory()
 model, tokenizer = torch_metalmm.load_gguf(demo_model())
 print(peak_memory() - base)

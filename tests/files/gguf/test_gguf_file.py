@@ -13,8 +13,8 @@ from gguf_files import ARCHITECTURES, MIXED, H, load_quietly, random_model, tens
 from torch import Tensor
 
 from torch_metalmm import QuantEmbedding, QuantLinear, formats, load_gguf
-from torch_metalmm.gguf_file import GgufFile
-from torch_metalmm.gguf_layout import Layout, TensorMap
+from torch_metalmm.files.gguf.file import GgufFile
+from torch_metalmm.files.gguf.layout import Layout, TensorMap
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),

@@ -14,7 +14,7 @@ import pytest
 from fuzz_gguf import check_agreement
 from gguf import GGUFReader
 
-from torch_metalmm.gguf_file import GgufFile, TensorEntry
+from torch_metalmm.files.gguf.file import GgufFile, TensorEntry
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -32,7 +32,7 @@ from gguf_bytes import (
     write,
 )
 
-from torch_metalmm.gguf_file import GgufFile
+from torch_metalmm.files.gguf.file import GgufFile
 
 # Every value type at numbers that another of its size reads otherwise
 VALUES = {
@@ -233,7 +233,7 @@ def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", [], [tensor("t", T)])
     os.truncate(path, 2**32)
     script = (
-        "import resource, sys; from torch_metalmm.gguf_file import GgufFile\n"
+        "import resource, sys; from torch_metalmm.files.gguf.file import GgufFile\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, 2 * [used + 2**30])\n"
         "try: GgufFile(sys.argv[1])\n"

@@ -154,7 +154,7 @@ def test_tensors_of_another_shape_are_named_before_a_model_is_built(
     good = random_model(tmp_path / "good.gguf", architecture)
     path = reshaped(good, architecture, tmp_path / "bad.gguf", shapes)
     built = []
-    monkeypatch.setattr("torch_metalmm.gguf.tokenizer", lambda *args: built.append(args))
+    monkeypatch.setattr("torch_metalmm.files.gguf.load.tokenizer", lambda *args: built.append(args))
     with pytest.raises(ValueError, match=message) as caught:
         load_gguf(path)
     assert str(caught.value).startswith(str(path)) and not built

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from torch_metalmm import QuantLinear, load_gguf, load_packed, quantize_, save_packed
-from torch_metalmm.checkpoint import is_packed
+from torch_metalmm.files.folder import is_packed
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
 

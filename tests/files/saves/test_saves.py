@@ -17,11 +17,10 @@ from gguf_files import random_model as random_gguf
 from hf_models import random_model, same_bytes
 from safetensors.torch import load_file, save_file
 
-import torch_metalmm.cli as cli
-import torch_metalmm.generate as generate
-import torch_metalmm.mlx_save as mlx_save
 from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
-from torch_metalmm.staging import staged
+from torch_metalmm.files.mlx import save as mlx_save
+from torch_metalmm.files.staging import staged
+from torch_metalmm.tools import cli, generate
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
 

@@ -15,7 +15,7 @@ from oracle import DTYPES, Value, activations, check, spec
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_, quantize_, unfuse_
-from torch_metalmm.fused import LinearPart, MergedLinear, SwiGLU
+from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

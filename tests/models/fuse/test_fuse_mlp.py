@@ -13,8 +13,9 @@ from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
 from oracle import DTYPES, Value, activations, check
 from torch import Tensor, nn
 
-from torch_metalmm import QuantLinear, fuse_, fuse_times
-from torch_metalmm.fused import FORMS, MergedLinear, Roles, SwiGLU
+from torch_metalmm import QuantLinear, fuse_
+from torch_metalmm.models.fuse import times as fuse_times
+from torch_metalmm.nn.fused import FORMS, MergedLinear, Roles, SwiGLU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,7 +24,7 @@ from torch_metalmm import (
     save_packed,
     unfuse_,
 )
-from torch_metalmm.fused import LinearPart, MergedLinear, SwiGLU
+from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 

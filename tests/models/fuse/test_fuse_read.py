@@ -19,8 +19,8 @@ from oracle import activations
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_
-from torch_metalmm.fuse_read import groups_of_one_input
-from torch_metalmm.fused import MergedLinear
+from torch_metalmm.models.fuse.read import groups_of_one_input
+from torch_metalmm.nn.fused import MergedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

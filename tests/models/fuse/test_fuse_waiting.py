@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_metalmm import formats
-from torch_metalmm.fused import MergedLinear
+from torch_metalmm.nn.fused import MergedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -41,7 +41,7 @@ def test_importing_this_package_does_not_import_peft() -> None:
     )
 
 
-@pytest.mark.parametrize("first", ["peft", "torch_metalmm.lora"])
+@pytest.mark.parametrize("first", ["peft", "torch_metalmm.models.lora.layers"])
 def test_every_order_of_imports_plugs_in(first: str) -> None:
     """In this process torch_metalmm is imported first, then peft."""
     run(

@@ -15,7 +15,7 @@ from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
 
 from torch_metalmm import MetalMMConfig, QuantLinear, formats, merge_errors, quantize_
-from torch_metalmm.lora_report import MergeError
+from torch_metalmm.models.lora.report import MergeError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_llama
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, quantize_
-from torch_metalmm.lora_others import TRAINS
+from torch_metalmm.models.lora.others import TRAINS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 

@@ -19,7 +19,7 @@ import torch
 import ziglang
 from places import ROOT
 
-from torch_metalmm.msl_build import zig
+from torch_metalmm.msl.build import zig
 
 sys.path.insert(0, str(ROOT / "cmake"))
 import torch_version  # noqa: E402

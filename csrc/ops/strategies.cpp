@@ -1,0 +1,38 @@
+#include "strategies.h"
+
+#include <array>
+#include <atomic>
+#include <vector>
+
+namespace metalmm {
+namespace {
+
+// Of a type of device. In a function: engines set theirs while the module is loaded, in any order.
+std::atomic<StrategyCheck>& check_of(c10::DeviceType type) {
+  constexpr auto kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
+  static std::array<std::atomic<StrategyCheck>, kTypes> checks{};
+  return checks.at(static_cast<size_t>(type));
+}
+
+}  // namespace
+
+StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check) {
+  return check_of(type).exchange(check);
+}
+
+void check_strategy(OptionalName name, const at::Tensor& x) {
+  if (!name.has_value() || x.is_meta()) return;
+  if (const StrategyCheck check = check_of(x.device().type())) {
+    or_value_error([&] { check(*name); });
+  } else {
+    find_strategy(name, x);
+  }
+}
+
+std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {
+  if (!name.has_value()) return std::nullopt;
+  const std::vector<StrategyId> able = strategies_of(Op::kLinear);
+  return able[check_name("strategy", *name, able, c10::DeviceTypeName(x.device().type(), true))];
+}
+
+}  // namespace metalmm

@@ -1,0 +1,100 @@
+// What the Metal engine would send to its encoder, as Python values: an engine of CPU tensors that
+// computes nothing. For tests on machines without Metal.
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+
+#include "gpu/register.h"
+#include "mps/commits.h"
+#include "mps/source.h"
+#include "plan/encode.h"
+
+namespace py = pybind11;
+
+namespace metalmm::mps {
+namespace {
+
+// Appends a tuple (name of the call, its arguments) per call.
+class Recorder {
+ public:
+  explicit Recorder(py::list calls) : calls_(std::move(calls)) {}
+
+  void set_pipeline(const Pass& pass) {
+    calls_.append(py::make_tuple("set_pipeline", pass.kernel, pass.constants));
+  }
+  void set_buffer(uint32_t slot, const Buffer& b) {
+    const auto base = reinterpret_cast<uintptr_t>(b.base);
+    calls_.append(py::make_tuple("set_buffer", slot, base, b.offset, b.bytes));
+  }
+  void set_bytes(uint32_t slot, const void* data, size_t count) {
+    const py::bytes bytes(static_cast<const char*>(data), count);
+    calls_.append(py::make_tuple("set_bytes", slot, bytes));
+  }
+  void set_threadgroup_memory(uint32_t index, uint32_t bytes) {
+    calls_.append(py::make_tuple("set_threadgroup_memory", index, bytes));
+  }
+  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& group) {
+    calls_.append(py::make_tuple("dispatch", grid, group));
+  }
+  void commit() { calls_.append(py::make_tuple("commit")); }
+
+ private:
+  py::list calls_;
+};
+
+Gpu g_gpu;
+py::list* g_calls;  // of the last installation, as is the count of passes
+std::unique_ptr<Commits> g_commits;
+
+void record(const Plan& plan, const Buffers& buffers, c10::Device) {
+  const py::gil_scoped_acquire gil;
+  Recorder recorder(*g_calls);
+  for (const Pass& pass : plan.passes) encode(recorder, pass, buffers);
+  if (g_commits->is_due(nullptr, plan.passes.size())) recorder.commit();
+}
+
+const gpu::Engine& engine() {
+  static const gpu::Engine e{[](c10::Device) { return g_gpu; }, record};
+  return e;
+}
+
+std::optional<gpu::InPlaceOfCpu<engine>> g_installed;
+
+void install(const std::string& chip, uint32_t cores) {
+  TORCH_CHECK(!g_installed, "recorder: it is installed");
+  g_gpu = gpu_by_name(chip);
+  if (cores) g_gpu.cores = cores;
+  g_commits = std::make_unique<Commits>(commit_every());
+  delete g_calls;
+  g_calls = new py::list;
+  g_installed.emplace();
+}
+
+py::list remove() {
+  TORCH_CHECK(g_installed, "recorder: it is not installed");
+  g_installed.reset();
+  return *g_calls;
+}
+
+}  // namespace
+
+void bind_recorder(py::module_& m) {
+  m.def("install_recorder", install, py::arg("chip") = "m1", py::arg("cores") = 0,
+        "Puts the recorder in the place of the CPU's kernels: what is launched is recorded as the "
+        "Metal engine would encode it, not computed. `chip` and `cores` as of install_emulator.");
+  m.def("remove_recorder", remove,
+        "The CPU's kernels again. Returns the calls, in order: (\"set_pipeline\", kernel, "
+        "constants), "
+        "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
+        "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, group), (\"commit\",).");
+  m.def("commit_every", commit_every,
+        "Passes between two commits of a stream; 0: never. ValueError: METALMM_COMMIT_EVERY is not "
+        "a whole number from 0 to 1000000.");
+  m.def("metal_source", source_of, py::arg("kernel"),
+        "The text that Metal compiles for a kernel. ValueError: no such kernel.");
+}
+
+}  // namespace metalmm::mps

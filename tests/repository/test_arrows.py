@@ -1,0 +1,171 @@
+"""The rooms of the package and the way that its imports go between them, read from the text.
+
+Imports inside functions and for type checkers count: what is imported late is needed all the same.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+PACKAGE = "torch_metalmm"
+MOST_FILES = 15
+BUILT = (".so", ".metallib")
+
+# {room: what its modules may import beside those of the room}. "" is the package itself.
+LEAVES = {"_C", "ops", "late", "extras", "engines", "old_names"}
+ARROWS: dict[str, set[str]] = {
+    **dict.fromkeys(LEAVES, {"_C"}),
+    "formats": LEAVES,
+    "nn": {"formats", *LEAVES},
+    "models": {"nn", "formats", *LEAVES},
+    "files": {"models", "nn", "formats", *LEAVES},
+    "hf": {"files", "models", "nn", "formats", *LEAVES},
+    "tools": {"", "hf", "files", "models", "nn", "formats", *LEAVES},
+    "msl": {"_C"},
+    "testing": {"msl", "_C"},
+    "__main__": {"tools"},
+    "": {"hf", "files", "models", "nn", "formats", *LEAVES},
+}
+OTHERS = ("tests", "bench")  # what reads the package and is not read by it
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """{dotted name: file} of the package."""
+    found = {}
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules that a file imports: those of the package, else the first part of the name."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            inner = [f"{start}.{alias.name}" for alias in node.names]
+            native = f"{PACKAGE}._C"
+            targets = [t if t in known or t == native else start for t in inner]
+        else:
+            continue
+        for target in targets:
+            yield target if target.split(".")[0] == PACKAGE else target.split(".")[0]
+
+
+def room(name: str) -> str:
+    """The room of a module of the package; a module beside the rooms is one of its own."""
+    return f"{name}.".split(".")[1]
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    known = modules(root)
+    return {name: set(imports(name, file, known)) - {name} for name, file in known.items()}
+
+
+def problems(root: Path) -> list[str]:
+    """What is wrong with the imports and the folders of the package under `root`."""
+    found = []
+    arrows = graph(root)
+    for name, targets in arrows.items():
+        for target in sorted(targets):
+            if target in OTHERS:
+                found.append(f"{name} imports {target}")
+            elif target.split(".")[0] != PACKAGE:
+                continue
+            elif room(target) not in {room(name), *ARROWS.get(room(name), ())}:
+                found.append(f"{name} imports {target}: not from {room(name)} to {room(target)}")
+    found += [f"cycle: {' '.join(cycle)}" for cycle in cycles(arrows)]
+    for folder in sorted({file.parent for file in modules(root).values()}):
+        files = [f for f in folder.iterdir() if f.is_file() and f.suffix not in BUILT]
+        if len(files) > MOST_FILES:
+            found.append(f"{folder.relative_to(root)} has {len(files)} files")
+    return found
+
+
+def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of modules of which each reaches each other."""
+    reached: dict[str, set[str]] = {}
+    for name in arrows:
+        seen: set[str] = set()
+        left = list(arrows[name])
+        while left:
+            if (at := left.pop()) not in seen:
+                seen.add(at)
+                left += arrows.get(at, ())
+        reached[name] = seen
+    loops = {
+        tuple(sorted(other for other in reached[name] if name in reached.get(other, ())))
+        for name in arrows
+        if name in reached[name]
+    }
+    return [list(loop) for loop in sorted(loops)]
+
+
+def test_the_arrows_of_the_package() -> None:
+    assert problems(ROOT) == []
+    rooms = {room(name) for name in modules(ROOT)}
+    assert rooms == ARROWS.keys() - {"_C"}  # none of the table is a room of before
+
+
+BAD = {
+    "a module of nn that needs models": (
+        {"nn/a.py": "from ..models import b", "models/b.py": ""},
+        ["torch_metalmm.nn.a imports torch_metalmm.models.b: not from nn to models"],
+    ),
+    "the same inside a function": (
+        {"models/a.py": "def f():\n    from ..hf.b import c", "hf/b.py": "c = 1"},
+        ["torch_metalmm.models.a imports torch_metalmm.hf.b: not from models to hf"],
+    ),
+    "the same for a type checker, and by its full name": (
+        {
+            "files/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+            "    import torch_metalmm.tools.b",
+            "tools/b.py": "",
+        },
+        ["torch_metalmm.files.a imports torch_metalmm.tools.b: not from files to tools"],
+    ),
+    "a cycle that a function hides": (
+        {
+            "hf/a.py": "from .b import x",
+            "hf/b.py": "from . import c\nx = 1",
+            "hf/c.py": "def f():\n    from .a import x",
+        },
+        ["cycle: torch_metalmm.hf.a torch_metalmm.hf.b torch_metalmm.hf.c"],
+    ),
+    "a package that imports its module, which imports it": (
+        {"nn/__init__.py": "from .a import x", "nn/a.py": "from . import y\nx = 1"},
+        ["cycle: torch_metalmm.nn torch_metalmm.nn.a"],
+    ),
+    "the tests": ({"nn/a.py": "import tests.oracle"}, ["torch_metalmm.nn.a imports tests"]),
+    "a room that is on no map": (
+        {"extra/a.py": "from ..nn import b", "nn/b.py": ""},
+        ["torch_metalmm.extra.a imports torch_metalmm.nn.b: not from extra to nn"],
+    ),
+    "sixteen files": (
+        {f"nn/a{i}.py": "" for i in range(16)},
+        ["torch_metalmm/nn has 16 files"],
+    ),
+    "nothing": (
+        {"nn/a.py": "import torch\nfrom . import b\nfrom .. import _C, formats", "nn/b.py": ""},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_found(name: str, tmp_path: Path) -> None:
+    files, want = BAD[name]
+    for file, text in {"__init__.py": "", "formats/__init__.py": "", **files}.items():
+        path = tmp_path / PACKAGE / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert problems(tmp_path) == want

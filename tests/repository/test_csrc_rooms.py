@@ -1,0 +1,138 @@
+"""The rooms of csrc/ and metal/: what each may include, and that the plan stands alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host_compiler import COMPILER
+from plan_cases import ROOT
+
+PLAN, OPS = {"metal", "csrc/plan"}, {"metal", "csrc/plan", "csrc/ops"}
+ENGINES = {f"csrc/{name}" for name in ("cpu", "mps", "emulator", "cuda")}
+# {room: the rooms that its files may include, beside itself}. A folder without a row is part of the
+# room above it.
+ARROWS: dict[str, set[str]] = {
+    "metal": set(),
+    "csrc/plan": {"metal"},
+    "csrc/ops": PLAN,
+    "csrc/gpu": OPS,  # what the engines that execute plans share
+    "csrc/cpu": OPS,
+    "csrc/mps": OPS | {"csrc/gpu"},
+    "csrc/emulator": OPS | {"csrc/gpu"},
+    "csrc/cuda": OPS | {"csrc/gpu"},
+    "csrc/python": OPS | {"csrc/gpu"} | ENGINES,
+    "csrc/emulator/runtime": set(),  # compiled into each library of shaders, not into the module
+    "csrc/msl/language": set(),  # the stand-in for Metal's headers, which shaders include
+    "csrc/msl/library": {"csrc/msl/language"},
+    "csrc/msl/host": {"csrc/msl/language", "csrc/msl/library"},
+    "csrc/msl/nvptx": {"csrc/msl/language", "csrc/msl/library"},
+    "csrc/msl": {f"csrc/msl/{name}" for name in ("language", "library", "host", "nvptx")},
+}
+# {room: the file of another room that it may include: what two sides of a binary interface share}
+INTERFACES = {
+    "csrc/cuda": "csrc/msl/nvptx/operands.h",
+    "csrc/emulator/runtime": "csrc/emulator/abi.h",
+}
+TORCH, PYTHON, APPLE = r"ATen|c10|torch", r"pybind11|Python\.h", r"Metal|Foundation|ATen/native/mps"
+# {room: the libraries that its files may include, by the first word of the path}
+LIBRARIES = {
+    **dict.fromkeys(ENGINES | {"csrc/ops", "csrc/gpu"}, {TORCH}),
+    "csrc/mps": {TORCH, APPLE},
+    "csrc/python": {TORCH, PYTHON},
+}
+_INCLUDE = re.compile(r'^\s*#\s*(?:include|import) (?:"([^"]+)"|<([^>]+)>)', re.M)
+
+
+def room_of(file: str) -> str:
+    """The room of a file, by the longest name; "" outside of all."""
+    return max((r for r in ARROWS if file.startswith(f"{r}/")), key=len, default="")
+
+
+def found(include: str, file: str) -> str:
+    """What an include in quotation marks names, from the root of the repository; "" if nothing."""
+    stand_in = ["csrc/msl"] if file.startswith("csrc/msl/") else []
+    for folder in (os.path.dirname(file), "csrc", ".", *stand_in):
+        path = os.path.normpath(os.path.join(folder, include))
+        if (ROOT / path).is_file():
+            return path
+    return ""
+
+
+def wrong_includes(file: str, text: str) -> Iterator[str]:
+    """What `file`, by its path from the root of the repository, may not include."""
+    room = room_of(file)
+    for ours, library in _INCLUDE.findall(text):
+        path = found(ours, file)
+        if ours and not path:
+            yield f"{file}: {ours} is not there"
+        elif ours and not {room_of(path), path} & (ARROWS[room] | {room, INTERFACES.get(room)}):
+            yield f"{file}: {room} includes {path}"
+        for name in {TORCH, PYTHON, APPLE} - LIBRARIES.get(room, set()):
+            if re.match(rf"(?:{name})(?:/|$)", library):
+                yield f"{file}: {room} includes <{library}>"
+
+
+def sources() -> list[Path]:
+    files = [f for room in ("csrc", "metal") for f in sorted((ROOT / room).rglob("*"))]
+    return [f for f in files if f.is_file() and f.suffix not in (".py", ".pyc", ".yaml")]
+
+
+def test_no_arrow_runs_back() -> None:
+    assert len(sources()) > 100
+    wrong = [
+        line
+        for file in sources()
+        for line in wrong_includes(str(file.relative_to(ROOT)), file.read_text())
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metal/entry.h", '#include "../csrc/plan/plan.h"'),
+        ("csrc/plan/plan.cpp", '#include "ops/checks.h"'),
+        ("csrc/plan/plan.cpp", "#include <ATen/ATen.h>"),
+        ("csrc/plan/plan.cpp", "#import <Metal/Metal.h>"),
+        ("csrc/ops/shapes.cpp", '#include "cpu/matmul.h"'),
+        ("csrc/ops/shapes.cpp", '#include "gpu/ops.h"'),
+        ("csrc/ops/shapes.cpp", "#include <pybind11/pybind11.h>"),
+        ("csrc/gpu/ops.cpp", '#include "../cpu/matmul.h"'),
+        ("csrc/cpu/ops.cpp", '#include "gpu/register.h"'),
+        ("csrc/mps/ops.cpp", '# include "emulator/launch.h"'),
+        ("csrc/mps/ops.cpp", "#include <pybind11/stl.h>"),
+        ("csrc/cuda/launch.cpp", '#include "msl/nvptx/runtime.h"'),
+        ("csrc/emulator/launch.cpp", '#include "runtime/worker.h"'),
+        ("csrc/emulator/runtime/api.cpp", '#include "emulator/launch.h"'),
+        ("csrc/msl/library/math.h", '#include "host/runtime.h"'),
+        ("csrc/msl/host/simd.h", '#include "nvptx/simd.h"'),
+        ("csrc/python/plan.cpp", '#include "plan/no_such.h"'),
+    ],
+)
+def test_an_arrow_that_runs_back_is_found(file: str, line: str) -> None:
+    (wrong,) = wrong_includes(file, f"#include <vector>\n{line}\n")
+    assert wrong.startswith(f"{file}: ")
+
+
+def test_folders_are_small() -> None:
+    """What one looks for is seen at a glance."""
+    folders = {f.parent for f in sources()}
+    counts = {str(d.relative_to(ROOT)): sum(f.is_file() for f in d.iterdir()) for d in folders}
+    assert {folder: n for folder, n in counts.items() if n > 15} == {}
+
+
+def test_the_plan_stands_alone(tmp_path: Path) -> None:
+    """It compiles, links and plans with the language's own library."""
+    program = tmp_path / "plan_alone"
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", f"-I{ROOT}"]
+    files = [ROOT / "tests/plan/plan_alone.cpp", *sorted((ROOT / "csrc/plan").glob("*.cpp"))]
+    command = [*COMPILER, *options, *map(str, files), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=True)
+    assert done.stdout == "gemv_q4_0_f16\n"

@@ -1,0 +1,83 @@
+"""What the pages of the repository point at exists: links, anchors, paths of files and folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+ROOMS = ("bench", "cmake", "csrc", "docs", "metal", "tests", "torch_metalmm")
+SUFFIXES = ("cpp", "def", "h", "json", "md", "metal", "mm", "py", "sh")
+PAGES = sorted(
+    str(p.relative_to(ROOT))
+    for folder in (ROOT, *(ROOT / room for room in ROOMS))
+    for p in (folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"))
+)
+
+# A path from the root, which may have {a,b} and *; and, in backticks, the bare name of a file.
+PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(ROOMS)})/[\w./*-]*(?:\{{[\w.,*-]+\}}[\w./*-]*)?")
+NAME = re.compile(rf"`((?!torch\.)[\w.*-]+\.(?:{'|'.join(SUFFIXES)}))`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def spelled_out(path: str) -> Iterator[str]:
+    """The paths that one with {a,b} stands for."""
+    found = re.fullmatch(r"(.*?)\{(.*?)\}(.*)", path)
+    if found is None:
+        yield path
+        return
+    for choice in found[2].split(","):
+        yield from spelled_out(found[1] + choice + found[3])
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a forge gives the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    plain = (re.sub(r"[^\w\- ]", "", t.lower()) for t in re.findall(r"^#+ +(.*?) *$", text, re.M))
+    return {title.replace(" ", "-") for title in plain}
+
+
+def leads(link: str, page: Path) -> bool:
+    """Whether a link of a page is one to elsewhere, or what it points at is there."""
+    file, _, anchor = link.partition("#")
+    target = page.parent / file if file else page
+    if re.match(r"\w+:", link):
+        return True
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def missing(page: Path, root: Path) -> list[str]:
+    """What a page links to or names that is not in the tree at `root`."""
+    text = page.read_text("utf-8")
+    out = [link for link in LINK.findall(text) if not leads(link, page)]
+    text = LINK.sub("]", text)
+    paths = (one for found in PATH.findall(text) for one in spelled_out(found.rstrip(".-")))
+    out += [path for path in paths if not any(root.glob(path.rstrip("/")))]
+    folders = [root.glob, *((root / room).rglob for room in ROOMS)]
+    out += [name for name in NAME.findall(text) if not any(any(f(name)) for f in folders)]
+    return out
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str) -> None:
+    assert missing(ROOT / page, ROOT) == []
+
+
+def test_what_is_missing_is_found(tmp_path: Path) -> None:
+    """Every kind of mention, there and not there."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("# One: a `title`\n```\n# no title\n```\n")
+    page = tmp_path / "a.md"
+    page.write_text(
+        "# Own\n[a](docs/page.md) [b](docs/page.md#one-a-title) [c](#own) [d](https://x.y/docs/z.md)\n"
+        "[e](docs/gone.md) [f](docs/page.md#no-title) [g](#gone)\n"
+        "docs/ docs/*.md `docs/{page,gone}.md`, docs/page.md. tests/gone.py x/docs/gone\n"
+        "`page.md` `gone.py` `gone.txt`\n"
+    )
+    assert missing(page, tmp_path) == [
+        *("docs/gone.md", "docs/page.md#no-title", "#gone"),
+        *("docs/gone.md", "tests/gone.py", "gone.py"),
+    ]

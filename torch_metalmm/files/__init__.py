@@ -1,0 +1,1 @@
+"""Files and folders that hold models: GGUF, MLX checkpoints, packed folders."""

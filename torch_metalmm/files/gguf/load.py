@@ -1,0 +1,263 @@
+"""Loading a GGUF file as a transformers model whose weights stay packed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...extras import HF, require
+from ...models.attach import attach
+from ...models.replace import is_conv1d, summary
+from ...models.skeleton import (
+    can_pack,
+    empty_model,
+    put_dense,
+    put_packed,
+    set_input_order,
+    tied_names,
+    untie,
+)
+from ..blame import blaming
+from ..limits import MAX_LAYERS
+from .file import GgufFile
+from .layout import Layout, TensorMap
+from .map import model_config, tensor_map, tokenizer
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DENSE_FORMATS = ("f32", "f16", "bf16")
+_ROPE_DIVISORS = "rope_freqs.weight"
+_MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
+
+
+def load_gguf(
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a GGUF file, for every architecture that transformers maps.
+
+    Each 2-D weight of a Linear, Conv1D (GPT-2) or Embedding becomes a QuantLinear or
+    QuantEmbedding: on the CPU a view of the memory-mapped file, copied only where the architecture
+    reorders rows (Llama's q and k); on another device a copy. Files larger than memory load, and
+    writing to a weight never reaches the file. The file must not be truncated while the model is
+    used: a read beyond its end kills the process (SIGBUS). A tied output head shares the
+    embedding's bytes. Everything else (norms, biases, convolutions, stacked experts) is decoded to
+    `dtype`, the dtype of the activations too.
+    A quantized weight that cannot stay packed is decoded with a warning, and so are named the
+    tensors of the file that the model has no place for. The model is frozen and in eval mode.
+
+    FileNotFoundError, ImportError (transformers or gguf missing), or ValueError, before any weight
+    is read: not a GGUF file, truncated, a tensor type without a format here, tensors that overlap
+    or are not aligned, an architecture transformers does not map, a missing tensor or one of
+    another shape than the model's, metadata too large for a model. ValueError, too, where the file
+    is truncated while it is read.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+    require("load_gguf", "gguf", *HF)
+
+    file = GgufFile(path)
+    _check_whole(file)
+    with blaming(file.path, "transformers makes no config of its metadata"):
+        config, values = model_config(file)
+    with blaming(file.path, "no model fits its metadata"):
+        with torch.device("meta"):
+            outline = empty_model(config, dtype)
+        mapping = tensor_map(file, outline, values)
+    _check_shapes(file, outline.state_dict(), mapping)
+    _check_buffers(file, outline)
+    _plan(file, outline, mapping)  # finds what is missing; packs less than the model with buffers
+    with blaming(file.path, "transformers makes no tokenizer of its metadata"):
+        tokens = tokenizer(file, config)
+    with blaming(file.path, "no model fits its metadata"):
+        model = empty_model(config, dtype)
+    plan = _plan(file, model, mapping)
+    if "rope_parameters" in values and _ROPE_DIVISORS in plan.unused:
+        plan.unused.remove(_ROPE_DIVISORS)  # they are in the config
+    _warn(file, plan, dtype)
+    _fill(model, file, mapping, plan, device)
+    _set_end_tokens(model, file)
+    attach(model)
+    return model.requires_grad_(False), tokens
+
+
+@dataclass
+class _Packed:
+    """A tensor of the file that stays packed, and where it goes."""
+
+    source: str
+    names: list[str]
+    layout: Layout
+
+
+@dataclass
+class _Plan:
+    names: dict[str, list[str]]  # every name in the model of each tensor the file gives
+    packed: list[_Packed] = field(default_factory=list)
+    dense: list[str] = field(default_factory=list)
+    zeros: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+
+def _check_whole(file: GgufFile) -> None:
+    """ValueError for a part of a split file, and for sizes that its tensors contradict."""
+    parts = file.metadata.get("split.count", 0)
+    if not isinstance(parts, int) or parts > 1:
+        raise ValueError(
+            f"{file.path} is one of {parts!r} parts; join them with llama-gguf-split --merge"
+        )
+    blocks = file.metadata.get(f"{file.architecture}.block_count", 0)
+    most = min(len(file.tensors), MAX_LAYERS)
+    if not isinstance(blocks, int) or blocks > most:
+        raise ValueError(
+            f"{file.path}: block_count = {blocks!r}, but it has {len(file.tensors)} tensors, "
+            f"and no model has more than {MAX_LAYERS} blocks"
+        )
+    width = file.metadata.get(f"{file.architecture}.embedding_length")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and width is not None and embedding.shape[-1] != width:
+        raise ValueError(
+            f"{file.path}: embedding_length = {width}, but token_embd.weight is "
+            f"{list(embedding.shape)}"
+        )
+
+
+def _check_shapes(file: GgufFile, state: dict[str, Tensor], mapping: TensorMap) -> None:
+    """ValueError for tensors that do not make the model's, by their names and shapes alone."""
+    makers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, entry in file.tensors.items():
+        target = mapping.target(name)
+        if target is not None and target in state:
+            makers.setdefault(target, {})[name] = entry.shape
+    for target, shapes in makers.items():
+        made, wanted = mapping.shape(shapes), tuple(state[target].shape)
+        if made != wanted:
+            given = " and ".join(f"tensor {n!r} is {list(shape)}" for n, shape in shapes.items())
+            made_of = "nothing" if made is None else list(made)
+            makes = "" if made in shapes.values() else f", which makes {made_of}"
+            raise ValueError(
+                f"{file.path}: {given}{makes}, but the model's {target} is {list(wanted)}"
+            )
+
+
+def _check_buffers(file: GgufFile, model: nn.Module) -> None:
+    """ValueError for metadata that asks for more memory than a model of this size has use for."""
+    most = _MOST_BUFFERS + sum(entry.nbytes for entry in file.tensors.values())
+    for name, buffer in model.named_buffers():
+        if buffer.nbytes > most:
+            raise ValueError(
+                f"{file.path}: no model fits its metadata: the buffer {name} alone is "
+                f"{list(buffer.shape)}, {buffer.nbytes} bytes, more than all tensors of the file"
+            )
+
+
+def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
+    """What becomes of every tensor of the file and of every parameter of the model."""
+    state = model.state_dict()
+    targets = {name: mapping.target(name) for name in file.tensors}
+    given = {target for target in targets.values() if target is not None and target in state}
+    plan = _Plan(_names_to_fill(model, given))
+    for name, target in targets.items():
+        if target is None or target not in state:
+            plan.unused.append(name)
+            continue
+        names = plan.names[target]
+        layout = _packed_layout(file, model, mapping, name, names)
+        if layout is None:
+            plan.dense.append(name)
+        else:
+            plan.packed.append(_Packed(name, names, layout))
+    filled = {name for names in plan.names.values() for name in names}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in filled:
+            continue
+        if not name.endswith(".bias"):
+            raise ValueError(f"{file.path} has no tensor for the model's {name}")
+        plan.zeros.append(name)
+    return plan
+
+
+def _names_to_fill(model: Any, given: set[str]) -> dict[str, list[str]]:
+    """{tensor the file gives: the names it fills}: its own and those tied to it.
+
+    Tied names that the file gives one by one are not tied in this model; transformers does the
+    same, and files of Bloom and Falcon can have an output head of their own.
+    """
+    untie(model, given)
+    ties = tied_names(model)
+    result = {}
+    for target in given:
+        group = ties.get(target, [target])
+        first = next(name for name in group if name in given)
+        free = [name for name in group if name not in given] if target == first else []
+        result[target] = [target, *free]
+    return result
+
+
+def _packed_layout(
+    file: GgufFile, model: nn.Module, mapping: TensorMap, name: str, names: list[str]
+) -> Layout | None:
+    """How the tensor stays packed in the model; None if it cannot."""
+    shape = file.tensors[name].shape
+    if len(shape) != 2 or not can_pack(model, names):
+        return None
+    modules = [model.get_submodule(n.rpartition(".")[0]) for n in names]
+    layout = mapping.layout(name, shape)
+    if layout is None or layout.transposed != is_conv1d(modules[0]):
+        return None
+    if layout.columns is not None and not all(isinstance(m, nn.Linear) for m in modules):
+        return None
+    # Conv1D keeps W transposed and GGUF does not: transformers turns it, a packed layer need not.
+    return layout
+
+
+def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
+    decoded = [name for name in plan.dense if file.tensors[name].format not in _DENSE_FORMATS]
+    if decoded:
+        warnings.warn(
+            f"decoded to {dtype}, because the model does not use them as plain matrices: "
+            f"{summary(decoded)}",
+            stacklevel=3,
+        )
+    if plan.unused:
+        warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)
+
+
+def _fill(
+    model: Any, file: GgufFile, mapping: TensorMap, plan: _Plan, device: torch.device | str
+) -> None:
+    for item in plan.packed:
+        weight = file.packed(item.source)
+        if item.layout.rows is not None:
+            # numpy, because torch's index_select is 100 times slower on rows of bytes
+            weight = torch.from_numpy(weight.numpy()[item.layout.rows])
+        put_packed(model, item.names, weight.to(device), file.tensors[item.source].format)
+        if item.layout.columns is not None:
+            order = torch.from_numpy(item.layout.columns.argsort()).to(device)
+            set_input_order(model, item.names, order)
+    for name in plan.dense:
+        for target, value in mapping.convert(name, file.dense(name).numpy()).items():
+            put_dense(model, plan.names[target], value.contiguous(), device)
+    for name in plan.zeros:
+        put_dense(model, [name], torch.zeros(model.get_parameter(name).shape), device)
+    model.to(device)  # buffers, which were made on the CPU
+
+
+def _set_end_tokens(model: Any, file: GgufFile) -> None:
+    """Generation stops at the end of text and at the end of a turn, as the file names them."""
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return
+    known = generation.eos_token_id
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    for kind in ("eos", "eot", "eom"):
+        token = file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        if isinstance(token, int) and token not in ends:
+            ends = [*ends, token]
+    if ends:
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]

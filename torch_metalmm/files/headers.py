@@ -1,0 +1,52 @@
+"""What the headers of safetensors files say of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor of a file: its safetensors dtype ("U8", "BF16") and shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    converted: bool  # transformers makes the model's tensor out of it and perhaps others
+
+
+def read_headers(files: Sequence[str]) -> dict[str, Found]:
+    """{name in the file: tensor}; reads no tensor data.
+
+    ValueError: a file is not a whole safetensors file, or two have a tensor of one name.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Found] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  # it is no dict
+                    tensor = opened.get_slice(key)
+                    shape = tuple(tensor.get_shape())
+                    if key in found:
+                        raise ValueError(f"{key} is in {found[key].file} and in {file}")
+                    found[key] = Found(str(file), tensor.get_dtype(), shape, False)
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {file}: {error}") from None
+    return found
+
+
+def count_tensors(files: Sequence[str]) -> int:
+    """How many tensors the files have. ValueError: one is not a whole safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                count += len(opened.keys())
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {file}: {error}") from None
+    return count

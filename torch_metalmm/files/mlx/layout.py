@@ -1,0 +1,142 @@
+"""What an MLX checkpoint says of its quantization, and how its tensors are our packed bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import formats
+from ...formats.codebook import MXFP4
+
+# Where mlx-lm has other names: model_type -> (its prefix, transformers')
+PREFIXES = {"gpt2": ("model.", "transformer.")}
+
+_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4)}  # mode -> group_size, bits
+_FIELDS = ("group_size", "bits", "mode")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one MLX layer is quantized."""
+
+    group_size: int
+    bits: int
+    mode: str = "affine"
+
+    def format(self, scales: torch.dtype) -> str:
+        """The format with the same values. ValueError: there is none."""
+        if self.mode == "mxfp4" and (self.group_size, self.bits, scales) == (32, 4, torch.uint8):
+            return "mxfp4"
+        try:
+            if self.mode == "affine":
+                return formats.affine(self.bits, self.group_size, scales).name
+        except ValueError:
+            pass
+        raise ValueError(
+            f"{self.mode}, {self.bits} bits, groups of {self.group_size}, {scales} scales "
+            "has no format here; there are affine with 2, 3, 4, 5, 6 or 8 bits, groups of 32, "
+            "64 or 128 and float scales, and mxfp4 with groups of 32"
+        )
+
+
+class Quantization:
+    """The entry "quantization" of config.json: a packing for all layers, and for some their own."""
+
+    def __init__(self, value: Any) -> None:
+        """ValueError: not of that form."""
+        if not isinstance(value, Mapping):
+            raise ValueError(f"quantization must be an object, got {value!r}")
+        self.default = _packing("quantization", value)
+        self.layers: dict[str, Packing | None] = {}
+        for name, entry in value.items():
+            if name in _FIELDS:
+                continue
+            if isinstance(entry, Mapping):
+                self.layers[name] = _packing(f"quantization[{name!r}]", entry)
+            elif entry is False:
+                self.layers[name] = None
+            elif entry is not True and "." in name:
+                raise ValueError(
+                    f"quantization[{name!r}] must be an object, true or false, got {entry!r}"
+                )
+
+    def of(self, name: str, codes: Tensor, scales: Tensor, k: int) -> Packing:
+        """The packing of the layer `name` of K inputs, which has these tensors.
+
+        As mlx-lm reads it: what the config says of that very layer, else what the shapes say (the
+        default may be that of other layers). ValueError: they contradict each other.
+        """
+        stated = self.layers.get(name)
+        if codes.dtype != torch.uint32 or codes.dim() != 2 or scales.dim() != 2:
+            raise ValueError(
+                f"{name}: weight must be uint32 [N, K * bits / 32] and scales [N, K / group_size], "
+                f"got {codes.dtype} {list(codes.shape)} and {scales.dtype} {list(scales.shape)}"
+            )
+        groups, words = scales.shape[1], codes.shape[1]
+        mode = stated.mode if stated else "affine" if scales.is_floating_point() else "mxfp4"
+        if 0 in (k, groups) or k % groups or words * 32 % k:
+            raise ValueError(
+                f"{name}: weight {list(codes.shape)} and scales {list(scales.shape)} are no rows "
+                f"of {k} inputs"
+            )
+        shown = Packing(k // groups, words * 32 // k, mode)
+        if stated is not None and stated != shown:
+            raise ValueError(f"{name}: the config says {stated}, its tensors have {shown}")
+        return shown
+
+
+def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
+    mode = entry.get("mode", "affine")
+    if mode not in _DEFAULTS:
+        raise ValueError(f"{where}: the mode {mode!r} is not supported; there are affine and mxfp4")
+    group_size, bits = _DEFAULTS[mode]
+    # mlx-lm's mixed recipes write null for what they leave to the mode's default.
+    given = {key: entry.get(key) for key in ("group_size", "bits")}
+    defaults = {"group_size": group_size, "bits": bits}
+    values = {key: defaults[key] if n is None else n for key, n in given.items()}
+    for key, number in values.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
+            raise ValueError(f"{where}: {key} must be a positive integer, got {number!r}")
+    return Packing(**values, mode=mode)
+
+
+def pack(format: str, codes: Tensor, scales: Tensor, biases: Tensor | None) -> Tensor:
+    """uint8 [N, row_bytes] of an MLX layer's tensors. ValueError: they do not fit the format."""
+    spec = formats.get(format)
+    if isinstance(spec, MXFP4):
+        if biases is not None:
+            raise ValueError("mxfp4 has no biases")
+        return spec.pack(codes, scales)
+    assert isinstance(spec, formats.Affine)
+    if biases is None:
+        raise ValueError("biases are missing")
+    return spec.pack(codes, scales, biases)
+
+
+def unpack(format: str, packed: Tensor, k: int) -> dict[str, Tensor] | None:
+    """{"weight", "scales", "biases"} of a layer as MLX has it; None if MLX has no such format."""
+    spec = formats.get(format)
+    if isinstance(spec, MXFP4):
+        return dict(zip(("weight", "scales"), spec.unpack(packed, k), strict=True))
+    if isinstance(spec, formats.Affine):
+        return dict(zip(("weight", "scales", "biases"), spec.unpack(packed, k), strict=True))
+    return None
+
+
+def packing_of(format: str) -> Packing:
+    """The MLX packing of an affine format or mxfp4."""
+    spec = formats.get(format)
+    if isinstance(spec, formats.Affine):
+        return Packing(spec.block_values, spec.bits)
+    return Packing(32, 4, "mxfp4")
+
+
+def config_entry(layers: dict[str, Packing]) -> dict[str, Any]:
+    """The entry "quantization" for these layers: the commonest packing, the others by name."""
+    default = Counter(layers.values()).most_common(1)[0][0]
+    return vars(default) | {n: dict(vars(p)) for n, p in layers.items() if p != default}

@@ -1,0 +1,146 @@
+"""Writing a transformers model as an MLX checkpoint that mlx-lm reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ... import formats
+from ...extras import HF, require
+from ...models.attach import is_transformers_model, quantized_by_another
+from ...models.replace import is_conv1d, stacked_weights, summary
+from ...nn import QuantEmbedding, QuantLinear
+from ..folder import read_config
+from ..owned import CONFIG, INDEX, mlx_weights, obsolete_tokenizer, prepare_folder
+from ..staging import staged
+from .layout import PREFIXES, Packing, config_entry, packing_of, unpack
+from .load import pop_quantization
+
+_SHARD = "5GB"  # mlx-lm's own size
+
+
+def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None:
+    """Write a transformers model as an MLX checkpoint, and its tokenizer unless that is None.
+
+    Layers in affine formats and mxfp4 keep their bits; dense ones are written in their dtype. A
+    save that fails or is killed leaves what was there, as save_packed does.
+    ValueError: a layer has a format that MLX has not, or gathers its input; experts stacked in
+    one tensor; no transformers model.
+    OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
+    """
+    require("save_mlx", *HF)
+    if not is_transformers_model(model) or quantized_by_another(model):
+        raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
+    if stacked := stacked_weights(model):
+        raise ValueError(
+            f"mlx-lm has other names for experts stacked in one tensor: {summary(list(stacked))}"
+        )
+    tensors, layers = _mlx_tensors(model)
+    target = prepare_folder(folder, _replaceable)
+    weights = _replaceable(target) or set()
+
+    def obsolete(names: set[str]) -> set[str]:
+        return weights if tokenizer is None else weights | obsolete_tokenizer(target)
+
+    with staged(target, obsolete) as staging:
+        _write(tensors, staging)
+        (staging / CONFIG).write_text(json.dumps(_mlx_config(model, layers), indent=2))
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+
+
+def _replaceable(path: Path) -> set[str] | None:
+    """The weights in the folder that a save may replace; None if it holds no MLX checkpoint."""
+    try:
+        quantization = pop_quantization(path, read_config(path))
+    except (OSError, ValueError):
+        return None
+    weights = mlx_weights(path)
+    return weights if weights or quantization is not None else None
+
+
+def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
+    """(tensors, packings of the quantized layers), both by MLX's names."""
+    mlx, ours = PREFIXES.get(model.config.model_type, ("", ""))
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, Packing] = {}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, value in model.state_dict(keep_vars=True).items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if module is head and leaf == "weight" and value is embedding.weight:
+            continue  # mlx-lm ties it again
+        key = mlx + owner.removeprefix(ours) if owner.startswith(ours) else owner
+        if leaf == "input_order":
+            raise ValueError(f"{owner} gathers its input, which no layer of MLX does")
+        if leaf == "weight" and isinstance(module, QuantLinear | QuantEmbedding):
+            parts = _unpacked(owner, module)
+            if "scales" in parts:
+                layers[key] = packing_of(module.format)
+        else:
+            dense = value.detach()
+            parts = {leaf: dense.t() if leaf == "weight" and is_conv1d(module) else dense}
+        tensors.update({f"{key}.{part}": t.contiguous().cpu() for part, t in parts.items()})
+    return tensors, layers
+
+
+def _unpacked(name: str, module: QuantLinear | QuantEmbedding) -> dict[str, Tensor]:
+    """The tensors that MLX has for the layer."""
+    k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
+    parts = unpack(module.format, module.weight.detach(), k)
+    if parts is not None:
+        return parts
+    dtype = getattr(formats.get(module.format), "dtype", None)
+    if dtype is None:
+        raise ValueError(
+            f"{name} is {module.format}, which MLX has not: quantize_ the model to an affine "
+            "format or mxfp4 first"
+        )
+    return {"weight": module.weight.detach().view(dtype)}
+
+
+def _mlx_config(model: Any, layers: dict[str, Packing]) -> dict[str, Any]:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    values: dict[str, Any] = config.to_dict()
+    values.pop("quantization_config", None)
+    values |= _older_names(values, values.get("rope_parameters") or {})
+    if layers:
+        values["quantization"] = values["quantization_config"] = config_entry(layers)
+    return values
+
+
+def _older_names(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """What mlx-lm looks for under the names that transformers had before its version 5."""
+    older: dict[str, Any] = {
+        key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
+    }
+    if rope.get("rope_type", "default") != "default":
+        older["rope_scaling"] = rope
+    if "full_attention" in rope and "sliding_attention" in rope:  # Gemma 3
+        older["rope_theta"] = rope["full_attention"]["rope_theta"]
+        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    if values["model_type"] == "gpt2":
+        older["n_ctx"] = values["n_positions"]
+    return older
+
+
+def _write(tensors: dict[str, Tensor], folder: Path) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    plan = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD
+    )
+    for file, names in plan.filename_to_tensors.items():
+        save_file({n: tensors[n] for n in names}, folder / file, metadata={"format": "mlx"})
+    index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))

@@ -1,0 +1,92 @@
+"""Packed models on disk: a folder with safetensors, config.json and the tokenizer's files.
+
+The format is that of the transformers quantization method "metalmm" (see quantizer.py). What is
+added to save_pretrained and from_pretrained: a save is complete or leaves the old files, and a load
+refuses a folder that lacks a tensor instead of drawing it at random.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..extras import HF, require
+from ..files.blame import blaming
+from ..files.folder import check_packed, is_packed, read_tokenizer
+from ..files.owned import obsolete_tokenizer, obsolete_weights
+from ..files.staging import staged
+from ..files.untrusted import load_config
+from ..models.skeleton import named_class
+
+__all__ = ["is_packed", "load_packed", "save_packed"]
+
+
+def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Write a transformers model with packed layers, and its tokenizer unless that is None.
+
+    All files change at once (see files/staging.py): a save that fails or is killed leaves the model
+    that was there. Weights and tokenizer files of an earlier save are removed, other files stay.
+    options go to the model's save_pretrained (max_shard_size).
+    ValueError: the model has no packed layer or is not transformers'. OSError: the folder cannot be
+    written, or holds weights that are not a packed model's (checked before anything is written).
+    """
+    require("save_packed", *HF)
+    from .config import stored_config
+    from .save import check_save
+
+    if stored_config(model) is None:
+        raise ValueError("model has no packed layer; call quantize_ first")
+    target, weights = check_save(model, folder)
+
+    def obsolete(names: set[str]) -> set[str]:
+        old = obsolete_weights(weights, options.get("variant"))
+        return old if tokenizer is None else old | obsolete_tokenizer(target)
+
+    with staged(target, obsolete) as staging:
+        model.save_pretrained(staging, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+
+
+def load_packed(
+    folder: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a packed folder; no tokenizer in it gives None.
+
+    dtype is that of activations and unpacked weights, by default the one the model was saved with.
+    The model is frozen and in eval mode. On the CPU its weights are views of the mapped files, not
+    to be truncated meanwhile: a read beyond their end kills the process (SIGBUS). Saves of ours
+    write new files.
+    No code is fetched or run, and no file outside the folder is read.
+    OSError: the folder or a file is missing. ValueError: not such a folder, its tensors do not fit
+    its config, or it names code or files elsewhere.
+    """
+    require("load_packed", *HF)
+    path = Path(folder)
+    check_packed(path)
+    config = load_config(path)
+    kind = named_class(config)
+    if kind is None:
+        raise ValueError(f"{path}: transformers has no class {config.architectures} of its config")
+    with blaming(path, "its files make no such model"):
+        model, info = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype or "auto",
+            device_map=None if str(device) == "cpu" else {"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    for problem, keys in (
+        ("has no tensor for", info["missing_keys"]),
+        ("has tensors the model does not:", info["unexpected_keys"]),
+    ):
+        if keys:
+            raise ValueError(f"{path} {problem} {', '.join(sorted(keys)[:6])}")
+    return model.requires_grad_(False), read_tokenizer(path)

@@ -1,0 +1,334 @@
+"""The quantization method "metalmm" of transformers: from_pretrained packs, save_pretrained keeps.
+
+Importing this module registers it; `import torch_metalmm` sees to that when transformers loads.
+A stored model has its own parameter names in safetensors, packed weights as uint8 [N, row_bytes],
+and a MetalMMConfig in config.json that names every packed layer and its format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightRenaming
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from .. import formats
+from ..files.folder import QUANT_METHOD
+from ..files.headers import Found
+from ..files.untrusted import check_inside
+from ..models.attach import plug_in
+from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
+from ..models.replace import is_conv1d, weight_shape
+from ..models.skeleton import empty_like
+from ..nn import QuantEmbedding, QuantLinear
+from ..nn.packed import quantize_weight
+from .config import MetalMMConfig, stored_config
+from .tensors import find_tensors
+
+_SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
+
+
+def attach(model: Any) -> None:
+    """Let a transformers model know of its packed layers, as if from_pretrained had packed them.
+
+    Nothing is done for a model without packed layers.
+    """
+    config = stored_config(model)
+    if config is None:
+        return
+    model.hf_quantizer = MetalMMQuantizer(config, pre_quantized=True)
+    model.is_quantized = True
+    model.quantization_method = QUANT_METHOD
+    model.hf_quantizer.postprocess_model(model)
+
+
+class MetalMMQuantizer(HfQuantizer):
+    """Replaces the layers before the weights come, and packs or checks each weight as it comes.
+
+    Memory at any time: what is packed so far and one dense weight.
+    """
+
+    quantization_config: MetalMMConfig
+
+    def __init__(self, quantization_config: MetalMMConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._jobs: list[Job] = []  # the dense layers that were replaced; empty once loaded
+        self._files: list[str] | None = None
+
+    @property
+    def is_trainable(self) -> bool:
+        """With adapters: packed weights are frozen, gradients reach what is before them."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """ValueError: weights would be packed and then offloaded to files that are not packed."""
+        places = device_map.values() if isinstance(device_map, dict) else ()
+        if not self.pre_quantized and "disk" in places:
+            raise ValueError(
+                "device_map sends layers to the disk, where they cannot be packed: save a packed "
+                "model first and load that"
+            )
+
+    # Before the weights
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        self._files = checkpoint_files
+        if self.pre_quantized:
+            _require_safetensors(checkpoint_files)
+            check_inside(model.config._name_or_path, checkpoint_files or [])
+            self._jobs = _stored_jobs(model, self.quantization_config)
+        else:
+            tie(model, {})
+            skip = self.quantization_config.skip_filter(model)
+            spec = self.quantization_config.spec()
+            self._jobs = plan(model, spec, skip)
+            warn_fallbacks(self._jobs)
+            warn_stacked(model, spec, self._jobs, skip)
+        for job in self._jobs:
+            n, k = weight_shape(job.sites[0][1])
+            row = formats.get(job.format).row_bytes(k)
+            job.put(model, torch.empty(n, row, dtype=torch.uint8, device="meta"))
+        for name in _in_model(model, self.quantization_config.input_order):
+            layer = model.get_submodule(name)
+            if not isinstance(layer, QuantLinear):
+                raise ValueError(f"quantization_config: {name} in input_order is not packed")
+            layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """The conversions to load with; here the files are known and what they hold is checked."""
+        if self.pre_quantized:  # they would take packed bytes for numbers
+            weight_conversions = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+        if self._files is None or not all(f.endswith(".safetensors") for f in self._files):
+            return weight_conversions
+        found = find_tensors(self._files, model, weight_conversions)
+        _check_floats(model, found)
+        if self.pre_quantized:
+            _check_stored(model, self._jobs, found)
+        else:
+            self._leave_new_layers_dense(model, found)
+            _check_sources(self._jobs, found)
+        return weight_conversions
+
+    def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
+        """Put back the layers that the checkpoint does not have: transformers will draw them."""
+        new = [j for j in self._jobs if not any(f"{n}.weight" in found for n, _ in j.sites)]
+        for job in new:
+            self._jobs.remove(job)
+            for name, module in job.sites:
+                model.set_submodule(name, module)
+
+    # While they come
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        owner, _, leaf = param_name.rpartition(".")
+        packed = isinstance(model.get_submodule(owner), QuantLinear | QuantEmbedding)
+        return packed and leaf == "weight" and not self.pre_quantized
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self._jobs)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        if dtype == torch.uint8 and super().get_new_dtype(converter, param, dtype) is not None:
+            name = converter.target_patterns[0]
+            raise ValueError(f"{name} must be packed bytes, uint8, and is a float tensor")
+        return super().get_new_dtype(converter, param, dtype)
+
+    # After them
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self._jobs, self._files, self.pre_quantized = [], None, True
+        for name, module in model.named_modules():
+            if isinstance(module, QuantEmbedding):
+                module.reset_scale()
+            elif isinstance(module, QuantLinear):
+                _check_order(name, module.input_order)
+        model._weight_conversions = []  # the file gets the model's own names
+        self._record(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        """Called before the config is saved: it names the layers that are packed by then."""
+        self._record(model)
+        return None, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """Give the model its dense layers back, with what the packed ones decode to."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+        originals = empty_like(model, dtype)
+        weights: dict[int, nn.Parameter] = {}
+        for name, packed in list(model.named_modules(remove_duplicate=False)):
+            if isinstance(packed, QuantLinear | QuantEmbedding):
+                dense = originals.get_submodule(name)
+                if id(packed.weight) not in weights:
+                    decoded = packed.dequantize(dtype)
+                    if is_conv1d(dense):
+                        decoded = decoded.t().contiguous()
+                    weights[id(packed.weight)] = nn.Parameter(decoded)
+                dense.weight = weights[id(packed.weight)]
+                if isinstance(packed, QuantLinear):
+                    dense.bias = packed.bias
+                model.set_submodule(name, dense.to(packed.weight.device).train(packed.training))
+        return model
+
+    def _record(self, model: Any) -> None:
+        config = stored_config(model)
+        if config is None:
+            self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+        else:
+            self.quantization_config = model.config.quantization_config = config
+
+
+class _Pack(ConversionOps):
+    """A dense weight from a checkpoint -> the bytes of the layer that waits for it."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs = {f"{name}.weight": job for job in jobs for name, _ in job.sites}
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        result = {}
+        for name, given in input_dict.items():
+            weight = given[0] if isinstance(given, list) else given
+            job = self._jobs.get(name)
+            result[name] = weight if job is None else _pack(name, weight, job)
+        return result
+
+
+def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
+    dense = job.sites[0][1]
+    _check_shape(name, tuple(weight.shape), dense)
+    check_weight(name, weight, job.format)
+    return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module) -> None:
+    assert isinstance(dense.weight, Tensor)
+    want = tuple(dense.weight.shape)
+    if shape != want:
+        raise ValueError(f"{name} is {list(shape)} in the checkpoint, the model has {list(want)}")
+
+
+def _check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
+    """ValueError if a weight that is to be packed is not float or not of the model's shape."""
+    for job in jobs:
+        for site, dense in job.sites:
+            name = f"{site}.weight"
+            tensor = found.get(name)
+            if tensor is None or tensor.converted:
+                continue
+            if tensor.dtype not in _SOURCES:
+                raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, only floats are packed")
+            _check_shape(name, tensor.shape, dense)
+
+
+def _check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
+    """ValueError if the bytes of a packed layer are missing, or not those of its format."""
+    for job in jobs:
+        names = [f"{site}.weight" for site, _ in job.sites]
+        if not any(name in found for name in names):
+            raise ValueError(f"the checkpoint has no tensor for the packed {names[0]}")
+        for name in names:
+            tensor, want = found.get(name), tuple(model.get_parameter(name).shape)
+            if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
+                raise ValueError(
+                    f"{tensor.file}: {name} must be U8 {list(want)} ({job.format}), "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+    for name, layer in model.named_modules():
+        if getattr(layer, "input_order", None) is not None:
+            order = found.get(f"{name}.input_order")
+            if order is None or (order.dtype, order.shape) != ("I64", (layer.in_features,)):
+                raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
+
+
+def _check_floats(model: Any, found: dict[str, Found]) -> None:
+    """ValueError: a tensor beside the packed layers is of integers, and the model's is not."""
+    for name, value in model.state_dict().items():
+        tensor = found.get(name)
+        if tensor is None or not value.is_floating_point() or tensor.converted:
+            continue
+        if not tensor.dtype.startswith(("F", "BF")):
+            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
+
+
+def _check_order(name: str, order: Tensor | None) -> None:
+    if order is None or order.is_meta:
+        return
+    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+        raise ValueError(f"{name}.input_order is no order of its {len(order)} inputs")
+
+
+def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
+    """The layers that a stored model has packed. ValueError: one that cannot be packed so."""
+    table = _in_model(model, config.modules)
+    tie(model, table)
+    jobs = plan(model, lambda name, module: table.get(name))
+    for job in jobs:
+        if job.format != job.asked:
+            k = weight_shape(job.sites[0][1])[1]
+            raise ValueError(f"quantization_config: {job.name} has K = {k}, no {job.asked} row")
+    placed = {name for job in jobs for name, _ in job.sites}
+    if wrong := sorted(name for name, format in table.items() if format and name not in placed):
+        kind = type(model.get_submodule(wrong[0])).__name__
+        raise ValueError(f"quantization_config: {wrong[0]}, a {kind}, cannot be packed")
+    if not placed:
+        named = ", ".join(list(config.modules)[:3])
+        raise ValueError(f"quantization_config: the model has none of the layers {named}, ...")
+    return jobs
+
+
+def _in_model(model: Any, names: Any) -> dict[str, Any]:
+    """{name in this model: value} of those names it has, the base model's prefix added or removed.
+
+    A list of names gives {name: None}.
+    """
+    given = dict(names) if isinstance(names, dict) else dict.fromkeys(names)
+    prefix = f"{model.base_model_prefix}."
+    result = {}
+    for name, _ in model.named_modules(remove_duplicate=False):
+        for stored in (name, prefix + name, name.removeprefix(prefix)):
+            if stored in given:
+                result[name] = given[stored]
+                break
+    return result
+
+
+def tie(model: Any, table: dict[str, Any]) -> None:
+    """Share tied parameters: transformers does that only after loading, and a pack is of both.
+
+    Not where the table has two formats for them, or leaves one dense: a GGUF file may have both
+    tensors in spite of its config, and one of two layers may have been packed.
+    """
+    for target, source in model.all_tied_weights_keys.items():
+        owners = [name.rpartition(".")[0] for name in (target, source)]
+        if len({table[owner] for owner in owners if owner in table}) > 1:
+            continue
+        owner, _, leaf = target.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
+
+
+def _require_safetensors(files: list[str] | None) -> None:
+    for file in files or ():
+        if not file.endswith(".safetensors"):
+            raise ValueError(f"packed weights are read from safetensors only, not from {file}")
+
+
+register_quantization_config(QUANT_METHOD)(MetalMMConfig)
+register_quantizer(QUANT_METHOD)(MetalMMQuantizer)
+plug_in(MetalMMQuantizer, attach)

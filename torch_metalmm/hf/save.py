@@ -1,0 +1,103 @@
+"""save_pretrained of packed models: complete or none, and with the quantization_config.
+
+Layers are packed one by one, inside wrappers or by assignment, too, and nothing tells the model of
+it. So PreTrainedModel.save_pretrained itself asks, which every such save ends in.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+from ..files.folder import replaceable_weights
+from ..files.owned import obsolete_weights, prepare_folder
+from ..files.staging import is_staging, staged
+from ..models.attach import quantized_by_another
+from ..models.replace import weight_shape
+from ..models.skeleton import can_pack, empty_like, tied_names
+from .config import stored_config
+from .quantizer import attach, tie
+
+_save = PreTrainedModel.save_pretrained
+_signature = inspect.signature(_save)
+
+
+def check_save(model: Any, folder: str | os.PathLike[str]) -> tuple[Path, set[str]]:
+    """(folder, weights in it that a save of the packed model may replace).
+
+    ValueError: no transformers model, one that another method quantized, too, or one whose packed
+    layers are not those of its config. OSError as prepare_folder.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
+    if quantized_by_another(model):
+        other = type(model.hf_quantizer).__name__
+        raise ValueError(
+            f"the model has packed layers and is quantized by {other}, too; config.json has room "
+            "for one method"
+        )
+    _check_layers(model)
+    target = prepare_folder(folder, replaceable_weights)
+    return target, replaceable_weights(target) or set()
+
+
+def _check_layers(model: Any) -> None:
+    """ValueError: from_pretrained, which builds the model of the config, could not load a layer."""
+    config = stored_config(model)
+    assert config is not None
+    made = empty_like(model, model.dtype)
+    tie(made, config.modules)
+    modules, names = dict(made.named_modules(remove_duplicate=False)), tied_names(made)
+    shared = tied_names(model)
+    for name, format in config.modules.items():
+        if format is None:
+            continue
+        weight = f"{name}.weight"
+        ours, theirs = model.get_submodule(name), modules.get(name)
+        if theirs is None or not can_pack(made, [weight]):
+            problem = "no layer that can be packed"
+        elif _shape(ours) != _shape(theirs):
+            problem = f"{_shape(theirs)}, the packed layer has {_shape(ours)}"
+        elif apart := set(shared.get(weight, ())) - set(names[weight]):
+            problem = f"a weight of its own for it, which is that of {min(apart)} here"
+        else:
+            continue
+        raise ValueError(
+            f"{name} could not be loaded again: a {type(model).__name__} of this config has "
+            f"{problem}; change model.config or the layer"
+        )
+
+
+def _shape(layer: Any) -> str:
+    n, k = weight_shape(layer)
+    return f"{n} rows of {k}" + (", a bias" if getattr(layer, "bias", None) is not None else "")
+
+
+@functools.wraps(_save)
+def _save_pretrained(
+    self: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any
+) -> None:
+    given = _signature.bind(self, save_directory, *args, **options).arguments
+    only_adapters = getattr(self, "_hf_peft_config_loaded", False)
+    if only_adapters or stored_config(self) is None:
+        _save(self, save_directory, *args, **options)
+        return
+    alone = given.get("is_main_process", True) and not given.get("distributed_checkpoint")
+    if is_staging(save_directory) or not alone:
+        attach(self)
+        _save(self, save_directory, *args, **options)
+        return
+    target, weights = check_save(self, save_directory)
+    attach(self)
+    if given.get("push_to_hub"):  # it names the repository after the folder
+        options.setdefault("repo_id", target.resolve().name)
+    with staged(target, lambda names: obsolete_weights(weights, given.get("variant"))) as staging:
+        _save(self, staging, *args, **options)
+
+
+PreTrainedModel.save_pretrained = _save_pretrained  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Models whose layers are packed: made so, taken over, merged, given adapters."""

@@ -1,0 +1,1 @@
+"""Merging packed layers of one input into one, where that is faster."""

@@ -1,0 +1,138 @@
+"""Packed layers of one input become parts of one MergedLinear, where a run agrees with the code.
+
+The code says which layers have one input, for every value and path (fuse_read). Running the parent
+on a small input confirms it, also for the children between the calls, whose code is not read; and
+running it again, merged, that nothing else in it minds, such as strides that it asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...nn import QuantLinear
+from ...nn.fused import MergedLinear
+from .read import groups_of_one_input
+
+_Outcome = tuple[str, list[Tensor]]  # an exception in words, or the tensors that came out
+
+
+def merge_layers(parent: nn.Module, once: set[int], dtype: torch.dtype) -> None:
+    """Merge the layers of `parent` that have an input and a format in common, in place.
+
+    once: the ids of packed layers that may be merged; dtype: of the parent's input.
+    """
+    layers: dict[str, Any] = {n: c for n, c in parent._modules.items() if id(c) in once}
+    if len(layers) < 2 or "forward" in parent.__dict__:
+        return
+    children = frozenset(name for name, child in parent._modules.items() if child is not None)
+    for group in groups_of_one_input(type(parent), frozenset(layers), children):
+        alike: dict[object, dict[str, QuantLinear]] = {}
+        for name in group.layers:
+            layer = layers[name]
+            bias = None if layer.bias is None else layer.bias.dtype
+            key = (layer.format, layer.in_features, layer.weight.device, bias)
+            alike.setdefault(key, {})[name] = layer
+        for found in alike.values():
+            others = [name for name in group.layers if name not in found]
+            if len(found) > 1:
+                _merge(parent, found, (*others, *group.between), dtype)
+
+
+def _merge(
+    parent: nn.Module, layers: dict[str, QuantLinear], between: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    first = next(iter(layers.values()))
+    seed = torch.Generator().manual_seed(0)
+    # Tensors with versions and without gradients, also for a caller in inference mode.
+    with evaluating(parent), torch.inference_mode(False), torch.no_grad():
+        for rows in ((1, 2), (2,)):
+            x = torch.randn(*rows, first.in_features, generator=seed)
+            x = x.to(first.weight.device, dtype)
+            with _watched(layers) as seen:
+                want = _outcome(parent, x)
+            if seen != list(layers):
+                continue
+            merged = MergedLinear(layers, between)
+            merged.attach(parent)
+            merged.open(parent, ())
+            got = _outcome(parent, x)
+            merged.close()
+            if not _agree(got, want):
+                merged.detach(parent)
+            return
+
+
+@contextmanager
+def _watched(layers: dict[str, QuantLinear]) -> Iterator[list[str]]:
+    """The layers that are called; "changed" for one whose input is not the first's as it was."""
+    seen: list[str] = []
+    first: list[Any] = []
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        x = args[0]
+        if not first:
+            first.extend((x, x._version, x.clone()))
+        same = x is first[0] and x._version == first[1] and torch.equal(x, first[2])
+        seen.append(name if same else "changed")
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: see(name, args))
+        for name, layer in layers.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _outcome(parent: nn.Module, x: Tensor) -> _Outcome:
+    """What the parent gives for x in place of its first and every required argument.
+
+    Its hooks are not called: this is no forward that anybody asked for.
+    """
+    try:
+        parameters = list(inspect.signature(parent.forward).parameters.values())
+        required = [p for i, p in enumerate(parameters) if i == 0 or p.default is p.empty]
+        positional = [
+            x.clone() for p in required if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        named = {p.name: x.clone() for p in required if p.kind is p.KEYWORD_ONLY}
+        out = parent.forward(*positional, **named)
+    except Exception as error:  # most often for arguments that are not such tensors
+        return f"{type(error).__name__}: {error}", []
+    return "", [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def _agree(got: _Outcome, want: _Outcome) -> bool:
+    """Whether the same came out but for rounding."""
+    if got[0] != want[0] or len(got[1]) != len(want[1]):
+        return False
+    return all(map(_close, got[1], want[1]))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool((a - b).float().norm() <= 0.01 * b.float().norm())
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode; every training flag is put back."""
+    training = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, was_training in training:
+            m.training = was_training

@@ -1,0 +1,1 @@
+"""PEFT's adapters on packed layers."""

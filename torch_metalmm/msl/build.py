@@ -1,0 +1,337 @@
+"""Compiles Metal Shading Language for the emulator: clang of the ziglang package, cached.
+
+A library is one shader file, its table of kernels and the emulator (csrc/emulator/runtime). It
+needs a source checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .repair import edits_of_errors
+from .rules import check_rules
+from .source import Kernel, MetalSyntaxError, Reader, Source
+from .tables import prefix, tables
+from .translate import apply, visible_edits
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+INCLUDE = CSRC / "msl"
+CACHE = ROOT / "build" / "msl"
+JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
+_RUNTIME = ("emulator", "report", "api", "buffers", "memory", "rounding", "watchdog")
+_MAX_ROUNDS = 12
+
+METAL_VERSION = 310  # what metal/ is written in, and __METAL_VERSION__ where no other is asked for
+_PREPROCESS = ["-E", "-DMM_PREPROCESS", "-D__METAL__=1"]
+_PREPROCESS += ["-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1", "-D__HAVE_SIMDGROUP_MATRIX__=1"]
+_PREPROCESS += ["-D__HAVE_SIMDGROUP_REDUCTION__=1", "-U__x86_64__", "-U__linux__"]
+LANGUAGE = ["-x", "c++", "-std=c++17", "-nostdinc", "-fsigned-char"]
+LANGUAGE += [f"-I{INCLUDE}", "-ivfsoverlay", f"{INCLUDE / 'headers.yaml'}"]
+LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fno-rtti"]
+_CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+_CODE += ["-Xclang", "-ffloat16-excess-precision=none"]
+_CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
+_CODE += ["-fno-finite-loops"]  # an endless loop is to be found, not removed
+_CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
+# A stack that is too small is to be found: by a call at the start of each function, and here where
+# its frame is larger than the memory below the stacks (worker.h).
+_CODE += ["-finstrument-function-entry-bare", "-Wno-everything"]
+_CODE += [f"-Wframe-larger-than={1 << 20}", "-Werror=frame-larger-than"]
+_CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
+# What a checked library calls before each access, and where an alignment or an index is wrong.
+_CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
+_CHECKS += ["-fsanitize=alignment,array-bounds,integer-divide-by-zero"]
+for _option in (
+    "instrumentation-with-call-threshold=0",
+    "kernel-mem-intrinsic-prefix=1",
+    "instrument-atomics=0",
+    "opt-same-temp=0",
+    "globals=0",
+    "stack=0",
+):
+    _CHECKS += ["-mllvm", f"-asan-{_option}"]
+_HOST = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fno-sanitize=all", "-fno-exceptions"]
+_HOST += [f"-I{CSRC}", "-fno-rtti", "-fvisibility=hidden", "-fno-plt", "-c"]
+
+
+class BuildError(RuntimeError):
+    """The emulator itself could not be built; the message is the compiler's."""
+
+
+def zig(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the ziglang package. BuildError if it is not installed."""
+    command = [_zig(), *arguments]
+    # Its default is in the home folder, which a container may not have.
+    env = {"ZIG_GLOBAL_CACHE_DIR": str(ROOT / "build" / "zig")} | os.environ
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=env)
+
+
+@functools.cache
+def _zig() -> str:
+    """The program itself: `python -m ziglang` would run a ziglang.py of the current folder."""
+    try:
+        path = importlib.metadata.distribution("ziglang").locate_file("ziglang/zig")
+    except importlib.metadata.PackageNotFoundError:
+        raise BuildError("the ziglang package, which has the compiler, is not installed") from None
+    return str(path)
+
+
+@functools.cache
+def _machine() -> list[str]:
+    """AVX2, FMA and binary16 conversions where the processor has them.
+
+    No bf16 instructions: they drop subnormal numbers.
+    """
+    if platform.machine() != "x86_64":
+        return []
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ["-march=x86-64-v3"] if " avx2 " in flags and " f16c" in flags else []
+
+
+def digest(*parts: str | bytes | Path) -> str:
+    """A name for what `parts` say; a path stands for the bytes of its file."""
+    h = hashlib.sha256()
+    for part in parts:
+        data = part.read_bytes() if isinstance(part, Path) else part
+        data = data.encode() if isinstance(data, str) else data
+        h.update(len(data).to_bytes(8, "little") + data)
+    return h.hexdigest()[:20]
+
+
+@functools.cache
+def _tool_digest() -> str:
+    folders = (INCLUDE, CSRC / "emulator" / "runtime")
+    files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()]
+    files = [p for p in files if p.parent.name != "nvptx"]  # what runs the shaders on a GPU
+    files.append(CSRC / "emulator" / "abi.h")
+    return digest(zig("version").stdout, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
+
+
+@functools.cache
+def runtime_objects() -> list[str]:
+    """The emulator's own object files."""
+    folder = CACHE / f"runtime-{_tool_digest()}"
+    objects = [folder / f"{name}.o" for name in _RUNTIME]
+    for out in objects:
+        with _missing(out) as missing:
+            if missing:
+                temporary = out.with_suffix(".part")
+                source = CSRC / "emulator" / "runtime" / f"{out.stem}.cpp"
+                done = zig("c++", *_HOST, str(source), "-o", str(temporary))
+                if done.returncode:
+                    raise BuildError(done.stderr)
+                os.replace(temporary, out)
+    return [str(out) for out in objects]
+
+
+def preprocess(text: str, name: str, include: Sequence[Path], version: int = METAL_VERSION) -> str:
+    """`text` with its macros and includes expanded and the words of Metal left alone."""
+    options = [f"-D__METAL_VERSION__={version}", *(f"-I{p}" for p in include)]
+    marked = f'# 1 "{name}"\n{text}'
+    done = zig("clang", *_PREPROCESS, *LANGUAGE, *options, "-", text=marked)
+    if done.returncode:
+        raise MetalSyntaxError(done.stderr.strip())
+    return done.stdout
+
+
+_MARKER = re.compile(r'#(?:line)? (\d+) "((?:[^"\\]|\\.)*)"')
+# How far a loop is unrolled changes no result, and may be said by a macro that is gone.
+_PRAGMA = re.compile(r"#\s*pragma (?!unroll|nounroll|clang loop)")
+
+
+def unmark(text: str, name: str) -> tuple[str, list[tuple[str, int]]]:
+    """`text` with empty lines for its line markers, and (file, line) of each line."""
+    lines, places = [], []
+    file, number = name, 1
+    for line in text.split("\n"):
+        marker = _MARKER.match(line)
+        if marker:
+            file, number = marker[2], int(marker[1])
+            lines.append("")
+            places.append((file, number))
+            continue
+        lines.append("" if line.startswith("#") and not _PRAGMA.match(line) else line)
+        places.append((file, number))
+        number += 1
+    return "\n".join(lines), places
+
+
+def mark(text: str, places: list[tuple[str, int]]) -> str:
+    """`text` with line markers that name `places`."""
+    out = []
+    expected: tuple[str, int] | None = None
+    for line, place in zip(text.split("\n"), places, strict=True):
+        if place != expected:
+            out.append(f'# {place[1]} "{place[0]}"')
+        out.append(line)
+        expected = (place[0], place[1] + 1)
+    return "\n".join(out)
+
+
+def translate(
+    text: str, name: str, include: Sequence[Path], version: int = METAL_VERSION
+) -> tuple[str, Source]:
+    """Text for plain clang, with line markers, and what it declares. Raises MetalSyntaxError."""
+    return _translate(preprocess(text, name, include, version), name, version)
+
+
+def _translate(expanded: str, name: str, version: int) -> tuple[str, Source]:
+    plain, places = unmark(expanded, name)
+    source = Reader(plain).read()
+    check_rules(plain, places, _standard(), version)
+    plain = apply(plain, visible_edits(plain, source))
+    for i, constant in enumerate(source.constants):
+        constant.symbol = f"mm_fc_{i}"
+    head = prefix(source.constants, translated=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "shader.cpp"
+        (Path(folder) / "prefix.h").write_text(head)
+        for _ in range(_MAX_ROUNDS):
+            file.write_text(plain + "\n" + tables(source, checked=False))
+            errors = _syntax_errors(file)
+            if not errors:
+                break
+            edits = edits_of_errors(plain, str(file), errors)
+            if not edits:
+                raise MetalSyntaxError(_readable(errors, str(file), places))
+            plain = apply(plain, edits)
+        else:
+            raise MetalSyntaxError(_readable(errors, str(file), places))
+    return head + mark(plain, places), source
+
+
+@functools.cache
+def _standard() -> frozenset[str]:
+    """Functions of Metal's standard library."""
+    headers = (f for f in sorted(INCLUDE.glob("*/*.h")) if f.parent.name != "nvptx")
+    text = "".join(f.read_text() for f in headers)
+    names = re.findall(r"METAL_FUNC[^;{}()]*?(\w+)\(|MM_\w+\((\w+)", text)
+    return frozenset(name for pair in names for name in pair)
+
+
+_CAST = "a cast may not change the address space of a pointer"
+
+
+def _syntax_errors(file: Path) -> str:
+    options = ["-fdiagnostics-print-source-range-info", "-fno-caret-diagnostics"]
+    options += [
+        "-ferror-limit=0",
+        "-fno-diagnostics-show-option",
+        "-fsyntax-only",
+        "-Wno-everything",
+    ]
+    options += ["-Werror=vla-cxx-extension"]
+    prefix = ["-include", str(file.parent / "prefix.h")]
+    done = zig("clang", *LANGUAGE, *_machine(), *options, *prefix, str(file))
+    return done.stderr if done.returncode else ""
+
+
+def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
+    """clang's messages with the places of the original text."""
+    lines = []
+    for line in errors.splitlines():
+        m = re.match(re.escape(file) + r":(\d+):(\d+):(?:\{[^ ]*\}:)? (.*)", line)
+        if m and "cast_pointer" in m[3]:
+            m = re.match(r"(\d+):(\d+): (.*)", f"{m[1]}:{m[2]}: error: {_CAST}")
+        if m:
+            place = places[min(int(m[1]), len(places)) - 1]
+            lines.append(f"{place[0]}:{place[1]}:{m[2]}: {m[3]}")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+_FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULTILINE)
+
+
+def _compile(folder: Path, text: str, checked: bool) -> Path:
+    """Compiles translated `text` into folder/shader.o."""
+    file, obj = folder / "shader.cpp", folder / "shader.o"
+    file.write_text(text)
+    checks = _CHECKS if checked else []
+    command = [*LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
+    done = zig("clang", *command)
+    if done.returncode:
+        if frame := _FRAME.search(done.stderr):
+            raise MetalSyntaxError(f"{frame[1]}: {frame[2]} bytes of private memory in a thread")
+        raise BuildError(done.stderr)
+    return obj
+
+
+def _link(library: Path, text: str, checked: bool) -> None:
+    """Compiles `text` and links it with the emulator."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        linked = Path(temporary) / library.name
+        objects = [str(_compile(Path(temporary), text, checked)), *runtime_objects()]
+        done = zig("cc", "-shared", "-g1", "-o", str(linked), *objects, "-lm", "-lpthread")
+        if done.returncode:
+            raise BuildError(done.stderr)
+        os.replace(linked, library)
+
+
+def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
+    """The object file of a text by somebody else, in `folder`, to link with another emulator."""
+    translated, source = translate(text, name, ())
+    return _compile(folder, translated + "\n" + tables(source, checked), checked)
+
+
+@contextlib.contextmanager
+def _missing(file: Path) -> Iterator[bool]:
+    """Whether `file` is to be built; other threads and processes that want it wait meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        yield False
+        return
+    with (file.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not file.exists()
+
+
+def build_text(
+    text: str, name: str, include: Sequence[Path], checked: bool, version: int = METAL_VERSION
+) -> Path:
+    """The library of a text by somebody else."""
+    expanded = preprocess(text, name, include, version)  # with what its #include lines give
+    key = digest(_tool_digest(), expanded, name, str(checked), str(version), _scripts())
+    library = CACHE / key / "library.so"
+    with _missing(library) as missing:
+        if missing:
+            translated, source = _translate(expanded, name, version)
+            _link(library, translated + "\n" + tables(source, checked), checked)
+    return library
+
+
+def build_file(path: Path, checked: bool) -> Path:
+    """The library of a shader of metal/, which keeps the rules and is compiled as it is."""
+    expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
+    library = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts()) / "library.so"
+    with _missing(library) as missing:
+        if missing:
+            plain, places = unmark(expanded, path.name)
+            check_rules(plain, places, _standard(), METAL_VERSION)
+            source = Reader(plain).read()
+            text = prefix(source.constants, translated=False) + f'#include "{path}"\n'
+            _link(library, text + tables(source, checked), checked)
+    return library
+
+
+@functools.cache
+def _scripts() -> str:
+    folder = Path(__file__).parent
+    names = ("source", "excluded", "rules", "translate", "repair", "tables", "build")
+    return digest(*(folder / f"{name}.py" for name in names))
+
+
+__all__ = ["BuildError", "Kernel", "MetalSyntaxError", "build_file", "build_text"]

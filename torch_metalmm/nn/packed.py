@@ -1,0 +1,144 @@
+"""What layers with a packed weight share: the weight, its name, and who may set it to what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .. import formats
+from .. import ops as ops  # registers torch.ops.metalmm
+
+
+class Packed(nn.Module):
+    """The base of QuantLinear and QuantEmbedding.
+
+    state_dict holds the packed bytes under "weight"; the name of the format travels in the
+    state_dict's metadata, so torch.save keeps it and loading into another format is an error.
+    """
+
+    format: str
+    weight: Tensor  # a frozen uint8 Parameter
+
+    def _init_packed(self, n: int, k: int, format: str, device: torch.device | str | None) -> None:
+        spec = formats.get(format)
+        self.format = spec.name
+        packed = torch.empty(n, spec.row_bytes(k), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def _columns(self) -> int:
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Nothing: packed bytes are loaded, never drawn at random."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """ValueError: weight is not of this layer's packed bytes, or is to be made of others.
+
+        torch's pruning and weight norms make it of weight_orig, weight_g and the like.
+        """
+        if name.startswith(("weight_", "bias_")):
+            raise ValueError(f"{name}: {self._is_packed()}, from which {name} cannot be made")
+        if name == "weight" and param is not None:
+            row = formats.get(self.format).row_bytes(self._columns())
+            wrapped = is_traceable_wrapper_subclass(param) and not hasattr(param, "device_mesh")
+            if wrapped or param.dtype != torch.uint8 or param.shape[1:] != (row,):
+                kind = type(param).__name__ if wrapped else param.dtype
+                raise ValueError(
+                    f"weight: {self._is_packed()}, uint8 [N, {row}]; got {kind} "
+                    f"{list(param.shape)}. Replace the layer by a dense one with dequantize()"
+                )
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        if name in ("weight", "bias"):
+            raise ValueError(
+                f"{name}: {self._is_packed()}; its {name} cannot be parametrized or removed. "
+                "Replace the layer by a dense one with dequantize()"
+            )
+        super().__delattr__(name)
+
+    def _is_packed(self) -> str:
+        return f"the {type(self).__name__} is packed in {self.format}"
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W [N, K] as a new dense tensor of `dtype` (default float32)."""
+        out: Tensor = torch.ops.metalmm.dequantize(
+            self.weight, self.format, self._columns(), dtype=dtype
+        )
+        return out
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.setdefault(prefix[:-1], {})["format"] = self.format
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = state_dict.get(prefix + "weight")
+        if given is not None:
+            stored = local_metadata.get("format", self.format)
+            if stored != self.format:
+                error_msgs.append(
+                    f"{prefix}weight is stored as {stored}, this layer holds {self.format}"
+                )
+                return
+            if given.dtype != torch.uint8 or given.shape != self.weight.shape:
+                error_msgs.append(
+                    f"{prefix}weight must be uint8 {list(self.weight.shape)} ({self.format}, "
+                    f"K = {self._columns()}), got {given.dtype} {list(given.shape)}"
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+
+def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, nn.Parameter]:
+    """The format and the weight as a frozen uint8 parameter; a uint8 Parameter is kept itself."""
+    spec = formats.get(format)
+    dense = getattr(spec, "dtype", None)
+    if dense is not None and weight.dtype == dense and weight.dim() == 2 and weight.shape[1] == k:
+        weight = weight.detach().contiguous().view(torch.uint8)
+    row_bytes = spec.row_bytes(k)
+    if weight.dtype != torch.uint8 or weight.dim() != 2 or weight.shape[1] != row_bytes:
+        raise ValueError(
+            f"weight must be uint8 [N, {row_bytes}] ({spec.name}, K = {k}), "
+            f"got {weight.dtype} {list(weight.shape)}"
+        )
+    if isinstance(weight, nn.Parameter):
+        return spec, weight
+    return spec, nn.Parameter(weight, requires_grad=False)
+
+
+def quantize_weight(weight: Tensor, format: str) -> Tensor:
+    """weight [N, K] -> uint8 [N, row_bytes] on the weight's device. The quantizers run on the CPU.
+
+    ValueError: the weight has no data (meta), is not 2-D, or has NaN or Inf.
+    """
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and has no data to quantize")
+    source = weight.detach().to("cpu")
+    if source.dtype == torch.float64:
+        source = source.float()
+    packed: Tensor = torch.ops.metalmm.quantize(source, format)
+    return packed.to(weight.device)

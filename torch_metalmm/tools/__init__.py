@@ -1,0 +1,1 @@
+"""The command `metalmm`, and what it shows and predicts."""

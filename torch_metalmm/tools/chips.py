@@ -1,0 +1,170 @@
+"""How long a plan takes on a chip: a prediction. Nothing here was measured on a Mac.
+
+    time    max(memory, issue) + launch
+    memory  bytes moved once / (nominal bandwidth x REACHED): W, x, y; split-K's partial results
+            written and read
+    issue   that of the busiest core: ceil(threadgroups / cores) x weights of a threadgroup x cycles
+            of a weight / (lanes of a core x clock)
+    launch  LAUNCH_US for every pass
+
+Cycles of a weight, from the counts of issue_cycles.json (one row of x, and several):
+
+    vector kernels   those of one row + (rows - 1) x those of a further row
+    matrix kernels   those of one row - 1 + 1 for each row of the tile, used or not: assumed, that a
+                     product of 8 x 8 matrices takes 16 cycles of 32 lanes for its 512
+                     multiply-adds, the rate of the vector units
+
+The counts are of gemv and gemv_batched, compiled (bench/shaders); they stand for every kernel of
+their kind. Not in the model: latency, threadgroup memory, cores that wait for each other, the
+parallel pipes of M3 and later, the matrix accelerators of M5, throttling. docs/chip-model.md
+compares it with measurements that others published and says where it is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from .. import _C
+
+# Of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
+REACHED = 0.90
+# What a dispatch adds to those before it in a serial encoder: 2.0 on an M1 Max (penta2himajin/qwisp
+# pull request 158), 1.3 (kryptic-sh/infr pull request 14).
+LAUNCH_US = 2.0
+DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+COUNTS = Path(__file__).with_name("issue_cycles.json")
+
+# The products of a token: (N, K, how often).
+MODELS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "Llama 2 7B": ((4096, 4096, 128), (11008, 4096, 64), (4096, 11008, 32), (32000, 4096, 1)),
+    "Mistral 7B": (
+        *((4096, 4096, 64), (1024, 4096, 64), (14336, 4096, 64), (4096, 14336, 32)),
+        (32000, 4096, 1),
+    ),
+    "Qwen3 4B": (
+        *((4096, 2560, 36), (1024, 2560, 72), (2560, 4096, 36), (9728, 2560, 72)),
+        *((2560, 9728, 36), (151936, 2560, 1)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A row of the table of chips; dataclasses.replace() makes its smaller configurations."""
+
+    name: str
+    cores: int
+    bandwidth_gb_s: float
+    clock_mhz: float
+    lanes_per_core: int
+
+    @classmethod
+    def named(cls, name: str) -> Chip:
+        """Of _C.gpus(), its largest configuration. ValueError: an unknown name."""
+        row = _C.gpu(name)
+        return cls(**{field.name: row[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Microseconds; what they were made from."""
+
+    memory: float
+    issue: float
+    launch: float
+    moved_bytes: int
+    cycles: float  # to issue per weight and tile of x
+
+    @property
+    def total(self) -> float:
+        return max(self.memory, self.issue) + self.launch
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: memory, issue or launch."""
+        return max(("memory", "issue", "launch"), key=lambda name: float(getattr(self, name)))
+
+
+@functools.cache
+def counts() -> Mapping[str, Any]:
+    """{"batch": rows of gemv_batched, strategy: {codec: {dtype of x: cycles per weight}}}.
+
+    Written by `python -m bench cells --write`, from the code that clang makes of the shaders.
+    """
+    return dict(json.loads(COUNTS.read_text()))
+
+
+def cycles_per_weight(strategy: str, codec: str, dtype: str, rows: int) -> float:
+    """Issue cycles for a weight and `rows` rows of x."""
+    found = counts()
+    one, several = (found[s][codec][dtype] for s in ("gemv", "gemv_batched"))
+    further = (several - one) / (found["batch"] - 1)
+    if _C.strategy(strategy)["on_matrix_unit"]:
+        return float(one - 1 + rows)
+    return float(one + (rows - 1) * further)
+
+
+def strategy_of(kernel: str) -> str:
+    """The strategy of a kernel of `linear`."""
+    strategies: list[str] = _C.strategies()
+    return max((s for s in strategies if kernel.startswith(s + "_")), key=len)
+
+
+def cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
+    """Of a plan of `linear` that has a pass."""
+    first = plan["passes"][0]
+    args, kernel = first["args"], first["kernel"]
+    strategy = strategy_of(kernel)
+    codec, dtype = kernel[len(strategy) + 1 :].rsplit("_", 1)
+    geometry = _C.strategy(strategy)
+    cycles = cycles_per_weight(strategy, codec, dtype, first["constants"]["batch"] or geometry["m"])
+    m, n, k = args["m"], args["n"], args["k"]
+    moved = n * args["w_stride"] + m * (k + n) * DTYPE_BYTES[dtype] + 2 * plan["workspace_bytes"]
+    turns = ceil(prod(first["grid"]) / chip.cores)
+    lanes = chip.lanes_per_core * chip.clock_mhz  # of a core, per microsecond
+    return Prediction(
+        memory=moved / (chip.bandwidth_gb_s * 1e3 * REACHED),
+        issue=turns * geometry["n"] * args["k_per_part"] * cycles / lanes,
+        launch=LAUNCH_US * len(plan["passes"]),
+        moved_bytes=moved,
+        cycles=cycles,
+    )
+
+
+def predict(
+    m: int,
+    n: int,
+    k: int,
+    format: str,
+    chip: str | Chip,
+    dtype: str = "f16",
+    strategy: str | None = None,
+) -> Prediction:
+    """The time of y[M, N] = x[M, K] W[N, K]ᵀ, W cold. ValueError: as _C.plan; M or N is 0."""
+    if m < 1 or n < 1:
+        raise ValueError(f"m, n: {m}, {n}; must be at least 1")
+    machine = Chip.named(chip) if isinstance(chip, str) else chip
+    plan = _C.plan(
+        m=m, n=n, k=k, format=format, dtype=dtype, strategy=strategy,
+        chip=machine.name, gpu={"cores": machine.cores},
+    )  # fmt: skip
+    return cost(plan, machine)
+
+
+def tokens_per_second(
+    format: str, chip: str | Chip, dtype: str = "f16", model: str = "Llama 2 7B"
+) -> float:
+    """Decoding at batch 1: the products of a model of MODELS alone, one after the other.
+
+    An upper limit: attention, norms, sampling and the host are not in it.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model: unknown {model!r}; allowed: {', '.join(MODELS)}")
+    us = sum(times * predict(1, n, k, format, chip, dtype).total for n, k, times in MODELS[model])
+    return 1e6 / us

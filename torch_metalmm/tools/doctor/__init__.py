@@ -1,0 +1,1 @@
+"""`metalmm doctor`."""

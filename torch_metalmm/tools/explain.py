@@ -1,0 +1,143 @@
+"""What the Metal engine would do with a matrix product, on a chip that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _C, formats
+from .chips import DTYPE_BYTES, REACHED, Chip, cost
+
+SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
+DTYPES = ("f16", "bf16", "f32")
+
+_TORCH_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# The bits of metal/abi.h in words, by the names of _C.EPILOGUE_BITS and _C.BOUNDS_BITS.
+EPILOGUE = {"bias": "bias", "c": "beta * c", "alpha": "alpha", "partial": "f32 partial results"}
+BOUNDS = {
+    "n": "N has a tail",
+    "m": "M has a tail",
+    "k": "K has a tail",
+    "aligned_x": "x aligned",
+    "aligned_weight": "weight aligned",
+    "packed_rows": "rows of W packed",
+    "word_blocks": "blocks read by 4 bytes",
+    "long_blocks": "blocks read by 8 bytes",
+}
+
+
+def chips() -> list[str]:
+    """Names of the chips that can be explained."""
+    return [str(gpu["name"]) for gpu in _C.gpus()]
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """(M, N, K) of "MxNxK". ValueError: not three sizes of at least 1."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(p.isascii() and p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"shape: {text!r} is not {SHAPE_HELP}")
+    m, n, k = (int(p) for p in parts)
+    return m, n, k
+
+
+def explain(
+    shape: str, format: str, chip: str, dtype: str = "f16", strategy: str | None = None
+) -> str:
+    """The plan of y[M, N] = x[M, K] W[N, K]^T on a chip, in words and bytes.
+
+    shape is "MxNxK", chip one of chips(), or another of Apple's ("m6-max"), which is planned for as
+    the nearest of them; dtype that of x and y: f16, bf16, f32 or torch's name; strategy, if given,
+    is forced. ValueError: an unknown name, a malformed shape, a K that is not a multiple of the
+    block, a strategy that cannot compute it; each says what is allowed.
+    """
+    m, n, k = parse_shape(shape)
+    fmt, gpu = formats.get(format), _C.gpu(chip)
+    dtype = _TORCH_NAMES.get(dtype, dtype)
+    plan = _C.plan(m=m, n=n, k=k, format=format, dtype=dtype, chip=chip, strategy=strategy)
+    lines = [
+        f"y[{m}, {n}] = x[{m}, {k}] W[{n}, {k}]^T    W in {fmt.name}, x and y in {dtype}",
+        f"{gpu['name']}: {gpu['cores']} cores at about {gpu['clock_mhz']} MHz,"
+        f" {gpu['bandwidth_gb_s']} GB/s, Apple{gpu['family']},"
+        f" {gpu['max_threadgroup_memory']} bytes of threadgroup memory",
+        *_nearest_lines(gpu),
+        "",
+        plan["reason"],
+    ]
+    for i, one in enumerate(plan["passes"], 1):
+        lines += ["", f"pass {i} of {len(plan['passes'])}: {one['kernel']}", *_pass_lines(one)]
+    lines += ["", *_byte_lines(plan, m, n, k, fmt.row_bytes(k), DTYPE_BYTES[dtype])]
+    return "\n".join(
+        [*lines, "", *_prediction_lines(plan, Chip.named(chip), m * n * k, n * fmt.row_bytes(k))]
+    )
+
+
+def _nearest_lines(gpu: dict[str, Any]) -> list[str]:
+    if gpu["name"] == gpu["row"]:
+        return []
+    return [f"{gpu['name']} is not in the table of chips: planned for as {gpu['row']}"]
+
+
+def _pass_lines(one: dict[str, Any]) -> list[str]:
+    grid, threads = one["grid"], one["group"][0] * one["group"][1] * one["group"][2]
+    axes = (
+        "" if one["kernel"].startswith("split_reduce") else ", tiles of M x tiles of N x parts of K"
+    )
+    rows = [
+        ("grid", f"{' x '.join(map(str, grid))} threadgroups{axes}"),
+        ("group", f"{threads} threads, {threads // _C.SIMD_WIDTH} simdgroups"),
+        ("memory", f"{one['threadgroup_bytes']} bytes per threadgroup"),
+        ("constants", ", ".join(_constants(one["constants"])) or "none"),
+        ("buffers", ", ".join(one["slots"])),
+    ]
+    return [f"  {name:10} {text}" for name, text in rows]
+
+
+def _constants(constants: dict[str, int]) -> list[str]:
+    """Function constants by name; bits in words, zeros that mean "not used" left out."""
+    words = {
+        "scale_type": _C.SCALE_TYPES[constants["scale_type"]] if constants["group"] else "",
+        "epilogue": _bits(constants["epilogue"], _C.EPILOGUE_BITS, EPILOGUE) or "none",
+        "bounds": _bits(constants["bounds"], _C.BOUNDS_BITS, BOUNDS),
+    }
+    shown = {name: words.get(name, str(value or "")) for name, value in constants.items()}
+    return [f"{name} = {text}" for name, text in shown.items() if text]
+
+
+def _bits(value: int, bits: dict[str, int], words: dict[str, str]) -> str:
+    return " + ".join(words[name] for name, bit in bits.items() if value & bit)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _byte_lines(
+    plan: dict[str, Any], m: int, n: int, k: int, row_bytes: int, value: int
+) -> list[str]:
+    tiles_m, tiles_n, _ = plan["passes"][0]["grid"]
+    rows = [
+        ("weights", n * row_bytes, f"{row_bytes} a row; read {_times(tiles_m)}"),
+        ("x", m * k * value, f"read {_times(tiles_n)}, from cache after the first"),
+        ("y", m * n * value, "written once"),
+    ]
+    if plan["workspace_bytes"]:
+        rows.append(("partials", plan["workspace_bytes"], "f32, written and read once"))
+    width = max(len(f"{count:,}") for _, count, _ in rows)
+    return ["bytes", *(f"  {name:10} {count:{width},}  {note}" for name, count, note in rows)]
+
+
+def _prediction_lines(
+    plan: dict[str, Any], chip: Chip, products: int, weight_bytes: int
+) -> list[str]:
+    p = cost(plan, chip)
+    bandwidth, passes = f"{REACHED:.0%} of {chip.bandwidth_gb_s} GB/s", len(plan["passes"])
+    rows = [
+        ("memory", p.memory, f"{p.moved_bytes / 1e6:.2f} MB, each byte once, at {bandwidth}"),
+        ("issue", p.issue, f"{p.cycles:.2f} cycles per weight and tile of x"),
+        ("launch", p.launch, f"{passes} {'pass' if passes == 1 else 'passes'}"),
+        ("time", p.total, f"{p.bound} bound: {weight_bytes / p.total / 1e3:.0f} GB/s of weights,"
+         f" {2 * products / p.total / 1e6:.2f} TFLOP/s"),
+    ]  # fmt: skip
+    return [
+        "prediction (torch_metalmm.tools.chips: a model, nothing was measured on this chip)",
+        *(f"  {name:10} {us:9.1f} us  {note}" for name, us, note in rows),
+    ]

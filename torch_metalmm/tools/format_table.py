@@ -1,0 +1,33 @@
+"""The format table of the README: `python -m torch_metalmm.tools.format_table` prints it."""
+
+from __future__ import annotations
+
+import re
+
+from .. import _C
+
+FAMILIES = {"dense": "dense", "block": "GGML", "affine": "MLX affine"}
+
+
+def markdown() -> str:
+    """One row per format of metal/formats.def; the groups of an affine codec share a row."""
+    lines = ["| format | family | values per block | bits per weight |", "|---|---|---|---|"]
+    affine: dict[str, list[tuple[str, str]]] = {}
+    for f in _C.formats():
+        bits = f"{8 * f['block_bytes'] / f['block_values']:g}"
+        if f["layout"] != "affine":
+            family = FAMILIES[f["layout"]]
+            lines.append(f"| `{f['name']}` | {family} | {f['block_values']} | {bits} |")
+        elif not re.search(r"_b?f\d+$", f["name"]):
+            codec, group = f["name"].split("_g")
+            affine.setdefault(codec, []).append((group, bits))
+    for codec, groups in affine.items():
+        names = ", ".join(f"`{codec}_g{group}`" for group, _ in groups)
+        sizes = ", ".join(group for group, _ in groups)
+        bits = ", ".join(bits for _, bits in groups)
+        lines.append(f"| {names} | {FAMILIES['affine']} | {sizes} | {bits} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())
