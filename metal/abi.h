@@ -62,12 +62,15 @@ enum SlotBits : MM_U32 {
 enum FunctionConstant : MM_U32 {
   kConstantK = 0,      // uint: K, known at pipeline creation so that loops have a fixed trip count
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
-  kConstantScaleType = 2,  // uint: ScaleType of an affine format (0 f16, 1 bf16, 2 f32)
+  kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and gemm_small, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6
 };
+
+// Of the scales and the biases of an affine format.
+enum class ScaleType : MM_U32 { kF16, kBF16, kF32 };
 
 enum EpilogueBits : MM_U32 {
   kEpilogueBias = 1,

@@ -15,6 +15,14 @@ namespace metalmm {
 MM_CONST int kSimdWidth = 32;
 MM_CONST int kChunkValues = 32;         // every block of every format is a whole number of chunks
 MM_CONST int kAffineRowAlignment = 16;  // rows of affine formats are padded to multiples of it
+MM_CONST int kFragment = 8;             // rows and columns of a simdgroup matrix
+
+// What plan() reads of the geometry of a Matmul strategy:
+//   kN, kM, kK      rows of W and of x that a threadgroup owns, values of K that it takes at a time
+//   kTakesBatch     kM is the most: kConstantBatch says how many rows of x, as batch_of() decides
+//                   for M rows and pieces of so many values
+//   kOnMatrixUnit   multiplies 8 x 8 matrices
+//   kThreads, threadgroup_bytes()   of a threadgroup
 
 // The gemv strategies: a simdgroup owns kRows rows of W and walks all of K; with kShareRows the
 // simdgroups of a threadgroup own the same rows and split K between them. A threadgroup owns kN
@@ -25,21 +33,7 @@ MM_CONST int kCodebookBytes = 1024;  // value pairs by code byte, for formats wi
 MM_CONST int kBatchPerPass = 8;      // gemv_batched: most rows of x a pass
 MM_CONST int kMaxBatch = 16;         // gemv_batched: most rows of x
 
-template <int rows, int simdgroups, bool share_rows = false, int batch = 1>
-struct GemvGeometry {
-  MM_CONST int kRows = rows, kSimdgroups = simdgroups;
-  MM_CONST bool kShareRows = share_rows;
-  MM_CONST int kN = share_rows ? rows : rows * simdgroups, kM = batch;
-  MM_CONST int kThreads = simdgroups * kSimdWidth;
-  static constexpr int threadgroup_bytes(bool) {
-    return kCodebookBytes + (share_rows ? simdgroups * rows * 4 : 0);
-  }
-};
-using GemvStandard = GemvGeometry<4, 4>;
-using GemvLargeK = GemvGeometry<4, 8, true>;
-using GemvWideN = GemvGeometry<8, 2>;
-using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
-// gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (pieces.def).
+// gemv_batched: rows of W decoded before x is read, by the values of a lane's piece (formats.def).
 // More rows read x less often and need more registers.
 constexpr int batched_rows(int piece_values) { return piece_values <= 16 ? 4 : 2; }
 // And the most rows of x a pass: beside pieces of 32 values of W and x, the sums of 8 are over the
@@ -47,6 +41,28 @@ constexpr int batched_rows(int piece_values) { return piece_values <= 16 ? 4 : 2
 constexpr int batched_pass(int piece_values) {
   return piece_values <= 16 ? kBatchPerPass : kBatchPerPass / 2;
 }
+
+template <int rows, int simdgroups, bool share_rows = false, int batch = 1>
+struct GemvGeometry {
+  MM_CONST int kRows = rows, kSimdgroups = simdgroups;
+  MM_CONST bool kShareRows = share_rows;
+  MM_CONST int kN = share_rows ? rows : rows * simdgroups, kM = batch, kK = kChunkValues;
+  MM_CONST bool kTakesBatch = batch > 1, kOnMatrixUnit = false;
+  MM_CONST int kThreads = simdgroups * kSimdWidth;
+  static constexpr int threadgroup_bytes(bool) {
+    return kCodebookBytes + (share_rows ? simdgroups * rows * 4 : 0);
+  }
+  // M spread evenly over its passes.
+  template <class Int>
+  static constexpr Int batch_of(Int m, bool, int piece_values) {
+    const Int passes = (m + batched_pass(piece_values) - 1) / batched_pass(piece_values);
+    return (m + passes - 1) / passes;
+  }
+};
+using GemvStandard = GemvGeometry<4, 4>;
+using GemvLargeK = GemvGeometry<4, 8, true>;
+using GemvWideN = GemvGeometry<8, 2>;
+using GemvBatched = GemvGeometry<4, 4, false, kBatchPerPass>;
 using GemvCoalesced = GemvGeometry<1, 4>;
 using SwigluUp = GemvGeometry<2, 4>;  // as many rows of gate as of up
 
@@ -62,10 +78,17 @@ MM_CONST int kTilePad = 8;
 // bits); f32 and bf16 multiply float tiles, in which both operands are exact.
 constexpr int tile_operand_bytes(bool x_is_f16) { return x_is_f16 ? 2 : 4; }
 
+// Whether W is rounded to half before it meets x.
+template <class Geometry>
+constexpr bool rounds_to_half(bool x_is_f16) {
+  return Geometry::kOnMatrixUnit && tile_operand_bytes(x_is_f16) == 2;
+}
+
 // gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices. Float
 // tiles take half of kK at a time, so that four threadgroups fit 64 KB.
 struct GemmTile {
   MM_CONST int kN = 64, kM = 32, kK = 64, kSimdgroups = 4;
+  MM_CONST bool kTakesBatch = false, kOnMatrixUnit = true;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   static constexpr int step(bool x_is_f16) { return x_is_f16 ? kK : kK / 2; }
   static constexpr int threadgroup_bytes(bool x_is_f16) {
@@ -74,14 +97,19 @@ struct GemmTile {
 };
 
 // gemm_small: the simdgroups own the same kN rows of W and share K, each decodes into registers. 8
-// rows of x or, by kConstantBatch, kM: of halves. 16 rows of floats need more than the 128
-// registers that a lane of an Apple GPU has.
+// rows of x or, of halves, kM. 16 rows of floats need more than the 128 registers that a lane of an
+// Apple GPU has.
 struct GemmSmallTile {
   MM_CONST int kN = 16, kM = 16, kK = 128, kSimdgroups = 4;
+  MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
   static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kM / 2; }
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool x_is_f16) {
     return kSimdgroups * kN * rows(x_is_f16) * 4;
+  }
+  template <class Int>
+  static constexpr Int batch_of(Int m, bool x_is_f16, int) {
+    return m <= kFragment ? kFragment : rows(x_is_f16);
   }
 };
 
@@ -89,14 +117,16 @@ struct GemmSmallTile {
 // kPerThread results.
 struct GemmTiledTile {
   MM_CONST int kN = 32, kM = 32, kK = 32, kPerThread = 2;
+  MM_CONST bool kTakesBatch = false, kOnMatrixUnit = false;
   MM_CONST int kThreads = kN * kM / (kPerThread * kPerThread);
   MM_CONST int kStride = kK + 1;  // odd: a column of a tile lies in 32 different banks
   static constexpr int threadgroup_bytes(bool) { return (kN + kM) * kStride * 4; }
 };
 
-MM_CONST int kNaiveThreads = 64;  // gemm_naive, gemv_naive: one thread per result
+MM_CONST int kNaiveThreads = 64;  // gemm_naive: one thread per result
 struct GemmNaiveTile {            // threads along N; one row of x per threadgroup
   MM_CONST int kN = kNaiveThreads, kM = 1, kK = 16;
+  MM_CONST bool kTakesBatch = false, kOnMatrixUnit = false;
   MM_CONST int kThreads = kNaiveThreads;
   static constexpr int threadgroup_bytes(bool) { return 0; }
 };

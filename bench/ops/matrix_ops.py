@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metalmm import formats
+from torch_metalmm import _C, formats
 
 from ..problem import Problem, Setting, of_additions, of_store, rotated, unit
 from ..roofs.roof import Roof
@@ -27,7 +27,6 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm-tiled": "gemm_tiled",
     "gemm": "gemm",
 }
-HALF_TILES = ("gemm", "gemm_small")  # strategies of metal/ whose tiles of W are f16 for x in f16
 ROW_OPS = {"dequantize": dequantize, "embedding": embedding, "swiglu": swiglu}
 PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe
 OPERATIONS = (*PROBES, *MATMULS, *ROW_OPS)
@@ -69,7 +68,8 @@ def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
     """Whether the engine multiplies x by W rounded to f16: only a GPU does, in half tiles."""
     if setting.dtype is not torch.float16:
         return False
-    return setting.device.strategy(**problem, dtype="f16") in HALF_TILES
+    strategy = setting.device.strategy(**problem, dtype="f16")
+    return strategy is not None and bool(_C.strategy(strategy)["rounds_to_half"])
 
 
 def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:

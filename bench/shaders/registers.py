@@ -106,13 +106,12 @@ def forced(kernel: str) -> Pass | None:
 
 def text_of(one: Pass, ptx_text: str) -> str:
     """The PTX of a pass, as the launcher fills it in but for the limit of registers."""
-    values = [one["constants"][name] for name in _CONSTANTS] + [0]
+    values = [one["constants"][name] for name in _C.CONSTANTS] + [0]
     text = ptx_text.replace("MM_THREADS", str(one["group"][0]))
     text = text.replace("div.rn.f32", "div.full.f32")
     return re.sub(r"MM_CONSTANT_(\d+)", lambda m: str(values[int(m[1])]), text)
 
 
-_CONSTANTS = ("k", "group", "scale_type", "epilogue", "batch", "bounds")
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 

@@ -99,7 +99,7 @@ struct Affine {
     }
   }
 };
-#define MM_AFFINE(name, Struct, bits) using Struct = Affine<bits>;
+#define MM_AFFINE(name, Struct, bits, ...) using Struct = Affine<bits>;
 #include "metal/formats.def"
 
 // Values as they are. A row need not be a whole number of chunks: the kernels copy its tail.

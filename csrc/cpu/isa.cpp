@@ -199,9 +199,7 @@ constexpr IsaKernels kernels(const char* name, Indices<i...>) {
           kPanelsPerTile,
           {tile<i + 1>...},
           {
-#define MM_DENSE(name, Struct, bytes) codec_kernels<Struct>(Dots{}),
-#define MM_BLOCK(name, Struct, values, bytes, alignment) codec_kernels<Struct>(Dots{}),
-#define MM_AFFINE(name, Struct, bits) codec_kernels<Struct>(Dots{}),
+#define MM_FORMAT(name, Struct) codec_kernels<Struct>(Dots{}),
 #include "metal/formats.def"
           }};
 }
@@ -212,7 +210,7 @@ constexpr IsaKernels kernels(const char* name, Indices<i...>) {
 extern const IsaKernels kKernels;
 const IsaKernels kKernels = kernels(MM_STRING(MM_ISA), UpTo<kPanelsPerTile>::type{});
 
-#define MM_BLOCK(name, Struct, values, bytes, alignment) \
+#define MM_BLOCK(name, Struct, values, bytes, ...) \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);
 #include "metal/formats.def"
 

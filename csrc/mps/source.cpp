@@ -12,9 +12,7 @@ struct FormatRow {
 };
 
 constexpr FormatRow kFormats[] = {
-#define MM_DENSE(name, Struct, bytes) {#name, #Struct},
-#define MM_BLOCK(name, Struct, values, bytes, alignment) {#name, #Struct},
-#define MM_AFFINE(name, Struct, bits) {#name, #Struct},
+#define MM_FORMAT(name, Struct) {#name, #Struct},
 #include "metal/formats.def"
 };
 static_assert(sizeof kFormats / sizeof *kFormats <= 32, "bits of Shader::Part::formats");

@@ -12,8 +12,9 @@ namespace {
 std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits) {
   std::vector<Format> out;
   for (int64_t group : {32, 64, 128}) {
-    for (auto [type, suffix] :
-         {std::pair{ScaleType::kF16, ""}, {ScaleType::kBF16, "_bf16"}, {ScaleType::kF32, "_f32"}}) {
+    for (ScaleType type : {ScaleType::kF16, ScaleType::kBF16, ScaleType::kF32}) {
+      const std::string scales = kScaleTypeNames[static_cast<int>(type)];
+      const std::string suffix = type == ScaleType::kF16 ? "" : "_" + scales;
       out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
                      Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type),
                      kAffineRowAlignment, bits, type});
@@ -24,11 +25,11 @@ std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits)
 
 std::vector<Format> make_formats() {
   std::vector<Format> out;
-#define MM_DENSE(name, Struct, bytes) \
+#define MM_DENSE(name, Struct, bytes, ...) \
   out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes, bytes});
-#define MM_BLOCK(name, Struct, values, bytes, alignment) \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, ...) \
   out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment});
-#define MM_AFFINE(name, Struct, bits)                             \
+#define MM_AFFINE(name, Struct, bits, ...)                        \
   for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \
     out.push_back(std::move(f));                                  \
   }

@@ -6,13 +6,13 @@
 #include <string_view>
 #include <vector>
 
+#include "metal/abi.h"
+
 namespace metalmm {
 
 // One enumerator per row of the table: what a kernel is compiled for.
 enum class Codec : int {
-#define MM_DENSE(name, Struct, bytes) Struct,
-#define MM_BLOCK(name, Struct, values, bytes, alignment) Struct,
-#define MM_AFFINE(name, Struct, bits) Struct,
+#define MM_FORMAT(name, Struct) Struct,
 #include "metal/formats.def"
   kCount
 };
@@ -23,9 +23,9 @@ constexpr int kNumCodecs = static_cast<int>(Codec::kCount);
 constexpr int64_t kMaxK = int64_t{1} << 48;
 
 enum class Layout { kDense, kBlock, kAffine };
-enum class ScaleType : int { kF16, kBF16, kF32 };
 
 constexpr int64_t scale_bytes(ScaleType t) { return t == ScaleType::kF32 ? 4 : 2; }
+constexpr const char* kScaleTypeNames[] = {"f16", "bf16", "f32"};
 
 // A format is a codec plus, for affine, the group size and the type of scales and biases.
 struct Format {

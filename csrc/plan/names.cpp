@@ -16,9 +16,7 @@ constexpr const char* kOps[] = {"linear",     "swiglu_up", "swiglu_down", "embed
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
-#define MM_DENSE(name, Struct, bytes) #name,
-#define MM_BLOCK(name, Struct, values, bytes, alignment) #name,
-#define MM_AFFINE(name, Struct, bits) #name,
+#define MM_FORMAT(name, Struct) #name,
 #include "metal/formats.def"
 };
 
@@ -91,7 +89,7 @@ std::vector<StrategyId> strategies_of(Op op) {
 }
 
 std::string kernel_name(StrategyId strategy, Codec codec, DType dtype) {
-  std::string out = to_string(strategy);
+  std::string out = info_of(strategy).kernels;
   if (has_format(info_of(strategy).family)) {
     out += std::string("_") + kCodecs[static_cast<int>(codec)];
   }
@@ -102,6 +100,7 @@ std::vector<std::string> all_kernel_names() {
   std::vector<std::string> out;
   for (int s = 0; s < kNumStrategies; ++s) {
     const auto strategy = static_cast<StrategyId>(s);
+    if (info_of(strategy).is_alias) continue;
     const int codecs = has_format(info_of(strategy).family) ? kNumCodecs : 1;
     for (int c = 0; c < codecs; ++c) {
       for (int d = 0; d < kNumDTypes; ++d) {

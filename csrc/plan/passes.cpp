@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
-#include <type_traits>
 
 #include "metal/geometry.h"
 
@@ -14,28 +13,26 @@ using S = StrategyId;
 
 // ---- strategies.def as values
 
-template <class G, class = void>
-struct StepOf {
-  static constexpr int value = kChunkValues;
-};
-template <class G>
-struct StepOf<G, std::void_t<decltype(G::kK)>> {
-  static constexpr int value = G::kK;
-};
-
 // MM_KERNEL of entry.h declares [[threadgroup(0)]] for every kernel. Memory must be bound to it,
 // and Metal takes multiples of 16 bytes.
 constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; }
 
 template <Family family, class G>
 constexpr StrategyInfo info(const char* name, uint32_t slots) {
-  StrategyInfo out{name, family, slots, 0, 0, 0, 0, G::kThreads, 0, 0};
+  StrategyInfo out{};
+  out.name = out.kernels = name;
+  out.family = family;
+  out.slots = slots;
+  out.threads = G::kThreads;
   if constexpr (family == Family::Matmul) {
     out.n = G::kN;
     out.m = G::kM;
-    out.k = StepOf<G>::value;
+    out.k = G::kK;
     out.threadgroup_bytes = bound_bytes(G::threadgroup_bytes(false));
     out.threadgroup_bytes_f16 = bound_bytes(G::threadgroup_bytes(true));
+    out.rounds_to_half = rounds_to_half<G>(true);
+    out.on_matrix_unit = G::kOnMatrixUnit;
+    if constexpr (G::kTakesBatch) out.batch_of = &G::template batch_of<int64_t>;
   } else if constexpr (family == Family::Single) {
     out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(G::kThreadgroupBytes);
   } else {
@@ -45,20 +42,24 @@ constexpr StrategyInfo info(const char* name, uint32_t slots) {
   return out;
 }
 
+constexpr StrategyInfo alias(StrategyInfo info, const char* name) {
+  info.name = name;
+  info.is_alias = true;
+  return info;
+}
+
+namespace row {
+#define MM_STRATEGY(name, Fam, Geometry, slots) \
+  constexpr StrategyInfo name = info<Family::Fam, Geometry>(#name, slots);
+#include "metal/strategies.def"
+}  // namespace row
+
 constexpr StrategyInfo kStrategies[] = {
-#define MM_STRATEGY(name, Fam, Geometry, slots) info<Family::Fam, Geometry>(#name, slots),
+#define MM_STRATEGY(name, ...) row::name,
+#define MM_ALIAS(name, other) alias(row::other, #name),
 #include "metal/strategies.def"
 };
 static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
-
-constexpr int64_t kMatrixRows = 8;  // of x: the least that gemm_small takes
-static_assert(GemmSmallTile::kM == 2 * kMatrixRows);
-
-constexpr bool every_codec_has_a_piece() {
-  for (int c = 0; c < kNumCodecs; ++c) piece_of(static_cast<Codec>(c));
-  return true;
-}
-static_assert(every_codec_has_a_piece(), "pieces.def: no row for a codec");
 
 // ---- sizes
 
@@ -183,7 +184,7 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
     }
     out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
   }
-  if (strategy == S::gemv_batched || strategy == S::gemm_small) {
+  if (s.batch_of) {
     out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p));
   }
   return out;
@@ -209,13 +210,9 @@ void check_sizes(const Problem& p) {
 }
 
 int64_t rows_of_x(StrategyId strategy, const Problem& p) {
-  const int64_t most = info_of(strategy).m;
-  if (strategy == S::gemm_small) {
-    return p.m <= kMatrixRows ? kMatrixRows : GemmSmallTile::rows(p.dtype == DType::kF16);
-  }
-  if (strategy != S::gemv_batched || p.m <= 0) return most;
-  const int64_t pass = batched_pass(piece_of(p.format->codec).values);
-  return ceil_div(p.m, ceil_div(p.m, pass));
+  const StrategyInfo& s = info_of(strategy);
+  if (!s.batch_of || p.m <= 0) return s.m;
+  return s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
 }
 
 int64_t groups_of(StrategyId strategy, const Problem& p) {

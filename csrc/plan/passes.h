@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
 
 #include "plan.h"
 
@@ -15,6 +14,8 @@ enum class Family { Matmul, Rows, Flat, Single };
 // A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
 struct StrategyInfo {
   const char* name;
+  const char* kernels;  // the first part of their names: name, or that of which it is an alias
+  bool is_alias;
   Family family;
   uint32_t slots;
   int n, m;    // Matmul: rows of W and of x per threadgroup
@@ -22,6 +23,11 @@ struct StrategyInfo {
   int values;  // Rows, Flat: values per thread
   int threads;
   int threadgroup_bytes, threadgroup_bytes_f16;  // to bind, by the dtype of x
+  bool rounds_to_half;                           // Matmul: W, where x is f16
+  bool on_matrix_unit;                           // Matmul
+  // Matmul: rows of x a threadgroup, of M rows, by whether x is f16 and the values of a piece; null
+  // where there are always m.
+  int64_t (*batch_of)(int64_t, bool, int);
 };
 const StrategyInfo& info_of(StrategyId strategy);
 
@@ -31,20 +37,15 @@ struct Piece {
   bool is_wide;  // gemv_wide_n may take it
 };
 
-constexpr Piece piece_of(Codec codec) {
-  switch (codec) {
-#define MM_PIECE(name, Struct, values, wide) \
-  case Codec::Struct:                        \
-    return {values, wide != 0};
-#include "metal/pieces.def"
-    case Codec::kCount:
-      break;
-  }
-  throw std::logic_error("pieces.def: no row for a codec");
-}
+constexpr Piece kPieces[] = {
+#define MM_DENSE(name, Struct, bytes, piece, wide) {piece, wide != 0},
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide) {piece, wide != 0},
+#define MM_AFFINE(name, Struct, bits, piece, wide) {piece, wide != 0},
+#include "metal/formats.def"
+};
+constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)]; }
 
-// Rows of x per threadgroup: gemv_batched spreads M evenly over its passes, gemm_small takes one
-// matrix of 8, or two of halves.
+// Rows of x per threadgroup.
 int64_t rows_of_x(StrategyId strategy, const Problem& problem);
 
 // Threadgroups of one part.

@@ -19,6 +19,7 @@ namespace metalmm {
 // The rows of metal/strategies.def.
 enum class StrategyId : int {
 #define MM_STRATEGY(name, ...) name,
+#define MM_ALIAS(name, other) name,
 #include "metal/strategies.def"
   kCount
 };
@@ -98,7 +99,7 @@ Op op_by_name(std::string_view name);
 // The strategies that can be forced for an op.
 std::vector<StrategyId> strategies_of(Op op);
 
-// The name of the function in the shader library.
+// The name of the function in the shader library; an alias has none of its own.
 std::string kernel_name(StrategyId strategy, Codec codec, DType dtype);
 
 // Every function of the library: strategies.def times formats.def times the dtypes.

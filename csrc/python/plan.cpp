@@ -5,7 +5,10 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "metal/geometry.h"
 #include "plan/names.h"
 #include "plan/passes.h"
 #include "plan/plan.h"
@@ -21,6 +24,48 @@ constexpr const char* kConstantNames[] = {"k",        "group", "scale_type",
                                           "epilogue", "batch", "bounds"};
 static_assert(sizeof kSlotNames / sizeof *kSlotNames == kSlotCount);
 static_assert(sizeof kConstantNames / sizeof *kConstantNames == kConstantCount);
+constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogueBias},
+                                                              {"c", kEpilogueC},
+                                                              {"alpha", kEpilogueAlpha},
+                                                              {"partial", kEpiloguePartial}};
+constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
+    {"n", kBoundsN},
+    {"m", kBoundsM},
+    {"k", kBoundsK},
+    {"aligned_x", kBoundsAlignedX},
+    {"aligned_weight", kBoundsAlignedWeight},
+    {"packed_rows", kBoundsPackedRows},
+    {"word_blocks", kBoundsWordBlocks},
+    {"long_blocks", kBoundsLongBlocks}};
+
+// visit(name, field) for every field of KernelArgs, in order.
+template <class Visit>
+constexpr void each_arg(const KernelArgs& a, Visit visit) {
+  visit("x_stride", a.x_stride);
+  visit("y_stride", a.y_stride);
+  visit("w_stride", a.w_stride);
+  visit("w2_stride", a.w2_stride);
+  visit("m", a.m);
+  visit("n", a.n);
+  visit("k", a.k);
+  visit("k_per_part", a.k_per_part);
+  visit("parts", a.parts);
+  visit("count", a.count);
+  visit("alpha", a.alpha);
+  visit("beta", a.beta);
+}
+
+constexpr size_t visited_bytes() {
+  size_t out = 0;
+  each_arg({}, [&](const char*, auto value) { out += sizeof value; });
+  return out;
+}
+static_assert(visited_bytes() == sizeof(KernelArgs), "each_arg: a field is missing");
+
+// Of Python's struct module.
+constexpr char code_of(int64_t) { return 'q'; }
+constexpr char code_of(uint32_t) { return 'I'; }
+constexpr char code_of(float) { return 'f'; }
 
 py::dict to_dict(const Gpu& gpu) {
   py::dict out;
@@ -40,18 +85,7 @@ py::dict to_dict(const Gpu& gpu) {
 
 py::dict to_dict(const KernelArgs& a) {
   py::dict out;
-  out["x_stride"] = a.x_stride;
-  out["y_stride"] = a.y_stride;
-  out["w_stride"] = a.w_stride;
-  out["w2_stride"] = a.w2_stride;
-  out["m"] = a.m;
-  out["n"] = a.n;
-  out["k"] = a.k;
-  out["k_per_part"] = a.k_per_part;
-  out["parts"] = a.parts;
-  out["count"] = a.count;
-  out["alpha"] = a.alpha;
-  out["beta"] = a.beta;
+  each_arg(a, [&](const char* name, auto value) { out[name] = value; });
   return out;
 }
 
@@ -152,10 +186,34 @@ void bind_chips(py::module_& m) {
       "The row of the table for what a device reports; 0 keeps the table's number.");
 }
 
+// What host and shaders agree on, metal/abi.h, by the names that plans have.
+void bind_abi(py::module_& m) {
+  const auto names = [](const auto& all) {
+    py::list out;
+    for (const char* name : all) out.append(name);
+    return py::tuple(out);
+  };
+  m.attr("SIMD_WIDTH") = kSimdWidth;
+  m.attr("SLOTS") = names(kSlotNames);
+  m.attr("CONSTANTS") = names(kConstantNames);
+  m.attr("SCALE_TYPES") = names(kScaleTypeNames);
+  const auto bits = [](const auto& pairs) {
+    py::dict out;
+    for (const auto& [name, bit] : pairs) out[name] = bit;
+    return out;
+  };
+  m.attr("EPILOGUE_BITS") = bits(kEpilogueBits);
+  m.attr("BOUNDS_BITS") = bits(kBoundsBits);
+  std::string layout = "<";  // little-endian, without padding
+  each_arg({}, [&](const char*, auto value) { layout += code_of(value); });
+  m.attr("ARGS_LAYOUT") = layout;  // KernelArgs, for struct.pack
+}
+
 }  // namespace
 
 void bind_plan(py::module_& m) {
   bind_chips(m);
+  bind_abi(m);
   m.def("plan", plan_of, "op"_a = "linear", py::kw_only(), "m"_a = 1, "n"_a = 1, "k"_a = 1,
         "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
         "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
@@ -189,11 +247,17 @@ void bind_plan(py::module_& m) {
         out["k"] = s.k;
         out["values"] = s.values;
         out["threads"] = s.threads;
+        out["kernels"] = s.kernels;
+        out["takes_batch"] = s.batch_of != nullptr;
+        out["rounds_to_half"] = s.rounds_to_half;
+        out["on_matrix_unit"] = s.on_matrix_unit;
         return out;
       },
       "name"_a,
       "A row of strategies.def with its geometry: rows of W (n), rows of x (m) and values of K (k) "
-      "of a threadgroup, values per thread, threads; 0 where the family has none.");
+      "of a threadgroup, values per thread, threads; 0 where the family has none. kernels: the "
+      "strategy that names its kernels, itself but for an alias. takes_batch: m is the most rows "
+      "of x. rounds_to_half: f16 x meets W rounded to f16. on_matrix_unit: 8 x 8 matrices.");
   m.def(
       "is_fused", [](const std::string& op, int64_t m_) { return is_fused(op_by_name(op), m_); },
       "op"_a, "m"_a, "Whether the fused half of SwiGLU pays at m rows of x.");

@@ -36,13 +36,14 @@ struct AffineStream {
   }
 };
 
-// The planes of a row. A unit is 32 values.
+// The planes of a row. A unit is kUnitValues values, the smallest group.
+MM_CONST uint kUnitValues = 32;
 template <int bits>
 struct AffinePlanes {
   MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;
   MM_CONST bool kHasUnits = false;
   static METAL_FUNC uint group_of(uint unit) {
-    return unit >> (fc_group == 32 ? 0 : fc_group == 64 ? 1 : 2);
+    return unit >> (fc_group == kUnitValues ? 0 : fc_group == 2 * kUnitValues ? 1 : 2);
   }
 
   struct Cursor {
@@ -51,13 +52,13 @@ struct AffinePlanes {
   };
   // Bytes of the scales, or of the biases, of so many units.
   static METAL_FUNC uint parameter_bytes(uint units) {
-    return group_of(units) * (fc_scale_type == 2 ? 4 : 2);
+    return group_of(units) * (ScaleType(fc_scale_type) == ScaleType::kF32 ? 4 : 2);
   }
   // Where the scale of a unit is.
   static METAL_FUNC device const uchar* scale_of(Row row, uint unit) {
     return row + fc_k / 8 * bits + parameter_bytes(unit);
   }
-  static METAL_FUNC uint to_bias() { return parameter_bytes(fc_k / 32); }
+  static METAL_FUNC uint to_bias() { return parameter_bytes(fc_k / kUnitValues); }
   static METAL_FUNC Cursor start(Row row, uint unit) {
     return {row + unit * uint(4 * bits), scale_of(row, unit)};
   }
@@ -77,7 +78,7 @@ struct AffinePlanes {
 template <int bits>
 struct Affine {
   using Storage = AffinePlanes<bits>;
-  using Pieces = PieceLayout<1, 32, 32, 32>;
+  using Pieces = PieceLayout<1, kUnitValues, kUnitValues, kUnitValues>;
   struct Terms {
     MM_CONST int kSegments = 1, kOffsets = 1;
     MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0, kLastBias = 0;
@@ -86,16 +87,17 @@ struct Affine {
   MM_CONST bool kDecodesHalves = bits == 4, kHalvesAreExact = bits != 4;
   struct Raw {
     uint words[bits];
-    uint scale, bias;  // bits of fc_scale_type
+    uint scale, bias;  // bits of a ScaleType
   };
 
   static METAL_FUNC uint parameter(device const uchar* p) {
-    if (fc_scale_type == 2) return load_as<uint>(p);
+    if (ScaleType(fc_scale_type) == ScaleType::kF32) return load_as<uint>(p);
     return load_as<ushort>(p);
   }
   static METAL_FUNC float value(uint parameter) {
-    if (fc_scale_type == 0) return float(as_type<half>(ushort(parameter)));
-    if (fc_scale_type == 1) return float(as_type<bfloat>(ushort(parameter)));
+    if (ScaleType(fc_scale_type) == ScaleType::kF16) return float(as_type<half>(ushort(parameter)));
+    if (ScaleType(fc_scale_type) == ScaleType::kBF16)
+      return float(as_type<bfloat>(ushort(parameter)));
     return as_type<float>(parameter);
   }
   static METAL_FUNC void fetch(typename Storage::Cursor c, uint, thread Raw& raw) {
@@ -114,7 +116,7 @@ struct Affine {
     raw.bias = parameter(c.scale + Storage::to_bias());
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Affine>& p) {
-    AffineStream<bits, 32> stream;
+    AffineStream<bits, kUnitValues> stream;
     MM_UNROLL
     for (int i = 0; i < 2 * bits; ++i) {
       stream.words[i] = as_type<ushort2>(raw.words[i / 2])[i % 2];
@@ -126,7 +128,7 @@ struct Affine {
         nibbles4(stream.words[i], p.q[4 * i], p.q[4 * i + 1], p.q[4 * i + 2], p.q[4 * i + 3]);
       }
     } else {
-      AffineStream<bits, 32>::unpack(stream, p.q);
+      AffineStream<bits, kUnitValues>::unpack(stream, p.q);
     }
     p.d = value(raw.scale);
     p.m = value(raw.bias);
@@ -149,7 +151,7 @@ struct Affine {
     }
     stream.words[bits] = 0;
     AffineStream<bits, 16>::unpack(stream, w);
-    device const uchar* at = Storage::scale_of(row, k / 32);
+    device const uchar* at = Storage::scale_of(row, k / kUnitValues);
     const float scale = value(parameter(at)), bias = value(parameter(at + Storage::to_bias()));
     MM_UNROLL
     for (int i = 0; i < 16; ++i) {
@@ -159,7 +161,7 @@ struct Affine {
   }
   // Of 4 bits: in half precision where scales are halves, two codes at a time.
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
-    if (fc_scale_type != 0) {
+    if (ScaleType(fc_scale_type) != ScaleType::kF16) {
       float wide[16];
       decode16(row, k, wide);
       MM_UNROLL
@@ -168,9 +170,9 @@ struct Affine {
     }
     // Only what is used of these 16 bytes is loaded; so addressed, both halves of a block cost
     // gemm_small 64 registers instead of 68, 260 instructions instead of 268 (ptxas 13.0).
-    const uint4 both = load_as<uint4>(row + k / 32 * uint(4 * bits));
+    const uint4 both = load_as<uint4>(row + k / kUnitValues * uint(4 * bits));
     const uint2 words = (k & 16) != 0 ? both.zw : both.xy;
-    device const uchar* at = Storage::scale_of(row, k / 32);
+    device const uchar* at = Storage::scale_of(row, k / kUnitValues);
     const half2 scale = half2(load_as<half>(at));
     const half2 bias = half2(load_as<half>(at + Storage::to_bias()));
     MM_UNROLL

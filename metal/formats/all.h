@@ -12,12 +12,14 @@
 #if !defined(MM_ONLY_FORMAT)
 namespace metalmm {
 
-// Pieces fill units, units fill blocks and chunks; both are reached with 32 lanes.
-template <class Format>
+// Pieces have the values of their row. They fill units, units fill blocks and chunks; both are
+// reached with 32 lanes.
+template <class Format, int piece>
 struct FormatCheck {
   using Pieces = typename Format::Pieces;
   using Terms = typename Format::Terms;
   MM_CONST int kUnit = Pieces::kLanes * Pieces::kValues, kBlock = Format::Storage::kBlockValues;
+  static_assert(Pieces::kValues == piece, "");
   static_assert(kSimdWidth % Pieces::kLanes == 0, "");
   static_assert(kBlock % kUnit == 0 || kUnit % kBlock == 0, "");
   static_assert(Pieces::kRun % 4 == 0 && Pieces::kValues % Pieces::kRun == 0, "");
@@ -25,22 +27,19 @@ struct FormatCheck {
   MM_CONST bool kOk = true;
 };
 
-#define MM_DENSE(name, Struct, bytes)                                                        \
+#define MM_DENSE(name, Struct, bytes, piece, wide)                                           \
   static_assert(Struct::Storage::kBlockValues == 1 && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                      \
-  static_assert(FormatCheck<Struct>::kOk, #name);
-#define MM_BLOCK(name, Struct, values, bytes, alignment)                                          \
+  static_assert(FormatCheck<Struct, piece>::kOk, #name);
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide)                             \
   static_assert(Struct::Storage::kBlockValues == values && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                           \
   static_assert(Struct::Storage::kHasUnits == (alignment == 2), #name);                           \
-  static_assert(FormatCheck<Struct>::kOk, #name);
-#define MM_AFFINE(name, Struct, bits)                                                             \
+  static_assert(FormatCheck<Struct, piece>::kOk, #name);
+#define MM_AFFINE(name, Struct, bits, piece, wide)                                                \
   static_assert(Struct::Storage::kBlockBytes * 8 == Struct::Storage::kBlockValues * bits, #name); \
-  static_assert(FormatCheck<Struct>::kOk, #name);
+  static_assert(FormatCheck<Struct, piece>::kOk, #name);
 #include "../formats.def"
-#define MM_PIECE(name, Struct, values, wide) \
-  static_assert(Struct::Pieces::kValues == values, #name);
-#include "../pieces.def"
 
 }  // namespace metalmm
 #endif

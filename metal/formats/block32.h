@@ -5,6 +5,7 @@
 // address twice as often: q4_0 1.42 TB/s instead of 2.17 (H200, N = 128256, K = 4096).
 #pragma once
 
+#include "blocks.h"
 #include "piece.h"
 
 namespace metalmm {

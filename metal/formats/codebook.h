@@ -5,6 +5,7 @@
 #pragma once
 
 #include "block32.h"
+#include "blocks.h"
 
 namespace metalmm {
 

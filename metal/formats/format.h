@@ -4,7 +4,8 @@
 // functions are immune), of constants, and of the structs that it is made of: Metal has no derived
 // classes, so that a format names its parts instead.
 //
-//   Storage          how a row lies in memory: Blocks or WindowBlocks, below, or the format's own
+//   Storage          how a row lies in memory: Blocks or WindowBlocks (blocks.h), or the format's
+//   own
 //     kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value of dense formats
 //     kHasUnits                   decode16 is a template of the unit that Window reads in
 //     static uint row_bytes()     of a packed row
@@ -108,7 +109,7 @@ METAL_FUNC float add_pair(half h, int to, int shift, float q) {
 
 template <class T>
 METAL_FUNC T load_as(device const uchar* p) {
-  return *(device const T*)p;
+  return *reinterpret_cast<device const T*>(p);
 }
 // 4, 8 and 16 bytes at an address of `alignment` bytes, in the widest loads up to 8 that it allows.
 template <int alignment>
@@ -152,87 +153,6 @@ METAL_FUNC ushort4 load_ushort4(device const uchar* p) {
                  load_as<ushort>(p + 6));
 }
 METAL_FUNC float load_half(device const uchar* p) { return float(load_as<half>(p)); }
-
-// ---- blocks of 2-byte fields
-
-// `bytes` bytes of a row at an even offset, read in units of 2, 4 or 8 bytes: the units that hold
-// them are read as they lie, and selects put the words into place, without a shift. q4_0 is nine,
-// five or three loads. Rows must begin and end at multiples of a unit (kBoundsWordBlocks). Of units
-// of 8, bytes / 8 + 1 are read: a window that ends a row ends with the last of them only if it has
-// 8n + 2 bytes. One of 8n bytes must lie inside its block, 8 bytes before the end.
-template <int bytes>
-struct Window {
-  MM_CONST int kWords = bytes / 4 + 1;
-  uint words[kWords];
-  bool late;  // the bytes begin 2 behind words[0]
-
-  // From `inner`, a multiple of 8, of the block at `block`, even.
-  template <int unit>
-  static METAL_FUNC Window load(device const uchar* row, uint block, uint inner = 0) {
-    Window out;
-    const uint skip = block % unit;
-    device const uchar* p = row + (block - skip) + inner;
-    out.late = (skip & 2) != 0;
-    if constexpr (unit == 8) {
-      static_assert(bytes % 8 == 0 || bytes % 8 == 2, "reads beyond a row that the block ends");
-      uint raw[kWords / 2 * 2 + 2];
-      MM_UNROLL
-      for (int i = 0; i <= kWords; i += 2) {
-        const uint2 two = load_as<uint2>(p + 4 * i);
-        raw[i] = two.x;
-        raw[i + 1] = two.y;
-      }
-      MM_UNROLL
-      for (int i = 0; i < kWords; ++i) out.words[i] = select(raw[i], raw[i + 1], (skip & 4) != 0);
-    } else {
-      MM_UNROLL
-      for (int i = 0; i < kWords; ++i) out.words[i] = load_some<unit>(p + 4 * i, bytes - 4 * i);
-    }
-    return out;
-  }
-  // For gemv. Units of 8 or none: one of 4 bytes and two of 2 are one load to LLVM, of the lesser
-  // alignment.
-  static METAL_FUNC Window fetch(device const uchar* row, uint block, uint inner) {
-    return has_long_blocks() ? load<8>(row, block, inner) : load<2>(row, block, inner);
-  }
-  // Of a window that begins with a half: it.
-  static METAL_FUNC half first(thread const Window& w) {
-    return as_type<half>(w.late ? half_word(w.words[0], 1) : half_word(w.words[0], 0));
-  }
-  // 4 bytes at an even offset of the window, and 16.
-  template <int offset>
-  static METAL_FUNC uint word(thread const Window& w) {
-    constexpr int i = offset / 4;
-    const uint cut = as_type<uint>(ushort2(half_word(w.words[i], 1), half_word(w.words[i + 1], 0)));
-    if constexpr (offset % 4 == 0) return w.late ? cut : w.words[i];
-    return w.late ? w.words[i + 1] : cut;
-  }
-  template <int offset>
-  static METAL_FUNC uint4 four(thread const Window& w) {
-    return uint4(word<offset>(w), word<offset + 4>(w), word<offset + 8>(w), word<offset + 12>(w));
-  }
-  // Those from `offset` on.
-  template <int offset = 0>
-  static METAL_FUNC void all(thread const Window& w, thread uint (&to)[bytes / 4]) {
-    if constexpr (offset < bytes) {
-      to[offset / 4] = word<offset>(w);
-      all<offset + 4>(w, to);
-    }
-  }
-
- private:
-  template <int unit>
-  static METAL_FUNC uint load_some(device const uchar* p, int left) {
-    if constexpr (unit == 4) return load_as<uint>(p);
-    return left >= 4 ? load_4<2>(p) : left >= 2 ? load_as<ushort>(p) : 0;
-  }
-};
-// 16 bytes of the inside of a block.
-template <int unit>
-METAL_FUNC uint4 load_inner16(device const uchar* row, uint block, uint inner) {
-  const Window<16> bytes = Window<16>::load<unit>(row, block, inner);
-  return bytes.four<0>(bytes);
-}
 
 // ---- nibbles
 
@@ -316,42 +236,5 @@ METAL_FUNC void nibbles16(uint4 words, bool high, half add, half d, thread half 
               w + 2 * i);
   }
 }
-
-// ---- storage
-
-// Blocks of `bytes` bytes, found by their address.
-template <int values, int bytes>
-struct Blocks {
-  MM_CONST int kBlockValues = values, kBlockBytes = bytes;
-  MM_CONST bool kHasUnits = bytes % 4 == 2;
-  static METAL_FUNC uint row_bytes() { return fc_k / uint(values) * uint(bytes); }
-  static METAL_FUNC device const uchar* block(Row row, uint index) {
-    return row + index * uint(bytes);
-  }
-  using Cursor = device const uchar*;
-  static METAL_FUNC Cursor start(Row row, uint unit) { return block(row, unit); }
-  static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
-  static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
-};
-
-// Blocks that gemv reads through windows: found by their offset in the row.
-template <int values, int bytes>
-struct WindowBlocks {
-  MM_CONST int kBlockValues = values, kBlockBytes = bytes;
-  MM_CONST bool kHasUnits = bytes % 4 == 2;
-  static METAL_FUNC uint row_bytes() { return Blocks<values, bytes>::row_bytes(); }
-  static METAL_FUNC device const uchar* block(Row row, uint index) {
-    return Blocks<values, bytes>::block(row, index);
-  }
-  struct Cursor {
-    Row row;
-    uint block;
-  };
-  static METAL_FUNC Cursor start(Row row, uint unit) { return {row, unit * uint(bytes)}; }
-  static METAL_FUNC Cursor next(Cursor c, uint units) {
-    return {c.row, c.block + units * uint(bytes)};
-  }
-  static METAL_FUNC Cursor moved(Cursor c, long distance) { return {c.row + distance, c.block}; }
-};
 
 }  // namespace metalmm

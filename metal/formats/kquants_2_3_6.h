@@ -4,6 +4,7 @@
 // the groups 8n + 2t + g of 16 values, g = l / 16, t = 0 ... 3.
 #pragma once
 
+#include "blocks.h"
 #include "piece.h"
 
 namespace metalmm {

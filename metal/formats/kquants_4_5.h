@@ -3,6 +3,7 @@
 // (high). 16 bytes of them are a lane's: lane p owns those from 16 p, of chunk c = p / 2.
 #pragma once
 
+#include "blocks.h"
 #include "piece.h"
 
 namespace metalmm {
@@ -32,7 +33,7 @@ struct PackedScales {
   }
   // Masks and units depend on c alone, which a lane knows before the loop: 15 operations. In half,
   // where all these integers are exact. The second scale comes divided by high_unit.
-  METAL_FUNC static void unpack(PackedScales s, uint c, half high_unit, thread half2& scale,
+  static METAL_FUNC void unpack(PackedScales s, uint c, half high_unit, thread half2& scale,
                                 thread half2& minimum) {
     const bool split = c >= 2;
     const uint low_mask = kExponent10 | (split ? 0x000F000Fu : 0u);

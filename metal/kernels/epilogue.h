@@ -11,7 +11,7 @@ template <class T>
 METAL_FUNC void store_result(Result<T> result, constant KernelArgs& args, uint part, uint m, uint n,
                              float acc) {
   if (fc_epilogue & kEpiloguePartial) {
-    device float* partial = (device float*)result.y;
+    device float* partial = reinterpret_cast<device float*>(result.y);
     partial[((ulong)part * args.m + m) * args.n + n] = acc;
     return;
   }

@@ -79,7 +79,7 @@ struct GemmSmall {
         }
       }
     }
-    store_sums(result, args, (threadgroup float2*)memory, at, acc);
+    store_sums(result, args, reinterpret_cast<threadgroup float2*>(memory), at, acc);
   }
 
  private:

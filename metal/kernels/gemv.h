@@ -18,7 +18,7 @@ template <class Format, class Geometry, class Source, class T>
 METAL_FUNC void gemv(typename Source::Row x, device const uchar* weight, Result<T> result,
                      constant KernelArgs& args, threadgroup float4* memory, Position at) {
   constexpr int kRows = Geometry::kRows;
-  threadgroup half2* book = (threadgroup half2*)memory;
+  threadgroup half2* book = reinterpret_cast<threadgroup half2*>(memory);
   fill<Format>(book, at.index, Geometry::kThreads);
 
   const uint m = at.tg.x, part = at.tg.z;
@@ -31,7 +31,7 @@ METAL_FUNC void gemv(typename Source::Row x, device const uchar* weight, Result<
   if constexpr (Geometry::kShareRows) {
     accumulate<Format, 1, kRows, Source>(rows, x, k, at.lane, at.sg, Geometry::kSimdgroups, book,
                                          acc);
-    threadgroup float* sums = (threadgroup float*)memory + kCodebookBytes / 4;
+    threadgroup float* sums = reinterpret_cast<threadgroup float*>(memory) + kCodebookBytes / 4;
     const float mine = sum_rows(acc, at.lane);
     if (at.lane < uint(kRows)) sums[at.sg * kRows + at.lane] = mine;
     threadgroup_barrier(mem_flags::mem_threadgroup);

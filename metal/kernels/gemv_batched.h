@@ -73,7 +73,7 @@ struct GemvBatch {
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
-    threadgroup half2* book = (threadgroup half2*)memory;
+    threadgroup half2* book = reinterpret_cast<threadgroup half2*>(memory);
     fill<Format>(book, at.index, GemvBatched::kThreads);
     const uint first = at.tg.y * GemvBatched::kN + at.sg * GemvBatched::kRows;
     const uint m0 = at.tg.x * fc_batch, part = at.tg.z;

@@ -110,7 +110,7 @@ struct Walk {
             simdgroups * kUnits, lane % Pieces::kLanes};
   }
   // The first value of K that the lane owns.
-  METAL_FUNC static uint first_value(Walk w) { return w.first * kUnit + Pieces::first(w.piece); }
+  static METAL_FUNC uint first_value(Walk w) { return w.first * kUnit + Pieces::first(w.piece); }
 };
 
 // kRows neighbours of W: the first, and the distances of all from it. Where rows are packed these
@@ -124,7 +124,7 @@ struct Rows {
   static METAL_FUNC Rows of(device const uchar* weight, constant KernelArgs& args, long stride,
                             uint n) {
     Rows out;
-    out.first = weight + static_cast<long>(n) * stride;
+    out.first = weight + long(n) * stride;
     MM_UNROLL
     for (int r = 0; r < kRows; ++r) {
       out.distance[r] = (has_n_tail() ? min(uint(r), args.n - 1 - n) : uint(r)) * stride;

@@ -46,7 +46,7 @@ template <class T>
 struct Dot {
   static METAL_FUNC void run(device const T* x, device const T* x2, device T* y,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
-    threadgroup float* sums = (threadgroup float*)memory;
+    threadgroup float* sums = reinterpret_cast<threadgroup float*>(memory);
     float acc = 0.0f;
     for (ulong i = at.index; i < args.count; i += DotGeometry::kThreads) {
       acc = fma(float(x[i]), float(x2[i]), acc);

@@ -37,8 +37,8 @@ METAL_FUNC void store_pairs(device T* y, thread const V (&w)[16], uint lane, boo
     const uint4 first = packed<T>(w + i), second = packed<T>(w + i + kVector);
     const uint4 taken = simd_shuffle_xor(odd ? first : second, 1);
     if (inside) {
-      *(device uint4*)(to + i) = odd ? taken : first;
-      *(device uint4*)(to + i + 16) = odd ? second : taken;
+      *reinterpret_cast<device uint4*>(to + i) = odd ? taken : first;
+      *reinterpret_cast<device uint4*>(to + i + 16) = odd ? second : taken;
     }
   }
 }
@@ -53,7 +53,8 @@ METAL_FUNC void decode_to(Row row, RowItem item, device T* y, uint lane) {
     store_pairs(y, w, lane, item.inside);
   } else if (item.inside && fc_k % kVector == 0 && item.k + 16 <= fc_k) {
     MM_UNROLL
-    for (uint i = 0; i < 16; i += kVector) *(device uint4*)(y + i) = packed<T>(w + i);
+    for (uint i = 0; i < 16; i += kVector)
+      *reinterpret_cast<device uint4*>(y + i) = packed<T>(w + i);
   } else if (item.inside) {
     MM_UNROLL
     for (uint i = 0; i < 16; ++i) {

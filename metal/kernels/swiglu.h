@@ -17,7 +17,7 @@ struct SwigluGateUp {
                              Result<T> result, constant KernelArgs& args,
                              threadgroup float4* memory, Position at) {
     constexpr int kRows = SwigluUp::kRows;
-    threadgroup half2* book = (threadgroup half2*)memory;
+    threadgroup half2* book = reinterpret_cast<threadgroup half2*>(memory);
     fill<Format>(book, at.index, SwigluUp::kThreads);
     const uint m = at.tg.x, n = at.tg.y * SwigluUp::kN + at.sg * kRows;
     if (has_n_tail() && n >= args.n) return;

@@ -27,21 +27,21 @@ METAL_FUNC KRange k_of_part(constant KernelArgs& args, uint part) {
 // their distance is a constant.
 template <class Format>
 METAL_FUNC long weight_stride(long given) {
-  return rows_are_packed() ? static_cast<long>(Format::Storage::row_bytes()) : given;
+  return rows_are_packed() ? long(Format::Storage::row_bytes()) : given;
 }
 
 // Row n of W, or the last row.
 template <class Format>
 METAL_FUNC Row weight_row(device const uchar* weight, constant KernelArgs& args, uint n) {
   const uint row = has_n_tail() ? min(n, args.n - 1) : n;
-  return weight + static_cast<long>(row) * weight_stride<Format>(args.w_stride);
+  return weight + long(row) * weight_stride<Format>(args.w_stride);
 }
 
 // Row m of x, or the last row.
 template <class T>
 METAL_FUNC device const T* x_row(device const T* x, constant KernelArgs& args, uint m) {
   const uint row = has_m_tail() ? min(m, args.m - 1) : m;
-  return x + static_cast<long>(row) * args.x_stride;
+  return x + long(row) * args.x_stride;
 }
 
 template <class Format, class V>
@@ -50,7 +50,7 @@ METAL_FUNC void decode(Row row, uint k, thread V (&w)[16]) {
     float wide[16];
     decode<Format>(row, k, wide);
     MM_UNROLL
-    for (int i = 0; i < 16; ++i) w[i] = static_cast<V>(wide[i]);
+    for (int i = 0; i < 16; ++i) w[i] = V(wide[i]);
   } else if constexpr (!Format::Storage::kHasUnits) {
     Format::decode16(row, k, w);
   } else if (has_long_blocks()) {
@@ -88,13 +88,12 @@ METAL_FUNC void load_vectors(device const T* p, thread E (&v)[kCount]) {
     for (int i = 0; i < kCount / 8; ++i) {
       const uint4 words = reinterpret_cast<device const uint4*>(p)[i];
       MM_UNROLL
-      for (int j = 0; j < 8; ++j)
-        v[8 * i + j] = static_cast<E>(as_type<vec<T, 2>>(words[j / 2])[j % 2]);
+      for (int j = 0; j < 8; ++j) v[8 * i + j] = E(as_type<vec<T, 2>>(words[j / 2])[j % 2]);
     }
   } else {
     MM_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      v[i] = static_cast<E>(reinterpret_cast<device const vec<T, 4>*>(p)[i / 4][i % 4]);
+      v[i] = E(reinterpret_cast<device const vec<T, 4>*>(p)[i / 4][i % 4]);
     }
   }
 }
@@ -108,8 +107,8 @@ METAL_FUNC void load_x(device const T* row, uint k, uint end, thread E (&x)[kCou
   }
   MM_UNROLL
   for (uint i = 0; i < kCount; ++i) {
-    x[i] = static_cast<E>(0.0f);
-    if (!has_k_tail() || k + i < end) x[i] = static_cast<E>(row[k + i]);
+    x[i] = E(0.0f);
+    if (!has_k_tail() || k + i < end) x[i] = E(row[k + i]);
   }
 }
 
@@ -130,11 +129,11 @@ METAL_FUNC uint4 packed(thread const V* v) {
   MM_UNROLL
   for (int j = 0; j < 4; ++j) {
     if constexpr (sizeof(T) == 4) {
-      words[j] = as_type<uint>(static_cast<T>(v[j]));
+      words[j] = as_type<uint>(T(v[j]));
     } else {
       vec<T, 2> pair;
-      pair.x = static_cast<T>(v[2 * j]);
-      pair.y = static_cast<T>(v[2 * j + 1]);
+      pair.x = T(v[2 * j]);
+      pair.y = T(v[2 * j + 1]);
       words[j] = as_type<uint>(pair);
     }
   }

@@ -10,8 +10,6 @@ namespace metalmm {
 
 using namespace metal;
 
-MM_CONST int kFragment = 8;  // rows and columns of a simdgroup matrix
-
 // A lane holds two neighbours of a row: thread_elements()[i] is [row][column + i].
 //
 //     column  0  1  2  3  4  5  6  7
@@ -53,7 +51,8 @@ METAL_FUNC void clear(thread simdgroup_float8x8 (&acc)[kA][kB]) {
   MM_UNROLL
   for (int i = 0; i < kA; ++i) {
     MM_UNROLL
-    for (int j = 0; j < kB; ++j) acc[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    for (int j = 0; j < kB; ++j)
+      acc[i][j] = make_filled_simdgroup_matrix<float, kFragment, kFragment>(0.0f);
   }
 }
 

@@ -63,8 +63,8 @@ def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
     """Equal, or within what both may be off."""
     assert gpu.dtype == emulator.dtype and gpu.shape == emulator.shape
     strategy = strategy_of(one.kernel)
-    tiles = ("gemm", "gemm_small", "silu_mul")  # the cases of silu_mul multiply in gemm
-    on_tensor_cores = strategy in tiles and one.x[0].dtype == torch.float16
+    in_tiles = strategy == "silu_mul" or _C.strategy(strategy)["rounds_to_half"]  # cases of gemm
+    on_tensor_cores = in_tiles and one.x[0].dtype == torch.float16
     if not on_tensor_cores and strategy not in ("swiglu_up", "swiglu_down", "silu_mul"):
         return same_bits(emulator.float(), gpu.float())
     error = (

@@ -225,6 +225,20 @@ def test_wrong_launches(group: int, buffers: int, memory: int, message: str) -> 
     assert message in str(caught.value) and caught.value.kind == "usage"
 
 
+def test_what_a_fault_says() -> None:
+    thread = ((1, 2, 3), 4, 5)
+    who = "[k, threadgroup (1, 2, 3), simdgroup 4, lane 5]"
+    assert (
+        str(EmulatorFault("race", "k", "text", *thread, "a.metal", 6)) == f"a.metal:6: text {who}"
+    )
+    other = EmulatorFault("race", "k", "text", *thread, "a.metal", 6, ("b.metal", 7))
+    assert str(other) == f"a.metal:6: text (the other at b.metal:7) {who}"
+    no_line = EmulatorFault("race", "k", "text", *thread, "library.so+0x12", 0)
+    assert str(no_line) == f"library.so+0x12: text {who}"
+    assert str(EmulatorFault("race", "k", "text")) == "text [k, threadgroup (0, 0, 0)]"
+    assert str(EmulatorFault("usage", "k", "text")) == "text"
+
+
 def test_names_are_suggested() -> None:
     with pytest.raises(KeyError, match="there are: faulty"):
         MetalSource(f"{HEAD}kernel void faulty({ARGUMENTS}) {{}}").function("fault")

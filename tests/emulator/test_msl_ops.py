@@ -133,6 +133,11 @@ kernel void dequantize_q8_0_f32(device float* y [[buffer(2)]],
         assert ops.dequantize(packed("q8_0"), "q8_0").shape == (N, K)
 
 
-def test_a_library_that_is_none() -> None:
-    with pytest.raises(RuntimeError, match="no_such_file"):
-        _C.load_emulated("no_such_file.so")
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("no_such_file.so", "no_such_file"), (_C.__file__, "_C.* is no library of shaders")],
+)
+def test_a_library_that_is_none(file: str, message: str) -> None:
+    for load in (_C.load_emulated, _C.ShaderLibrary):
+        with pytest.raises(RuntimeError, match=message):
+            load(file)

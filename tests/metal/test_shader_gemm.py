@@ -22,7 +22,7 @@ KINDS = ("f32", "bf16", "q4_0", "q5_1", "q6_k", "affine3_g64_bf16")
 DENSE = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of a value
 METAL = ROOT / "metal"
 
-PARTIAL = 8  # kEpiloguePartial of abi.h
+PARTIAL = _C.EPILOGUE_BITS["partial"]
 
 
 def multiply(
@@ -66,7 +66,7 @@ def multiply(
 
 def expected(strategy: str, x: Tensor, w: Tensor) -> Value:
     """x Wᵀ in f32, as the strategy computes it: the matrix kernels round W to f16 for f16 x."""
-    halved = strategy in ("gemm", "gemm_small") and x.dtype == torch.float16
+    halved = _C.strategy(strategy)["rounds_to_half"] and x.dtype == torch.float16
     return Value.of(x).dot(w, halved=halved)
 
 

@@ -10,19 +10,14 @@ import oracle
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
-from places import ROOT
-from plan_cases import codecs, strategies_used
+from plan_cases import codecs, pieces, strategies_used
 from shaders import alignment_of, execute, linear, memory_of
 from torch import Tensor
 
 from bench.shaders import cells
 from torch_metalmm import _C, formats
 
-KERNELS = (
-    *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
-    *("gemv_coalesced", "gemv_naive"),
-)
-METAL = ROOT / "metal"
+KERNELS = ("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched", "gemv_coalesced")
 WIDEST = 33  # rows of W: one more than the widest threadgroup owns
 # One format of each decode struct and plane: values of N and K vary over these only.
 KINDS = (
@@ -31,12 +26,9 @@ KINDS = (
 )
 
 
-PIECES = re.findall(r"MM_PIECE\((\w+), *\w+, *(\d+),", (METAL / "pieces.def").read_text())
-
-
 def step(name: str) -> int:
     """Values of K that a simdgroup takes at a time: a piece for each lane."""
-    return 32 * int(dict(PIECES)[re.sub(r"_g\d+.*", "", name)])
+    return _C.SIMD_WIDTH * pieces()[re.sub(r"_g\d+.*", "", name)]
 
 
 def two_loops(name: str, simdgroups: int = 1) -> int:
@@ -256,7 +248,7 @@ def test_long_k_is_counted_in_steps_of_the_kernel() -> None:
     """The K from which M4 Max splits it among 8 simdgroups has one step of the kernel for each."""
     kernel = dict(re.findall(r"\bstep_(\w+) = (\d+);", cells.compile_text(STEPS)))
     assert list(kernel) == codecs()
-    simdgroups = _C.strategy("gemv_large_k")["threads"] // 32
+    simdgroups = _C.strategy("gemv_large_k")["threads"] // _C.SIMD_WIDTH
     for name in formats.names():
         codec = re.sub(r"_g\d+.*", "", name)
         long = simdgroups * int(kernel[codec])

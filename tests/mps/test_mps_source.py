@@ -26,7 +26,6 @@ SHADERS = flatten.flatten(METAL)
 FILES = {f.stem: f.relative_to(METAL) for f in METAL.rglob("*.metal")}
 ROWS = re.findall(r"^MM_\w+ *\((\w+), *(\w+)", (METAL / "formats.def").read_text(), re.M)
 STRUCTS = dict(ROWS)
-CONSTANTS = ("k", "group", "scale_type", "epilogue", "batch", "bounds")
 
 
 def read(text: str, name: str) -> Source:
@@ -140,11 +139,11 @@ def test_all_kernels_and_their_constants() -> None:
         found = read(_C.metal_source(kernel), kernel).constants
         assert {c.namespace for c in found} == {""}  # none is known to work in a namespace
         constants = {c.name: c.index for c in found}
-        assert set(constants) == {f"fc_{c}" for c in CONSTANTS}
-        for i, constant in enumerate(CONSTANTS):
+        assert set(constants) == {f"fc_{c}" for c in _C.CONSTANTS}
+        for i, constant in enumerate(_C.CONSTANTS):
             assert re.search(rf"{constants[f'fc_{constant}']} = {i},", header)
     plan = _C.plan(m=1, n=8, k=32, format="q4_0", chip="m1")
-    assert tuple(plan["passes"][0]["constants"]) == CONSTANTS
+    assert tuple(plan["passes"][0]["constants"]) == _C.CONSTANTS
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

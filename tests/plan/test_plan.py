@@ -123,13 +123,15 @@ def check_matmul(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any]) ->
         assert args["k_per_part"] % row["k"] == 0
     else:
         assert args["k_per_part"] == p["k"]
-    tails = (p["n"] % row["n"] > 0, p["m"] % rows_of_x > 0, p["k"] % row["k"] > 0)
-    assert constants["bounds"] & 7 == sum(tail << i for i, tail in enumerate(tails))
+    for name, tile in (("n", row["n"]), ("m", rows_of_x), ("k", row["k"])):
+        has_tail = constants["bounds"] & _C.BOUNDS_BITS[name] > 0
+        assert has_tail == (p[name] % tile > 0)
     assert constants["k"] == p["k"]
 
 
 def epilogue(p: dict[str, Any]) -> int:
-    return (p["bias"] << 0) | ((p["c"] and p["beta"] != 0) << 1) | ((p["alpha"] != 1) << 2)
+    has = {"bias": p["bias"], "c": p["c"] and p["beta"] != 0, "alpha": p["alpha"] != 1}
+    return sum(_C.EPILOGUE_BITS[name] for name, is_there in has.items() if is_there)
 
 
 def check_flat(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any], reduces: bool) -> None:
@@ -165,16 +167,17 @@ def test_invariants(p: dict[str, Any]) -> None:
         name = strategy_of(one["kernel"])
         row = _C.strategy(name)
         assert one["group"] == [row["threads"], 1, 1]
-        assert row["threads"] <= gpu["max_threads"] and row["threads"] % 32 == 0
+        assert row["threads"] <= gpu["max_threads"] and row["threads"] % _C.SIMD_WIDTH == 0
         if row["family"] == "matmul":
             check_matmul(p, one, row)
             last = len(plan["passes"]) == 1
             sums = not last or (p["y_f32"] and p["dtype"] != "f32")
-            assert one["constants"]["epilogue"] == (8 if sums else epilogue(p))
+            bits = _C.EPILOGUE_BITS["partial"] if sums else epilogue(p)
+            assert one["constants"]["epilogue"] == bits
         elif row["family"] != "single":
             check_flat(p, one, row, reduces=i == 1)
         if p["strategy"] and i == 0 and p["strategy"] != "split_reduce":
-            assert name == p["strategy"]
+            assert name == _C.strategy(p["strategy"])["kernels"]
     parts = plan["passes"][0]["args"]["parts"] if plan["passes"] else 1
     is_split = bool(plan["passes"]) and (parts > 1 or p["strategy"] == "split_reduce")
     assert len(plan["passes"]) == (2 if is_split else bool(plan["passes"]))

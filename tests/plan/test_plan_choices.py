@@ -10,7 +10,8 @@ from plan_cases import CHIPS, NKS, STRATEGIES, UNIT_BITS, strategies_used
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
 
-BASELINES = {"gemv_naive", "gemv_coalesced", "gemm_naive", "gemm_tiled"}
+BASELINES = {"gemv_coalesced", "gemm_naive", "gemm_tiled"}
+PARTIAL = _C.EPILOGUE_BITS["partial"]
 
 
 def chosen(**problem: Any) -> set[str]:
@@ -125,7 +126,8 @@ def test_results_in_f32() -> None:
         rounded = _C.plan(m=m, **problem)["passes"]
         sums = _C.plan(m=m, y_f32=True, **problem)
         assert [one["kernel"] for one in sums["passes"]] == [one["kernel"] for one in rounded]
-        assert sums["passes"][0]["constants"]["epilogue"] == 8 and sums["workspace_bytes"] == 0
+        assert sums["passes"][0]["constants"]["epilogue"] == PARTIAL
+        assert sums["workspace_bytes"] == 0
     split = _C.plan(m=8, y_f32=True, strategy="split_reduce", **problem)
     assert [one["kernel"][-3:] for one in split["passes"]] == ["f16", "f32"]
     assert split["passes"][1]["constants"]["epilogue"] == 0
@@ -169,7 +171,8 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
     """Wide loads only where the first byte and the stride allow; of weights, only dense ones."""
     problem = {"m": 2, "n": 4, "k": 64, "format": "f16", "dtype": "f16", "chip": "m1"} | changes
     bounds = _C.plan(**problem)["passes"][0]["constants"]["bounds"]
-    assert (bool(bounds & 8), bool(bounds & 16)) == (x, w)
+    aligned = (_C.BOUNDS_BITS[name] for name in ("aligned_x", "aligned_weight"))
+    assert tuple(bool(bounds & bit) for bit in aligned) == (x, w)
 
 
 def bounds_of(changes: dict[str, Any]) -> int:

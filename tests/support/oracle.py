@@ -20,7 +20,7 @@ those of the scale, of the minimum, of d or m, and of what joins the two: 8 more
 q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it away: their
 |d q| is |d| (q + 64) (`parts`).
 
-Tiles of half operands hold each w rounded to f16, which gemm and gemm_small do for f16 x: u_T |w| +
+Tiles of half operands, those of the matrix unit for f16 x, hold each w rounded to f16: u_T |w| +
 s_T more for each w, with T = f16 as below (`halved`). Whether they run is for the plan to say.
 affine4 with f16 scales rounds the exact s q + b there, the specification its f32 value: u |w| more,
 for which there is room, since a product of two halves is exact in f32.

@@ -1,4 +1,4 @@
-"""The tables that plans are made of, read from their files without the C++ code, for the tests."""
+"""The tables that plans are made of, read from their files, for the tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from places import ROOT
 
-from torch_metalmm import formats
+from torch_metalmm import _C, formats
 
 # Every generation and every class; the shapes of MEASURING.md.
 CHIPS = (
@@ -20,12 +20,13 @@ NKS = (
 )
 MS = (1, 2, 4, 8, 16, 32, 128, 511, 512, 513)
 DTYPES = tuple(formats.DTYPES)
-# Bytes that blocks of 2-byte fields are read by: kBoundsWordBlocks, kBoundsLongBlocks of abi.h.
-UNIT_BITS = {2: 0, 4: 64, 8: 64 | 128}
+# {bytes that blocks of 2-byte fields are read by: the bits of `bounds`}
+_WORDS, _LONGS = (_C.BOUNDS_BITS[name] for name in ("word_blocks", "long_blocks"))
+UNIT_BITS = {2: 0, 4: _WORDS, 8: _WORDS | _LONGS}
 
 
 def strategy_rows() -> dict[str, str]:
-    """{strategy: family} of strategies.def."""
+    """{strategy: family} of strategies.def, without aliases."""
     text = (ROOT / "metal" / "strategies.def").read_text()
     return dict(re.findall(r"^MM_STRATEGY\((\w+),\s*(\w+)", text, re.M))
 
@@ -34,6 +35,12 @@ def codecs() -> list[str]:
     """The names of formats.def: of an affine row without group and type of scales."""
     text = (ROOT / "metal" / "formats.def").read_text()
     return re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+)", text, re.M)
+
+
+def pieces() -> dict[str, int]:
+    """{name of formats.def: values of K that a lane of gemv takes at a step}."""
+    text = (ROOT / "metal" / "formats.def").read_text()
+    return {n: int(p) for n, p in re.findall(r"^MM_\w+\s*\((\w+),.* (\d+), [01]\)$", text, re.M)}
 
 
 STRATEGIES = list(strategy_rows())

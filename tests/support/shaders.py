@@ -17,8 +17,7 @@ from torch_metalmm import _C
 from torch_metalmm.testing import shader_libraries
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-SLOTS = ("x", "weight", "y", "bias", "c", "weight2", "x2", "ids", "partial", "args")
-_ARGS = struct.Struct("<4q6I2f")  # KernelArgs of abi.h
+SLOTS: tuple[str, ...] = _C.SLOTS
 _LARGEST_PAGE = 1 << 14
 
 
@@ -40,7 +39,7 @@ def alignment_of(memory: Tensor) -> int:
 
 def args_of(one: dict[str, Any]) -> bytes:
     """The arguments of a pass as the kernel reads them."""
-    return _ARGS.pack(*one["args"].values())
+    return struct.pack(_C.ARGS_LAYOUT, *one["args"].values())
 
 
 def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "both") -> None:

@@ -38,7 +38,6 @@ REACHED = 0.90
 # What a dispatch adds to those before it in a serial encoder: 2.0 on an M1 Max (penta2himajin/qwisp
 # pull request 158), 1.3 (kryptic-sh/infr pull request 14).
 LAUNCH_US = 2.0
-MATRIX_STRATEGIES = ("gemm_small", "gemm")
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 COUNTS = Path(__file__).with_name("issue_cycles.json")
 
@@ -107,7 +106,7 @@ def cycles_per_weight(strategy: str, codec: str, dtype: str, rows: int) -> float
     found = counts()
     one, several = (found[s][codec][dtype] for s in ("gemv", "gemv_batched"))
     further = (several - one) / (found["batch"] - 1)
-    if strategy in MATRIX_STRATEGIES:
+    if _C.strategy(strategy)["on_matrix_unit"]:
         return float(one - 1 + rows)
     return float(one + (rows - 1) * further)
 

@@ -11,14 +11,18 @@ SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
 
 _TORCH_NAMES = {str(d).removeprefix("torch."): name for name, d in formats.DTYPES.items()}
-# The bits of metal/abi.h in words; test_explain compares them with the header.
-EPILOGUE_BITS = ("bias", "beta * c", "alpha", "f32 partial results")
-BOUNDS_BITS = (
-    *("N has a tail", "M has a tail", "K has a tail"),
-    *("x aligned", "weight aligned", "rows of W packed"),
-    *("blocks read by 4 bytes", "blocks read by 8 bytes"),
-)
-SCALE_TYPES = ("f16", "bf16", "f32")
+# The bits of metal/abi.h in words, by the names of _C.EPILOGUE_BITS and _C.BOUNDS_BITS.
+EPILOGUE = {"bias": "bias", "c": "beta * c", "alpha": "alpha", "partial": "f32 partial results"}
+BOUNDS = {
+    "n": "N has a tail",
+    "m": "M has a tail",
+    "k": "K has a tail",
+    "aligned_x": "x aligned",
+    "aligned_weight": "weight aligned",
+    "packed_rows": "rows of W packed",
+    "word_blocks": "blocks read by 4 bytes",
+    "long_blocks": "blocks read by 8 bytes",
+}
 
 
 def chips() -> list[str]:
@@ -79,7 +83,7 @@ def _pass_lines(one: dict[str, Any]) -> list[str]:
     )
     rows = [
         ("grid", f"{' x '.join(map(str, grid))} threadgroups{axes}"),
-        ("group", f"{threads} threads, {threads // 32} simdgroups"),
+        ("group", f"{threads} threads, {threads // _C.SIMD_WIDTH} simdgroups"),
         ("memory", f"{one['threadgroup_bytes']} bytes per threadgroup"),
         ("constants", ", ".join(_constants(one["constants"])) or "none"),
         ("buffers", ", ".join(one["slots"])),
@@ -90,16 +94,16 @@ def _pass_lines(one: dict[str, Any]) -> list[str]:
 def _constants(constants: dict[str, int]) -> list[str]:
     """Function constants by name; bits in words, zeros that mean "not used" left out."""
     words = {
-        "scale_type": SCALE_TYPES[constants["scale_type"]] if constants["group"] else "",
-        "epilogue": _bits(constants["epilogue"], EPILOGUE_BITS) or "none",
-        "bounds": _bits(constants["bounds"], BOUNDS_BITS),
+        "scale_type": _C.SCALE_TYPES[constants["scale_type"]] if constants["group"] else "",
+        "epilogue": _bits(constants["epilogue"], _C.EPILOGUE_BITS, EPILOGUE) or "none",
+        "bounds": _bits(constants["bounds"], _C.BOUNDS_BITS, BOUNDS),
     }
     shown = {name: words.get(name, str(value or "")) for name, value in constants.items()}
     return [f"{name} = {text}" for name, text in shown.items() if text]
 
 
-def _bits(value: int, words: tuple[str, ...]) -> str:
-    return " + ".join(word for i, word in enumerate(words) if value >> i & 1)
+def _bits(value: int, bits: dict[str, int], words: dict[str, str]) -> str:
+    return " + ".join(words[name] for name, bit in bits.items() if value & bit)
 
 
 def _times(count: int) -> str:

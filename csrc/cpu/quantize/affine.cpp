@@ -70,7 +70,7 @@ void quantize_affine(const Format& f, const float* x, int64_t k, uint8_t* out) {
   std::memset(scales - f.scales_offset(k) + used, 0, f.row_bytes(k) - used);
 }
 
-#define MM_AFFINE(name, Struct, bits) \
+#define MM_AFFINE(name, Struct, bits, ...) \
   template void quantize_affine<bits>(const Format&, const float*, int64_t, uint8_t*);
 #include "metal/formats.def"
 

@@ -14,14 +14,14 @@ void quantize_blocks(const float* x, int64_t k, uint8_t* out) {
 
 void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out) {
   switch (f.codec) {
-#define MM_DENSE(name, Struct, bytes) \
-  case Codec::Struct:                 \
+#define MM_DENSE(name, Struct, ...) \
+  case Codec::Struct:               \
     return quant::quantize_##name(x, k, out);
-#define MM_BLOCK(name, Struct, values, bytes, alignment) \
-  case Codec::Struct:                                    \
+#define MM_BLOCK(name, Struct, values, bytes, ...) \
+  case Codec::Struct:                              \
     return quantize_blocks<values, bytes, quant::quantize_##name>(x, k, out);
-#define MM_AFFINE(name, Struct, bits) \
-  case Codec::Struct:                 \
+#define MM_AFFINE(name, Struct, bits, ...) \
+  case Codec::Struct:                      \
     return quant::quantize_affine<bits>(f, x, k, out);
 #include "metal/formats.def"
     case Codec::kCount:
