@@ -95,7 +95,7 @@ def w_layouts(packed: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_layouts_of_the_weight(name: str, backend: Backend) -> None:
     """Alignment, row stride and neighbours of the packed bytes change no bit of any result."""
     k = formats.get(name).block_values * 3 + (10 if formats.get(name).block_values == 1 else 0)
@@ -114,7 +114,7 @@ def test_layouts_of_the_weight(name: str, backend: Backend) -> None:
             assert torch.equal(a, b), (label, i)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_rows_of_the_weight_are_independent(
     name: str, backend: Backend, strategy: str | None
 ) -> None:

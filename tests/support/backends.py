@@ -6,16 +6,19 @@ the engines to run; without it all that this machine has run. Naming an absent o
 
 The emulator runs on every machine: where it cannot be built, tests fail. A module marked
 `schedules` runs on it a second time, the last thread first and without subnormals, as on Apple's
-GPUs. Tests with a format `name` run there for one format of each decode struct, those marked
-`every_format` for all: the variants of an affine format are one kernel with other function
-constants. mps runs these cases, too; with METALMM_TEST_CASES=all it runs every one: 663 kernels in
-5,700 pipelines, each compiled by Metal.
+GPUs.
+
+A test marked `formats` takes `name`, a format of each decode struct; one marked `every_format`
+takes all. The group and the scales of an affine format choose no code: they are variables of the
+CPU's and of the emulator's kernels, and function constants on a GPU, which compiles a pipeline of
+each; one marked `every_pipeline` takes all there. With METALMM_TEST_CASES=all mps takes all formats
+everywhere, in thousands of pipelines that Metal compiles one by one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,13 +26,23 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import CHIP
-from oracle import long_k, short_k
-from plan_cases import strategies_used
+from oracle import FORMATS, long_k, short_k
+from plan_cases import codecs, strategies_used
 from torch import Tensor
 
-from torch_metalmm import _C, formats, testing
+from torch_metalmm import _C, testing
 from torch_metalmm.engines import absence
 from torch_metalmm.testing import emulated
+
+
+def _one_of_each() -> Iterator[str]:
+    """A format of every decode struct; affine ones take turns in groups and types of scales."""
+    for i, codec in enumerate(codecs()):
+        variants = [n for n in FORMATS if n == codec or n.startswith(codec + "_g")]
+        yield variants[(4 * i + 3) % len(variants)]
+
+
+ONE_OF_EACH = tuple(_one_of_each())
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,10 @@ class Backend:
     chip: Callable[[], str] = str  # what it plans for; "" if it does not plan
     flushes: bool = False  # subnormals of f32 and bf16: oracle.flushed_spec
     is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
+    # Of the tests so marked:
+    formats: tuple[str, ...] = ONE_OF_EACH
+    every_pipeline: tuple[str, ...] = ONE_OF_EACH
+    every_format: tuple[str, ...] = FORMATS
     entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around each of its tests
 
     def k(self, name: str) -> int:
@@ -130,6 +147,7 @@ DESCENDING = replace(
     name="emulator-descending",
     entered=partial(emulated, descending=True, flush_subnormals=True, chip=_EMULATED),
     flushes=True,
+    every_format=ONE_OF_EACH,
 )
 
 
@@ -140,7 +158,7 @@ def takes_fewer_cases(asked: str | None) -> bool:
     return asked is None
 
 
-def _shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
+def shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
     return Backend(
         name=device,
         device=device,
@@ -150,6 +168,8 @@ def _shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) 
         chip=chip,
         flushes=device == "mps",
         is_slow=is_slow,
+        formats=ONE_OF_EACH if is_slow else FORMATS,
+        every_pipeline=FORMATS,
     )
 
 
@@ -159,8 +179,8 @@ BACKENDS = {
     for b in (
         CPU,
         EMULATOR,
-        _shader_engine("cuda", lambda: CHIP),
-        _shader_engine(
+        shader_engine("cuda", lambda: CHIP),
+        shader_engine(
             "mps",
             lambda: _C.mps_facts()["plans_for"],
             takes_fewer_cases(os.environ.get("METALMM_TEST_CASES")),
@@ -194,16 +214,8 @@ def select(asked: str | None) -> list[Backend]:
 
 SELECTED: list[Backend] = []
 
-# A format of every decode struct of metal/formats; every group size and type of scales.
-ONE_OF_EACH = tuple(n for n in formats.names() if not n.startswith("affine")) + (
-    *("affine2_g32", "affine3_g64_bf16", "affine4_g128", "affine5_g32_f32"),
-    *("affine6_g64_f32", "affine8_g128_bf16"),
-)
 
-
-def is_repetition(backend: Backend, name: object, every_format: bool) -> bool:
-    """Whether the engine runs the same kernels for another format of a test, which may ask for
-    every_format."""
-    if not backend.is_slow or name not in formats.names():
-        return False
-    return name not in ONE_OF_EACH and (backend is DESCENDING or not every_format)
+def engines_of(schedules: bool) -> list[Backend]:
+    """The selected engines; the emulator twice where a test runs under both schedules."""
+    twice = {"emulator": (EMULATOR, DESCENDING)} if schedules else {}
+    return [b for one in SELECTED for b in twice.get(one.name, (one,))]
