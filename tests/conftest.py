@@ -38,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_pipeline: takes `name`, every format on a GPU")
     config.addinivalue_line("markers", "every_format: takes `name`, every format")
     os.environ.pop("FORCE_COLOR", None)  # what commands print is compared
+    # A process of pytest per core: threads of torch, here and in the processes that tests start,
+    # would spin for each other. Tests of threads set their number.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     if not shutil.which("g++"):  # torch.compile looks for no other by itself
         os.environ.setdefault("CXX", "c++")
     # The same examples in every run, however slow the machine.
