@@ -18,7 +18,7 @@ everywhere, in thousands of pipelines that Metal compiles one by one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,15 +34,11 @@ from torch_metalmm import _C, testing
 from torch_metalmm.engines import absence
 from torch_metalmm.testing import emulated
 
+# {decode struct's name: its formats}: of an affine one every group with every type of scales.
+VARIANTS = {c: [n for n in FORMATS if n == c or n.startswith(c + "_g")] for c in codecs()}
 
-def _one_of_each() -> Iterator[str]:
-    """A format of every decode struct; affine ones take turns in groups and types of scales."""
-    for i, codec in enumerate(codecs()):
-        variants = [n for n in FORMATS if n == codec or n.startswith(codec + "_g")]
-        yield variants[(4 * i + 3) % len(variants)]
-
-
-ONE_OF_EACH = tuple(_one_of_each())
+# A format of every decode struct; affine ones take turns in groups and types of scales.
+ONE_OF_EACH = tuple(of[(4 * i + 3) % len(of)] for i, of in enumerate(VARIANTS.values()))
 
 
 @dataclass(frozen=True)
