@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import support  # noqa: F401  (its modules by their plain names)
 import torch
-from backends import BACKENDS, CPU, SELECTED, absences, engines_of, select
+from backends import BACKENDS, CPU, SELECTED, absences, engines_of, formats_of, select
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import _C, testing
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "isa: also run under every other instruction set, by test_isa"
     )
     config.addinivalue_line("markers", "schedules: also run on the emulator, last thread first")
+    config.addinivalue_line("markers", "quick: run by `make quick`, before a commit")
     config.addinivalue_line("markers", "formats: takes `name`, a format of each decode struct")
     config.addinivalue_line("markers", "every_pipeline: takes `name`, every format on a GPU")
     config.addinivalue_line("markers", "every_format: takes `name`, every format")
@@ -59,12 +60,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     marked = {mark.name for mark in metafunc.definition.iter_markers()}
-    by_name = [field for field in ("formats", "every_pipeline", "every_format") if field in marked]
+    by_name = [mark for mark in ("formats", "every_pipeline", "every_format") if mark in marked]
     by_strategy = ["strategy"] if "strategy" in metafunc.fixturenames else []
     cases, ids = [], []
     for backend in engines_of("schedules" in marked):
         strategies = [(None, *backend.strategies)] if by_strategy else []
-        rows = list(product(*strategies, *(getattr(backend, field) for field in by_name)))
+        rows = list(product(*strategies, *(formats_of(backend, mark) for mark in by_name)))
         cases += [(backend, *row) for row in rows]
         ids += ["-".join((backend.name, *(part or "auto" for part in row))) for row in rows]
     metafunc.parametrize(("backend", *by_strategy, *(["name"] * len(by_name))), cases, ids=ids)

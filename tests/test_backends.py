@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import backends
 import pytest
 import torch
 from backends import (
@@ -20,6 +21,7 @@ from backends import (
     absences,
     around,
     engines_of,
+    formats_of,
     select,
     shader_engine,
     takes_fewer_cases,
@@ -29,6 +31,8 @@ from places import ROOT, TESTS
 from plan_cases import codecs
 
 from torch_metalmm import formats, testing
+
+pytestmark = pytest.mark.quick
 
 
 def test_what_runs_here_is_selected() -> None:
@@ -59,7 +63,7 @@ def test_mps_runs_the_cases_of_the_emulator() -> None:
     """Unless all are asked for: one format of each struct, all where the test asks for them."""
     assert BACKENDS["mps"].is_slow is (os.environ.get("METALMM_TEST_CASES") != "all")
     assert takes_fewer_cases(None) and not takes_fewer_cases("all")
-    with pytest.raises(pytest.UsageError, match="METALMM_TEST_CASES: 'many'; allowed: all"):
+    with pytest.raises(pytest.UsageError, match="METALMM_TEST_CASES: 'many'; allowed: all, quick"):
         takes_fewer_cases("many")
     few, every = (shader_engine("mps", str, is_slow=slow) for slow in (True, False))
     assert few.k("q4_k") == EMULATOR.k("q4_k") < CPU.k("q4_k") == every.k("q4_k")
@@ -77,8 +81,19 @@ def test_one_format_of_each_struct_and_every_kind_of_affine() -> None:
         assert {getattr(f, what) for f in affine} == every
 
 
-def test_the_second_schedule_follows_the_first() -> None:
+def test_quick_takes_a_format_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make quick`: the emulator takes one that is packed; neither runs a second schedule."""
+    monkeypatch.setattr(backends, "CASES", "quick")
+    families = [type(formats.get(n)).__module__ for n in formats_of(CPU, "every_format")]
+    assert families == list(dict.fromkeys(type(formats.get(n)).__module__ for n in ONE_OF_EACH))
+    (one,) = formats_of(EMULATOR, "formats")
+    assert formats.get(one).block_values > 1
+    assert engines_of(True) == SELECTED
+
+
+def test_the_second_schedule_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is asked for, and for fewer formats."""
+    monkeypatch.setattr(backends, "CASES", None)
     assert engines_of(False) == SELECTED
     twice = engines_of(True)
     assert [b for b in twice if b is not DESCENDING] == SELECTED

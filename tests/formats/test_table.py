@@ -14,6 +14,8 @@ from places import ROOT
 from torch_metalmm import _C, formats
 from torch_metalmm.format_table import FAMILIES, markdown
 
+pytestmark = pytest.mark.quick
+
 GROUPS = (32, 64, 128)
 SCALES = {"": 2, "_bf16": 2, "_f32": 4}  # suffix: bytes of a scale and of a bias
 

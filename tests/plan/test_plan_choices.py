@@ -9,6 +9,8 @@ from plan_cases import CHIPS, NKS, STRATEGIES, UNIT_BITS, strategies_used
 
 from torch_metalmm import _C, explain, formats
 
+pytestmark = pytest.mark.quick
+
 BASELINES = {"gemv_naive", "gemv_coalesced", "gemm_naive", "gemm_tiled"}
 
 

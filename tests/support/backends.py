@@ -12,7 +12,8 @@ A test marked `formats` takes `name`, a format of each decode struct; one marked
 takes all. The group and the scales of an affine format choose no code: they are variables of the
 CPU's and of the emulator's kernels, and function constants on a GPU, which compiles a pipeline of
 each; one marked `every_pipeline` takes all there. With METALMM_TEST_CASES=all mps takes all formats
-everywhere, in thousands of pipelines that Metal compiles one by one.
+everywhere, in thousands of pipelines that Metal compiles one by one; with METALMM_TEST_CASES=quick
+(`make quick`) the CPU takes a format of each family, the emulator one, each with every strategy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from oracle import FORMATS, long_k, short_k
 from plan_cases import codecs, strategies_used
 from torch import Tensor
 
-from torch_metalmm import _C, testing
+from torch_metalmm import _C, formats, testing
 from torch_metalmm.engines import absence
 from torch_metalmm.testing import emulated
 
@@ -39,6 +40,11 @@ VARIANTS = {c: [n for n in FORMATS if n == c or n.startswith(c + "_g")] for c in
 
 # A format of every decode struct; affine ones take turns in groups and types of scales.
 ONE_OF_EACH = tuple(of[(4 * i + 3) % len(of)] for i, of in enumerate(VARIANTS.values()))
+
+# A format of each family: of each module of the specification.
+ONE_OF_FAMILY = tuple({type(formats.get(n)).__module__: n for n in ONE_OF_EACH}.values())
+
+CASES = os.environ.get("METALMM_TEST_CASES")
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,18 @@ DESCENDING = replace(
 
 
 def takes_fewer_cases(asked: str | None) -> bool:
-    """Of mps: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is something else."""
-    if asked not in (None, "all"):
-        raise pytest.UsageError(f"METALMM_TEST_CASES: '{asked}'; allowed: all")
-    return asked is None
+    """Of mps: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is nothing known."""
+    if asked not in (None, "all", "quick"):
+        raise pytest.UsageError(f"METALMM_TEST_CASES: '{asked}'; allowed: all, quick")
+    return asked != "all"
+
+
+def formats_of(backend: Backend, mark: str) -> tuple[str, ...]:
+    """What a test so marked takes as `name` on this engine."""
+    if CASES == "quick":
+        return ONE_OF_FAMILY[1:2] if backend.is_slow else ONE_OF_FAMILY
+    every: tuple[str, ...] = getattr(backend, mark)
+    return every
 
 
 def shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
@@ -179,7 +193,7 @@ BACKENDS = {
         shader_engine(
             "mps",
             lambda: _C.mps_facts()["plans_for"],
-            takes_fewer_cases(os.environ.get("METALMM_TEST_CASES")),
+            takes_fewer_cases(CASES),
         ),
     )
 }
@@ -213,5 +227,6 @@ SELECTED: list[Backend] = []
 
 def engines_of(schedules: bool) -> list[Backend]:
     """The selected engines; the emulator twice where a test runs under both schedules."""
-    twice = {"emulator": (EMULATOR, DESCENDING)} if schedules else {}
-    return [b for one in SELECTED for b in twice.get(one.name, (one,))]
+    twice = schedules and CASES != "quick"
+    both = (EMULATOR, DESCENDING) if twice else (EMULATOR,)
+    return [b for one in SELECTED for b in (both if one is EMULATOR else (one,))]
