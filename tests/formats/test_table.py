@@ -135,6 +135,7 @@ PLAIN = [r for r in TABLE if not r.name.endswith(("_bf16", "_f32"))]
 
 def test_the_readme_has_the_formats_of_the_table() -> None:
     assert differences(PLAIN, readme(README)) == []
+    assert {int(n) for n in re.findall(r"(\d+) formats", README)} == {len(TABLE)}
     assert f"<!-- formats -->\n{markdown().strip()}\n<!-- /formats -->" in README
     for suffix in SCALES:
         assert f"`affine4_g64{suffix}`" in README
