@@ -1,6 +1,6 @@
 # make demo   install and answer a question with a packed model      make test   install and run every test
 # make lint   ruff, mypy, clang-format                               make bench  measure this machine
-# make doctor check every engine of this machine against the specification
+# make quick  the tests to run before a commit, a minute   make doctor check every engine of this machine
 # make macos-check   compile what macOS builds against every torch that is supported
 
 VENV ?= .venv
@@ -10,7 +10,7 @@ PIP_ALOUD := $(BIN)/python -m pip install --disable-pip-version-check
 PIP := $(PIP_ALOUD) --quiet
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo doctor test lint format bench neon macos-check mutants clean
+.PHONY: demo doctor test quick lint format bench neon macos-check mutants clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
@@ -19,6 +19,11 @@ doctor: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# What is marked `quick`, in the files that have such a mark; the rest would only be collected.
+quick: $(VENV)/.test
+	METALMM_TEST_CASES=quick $(BIN)/python -m pytest -n 2 --dist worksteal -m quick \
+	  $(shell grep -rl --include='test_*.py' 'mark\.quick' tests)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

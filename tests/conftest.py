@@ -7,13 +7,14 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import hypothesis
 import pytest
 import support  # noqa: F401  (its modules by their plain names)
 import torch
-from backends import BACKENDS, CPU, DESCENDING, EMULATOR, SELECTED, absences, is_repetition, select
+from backends import BACKENDS, CPU, SELECTED, absences, engines_of, formats_of, select
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import _C, testing
@@ -33,10 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "isa: also run under every other instruction set, by test_isa"
     )
     config.addinivalue_line("markers", "schedules: also run on the emulator, last thread first")
-    config.addinivalue_line(
-        "markers", "every_format: an engine of fewer cases, too, takes every format"
-    )
+    config.addinivalue_line("markers", "quick: run by `make quick`, before a commit")
+    config.addinivalue_line("markers", "formats: takes `name`, a format of each decode struct")
+    config.addinivalue_line("markers", "every_pipeline: takes `name`, every format on a GPU")
+    config.addinivalue_line("markers", "every_format: takes `name`, every format")
     os.environ.pop("FORCE_COLOR", None)  # what commands print is compared
+    # A process of pytest per core: threads of torch, here and in the processes that tests start,
+    # would spin for each other. Tests of threads set their number.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     if not shutil.which("g++"):  # torch.compile looks for no other by itself
         os.environ.setdefault("CXX", "c++")
     # The same examples in every run, however slow the machine.
@@ -50,31 +56,19 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    engines = list(SELECTED)
-    if EMULATOR in SELECTED and metafunc.definition.get_closest_marker("schedules"):
-        engines.insert(engines.index(EMULATOR) + 1, DESCENDING)
-    if "strategy" in metafunc.fixturenames:
-        pairs = [(b, s) for b in engines for s in (None, *b.strategies)]
-        ids = [f"{b.name}-{s or 'auto'}" for b, s in pairs]
-        metafunc.parametrize(("backend", "strategy"), pairs, ids=ids)
-    elif "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", engines, ids=[b.name for b in engines])
-
-
-def _is_repetition(item: pytest.Item) -> bool:
-    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-        return False
-    given = item.callspec.params
-    backend, name = given.get("backend"), given.get("name", given.get("format"))
-    every_format = item.get_closest_marker("every_format") is not None
-    return backend is not None and is_repetition(backend, name, every_format)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if _is_repetition(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    """backend, and with it strategy and name where the test takes them: each case that runs."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    marked = {mark.name for mark in metafunc.definition.iter_markers()}
+    by_name = [mark for mark in ("formats", "every_pipeline", "every_format") if mark in marked]
+    by_strategy = ["strategy"] if "strategy" in metafunc.fixturenames else []
+    cases, ids = [], []
+    for backend in engines_of("schedules" in marked):
+        strategies = [(None, *backend.strategies)] if by_strategy else []
+        rows = list(product(*strategies, *(formats_of(backend, mark) for mark in by_name)))
+        cases += [(backend, *row) for row in rows]
+        ids += ["-".join((backend.name, *(part or "auto" for part in row))) for row in rows]
+    metafunc.parametrize(("backend", *by_strategy, *(["name"] * len(by_name))), cases, ids=ids)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import backends
 import pytest
 import torch
 from backends import (
@@ -14,18 +15,24 @@ from backends import (
     CPU,
     DESCENDING,
     EMULATOR,
+    ONE_OF_EACH,
     SELECTED,
     Backend,
     absences,
     around,
-    is_repetition,
+    engines_of,
+    formats_of,
     select,
+    shader_engine,
     takes_fewer_cases,
 )
 from conftest import pytest_ignore_collect
 from places import ROOT, TESTS
+from plan_cases import codecs
 
-from torch_metalmm import testing
+from torch_metalmm import formats, testing
+
+pytestmark = pytest.mark.quick
 
 
 def test_what_runs_here_is_selected() -> None:
@@ -54,19 +61,45 @@ def test_an_absent_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mps_runs_the_cases_of_the_emulator() -> None:
     """Unless all are asked for: one format of each struct, all where the test asks for them."""
-    mps = BACKENDS["mps"]
-    assert mps.is_slow is (os.environ.get("METALMM_TEST_CASES") != "all")
+    assert BACKENDS["mps"].is_slow is (os.environ.get("METALMM_TEST_CASES") != "all")
     assert takes_fewer_cases(None) and not takes_fewer_cases("all")
-    with pytest.raises(pytest.UsageError, match="METALMM_TEST_CASES: 'many'; allowed: all"):
+    with pytest.raises(pytest.UsageError, match="METALMM_TEST_CASES: 'many'; allowed: all, quick"):
         takes_fewer_cases("many")
-    few, every = replace(mps, is_slow=True), replace(mps, is_slow=False)
-    for engine in (few, EMULATOR):
-        assert engine.k("q4_k") == EMULATOR.k("q4_k") < CPU.k("q4_k")
-        assert is_repetition(engine, "affine4_g64", False)
-        assert not is_repetition(engine, "affine4_g64", True)
-        assert not is_repetition(engine, "q4_k", False)
-    assert not is_repetition(every, "affine4_g64", False)
-    assert is_repetition(DESCENDING, "affine4_g64", True)
+    few, every = (shader_engine("mps", str, is_slow=slow) for slow in (True, False))
+    assert few.k("q4_k") == EMULATOR.k("q4_k") < CPU.k("q4_k") == every.k("q4_k")
+    assert few.formats == EMULATOR.formats == EMULATOR.every_pipeline == ONE_OF_EACH
+    for of in (few.every_pipeline, few.every_format, EMULATOR.every_format, every.formats):
+        assert list(of) == formats.names()
+
+
+def test_one_format_of_each_struct_and_every_kind_of_affine() -> None:
+    """What most tests take: all groups and all types of scales are among them."""
+    affine = [f for f in map(formats.get, ONE_OF_EACH) if isinstance(f, formats.Affine)]
+    assert len(ONE_OF_EACH) == len(codecs()) == len(set(ONE_OF_EACH))
+    for what in ("bits", "block_values", "dtype"):
+        every = {getattr(formats.get(n), what) for n in formats.names() if n.startswith("affine")}
+        assert {getattr(f, what) for f in affine} == every
+
+
+def test_quick_takes_a_format_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make quick`: the emulator takes one that is packed; neither runs a second schedule."""
+    monkeypatch.setattr(backends, "CASES", "quick")
+    families = [type(formats.get(n)).__module__ for n in formats_of(CPU, "every_format")]
+    assert families == list(dict.fromkeys(type(formats.get(n)).__module__ for n in ONE_OF_EACH))
+    (one,) = formats_of(EMULATOR, "formats")
+    assert formats.get(one).block_values > 1
+    assert engines_of(True) == SELECTED
+
+
+def test_the_second_schedule_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is asked for, and for fewer formats."""
+    monkeypatch.setattr(backends, "CASES", None)
+    assert engines_of(False) == SELECTED
+    twice = engines_of(True)
+    assert [b for b in twice if b is not DESCENDING] == SELECTED
+    if EMULATOR in SELECTED:
+        assert twice[twice.index(EMULATOR) + 1] is DESCENDING
+    assert DESCENDING.every_format == ONE_OF_EACH
 
 
 def test_the_strategies_are_those_of_the_engine(backend: Backend) -> None:

@@ -5,33 +5,66 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 from places import ROOT
 
-from bench.__main__ import parse, run_matmul
+from bench.__main__ import main, parse, run_matmul
 from bench.devices import Device
 from bench.engines import ENGINES
 from bench.problem import Checker, Problem, Setting, Variant
 from bench.report.plots import styles, time_by_m
+from bench.roofs import roof
 from bench.shapes import NAMED
 from torch_metalmm import _C, formats
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Bench = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def measured_once() -> Callable[..., roof.Roof]:
+    """roof.measure(), which compiles a program and reads memory for a second, at its first call."""
+    return cache(roof.measure)
+
+
+@pytest.fixture
+def bench(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
+    measured_once: Callable[..., roof.Roof],
+) -> Bench:
+    """The command line, in this process."""
+    monkeypatch.setattr(roof, "measure", measured_once)
+
+    def run(*arguments: str) -> Done:
+        capsys.readouterr()
+        return Done(main(list(arguments)), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The JSON lines of one quick run of the matrix."""
+    """The JSON lines of one quick run of the matrix, by a process of its own."""
     out = tmp_path_factory.mktemp("bench") / "out.jsonl"
-    done = bench("matmul", "--quick", "--engines", "metalmm,linear_f32", "--json", str(out))
+    engines = ("--engines", "metalmm,linear_f32")
+    command = [sys.executable, "-m", "bench", "matmul", "--quick", *engines, "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -45,14 +78,14 @@ def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
         assert cell["ok"] and cell["us"] > 0 and cell["percent_read"] > 0
 
 
-def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path) -> None:
+def test_plots_are_drawn_from_the_records(quick: Path, tmp_path: Path, bench: Bench) -> None:
     done = bench("plot", str(quick), "--output", str(tmp_path), "--prefix", "cpu-")
     assert done.returncode == 0, done.stderr
     for name in ("roofline", "bandwidth", "time"):
         assert (tmp_path / f"cpu-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path) -> None:
+def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path, bench: Bench) -> None:
     """A row per M, a column per variant; the records plot alone and with those of another run."""
     out = tmp_path / "sweep.jsonl"
     engines = ("--engines", "metalmm,linear_f32", "--formats", "q4_0,f16", "--m", "1-3,8")
@@ -115,7 +148,7 @@ def test_a_sweep_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None
     assert any(r == skipped for r in records)  # and no further record is made
 
 
-def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path) -> None:
+def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path, bench: Bench) -> None:
     other = tmp_path / "other.jsonl"
     first, *rest = quick.read_text().splitlines()
     other.write_text("\n".join([json.dumps(json.loads(first) | {"machine": "another"}), *rest]))
@@ -123,7 +156,7 @@ def test_machines_are_not_plotted_together(quick: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "several machines: " in done.stderr
 
 
-def test_a_file_without_times_cannot_be_plotted(tmp_path: Path) -> None:
+def test_a_file_without_times_cannot_be_plotted(tmp_path: Path, bench: Bench) -> None:
     (tmp_path / "empty.jsonl").write_text('{"kind": "run"}\n')
     done = bench("plot", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path))
     assert done.returncode == 2 and "nothing to plot" in done.stderr
@@ -155,19 +188,19 @@ def test_one_wrong_code_in_a_million_is_found() -> None:
         ("swiglu", "2 64 256"),
     ],
 )
-def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str) -> None:
+def test_a_single_operation_is_checked_and_timed(operation: str, sizes: str, bench: Bench) -> None:
     done = bench("matrix-ops", operation, *sizes.split(), "--quick")
     assert done.returncode == 0, done.stderr
     for word in ("first", "checksum", "check     ok", "µs", "σ", "GB/s", "GFLOP/s", "% of the"):
         assert word in done.stdout, word
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_sizes_that_do_not_fit_are_refused(bench: Bench) -> None:
     done = bench("matrix-ops", "gemm", "4", "8", "--quick")
     assert done.returncode == 2 and "takes M N K" in done.stderr
 
 
-def test_quality_of_the_real_models(tmp_path: Path) -> None:
+def test_quality_of_the_real_models(tmp_path: Path, bench: Bench) -> None:
     out = tmp_path / "out.jsonl"
     done = bench("quality", "--quick", "--formats", "q8_0", "--threads", "1", "--json", str(out))
     assert done.returncode == 0, done.stderr

@@ -65,8 +65,9 @@ def test_an_empty_choice_is_none() -> None:
 def test_an_unknown_instruction_set_is_an_error(isa: str) -> None:
     """ValueError that names the variable, the value and what is allowed, from the op too."""
     call = "torch.ops.metalmm.linear(torch.ones(1, 32), torch.ones(1, 32), None, 'f32')"
+    code = "import torch, torch_metalmm\n"
     for what in ("torch_metalmm.ops._C.cpu_isa()", call):
-        code = f"import torch, torch_metalmm\ntry:\n  {what}\nexcept ValueError as e:\n  print(e)"
-        run = python(isa, "-c", code)
-        error = f"METALMM_CPU_ISA: unknown '{isa}' on this machine; allowed: "
-        assert error + ", ".join(_C.cpu_isas()) in run.stdout, run.stdout + run.stderr
+        code += f"try:\n  {what}\nexcept ValueError as e:\n  print(e)\n"
+    run = python(isa, "-c", code)
+    said = f"METALMM_CPU_ISA: unknown '{isa}' on this machine; allowed: " + ", ".join(_C.cpu_isas())
+    assert run.stdout.count(said) == 2, run.stdout + run.stderr

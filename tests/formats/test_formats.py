@@ -144,6 +144,7 @@ def test_every_byte_decodes_to_the_codes_of_the_format(name):
 # ---- quantizing
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", GOLDEN)
 def test_packed_bytes_of_one_block(name):
     f = formats.get(name)

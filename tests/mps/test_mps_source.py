@@ -56,7 +56,9 @@ def original(kernel: str) -> str:
 
 def kernel_of(i: int, strategy: str) -> str:
     """A kernel of the strategy: formats and dtypes take turns."""
-    middle = f"_{codecs()[3 * i % 22]}" if strategy_rows()[strategy] in ("Matmul", "Rows") else ""
+    middle = (
+        f"_{codecs()[3 * i % len(ROWS)]}" if strategy_rows()[strategy] in ("Matmul", "Rows") else ""
+    )
     return f"{strategy}{middle}_{DTYPES[i % 3]}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 from places import ROOT
@@ -130,27 +131,75 @@ DECLARATIONS = {
     ),
     "vector index": ("kernel void f(uint2 i [[thread_index_in_simdgroup]]) {}", "'uint2' is not"),
     "texture": ("kernel void f(texture2d<float> t [[texture(0)]]) {}", "has no texture2d"),
-    "include": ("#include <vector>", "file not found"),
 }
 
 
-def rejected(text: str, line: int, message: str) -> None:
-    with pytest.raises(MetalSyntaxError, match=message) as caught:
-        MetalSource(text, name="bad.metal")
-    assert f"bad.metal:{line}:" in str(caught.value)
+Found = list[tuple[int, str]]  # lines and messages
+
+
+def read(text: str) -> Found:
+    """What the reader finds, which compiles nothing."""
+    return [(text[: t.at].count("\n") + 1, message) for t, message in violations(text)]
+
+
+def in_kernel(statement: str) -> str:
+    return f"{HEAD}kernel void k({ARGUMENTS}) {{\n{statement}\n}}\n"
+
+
+def beside_kernel(declaration: str) -> str:
+    return f"{HEAD}{declaration}\nkernel void k({ARGUMENTS}) {{ x[i] = 0; }}\n"
+
+
+LEFT = [case for case, (statement, _) in STATEMENTS.items() if not read(in_kernel(statement))]
+
+
+@cache
+def compiled() -> Found:
+    """What the compiler finds in the statements that the reader lets pass, a block and a line each:
+    it goes on behind an error, so one compilation finds all."""
+    blocks = "\n".join(f"{{ {STATEMENTS[case][0]} }}" for case in LEFT)
+    with pytest.raises(MetalSyntaxError) as caught:
+        MetalSource(in_kernel(blocks), name="bad.metal")
+    # An error with its notes: one in a header has a note of the line that leads there.
+    errors = re.split(r"\n(?=.*: error: )", str(caught.value))
+    lines = [re.search(r"^bad\.metal:(\d+):", e, re.M) for e in errors]
+    return [(int(at[1]) if at else 0, e) for at, e in zip(lines, errors, strict=True)]
+
+
+def has(found: Found, line: int, message: str) -> bool:
+    return any(line == at and re.search(message, text) for at, text in found)
 
 
 @pytest.mark.parametrize("case", STATEMENTS)
 def test_statement(case: str) -> None:
     statement, message = STATEMENTS[case]
-    rejected(f"{HEAD}kernel void k({ARGUMENTS}) {{\n{statement}\n}}\n", 4, message)
+    if case in LEFT:
+        assert has(compiled(), 4 + LEFT.index(case), message), compiled()
+    else:
+        assert has(read(in_kernel(statement)), 4, message)
 
 
 @pytest.mark.parametrize("case", DECLARATIONS)
 def test_declaration(case: str) -> None:
     declaration, message = DECLARATIONS[case]
-    line = 4 if case == "mutual recursion" else 3
-    rejected(f"{HEAD}{declaration}\nkernel void k({ARGUMENTS}) {{ x[i] = 0; }}\n", line, message)
+    found = read(beside_kernel(declaration))
+    assert has(found, 4 if case == "mutual recursion" else 3, message), found
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (beside_kernel("#include <vector>"), 3, "file not found"),
+        (in_kernel("x[i] = 1;\ngoto end; end: x[i] = 1;"), 5, "'goto' is not supported"),
+        (beside_kernel('# 7 "other.metal"\nint counter = 0;'), 7, "program scope variable"),
+    ],
+)
+def test_the_place_of_an_error(text: str, line: int, message: str) -> None:
+    """The file and the line that the text itself gives: of an include, of what the reader finds."""
+    with pytest.raises(MetalSyntaxError, match=message) as caught:
+        MetalSource(text, name="bad.metal")
+    file = "other" if "other" in text else "bad"
+    assert f"{file}.metal:{line}:" in str(caught.value)
 
 
 # What a rule above could take for what it forbids: one line each, so that each is a case.

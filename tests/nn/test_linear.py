@@ -81,6 +81,7 @@ def test_compiled_module_equals_eager() -> None:
     assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip_through_a_file(assign: bool) -> None:
     layer = packed_linear("q4_k")

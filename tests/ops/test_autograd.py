@@ -10,7 +10,6 @@ import torch
 from backends import Backend, leaf
 from oracle import (
     DTYPES,
-    FORMATS,
     KINDS,
     Value,
     activations,
@@ -35,7 +34,7 @@ def grad_of(y: Tensor, inputs: list[Tensor], g: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_dx_is_grad_times_the_weight(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """dx = g W in the dtype of x, the bias's gradient the sum of g in its own, for each M."""
     k = formats.get(name).block_values * 2
@@ -71,7 +70,7 @@ def test_layouts_of_the_gradient(name: str, backend: Backend) -> None:
     check(dx, Value.of(torch.ones(4, 9)).dot(values.T), "x transposed")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_the_numerical_jacobian_is_equal(name: str, backend: Backend) -> None:
     """On integer grids differences are exact: gradcheck in f32 with no tolerance at all."""
     k = formats.get(name).block_values
@@ -124,7 +123,7 @@ def test_double_backward(name: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_gradient_of_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """dx = (g u silu'(a)) G + (g silu(a)) U, a = x Gᵀ, u = x Uᵀ."""
     k = formats.get(name).block_values * 2
@@ -147,7 +146,7 @@ def test_gradient_of_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_gradients_of_swiglu_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """With h = g W: dgate = h u silu'(gate), dup = h silu(gate), dbias = sum of g."""
     k = formats.get(name).block_values * 2

@@ -12,8 +12,8 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from backends import Backend
-from oracle import DTYPES, FORMATS, KINDS, Value, activations, check, random_weight, spec
+from backends import ONE_OF_EACH, Backend
+from oracle import DTYPES, KINDS, Value, activations, check, random_weight, spec
 from places import TESTS
 from torch import Tensor
 
@@ -56,14 +56,19 @@ def x_layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 def test_layouts_of_x(
     name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
 ) -> None:
-    """The layout of x changes no bit of y, and NaN beside x is not read."""
+    """The layout of x changes no bit of y, and NaN beside x is not read.
+
+    A slow engine takes every second layout, the others with the next format and dtype.
+    """
     k = backend.k(name)
     packed, x = random_weight(name, 9, k), activations(6, k, dtype=dtype)
     w = backend.put(packed)
     rows = ops.linear(backend.put(x), w, None, name, strategy).cpu()
     halved = backend.halves(strategy, dtype, name, (6, 9, k))
     check(rows, oracle.linear(x, spec(name, packed, k), halved=halved), name)
-    for label, view in x_layouts(x):
+    turn = KINDS.index(name) + DTYPES.index(dtype)
+    views = list(x_layouts(x))
+    for label, view in views[turn % 2 :: 2] if backend.is_slow else views:
         view = backend.put_view(view)
         y = ops.linear(view, w, None, name, strategy).cpu()
         assert y.shape == (*view.shape[:-1], 9) and y.is_contiguous(), label
@@ -95,7 +100,7 @@ def w_layouts(packed: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_layouts_of_the_weight(name: str, backend: Backend) -> None:
     """Alignment, row stride and neighbours of the packed bytes change no bit of any result."""
     k = formats.get(name).block_values * 3 + (10 if formats.get(name).block_values == 1 else 0)
@@ -114,7 +119,7 @@ def test_layouts_of_the_weight(name: str, backend: Backend) -> None:
             assert torch.equal(a, b), (label, i)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_rows_of_the_weight_are_independent(
     name: str, backend: Backend, strategy: str | None
 ) -> None:
@@ -144,7 +149,8 @@ def test_rows_of_x_are_independent(
     """A NaN or Inf in one row of x makes that row of y non-finite and leaves the others alone."""
     k = backend.k(name)
     w = backend.put(random_weight(name, 14, k))
-    for m, row in ((2, 0), (3, 1), (8, 7), (9, 8), (40, 17)):
+    places = ((2, 0), (3, 1), (8, 7), (9, 8), (40, 17))
+    for m, row in places[KINDS.index(name) % 2 :: 2] if backend.is_slow else places:
         x = activations(m, k)
         clean = ops.linear(backend.put(x), w, None, name, strategy).cpu()
         x[row, k // 2] = bad
@@ -168,7 +174,7 @@ def heap_checks() -> dict[str, str]:
 
 @pytest.mark.isa
 def test_no_access_beyond_a_buffer(backend: Backend) -> None:
-    """Every format, strategy and op: inputs against pages that trap, results in a checked heap."""
+    """Every codec, strategy and op: inputs against pages that trap, results in a checked heap."""
     if backend.name != "cpu":
         pytest.skip("pages that trap are memory of the CPU")
     path = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
@@ -180,5 +186,5 @@ def test_no_access_beyond_a_buffer(backend: Backend) -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{len(FORMATS)} formats, failed: none" in run.stdout
+    assert f"{len(ONE_OF_EACH)} formats, failed: none" in run.stdout
     assert not heap_checks() or "'over_write': 'SIGABRT'" in run.stdout

@@ -11,7 +11,6 @@ import torch
 from backends import Backend
 from oracle import (
     DTYPES,
-    FORMATS,
     KINDS,
     Value,
     activations,
@@ -151,7 +150,7 @@ def test_ops_leave_their_arguments_alone(label: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_linear_adds_the_bias(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """x Wᵀ + bias, the bias in any of the dtypes, one rounding of the sum."""
     k = formats.get(name).block_values * 2
@@ -171,14 +170,16 @@ def test_linear_adds_the_bias(name: str, dtype: torch.dtype, backend: Backend) -
 def test_gemm_and_gemv(
     name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
 ) -> None:
-    """alpha x Wᵀ + beta c."""
+    """alpha x Wᵀ + beta c; of a slow engine, some of both with each format and M."""
     k = backend.k(name)
     packed = random_weight(name, 21, k)
     values, w = spec(name, packed, k), backend.put(packed)
-    for m in (0, 1, 5, 33):
+    scales = ((1, 0), (-1.5, 0), (0.75, 1), (1, -2), (0, 0.5), (0, 0), (2.0**-10, 1))
+    for i, m in enumerate((0, 1, 5, 33)):
         halved = backend.halves(strategy, dtype, name, (m, 21, k))
         x, c = activations(m, k, dtype=dtype), activations(m, 21, dtype=dtype, seed="c")
-        for alpha, beta in ((1, 0), (-1.5, 0), (0.75, 1), (1, -2), (0, 0.5), (0, 0), (2.0**-10, 1)):
+        few = scales[(KINDS.index(name) + i) % 3 :: 3]
+        for alpha, beta in few if backend.is_slow else scales:
             product = Value.of(x).dot(values, halved=halved) * alpha
             want = (product + Value.of(c) * beta).store(dtype)
             args = (name, backend.put(c), alpha, beta, strategy)
@@ -221,7 +222,7 @@ def test_gemm_is_linear(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """silu(x Gᵀ) * (x Uᵀ), gate and up of one and of two formats, nothing rounded in between."""
     k = backend.k(name)
@@ -248,7 +249,7 @@ def test_swiglu_rounds_once(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_swiglu_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """(silu(gate) * up) Wᵀ + bias, gate and up with different strides."""
     k = backend.k(name)
@@ -299,7 +300,7 @@ def test_embedding_takes_any_ids(ids_dtype: torch.dtype, backend: Backend) -> No
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.every_format
 def test_in_features_may_be_left_out(name: str, backend: Backend) -> None:
     """K follows from row_bytes where one K has them; where two have, it must be given."""
     f = formats.get(name)

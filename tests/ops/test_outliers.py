@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend
-from oracle import FORMATS, OFFSETS, Value, activations, check, linear_of_offsets, parts, spec
+from oracle import OFFSETS, Value, activations, check, linear_of_offsets, parts, spec
 from oracle import random_weight as random_packed
 
 ops = torch.ops.metalmm
@@ -24,7 +24,7 @@ def problem(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return x, packed
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_every_kernel(name: str, backend: Backend, strategy: str | None) -> None:
     """Formats with an offset round d q x and m x apart, others only w x."""
     x, packed = problem(name)

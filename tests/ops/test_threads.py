@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from backends import Backend
-from oracle import FORMATS, KINDS, activations, long_k, random_weight
+from oracle import KINDS, activations, long_k, random_weight
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -16,7 +16,7 @@ ops = torch.ops.metalmm
 
 
 @pytest.mark.isa
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.formats
 def test_rows_of_a_batch_are_those_of_one_row(name: str, backend: Backend) -> None:
     """gemv_batched gives each row the bits that gemv gives it alone, for every M that takes it."""
     k = long_k(name)
@@ -44,7 +44,7 @@ def test_threads_change_no_bit(name: str, backend: Backend, strategy: str | None
         return [*ys, grad, packed, ops.dequantize(w, name, k), ops.embedding(ids, w, name, k)]
 
     one = results(1)
-    for threads in (2, 3):
+    for threads in (3,) if backend.is_slow else (2, 3):
         for i, (a, b) in enumerate(zip(results(threads), one, strict=True)):
             assert torch.equal(a, b), (threads, i)
 
@@ -52,7 +52,7 @@ def test_threads_change_no_bit(name: str, backend: Backend, strategy: str | None
 def test_calls_from_several_threads(backend: Backend) -> None:
     """Eight Python threads that call at once get what one gets."""
     torch.set_num_threads(2)
-    names = [*KINDS, "q4_k", "mxfp4"]
+    names = KINDS[::3] if backend.is_slow else (*KINDS, "q4_k", "mxfp4")
     n_rows = 20 if backend.is_slow else 200
     weights = {n: backend.put(random_weight(n, n_rows, backend.k(n))) for n in names}
     jobs = [(n, m, s) for n in names for m in (1, 5, 30) for s in (None, *backend.strategies)]

@@ -32,6 +32,7 @@ def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
         assert "--device DEVICE cpu, mps, cuda" in " ".join(" ".join(printed).split())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("first", ["torch", "torch_metalmm"])
 def test_importing_the_package_registers_the_ops(first: str) -> None:
     """Whichever of the two is imported first; the public names are there either way."""

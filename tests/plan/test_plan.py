@@ -11,12 +11,15 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import CHIPS, DTYPES, MS, NKS, codecs, strategy_of, strategy_rows
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
+
+pytestmark = pytest.mark.quick
 
 GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()

@@ -10,6 +10,8 @@ from plan_cases import CHIPS, NKS, STRATEGIES, UNIT_BITS, strategies_used
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
 
+pytestmark = pytest.mark.quick
+
 BASELINES = {"gemv_coalesced", "gemm_naive", "gemm_tiled"}
 PARTIAL = _C.EPILOGUE_BITS["partial"]
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.quick
+
 MOST = 15  # files of a folder
 
 

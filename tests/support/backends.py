@@ -6,10 +6,14 @@ the engines to run; without it all that this machine has run. Naming an absent o
 
 The emulator runs on every machine: where it cannot be built, tests fail. A module marked
 `schedules` runs on it a second time, the last thread first and without subnormals, as on Apple's
-GPUs. Tests with a format `name` run there for one format of each decode struct, those marked
-`every_format` for all: the variants of an affine format are one kernel with other function
-constants. mps runs these cases, too; with METALMM_TEST_CASES=all it runs every one, in thousands of
-pipelines, each compiled by Metal.
+GPUs.
+
+A test marked `formats` takes `name`, a format of each decode struct; one marked `every_format`
+takes all. The group and the scales of an affine format choose no code: they are variables of the
+CPU's and of the emulator's kernels, and function constants on a GPU, which compiles a pipeline of
+each; one marked `every_pipeline` takes all there. With METALMM_TEST_CASES=all mps takes all formats
+everywhere, in thousands of pipelines that Metal compiles one by one; with METALMM_TEST_CASES=quick
+(`make quick`) the CPU takes a format of each family, the emulator one, each with every strategy.
 """
 
 from __future__ import annotations
@@ -23,13 +27,24 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import CHIP
-from oracle import long_k, short_k
-from plan_cases import strategies_used
+from oracle import FORMATS, long_k, short_k
+from plan_cases import codecs, strategies_used
 from torch import Tensor
 
 from torch_metalmm import _C, formats, testing
 from torch_metalmm.engines import absence
 from torch_metalmm.testing import emulated
+
+# {decode struct's name: its formats}: of an affine one every group with every type of scales.
+VARIANTS = {c: [n for n in FORMATS if n == c or n.startswith(c + "_g")] for c in codecs()}
+
+# A format of every decode struct; affine ones take turns in groups and types of scales.
+ONE_OF_EACH = tuple(of[(4 * i + 3) % len(of)] for i, of in enumerate(VARIANTS.values()))
+
+# A format of each family: of each module of the specification.
+ONE_OF_FAMILY = tuple({type(formats.get(n)).__module__: n for n in ONE_OF_EACH}.values())
+
+CASES = os.environ.get("METALMM_TEST_CASES")
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,10 @@ class Backend:
     chip: Callable[[], str] = str  # what it plans for; "" if it does not plan
     flushes: bool = False  # subnormals of f32 and bf16: oracle.flushed_spec
     is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
+    # Of the tests so marked:
+    formats: tuple[str, ...] = ONE_OF_EACH
+    every_pipeline: tuple[str, ...] = ONE_OF_EACH
+    every_format: tuple[str, ...] = FORMATS
     entered: Callable[[], AbstractContextManager[None]] = nullcontext  # around each of its tests
 
     def k(self, name: str) -> int:
@@ -131,17 +150,26 @@ DESCENDING = replace(
     name="emulator-descending",
     entered=partial(emulated, descending=True, flush_subnormals=True, chip=_EMULATED),
     flushes=True,
+    every_format=ONE_OF_EACH,
 )
 
 
 def takes_fewer_cases(asked: str | None) -> bool:
-    """Of mps: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is something else."""
-    if asked not in (None, "all"):
-        raise pytest.UsageError(f"METALMM_TEST_CASES: '{asked}'; allowed: all")
-    return asked is None
+    """Of mps: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is nothing known."""
+    if asked not in (None, "all", "quick"):
+        raise pytest.UsageError(f"METALMM_TEST_CASES: '{asked}'; allowed: all, quick")
+    return asked != "all"
 
 
-def _shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
+def formats_of(backend: Backend, mark: str) -> tuple[str, ...]:
+    """What a test so marked takes as `name` on this engine."""
+    if CASES == "quick":
+        return ONE_OF_FAMILY[1:2] if backend.is_slow else ONE_OF_FAMILY
+    every: tuple[str, ...] = getattr(backend, mark)
+    return every
+
+
+def shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) -> Backend:
     return Backend(
         name=device,
         device=device,
@@ -151,6 +179,8 @@ def _shader_engine(device: str, chip: Callable[[], str], is_slow: bool = False) 
         chip=chip,
         flushes=device == "mps",
         is_slow=is_slow,
+        formats=ONE_OF_EACH if is_slow else FORMATS,
+        every_pipeline=FORMATS,
     )
 
 
@@ -160,11 +190,11 @@ BACKENDS = {
     for b in (
         CPU,
         EMULATOR,
-        _shader_engine("cuda", lambda: CHIP),
-        _shader_engine(
+        shader_engine("cuda", lambda: CHIP),
+        shader_engine(
             "mps",
             lambda: _C.mps_facts()["plans_for"],
-            takes_fewer_cases(os.environ.get("METALMM_TEST_CASES")),
+            takes_fewer_cases(CASES),
         ),
     )
 }
@@ -195,16 +225,9 @@ def select(asked: str | None) -> list[Backend]:
 
 SELECTED: list[Backend] = []
 
-# A format of every decode struct of metal/formats; every group size and type of scales.
-ONE_OF_EACH = tuple(n for n in formats.names() if not n.startswith("affine")) + (
-    *("affine2_g32", "affine3_g64_bf16", "affine4_g128", "affine5_g32_f32"),
-    *("affine6_g64_f32", "affine8_g128_bf16"),
-)
 
-
-def is_repetition(backend: Backend, name: object, every_format: bool) -> bool:
-    """Whether the engine runs the same kernels for another format of a test, which may ask for
-    every_format."""
-    if not backend.is_slow or name not in formats.names():
-        return False
-    return name not in ONE_OF_EACH and (backend is DESCENDING or not every_format)
+def engines_of(schedules: bool) -> list[Backend]:
+    """The selected engines; the emulator twice where a test runs under both schedules."""
+    twice = schedules and CASES != "quick"
+    both = (EMULATOR, DESCENDING) if twice else (EMULATOR,)
+    return [b for one in SELECTED for b in (both if one is EMULATOR else (one,))]

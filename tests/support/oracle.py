@@ -44,10 +44,10 @@ from torch import Tensor
 from torch_metalmm import formats
 
 DTYPES = tuple(formats.DTYPES.values())
-FORMATS = formats.names()
+FORMATS = tuple(formats.names())
 
 # One format of each kind of row: dense, lookup, offset, super-blocks, planes.
-KINDS = ("f32", "bf16", "q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "affine3_g64", "affine6_g32_f32")
+KINDS = ("f32", "bf16", "q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "affine3_g64")
 
 U = 2.0**-24
 TINY = 2.0**-126  # the smallest normal f32, and bf16

@@ -44,6 +44,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(IDS).logits
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [True, False])
 def test_loaded_model_gives_identical_logits(tmp_path: Path, tied: bool) -> None:
     model = quantize_(small_llama(tied), {"*mlp*": "q4_k", "*": "affine4_g64"}, progress=False)
@@ -58,6 +59,7 @@ def test_loaded_model_gives_identical_logits(tmp_path: Path, tied: bool) -> None
     assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
 
 
+@pytest.mark.quick
 def test_files_and_config(tmp_path: Path) -> None:
     model = quantize_(small_llama(), {"*proj": "q8_0", "lm_head": "q6_k"}, progress=False)
     save_packed(model, None, tmp_path)
