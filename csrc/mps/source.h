@@ -22,8 +22,8 @@ const std::vector<Shader>& shaders();  // both are written by flatten.py
 // What Metal compiles for a kernel of all_kernel_names(): what its shader and its format need, told
 // to make this kernel alone. Throws std::invalid_argument: no kernel has the name.
 //
-// One kernel at a time, because the first forward waits for the compiler, and of all kernels a model
-// uses a dozen. Clang -O2 to LLVM IR on the stand-in's headers, one core of a Zen 4 server:
+// One kernel at a time, because the first forward waits for the compiler, and of all kernels a
+// model uses a dozen. Clang -O2 to LLVM IR on the stand-in's headers, one core of a Zen 4 server:
 // 0.10 s for gemv_q4_k_f16, 2.0 s for the 66 kernels of gemv.metal, 2.8 s for those of gemm.metal.
 // The text with all formats would be 105 KB for gemv_q4_0_f16, which has 31, and 98 KB for
 // embedding_affine4_f32, which has 24.
