@@ -10,17 +10,17 @@ from difflib import get_close_matches
 
 import torch
 
-from ._base import DTYPES, Format
+from . import blocks32, codebook, kquants
+from ._base import DTYPES, BlockFormat, Format
 from .affine import AFFINE, Affine
-from .blocks32 import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
-from .codebook import IQ4_NL, IQ4_XS, MXFP4
 from .dense import DENSE
-from .kquants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 
-_BLOCK = (
-    *(Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q8_0()),
-    *(Q2_K(), Q3_K(), Q4_K(), Q5_K(), Q6_K()),
-    *(IQ4_NL(), IQ4_XS(), MXFP4()),
+# The classes that have a name, in the order in which their files define them.
+_BLOCK: tuple[Format, ...] = tuple(
+    kind()
+    for file in (blocks32, kquants, codebook)
+    for kind in vars(file).values()
+    if isinstance(kind, type) and issubclass(kind, BlockFormat) and "name" in vars(kind)
 )
 _BY_NAME: dict[str, Format] = {f.name: f for f in (*DENSE, *_BLOCK, *AFFINE)}
 
