@@ -41,6 +41,9 @@ def ggml_type(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[name.upper()]
 
 
+IN_GGUF = [name for name in GGML if name.upper() in GGMLQuantizationType.__members__]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """The loops over elements are short vector operations: threads only wait for each other."""
@@ -115,7 +118,7 @@ def random_bytes(name: str, finite: bool, n: int = 16) -> Tensor:
 
 
 @pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", IN_GGUF)
 def test_dequantize_equals_gguf(name, finite):
     packed = random_bytes(name, finite)
     with np.errstate(all="ignore"):
@@ -138,7 +141,8 @@ def test_every_byte_decodes_to_the_codes_of_the_format(name):
         blocks[:, offset : offset + len(value)] = torch.tensor(list(value), dtype=torch.uint8)
     got = f.dequantize(blocks, f.block_values)
     assert sorted(set(got.flatten().tolist())) == sorted(codes)
-    assert same_bits(got, gguf.dequantize(blocks.numpy(), ggml_type(name)))
+    if name in IN_GGUF:
+        assert same_bits(got, gguf.dequantize(blocks.numpy(), ggml_type(name)))
 
 
 # ---- quantizing
@@ -292,7 +296,7 @@ def test_weights_beyond_the_scale_store_infinity_not_nan(name):
     for size in (1e9, 1e14):
         w = weights("normal", 2, 512).clamp(-0.05, 0.05) * 20 * size
         blocks = f.quantize(w).reshape(-1, f.block_bytes)
-        for offset in HALF_FIELDS[name]:
+        for offset in HALF_FIELDS.get(name, ()):
             scale = blocks[:, offset : offset + 2].contiguous().view(torch.float16)
             assert not bool(scale.isnan().any()), (size, offset)
 

@@ -262,6 +262,8 @@ def random_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
         codes = torch.randint(0, 256, (n, k * f.bits // 8), generator=g, dtype=torch.uint8)
         scales = _uniform(groups, 0.5 / high, 1.5 / high, g).to(f.dtype)
         return f.pack(codes.view(torch.uint32), scales, _uniform(groups, 0.0, 1.0, g).to(f.dtype))
+    if name not in HALF_FIELDS:  # random bytes may be infinite scales
+        return f.quantize(_uniform((n, k), 0.0, 1.0, g))
     blocks = torch.randint(
         0, 256, (n * k // f.block_values, f.block_bytes), generator=g, dtype=torch.uint8
     )
