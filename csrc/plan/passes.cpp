@@ -49,7 +49,7 @@ constexpr StrategyInfo alias(StrategyInfo info, const char* name) {
 }
 
 namespace row {
-#define MM_STRATEGY(name, Fam, Geometry, slots) \
+#define MM_STRATEGY(name, Fam, Geometry, slots, ...) \
   constexpr StrategyInfo name = info<Family::Fam, Geometry>(#name, slots);
 #include "metal/strategies.def"
 }  // namespace row
