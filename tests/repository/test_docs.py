@@ -20,6 +20,7 @@ PAGES = sorted(
 # A path from the root, which may have {a,b} and *; and, in backticks, the bare name of a file.
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(ROOMS)})/[\w./*-]*(?:\{{[\w.,*-]+\}}[\w./*-]*)?")
 NAME = re.compile(rf"`((?!torch\.)[\w.*-]+\.(?:{'|'.join(SUFFIXES)}))`")
+NEW = re.compile(r"New file `[^`]+`")  # of an example
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -53,7 +54,7 @@ def missing(page: Path, root: Path) -> list[str]:
     """What a page links to or names that is not in the tree at `root`."""
     text = page.read_text("utf-8")
     out = [link for link in LINK.findall(text) if not leads(link, page)]
-    text = LINK.sub("]", text)
+    text = NEW.sub("", LINK.sub("]", text))
     paths = (one for found in PATH.findall(text) for one in spelled_out(found.rstrip(".-")))
     out += [path for path in paths if not any(root.glob(path.rstrip("/")))]
     folders = [root.glob, *((root / room).rglob for room in ROOMS)]

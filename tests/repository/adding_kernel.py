@@ -1,0 +1,49 @@
+"""Runs one kernel of a tree on the emulator: SHADER STRUCT, and the pass that adding_plan printed.
+
+x W^T + nothing, with 2 rows of x, against the Python class of the same tree. Prints "right".
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from torch_metalmm import formats
+from torch_metalmm.msl.build import ROOT, build_file
+from torch_metalmm.msl.library import Library
+
+M, N, K = 2, 48, 160
+
+
+def main(shader: str, struct: str) -> None:
+    kernel, grid, group, threadgroup_bytes, constants, args = sys.stdin.read().splitlines()
+    name = kernel.removeprefix(f"{shader}_").removesuffix("_f32")
+    only = {"DTYPE": "f32", "FORMAT": name, "STRUCT": struct}
+    text = "".join(f"#define MM_ONLY_{word} {value}\n" for word, value in only.items())
+    file = Path(ROOT, "build", "one.metal")
+    file.write_text(f'{text}#include "../metal/library/matmul/{shader}.metal"\n')
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(M, K, generator=g)
+    packed = formats.get(name).quantize(torch.randn(N, K, generator=g))
+    w = formats.get(name).dequantize(packed, K)
+    y = torch.full((M, N), torch.nan)
+    absent = torch.full((1,), torch.nan)
+    Library(build_file(file, checked=True)).function(
+        kernel, dict(enumerate(map(int, constants.split())))
+    )(
+        [int(v) for v in grid.split()],
+        int(group),
+        [x, packed, y, absent, absent, None, None, None, None, bytes.fromhex(args)],
+        [int(threadgroup_bytes)],
+    )
+    bound = K * 2.0**-23 * (x.double().abs() @ w.double().abs().T)
+    error = (y.double() - x.double() @ w.double().T).abs()
+    assert bool((error <= bound).all()), f"{kernel}: y is off by {error.max()}"
+    print("right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
