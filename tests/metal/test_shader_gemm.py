@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
+import plan_cases
 import pytest
 import shaders
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch_metalmm import _C, formats
 from torch_metalmm.testing import EmulatorFault, MetalSource
 
-STRATEGIES = ("gemm", "gemm_small", "gemm_tiled", "gemm_naive")
+STRATEGIES = tuple(name for name in plan_cases.STRATEGIES if name.startswith("gemm"))
 KINDS = ("f32", "bf16", "q4_0", "q5_1", "q6_k", "affine3_g64_bf16")
 DENSE = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of a value
 METAL = ROOT / "metal"

@@ -10,14 +10,14 @@ import oracle
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
-from plan_cases import codecs, pieces, strategies_used
+from plan_cases import STRATEGIES, codecs, pieces, strategies_used
 from shaders import alignment_of, execute, linear, memory_of
 from torch import Tensor
 
 from bench.shaders import cells
 from torch_metalmm import _C, formats
 
-KERNELS = ("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched", "gemv_coalesced")
+KERNELS = tuple(name for name in STRATEGIES if name.startswith("gemv"))
 WIDEST = 33  # rows of W: one more than the widest threadgroup owns
 # One format of each decode struct and plane: values of N and K vary over these only.
 KINDS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, activations, check, random_weight, spec
-from plan_cases import UNIT_BITS
+from plan_cases import STRATEGIES, UNIT_BITS
 from shaders import alignment_of, execute, memory_of
 from test_shader_gemm import expected
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch_metalmm import _C, formats
 BLOCKS = [f for f in map(formats.get, FORMATS) if f.block_values > 1]
 HALVES = [f.name for f in BLOCKS if f.row_bytes(f.block_values) % 4 == 2]
 KERNELS = (
-    *("gemv", "gemv_large_k", "gemv_wide_n", "gemv_batched"),
-    *("gemm", "gemm_small", "gemm_tiled", "gemm_naive", "dequantize"),
+    *(name for name in STRATEGIES if name.startswith("gem") and name != "gemv_coalesced"),
+    "dequantize",
 )
 PLACES = ((0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (0, 4), (4, 4), (6, 2), (8, 8))
 

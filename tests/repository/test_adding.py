@@ -55,7 +55,8 @@ def apply(place: Place, tree: Path) -> None:
     lines = file.read_text().splitlines(keepends=True)
     at = [i for i, line in enumerate(lines) if line.startswith(place.line)]
     assert len(at) == 1 or not place.line, f"{place.file}: lines {place.line}: {at}"
-    lines.insert(at[-1] + (place.where == "after"), place.text)
+    blank = "\n\n" if place.text.startswith("class ") else ""
+    lines.insert(at[-1] + (place.where == "after"), blank + place.text)
     file.write_text("".join(lines))
 
 

@@ -38,8 +38,8 @@ from torch_metalmm.testing import emulated
 # {decode struct's name: its formats}: of an affine one every group with every type of scales.
 VARIANTS = {c: [n for n in FORMATS if n == c or n.startswith(c + "_g")] for c in codecs()}
 
-# A format of every decode struct; affine ones take turns in groups and types of scales. A row of the
-# table without a class has none: test_table.py names the row.
+# A format of every decode struct; affine ones take turns in groups and types of scales. A row
+# of the table without a class has none: test_table.py names the row.
 ONE_OF_EACH = tuple(of[(4 * i + 3) % len(of)] for i, of in enumerate(VARIANTS.values()) if of)
 
 # A format of each family: of each module of the specification.
