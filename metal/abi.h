@@ -69,7 +69,7 @@ enum FunctionConstant : MM_U32 {
   kConstantCount = 6
 };
 
-// Of the scales and the biases of an affine format.
+// The type of the scales and the biases of an affine format.
 enum class ScaleType : MM_U32 { kF16, kBF16, kF32 };
 
 enum EpilogueBits : MM_U32 {

@@ -1,4 +1,4 @@
-// The tile constants of every strategy, read by the shaders and by plan(): nothing is restated on
+// The geometry of every strategy, read by the shaders and by plan(): nothing is restated on
 // either side.
 #pragma once
 
@@ -70,29 +70,29 @@ using SwigluUp = GemvGeometry<2, 4>;  // as many rows of gate as of up
 // K at a time. Threadgroups: x tiles of M, y tiles of N, z parts of K; M varies fastest, so that
 // the threadgroups that run together read few rows of W, the larger operand.
 
-// Threadgroup rows are kTilePad elements longer than a step: eight rows of halves then start in
+// Threadgroup rows are kOperandPad elements longer than a step: eight rows of halves then start in
 // eight different banks, of floats in four, and 16-byte vectors stay aligned.
-MM_CONST int kTilePad = 8;
+MM_CONST int kOperandPad = 8;
 
-// Bytes of an operand in a gemm tile. f16 activations multiply half tiles (weights rounded to 11
-// bits); f32 and bf16 multiply float tiles, in which both operands are exact.
-constexpr int tile_operand_bytes(bool x_is_f16) { return x_is_f16 ? 2 : 4; }
+// Bytes of an operand of gemm in threadgroup memory. f16 activations multiply halves (weights
+// rounded to 11 bits); f32 and bf16 activations multiply floats, in which both operands are exact.
+constexpr int matrix_operand_bytes(bool x_is_f16) { return x_is_f16 ? 2 : 4; }
 
 // Whether W is rounded to half before it meets x.
 template <class Geometry>
 constexpr bool rounds_to_half(bool x_is_f16) {
-  return Geometry::kOnMatrixUnit && tile_operand_bytes(x_is_f16) == 2;
+  return Geometry::kOnMatrixUnit && matrix_operand_bytes(x_is_f16) == 2;
 }
 
-// gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices. Float
-// tiles take half of kK at a time, so that four threadgroups fit 64 KB.
+// gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices. A step
+// of floats is half of kK, so that four threadgroups fit 64 KB.
 struct GemmTile {
   MM_CONST int kN = 64, kM = 32, kK = 64, kSimdgroups = 4;
   MM_CONST bool kTakesBatch = false, kOnMatrixUnit = true;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   static constexpr int step(bool x_is_f16) { return x_is_f16 ? kK : kK / 2; }
   static constexpr int threadgroup_bytes(bool x_is_f16) {
-    return (kN + kM) * (step(x_is_f16) + kTilePad) * tile_operand_bytes(x_is_f16);
+    return (kN + kM) * (step(x_is_f16) + kOperandPad) * matrix_operand_bytes(x_is_f16);
   }
 };
 
@@ -113,13 +113,13 @@ struct GemmSmallTile {
   }
 };
 
-// gemm_tiled: float tiles in threadgroup memory, no matrix unit. One thread owns kPerThread x
+// gemm_tiled: floats in threadgroup memory, no matrix unit. One thread owns kPerThread x
 // kPerThread results.
 struct GemmTiledTile {
   MM_CONST int kN = 32, kM = 32, kK = 32, kPerThread = 2;
   MM_CONST bool kTakesBatch = false, kOnMatrixUnit = false;
   MM_CONST int kThreads = kN * kM / (kPerThread * kPerThread);
-  MM_CONST int kStride = kK + 1;  // odd: a column of a tile lies in 32 different banks
+  MM_CONST int kStride = kK + 1;  // odd: a column of operands lies in 32 different banks
   static constexpr int threadgroup_bytes(bool) { return (kN + kM) * kStride * 4; }
 };
 

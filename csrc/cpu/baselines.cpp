@@ -11,7 +11,7 @@ namespace metalmm::cpu {
 namespace {
 
 constexpr int64_t kTile = 32;        // rows of x and of W in a tile of gemm_tiled
-constexpr int64_t kTileDepth = 256;  // values of K: two tiles of 32 KB, the first-level cache
+constexpr int64_t kTileDepth = 256;  // values of K: two operands of 32 KB, the first-level cache
 
 }  // namespace
 
@@ -33,7 +33,7 @@ void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::T
   });
 }
 
-// The same in tiles that stay in the cache: W is decoded once for kTile rows of x, and its tile is
+// The same in tiles that stay in the cache: W is decoded once for kTile rows of x, and
 // transposed, so that the inner loop runs over rows of W.
 void gemm_tiled(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1), x_stride = x.stride(0);

@@ -1,5 +1,5 @@
-// GGML super-blocks of 256 values: decode to f32 vectors. The contract is in codecs_block.h.
-// open() turns the packed scales of a super-block into f32 once; they stay in the first-level
+// GGML blocks of 256 values: decode to f32 vectors. The contract is in codecs_block.h.
+// open() turns the packed scales of a block into f32 once; they stay in the first-level
 // cache.
 #pragma once
 
@@ -17,7 +17,7 @@ MM_INLINE void scale_bytes16(const uint8_t* bytes, F scale, float* out) {
 }
 
 // scale * code + offset, the product exact.
-struct SubScales {
+struct GroupScales {
   float scale[16], offset[16];
   const uint8_t* b;
 };
@@ -30,7 +30,7 @@ inline constexpr float kFieldScale[16] = {1,        1,        1 / 4.f,  1 / 4.f,
 
 // (d s) code - (dmin m): 2-bit codes, 4-bit s and m per 16 values.
 struct Q2_K : BlockCodec<256, 84> {
-  using Block = SubScales;
+  using Block = GroupScales;
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     const F d = half(k.b + 80), dmin = half(k.b + 82);
@@ -56,7 +56,7 @@ MM_INLINE Bytes bit_to(Bytes v, int from, int to) {
 
 // (d s) (code - 4): 3-bit codes, the high bit in hmask; 6-bit s - 32 per 16 values.
 struct Q3_K : BlockCodec<256, 110> {
-  using Block = SubScales;
+  using Block = GroupScales;
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     const uint32_t a = load_as<uint32_t>(k.b + 96), b = load_as<uint32_t>(k.b + 100),
@@ -85,7 +85,7 @@ struct Q3_K : BlockCodec<256, 110> {
 };
 
 // scale[0..8) = d s, scale[8..16) = -dmin m: the 6-bit scales and minima of q4_k and q5_k.
-MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
+MM_INLINE void open_scales_6bit(const uint8_t* b, GroupScales& k) {
   k.b = b;
   const F d = half(b), minus_dmin = -half(b + 2);
 #if defined(__AVX512F__)
@@ -116,7 +116,7 @@ MM_INLINE void open_scales_6bit(const uint8_t* b, SubScales& k) {
 
 template <int kBytes>
 struct SixBitScales : BlockCodec<256, kBytes> {
-  using Block = SubScales;
+  using Block = GroupScales;
   static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
     open_scales_6bit(SixBitScales::at(row, block), k);
   }
@@ -151,7 +151,7 @@ struct Q5_K : SixBitScales<176> {
 
 // (d s) (code - 32): 6-bit codes, int8 s per 16 values.
 struct Q6_K : BlockCodec<256, 210> {
-  using Block = SubScales;
+  using Block = GroupScales;
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     scale_bytes16<true>(k.b + 192, half(k.b + 208), k.scale);
@@ -170,7 +170,7 @@ struct Q6_K : BlockCodec<256, 210> {
 
 // (d (s - 32)) value[code]: nibbles as in the 32-blocks, 6-bit s per 32 values.
 struct IQ4_XS : BlockCodec<256, 136> {
-  using Block = SubScales;
+  using Block = GroupScales;
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     k.b = at(row, block);
     const uint32_t high = load_as<uint16_t>(k.b + 2);

@@ -8,8 +8,8 @@ namespace metalmm::cpu::MM_ISA {
 
 // Rows of W per pass for m rows of x: rows * m accumulators and the decoded weights live in
 // registers, of which there are 32 (AVX-512, NEON) or 16. More rows share each load of x and give
-// memory more streams; decoding a super-block takes more registers than a block of 32. Zen 4, q5_k,
-// M = 4: two rows 2.4 ms, four 3.5.
+// memory more streams; decoding a block of 256 takes more registers than a block of 32. Zen 4,
+// q5_k, M = 4: two rows 2.4 ms, four 3.5.
 template <class Codec>
 constexpr int dot_rows(int m) {
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -14,15 +14,15 @@
 namespace metalmm::cpu {
 namespace {
 
-// Where the register kernels stop paying: 8 rows at a time cost 8-row steps, a tile of two panels
-// costs 32 rows whole. Zen 4, q4_0 4096 x 4096: M = 24 takes 4.5 ms in three steps, 5.4 ms as a
-// tile.
+// Where the register kernels stop paying: they take 8 rows of x at a time, a tile of two panels
+// costs 32 rows whole. Zen 4, q4_0 4096 x 4096: M = 24 takes 4.5 ms as three times 8 rows, 5.4 ms
+// as a tile.
 constexpr int64_t kMaxBatchedRows = 24;
 
-// A gemm step: kBlockRows rows of W by kBlockColumns rows of x, kDecodeK values of K at a time.
+// A task of gemm: kTaskRows rows of W by kTaskColumns rows of x, kDecodeK values of K at a time.
 // Decoded W (100 KB), x (512 KB) and c (48 KB) share a second-level cache of 1 MB.
-constexpr int64_t kBlockRows = 48;
-constexpr int64_t kBlockColumns = 256;
+constexpr int64_t kTaskRows = 48;
+constexpr int64_t kTaskColumns = 256;
 
 // Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
 int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1)); }
@@ -101,7 +101,7 @@ struct Gemm {
   float* y;
 
   // y for rows [n0, n1) of W and rows [m0, m1) of x; c and decoded are scratch.
-  void block(int64_t n0, int64_t n1, int64_t m0, int64_t m1, float* c, float* decoded) const {
+  void task(int64_t n0, int64_t n1, int64_t m0, int64_t m1, float* c, float* decoded) const {
     const int64_t first_panel = m0 / isa.width;
     const int64_t panels = (m1 - m0 + isa.width - 1) / isa.width;
     for (int64_t k0 = 0; k0 < w.k; k0 += kDecodeK) {
@@ -114,12 +114,12 @@ struct Gemm {
         const float* panel = x + ((first_panel + p) * w.k + k0) * isa.width;
         for (int64_t r = 0; r < n1 - n0; r += isa.tile_rows) {
           tile({decoded + r * kDecodeStride, panel, w.k * isa.width, k1 - k0,
-                c + r * kBlockColumns + p * isa.width, kBlockColumns, k0 > 0});
+                c + r * kTaskColumns + p * isa.width, kTaskColumns, k0 > 0});
         }
       }
     }
     for (int64_t i = m0; i < m1; ++i) {
-      for (int64_t r = n0; r < n1; ++r) y[i * n + r] = c[(r - n0) * kBlockColumns + i - m0];
+      for (int64_t r = n0; r < n1; ++r) y[i * n + r] = c[(r - n0) * kTaskColumns + i - m0];
     }
   }
 };
@@ -129,14 +129,14 @@ void gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::T
   const int64_t m = x.size(0), n = y.size(1);
   const std::vector<float> panels = pack_panels(x, isa.width);
   const Gemm job{isa, codec, w, panels.data(), m, n, y.mutable_data_ptr<float>()};
-  const int64_t row_blocks = (n + kBlockRows - 1) / kBlockRows;
-  const int64_t column_blocks = (m + kBlockColumns - 1) / kBlockColumns;
-  parallel_for(0, row_blocks * column_blocks, 1, [&](int64_t first, int64_t last) {
-    std::vector<float> c(kBlockRows * kBlockColumns), decoded(kBlockRows * kDecodeStride);
+  const int64_t row_tasks = (n + kTaskRows - 1) / kTaskRows;
+  const int64_t column_tasks = (m + kTaskColumns - 1) / kTaskColumns;
+  parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {
+    std::vector<float> c(kTaskRows * kTaskColumns), decoded(kTaskRows * kDecodeStride);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t n0 = i % row_blocks * kBlockRows, m0 = i / row_blocks * kBlockColumns;
-      job.block(n0, std::min(n, n0 + kBlockRows), m0, std::min(m, m0 + kBlockColumns), c.data(),
-                decoded.data());
+      const int64_t n0 = i % row_tasks * kTaskRows, m0 = i / row_tasks * kTaskColumns;
+      job.task(n0, std::min(n, n0 + kTaskRows), m0, std::min(m, m0 + kTaskColumns), c.data(),
+               decoded.data());
     }
   });
 }
@@ -181,9 +181,9 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format
     (chosen == Strategy::kGemmTiled ? gemm_tiled : gemm_naive)(codec.decode, weight, x, y);
     return y;
   }
-  const int64_t step = chosen == Strategy::kGemv ? 1 : kMaxDotRows;
-  for (int64_t i = 0; i < m; i += step) {
-    const int64_t rows = std::min(step, m - i);
+  const int64_t most = chosen == Strategy::kGemv ? 1 : kMaxDotRows;
+  for (int64_t i = 0; i < m; i += most) {
+    const int64_t rows = std::min(most, m - i);
     dot_rows(codec, weight, x.narrow(0, i, rows), y.narrow(0, i, rows));
   }
   return y;

@@ -85,9 +85,9 @@ at::Tensor dequantize(const at::Tensor& weight, std::string_view format,
   const int64_t n = w.rows.size(0);
   if (type == at::kFloat) return decode_rows(w.rows, w.format, w.k, 0, n);
   at::Tensor out = at::empty({n, w.k}, w.rows.options().dtype(type));
-  const int64_t step = streamed_rows(w.k);
-  for (int64_t r = 0; r < n; r += step) {
-    const int64_t last = std::min(n, r + step);
+  const int64_t most = streamed_rows(w.k);
+  for (int64_t r = 0; r < n; r += most) {
+    const int64_t last = std::min(n, r + most);
     out.narrow(0, r, last - r).copy_(decode_rows(w.rows, w.format, w.k, r, last));
   }
   return out;
@@ -147,10 +147,10 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   uint8_t* to = out.mutable_data_ptr<uint8_t>();
   // An f32 copy larger than the result would leave a hole in the heap that the next result takes:
   // with 32 MB at a time, packing a model weight by weight took 2.1 times its bytes.
-  const int64_t step = streamed_rows(k, 1 << 18);
+  const int64_t most = streamed_rows(k, 1 << 18);
   std::atomic<int64_t> bad_row{n};
-  for (int64_t r = 0; r < n && bad_row == n; r += step) {
-    const int64_t rows = std::min(step, n - r);
+  for (int64_t r = 0; r < n && bad_row == n; r += most) {
+    const int64_t rows = std::min(most, n - r);
     const at::Tensor source = w.detach().narrow(0, r, rows).to(at::kFloat).contiguous();
     const float* from = elements<float>(source);
     parallel_for(0, rows, 1, [&](int64_t first, int64_t last) {

@@ -22,7 +22,7 @@ Driver load() {
   find(library, "cuModuleUnload", d.module_unload);
   find(library, "cuModuleGetFunction", d.module_get_function);
   find(library, "cuFuncGetAttribute", d.function_get_attribute);
-  find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.groups_at_once);
+  find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.threadgroups_at_once);
   find(library, "cuLaunchKernel", d.launch);
   find(library, "cuGetErrorName", d.error_name);
   find(library, "cuDeviceGet", d.device_get);

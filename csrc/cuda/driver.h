@@ -17,7 +17,7 @@ using Device = int;
 
 enum JitOption : int { kJitErrorLogBuffer = 5, kJitErrorLogBufferBytes = 6 };
 enum DeviceAttribute : int { kMultiprocessorCount = 16 };
-// Of a thread: bytes of arrays in memory and of spills; registers.
+// What a thread takes: bytes of arrays in memory and of spills; registers.
 enum FunctionAttribute : int { kLocalBytes = 3, kRegisterCount = 4 };
 
 struct Driver {
@@ -27,7 +27,7 @@ struct Driver {
   Result (*module_get_function)(Function*, Module, const char* name);
   Result (*function_get_attribute)(int* value, FunctionAttribute, Function);
   // Threadgroups that a multiprocessor of the current context takes at once.
-  Result (*groups_at_once)(int* groups, Function, int threads, size_t shared_bytes);
+  Result (*threadgroups_at_once)(int* threadgroups, Function, int threads, size_t shared_bytes);
   Result (*launch)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned group_x,
                    unsigned group_y, unsigned group_z, unsigned shared_bytes, Stream,
                    void** parameters, void** extra);

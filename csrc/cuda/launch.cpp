@@ -90,10 +90,11 @@ Compiled compile(const Key& key, std::string text, int most_registers) {
   check(d.module_get_function(&out.function, module, key.kernel.c_str()), key.kernel);
   check(d.function_get_attribute(&out.spilled_bytes, kLocalBytes, out.function), key.kernel);
   check(d.function_get_attribute(&out.registers, kRegisterCount, out.function), key.kernel);
-  int groups = 0;
-  check(d.groups_at_once(&groups, out.function, static_cast<int>(key.threads), key.shared_bytes),
+  int threadgroups = 0;
+  check(d.threadgroups_at_once(&threadgroups, out.function, static_cast<int>(key.threads),
+                               key.shared_bytes),
         key.kernel);
-  out.at_once = static_cast<uint64_t>(std::max(1, groups)) * multiprocessors(key.device);
+  out.at_once = static_cast<uint64_t>(std::max(1, threadgroups)) * multiprocessors(key.device);
   return out;
 }
 
@@ -134,9 +135,9 @@ Compiled compile_dense(const Key& key, const Compiled& plain) {
   return {};
 }
 
-// The kernel that takes `groups` threadgroups in the fewest rounds.
-Function find(const Key& key, uint64_t groups) {
-  const auto rounds = [=](const Compiled& c) { return (groups + c.at_once - 1) / c.at_once; };
+// The kernel that takes `threadgroups` threadgroups in the fewest rounds.
+Function find(const Key& key, uint64_t threadgroups) {
+  const auto rounds = [=](const Compiled& c) { return (threadgroups + c.at_once - 1) / c.at_once; };
   std::lock_guard<std::mutex> lock(g_mutex);
   auto found = g_kernels.find(key);
   if (found == g_kernels.end()) found = g_kernels.emplace(key, Kernel{compile(key), {}}).first;
@@ -158,7 +159,7 @@ class Encoder {
   Encoder(int device, Stream stream) : device_(device), stream_(stream) {}
 
   void set_pipeline(const Pass& pass) {
-    key_ = {pass.kernel, {}, pass.group[0], 0, device_};
+    key_ = {pass.kernel, {}, pass.threads[0], 0, device_};
     std::copy(pass.constants.begin(), pass.constants.end(), key_.constants.begin());
   }
   void set_buffer(uint32_t slot, const Buffer& b) {
@@ -166,7 +167,7 @@ class Encoder {
   }
   void set_bytes(uint32_t, const void* bytes, size_t count) { memcpy(&args_, bytes, count); }
   void set_threadgroup_memory(uint32_t, uint32_t bytes) { key_.shared_bytes = bytes; }
-  void dispatch(std::array<uint32_t, 3> grid, const std::array<uint32_t, 3>& group) {
+  void dispatch(std::array<uint32_t, 3> grid, const std::array<uint32_t, 3>& threads) {
     operands_.width = grid[0];
     operands_.height = grid[1];
     const uint64_t all = uint64_t{grid[0]} * grid[1] * grid[2];
@@ -176,8 +177,8 @@ class Encoder {
       grid = {static_cast<uint32_t>(all), 1, 1};
     }
     void* parameters[] = {&operands_, &args_};
-    check(driver().launch(find(key_, all), grid[0], grid[1], grid[2], group[0], group[1], group[2],
-                          key_.shared_bytes, stream_, parameters, nullptr),
+    check(driver().launch(find(key_, all), grid[0], grid[1], grid[2], threads[0], threads[1],
+                          threads[2], key_.shared_bytes, stream_, parameters, nullptr),
           key_.kernel);
   }
 

@@ -50,8 +50,8 @@ class Encoder {
   void set_threadgroup_memory(uint32_t index, uint32_t bytes) {
     in_.threadgroup_bytes[index] = bytes;
   }
-  void dispatch(const Size& grid, const Size& group) {
-    set_grid(in_, grid, group);
+  void dispatch(const Size& grid, const Size& threads) {
+    set_grid(in_, grid, threads);
     if (const auto fault = library_->launch(in_)) throw std::runtime_error(message(*fault));
   }
 

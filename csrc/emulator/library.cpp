@@ -75,11 +75,11 @@ MmLaunch launch_with(const EmulatorOptions& options) {
   return out;
 }
 
-void set_grid(MmLaunch& launch, const Size& grid, const Size& group) {
+void set_grid(MmLaunch& launch, const Size& grid, const Size& threads) {
   for (int d = 0; d < 3; ++d) {
     launch.grid[d] = grid[d];
-    launch.group[d] = group[d];
-    launch.threads[d] = grid[d] * group[d];
+    launch.tg_threads[d] = threads[d];
+    launch.threads[d] = grid[d] * threads[d];
   }
 }
 

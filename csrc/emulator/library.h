@@ -26,7 +26,7 @@ struct EmulatorOptions {
 MmLaunch launch_with(const EmulatorOptions& options);
 // Threadgroups and threads of each, all of which are threads of the grid.
 using Size = std::array<uint32_t, 3>;
-void set_grid(MmLaunch& launch, const Size& grid, const Size& group);
+void set_grid(MmLaunch& launch, const Size& grid, const Size& threads);
 
 // A file and the number of a line; "library+0xaddress" and 0 where no line is known.
 using SourceLine = std::pair<std::string, uint32_t>;

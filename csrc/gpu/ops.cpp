@@ -12,7 +12,7 @@
 namespace metalmm::gpu {
 namespace {
 
-// Of a tensor without elements, and of a single row, torch's stride means nothing.
+// torch's stride means nothing where a tensor has no elements or a single row.
 int64_t row_stride(const at::Tensor& rows) {
   return rows.size(0) > 1 && rows.numel() ? rows.stride(0) : rows.size(1);
 }
@@ -44,7 +44,7 @@ at::Tensor aligned_rows(const PackedWeight& w) {
   return is_aligned ? w.rows : w.rows.clone(at::MemoryFormat::Contiguous);
 }
 
-// Of a checked tensor.
+// The dtype is that of a checked tensor.
 DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 
 // The operands of a problem by slot; a tensor that is not defined is absent.

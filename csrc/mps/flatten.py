@@ -36,7 +36,7 @@ _WORD = re.compile(r"\w+")
 
 
 @dataclass
-class Part:
+class Snippet:
     """A declaration, or lines that are always kept: those have no names.
 
     arguments: of a specialisation. It is needed where those are, if they are declared here.
@@ -53,7 +53,7 @@ def _code(line: str) -> str:
     return _COMMENT.sub("", re.sub(r'"[^"]*"', '""', line)).rstrip()
 
 
-def _declaration(text: str, code: str) -> Part:
+def _declaration(text: str, code: str) -> Snippet:
     """A declaration by what its code, from the beginning of a line, declares."""
     words, arguments = set(_WORD.findall(code)), set()
     template = _TEMPLATE.match(code)
@@ -65,7 +65,7 @@ def _declaration(text: str, code: str) -> Part:
         names = {m[1]}
     else:
         names = set(_CONSTANT.findall(code)) if code.startswith("MM_CONST ") else set()
-    return Part(text, names, arguments, words)
+    return Snippet(text, names, arguments, words)
 
 
 def _ends(lines: Sequence[str], begin: int) -> int:
@@ -106,8 +106,8 @@ def _taken(lines: list[str]) -> list[str]:
     return out
 
 
-def parts(file: Path, root: Path, seen: set[Path]) -> Iterator[Part]:
-    """The parts of `file` and of what it includes.
+def snippets(file: Path, root: Path, seen: set[Path]) -> Iterator[Snippet]:
+    """The snippets of `file` and of what it includes.
 
     ValueError: a character outside ASCII, which Metal source may not have everywhere; a declaration
     without an end.
@@ -129,10 +129,10 @@ def parts(file: Path, root: Path, seen: set[Path]) -> Iterator[Part]:
             i += 1
         elif include := _INCLUDE.fullmatch(lines[i]):
             i += 1
-            yield from parts(file.parent / include[1], root, seen)
+            yield from snippets(file.parent / include[1], root, seen)
         elif _NAMESPACE.fullmatch(lines[i]):
             i += 1
-            yield Part(lines[begin] + "\n")
+            yield Snippet(lines[begin] + "\n")
         else:
             i = _ends(lines, begin)
             code = "\n".join(_code(line) for line in lines[begin:i])
@@ -140,42 +140,42 @@ def parts(file: Path, root: Path, seen: set[Path]) -> Iterator[Part]:
             yield _declaration(body, code)
 
 
-def reached(all_parts: Sequence[Part], roots: set[str]) -> list[bool]:
-    """Which parts are kept without names, or named by `roots` or by another that is kept."""
-    ours = set().union(*(p.names for p in all_parts))
-    names = [p.arguments & ours or p.names for p in all_parts]
-    kept = [not p.names for p in all_parts]
-    words = set(roots).union(*(p.words for p, k in zip(all_parts, kept, strict=True) if k))
+def reached(all_snippets: Sequence[Snippet], roots: set[str]) -> list[bool]:
+    """Which snippets are kept without names, or named by `roots` or by another that is kept."""
+    ours = set().union(*(p.names for p in all_snippets))
+    names = [p.arguments & ours or p.names for p in all_snippets]
+    kept = [not p.names for p in all_snippets]
+    words = set(roots).union(*(p.words for p, k in zip(all_snippets, kept, strict=True) if k))
     grown = True
     while grown:
         grown = False
-        for i, part in enumerate(all_parts):
+        for i, snippet in enumerate(all_snippets):
             if not kept[i] and names[i] & words:
                 kept[i] = grown = True
-                words |= part.words
+                words |= snippet.words
     return kept
 
 
 @dataclass
 class Shader:
-    """The parts of a shader in order, and the formats of formats.def that need each, as bits."""
+    """The snippets of a shader in order, and the formats of formats.def that need each, as bits."""
 
-    parts: list[Part]
+    snippets: list[Snippet]
     formats: list[int]
 
     def text(self, row: int) -> str:
         """What the format in that row of formats.def needs."""
-        pairs = zip(self.parts, self.formats, strict=True)
+        pairs = zip(self.snippets, self.formats, strict=True)
         return "".join(p.text for p, bits in pairs if bits >> row & 1)
 
 
 def flatten(folder: Path) -> dict[str, Shader]:
-    """Every .metal file under `folder`, by its name without .metal. Raises as parts() does."""
+    """Every .metal file under `folder`, by its name without .metal. Raises as snippets() does."""
     root = folder.resolve()
     structs = [m[1] for m in _ROW.findall((root / "formats.def").read_text())]
     out = {}
     for file in sorted(root.rglob("*.metal"), key=lambda f: f.stem):
-        found = list(parts(file, root, set()))
+        found = list(snippets(file, root, set()))
         rows = [reached(found, {struct}) for struct in structs]
         bits = [sum(kept[i] << row for row, kept in enumerate(rows)) for i in range(len(found))]
         out[file.stem] = Shader(found, bits)
@@ -187,19 +187,19 @@ def cpp(shaders: dict[str, Shader]) -> str:
     numbers: dict[str, int] = {}
     rows = []
     for name, shader in shaders.items():
-        pairs = zip(shader.parts, shader.formats, strict=True)
+        pairs = zip(shader.snippets, shader.formats, strict=True)
         order = [
             f"{{{numbers.setdefault(p.text, len(numbers))}, {bits:#x}}}"
             for p, bits in pairs
             if bits
         ]
         rows.append(f'{{"{name}", {{{", ".join(order)}}}}},')
-    texts = ",\n".join(f'R"metal({part})metal"' for part in numbers)
+    texts = ",\n".join(f'R"metal({snippet})metal"' for snippet in numbers)
     table = "\n".join(rows)
     return f"""#include "mps/source.h"
 
 namespace metalmm::mps {{
-const char* const kParts[] = {{
+const char* const kSnippets[] = {{
 {texts}}};
 const std::vector<Shader>& shaders() {{
   static const auto* all = new std::vector<Shader>{{

@@ -47,9 +47,9 @@ class MetalEncoder {
   void set_threadgroup_memory(uint32_t index, uint32_t bytes) {
     [encoder_ setThreadgroupMemoryLength:bytes atIndex:index];
   }
-  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& group) {
+  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& threads) {
     [encoder_ dispatchThreadgroups:MTLSizeMake(grid[0], grid[1], grid[2])
-             threadsPerThreadgroup:MTLSizeMake(group[0], group[1], group[2])];
+             threadsPerThreadgroup:MTLSizeMake(threads[0], threads[1], threads[2])];
   }
 
  private:

@@ -96,7 +96,7 @@ class Pipelines {
   }
 
   void check(Pipeline pipeline, const Pass& pass) {
-    const uint32_t threads = pass.group[0] * pass.group[1] * pass.group[2];
+    const uint32_t threads = pass.threads[0] * pass.threads[1] * pass.threads[2];
     const uint32_t most = device_.max_threads(pipeline), width = device_.simd_width(pipeline);
     if (threads > most) {
       throw std::runtime_error("metalmm: " + pass.kernel + " needs " + std::to_string(threads) +

@@ -15,7 +15,7 @@ constexpr FormatRow kFormats[] = {
 #define MM_FORMAT(name, Struct) {#name, #Struct},
 #include "metal/formats.def"
 };
-static_assert(sizeof kFormats / sizeof *kFormats <= 32, "bits of Shader::Part::formats");
+static_assert(sizeof kFormats / sizeof *kFormats <= 32, "bits of Shader::Snippet::formats");
 
 // The shader that makes a kernel: the longest name that the kernel's begins with.
 const Shader& shader_of(const std::string& kernel) {
@@ -37,8 +37,8 @@ std::string text_of(const std::string& kernel, Codec codec, DType dtype) {
   std::string out = std::string("#define MM_ONLY_DTYPE ") + to_string(dtype) +
                     "\n#define MM_ONLY_FORMAT " + f.name + "\n#define MM_ONLY_STRUCT " +
                     f.struct_name + "\n";
-  for (const Shader::Part& part : shader_of(kernel).parts) {
-    if (part.formats >> static_cast<int>(codec) & 1) out += kParts[part.text];
+  for (const Shader::Snippet& snippet : shader_of(kernel).snippets) {
+    if (snippet.formats >> static_cast<int>(codec) & 1) out += kSnippets[snippet.text];
   }
   return out;
 }

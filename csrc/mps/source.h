@@ -7,16 +7,16 @@
 
 namespace metalmm::mps {
 
-// A .metal file of metal/library without its includes: the parts of text that make it up, in order.
+// A .metal file of metal/library without its includes: the snippets that make it up, in order.
 struct Shader {
-  struct Part {
-    int text;          // in kParts
+  struct Snippet {
+    int text;          // in kSnippets
     uint32_t formats;  // bit c: a kernel of the format of row c of formats.def, a Codec, needs it
   };
   const char* name;  // of the file, without .metal
-  std::vector<Part> parts;
+  std::vector<Snippet> snippets;
 };
-extern const char* const kParts[];
+extern const char* const kSnippets[];
 const std::vector<Shader>& shaders();  // both are written by flatten.py
 
 // What Metal compiles for a kernel of all_kernel_names(): what its shader and its format need, told

@@ -7,7 +7,8 @@
 namespace metalmm {
 namespace {
 
-// Of a type of device. In a function: engines set theirs while the module is loaded, in any order.
+// The check of a type of device. In a function: engines set theirs while the module is loaded, in
+// any order.
 std::atomic<StrategyCheck>& check_of(c10::DeviceType type) {
   constexpr auto kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
   static std::array<std::atomic<StrategyCheck>, kTypes> checks{};

@@ -4,7 +4,7 @@
 //   set_buffer(slot, const Buffer&)
 //   set_bytes(slot, const void*, size_t)   at most 4 KB, copied
 //   set_threadgroup_memory(index, bytes)
-//   dispatch(grid, group)                  threadgroups, threads of each
+//   dispatch(grid, threads)                threadgroups, threads of each
 //
 // Every slot that the kernel declares is set: an encoder that passes share keeps what the pass
 // before has set.
@@ -23,7 +23,7 @@ void encode(Encoder& encoder, const Pass& pass, const Buffers& buffers) {
   static_assert(sizeof(KernelArgs) <= 4096, "more than Metal copies");
   encoder.set_bytes(kSlotArgs, &pass.args, sizeof pass.args);
   encoder.set_threadgroup_memory(0, pass.threadgroup_bytes);
-  encoder.dispatch(pass.grid, pass.group);
+  encoder.dispatch(pass.grid, pass.threads);
 }
 
 }  // namespace metalmm

@@ -14,9 +14,9 @@ namespace metalmm {
 // One dispatch. `kernel` is <strategy>_<format>_<dtype>, a function of the shader library.
 struct Pass {
   std::string kernel;
-  std::array<uint32_t, 3> grid;    // threadgroups
-  std::array<uint32_t, 3> group;   // threads per threadgroup
-  uint32_t threadgroup_bytes = 0;  // bound to [[threadgroup(0)]], which every kernel declares
+  std::array<uint32_t, 3> grid;     // threadgroups
+  std::array<uint32_t, 3> threads;  // per threadgroup
+  uint32_t threadgroup_bytes = 0;   // bound to [[threadgroup(0)]], which every kernel declares
   std::array<uint32_t, kConstantCount> constants{};
   uint32_t slots = 0;  // bit i: the kernel declares Slot i
   KernelArgs args{};

@@ -90,9 +90,9 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
   const StrategyInfo& s = info_of(strategy);
   if (s.family == Family::Single) return {1, 1, 1};
   if (s.family != Family::Matmul) {
-    const int64_t groups = ceil_div(items_of(strategy, p), s.threads);
-    u32(product(groups, s.threads), "threads");  // kernels number them in 32 bits
-    return {u32(groups, "grid"), 1, 1};
+    const int64_t threadgroups = ceil_div(items_of(strategy, p), s.threads);
+    u32(product(threadgroups, s.threads), "threads");  // kernels number them in 32 bits
+    return {u32(threadgroups, "grid"), 1, 1};
   }
   return {u32(ceil_div(p.m, rows_of_x(strategy, p)), "grid"), u32(ceil_div(p.n, s.n), "grid"),
           u32(parts, "grid")};
@@ -172,7 +172,7 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
   Pass out;
   out.kernel = kernel_name(strategy, has_weight(p.op) ? p.format->codec : Codec::kCount, p.dtype);
   out.grid = grid_of(strategy, p, depth);
-  out.group = {static_cast<uint32_t>(s.threads), 1, 1};
+  out.threads = {static_cast<uint32_t>(s.threads), 1, 1};
   out.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
   out.slots = s.slots;
   out.args = args_of(p, parts);
@@ -215,7 +215,7 @@ int64_t rows_of_x(StrategyId strategy, const Problem& p) {
   return s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
 }
 
-int64_t groups_of(StrategyId strategy, const Problem& p) {
+int64_t threadgroups_of(StrategyId strategy, const Problem& p) {
   const auto grid = grid_of(strategy, p, 1);
   return product(grid[0], grid[1]);
 }
@@ -230,8 +230,8 @@ Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
   const int64_t step = info_of(strategy).k;
   const int64_t block = p.format->block_values;
   // Both are powers of two: the larger is a multiple of the other.
-  const int64_t unit = std::max(step, block);
-  const int64_t per_part = ceil_div(ceil_div(p.k, std::max<int64_t>(most, 1)), unit) * unit;
+  const int64_t multiple = std::max(step, block);
+  const int64_t per_part = ceil_div(ceil_div(p.k, std::max<int64_t>(most, 1)), multiple) * multiple;
   if (per_part >= p.k) return {1, p.k};
   return {ceil_div(p.k, per_part), per_part};
 }

@@ -1,4 +1,4 @@
-// From a strategy to its dispatches: grid, group, threadgroup bytes, constants, slots, arguments.
+// From a strategy to its dispatches: grid, threads, threadgroup bytes, constants, slots, arguments.
 // All of it follows from metal/strategies.def, metal/geometry.h and the format; what is chosen, and
 // why, is in plan.cpp.
 #pragma once
@@ -14,7 +14,7 @@ enum class Family { Matmul, Rows, Flat, Single };
 // A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
 struct StrategyInfo {
   const char* name;
-  const char* kernels;  // the first part of their names: name, or that of which it is an alias
+  const char* kernels;  // the beginning of their names: name, or that of which it is an alias
   bool is_alias;
   Family family;
   uint32_t slots;
@@ -49,7 +49,7 @@ constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)];
 int64_t rows_of_x(StrategyId strategy, const Problem& problem);
 
 // Threadgroups of one part.
-int64_t groups_of(StrategyId strategy, const Problem& problem);
+int64_t threadgroups_of(StrategyId strategy, const Problem& problem);
 
 uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype);
 
@@ -66,7 +66,7 @@ Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
 Pass reduce_pass(Problem problem, const Parts& parts);
 
-// Of no negative a.
+// a is not negative.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // Throws std::invalid_argument where the product does not fit 64 bits.

@@ -19,12 +19,12 @@ enum class Generations { M1_M2, M3_M4, M5 };
 struct Tuning {
   Generations generations;
   ChipClass chip_class;
-  int64_t batched_max_m, small_max_m, large_k_steps, large_k_groups, wide_n_min_n;
+  int64_t batched_max_m, small_max_m, large_k_steps, large_k_threadgroups, wide_n_min_n;
 };
 
 struct Split {
   StrategyId strategy;
-  int64_t groups_per_core, min_k_per_part;
+  int64_t threadgroups_per_core, min_k_per_part;
 };
 
 constexpr Tuning kTunings[] = {
@@ -57,11 +57,11 @@ constexpr Fused kFused[] = {
 };
 
 const Tuning& tuning_of(const Gpu& gpu) {
-  const auto group = gpu.generation <= Generation::kM2   ? Generations::M1_M2
-                     : gpu.generation <= Generation::kM4 ? Generations::M3_M4
-                                                         : Generations::M5;
+  const auto generations = gpu.generation <= Generation::kM2   ? Generations::M1_M2
+                           : gpu.generation <= Generation::kM4 ? Generations::M3_M4
+                                                               : Generations::M5;
   for (const Tuning& t : kTunings) {
-    if (t.generations == group && t.chip_class == gpu.chip_class) return t;
+    if (t.generations == generations && t.chip_class == gpu.chip_class) return t;
   }
   throw std::logic_error("tuning.def: no row for " + gpu.name);
 }
@@ -97,13 +97,14 @@ Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
     return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
                                 ": more rows per simdgroup, fewer loads of x"};
   }
-  const int64_t groups = groups_of(S::gemv, p);
-  const int64_t wanted = t.large_k_groups * gpu.cores;
+  const int64_t threadgroups = threadgroups_of(S::gemv, p);
+  const int64_t wanted = t.large_k_threadgroups * gpu.cores;
   const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.values;
-  const int64_t min_k = groups < gpu.cores ? long_k / 2 : long_k;
-  const std::string grid = "the standard grid of " + str(groups) + " threadgroups ";
-  const std::string fill = str(t.large_k_groups) + " for each of " + str(gpu.cores) + " cores";
-  if (groups >= wanted) {
+  const int64_t min_k = threadgroups < gpu.cores ? long_k / 2 : long_k;
+  const std::string grid = "the standard grid of " + str(threadgroups) + " threadgroups ";
+  const std::string fill =
+      str(t.large_k_threadgroups) + " for each of " + str(gpu.cores) + " cores";
+  if (threadgroups >= wanted) {
     return {S::gemv, "M = 1, and " + grid + "has " + fill};
   }
   const std::string few = "M = 1, " + grid + "is under " + fill + ", and K = " + str(p.k) + " is ";
@@ -186,18 +187,18 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
                    std::string* reason) {
   const Split* split = split_of(strategy);
   if (!split && !forced) return {1, p.k};
-  const int64_t groups = groups_of(strategy, p);
-  const int64_t wanted = split ? split->groups_per_core * gpu.cores : 0;
-  int64_t count = split ? std::min(ceil_div(wanted, groups), p.k / split->min_k_per_part) : 0;
+  const int64_t threadgroups = threadgroups_of(strategy, p);
+  const int64_t wanted = split ? split->threadgroups_per_core * gpu.cores : 0;
+  int64_t count = split ? std::min(ceil_div(wanted, threadgroups), p.k / split->min_k_per_part) : 0;
   const bool is_needed = count > 1;
   if (forced) count = std::max<int64_t>(count, 2);
   const Parts parts = cut(strategy, p, count);
   if (parts.count > 1) {
-    *reason +=
-        "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
-        (is_needed ? ", for " + str(groups) + " threadgroups are under " +
-                         str(split->groups_per_core) + " for each of " + str(gpu.cores) + " cores"
-                   : ", as asked");
+    *reason += "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
+               (is_needed ? ", for " + str(threadgroups) + " threadgroups are under " +
+                                str(split->threadgroups_per_core) + " for each of " +
+                                str(gpu.cores) + " cores"
+                          : ", as asked");
   } else if (forced) {
     *reason += "; split-K as asked, in one part: K has no second step";
   }
@@ -245,11 +246,11 @@ void check(const Problem& p) {
            str(p.format->row_bytes(p.k)) +
            " bytes; shaders count the bytes of a row in 32 bits, at most " + str(UINT32_MAX));
   }
-  const int64_t unit = p.format->alignment;
-  const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % unit == 0) &&
-                                        (p.w2_stride == kPacked || p.w2_stride % unit == 0));
-  if (p.w_alignment % unit || !strides_fit) {
-    reject("weight: rows of " + p.format->name + " begin at multiples of " + str(unit) +
+  const int64_t alignment = p.format->alignment;
+  const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % alignment == 0) &&
+                                        (p.w2_stride == kPacked || p.w2_stride % alignment == 0));
+  if (p.w_alignment % alignment || !strides_fit) {
+    reject("weight: rows of " + p.format->name + " begin at multiples of " + str(alignment) +
            " bytes; alignment " + str(p.w_alignment) + ", stride " + str(p.w_stride));
   }
 }

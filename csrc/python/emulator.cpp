@@ -91,7 +91,7 @@ std::vector<MmConstant> encoded(const Constants& constants) {
 }
 
 py::object launch(const ShaderLibrary& library, const std::string& kernel, const Size& grid,
-                  const Size& group,
+                  const Size& tg_threads,
                   const std::map<int64_t, std::pair<uintptr_t, uint64_t>>& buffers,
                   const std::map<int64_t, uint32_t>& threadgroup_bytes, const Constants& constants,
                   const std::optional<Size>& threads, bool descending, bool allow_inactive,
@@ -100,7 +100,7 @@ py::object launch(const ShaderLibrary& library, const std::string& kernel, const
   MmLaunch in = launch_with(
       {descending, allow_inactive, allow_uninitialized, flush_subnormals, workers, seconds});
   in.kernel = kernel.c_str();
-  set_grid(in, grid, group);
+  set_grid(in, grid, tg_threads);
   for (int d = 0; threads && d < 3; ++d) in.threads[d] = (*threads)[d];
   const std::vector<MmConstant> values = encoded(constants);
   in.constants = values.data();

@@ -62,7 +62,7 @@ constexpr size_t visited_bytes() {
 }
 static_assert(visited_bytes() == sizeof(KernelArgs), "each_arg: a field is missing");
 
-// Of Python's struct module.
+// The codes of Python's struct module.
 constexpr char code_of(int64_t) { return 'q'; }
 constexpr char code_of(uint32_t) { return 'I'; }
 constexpr char code_of(float) { return 'f'; }
@@ -98,7 +98,7 @@ py::dict to_dict(const Pass& pass) {
   }
   out["kernel"] = pass.kernel;
   out["grid"] = pass.grid;
-  out["group"] = pass.group;
+  out["group"] = pass.threads;
   out["threadgroup_bytes"] = pass.threadgroup_bytes;
   out["constants"] = constants;
   out["slots"] = slots;

@@ -36,8 +36,8 @@ class Recorder {
   void set_threadgroup_memory(uint32_t index, uint32_t bytes) {
     calls_.append(py::make_tuple("set_threadgroup_memory", index, bytes));
   }
-  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& group) {
-    calls_.append(py::make_tuple("dispatch", grid, group));
+  void dispatch(const std::array<uint32_t, 3>& grid, const std::array<uint32_t, 3>& threads) {
+    calls_.append(py::make_tuple("dispatch", grid, threads));
   }
   void commit() { calls_.append(py::make_tuple("commit")); }
 
@@ -85,11 +85,12 @@ void bind_recorder(py::module_& m) {
   m.def("install_recorder", install, py::arg("chip") = "m1", py::arg("cores") = 0,
         "Puts the recorder in the place of the CPU's kernels: what is launched is recorded as the "
         "Metal engine would encode it, not computed. `chip` and `cores` as of install_emulator.");
-  m.def("remove_recorder", remove,
-        "The CPU's kernels again. Returns the calls, in order: (\"set_pipeline\", kernel, "
-        "constants), "
-        "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
-        "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, group), (\"commit\",).");
+  m.def(
+      "remove_recorder", remove,
+      "The CPU's kernels again. Returns the calls, in order: (\"set_pipeline\", kernel, "
+      "constants), "
+      "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
+      "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, threads), (\"commit\",).");
   m.def("commit_every", commit_every,
         "Passes between two commits of a stream; 0: never. ValueError: METALMM_COMMIT_EVERY is not "
         "a whole number from 0 to 1000000.");

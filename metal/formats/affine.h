@@ -36,12 +36,12 @@ struct AffineStream {
   }
 };
 
-// The planes of a row. A unit is kUnitValues values, the smallest group.
+// The planes of a row. A unit is kUnitValues values, the smallest group; so is kBlockValues here.
 MM_CONST uint kUnitValues = 32;
 template <int bits>
 struct AffinePlanes {
-  MM_CONST int kBlockValues = 16, kBlockBytes = 2 * bits;
-  MM_CONST bool kHasUnits = false;
+  MM_CONST int kBlockValues = kUnitValues, kBlockBytes = 4 * bits;
+  MM_CONST bool kHasWidths = false;
   static METAL_FUNC uint group_of(uint unit) {
     return unit >> (fc_group == kUnitValues ? 0 : fc_group == 2 * kUnitValues ? 1 : 2);
   }
@@ -80,7 +80,7 @@ struct Affine {
   using Storage = AffinePlanes<bits>;
   using Pieces = PieceLayout<1, kUnitValues, kUnitValues, kUnitValues>;
   struct Terms {
-    MM_CONST int kSegments = 1, kOffsets = 1;
+    MM_CONST int kScales = 1, kOffsets = 1;
     MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0, kLastBias = 0;
   };
   MM_CONST bool kHasCodebook = false;
@@ -159,7 +159,7 @@ struct Affine {
       w[i] = product + bias;
     }
   }
-  // Of 4 bits: in half precision where scales are halves, two codes at a time.
+  // Codes of 4 bits: in half precision where scales are halves, two codes at a time.
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
     if (ScaleType(fc_scale_type) != ScaleType::kF16) {
       float wide[16];
@@ -168,7 +168,7 @@ struct Affine {
       for (int i = 0; i < 16; ++i) w[i] = half(wide[i]);
       return;
     }
-    // Only what is used of these 16 bytes is loaded; so addressed, both halves of a block cost
+    // Only what is used of these 16 bytes is loaded; so addressed, both halves of a unit cost
     // gemm_small 64 registers instead of 68, 260 instructions instead of 268 (ptxas 13.0).
     const uint4 both = load_as<uint4>(row + k / kUnitValues * uint(4 * bits));
     const uint2 words = (k & 16) != 0 ? both.zw : both.xy;

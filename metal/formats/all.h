@@ -23,7 +23,8 @@ struct FormatCheck {
   static_assert(kSimdWidth % Pieces::kLanes == 0, "");
   static_assert(kBlock % kUnit == 0 || kUnit % kBlock == 0, "");
   static_assert(Pieces::kRun % 4 == 0 && Pieces::kValues % Pieces::kRun == 0, "");
-  static_assert(Pieces::kValues % (Terms::kSegments * Terms::kChains) == 0, "");
+  static_assert(Terms::kScales == 1 || Terms::kScales == Pieces::kValues / Pieces::kRun, "");
+  static_assert(Pieces::kValues % (Terms::kScales * Terms::kChains) == 0, "");
   MM_CONST bool kOk = true;
 };
 
@@ -34,7 +35,7 @@ struct FormatCheck {
 #define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide)                             \
   static_assert(Struct::Storage::kBlockValues == values && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                           \
-  static_assert(Struct::Storage::kHasUnits == (alignment == 2), #name);                           \
+  static_assert(Struct::Storage::kHasWidths == (alignment == 2), #name);                          \
   static_assert(FormatCheck<Struct, piece>::kOk, #name);
 #define MM_AFFINE(name, Struct, bits, piece, wide)                                                \
   static_assert(Struct::Storage::kBlockBytes * 8 == Struct::Storage::kBlockValues * bits, #name); \

@@ -57,15 +57,15 @@ struct Q4_0 {
     nibbles8x2(raw.codes, -8, p.q);
     p.d = float(raw.d);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
+    const Window<18> bytes = Window<18>::load<width>(row, k / 32 * 18);
     nibbles16(bytes.four<2>(bytes), k & 16, -8, w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
-    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
+    const Window<18> bytes = Window<18>::load<width>(row, k / 32 * 18);
     nibbles16(bytes.four<2>(bytes), k & 16, -8.0h, bytes.first(bytes), w);
   }
 };
@@ -75,7 +75,7 @@ struct Q4_1 {
   using Storage = Blocks<32, 20>;
   using Pieces = PieceLayout<1, 32, 16, 16>;
   struct Terms {
-    MM_CONST int kSegments = 2, kOffsets = 1, kChains = 2, kChainBits = 8, kLastBias = 0;
+    MM_CONST int kScales = 2, kOffsets = 1, kChains = 2, kChainBits = 8, kLastBias = 0;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
@@ -124,9 +124,9 @@ struct Q5_0 {
     fives8x2(raw.codes, raw.fifth >> (8 * piece), -16, p.q);
     p.d = float(raw.d);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const Window<22> bytes = Window<22>::load<unit == 2 ? 2 : 4>(row, k / 32 * 22);
+    const Window<22> bytes = Window<22>::load<width == 2 ? 2 : 4>(row, k / 32 * 22);
     nibbles16(bytes.four<6>(bytes), k & 16, -16, w);
     add_fifth16(bytes.word<2>(bytes) >> (k & 16), w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
@@ -138,7 +138,7 @@ struct Q5_1 {
   using Storage = Blocks<32, 24>;
   using Pieces = Pieces32;
   struct Terms {
-    MM_CONST int kSegments = 1, kOffsets = 1, kChains = 1, kChainBits = 0, kLastBias = 0;
+    MM_CONST int kScales = 1, kOffsets = 1, kChains = 1, kChainBits = 0, kLastBias = 0;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
@@ -185,27 +185,27 @@ struct Q8_0 {
     p.d = float(raw.d);
   }
   // The codes of values [k, k + 16), the last bytes of a window of 18 as in q4_0.
-  template <int unit>
+  template <int width>
   static METAL_FUNC uint4 codes16(Row row, uint k) {
-    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 34, k & 16);
+    const Window<18> bytes = Window<18>::load<width>(row, k / 32 * 34, k & 16);
     return bytes.four<2>(bytes);
   }
-  // In the unit that holds the first codes, too.
-  template <int unit>
+  // The read that takes the first codes has the scale, too.
+  template <int width>
   static METAL_FUNC half scale_of(Row row, uint k) {
-    const Window<2> bytes = Window<2>::load<unit>(row, k / 32 * 34);
+    const Window<2> bytes = Window<2>::load<width>(row, k / 32 * 34);
     return bytes.first(bytes);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const uint4 codes = codes16<unit>(row, k);
+    const uint4 codes = codes16<width>(row, k);
     bytes16<kSigns>(codes, -128, w);
-    scale16(float(scale_of<unit>(row, k)), -0.0f, w);
+    scale16(float(scale_of<width>(row, k)), -0.0f, w);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread half (&w)[16]) {
-    const uint4 codes = eight_apart(codes16<unit>(row, k));
-    const half d = scale_of<unit>(row, k);
+    const uint4 codes = eight_apart(codes16<width>(row, k));
+    const half d = scale_of<width>(row, k);
     MM_UNROLL
     for (int i = 0; i < 4; ++i) {
       const half2 even = as_type<half2>((codes[i] & 0x00FF00FFu) ^ 0x64806480u);

@@ -5,11 +5,11 @@
 
 namespace metalmm {
 
-// `bytes` bytes of a row at an even offset, read in units of 2, 4 or 8 bytes: the units that hold
-// them are read as they lie, and selects put the words into place, without a shift. q4_0 is nine,
-// five or three loads. Rows must begin and end at multiples of a unit (kBoundsWordBlocks). Of units
-// of 8, bytes / 8 + 1 are read: a window that ends a row ends with the last of them only if it has
-// 8n + 2 bytes. One of 8n bytes must lie inside its block, 8 bytes before the end.
+// `bytes` bytes of a row at an even offset, read `width` bytes at a time, 2, 4 or 8, from multiples
+// of the width; selects put the words into place, without a shift. q4_0 is nine, five or three
+// loads. Rows must begin and end at multiples of the width (kBoundsWordBlocks). A width of 8 takes
+// bytes / 8 + 1 loads: a window that ends a row ends with the last load only if the window has
+// 8n + 2 bytes. A window of 8n bytes must lie inside its block, 8 bytes before the end.
 template <int bytes>
 struct Window {
   MM_CONST int kWords = bytes / 4 + 1;
@@ -17,13 +17,13 @@ struct Window {
   bool late;  // the bytes begin 2 behind words[0]
 
   // From `inner`, a multiple of 8, of the block at `block`, even.
-  template <int unit>
+  template <int width>
   static METAL_FUNC Window load(device const uchar* row, uint block, uint inner = 0) {
     Window out;
-    const uint skip = block % unit;
+    const uint skip = block % width;
     device const uchar* p = row + (block - skip) + inner;
     out.late = (skip & 2) != 0;
-    if constexpr (unit == 8) {
+    if constexpr (width == 8) {
       static_assert(bytes % 8 == 0 || bytes % 8 == 2, "reads beyond a row that the block ends");
       uint raw[kWords / 2 * 2 + 2];
       MM_UNROLL
@@ -36,16 +36,16 @@ struct Window {
       for (int i = 0; i < kWords; ++i) out.words[i] = select(raw[i], raw[i + 1], (skip & 4) != 0);
     } else {
       MM_UNROLL
-      for (int i = 0; i < kWords; ++i) out.words[i] = load_some<unit>(p + 4 * i, bytes - 4 * i);
+      for (int i = 0; i < kWords; ++i) out.words[i] = load_some<width>(p + 4 * i, bytes - 4 * i);
     }
     return out;
   }
-  // For gemv. Units of 8 or none: one of 4 bytes and two of 2 are one load to LLVM, of the lesser
-  // alignment.
+  // For gemv: 8 bytes at a time, or 2. A load of 4 bytes and two loads of 2 are one load to LLVM,
+  // of the lesser alignment.
   static METAL_FUNC Window fetch(device const uchar* row, uint block, uint inner) {
     return has_long_blocks() ? load<8>(row, block, inner) : load<2>(row, block, inner);
   }
-  // Of a window that begins with a half: it.
+  // The half that the window begins with.
   static METAL_FUNC half first(thread const Window& w) {
     return as_type<half>(w.late ? half_word(w.words[0], 1) : half_word(w.words[0], 0));
   }
@@ -71,16 +71,16 @@ struct Window {
   }
 
  private:
-  template <int unit>
+  template <int width>
   static METAL_FUNC uint load_some(device const uchar* p, int left) {
-    if constexpr (unit == 4) return load_as<uint>(p);
+    if constexpr (width == 4) return load_as<uint>(p);
     return left >= 4 ? load_4<2>(p) : left >= 2 ? load_as<ushort>(p) : 0;
   }
 };
 // 16 bytes of the inside of a block.
-template <int unit>
+template <int width>
 METAL_FUNC uint4 load_inner16(device const uchar* row, uint block, uint inner) {
-  const Window<16> bytes = Window<16>::load<unit>(row, block, inner);
+  const Window<16> bytes = Window<16>::load<width>(row, block, inner);
   return bytes.four<0>(bytes);
 }
 
@@ -88,7 +88,7 @@ METAL_FUNC uint4 load_inner16(device const uchar* row, uint block, uint inner) {
 template <int values, int bytes>
 struct Blocks {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
-  MM_CONST bool kHasUnits = bytes % 4 == 2;
+  MM_CONST bool kHasWidths = bytes % 4 == 2;
   static METAL_FUNC uint row_bytes() { return fc_k / uint(values) * uint(bytes); }
   static METAL_FUNC device const uchar* block(Row row, uint index) {
     return row + index * uint(bytes);
@@ -103,7 +103,7 @@ struct Blocks {
 template <int values, int bytes>
 struct WindowBlocks {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
-  MM_CONST bool kHasUnits = bytes % 4 == 2;
+  MM_CONST bool kHasWidths = bytes % 4 == 2;
   static METAL_FUNC uint row_bytes() { return Blocks<values, bytes>::row_bytes(); }
   static METAL_FUNC device const uchar* block(Row row, uint index) {
     return Blocks<values, bytes>::block(row, index);

@@ -63,16 +63,16 @@ struct IQ4_NL {
     look_up<8>(book, words, p.q);
     p.d = float(raw.d);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
-    const Window<18> bytes = Window<18>::load<unit>(row, k / 32 * 18);
+    const Window<18> bytes = Window<18>::load<width>(row, k / 32 * 18);
     look_up16<Levels>(bytes.four<2>(bytes), k & 16, w);
     scale16(float(bytes.first(bytes)), -0.0f, w);
   }
 };
 
 // (d (scale - 32)) level(code): 6-bit scales per 32 values, codes as in iq4_nl.
-// Eight lanes share a super-block: lane p owns sub-block p.
+// Eight lanes share a block: lane p owns group p.
 struct IQ4_XS {
   using Storage = Blocks<256, 136>;
   using Pieces = PieceLayout<8, 32, 32, 32>;
@@ -80,9 +80,9 @@ struct IQ4_XS {
   using Levels = IQ4Levels;
   MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
 
-  static METAL_FUNC float scale(device const uchar* b, uint sub) {
-    const uint low = b[4 + sub / 2] >> (4 * (sub & 1)) & 15;
-    const uint top = load_as<ushort>(b + 2) >> (2 * sub) & 3;
+  static METAL_FUNC float scale(device const uchar* b, uint group) {
+    const uint low = b[4 + group / 2] >> (4 * (group & 1)) & 15;
+    const uint top = load_as<ushort>(b + 2) >> (2 * group) & 3;
     const half six = as_type<half>(ushort(0x6400u | low | top << 4));
     return load_half(b) * (float(six) - 1056.0f);
   }
@@ -95,24 +95,24 @@ struct IQ4_XS {
     raw = {load_16<8>(b + 8 + 16 * piece), load_as<half>(b), load_as<ushort>(b + 2),
            b[4 + piece / 2]};
   }
-  // A lane's fields of `low` and `tops` are at bits that it knows: masks and units are its own.
+  // A lane's fields of `low` and `tops` are at bits that it knows: masks and places are its own.
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook book,
                                 thread Piece<IQ4_XS>& p) {
     const uint words[4] = {raw.codes.x, raw.codes.y, raw.codes.z, raw.codes.w};
     look_up<16>(book, words, p.q);
     const uint low_shift = 4 * (piece & 1), top_shift = 2 * piece;
-    const float low_unit = power_of_two(-int(low_shift));
-    const float top_unit = power_of_two(4 - int(top_shift));
+    const float low_place = power_of_two(-int(low_shift));
+    const float top_place = power_of_two(4 - int(top_shift));
     const half low = as_type<half>(ushort((raw.low | 0x6400u) & (0x6400u | 15u << low_shift)));
     const float top = as_type<float>(open_word(raw.tops) & (kExponent23 | 3u << top_shift));
-    const float bias = -32.0f - 8388608.0f * top_unit - 1024.0f * low_unit;
-    p.d = float(raw.d) * fma(float(low), low_unit, fma(top, top_unit, bias));
+    const float bias = -32.0f - 8388608.0f * top_place - 1024.0f * low_place;
+    p.d = float(raw.d) * fma(float(low), low_place, fma(top, top_place, bias));
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
-    const uint sub = (k & 255) / 32;
-    look_up16<Levels>(load_16<8>(b + 8 + 16 * sub), k & 16, w);
-    scale16(scale(b, sub), -0.0f, w);
+    const uint group = (k & 255) / 32;
+    look_up16<Levels>(load_16<8>(b + 8 + 16 * group), k & 16, w);
+    scale16(scale(b, group), -0.0f, w);
   }
 };
 

@@ -10,7 +10,7 @@ namespace metalmm {
 template <class V>
 struct DenseValues {
   MM_CONST int kBlockValues = 1, kBlockBytes = sizeof(V);
-  MM_CONST bool kHasUnits = false;
+  MM_CONST bool kHasWidths = false;
   static METAL_FUNC uint row_bytes() { return fc_k * uint(sizeof(V)); }
   using Cursor = device const uchar*;
   static METAL_FUNC Cursor start(Row row, uint unit) { return row + unit * 16; }

@@ -2,12 +2,13 @@
 //
 // A format is a struct of static functions (in Metal 4.1 an implicit `this` becomes generic; static
 // functions are immune), of constants, and of the structs that it is made of: Metal has no derived
-// classes, so that a format names its parts instead.
+// classes, so that a format names its members instead.
 //
 //   Storage          how a row lies in memory: Blocks or WindowBlocks (blocks.h), or the format's
 //   own
-//     kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value of dense formats
-//     kHasUnits                   decode16 is a template of the unit that Window reads in
+//     kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value of dense formats;
+//                                 affine formats: the smallest group, and the bytes of its codes
+//     kHasWidths                  decode16 is a template of the width that Window reads at a time
 //     static uint row_bytes()     of a packed row
 //     Cursor                      finds the data of a unit of a row (piece.h)
 //     static Cursor start(Row row, uint unit), next(Cursor, uint units)
@@ -64,8 +65,8 @@ template <int bits, int shift>
 METAL_FUNC float field(uint opened, float add = 0.0f) {
   static_assert(shift + bits <= 23, "beyond the mantissa");
   constexpr uint kMask = kExponent23 | ((1u << bits) - 1u) << shift;
-  constexpr float kUnit = 1.0f / (1u << shift);
-  return fma(as_type<float>(opened & kMask), kUnit, add - 8388608.0f * kUnit);
+  constexpr float kPlace = 1.0f / (1u << shift);
+  return fma(as_type<float>(opened & kMask), kPlace, add - 8388608.0f * kPlace);
 }
 
 // 2^10 + 2^shift code, for the codes at bits [shift, shift + bits) of both halves of a word.
@@ -226,13 +227,13 @@ METAL_FUNC void scale_two(half2 even, half2 odd, half d, thread half* w) {
 }
 METAL_FUNC void nibbles16(uint4 words, bool high, half add, half d, thread half (&w)[16]) {
   const uint mask = kExponent10 | (high ? 0x00F000F0u : 0x000F000Fu);
-  const half unit = high ? 1 / 16.0h : 1.0h, bias = add - 1024.0h * unit;
+  const half place = high ? 1 / 16.0h : 1.0h, bias = add - 1024.0h * place;
   const uint4 pairs = eight_apart(words);
   MM_UNROLL
   for (int i = 0; i < 4; ++i) {
     const half2 even = as_type<half2>(open_pair(pairs[i]) & mask);
     const half2 odd = as_type<half2>(open_pair(pairs[i] >> 8) & mask);
-    scale_two(fma(even, half2(unit), half2(bias)), fma(odd, half2(unit), half2(bias)), d,
+    scale_two(fma(even, half2(place), half2(bias)), fma(odd, half2(place), half2(bias)), d,
               w + 2 * i);
   }
 }

@@ -1,4 +1,4 @@
-// q2_k, q3_k and q6_k: super-blocks of 256 values, a scale per 16.
+// q2_k, q3_k and q6_k: blocks of 256 values, a scale per 16.
 // Value 128n + 32t + l: bits [2t, 2t + 2) of byte 32n + l hold two bits of its code.
 // A lane owns 8 of these bytes: lane p those from 32n + l = 8 p, and of the scales those of
 // the groups 8n + 2t + g of 16 values, g = l / 16, t = 0 ... 3.
@@ -13,7 +13,7 @@ MM_CONST int kOwnBytes = 8;
 using QuartersOf128 = PieceLayout<64 / kOwnBytes, 4 * kOwnBytes, kOwnBytes, 32>;
 // A scale for each of four runs.
 struct FourScales {
-  MM_CONST int kSegments = 4, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
+  MM_CONST int kScales = 4, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
 };
 
 // Two bytes as halves, exponent set.
@@ -34,7 +34,7 @@ struct Q2_K {
   using Storage = Blocks<256, 84>;
   using Pieces = QuartersOf128;
   struct Terms {
-    MM_CONST int kSegments = 4, kOffsets = 4, kChains = 1, kChainBits = 0, kLastBias = 0;
+    MM_CONST int kScales = 4, kOffsets = 4, kChains = 1, kChainBits = 0, kLastBias = 0;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
@@ -49,7 +49,7 @@ struct Q2_K {
     }
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
-      raw.scales[t] = b[8 * Pieces::chunk(piece) + Pieces::offset(piece) / 16 + 2 * t];
+      raw.scales[t] = b[8 * Pieces::weave(piece) + Pieces::offset(piece) / 16 + 2 * t];
     }
     raw.d = load_as<half2>(b + 80);
   }
@@ -117,7 +117,7 @@ struct Q3_K {
   // Third bits of runs t and t + 2, in two bytes: times two powers of two at once, they lie above
   // the other two bits of their codes.
   static METAL_FUNC void unpack_codes(thread const Raw& raw, uint n, thread float* q) {
-    const float unit = power_of_two(-4 * int(n)), spread0 = 20.0f * unit, spread1 = 40.0f * unit;
+    const float place = power_of_two(-4 * int(n)), spread0 = 20.0f * place, spread1 = 40.0f * place;
     const float bias0 = 8388608.0f * (1.0f - spread0), bias1 = 8388608.0f * (1.0f - spread1);
     const uint mask0 = 0x05050505u << (4 * n), mask1 = 0x0A0A0A0Au << (4 * n);
     uint codes[kOwnBytes / 4], high[kOwnBytes / 4];
@@ -145,32 +145,32 @@ struct Q3_K {
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q3_K>& p) {
-    const uint n = Pieces::chunk(piece);
+    const uint n = Pieces::weave(piece);
     unpack_codes(raw, n, p.q);
     const uint low_mask = kExponent10 | 0x000F000Fu << (4 * n);
     const uint tops = open_bytes(raw.top[0], raw.top[1]);
-    const half low_unit = n == 0 ? 1.0h : 1 / 16.0h;
+    const half low_place = n == 0 ? 1.0h : 1 / 16.0h;
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {
-      const half top_unit = (t == 0 ? 16.0h : 4.0h) * low_unit;
+      const half top_place = (t == 0 ? 16.0h : 4.0h) * low_place;
       const uint top_mask = kExponent10 | 0x00030003u << (4 * n + t);
       const half2 top = as_type<half2>(tops & top_mask);
       const half2 low = as_type<half2>(open_bytes(raw.low[t], raw.low[t + 1]) & low_mask);
-      const half constant_part = -1024.0h * top_unit - 1024.0h * low_unit - 32.0h;
-      const half2 scale =
-          fma(low, half2(low_unit), fma(top, half2(top_unit), half2(constant_part)));
+      const half bias = -1024.0h * top_place - 1024.0h * low_place - 32.0h;
+      const half2 scale = fma(low, half2(low_place), fma(top, half2(top_place), half2(bias)));
       p.scale[t] = float(scale.x);
       p.scale[t + 1] = float(scale.y);
     }
     p.d = float(raw.d);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
     const uint j = (k & 255) / 16;
     const uint at = k / 256 * Storage::kBlockBytes;
-    const uint4 crumbs = load_inner16<unit>(row, at, 32 + j / 8 * 32 + (k & 16)) >> (j / 2 & 3) * 2;
-    const uint4 high = load_inner16<unit>(row, at, k & 16) >> (j / 2);
+    const uint4 crumbs =
+        load_inner16<width>(row, at, 32 + j / 8 * 32 + (k & 16)) >> (j / 2 & 3) * 2;
+    const uint4 high = load_inner16<width>(row, at, k & 16) >> (j / 2);
     bytes16((crumbs & 0x03030303u) | (high & 0x01010101u) << 2, -4, w);
     const uint low = b[96 + (j & 7)] >> (j / 8 * 4) & 15;
     const uint top = b[104 + (j & 3)] >> (j / 4 * 2) & 3;
@@ -194,14 +194,14 @@ struct Q6_K {
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
     for (int s = 0; s < 2; ++s) {
-      const uint at = 64 * Pieces::chunk(piece) + 32 * s + Pieces::offset(piece);
+      const uint at = 64 * Pieces::weave(piece) + 32 * s + Pieces::offset(piece);
       raw.low[s] = Window<kOwnBytes>::fetch(c.row, c.block, at);
     }
     raw.high = Window<kOwnBytes>::fetch(c.row, c.block, 128 + kOwnBytes * piece);
     device const uchar* b = c.row + c.block;
     MM_UNROLL
     for (int t = 0; t < 4; ++t) {
-      raw.scales[t] = b[192 + 8 * Pieces::chunk(piece) + Pieces::offset(piece) / 16 + 2 * t];
+      raw.scales[t] = b[192 + 8 * Pieces::weave(piece) + Pieces::offset(piece) / 16 + 2 * t];
     }
     raw.d = load_as<half>(b + 208);
   }
@@ -239,14 +239,14 @@ struct Q6_K {
     }
     p.d = float(raw.d);
   }
-  template <int unit>
+  template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
     const uint j = (k & 255) / 16, t = j / 2 & 3;
     const uint at = k / 256 * Storage::kBlockBytes;
     const uint4 low =
-        load_inner16<unit>(row, at, j / 8 * 64 + (t & 1) * 32 + (k & 16)) >> (t & 2) * 2;
-    const uint4 high = load_inner16<unit>(row, at, 128 + j / 8 * 32 + (k & 16)) >> 2 * t;
+        load_inner16<width>(row, at, j / 8 * 64 + (t & 1) * 32 + (k & 16)) >> (t & 2) * 2;
+    const uint4 high = load_inner16<width>(row, at, 128 + j / 8 * 32 + (k & 16)) >> 2 * t;
     bytes16((low & 0x0F0F0F0Fu) | (high & 0x03030303u) << 4, -32, w);
     const float d = load_half(b + 208) * float(as_type<char>(b[192 + j]));
     scale16(d, -0.0f, w);

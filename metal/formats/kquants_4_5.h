@@ -1,6 +1,6 @@
-// q4_k and q5_k: super-blocks of 256 values, 6-bit scales and minima per 32.
+// q4_k and q5_k: blocks of 256 values, 6-bit scales and minima per 32.
 // Bytes [32c, 32c + 32) of the codes hold values [64c, 64c + 32) (low nibbles) and the next 32
-// (high). 16 bytes of them are a lane's: lane p owns those from 16 p, of chunk c = p / 2.
+// (high). 16 bytes of them are a lane's: lane p owns those from 16 p, of weave c = p / 2.
 #pragma once
 
 #include "blocks.h"
@@ -10,7 +10,7 @@ namespace metalmm {
 
 using HalvesOf64 = PieceLayout<8, 32, 16, 32>;
 
-// The two packed scales and minima of chunk c, of values [64c, 64c + 32) and [64c + 32, 64c + 64):
+// The two packed scales and minima of weave c, of values [64c, 64c + 32) and [64c + 32, 64c + 64):
 // for c < 2 the low 6 bits of bytes 2c + {0, 1} (scales) and 2c + {4, 5} (minima); else 4 bits in
 // the nibbles of byte 2c + {4, 5} and 2 at the top of bytes 2c - {4, 3} and 2c + {0, 1}.
 struct PackedScales {
@@ -31,39 +31,39 @@ struct PackedScales {
     const uchar2 high = as_type<uchar2>(half_word(word, 1));
     return (c & 1) != 0 ? high : low;
   }
-  // Masks and units depend on c alone, which a lane knows before the loop: 15 operations. In half,
-  // where all these integers are exact. The second scale comes divided by high_unit.
-  static METAL_FUNC void unpack(PackedScales s, uint c, half high_unit, thread half2& scale,
+  // Masks and places depend on c alone, which a lane knows before the loop: 15 operations. In half,
+  // where all these integers are exact. The second scale comes divided by high_place.
+  static METAL_FUNC void unpack(PackedScales s, uint c, half high_place, thread half2& scale,
                                 thread half2& minimum) {
     const bool split = c >= 2;
     const uint low_mask = kExponent10 | (split ? 0x000F000Fu : 0u);
     const uint high_mask = kExponent10 | (split ? 0x00F000F0u : 0u);
     const uint top_mask = kExponent10 | (split ? 0x00C000C0u : 0x003F003Fu);
-    const half top_unit = split ? 0.25h : 1.0h;
-    const half2 unit = half2(1.0h, high_unit);
+    const half top_place = split ? 0.25h : 1.0h;
+    const half2 place = half2(1.0h, high_place);
     const uint a = open_pair(as_type<uint>(ushort2(s.a)));
     const uint b = open_pair(as_type<uint>(ushort2(s.b)));
     const uint nibbles = open_pair(as_type<uint>(ushort2(s.nibbles)));
-    const half scale_bias = -1024.0h * top_unit - 1024.0h;
-    const half minimum_bias = -1024.0h * top_unit - 64.0h;
-    scale = fma(as_type<half2>(nibbles & low_mask), unit, scale_bias * unit);
-    scale = fma(as_type<half2>(a & top_mask), top_unit * unit, scale);
+    const half scale_bias = -1024.0h * top_place - 1024.0h;
+    const half minimum_bias = -1024.0h * top_place - 64.0h;
+    scale = fma(as_type<half2>(nibbles & low_mask), place, scale_bias * place);
+    scale = fma(as_type<half2>(a & top_mask), top_place * place, scale);
     minimum = fma(as_type<half2>(nibbles & high_mask), half2(1 / 16.0h), half2(minimum_bias));
-    minimum = fma(as_type<half2>(b & top_mask), half2(top_unit), minimum);
+    minimum = fma(as_type<half2>(b & top_mask), half2(top_place), minimum);
   }
 };
 
-// The scales of a lane's piece, of chunk c of a block.
-struct ChunkScales {
+// The scales of a lane's piece, of weave c of a block.
+struct WeaveScales {
   half2 d;
   PackedScales packed;
 
-  static METAL_FUNC ChunkScales fetch(device const uchar* b, uint c) {
+  static METAL_FUNC WeaveScales fetch(device const uchar* b, uint c) {
     return {load_as<half2>(b), PackedScales::load(b + 4, c)};
   }
-  // d, -dmin and the factors of both, for codes of the second segment that come times 16.
+  // d, -dmin and the factors of both, for codes of the second run that come times 16.
   template <class P>
-  static METAL_FUNC void unpack(ChunkScales s, uint c, thread P& p) {
+  static METAL_FUNC void unpack(WeaveScales s, uint c, thread P& p) {
     half2 scale, minimum;
     PackedScales::unpack(s.packed, c, 1 / 16.0h, scale, minimum);
     MM_UNROLL
@@ -93,19 +93,19 @@ struct Q4_K {
   using Storage = Blocks<256, 144>;
   using Pieces = HalvesOf64;
   struct Terms {
-    MM_CONST int kSegments = 2, kOffsets = 2, kChains = 1, kChainBits = 0, kLastBias = 1024;
+    MM_CONST int kScales = 2, kOffsets = 2, kChains = 1, kChainBits = 0, kLastBias = 1024;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
-    ChunkScales scales;
+    WeaveScales scales;
   };
   static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw.codes = load_as<uint4>(b + 16 + 16 * piece);
-    raw.scales = ChunkScales::fetch(b, Pieces::chunk(piece));
+    raw.scales = WeaveScales::fetch(b, Pieces::weave(piece));
   }
   // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
-  // code. Its bias, 64 codes, stays until the end of the segment, where the sum of x takes it away.
+  // code. Its bias, 64 codes, stays until the end of the run, where the sum of x takes it away.
   static METAL_FUNC void two_bytes(uint word, thread float* low, thread float* high) {
     const uint opened = open_pair(word);
     const half2 l = pair<4, 0>(opened) - 1024.0h, h = pair<4, 4>(opened);
@@ -122,12 +122,12 @@ struct Q4_K {
       two_bytes(word, p.q + i, p.q + 16 + i);
       two_bytes(word >> 8, p.q + i + 1, p.q + 17 + i);
     }
-    ChunkScales::unpack(raw.scales, Pieces::chunk(piece), p);
+    WeaveScales::unpack(raw.scales, Pieces::weave(piece), p);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
     nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, 0, w);
-    ChunkScales::apply(b, k, w);
+    WeaveScales::apply(b, k, w);
   }
 };
 
@@ -137,23 +137,23 @@ struct Q5_K {
   using Storage = Blocks<256, 176>;
   using Pieces = HalvesOf64;
   struct Terms {
-    MM_CONST int kSegments = 2, kOffsets = 2, kChains = 2, kChainBits = 8, kLastBias = 0;
+    MM_CONST int kScales = 2, kOffsets = 2, kChains = 2, kChainBits = 8, kLastBias = 0;
   };
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes, fifth;
-    ChunkScales scales;
+    WeaveScales scales;
   };
   static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
     raw.codes = load_as<uint4>(b + 48 + 16 * piece);
     raw.fifth = load_as<uint4>(b + 16 + 16 * (piece & 1));
-    raw.scales = ChunkScales::fetch(b, Pieces::chunk(piece));
+    raw.scales = WeaveScales::fetch(b, Pieces::weave(piece));
   }
   // The fifth bits of two bytes, times two powers of two at once, lie above the low nibbles and
   // above the high ones: integers in a float multiply without a shift or a conversion.
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_K>& p) {
-    const uint c = Pieces::chunk(piece), mask = 0x03030303u << (2 * c);
+    const uint c = Pieces::weave(piece), mask = 0x03030303u << (2 * c);
     const float spread = 9.0f * power_of_two(4 - 2 * int(c)), bias = 8388608.0f * (1.0f - spread);
     MM_UNROLL
     for (int i = 0; i < 16; i += 2) {
@@ -170,7 +170,7 @@ struct Q5_K {
       p.q[16 + i] = high_first - 8388608.0f;
       p.q[17 + i] = as_type<float>(high) - high_first;
     }
-    ChunkScales::unpack(raw.scales, c, p);
+    WeaveScales::unpack(raw.scales, c, p);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
@@ -179,7 +179,7 @@ struct Q5_K {
     const uint4 qh = load_as<uint4>(b + 16 + (k & 16)) >> chunk;
     MM_UNROLL
     for (int i = 0; i < 16; ++i) w[i] += qh[i / 4] & (1u << i % 4 * 8) ? 16.0f : 0.0f;
-    ChunkScales::apply(b, k, w);
+    WeaveScales::apply(b, k, w);
   }
 };
 

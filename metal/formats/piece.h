@@ -2,21 +2,21 @@
 //
 // K is cut into units of kLanes * kValues values; each of kLanes lanes owns a piece of a unit:
 // kValues values in runs of kRun, a run every kRunStride values. Lanes of a unit that are
-// neighbours own neighbouring runs. A piece is kSegments segments of equal size.
+// neighbours own neighbouring runs. A piece has kScales scales: one, or one for each run.
 //
 //   Pieces                           a PieceLayout: kLanes, kValues, kRun, kRunStride
-//   Terms                            kSegments, kOffsets, kChains, kChainBits, kLastBias, of unpack
+//   Terms                            kScales, kOffsets, kChains, kChainBits, kLastBias, of unpack
 //   struct Raw                       what a lane loads for a piece
 //   static void fetch(Storage::Cursor, uint piece, thread Raw& raw)
 //       All loads of a piece, so that a kernel can start those of several rows before it waits.
 //   static void unpack(thread const Raw& raw, uint piece, Codebook book, thread Piece<Format>& p)
-//       Codes as integers in f32. Value i of segment s is
+//       Codes as integers in f32. Value i of scale s is
 //         p.d p.scale[s] p.q[i] / 2^(kChainBits (i % kChains)) + p.m p.offset[s]
-//       without p.scale where kSegments is 1. kOffsets: 0, none; 1, one for the piece, without
-//       p.offset; else one per segment.
-//   kLastBias                        a constant on top of p.q in the last segment, whose product
+//       without p.scale where kScales is 1. kOffsets: 0, none; 1, one for the piece, without
+//       p.offset; else one for each scale.
+//   kLastBias                        a constant on top of p.q under the last scale, whose product
 //                                    starts from minus as much times the sum of x: with an
-//                                    offset per segment only. Its error is then in proportion to
+//                                    offset per scale only. Its error is then in proportion to
 //                                    (bias + q) |x|: where large x meet codes of zero, more than
 //                                    the bound of |w| |x| that exact codes keep
 //   kHasCodebook                     unpack() reads `book`, which fill() has written
@@ -35,18 +35,18 @@ using Codebook = threadgroup const half2*;
 template <int lanes, int values, int run, int run_stride>
 struct PieceLayout {
   MM_CONST int kLanes = lanes, kValues = values, kRun = run, kRunStride = run_stride;
-  // Pieces that interleave their runs make a chunk: that of a piece, the offset of its runs within
-  // each stride, and its first value in the unit.
-  static METAL_FUNC uint chunk(uint piece) { return piece * uint(run) / run_stride; }
+  // Pieces that interleave their runs make a weave: the weave of a piece, the offset of its runs
+  // within each stride, and its first value in the unit.
+  static METAL_FUNC uint weave(uint piece) { return piece * uint(run) / run_stride; }
   static METAL_FUNC uint offset(uint piece) { return piece * uint(run) % run_stride; }
   static METAL_FUNC uint first(uint piece) {
-    return uint(values / run * run_stride) * chunk(piece) + offset(piece);
+    return uint(values / run * run_stride) * weave(piece) + offset(piece);
   }
 };
 
 // One scale, one chain, no offset.
 struct PlainTerms {
-  MM_CONST int kSegments = 1, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
+  MM_CONST int kScales = 1, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
 };
 
 template <class Format>
@@ -54,7 +54,7 @@ struct Piece {
   using Terms = typename Format::Terms;
   MM_CONST int kOffsets = Terms::kOffsets > 1 ? Terms::kOffsets : 1;
   float q[Format::Pieces::kValues];
-  float scale[Terms::kSegments], offset[kOffsets];
+  float scale[Terms::kScales], offset[kOffsets];
   float d, m;
 };
 
@@ -65,7 +65,7 @@ struct XPiece {
 };
 
 template <class Format>
-METAL_FUNC void sum_segments(thread XPiece<Format>& x) {
+METAL_FUNC void sum_for_offsets(thread XPiece<Format>& x) {
   using Terms = typename Format::Terms;
   constexpr int kValues = Format::Pieces::kValues / Piece<Format>::kOffsets;
   MM_UNROLL
@@ -80,13 +80,14 @@ METAL_FUNC void sum_segments(thread XPiece<Format>& x) {
   }
 }
 
-// Sum of q x over segment s, chain by chain.
+// Sum of q x over the values of scale s, chain by chain.
 template <class Format>
-METAL_FUNC float dot_segment(thread const Piece<Format>& p, thread const XPiece<Format>& x, int s) {
+METAL_FUNC float dot_of_scale(thread const Piece<Format>& p, thread const XPiece<Format>& x,
+                              int s) {
   using Terms = typename Format::Terms;
-  constexpr int kValues = Format::Pieces::kValues / Terms::kSegments, kChains = Terms::kChains;
-  constexpr float kUnit = 1.0f / (1 << Terms::kChainBits);
-  const bool is_biased = Terms::kLastBias != 0 && s == Terms::kSegments - 1;
+  constexpr int kValues = Format::Pieces::kValues / Terms::kScales, kChains = Terms::kChains;
+  constexpr float kPlace = 1.0f / (1 << Terms::kChainBits);
+  const bool is_biased = Terms::kLastBias != 0 && s == Terms::kScales - 1;
   float chain[kChains];
   MM_UNROLL
   for (int i = 0; i < kValues; ++i) {
@@ -99,7 +100,7 @@ METAL_FUNC float dot_segment(thread const Piece<Format>& p, thread const XPiece<
   }
   float sum = chain[kChains - 1];
   MM_UNROLL
-  for (int c = kChains - 2; c >= 0; --c) sum = fma(kUnit, sum, chain[c]);
+  for (int c = kChains - 2; c >= 0; --c) sum = fma(kPlace, sum, chain[c]);
   return sum;
 }
 
@@ -109,12 +110,12 @@ template <class Format>
 METAL_FUNC float dot(thread const Piece<Format>& p, thread const XPiece<Format>& x, float acc) {
   using Terms = typename Format::Terms;
   float total = 0.0f, offset = 0.0f;
-  if constexpr (Terms::kSegments == 1) {
-    total = dot_segment(p, x, 0);
+  if constexpr (Terms::kScales == 1) {
+    total = dot_of_scale(p, x, 0);
   } else {
     MM_UNROLL
-    for (int s = 0; s < Terms::kSegments; ++s) {
-      const float sum = dot_segment(p, x, s);
+    for (int s = 0; s < Terms::kScales; ++s) {
+      const float sum = dot_of_scale(p, x, s);
       total = s == 0 ? p.scale[0] * sum : fma(p.scale[s], sum, total);
     }
   }

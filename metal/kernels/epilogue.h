@@ -1,4 +1,4 @@
-// The last step of every matmul: y = alpha * acc + bias + beta * c in f32, rounded once.
+// The end of every matmul: y = alpha * acc + bias + beta * c in f32, rounded once.
 #pragma once
 
 #include "../entry.h"

@@ -5,17 +5,17 @@
 //                       m 0..15   16..31
 //            n  0..31     sg 0     sg 2
 //            n 32..63     sg 1     sg 3
-//          Per step a thread decodes 32 values of one row of W and loads 16 of one row of x, of
-//          float tiles half as many.
+//          Per step a thread decodes 32 values of one row of W and loads 16 of one row of x,
+//          half as many where operands are floats.
 // Traffic  W is read M / 32 times, x N / 64 times, y is written once. Per 32 values of K a thread
 //          stores 16 + 8 operands (2 + 1 vectors of halves, 4 + 2 of floats), and a simdgroup loads
 //          16 matrices of W and 8 of x for 32 multiplications.
 // Cost     Per weight of q4_0 2 bitwise, 2 fma, 1.4 shifts and conversions and 0.4 selects (clang
 //          22, f32 x; f16 x: 0.8 bitwise, 1 fma and 1 product of halves, 0.1 shifts); then 0.4
 //          stores of operands (halves: 0.2), 1.5 loads and 2 multiplications of matrices. Loads of
-//          W by a thread per step of 32 weights: 3 of q4_0, 5 of q8_0, 13 of q6_k where rows are
-//          whole units of 8 bytes (Window); with units of 4 bytes 5, 10 and 23, of 2 bytes 9, 17
-//          and 35.
+//          W by a thread for its 32 weights of a step, where rows are read 8 bytes at a time
+//          (Window): 3 of q4_0, 5 of q8_0, 13 of q6_k; 4 bytes at a time 5, 10 and 23; 2 bytes at
+//          a time 9, 17 and 35.
 // Needs    (64 + 32) rows of a step in threadgroup memory, of 72 halves or 40 floats. Half
 //          operands, for f16 x, round W to 11 bits and reach 65504; f32 and bf16 x multiply float
 //          operands.
@@ -30,17 +30,18 @@ namespace metalmm {
 template <class Format, class T>
 struct Gemm {
   using Tile = GemmTile;
-  using E = typename TileOperand<T>::type;
-  static_assert(sizeof(E) == tile_operand_bytes(is_same<T, half>::value), "see threadgroup_bytes");
+  using E = typename MatrixOperand<T>::type;
+  static_assert(sizeof(E) == matrix_operand_bytes(is_same<T, half>::value),
+                "see threadgroup_bytes");
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
-    constexpr int kStride = kStep + kTilePad;
+    constexpr int kStride = kStep + kOperandPad;
     constexpr uint kWLoaders = kStep / kWValues;  // threads of a row
     constexpr uint kXLoaders = Tile::kThreads / Tile::kM;
     constexpr uint kXValues = kStep / kXLoaders;
-    threadgroup E* w_tile = reinterpret_cast<threadgroup E*>(memory);
-    threadgroup E* x_tile = w_tile + Tile::kN * kStride;
+    threadgroup E* w_operands = reinterpret_cast<threadgroup E*>(memory);
+    threadgroup E* x_operands = w_operands + Tile::kN * kStride;
 
     const uint n = at.tg.y * Tile::kN, m = at.tg.x * Tile::kM;
     const uint w_line = at.index / kWLoaders, w_k = at.index % kWLoaders * kWValues;
@@ -64,11 +65,11 @@ struct Gemm {
       load_x(x_from, k + x_k, range.end, xs);
       MM_UNROLL
       for (uint i = 0; i < kWValues / 16; ++i) {
-        store_operands(w_tile + w_line * kStride + w_k + 16 * i, w[i]);
+        store_operands(w_operands + w_line * kStride + w_k + 16 * i, w[i]);
       }
-      store_operands(x_tile + x_line * kStride + x_k, xs);
+      store_operands(x_operands + x_line * kStride + x_k, xs);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      multiply<kStep>(w_tile + sg_n * kStride, x_tile + sg_m * kStride, acc);
+      multiply<kStep>(w_operands + sg_n * kStride, x_operands + sg_m * kStride, acc);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     store_tile(result, args, at, m + sg_m, n + sg_n, acc);

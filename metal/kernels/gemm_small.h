@@ -30,7 +30,7 @@ namespace metalmm {
 template <class Format, class T>
 struct GemmSmall {
   using Tile = GemmSmallTile;
-  using E = typename TileOperand<T>::type;
+  using E = typename MatrixOperand<T>::type;
   using XRow = device const T*;
 
   static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
@@ -56,8 +56,8 @@ struct GemmSmall {
     simdgroup_float8x8 acc[kBatches][kMatrices];
     clear(acc);
     const KRange range = k_of_part(args, at.tg.z);
-    constexpr uint kStep = Tile::kSimdgroups * Tile::kK;
-    for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStep) {
+    constexpr uint kStride = Tile::kSimdgroups * Tile::kK;
+    for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStride) {
       // A multiple of 32, visibly: both halves of a block are then read once.
       const uint first = (k + kProducts * column) / kChunkValues * kChunkValues;
       const uint run = k + row / 2 * kChunkValues + row % 2 * kRun;

@@ -38,13 +38,13 @@ struct GemvBatch {
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
     typename Storage::Cursor cursor = Storage::start(rows.first, w.first);
     XRow x_at = xs.first + Walk<Format>::first_value(w);
-    for (uint unit = w.first; unit < w.end; unit += w.step) {
+    for (uint unit = w.first; unit < w.end; unit += w.stride) {
       typename Format::Raw raw[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
         Format::fetch(Storage::moved(cursor, rows.distance[r]), w.piece, raw[r]);
       }
-      cursor = Storage::next(cursor, w.step);
+      cursor = Storage::next(cursor, w.stride);
       Piece<Format> p[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) Format::unpack(raw[r], w.piece, book, p[r]);
@@ -59,7 +59,7 @@ struct GemvBatch {
           for (int r = 0; r < kRows; ++r) acc[m][r] = dot(p[r], x, acc[m][r]);
         }
       }
-      x_at += w.step * Walk<Format>::kUnit;
+      x_at += w.stride * Walk<Format>::kUnit;
     }
     XRow row = xs.first;
     MM_UNROLL

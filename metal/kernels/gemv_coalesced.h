@@ -1,4 +1,4 @@
-// gemv_coalesced, the second step of the ladder: plainly decoded. The first, one thread per result,
+// gemv_coalesced, the second rung of the ladder: plainly decoded. The first, one thread per result,
 // is gemm_naive.
 #pragma once
 

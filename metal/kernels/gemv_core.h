@@ -93,15 +93,15 @@ METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out) {
     MM_UNROLL
     for (int i = 0; i < Pieces::kRun; ++i) out.x[r * Pieces::kRun + i] = run[i];
   }
-  sum_segments(out);
+  sum_for_offsets(out);
 }
 
-// The units of K that a lane visits: every step-th from `first`, of those below `end`.
+// The units of K that a lane visits: every stride-th from `first`, below `end`.
 template <class Format>
 struct Walk {
   using Pieces = typename Format::Pieces;
   MM_CONST uint kUnit = Pieces::kLanes * Pieces::kValues;
-  uint first, end, step, piece;
+  uint first, end, stride, piece;
 
   // Lanes next to each other own pieces next to each other; `sg` of `simdgroups` share the range.
   static METAL_FUNC Walk of(KRange k, uint lane, uint sg, uint simdgroups) {
@@ -150,34 +150,34 @@ METAL_FUNC void add_tail(thread const Rows<Format, kRows>& rows, typename Source
   }
 }
 
-// acc[r] += the lane's share of row r times x, for the rows of all kGroups in turn. The loads of
-// all rows come first: one wait a step, not one a row.
-template <class Format, int kGroups, int kRows, class Source>
-METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&groups)[kGroups],
-                           typename Source::Row x, KRange k, uint lane, uint sg, uint simdgroups,
-                           Codebook book, thread float (&acc)[kGroups * kRows]) {
+// acc[r] += the lane's share of row r times x, for the rows of all kSets in turn. The loads of
+// all rows come first: one wait for each step, not for each row.
+template <class Format, int kSets, int kRows, class Source>
+METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
+                           KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
+                           thread float (&acc)[kSets * kRows]) {
   using Storage = typename Format::Storage;
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
-  typename Storage::Cursor cursors[kGroups];
+  typename Storage::Cursor cursors[kSets];
   MM_UNROLL
-  for (int g = 0; g < kGroups; ++g) cursors[g] = Storage::start(groups[g].first, walk.first);
+  for (int g = 0; g < kSets; ++g) cursors[g] = Storage::start(sets[g].first, walk.first);
   typename Source::Row x_at = Source::at(x, Walk<Format>::first_value(walk));
-  for (uint unit = walk.first; unit < walk.end; unit += walk.step) {
-    typename Format::Raw raw[kGroups * kRows];
+  for (uint unit = walk.first; unit < walk.end; unit += walk.stride) {
+    typename Format::Raw raw[kSets * kRows];
     MM_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kSets; ++g) {
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        Format::fetch(Storage::moved(cursors[g], groups[g].distance[r]), walk.piece,
+        Format::fetch(Storage::moved(cursors[g], sets[g].distance[r]), walk.piece,
                       raw[g * kRows + r]);
       }
-      cursors[g] = Storage::next(cursors[g], walk.step);
+      cursors[g] = Storage::next(cursors[g], walk.stride);
     }
     XPiece<Format> xs;
     load_piece<Format, Source>(x_at, xs);
-    x_at = Source::at(x_at, walk.step * Walk<Format>::kUnit);
+    x_at = Source::at(x_at, walk.stride * Walk<Format>::kUnit);
     MM_UNROLL
-    for (int r = 0; r < kGroups * kRows; ++r) {
+    for (int r = 0; r < kSets * kRows; ++r) {
       Piece<Format> p;
       Format::unpack(raw[r], walk.piece, book, p);
       acc[r] = dot(p, xs, acc[r]);
@@ -185,8 +185,8 @@ METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&groups)[kGroups],
   }
   if (sg == 0) {
     MM_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
-      add_tail<Format, kRows, Source>(groups[g], x, k, lane, acc + g * kRows);
+    for (int g = 0; g < kSets; ++g) {
+      add_tail<Format, kRows, Source>(sets[g], x, k, lane, acc + g * kRows);
     }
   }
 }

@@ -46,7 +46,7 @@ METAL_FUNC void store_pairs(device T* y, thread const V (&w)[16], uint lane, boo
 template <class Format, class T>
 METAL_FUNC void decode_to(Row row, RowItem item, device T* y, uint lane) {
   constexpr uint kVector = 16 / sizeof(T);
-  using V = conditional_t<Format::kHalvesAreExact, typename TileOperand<T>::type, float>;
+  using V = conditional_t<Format::kHalvesAreExact, typename MatrixOperand<T>::type, float>;
   V w[16];
   load_weights<Format>(row, item.k, fc_k, w);
   if (fc_k % (2 * DecodeItems::kValues) == 0) {

@@ -1,4 +1,4 @@
-// silu(x) = x / (1 + exp(-x)), and the product that a SwiGLU block makes of it.
+// silu(x) = x / (1 + exp(-x)), and the product that a SwiGLU layer makes of it.
 #pragma once
 
 #include "../entry.h"

@@ -1,4 +1,4 @@
-// The two halves of a SwiGLU block: gate and up projections in one pass, and the down projection
+// The two halves of a SwiGLU layer: gate and up projections in one pass, and the down projection
 // of silu(gate) * up.
 #pragma once
 

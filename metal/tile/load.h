@@ -1,7 +1,7 @@
-// Loads: packed rows of W decoded, rows of x converted, into registers or into threadgroup tiles.
+// Loads: packed rows of W decoded, rows of x converted, into registers or into threadgroup memory.
 //
-// A tile is rows of kK operands, kK + kTilePad elements apart. Rows beyond N or M repeat the last
-// one, whose results are then not stored; values beyond K are zero.
+// Operands in threadgroup memory lie in rows of kK, kK + kOperandPad elements apart. Rows beyond N
+// or M repeat the last one, whose results are then not stored; values beyond K are zero.
 #pragma once
 
 #include <metal_stdlib>
@@ -51,7 +51,7 @@ METAL_FUNC void decode(Row row, uint k, thread V (&w)[16]) {
     decode<Format>(row, k, wide);
     MM_UNROLL
     for (int i = 0; i < 16; ++i) w[i] = V(wide[i]);
-  } else if constexpr (!Format::Storage::kHasUnits) {
+  } else if constexpr (!Format::Storage::kHasWidths) {
     Format::decode16(row, k, w);
   } else if (has_long_blocks()) {
     Format::template decode16<8>(row, k, w);
@@ -112,13 +112,13 @@ METAL_FUNC void load_x(device const T* row, uint k, uint end, thread E (&x)[kCou
   }
 }
 
-// What the matrix unit multiplies for activations of type T: tile_operand_bytes says why.
+// What the matrix unit multiplies for activations of type T: matrix_operand_bytes says why.
 template <class T>
-struct TileOperand {
+struct MatrixOperand {
   using type = float;
 };
 template <>
-struct TileOperand<half> {
+struct MatrixOperand<half> {
   using type = half;
 };
 
@@ -140,7 +140,7 @@ METAL_FUNC uint4 packed(thread const V* v) {
   return words;
 }
 
-// to[i] = v[i], rounded to the type of the tile; `to` is aligned to 16 bytes.
+// to[i] = v[i], rounded to the type of the operands; `to` is aligned to 16 bytes.
 template <int kCount, class E, class V>
 METAL_FUNC void store_operands(threadgroup E* to, thread const V (&v)[kCount]) {
   constexpr int kVector = 16 / sizeof(E);

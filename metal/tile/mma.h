@@ -21,13 +21,13 @@ using namespace metal;
 METAL_FUNC uint fragment_row(uint lane) { return (lane / 2) % 4 + (lane / 16) * 4; }
 METAL_FUNC uint fragment_column(uint lane) { return (lane % 2) * 2 + ((lane / 8) % 2) * 4; }
 
-// acc[i][j] += rows [8 i, 8 i + 8) of tile A * rows [8 j, 8 j + 8) of tile B, transposed.
+// acc[i][j] += rows [8 i, 8 i + 8) of A * rows [8 j, 8 j + 8) of B, transposed.
 // 8 values of K take kA + kB loads for kA * kB multiplications. A lane reads its two elements
 // of A as neighbours, those of B from two rows.
 template <int kK, int kA, int kB, class E>
 METAL_FUNC void multiply(threadgroup const E* a, threadgroup const E* b,
                          thread simdgroup_float8x8 (&acc)[kA][kB]) {
-  constexpr int kStride = kK + kTilePad;
+  constexpr int kStride = kK + kOperandPad;
   MM_UNROLL
   for (int k = 0; k < kK; k += kFragment) {
     simdgroup_matrix<E, kFragment, kFragment> a_rows[kA], b_columns;

@@ -19,7 +19,7 @@ int main(int count, char** arguments) {
       Pass pass;
       pass.kernel = arguments[i];
       pass.grid = {kGroups, 1, 1};
-      pass.group = {kThreads, 1, 1};
+      pass.threads = {kThreads, 1, 1};
       pass.threadgroup_bytes = 512;
       pass.slots = kBindProbe;
       pass.args.count = kGroups * kThreads;

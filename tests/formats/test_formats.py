@@ -247,8 +247,8 @@ def test_error_is_at_most_half_a_step_and_the_rounding_of_the_scales(name):
         span = reach = blocks.abs().amax(1)
     else:
         span, reach = blocks.amax(1) - blocks.amin(1), blocks.abs().amax(1)
-    step = span / {"q4_1": 15, "q5_1": 31, "q8_0": 127}[name]
-    bound = step / 2 + (span + reach) * 2.0**-11 + reach * 2.0**-21
+    spacing = span / {"q4_1": 15, "q5_1": 31, "q8_0": 127}[name]
+    bound = spacing / 2 + (span + reach) * 2.0**-11 + reach * 2.0**-21
     assert bool((error <= bound[:, None]).all())
 
 
@@ -281,7 +281,7 @@ def test_rows_do_not_depend_on_the_chunk_they_are_in(name, monkeypatch):
     f = formats.get(name)
     w = weights("outliers", 7, 512)
     packed = f.quantize(w)
-    monkeypatch.setattr(_base, "CHUNK_VALUES", 1024)
+    monkeypatch.setattr(_base, "VALUES_AT_A_TIME", 1024)
     assert torch.equal(f.quantize(w), packed)
     whole = f.dequantize(packed, 512)
     assert same_bits(f.dequantize(packed[3:], 512), whole[3:])
@@ -304,7 +304,7 @@ def test_weights_beyond_the_scale_store_infinity_not_nan(name):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["f32", "bf16", "q8_0", "q4_k", "mxfp4", "affine4_g64"])
 def test_nan_and_inf_are_refused_by_row(name, bad, monkeypatch):
-    monkeypatch.setattr(_base, "CHUNK_VALUES", 1024)
+    monkeypatch.setattr(_base, "VALUES_AT_A_TIME", 1024)
     w = weights("normal", 7, 512)
     w[5, 300] = bad
     with pytest.raises(ValueError, match=f"{name}: row 5 of w has NaN or Inf"):

@@ -34,9 +34,9 @@ def edge_weights(kind: str) -> Tensor:
         return torch.where(coin, normal.abs(), -0.0)
     if kind == "largest of both signs":
         return torch.where(coin, 0.5, -0.5)
-    if kind == "empty sub-blocks":
+    if kind == "empty groups":
         return normal * per_group(16, (torch.rand(N, K // 16, generator=g) < 0.5).float())
-    if kind == "sub-blocks of unlike scale":
+    if kind == "groups of unlike scale":
         return normal * per_group(16, torch.exp(8 * torch.randn(N, K // 16, generator=g)))
     if kind == "around powers of two":
         power = torch.exp2(torch.randint(-126, 127, (N, K // 32), generator=g).float())
@@ -52,7 +52,7 @@ def edge_weights(kind: str) -> Tensor:
 
 EDGES = (
     *("signed zeros", "zeros of one sign and positives", "largest of both signs"),
-    *("empty sub-blocks", "sub-blocks of unlike scale", "around powers of two"),
+    *("empty groups", "groups of unlike scale", "around powers of two"),
     *("every exponent", "sums overflow", "range overflows", "subnormal"),
 )
 

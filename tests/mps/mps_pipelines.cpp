@@ -76,7 +76,7 @@ Pass pass_of(const std::string& kernel, uint32_t k = 64) {
   Pass out;
   out.kernel = kernel;
   out.grid = {1, 1, 1};
-  out.group = {128, 1, 1};
+  out.threads = {128, 1, 1};
   out.constants[kConstantK] = k;
   return out;
 }

@@ -69,7 +69,7 @@ def test_every_shader_is_there() -> None:
     assert set(SHADERS) == set(FILES)
 
 
-def test_every_kernel_gets_the_parts_of_its_format() -> None:
+def test_every_kernel_gets_the_snippets_of_its_format() -> None:
     """What the module holds is what flatten() says, of all kernels."""
     rows = list(STRUCTS)
     for kernel in _C.kernel_names():
@@ -126,7 +126,7 @@ def test_code_is_that_of_the_whole_shader(kernel: str, tmp_path: Path) -> None:
 def test_lines_are_those_of_the_files() -> None:
     """Each declaration begins with the place of its first line: messages name it."""
     for shader in SHADERS.values():
-        text = "".join(part.text for part in shader.parts)
+        text = "".join(snippet.text for snippet in shader.snippets)
         for number, file, line in re.findall(r'^#line (\d+) "(metal/[^"]+)"\n(.*)', text, re.M):
             assert (ROOT / file).read_text().splitlines()[int(number) - 1] == line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend
-from oracle import OFFSETS, Value, activations, check, linear_of_offsets, parts, spec
+from oracle import OFFSETS, Value, activations, addends, check, linear_of_offsets, spec
 from oracle import random_weight as random_packed
 
 ops = torch.ops.metalmm
@@ -41,7 +41,7 @@ def test_the_parts_of_a_weight(name: str) -> None:
     """|d q| + |m| is at least |w|, and the bound of outliers not looser than they need: within the
     range of a block's weights, but for q4_k's bias."""
     packed = random_packed(name, N, K, "outlier")
-    w, size = spec(name, packed, K).double().abs(), parts(name, packed, K)
+    w, size = spec(name, packed, K).double().abs(), addends(name, packed, K)
     assert bool((size >= w * (1 - 2**-20)).all())
     room = 8 if name != "q4_k" else 8 * 5
     assert float(size.max()) <= room * float(w.max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan_cases import CHIPS, NKS, STRATEGIES, UNIT_BITS, strategies_used
+from plan_cases import CHIPS, NKS, STRATEGIES, WIDTH_BITS, strategies_used
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
@@ -186,7 +186,7 @@ def bounds_of(changes: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("changes", "unit"),
+    ("changes", "width"),
     [
         ({}, 8),
         ({"k": 64}, 4),
@@ -204,9 +204,9 @@ def bounds_of(changes: dict[str, Any]) -> int:
         ({"format": "f16"}, 2),
     ],
 )
-def test_units_of_blocks(changes: dict[str, Any], unit: int) -> None:
-    """Blocks of 2-byte fields are read in the largest unit at which rows begin and end."""
-    assert bounds_of(changes) & UNIT_BITS[8] == UNIT_BITS[unit]
+def test_widths_of_blocks(changes: dict[str, Any], width: int) -> None:
+    """Blocks of 2-byte fields are read by the largest width at which rows begin and end."""
+    assert bounds_of(changes) & WIDTH_BITS[8] == WIDTH_BITS[width]
 
 
 @pytest.mark.parametrize(

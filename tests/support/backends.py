@@ -111,8 +111,7 @@ def around(edge: int) -> tuple[int, ...]:
 
 
 # Edges of the CPU engine: kDotRows and kMaxBatchedRows, panels of up to 4 x 4 .. 2 x 16 columns,
-# kBlockColumns; rows per dot pass, tile_rows, kBlockRows;
-# kChunkValues, kDecodeK.
+# kTaskColumns; rows per dot pass, tile_rows, kTaskRows; kChunkValues, kDecodeK.
 _CPU_EDGES = Edges(m=(2, 4, 8, 16, 24, 32, 256), n=(4, 6, 12, 48), k=(32, 512))
 
 CPU = Backend(

@@ -75,7 +75,7 @@ def gemm_rows(name: str) -> int:
 
 
 def values_of_k(block: int, number: int, pick: random.Random) -> int:
-    """K of a case. Blocks of 2-byte fields are read in units of 8 bytes where their number is a
+    """K of a case. Blocks of 2-byte fields are read 8 bytes at a time where their number is a
     multiple of 4, of 4 where it is even, else of 2: the first three cases are one of each.
     """
     if block == 1:

@@ -18,7 +18,7 @@ there leaves its roundings in y. A term of either sum takes K roundings at most 
 those of the scale, of the minimum, of d or m, and of what joins the two: 8 more:
     |y - sum x w| <= gamma(K + 8) sum |x| (|d q| + |m|)
 q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it away: their
-|d q| is |d| (q + 64) (`parts`).
+|d q| is |d| (q + 64) (`addends`).
 
 Tiles of half operands, those of the matrix unit for f16 x, hold each w rounded to f16: u_T |w| +
 s_T more for each w, with T = f16 as below (`halved`). Whether they run is for the plan to say.
@@ -46,7 +46,7 @@ from torch_metalmm import formats
 DTYPES = tuple(formats.DTYPES.values())
 FORMATS = tuple(formats.names())
 
-# One format of each kind of row: dense, lookup, offset, super-blocks, planes.
+# One format of each kind of row: dense, lookup, offset, blocks of 256, planes.
 KINDS = ("f32", "bf16", "q4_0", "q5_1", "q3_k", "q6_k", "iq4_xs", "affine3_g64")
 
 U = 2.0**-24
@@ -212,20 +212,20 @@ def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
     return f.dequantize(out, k).double()
 
 
-def parts(name: str, packed: Tensor, k: int) -> Tensor:
+def addends(name: str, packed: Tensor, k: int) -> Tensor:
     """|d q| + |m| of each weight of a format with an offset, float64 [N, k]."""
     offset = _with_codes(name, packed, k, 0)
     out = (spec(name, packed, k).double() - offset).abs() + offset.abs()
     if name == "q4_k":
-        unit = (_with_codes(name, packed, k, 0x11) - offset).abs()
-        out += Q4_K_BIAS * unit * (torch.arange(k) % 64 >= 32)
+        codes = (_with_codes(name, packed, k, 0x11) - offset).abs()
+        out += Q4_K_BIAS * codes * (torch.arange(k) % 64 >= 32)
     return out
 
 
 def linear_of_offsets(x: Tensor, name: str, packed: Tensor) -> Value:
     """x wT in the dtype of x, W of a format with an offset, by a vector shader."""
     k = x.shape[-1]
-    y = Value.of(x).dot(spec(name, packed, k), k + 8, size=parts(name, packed, k))
+    y = Value.of(x).dot(spec(name, packed, k), k + 8, size=addends(name, packed, k))
     return y.store(x.dtype)
 
 

@@ -22,7 +22,7 @@ MS = (1, 2, 4, 8, 16, 32, 128, 511, 512, 513)
 DTYPES = tuple(formats.DTYPES)
 # {bytes that blocks of 2-byte fields are read by: the bits of `bounds`}
 _WORDS, _LONGS = (_C.BOUNDS_BITS[name] for name in ("word_blocks", "long_blocks"))
-UNIT_BITS = {2: 0, 4: _WORDS, 8: _WORDS | _LONGS}
+WIDTH_BITS = {2: 0, 4: _WORDS, 8: _WORDS | _LONGS}
 
 
 def strategy_rows() -> dict[str, str]:

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK_VALUES = 1 << 20  # values converted at a time: a few tens of MB of temporaries
+VALUES_AT_A_TIME = 1 << 20  # in a conversion: a few tens of MB of temporaries
 
 # What activations, results and sources are, by the names that formats and kernels have for them.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-def row_chunks(n: int, k: int) -> Iterator[slice]:
-    """Slices of consecutive rows, about CHUNK_VALUES values each, that cover n rows of k values."""
-    step = max(1, CHUNK_VALUES // max(1, k))
-    return (slice(r, min(n, r + step)) for r in range(0, n, step))
+def row_slices(n: int, k: int) -> Iterator[slice]:
+    """Slices of consecutive rows that cover n rows of k values, about VALUES_AT_A_TIME in each."""
+    count = max(1, VALUES_AT_A_TIME // max(1, k))
+    return (slice(r, min(n, r + count)) for r in range(0, n, count))
 
 
 class Format(ABC):
@@ -60,7 +60,7 @@ class Format(ABC):
             raise ValueError(f"{self.name}: w must be float32, float16 or bfloat16, got {w.dtype}")
         n, k = w.shape
         out = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=w.device)
-        for rows in row_chunks(n, k):
+        for rows in row_slices(n, k):
             x = w[rows].detach().to(torch.float32)
             finite = torch.isfinite(x).all(dim=1)
             if not bool(finite.all()):
@@ -75,7 +75,7 @@ class Format(ABC):
         self._check_packed(packed, k)
         n = packed.shape[0]
         out = torch.empty(n, k, dtype=torch.float32, device=packed.device)
-        for rows in row_chunks(n, k):
+        for rows in row_slices(n, k):
             if k > 0:
                 out[rows] = self._decode_rows(packed[rows], k)
         return out

@@ -10,20 +10,20 @@ def _shifts(bits: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(0, bits * count, bits, dtype=torch.uint8, device=device).reshape(-1, 1)
 
 
-def split_fields(data: Tensor, chunks: int, bits: int) -> Tensor:
-    """q[b, (c * (8 / bits) + f) * width + l] = field f of byte l of chunk c.
+def split_fields(data: Tensor, weaves: int, bits: int) -> Tensor:
+    """q[b, (c * (8 / bits) + f) * width + l] = field f of byte l of weave c.
 
-    data uint8 [B, chunks * width], field f = bits [f * bits, (f + 1) * bits) of a byte.
+    data uint8 [B, weaves * width], field f = bits [f * bits, (f + 1) * bits) of a byte.
     Returns uint8 [B, 8 / bits * data.shape[1]]. This is the element order of every GGML block.
     """
-    fields = data.reshape(data.shape[0], chunks, 1, -1) >> _shifts(bits, 8 // bits, data.device)
+    fields = data.reshape(data.shape[0], weaves, 1, -1) >> _shifts(bits, 8 // bits, data.device)
     return (fields & ((1 << bits) - 1)).reshape(data.shape[0], -1)
 
 
-def join_fields(q: Tensor, chunks: int, bits: int) -> Tensor:
+def join_fields(q: Tensor, weaves: int, bits: int) -> Tensor:
     """Inverse of split_fields: q uint8 [B, E], each < 2**bits -> uint8 [B, E * bits / 8]."""
     count = 8 // bits
-    fields = q.reshape(q.shape[0], chunks, count, -1) << _shifts(bits, count, q.device)
+    fields = q.reshape(q.shape[0], weaves, count, -1) << _shifts(bits, count, q.device)
     out = fields[:, :, 0]
     for f in range(1, count):
         out = out | fields[:, :, f]

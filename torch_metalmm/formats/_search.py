@@ -152,14 +152,14 @@ def search_descent(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
 
 
 def search_asymmetric(
-    x: Tensor, w: Tensor, high: int, start: float, step: float, steps: int, absolute: bool
+    x: Tensor, w: Tensor, high: int, start: float, increment: float, last: int, absolute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scale, offset and codes for x ~ scale * q - offset, 0 <= q <= high ("make_qkx2").
 
     lo = min(min(x), 0), hi = max(x). If hi == lo: scale 0, offset -lo, q 0. Otherwise, first,
     inv = high / (hi - lo), scale = 1 / inv, q = clamp(rint(inv * (x - lo)), 0, high), and
     best = sum w * e with e = (scale * q + lo) - x, then |e| (absolute) or e * e.
-    For s = 0..steps, with the current lo: inv = ((start + step * s) + high) / (hi - lo),
+    For s = 0..last, with the current lo: inv = ((start + increment * s) + high) / (hi - lo),
     l as q above, S1 = sum w * l, S2 = sum (w * l) * l, SX = sum (w * l) * x;
     det = W * S2 - S1 * S1 (W = sum w, X = sum w * x); skip unless det > 0;
     scale' = (W * SX - X * S1) / det, lo' = (S2 * X - S1 * SX) / det;
@@ -179,8 +179,8 @@ def search_asymmetric(
     scale = divide(1, inv)
     codes = to_code(inv * (x - lo), 0, high)
     best = error(scale, lo, codes)
-    for s in range(steps + 1):
-        inv = (f32(start, x) + f32(step, x) * s + high) / (hi - lo)
+    for s in range(last + 1):
+        inv = (f32(start, x) + f32(increment, x) * s + high) / (hi - lo)
         q = to_code(inv * (x - lo), 0, high)
         wq = w * q
         s1, s2, sx = ordered_sum(wq), ordered_sum(wq * q), ordered_sum(wq * x)

@@ -72,14 +72,14 @@ class Affine(Format):
         code_bytes = k * self.bits // 8
         plane = k // self.block_values * self.dtype.itemsize
         cuts = (0, code_bytes, code_bytes + plane, code_bytes + 2 * plane)
-        parts = [
+        planes = [
             packed[:, a:b].clone(memory_format=torch.contiguous_format)
             for a, b in zip(cuts, cuts[1:], strict=False)
         ]
         return (
-            parts[0].view(torch.uint32),
-            parts[1].view(self.dtype),
-            parts[2].view(self.dtype),
+            planes[0].view(torch.uint32),
+            planes[1].view(self.dtype),
+            planes[2].view(self.dtype),
         )
 
     def _encode_rows(self, x: Tensor) -> Tensor:

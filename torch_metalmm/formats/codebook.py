@@ -45,11 +45,11 @@ class IQ4_NL(BlockFormat):
 
 
 class IQ4_XS(BlockFormat):
-    """w = (d * (sc - 32)) * IQ4_LEVELS[q]; sub-blocks of 32.
+    """w = (d * (sc - 32)) * IQ4_LEVELS[q]; groups of 32.
 
-    d f16 @0, scales_h u16 @2, scales_l[4] @4, qs[128] @8 (16 bytes a sub-block, as iq4_nl).
-    sc of sub-block s: low 4 bits in nibble s % 2 of scales_l[s / 2], high 2 in bits 2s of scales_h.
-    scale = search_levels of each sub-block; D = the one of largest magnitude (first of equals);
+    d f16 @0, scales_h u16 @2, scales_l[4] @4, qs[128] @8 (16 bytes a group, as iq4_nl).
+    sc of group s: low 4 bits in nibble s % 2 of scales_l[s / 2], high 2 in bits 2s of scales_h.
+    scale = search_levels of each group; D = the one of largest magnitude (first of equals);
     d = -D / 32, l = clamp(rint((1 / d) * scale), -32, 31) with 1 / 0 = 0, sc = l + 32,
     q = nearest_level((1 / (d * l)) * x), with the unrounded d.
     """
@@ -69,9 +69,9 @@ class IQ4_XS(BlockFormat):
 
     def decode(self, blocks: Tensor) -> Tensor:
         sc = split_fields(blocks[:, 4:8], 4, 4) | (split_fields(blocks[:, 2:4], 2, 2) << 4)
-        step = bytes_to_half(blocks[:, :2]) * (sc.float() - 32)
+        spacing = bytes_to_half(blocks[:, :2]) * (sc.float() - 32)
         w = _look_up(split_fields(blocks[:, 8:], 8, 4), IQ4_LEVELS).reshape(-1, 8, 32)
-        return (step[:, :, None] * w).reshape(-1, 256)
+        return (spacing[:, :, None] * w).reshape(-1, 256)
 
 
 # Values just below a power of two 2**n whose log2 rounds to n in f32, by floor(log2 |n|): those
@@ -83,7 +83,7 @@ def _floor_log2(x: Tensor) -> Tensor:
     """floor(log2(x) rounded to f32), int32, for f32 x >= 0 (0 and subnormals: -127).
 
     The rounding is that of ggml: 7.9999995 counts as 2**3. Written with integers only, since
-    log2 of two libraries may differ: n = exponent + 1, j = steps of 2**-24 relative below 2**n,
+    log2 of two libraries may differ: n = exponent + 1, j = multiples of 2**-24 relative below 2**n,
     and the result is n if j <= _ROUNDS_UP[k], k = floor(log2 |n|), less 1 if n is a positive
     power of two (the spacing of f32 halves there); no entry for k < 0.
     """

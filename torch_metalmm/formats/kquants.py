@@ -1,9 +1,9 @@
-"""GGML K-quants: blocks of 256 values in sub-blocks of 16 or 32, whose scales are quantized too.
+"""GGML K-quants: blocks of 256 values in groups of 16 or 32, whose scales are quantized too.
 
 Element order and byte offsets are in the class docstrings; `split_fields` gives the order of the
-codes. Every quantizer searches the scale of each sub-block, quantizes the scales, rounds d (and
+codes. Every quantizer searches the scale of each group, quantizes the scales, rounds d (and
 dmin) to f16, then quantizes the values again with the scales as they will be decoded; a
-sub-block whose decoded scale is 0 keeps the codes of the search.
+group whose decoded scale is 0 keeps the codes of the search.
 """
 
 from __future__ import annotations
@@ -47,50 +47,50 @@ def _quantize_scales(v: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 class _Asymmetric(BlockFormat):
-    """w = (d * sc[s]) * q - (dmin * m[s]); sc, m >= 0 per sub-block s, q in 0..2**bits - 1.
+    """w = (d * sc[s]) * q - (dmin * m[s]); sc, m >= 0 per group s, q in 0..2**bits - 1.
 
-    scale, offset = search_asymmetric of each sub-block with its weights; d, sc from the scales
+    scale, offset = search_asymmetric of each group with its weights; d, sc from the scales
     and dmin, m from the offsets by _quantize_scales with `levels`; then
     q = clamp(rint((x + f16(dmin) * m) / (f16(d) * sc))).
     """
 
     block_values = 256
-    sub: int  # values in a sub-block
+    group: int  # values in a group
     bits: int
     levels: int  # largest sc and m
-    trials: tuple[float, float, int, bool]  # start, step, steps, absolute error
+    trials: tuple[float, float, int, bool]  # start, increment, last, absolute error
 
     def weights(self, x: Tensor) -> Tensor:
-        """Importance of each element: sqrt((sum x^2) / n) + |x| over the n of a sub-block."""
+        """Importance of each element: sqrt((sum x^2) / n) + |x| over the n of a group."""
         return square_root(ordered_sum(x * x) / x.shape[0]) + x.abs()
 
     def search(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x f32 [B, 256] -> d f32 [B], dmin f32 [B], sc u8 [B, S], m u8 [B, S], q u8 [B, 256]."""
         blocks, high = x.shape[0], 2**self.bits - 1
-        xt = elements_first(x, self.sub)
+        xt = elements_first(x, self.group)
         scale, offset, q = search_asymmetric(xt, self.weights(xt), high, *self.trials)
         d, sc = _quantize_scales(scale.reshape(blocks, -1), self.levels)
         dmin, m = _quantize_scales(offset.reshape(blocks, -1), self.levels)
-        step = (round_to_half(d)[:, None] * sc).reshape(-1)
+        spacing = (round_to_half(d)[:, None] * sc).reshape(-1)
         shift = (round_to_half(dmin)[:, None] * m).reshape(-1)
-        q = groups_first(_requantize(xt + shift, step, q, 0, high), blocks)
+        q = groups_first(_requantize(xt + shift, spacing, q, 0, high), blocks)
         return d, dmin, sc.to(torch.uint8), m.to(torch.uint8), q.to(torch.uint8)
 
     def values(self, d: Tensor, dmin: Tensor, sc: Tensor, m: Tensor, q: Tensor) -> Tensor:
         """The equation of the class: d, dmin f32 [B, 1], sc, m u8 [B, S], q u8 [B, 256]."""
-        codes = q.float().reshape(q.shape[0], -1, self.sub)
+        codes = q.float().reshape(q.shape[0], -1, self.group)
         return ((d * sc)[:, :, None] * codes - (dmin * m)[:, :, None]).reshape(q.shape[0], -1)
 
 
 class Q2_K(_Asymmetric):
     """scales[16] @0 (low nibble sc, high nibble m), qs[64] @16, d f16 @80, dmin f16 @82.
 
-    Sub-blocks of 16; the search minimises sum |x| * |error|.
+    Groups of 16; the search minimises sum |x| * |error|.
     """
 
     name, block_bytes = "q2_k", 84
     fallback = "iq4_nl"
-    sub, bits, levels, trials = 16, 2, 15, (-0.5, 0.1, 15, True)
+    group, bits, levels, trials = 16, 2, 15, (-0.5, 0.1, 15, True)
 
     def weights(self, x: Tensor) -> Tensor:
         return x.abs()
@@ -109,7 +109,7 @@ class Q2_K(_Asymmetric):
 class Q3_K(BlockFormat):
     """w = (d * (sc - 32)) * (q - 4). hmask[32] @0, qs[64] @32, scales[12] @96, d f16 @108.
 
-    Sub-blocks of 16. scale = search_descent; D = the scale of largest magnitude (first of equals);
+    Groups of 16. scale = search_descent; D = the scale of largest magnitude (first of equals);
     inv = -32 / D, sc = clamp(rint(inv * scale), -32, 31) + 32, d = 1 / inv; if D is 0 then all
     sc and d are 0. q = clamp(rint(x / (f16(d) * (sc - 32))), -4, 3) + 4.
     scales: low nibbles of bytes 0..7 = low 4 bits of sc 0..7, high nibbles those of sc 8..15;
@@ -127,8 +127,8 @@ class Q3_K(BlockFormat):
         inv = divide(-32, top)
         d = divide(1, inv).masked_fill(top == 0, 0)
         sc = (to_code(inv[:, None] * scale, -32, 31) + 32).masked_fill((top == 0)[:, None], 0)
-        step = (round_to_half(d)[:, None] * (sc - 32)).reshape(-1)
-        q = groups_first(_requantize(xt, step, q, -4, 3), x.shape[0])
+        spacing = (round_to_half(d)[:, None] * (sc - 32)).reshape(-1)
+        q = groups_first(_requantize(xt, spacing, q, -4, 3), x.shape[0])
         codes, sc = q.to(torch.uint8), sc.to(torch.uint8)
         scales = [join_fields(sc & 15, 1, 4), join_fields(sc >> 4, 1, 2)]
         qs = [join_fields(codes >> 2, 1, 1), join_fields(codes & 3, 2, 2)]
@@ -137,8 +137,8 @@ class Q3_K(BlockFormat):
     def decode(self, blocks: Tensor) -> Tensor:
         sc = split_fields(blocks[:, 96:104], 1, 4) | (split_fields(blocks[:, 104:108], 1, 2) << 4)
         q = split_fields(blocks[:, 32:96], 2, 2) | (split_fields(blocks[:, :32], 1, 1) << 2)
-        step = bytes_to_half(blocks[:, 108:]) * (sc.float() - 32)
-        return (step[:, :, None] * (q.float() - 4).reshape(-1, 16, 16)).reshape(-1, 256)
+        spacing = bytes_to_half(blocks[:, 108:]) * (sc.float() - 32)
+        return (spacing[:, :, None] * (q.float() - 4).reshape(-1, 16, 16)).reshape(-1, 256)
 
 
 def _join_scales(sc: Tensor, m: Tensor) -> Tensor:
@@ -162,12 +162,12 @@ def _split_scales(data: Tensor) -> tuple[Tensor, Tensor]:
 class Q4_K(_Asymmetric):
     """d f16 @0, dmin f16 @2, scales[12] @4 (8 sc and 8 m of 6 bits), qs[128] @16.
 
-    Sub-blocks of 32; the search minimises sum weight * error^2.
+    Groups of 32; the search minimises sum weight * error^2.
     """
 
     name, block_bytes = "q4_k", 144
     fallback = "q5_0"
-    sub, bits, levels, trials = 32, 4, 63, (-1.0, 0.1, 20, False)
+    group, bits, levels, trials = 32, 4, 63, (-1.0, 0.1, 20, False)
 
     def encode(self, x: Tensor) -> Tensor:
         d, dmin, sc, m, q = self.search(x)
@@ -189,7 +189,7 @@ class Q5_K(_Asymmetric):
 
     name, block_bytes = "q5_k", 176
     fallback = "q5_1"
-    sub, bits, levels, trials = 32, 5, 63, (-0.5, 0.1, 15, False)
+    group, bits, levels, trials = 32, 5, 63, (-0.5, 0.1, 15, False)
 
     def encode(self, x: Tensor) -> Tensor:
         d, dmin, sc, m, q = self.search(x)
@@ -205,7 +205,7 @@ class Q5_K(_Asymmetric):
 class Q6_K(BlockFormat):
     """w = (d * sc) * (q - 32). ql[128] @0, qh[64] @128, sc i8[16] @192, d f16 @208.
 
-    Sub-blocks of 16. scale = search_symmetric; D = the scale of largest magnitude (first of
+    Groups of 16. scale = search_symmetric; D = the scale of largest magnitude (first of
     equals). If |D| < TINY all bytes are 0. inv = -128 / D, d = 1 / inv,
     sc = clamp(rint(inv * scale), -128, 127), q = clamp(rint(x / (f16(d) * sc)), -32, 31) + 32.
     """
@@ -221,8 +221,8 @@ class Q6_K(BlockFormat):
         inv = divide(-128, top)
         sc = to_code(inv[:, None] * scale, -128, 127)
         d = divide(1, inv)
-        step = (round_to_half(d)[:, None] * sc).reshape(-1)
-        q = groups_first(_requantize(xt, step, q, -32, 31), x.shape[0]).to(torch.uint8)
+        spacing = (round_to_half(d)[:, None] * sc).reshape(-1)
+        q = groups_first(_requantize(xt, spacing, q, -32, 31), x.shape[0]).to(torch.uint8)
         qs = [join_fields(q & 15, 2, 4), join_fields(q >> 4, 2, 2)]
         out = torch.cat([*qs, sc.to(torch.int8).view(torch.uint8), half_to_bytes(d)], dim=1)
         return out.masked_fill((top.abs() < f32(TINY, x))[:, None], 0)
@@ -230,5 +230,5 @@ class Q6_K(BlockFormat):
     def decode(self, blocks: Tensor) -> Tensor:
         q = split_fields(blocks[:, :128], 2, 4) | (split_fields(blocks[:, 128:192], 2, 2) << 4)
         sc = blocks[:, 192:208].contiguous().view(torch.int8).float()
-        step = bytes_to_half(blocks[:, 208:]) * sc
-        return (step[:, :, None] * (q.float() - 32).reshape(-1, 16, 16)).reshape(-1, 256)
+        spacing = bytes_to_half(blocks[:, 208:]) * sc
+        return (spacing[:, :, None] * (q.float() - 32).reshape(-1, 16, 16)).reshape(-1, 256)

@@ -26,10 +26,10 @@ float round_even(float v) {
 ScaleBias fit(const float* x, int n, float high_code) {
   const Range r = range_of(x, n);
   const float range = (r.high - r.low) / high_code;
-  const float step = range > 1e-7f ? range : 1e-7f;
+  const float spacing = range > 1e-7f ? range : 1e-7f;
   const bool low_edge = magnitude(r.low) > magnitude(r.high);
   const float edge = low_edge ? r.low : r.high;
-  const float scale = low_edge ? step : -step;
+  const float scale = low_edge ? spacing : -spacing;
   const float zero = round_even(edge / scale);
   if (zero == 0) return {scale, 0.f};
   return {edge / zero, edge};

@@ -9,7 +9,7 @@
 namespace metalmm::cpu::quant {
 namespace {
 
-constexpr int kSub = 32;
+constexpr int kGroup = 32;
 constexpr int kTries = 7;
 constexpr int kTrials = 1 + 2 * kTries + 1;
 constexpr int kLevels = sizeof kIQ4Levels / sizeof *kIQ4Levels;
@@ -40,16 +40,16 @@ Float4 nearest_level4(Float4 twice_v) {
 
 // q[i] = the code of the level nearest to inv * x[i], the upper one of a tie, 15 for NaN.
 void nearest_codes(const float* x, float inv, uint8_t* q) {
-  float v[kSub];
-  int32_t count[kSub] = {};
-  for (int i = 0; i < kSub; ++i) v[i] = inv * x[i];
+  float v[kGroup];
+  int32_t count[kGroup] = {};
+  for (int i = 0; i < kGroup; ++i) v[i] = inv * x[i];
   for (int code = 0; code + 1 < kLevels; ++code) {
-    for (int i = 0; i < kSub; ++i) count[i] += !(v[i] < middle(code));
+    for (int i = 0; i < kGroup; ++i) count[i] += !(v[i] < middle(code));
   }
-  for (int i = 0; i < kSub; ++i) q[i] = static_cast<uint8_t>(count[i]);
+  for (int i = 0; i < kGroup; ++i) q[i] = static_cast<uint8_t>(count[i]);
 }
 
-// Of each trial: A = sum (w * l) * x and B = sum (w * l) * l, l the level nearest to inv * x.
+// A = sum (w * l) * x and B = sum (w * l) * l of each trial, l the level nearest to inv * x.
 struct Sums {
   float a[kTrials], b[kTrials];
 };
@@ -59,7 +59,7 @@ Sums trial_sums(const float* x, const float* inv) {
   for (int first = 0; first < kTrials; first += kLanes) {
     const Lanes twice = load(inv + first) + load(inv + first);
     Lanes a = set1(0.f), b = a;
-    for (int i = 0; i < kSub; ++i) {
+    for (int i = 0; i < kGroup; ++i) {
       const Lanes value = set1(x[i]);
       const Lanes v = twice * value;
       const Lanes level = {nearest_level4(v.lo), nearest_level4(v.hi)};
@@ -75,7 +75,7 @@ Sums trial_sums(const float* x, const float* inv) {
 
 // scale for x ~ scale * level of 32 values, weights x^2: the best of 16 trials; 0 if all are tiny.
 float search_levels(const float* x) {
-  const float top = signed_max(x, kSub);
+  const float top = signed_max(x, kGroup);
   if (magnitude(top) < kTiny) return 0;
   float inv[kTrials];
   inv[0] = 1 / (-top / kIQ4Levels[0]);
@@ -96,32 +96,32 @@ float search_levels(const float* x) {
 }  // namespace
 
 void quantize_iq4_nl(const float* x, uint8_t* out) {
-  uint8_t q[kSub];
+  uint8_t q[kGroup];
   const float d = search_levels(x);
   store_u16(out, to_half(d));
   nearest_codes(x, reciprocal(d), q);
-  join_fields<4, 16>(q, kSub, out + 2);
+  join_fields<4, 16>(q, kGroup, out + 2);
 }
 
 void quantize_iq4_xs(const float* x, uint8_t* out) {
-  constexpr int kSubs = 8;
-  float scale[kSubs];
-  for (int s = 0; s < kSubs; ++s) scale[s] = search_levels(x + s * kSub);
-  const float d = -signed_max(scale, kSubs) / 32;
+  constexpr int kGroups = 8;
+  float scale[kGroups];
+  for (int s = 0; s < kGroups; ++s) scale[s] = search_levels(x + s * kGroup);
+  const float d = -signed_max(scale, kGroups) / 32;
   const float inv = reciprocal(d);
   store_u16(out, to_half(d));
-  uint8_t low[kSubs], high[kSubs];
-  for (int s = 0; s < kSubs; ++s) {
+  uint8_t low[kGroups], high[kGroups];
+  for (int s = 0; s < kGroups; ++s) {
     const float code = to_code(inv * scale[s], -32, 31);
     const int sc = static_cast<int>(code) + 32;
     low[s] = sc & 15;
     high[s] = static_cast<uint8_t>(sc >> 4);
-    uint8_t q[kSub];
-    nearest_codes(x + s * kSub, reciprocal(d * code), q);
-    join_fields<4, 16>(q, kSub, out + 8 + 16 * s);
+    uint8_t q[kGroup];
+    nearest_codes(x + s * kGroup, reciprocal(d * code), q);
+    join_fields<4, 16>(q, kGroup, out + 8 + 16 * s);
   }
-  join_fields<2, 1>(high, kSubs, out + 2);
-  join_fields<4, 1>(low, kSubs, out + 4);
+  join_fields<2, 1>(high, kGroups, out + 2);
+  join_fields<4, 1>(low, kGroups, out + 4);
 }
 
 }  // namespace metalmm::cpu::quant

@@ -1,5 +1,5 @@
-// K-quants with an offset: q2_k q4_k q5_k. 256 values in sub-blocks of 16 or 32,
-// w = (d * sc) * q - (dmin * m), the scales sc and offsets m of the sub-blocks being quantized too.
+// K-quants with an offset: q2_k q4_k q5_k. 256 values in groups of 16 or 32,
+// w = (d * sc) * q - (dmin * m), the scales sc and offsets m of the groups being quantized too.
 
 #include <cmath>
 #include <cstring>
@@ -12,12 +12,12 @@ namespace metalmm::cpu::quant {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kMaxSubs = 16;
+constexpr int kMaxGroups = 16;
 
 // Integer scales: v ~ d * code.
 struct Scales {
   float d;
-  uint8_t code[kMaxSubs];
+  uint8_t code[kMaxGroups];
 };
 
 // top = the largest of +0 and v; d = top / levels; code = clamp(rint((levels / top) * v)), and 0
@@ -33,20 +33,20 @@ Scales quantize_scales(const float* v, int n, float levels) {
   return s;
 }
 
-// Importance of a value in the search of q4_k and q5_k: root mean square of the sub-block + |x|.
-template <int kSub>
+// Importance of a value in the search of q4_k and q5_k: root mean square of the group + |x|.
+template <int kGroup>
 void energy_weights(const Lanes* x, Lanes* w) {
   Lanes sum = set1(0.f);
-  for (int i = 0; i < kSub; ++i) sum += x[i] * x[i];
+  for (int i = 0; i < kGroup; ++i) sum += x[i] * x[i];
   float mean[kLanes];
-  store(mean, sum / set1(kSub));
+  store(mean, sum / set1(kGroup));
   for (float& v : mean) v = std::sqrt(v);
-  for (int i = 0; i < kSub; ++i) w[i] = load(mean) + abs(x[i]);
+  for (int i = 0; i < kGroup; ++i) w[i] = load(mean) + abs(x[i]);
 }
 
-// The search's results for the sub-blocks of one block.
+// The search's results for the groups of one block.
 struct Searched {
-  float scale[kMaxSubs], offset[kMaxSubs], inv[kMaxSubs], low[kMaxSubs];
+  float scale[kMaxGroups], offset[kMaxGroups], inv[kMaxGroups], low[kMaxGroups];
 
   void set(int first, const AsymmetricFit& fit) {
     store(scale + first, fit.scale);
@@ -56,17 +56,17 @@ struct Searched {
   }
 };
 
-// q = clamp(rint((x + dmin * m) / (d * sc))), d and dmin as they will be decoded; a sub-block whose
+// q = clamp(rint((x + dmin * m) / (d * sc))), d and dmin as they will be decoded; a group whose
 // decoded scale is 0 keeps the codes of the search.
-template <int kSub, int kHigh>
+template <int kGroup, int kHigh>
 void requantize(const float* x, const Searched& found, const Scales& sc, const Scales& m, float d,
                 float dmin, uint8_t* q) {
-  for (int s = 0; s < kBlock / kSub; ++s, x += kSub, q += kSub) {
-    const float step = d * sc.code[s];
+  for (int s = 0; s < kBlock / kGroup; ++s, x += kGroup, q += kGroup) {
+    const float spacing = d * sc.code[s];
     const float shift = dmin * m.code[s];
-    const bool decodes = step != 0;
-    for (int i = 0; i < kSub; ++i) {
-      const float v = decodes ? (x[i] + shift) / step : found.inv[s] * (x[i] - found.low[s]);
+    const bool decodes = spacing != 0;
+    for (int i = 0; i < kGroup; ++i) {
+      const float v = decodes ? (x[i] + shift) / spacing : found.inv[s] * (x[i] - found.low[s]);
       q[i] = static_cast<uint8_t>(static_cast<int32_t>(to_code(v, 0.f, kHigh)));
     }
   }
@@ -82,40 +82,40 @@ void pack_scales(const uint8_t* sc, const uint8_t* m, uint8_t* out) {
 }
 
 // q4_k and q5_k: fills d, dmin and the scales, the first 16 bytes of both, and the codes q.
-template <int kHigh, int kSteps>
+template <int kHigh, int kLastTrial>
 void quantize_sixes(const float* x, float start, uint8_t* out, uint8_t* q) {
-  constexpr int kSub = 32, kSubs = kBlock / kSub;
-  Lanes lanes[kSub], w[kSub];
-  elements_first<kSub>(x, lanes);
-  energy_weights<kSub>(lanes, w);
+  constexpr int kGroup = 32, kGroups = kBlock / kGroup;
+  Lanes lanes[kGroup], w[kGroup];
+  elements_first<kGroup>(x, lanes);
+  energy_weights<kGroup>(lanes, w);
   Searched found;
-  found.set(0, search_asymmetric<kSub, kHigh, kSteps, false>(lanes, w, start, 0.1f));
-  const Scales sc = quantize_scales(found.scale, kSubs, 63);
-  const Scales m = quantize_scales(found.offset, kSubs, 63);
+  found.set(0, search_asymmetric<kGroup, kHigh, kLastTrial, false>(lanes, w, start, 0.1f));
+  const Scales sc = quantize_scales(found.scale, kGroups, 63);
+  const Scales m = quantize_scales(found.offset, kGroups, 63);
   const float d = store_half(out, sc.d);
   const float dmin = store_half(out + 2, m.d);
   pack_scales(sc.code, m.code, out + 4);
-  requantize<kSub, kHigh>(x, found, sc, m, d, dmin, q);
+  requantize<kGroup, kHigh>(x, found, sc, m, d, dmin, q);
 }
 
 }  // namespace
 
 void quantize_q2_k(const float* x, uint8_t* out) {
-  constexpr int kSub = 16, kSubs = kBlock / kSub;
+  constexpr int kGroup = 16, kGroups = kBlock / kGroup;
   Searched found;
-  for (int first = 0; first < kSubs; first += kLanes) {
-    Lanes lanes[kSub], w[kSub];
-    elements_first<kSub>(x + first * kSub, lanes);
-    for (int i = 0; i < kSub; ++i) w[i] = abs(lanes[i]);
-    found.set(first, search_asymmetric<kSub, 3, 15, true>(lanes, w, -0.5f, 0.1f));
+  for (int first = 0; first < kGroups; first += kLanes) {
+    Lanes lanes[kGroup], w[kGroup];
+    elements_first<kGroup>(x + first * kGroup, lanes);
+    for (int i = 0; i < kGroup; ++i) w[i] = abs(lanes[i]);
+    found.set(first, search_asymmetric<kGroup, 3, 15, true>(lanes, w, -0.5f, 0.1f));
   }
-  const Scales sc = quantize_scales(found.scale, kSubs, 15);
-  const Scales m = quantize_scales(found.offset, kSubs, 15);
-  for (int s = 0; s < kSubs; ++s) out[s] = static_cast<uint8_t>(sc.code[s] | m.code[s] << 4);
+  const Scales sc = quantize_scales(found.scale, kGroups, 15);
+  const Scales m = quantize_scales(found.offset, kGroups, 15);
+  for (int s = 0; s < kGroups; ++s) out[s] = static_cast<uint8_t>(sc.code[s] | m.code[s] << 4);
   const float d = store_half(out + 80, sc.d);
   const float dmin = store_half(out + 82, m.d);
   uint8_t q[kBlock];
-  requantize<kSub, 3>(x, found, sc, m, d, dmin, q);
+  requantize<kGroup, 3>(x, found, sc, m, d, dmin, q);
   join_fields<2, 32>(q, kBlock, out + 16);
 }
 

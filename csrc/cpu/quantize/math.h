@@ -32,7 +32,7 @@ inline uint16_t to_half(float v) {
   const uint32_t bits = float_bits(v);
   const uint32_t mag = bits & 0x7fffffffu;
   const uint32_t normal = (mag - kHalfRebias + 0xfff + ((mag >> 13) & 1)) >> 13;
-  // Below 2^-14 the unit of f16 is 2^-24, the spacing of f32 at 0.5: the addition rounds.
+  // Below 2^-14 the last place of f16 is 2^-24, the spacing of f32 at 0.5: the addition rounds.
   const uint32_t small = float_bits(bits_float(mag) + 0.5f) - 0x3f000000u;
   uint32_t half = mag < kHalfRebias + (1u << 23) ? small : normal;
   half = mag >= 0x477ff000u ? 0x7c00u : half;

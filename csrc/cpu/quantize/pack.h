@@ -6,8 +6,8 @@
 
 namespace metalmm::cpu::quant {
 
-// The order of every GGML block: a run of 8 / kBits * kWidth values fills kWidth bytes; field f of
-// byte l is value f * kWidth + l of the run.
+// The order of every GGML block: a weave of 8 / kBits * kWidth values fills kWidth bytes; field f
+// of byte l is value f * kWidth + l of the weave.
 template <int kBits, int kWidth>
 inline void join_fields(const uint8_t* q, int n, uint8_t* out) {
   constexpr int kFields = 8 / kBits;

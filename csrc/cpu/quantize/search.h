@@ -47,10 +47,11 @@ inline Lanes fit_error(const Lanes* x, const Lanes* w, const Lanes* q, Lanes sca
   return sum;
 }
 
-// Weighted least squares for the codes of each trial step size. A better low end that a trial finds
+// Weighted least squares for the codes of each trial. A better low end that a trial finds
 // is the one that the next trial starts from.
-template <int kN, int kHigh, int kSteps, bool kAbsolute>
-inline AsymmetricFit search_asymmetric(const Lanes* x, const Lanes* w, float start, float step) {
+template <int kN, int kHigh, int kLastTrial, bool kAbsolute>
+inline AsymmetricFit search_asymmetric(const Lanes* x, const Lanes* w, float start,
+                                       float increment) {
   const Lanes zero = set1(0.f), top_code = set1(kHigh);
   Lanes low = x[0], high = x[0], sum_w = zero, sum_x = zero, q[kN];
   for (int i = 0; i < kN; ++i) {
@@ -67,8 +68,8 @@ inline AsymmetricFit search_asymmetric(const Lanes* x, const Lanes* w, float sta
   best.scale = set1(1.f) / best.inv;
   for (int i = 0; i < kN; ++i) q[i] = to_code(best.inv * (x[i] - low), zero, top_code);
   Lanes best_error = fit_error<kN, kAbsolute>(x, w, q, best.scale, low);
-  for (int s = 0; s <= kSteps; ++s) {
-    const Lanes inv = set1(start + step * static_cast<float>(s) + kHigh) / (high - low);
+  for (int s = 0; s <= kLastTrial; ++s) {
+    const Lanes inv = set1(start + increment * static_cast<float>(s) + kHigh) / (high - low);
     Lanes s1 = zero, s2 = zero, sx = zero;
     for (int i = 0; i < kN; ++i) {
       q[i] = to_code(inv * (x[i] - low), zero, top_code);

@@ -97,7 +97,7 @@ int check(const MmLaunch& in, const MmKernelEntry*& kernel, MmReport* report) {
     if (strcmp(mm_kernels[i].name, in.kernel) == 0) kernel = &mm_kernels[i];
   }
   if (!kernel) return usage(report, "the library has no kernel %s", in.kernel);
-  uint64_t threads = uint64_t{in.group[0]} * in.group[1] * in.group[2];
+  uint64_t threads = uint64_t{in.tg_threads[0]} * in.tg_threads[1] * in.tg_threads[2];
   if (threads == 0 || threads > kMaxThreads) {
     return usage(report, "%llu threads per threadgroup; 1 to %u are allowed",
                  static_cast<unsigned long long>(threads), kMaxThreads);
@@ -196,18 +196,19 @@ void mm_argument_value(MmRole role, uint32_t* v) {
   const Worker& w = *this_worker();
   const MmLaunch& in = *w.launch->in;
   uint32_t i = w.current->index;
-  uint32_t at[3] = {i % w.group[0], i / w.group[0] % w.group[1], i / w.group[0] / w.group[1]};
+  uint32_t at[3] = {i % w.tg_threads[0], i / w.tg_threads[0] % w.tg_threads[1],
+                    i / w.tg_threads[0] / w.tg_threads[1]};
   auto set = [v](uint32_t x, uint32_t y, uint32_t z) { v[0] = x, v[1] = y, v[2] = z; };
   switch (role) {
     case kMmRoleThreadPositionInGrid:
-      return set(w.tg[0] * in.group[0] + at[0], w.tg[1] * in.group[1] + at[1],
-                 w.tg[2] * in.group[2] + at[2]);
+      return set(w.tg[0] * in.tg_threads[0] + at[0], w.tg[1] * in.tg_threads[1] + at[1],
+                 w.tg[2] * in.tg_threads[2] + at[2]);
     case kMmRoleThreadgroupPositionInGrid:
       return set(w.tg[0], w.tg[1], w.tg[2]);
     case kMmRoleThreadPositionInThreadgroup:
       return set(at[0], at[1], at[2]);
     case kMmRoleThreadsPerThreadgroup:
-      return set(in.group[0], in.group[1], in.group[2]);
+      return set(in.tg_threads[0], in.tg_threads[1], in.tg_threads[2]);
     case kMmRoleThreadsPerGrid:
       return set(in.threads[0], in.threads[1], in.threads[2]);
     case kMmRoleThreadgroupsPerGrid:

@@ -16,8 +16,8 @@ namespace {
 
 // Larger buffers stay where they are: tests have them that no memory could hold twice.
 constexpr uint64_t kMovedBytes = 256 << 20;
-constexpr uint64_t kChunk = 4 << 10;  // no larger than a page: memory that is not written to may
-                                      // be read-only
+constexpr uint64_t kCompared = 4 << 10;  // no larger than a page: memory that is not written to may
+                                         // be read-only
 constexpr uint32_t kWindows = 2 * kMmMaxSlots;  // buffers, then threadgroup memory
 #if defined(__SANITIZE_ADDRESS__)
 constexpr uint64_t kWindowBytes[] = {1 << 30};  // its shadow is written
@@ -53,12 +53,12 @@ Span memory_of(const MmBuffer& b) {
 bool overlap(Span a, Span b) { return a.begin < b.end && b.begin < a.end; }
 
 // Buffers that share bytes which the kernel may write, and all their memory.
-struct Group {
+struct Overlap {
   uint32_t slots;
   Span span;
 };
-Group group_of(const Launch& launch, uint32_t slot) {
-  Group g{1u << slot, memory_of(launch.in->buffers[slot])};
+Overlap overlap_of(const Launch& launch, uint32_t slot) {
+  Overlap g{1u << slot, memory_of(launch.in->buffers[slot])};
   bool is_writable = !launch.buffers[slot].is_read_only;
   for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
     const MmBuffer& b = launch.in->buffers[i];
@@ -71,14 +71,14 @@ Group group_of(const Launch& launch, uint32_t slot) {
     g.span = {span.begin < g.span.begin ? span.begin : g.span.begin,
               span.end > g.span.end ? span.end : g.span.end};
     is_writable = is_writable || writes;
-    i = ~0u;  // the group is larger: once more
+    i = ~0u;  // the overlap is larger: once more
   }
   return g;
 }
 
-// Copies the memory of a group into the window of `slot`, at the same place of a page, which
+// Copies the memory of an overlap into the window of `slot`, at the same place of a page, which
 // keeps its alignment. False if it stays where it is.
-bool move(Launch& launch, uint32_t slot, const Group& g) {
+bool move(Launch& launch, uint32_t slot, const Overlap& g) {
   for (uint32_t i = 0; i < kMmMaxSlots; ++i) {
     if ((g.slots >> i & 1) && !launch.buffers[i].is_argument) return false;
   }
@@ -125,7 +125,7 @@ void place_arguments(Launch& launch, bool checked) {
   for (uint32_t i = 0; checked && i < kMmMaxSlots; ++i) {
     if (!launch.in->buffers[i].data || (done >> i & 1)) continue;
     reserve(launch);
-    const Group g = group_of(launch, i);
+    const Overlap g = overlap_of(launch, i);
     done |= g.slots;
     if (move(launch, i, g)) launch.moved |= g.slots;
   }
@@ -138,7 +138,7 @@ void return_arguments(Launch& launch) {
     const Span to = memory_of(launch.in->buffers[i]);
     const char* from = launch.buffers[i].span.begin;
     for (char* p = to.begin; p < to.end;) {
-      const uint64_t whole = kChunk - reinterpret_cast<uintptr_t>(p) % kChunk;
+      const uint64_t whole = kCompared - reinterpret_cast<uintptr_t>(p) % kCompared;
       const uint64_t left = to.end - p;
       const uint64_t n = left < whole ? left : whole;
       if (memcmp(p, from, n) != 0) memcpy(p, from, n);

@@ -165,7 +165,7 @@ bool any_waits_in_simdgroup(const Worker& w) {
 }
 
 void start_lanes(Worker& w) {
-  w.n_threads = w.group[0] * w.group[1] * w.group[2];
+  w.n_threads = w.tg_threads[0] * w.tg_threads[1] * w.tg_threads[2];
   w.n_simdgroups = (w.n_threads + kSimdWidth - 1) / kSimdWidth;
   for (uint32_t i = 0; i < w.n_simdgroups * kSimdWidth; ++i) {
     Lane& lane = w.lanes[i];
@@ -189,8 +189,8 @@ void run_threadgroup(Worker& w) {
   w.tg[1] = index / in.grid[0] % in.grid[1];
   w.tg[2] = index / in.grid[0] / in.grid[1];
   for (int d = 0; d < 3; ++d) {
-    uint32_t left = in.threads[d] - w.tg[d] * in.group[d];
-    w.group[d] = left < in.group[d] ? left : in.group[d];
+    uint32_t left = in.threads[d] - w.tg[d] * in.tg_threads[d];
+    w.tg_threads[d] = left < in.tg_threads[d] ? left : in.tg_threads[d];
   }
   poison_memory(w);
   start_lanes(w);

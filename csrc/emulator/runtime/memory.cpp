@@ -235,7 +235,7 @@ void __asan_loadN_noabort(const void* p, size_t n) {
 void __asan_storeN_noabort(const void* p, size_t n) {
   metalmm::check_access(static_cast<const char*>(p), n, true, false, MM_HERE);
 }
-// Of each function that is not inlined: -finstrument-function-entry-bare.
+// For each function that is not inlined: -finstrument-function-entry-bare.
 void __cyg_profile_func_enter_bare() {
   metalmm::check_stack(static_cast<const char*>(__builtin_frame_address(0)), MM_HERE);
 }

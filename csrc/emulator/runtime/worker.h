@@ -103,7 +103,7 @@ struct Worker {
   Lane lanes[kMaxThreads];
   uint64_t turn;  // of its threadgroup in the order of the schedule
   Other other;    // of the fault that is about to be reported
-  uint32_t group[3], tg[3], n_threads, n_simdgroups;
+  uint32_t tg_threads[3], tg[3], n_threads, n_simdgroups;
   uint32_t pass_next, pass_end,
       pass_first;  // lanes of the simdgroup that runs, in the order of the schedule
   uint32_t epoch, first_epoch, simd_epoch[kMaxSimdgroups], last_simd_epoch;

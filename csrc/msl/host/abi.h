@@ -140,11 +140,11 @@ struct MmConstant {
 
 struct MmLaunch {
   const char* kernel;
-  uint32_t grid[3];     // threadgroups
-  uint32_t group[3];    // threads per threadgroup
-  uint32_t threads[3];  // threads of the grid; fewer than grid * group make its last threadgroups
-                        // smaller
-  uint32_t workers;     // OS threads
+  uint32_t grid[3];        // threadgroups
+  uint32_t tg_threads[3];  // threads per threadgroup
+  uint32_t threads[3];     // threads of the grid; fewer than grid * tg_threads make its last
+                           // threadgroups smaller
+  uint32_t workers;        // OS threads
   uint32_t flags;
   uint32_t seconds;  // after which the launch is a fault; 0: never
   uint32_t n_constants;

@@ -93,71 +93,71 @@ METAL_FUNC T collect(const char* kind, In in, MmCombine combine, const char* fil
 
 }  // namespace emulator
 
-#define MM_REDUCE(name, group, Width, Op)                                                 \
+#define MM_REDUCE(name, scope, Width, Op)                                                 \
   template <class T>                                                                      \
-  METAL_FUNC T group##_##name(T x, MM_SITE) {                                             \
+  METAL_FUNC T scope##_##name(T x, MM_SITE) {                                             \
     return emulator::collect<Width, T>(                                                   \
-        #group "_" #name, x, emulator::reduce<Width, simd_operators::Op, T>, file, line); \
+        #scope "_" #name, x, emulator::reduce<Width, simd_operators::Op, T>, file, line); \
   }
-#define MM_PREFIX(name, group, Width, Op, inclusive)                                              \
+#define MM_PREFIX(name, scope, Width, Op, inclusive)                                              \
   template <class T>                                                                              \
-  METAL_FUNC T group##_prefix_##name(T x, MM_SITE) {                                              \
-    return emulator::collect<Width, T>(#group "_prefix_" #name, x,                                \
+  METAL_FUNC T scope##_prefix_##name(T x, MM_SITE) {                                              \
+    return emulator::collect<Width, T>(#scope "_prefix_" #name, x,                                \
                                        emulator::prefix<Width, simd_operators::Op, inclusive, T>, \
                                        file, line);                                               \
   }
-#define MM_SHUFFLE(name, group, Width, from)                                            \
+#define MM_SHUFFLE(name, scope, Width, from)                                            \
   template <class T>                                                                    \
-  METAL_FUNC T group##_##name(T x, ushort n, MM_SITE) {                                 \
+  METAL_FUNC T scope##_##name(T x, ushort n, MM_SITE) {                                 \
     int me = mm_lane() % Width;                                                         \
     (void)me;                                                                           \
-    return emulator::collect<Width, T>(#group "_" #name,                                \
+    return emulator::collect<Width, T>(#scope "_" #name,                                \
                                        emulator::Shuffle<T>{x, static_cast<int>(from)}, \
                                        emulator::shuffle<Width, T>, file, line);        \
   }
-#define MM_GROUP(group, Width)                                                                  \
-  MM_EACH_LANE_FUNCTION(group, Width)                                                           \
+#define MM_SCOPE(scope, Width)                                                                  \
+  MM_EACH_LANE_FUNCTION(scope, Width)                                                           \
   template <class T>                                                                            \
-  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width,        \
+  METAL_FUNC T scope##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width,        \
                                            MM_SITE) {                                           \
-    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_up", x, fill,                \
+    return emulator::fill_shuffle<Width>(#scope "_shuffle_and_fill_up", x, fill,                \
                                          -static_cast<int>(n), modulo, file, line);             \
   }                                                                                             \
   template <class T>                                                                            \
-  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width,      \
+  METAL_FUNC T scope##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width,      \
                                              MM_SITE) {                                         \
-    return emulator::fill_shuffle<Width>(#group "_shuffle_and_fill_down", x, fill,              \
+    return emulator::fill_shuffle<Width>(#scope "_shuffle_and_fill_down", x, fill,              \
                                          static_cast<int>(n), modulo, file, line);              \
   }                                                                                             \
   template <class T>                                                                            \
-  METAL_FUNC T group##_broadcast_first(T x, MM_SITE) {                                          \
-    return emulator::collect<Width, T>(#group "_broadcast_first", x, emulator::first<Width, T>, \
+  METAL_FUNC T scope##_broadcast_first(T x, MM_SITE) {                                          \
+    return emulator::collect<Width, T>(#scope "_broadcast_first", x, emulator::first<Width, T>, \
                                        file, line);                                             \
   }                                                                                             \
-  METAL_FUNC group##_vote group##_ballot(bool x, MM_SITE) {                                     \
-    return emulator::collect<Width, ulong>(#group "_ballot", x, emulator::ballot<Width>, file,  \
+  METAL_FUNC scope##_vote scope##_ballot(bool x, MM_SITE) {                                     \
+    return emulator::collect<Width, ulong>(#scope "_ballot", x, emulator::ballot<Width>, file,  \
                                            line);                                               \
   }                                                                                             \
-  METAL_FUNC bool group##_any(bool x, MM_SITE) {                                                \
-    return emulator::collect<Width, ulong>(#group "_any", x, emulator::ballot<Width>, file,     \
+  METAL_FUNC bool scope##_any(bool x, MM_SITE) {                                                \
+    return emulator::collect<Width, ulong>(#scope "_any", x, emulator::ballot<Width>, file,     \
                                            line) != 0;                                          \
   }                                                                                             \
-  METAL_FUNC bool group##_all(bool x, MM_SITE) {                                                \
-    return emulator::collect<Width, ulong>(#group "_all", !x, emulator::ballot<Width>, file,    \
+  METAL_FUNC bool scope##_all(bool x, MM_SITE) {                                                \
+    return emulator::collect<Width, ulong>(#scope "_all", !x, emulator::ballot<Width>, file,    \
                                            line) == 0;                                          \
   }                                                                                             \
-  METAL_FUNC group##_vote group##_active_threads_mask(MM_SITE) {                                \
-    return emulator::collect<Width, ulong>(#group "_active_threads_mask", true,                 \
+  METAL_FUNC scope##_vote scope##_active_threads_mask(MM_SITE) {                                \
+    return emulator::collect<Width, ulong>(#scope "_active_threads_mask", true,                 \
                                            emulator::ballot<Width>, file, line);                \
   }                                                                                             \
-  METAL_FUNC bool group##_is_first(MM_SITE) {                                                   \
-    return mm_lane() % Width == ctz(group##_active_threads_mask(file, line).mask);              \
+  METAL_FUNC bool scope##_is_first(MM_SITE) {                                                   \
+    return mm_lane() % Width == ctz(scope##_active_threads_mask(file, line).mask);              \
   }
 
 namespace emulator {
 
-// Lanes come in runs of `modulo`; a lane that would read from outside its run reads, of the
-// neighbouring run's place in `fill`, the element that would follow.
+// Lanes come in sets of `modulo`; a lane that would read from outside its set reads, of the
+// neighbouring set's place in `fill`, the element that would follow.
 template <class T>
 struct FillShuffle {
   T data, fill;
@@ -168,9 +168,9 @@ void fill_combine(void* const* in, void* const* out) {
   for (int i = 0; i < static_cast<int>(Width); ++i) {
     if (!in[i]) continue;
     auto mine = static_cast<FillShuffle<T>*>(in[i]);
-    int run = i / mine->modulo * mine->modulo, at = i - run + mine->by;
+    int set = i / mine->modulo * mine->modulo, at = i - set + mine->by;
     bool inside = at >= 0 && at < mine->modulo;
-    int from = run + (at + mine->modulo) % mine->modulo;
+    int from = set + (at + mine->modulo) % mine->modulo;
     auto other = from < static_cast<int>(Width) ? static_cast<FillShuffle<T>*>(in[from]) : nullptr;
     if (other) {
       *static_cast<T*>(out[i]) = inside ? other->data : other->fill;
@@ -188,9 +188,9 @@ METAL_FUNC T fill_shuffle(const char* kind, T x, T fill, int by, ushort modulo, 
 
 }  // namespace emulator
 
-MM_GROUP(simd, kMmScopeSimd)
-MM_GROUP(quad, kMmScopeQuad)
-#undef MM_GROUP
+MM_SCOPE(simd, kMmScopeSimd)
+MM_SCOPE(quad, kMmScopeQuad)
+#undef MM_SCOPE
 #undef MM_SHUFFLE
 #undef MM_PREFIX
 #undef MM_REDUCE

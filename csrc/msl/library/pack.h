@@ -7,22 +7,22 @@ namespace metal {
 
 namespace emulator {
 
-// A value of b bits: [0, 1] in 2^b - 1 steps, or [-1, 1] in 2^(b-1) - 1 steps each way.
+// A value of b bits: [0, 1] as 0 ... 2^b - 1, or [-1, 1] as up to 2^(b-1) - 1 either way: `top`.
 template <class V>
-METAL_FUNC V from_unorm(V x, V steps) {
-  return x / steps;
+METAL_FUNC V from_unorm(V x, V top) {
+  return x / top;
 }
 template <class V>
-METAL_FUNC V from_snorm(V x, V steps) {
-  return max(x / steps, V(-1));
+METAL_FUNC V from_snorm(V x, V top) {
+  return max(x / top, V(-1));
 }
 template <class V>
-METAL_FUNC V to_unorm(V x, V steps) {
-  return rint(saturate(x) * steps);
+METAL_FUNC V to_unorm(V x, V top) {
+  return rint(saturate(x) * top);
 }
 template <class V>
-METAL_FUNC V to_snorm(V x, V steps) {
-  return rint(clamp(x, V(-1), V(1)) * steps);
+METAL_FUNC V to_snorm(V x, V top) {
+  return rint(clamp(x, V(-1), V(1)) * top);
 }
 // sRGB's curve on the three colours, not on alpha.
 METAL_FUNC float4 srgb_to_linear(float4 c) {
@@ -40,18 +40,18 @@ METAL_FUNC float4 linear_to_srgb(float4 c) {
 
 }  // namespace emulator
 
-#define MM_PACK(layout, word, T, n, rule, steps)                                           \
-  METAL_FUNC float##n unpack_##layout##_to_float(word x) {                                 \
-    return emulator::from_##rule(convert_to<float##n>(as_type<T##n>(x)), float##n(steps)); \
-  }                                                                                        \
-  METAL_FUNC half##n unpack_##layout##_to_half(word x) {                                   \
-    return convert_to<half##n>(unpack_##layout##_to_float(x));                             \
-  }                                                                                        \
-  METAL_FUNC word pack_float_to_##layout(float##n x) {                                     \
-    return as_type<word>(convert_to<T##n>(emulator::to_##rule(x, float##n(steps))));       \
-  }                                                                                        \
-  METAL_FUNC word pack_half_to_##layout(half##n x) {                                       \
-    return pack_float_to_##layout(convert_to<float##n>(x));                                \
+#define MM_PACK(layout, word, T, n, rule, top)                                           \
+  METAL_FUNC float##n unpack_##layout##_to_float(word x) {                               \
+    return emulator::from_##rule(convert_to<float##n>(as_type<T##n>(x)), float##n(top)); \
+  }                                                                                      \
+  METAL_FUNC half##n unpack_##layout##_to_half(word x) {                                 \
+    return convert_to<half##n>(unpack_##layout##_to_float(x));                           \
+  }                                                                                      \
+  METAL_FUNC word pack_float_to_##layout(float##n x) {                                   \
+    return as_type<word>(convert_to<T##n>(emulator::to_##rule(x, float##n(top))));       \
+  }                                                                                      \
+  METAL_FUNC word pack_half_to_##layout(half##n x) {                                     \
+    return pack_float_to_##layout(convert_to<float##n>(x));                              \
   }
 MM_PACK(unorm4x8, uint, uchar, 4, unorm, 255.0f)
 MM_PACK(snorm4x8, uint, char, 4, snorm, 127.0f)

@@ -1,4 +1,4 @@
-// Of <metal_simdgroup>, what does not depend on how lanes meet: the operators of reductions and
+// What of <metal_simdgroup> does not depend on how lanes meet: the operators of reductions and
 // prefixes, votes, the flags of barriers, and the list of functions.
 #pragma once
 
@@ -39,7 +39,7 @@ struct Largest {
     return max(a, b);
   }
 };
-// Of floats, their bits.
+// The bits of floats.
 #define MM_BITWISE(Name, op)                                                        \
   struct Name {                                                                     \
     template <class T>                                                              \
@@ -57,7 +57,7 @@ MM_BITWISE(Or, |)
 MM_BITWISE(Xor, ^)
 #undef MM_BITWISE
 
-// The lanes of a group that voted true.
+// The lanes of a scope, a simdgroup or a quadgroup, that voted true.
 template <uint Width>
 struct Vote {
   using vote_t = ulong;
@@ -88,24 +88,24 @@ constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 }  // namespace metal
 
 // Every function that is made by a macro of the file that includes this: MM_REDUCE(name, group,
-// Width, Op), MM_PREFIX(name, group, Width, Op, inclusive), MM_SHUFFLE(name, group, Width, from),
-// `from` being an expression of n, me (the number of the lane in its group) and Width.
-#define MM_EACH_LANE_FUNCTION(group, Width)                                     \
-  MM_REDUCE(sum, group, Width, Sum)                                             \
-  MM_REDUCE(product, group, Width, Product)                                     \
-  MM_REDUCE(min, group, Width, Smallest)                                        \
-  MM_REDUCE(max, group, Width, Largest)                                         \
-  MM_REDUCE(and, group, Width, And)                                             \
-  MM_REDUCE(or, group, Width, Or)                                               \
-  MM_REDUCE(xor, group, Width, Xor)                                             \
-  MM_PREFIX(inclusive_sum, group, Width, Sum, true)                             \
-  MM_PREFIX(exclusive_sum, group, Width, Sum, false)                            \
-  MM_PREFIX(inclusive_product, group, Width, Product, true)                     \
-  MM_PREFIX(exclusive_product, group, Width, Product, false)                    \
-  MM_SHUFFLE(shuffle, group, Width, n % Width)                                  \
-  MM_SHUFFLE(broadcast, group, Width, n % Width)                                \
-  MM_SHUFFLE(shuffle_xor, group, Width, (me ^ n) % Width)                       \
-  MM_SHUFFLE(shuffle_up, group, Width, me - n)                                  \
-  MM_SHUFFLE(shuffle_down, group, Width, me + n)                                \
-  MM_SHUFFLE(shuffle_rotate_up, group, Width, (me + Width - n % Width) % Width) \
-  MM_SHUFFLE(shuffle_rotate_down, group, Width, (me + n) % Width)
+// Width, Op), MM_PREFIX(name, scope, Width, Op, inclusive), MM_SHUFFLE(name, scope, Width, from),
+// `from` being an expression of n, me (the number of the lane in its scope) and Width.
+#define MM_EACH_LANE_FUNCTION(scope, Width)                                     \
+  MM_REDUCE(sum, scope, Width, Sum)                                             \
+  MM_REDUCE(product, scope, Width, Product)                                     \
+  MM_REDUCE(min, scope, Width, Smallest)                                        \
+  MM_REDUCE(max, scope, Width, Largest)                                         \
+  MM_REDUCE(and, scope, Width, And)                                             \
+  MM_REDUCE(or, scope, Width, Or)                                               \
+  MM_REDUCE(xor, scope, Width, Xor)                                             \
+  MM_PREFIX(inclusive_sum, scope, Width, Sum, true)                             \
+  MM_PREFIX(exclusive_sum, scope, Width, Sum, false)                            \
+  MM_PREFIX(inclusive_product, scope, Width, Product, true)                     \
+  MM_PREFIX(exclusive_product, scope, Width, Product, false)                    \
+  MM_SHUFFLE(shuffle, scope, Width, n % Width)                                  \
+  MM_SHUFFLE(broadcast, scope, Width, n % Width)                                \
+  MM_SHUFFLE(shuffle_xor, scope, Width, (me ^ n) % Width)                       \
+  MM_SHUFFLE(shuffle_up, scope, Width, me - n)                                  \
+  MM_SHUFFLE(shuffle_down, scope, Width, me + n)                                \
+  MM_SHUFFLE(shuffle_rotate_up, scope, Width, (me + Width - n % Width) % Width) \
+  MM_SHUFFLE(shuffle_rotate_down, scope, Width, (me + n) % Width)

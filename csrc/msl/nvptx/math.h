@@ -16,9 +16,9 @@ METAL_FUNC float exp(float x) {
   p = fma(p, r, 0.16666577f);
   p = fma(p, r, 0.5f);
   p = 1.0f + fma(p, r * r, r);
-  const int whole = static_cast<int>(n), part = whole / 2;
-  p *= as_type<float>((part + 127) << 23);
-  return x != x ? x : p * as_type<float>((whole - part + 127) << 23);
+  const int whole = static_cast<int>(n), first = whole / 2;
+  p *= as_type<float>((first + 127) << 23);
+  return x != x ? x : p * as_type<float>((whole - first + 127) << 23);
 }
 
 }  // namespace metal

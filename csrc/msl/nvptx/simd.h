@@ -27,7 +27,7 @@ METAL_FUNC T prefix(T x) {
   return sum;
 }
 
-// x of lane `from` of the group; `fill` where there is no such lane.
+// x of lane `from` of the scope; `fill` where there is no such lane.
 template <uint Width, class T>
 METAL_FUNC T shuffle(T x, T fill, int from) {
   const uint first = lane() / Width * Width;
@@ -35,17 +35,17 @@ METAL_FUNC T shuffle(T x, T fill, int from) {
   return from < 0 || from >= static_cast<int>(Width) ? fill : other;
 }
 
-// Lanes come in runs of `modulo`: from outside its run a lane reads the neighbouring run's
+// Lanes come in sets of `modulo`: from outside its set a lane reads the neighbouring set's
 // place in `fill`.
 template <uint Width, class T>
 METAL_FUNC T fill_shuffle(T x, T fill, int by, int modulo) {
-  const int me = static_cast<int>(lane() % Width), run = me / modulo * modulo, at = me - run + by;
-  const int from = run + (at + modulo) % modulo;
+  const int me = static_cast<int>(lane() % Width), set = me / modulo * modulo, at = me - set + by;
+  const int from = set + (at + modulo) % modulo;
   const T data = shuffle<Width>(x, x, from), other = shuffle<Width>(fill, fill, from);
   return at >= 0 && at < modulo ? data : other;
 }
 
-// Bit i: lane i of the group votes true.
+// Bit i: lane i of the scope votes true.
 template <uint Width>
 METAL_FUNC uint ballot(bool x) {
   return reduce<Width, simd_operators::Or>(x ? 1u << lane() % Width : 0u);
@@ -53,45 +53,45 @@ METAL_FUNC uint ballot(bool x) {
 
 }  // namespace warp
 
-#define MM_REDUCE(name, group, Width, Op)                 \
+#define MM_REDUCE(name, scope, Width, Op)                 \
   template <class T>                                      \
-  METAL_FUNC T group##_##name(T x) {                      \
+  METAL_FUNC T scope##_##name(T x) {                      \
     return warp::reduce<Width, simd_operators::Op, T>(x); \
   }
-#define MM_PREFIX(name, group, Width, Op, inclusive)                 \
+#define MM_PREFIX(name, scope, Width, Op, inclusive)                 \
   template <class T>                                                 \
-  METAL_FUNC T group##_prefix_##name(T x) {                          \
+  METAL_FUNC T scope##_prefix_##name(T x) {                          \
     return warp::prefix<Width, simd_operators::Op, inclusive, T>(x); \
   }
-#define MM_SHUFFLE(name, group, Width, from)                   \
+#define MM_SHUFFLE(name, scope, Width, from)                   \
   template <class T>                                           \
-  METAL_FUNC T group##_##name(T x, ushort n) {                 \
+  METAL_FUNC T scope##_##name(T x, ushort n) {                 \
     const int me = static_cast<int>(warp::lane() % Width);     \
     (void)me;                                                  \
     return warp::shuffle<Width>(x, x, static_cast<int>(from)); \
   }
-#define MM_GROUP(group, Width)                                                                \
-  MM_EACH_LANE_FUNCTION(group, Width)                                                         \
+#define MM_SCOPE(scope, Width)                                                                \
+  MM_EACH_LANE_FUNCTION(scope, Width)                                                         \
   template <class T>                                                                          \
-  METAL_FUNC T group##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {    \
+  METAL_FUNC T scope##_shuffle_and_fill_up(T x, T fill, ushort n, ushort modulo = Width) {    \
     return warp::fill_shuffle<Width>(x, fill, -static_cast<int>(n), modulo);                  \
   }                                                                                           \
   template <class T>                                                                          \
-  METAL_FUNC T group##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width) {  \
+  METAL_FUNC T scope##_shuffle_and_fill_down(T x, T fill, ushort n, ushort modulo = Width) {  \
     return warp::fill_shuffle<Width>(x, fill, static_cast<int>(n), modulo);                   \
   }                                                                                           \
   template <class T>                                                                          \
-  METAL_FUNC T group##_broadcast_first(T x) {                                                 \
+  METAL_FUNC T scope##_broadcast_first(T x) {                                                 \
     return warp::shuffle<Width>(x, x, 0);                                                     \
   }                                                                                           \
-  METAL_FUNC group##_vote group##_ballot(bool x) { return warp::ballot<Width>(x); }           \
-  METAL_FUNC bool group##_any(bool x) { return warp::ballot<Width>(x) != 0; }                 \
-  METAL_FUNC bool group##_all(bool x) { return warp::ballot<Width>(!x) == 0; }                \
-  METAL_FUNC group##_vote group##_active_threads_mask() { return warp::ballot<Width>(true); } \
-  METAL_FUNC bool group##_is_first() { return warp::lane() % Width == 0; }
-MM_GROUP(simd, 32)
-MM_GROUP(quad, 4)
-#undef MM_GROUP
+  METAL_FUNC scope##_vote scope##_ballot(bool x) { return warp::ballot<Width>(x); }           \
+  METAL_FUNC bool scope##_any(bool x) { return warp::ballot<Width>(x) != 0; }                 \
+  METAL_FUNC bool scope##_all(bool x) { return warp::ballot<Width>(!x) == 0; }                \
+  METAL_FUNC scope##_vote scope##_active_threads_mask() { return warp::ballot<Width>(true); } \
+  METAL_FUNC bool scope##_is_first() { return warp::lane() % Width == 0; }
+MM_SCOPE(simd, 32)
+MM_SCOPE(quad, 4)
+#undef MM_SCOPE
 #undef MM_SHUFFLE
 #undef MM_PREFIX
 #undef MM_REDUCE

@@ -1,7 +1,7 @@
-"""Blocks of 2-byte fields, which the shaders read in units of 2, 4 or 8 bytes where rows allow it.
+"""Blocks of 2-byte fields, which the shaders read 2, 4 or 8 bytes at a time where rows allow it.
 
 The memory of every case ends with the last row of W, and begins with the first where the case has
-no offset: the emulator reports a unit that reaches outside.
+no offset: the emulator reports a read that reaches outside.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import DTYPES, FORMATS, activations, check, random_weight, spec
-from plan_cases import STRATEGIES, UNIT_BITS
+from plan_cases import STRATEGIES, WIDTH_BITS
 from shaders import alignment_of, execute, memory_of
 from test_shader_gemm import expected
 from torch import Tensor
@@ -25,9 +25,9 @@ KERNELS = (
 PLACES = ((0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (0, 4), (4, 4), (6, 2), (8, 8))
 
 
-def unit_of(*bytes_: int) -> int:
-    """The largest unit of which all are multiples."""
-    return max(unit for unit in UNIT_BITS if not any(b % unit for b in bytes_))
+def width_of(*bytes_: int) -> int:
+    """The largest width of which all are multiples."""
+    return max(width for width in WIDTH_BITS if not any(b % width for b in bytes_))
 
 
 def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int) -> Tensor:
@@ -37,8 +37,9 @@ def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int
     problem = {"m": m, "n": n, "k": k, "format": name, "strategy": kernel, "w_stride": row + gap}
     weight = memory_of(packed, gap, offset)
     plan = _C.plan(op, chip="m1", w_alignment=alignment_of(weight), **problem)
-    unit = unit_of(row, offset, row + gap if n > 1 else 0)
-    assert plan["passes"][0]["constants"]["bounds"] & UNIT_BITS[8] == UNIT_BITS[unit], (offset, gap)
+    width = width_of(row, offset, row + gap if n > 1 else 0)
+    bounds = plan["passes"][0]["constants"]["bounds"]
+    assert bounds & WIDTH_BITS[8] == WIDTH_BITS[width], (offset, gap)
     y = torch.full((n, k) if op == "dequantize" else (m, n), torch.nan, dtype=x.dtype)
     buffers: dict[str, Tensor | None] = {"weight": weight, "y": y}
     return execute(op, buffers | {"x": x.reshape(-1), "bias": None, "c": None}, **problem)
@@ -46,9 +47,9 @@ def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", HALVES)
-def test_every_unit_gives_the_same_bits(name: str, kernel: str) -> None:
-    """One to eight blocks a row, rows at every distance: as where units are 2 bytes."""
-    block, units = formats.get(name).block_values, set()
+def test_every_width_gives_the_same_bits(name: str, kernel: str) -> None:
+    """One to eight blocks a row, rows at every distance: as where the width is 2 bytes."""
+    block, widths = formats.get(name).block_values, set()
     for i, blocks in enumerate((1, 2, 3, 4, 6, 8)):
         packed, dtype = random_weight(name, 3, blocks * block), DTYPES[(i + 1) % 3]
         x = activations(5, blocks * block, dtype=dtype)
@@ -59,15 +60,15 @@ def test_every_unit_gives_the_same_bits(name: str, kernel: str) -> None:
         else:
             check(want, expected(kernel, x, w).store(dtype), f"{name} {kernel} {blocks}")
         for offset, gap in PLACES if blocks % 4 == 0 else PLACES[i % 2 :: 2]:
-            units.add(unit_of(packed.shape[1], offset, packed.shape[1] + gap))
+            widths.add(width_of(packed.shape[1], offset, packed.shape[1] + gap))
             y = run(kernel, name, packed, x, offset, gap)
             assert torch.equal(y, want), (blocks, offset, gap)
-    assert units == set(UNIT_BITS)
+    assert widths == set(WIDTH_BITS)
 
 
 @pytest.mark.parametrize("name", HALVES)
 def test_one_row(name: str) -> None:
-    """A single row needs no stride of whole units."""
+    """A single row needs no stride that is a multiple of the width."""
     k = 4 * formats.get(name).block_values
     packed, x = random_weight(name, 1, k), activations(2, k, dtype=torch.float16)
     want = run("gemm_small", name, packed, x, 2, 0)
