@@ -17,7 +17,7 @@ HEADER = "#pragma once\nnamespace at { int present(); int absent(); }\n"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a torch whose libraries have one function of the two that its header declares."""
+    """The wheel of a torch whose libraries have one of the two functions its header declares."""
     folder = tmp_path_factory.mktemp("wheel")
     library = folder / "library.cpp"
     library.write_text(

@@ -121,7 +121,7 @@ def test_an_arrow_that_runs_back_is_found(file: str, line: str) -> None:
 
 
 def test_folders_are_small() -> None:
-    """What one looks for is seen at a glance."""
+    """So that one sees at a glance what a folder has."""
     folders = {f.parent for f in sources()}
     counts = {str(d.relative_to(ROOT)): sum(f.is_file() for f in d.iterdir()) for d in folders}
     assert {folder: n for folder, n in counts.items() if n > 15} == {}
