@@ -50,7 +50,7 @@ def test_a_choice_of_nothing_known_is_an_error(asked: str) -> None:
 
 
 def test_an_absent_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a skip: who asks for an engine wants its result."""
+    """An error and no skip: who asks for an engine wants its result."""
     monkeypatch.setitem(BACKENDS, "gone", replace(CPU, name="gone", absent=lambda: "far away"))
     absent = {name: why for name, why in absences().items() if why}
     assert absent["gone"] == "far away" and "gone" not in {b.name for b in select(None)}

@@ -68,7 +68,7 @@ def test_a_fake_says_what_the_engine_says(label: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("label", [n for n in TRACED if "strategy" not in n])
 def test_bad_arguments_on_meta(label: str) -> None:
-    """As above, without the strategies, which belong to an engine: meta is none."""
+    """The same calls but for those of strategies, which belong to an engine: meta is none."""
     expect(CASES[label], SimpleNamespace(**{k: v.to("meta") for k, v in arguments().items()}))
 
 

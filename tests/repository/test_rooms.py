@@ -89,7 +89,7 @@ def test_every_room_is_on_the_map() -> None:
 
 
 def test_a_room_that_is_not_on_the_map_is_named() -> None:
-    """And a folder deeper than the map is not."""
+    """A folder that is deeper than the map need not be on it."""
     lines = [
         "## The house",
         "    csrc/  a",
