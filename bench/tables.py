@@ -21,7 +21,7 @@ def digits(value: float | None, significant: int = 3) -> str:
     """12345 -> "12345", 1.2345 -> "1.23", 0.01449 -> "0.0145"; ABSENT for None."""
     if value is None:
         return ABSENT
-    # Of the rounded value: 9.996 has two digits before the point.
+    # The magnitude is the rounded value's: 9.996 has two digits before the point.
     exponent = int(f"{value:.{significant - 1}e}".partition("e")[2])
     return f"{value:.{max(0, significant - 1 - exponent)}f}"
 

@@ -17,11 +17,11 @@ if(NOT DEFINED METAL_COMPILER AND XCRUN)
 endif()
 if(NOT METAL_COMPILER)
   message(STATUS "No Metal compiler: kernels are compiled when they are first used")
-  file(REMOVE ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)  # of a build that had one
+  file(REMOVE ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)  # of a build that had a compiler
   return()
 endif()
 
-# As metal.mm compiles them: the language of macOS 14, no fast math.
+# The options with which metal.mm compiles: the language of macOS 14, no fast math.
 # The two warnings that are off: `if constexpr` is of C++17, which every Metal compiler takes in C++14;
 # and a compiler older than Metal 3.2 does not know the pragma for what -fno-fast-math says.
 set(METAL_OPTIONS -std=metal3.1 -mmacosx-version-min=14.0 -fno-fast-math -Wall -Wextra

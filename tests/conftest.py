@@ -107,7 +107,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    # Also where the header is not shown (-q): an engine that did not run must be seen.
+    # Shown also where the header is not (-q): an engine that did not run must be seen.
     cells: Counter[str] = Counter()
     for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get(
         "failed", []

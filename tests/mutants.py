@@ -28,10 +28,10 @@ import support  # noqa: F401  (its modules by their plain names)
 from places import ROOT, TESTS
 
 TREE = ROOT / "build" / "mutants"
-SECONDS = 900  # for the tests of one mutant: one that hangs is noticed, too
+SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is noticed, too
 
-# {what may be mutated: the tests that shall notice, in whatever room they are, and pytest's choice
-# among them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
+# {file to mutate: the tests that shall notice, in whatever room they are, and pytest's choice among
+# them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
 TARGETS = {
     "torch_metalmm/files/gguf/file.py": "test_gguf_file.py test_gguf_header.py",
     "torch_metalmm/files/gguf/layout.py": "test_gguf_file.py test_gguf_hostile.py",

@@ -50,7 +50,7 @@ def test_a_choice_of_nothing_known_is_an_error(asked: str) -> None:
 
 
 def test_an_absent_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a skip: who asks for an engine wants its result."""
+    """An error and no skip: who asks for an engine wants its result."""
     monkeypatch.setitem(BACKENDS, "gone", replace(CPU, name="gone", absent=lambda: "far away"))
     absent = {name: why for name, why in absences().items() if why}
     assert absent["gone"] == "far away" and "gone" not in {b.name for b in select(None)}
@@ -60,7 +60,7 @@ def test_an_absent_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mps_runs_the_cases_of_the_emulator() -> None:
-    """Unless all are asked for: one format of each struct, all where the test asks for them."""
+    """One format of each struct, unless METALMM_TEST_CASES or the test asks for all."""
     assert BACKENDS["mps"].is_slow is (os.environ.get("METALMM_TEST_CASES") != "all")
     assert takes_fewer_cases(None) and not takes_fewer_cases("all")
     with pytest.raises(pytest.UsageError, match="METALMM_TEST_CASES: 'many'; allowed: all, quick"):
@@ -92,7 +92,7 @@ def test_quick_takes_a_format_of_each_family(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_second_schedule_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for, and for fewer formats."""
+    """The second schedule runs where a test asks for it, with fewer formats."""
     monkeypatch.setattr(backends, "CASES", None)
     assert engines_of(False) == SELECTED
     twice = engines_of(True)
@@ -103,7 +103,7 @@ def test_the_second_schedule_follows_the_first(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_strategies_are_those_of_the_engine(backend: Backend) -> None:
-    """What the error of the op names; the tests force all but the baselines of the CPU."""
+    """The error of the op names them; the tests force all but the baselines of the CPU."""
     x = backend.put(torch.ones(1, 1))
     with pytest.raises(ValueError, match="strategy: unknown 'x' .*allowed: ") as caught:
         torch.ops.metalmm.linear(x, x, None, "f32", "x")
@@ -117,7 +117,7 @@ def test_sizes_around_an_edge() -> None:
 
 
 def test_files_that_need_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Mac they are left out, and what every engine runs is not."""
+    """On a Mac the files are left out; files that every engine runs stay."""
     files = {f.stem: f for f in TESTS.rglob("test_*.py")}
     emulated = ("test_msl", "test_lockstep", "test_shader_gemm", "test_mps_encode", "test_ptx")
     others = ("test_exact", "test_matmul", "test_ops", "test_autograd", "test_linear")

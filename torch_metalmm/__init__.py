@@ -1,7 +1,7 @@
 """PyTorch linear layers whose weights stay packed in GGML or MLX formats.
 
 Importing this package registers torch.ops.metalmm: at once where torch is imported, else as soon as
-it is. Everything else is imported when it is first used, so that the command line answers
+torch is. Everything else is imported at its first use, so that the command line answers
 `metalmm --help` in the time of Python's own start; torch takes 1 to 2 s.
 """
 
@@ -71,7 +71,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
-    globals()[name] = found  # the next access, also that of torch.compile, finds it as any other
+    globals()[name] = found  # the next access, also by torch.compile, finds the name as any other
     return found
 
 

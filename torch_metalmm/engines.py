@@ -1,6 +1,8 @@
 """The engines of this machine: which of them run, and why the others do not.
 
-Importing this module does not import torch.
+Every text about an absent device comes from here; the command line, the doctor, the tests and the
+benchmark print it. An op's own error about a tensor's device is in csrc/ops/checks.cpp. Importing
+this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ def engines() -> dict[str, str]:
 def absence(device: str, ask_metal: bool = True) -> str:
     """Why the ops do not run on a device of DEVICES; "" where they do.
 
-    ask_metal=False asks torch alone, nothing of ours: a Mac whose GPU the engine refuses (a virtual
-    machine's) counts as present then.
+    ask_metal=False asks torch alone and not our engine: a Mac whose GPU the engine refuses (a
+    virtual machine's) then counts as present.
     """
     import torch
 

@@ -12,10 +12,10 @@ _waiting: dict[str, list[Callable[[], object]]] = {}
 
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
-    """Call action() as soon as the module `name` is imported: at once if it is already.
+    """Call action() as soon as the module `name` is imported: at once if it is imported already.
 
-    For plug-ins of packages that are slow to import and that the user may never import. What the
-    action raises reaches whoever imports the module, which then counts as not imported.
+    For plug-ins of packages that are slow to import and that the user may never import. An error of
+    the action reaches whoever imports the module, which then counts as not imported.
     """
     if name in sys.modules:  # perhaps half loaded by another thread; importing it waits
         action()

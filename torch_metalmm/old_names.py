@@ -1,7 +1,7 @@
-"""The modules under the names that they had before they were sorted into rooms.
+"""Second names of modules: those that other code and pickles have for them.
 
-Code of others imports them by these, and a pickle of a whole module says where its class was. Such
-an import gives the module of today itself, not a copy, and imports it only then.
+Other code imports modules by these names, and a pickle of a whole module names the class by its
+module. Such an import gives the module itself, not a copy, and imports the module only then.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PLACES = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Before the finder of files: a folder ptx/ of kernels would be taken for a package."""
+    """Goes before the finder of files, which would take a folder ptx/ of kernels for a package."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -86,7 +86,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.InspectLoader):
-    """Loads the module of today; the import system enters it under the old name, too."""
+    """Loads the module by its own name; the import system enters it under the old name, too."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -103,11 +103,11 @@ class _Loader(importlib.abc.InspectLoader):
         return None
 
     def get_code(self, fullname: str) -> CodeType:
-        """For `python -m`: the module of today is run."""
+        """For `python -m`: the module itself is run."""
         run = f"runpy.run_module({self._place!r}, run_name='__main__', alter_sys=True)"
         return compile(f"import runpy; {run}", fullname, "exec")
 
 
 def install() -> None:
-    """From now on the old names can be imported."""
+    """Let the old names be imported."""
     sys.meta_path.insert(0, _Finder())

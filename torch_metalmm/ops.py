@@ -1,8 +1,8 @@
 """torch.ops.metalmm: importing this module registers the ops and their fake implementations.
 
-The kernels, autograd and autocast are native, and so are the checks of a fake: it returns what the
-op would, same shape, dtype and strides, same errors. It also runs for meta tensors, and where only
-some arguments are: that is an error, not a result without data.
+The kernels, autograd and autocast are native, and so are the checks of a fake implementation: it
+returns what the op would, same shape, dtype and strides, same errors. A fake implementation also
+runs for meta tensors. A call with some arguments on meta is an error, not a result without data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from . import _C
 
-_native: Any = _C  # whose import registers the ops; mypy does not see into it
+_native: Any = _C  # the import registers the ops; mypy does not see into the module
 
 PROBES = ("add", "sub", "mul", "div", "dot")
 # The ops whose result has a dtype of its own, not that of the first argument.

@@ -25,7 +25,7 @@ _LAYER = {
 
 
 def missing() -> str | None:
-    """Why it cannot run here; None if it can."""
+    """Why llama.cpp cannot run here; None if it can."""
     absent = [m for m in ("llama_cpp", "gguf") if find_spec(m) is None]
     return f"{', '.join(absent)} not installed" if absent else None
 

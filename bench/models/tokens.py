@@ -28,8 +28,8 @@ SIZES = {"hidden": 1024, "layers": 8, "intermediate": 2816, "vocabulary": 32000,
 QUICK_SIZES = {"hidden": 256, "layers": 2, "intermediate": 512, "vocabulary": 512, "heads": 4}
 CHECKED_TOKENS = 32
 CONTEXT = 1024
-# Of the logits against float64: as a multiple of transformers' own f32 error, and for engines that
-# round activations. A wrong layer is off by about 1.
+# Errors of the logits against float64: as a multiple of transformers' own f32 error, and for
+# engines that round activations. A wrong layer is off by about 1.
 EXACT_FACTOR, ROUNDED_LIMIT = 10.0, 0.1
 
 
@@ -133,7 +133,7 @@ def build_systems(
 
 
 def fused(packed: nn.Module, name: str) -> Iterator[System]:
-    """The packed model after fuse_ in each form of its MLPs; one of them is fuse_'s own choice."""
+    """The packed model after fuse_ in each form of its MLPs; one form is fuse_'s own choice."""
     mlps = (m for m in fuse_(copy.deepcopy(packed)).modules() if isinstance(m, SwiGLU))
     chosen = [m.form for m in mlps]
     for form in FORMS:

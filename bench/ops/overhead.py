@@ -25,7 +25,7 @@ Call = Callable[[Tensor], Tensor]
 
 
 def _python_ops() -> tuple[torch.library.Library, Call, Call]:
-    """linear as Python ops without and with an autograd formula; the library must stay alive."""
+    """linear as Python ops without and with an autograd formula; keep the library alive."""
     library = torch.library.Library("metalmm_bench", "FRAGMENT")
     native = torch.ops.metalmm.linear.default
     input_grad = torch.ops.metalmm.linear_input_grad.default
@@ -52,7 +52,7 @@ def _python_ops() -> tuple[torch.library.Library, Call, Call]:
 
 
 def _calls() -> tuple[dict[str, Call], Any]:
-    """Every way to call it, by name, and what must stay alive meanwhile."""
+    """Every way to call linear, by name, and what must stay alive meanwhile."""
     dense = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
     packed = QuantLinear.from_linear(dense, FORMAT)
     w, op = packed.weight, torch.ops.metalmm.linear

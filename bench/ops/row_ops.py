@@ -59,7 +59,7 @@ def embedding(count: int, n: int, k: int, setting: Setting, format: str) -> Oper
 
 
 def swiglu(m: int, n: int, k: int, setting: Setting, format: str) -> Operation:
-    """y[M, N] = silu(x Wgᵀ) * (x Wuᵀ), gate and up packed; beside it the same as three calls.
+    """y[M, N] = silu(x Wgᵀ) * (x Wuᵀ), gate and up packed; timed beside the same as three calls.
 
     The error of the two products reaches the result through |silu'| <= 1.1. Beyond the rows of the
     fused kernel a GPU may multiply f16 x by W rounded to f16.

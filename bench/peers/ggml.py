@@ -1,4 +1,4 @@
-"""ggml's CPU kernels as llama.cpp uses them: int8 activations, weights repacked where it can."""
+"""ggml's CPU kernels as llama.cpp uses them: int8 activations, weights repacked where ggml can."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ OWN_LINES = ("-", ":", "-.", (0, (1, 4)))
 
 
 def measured(records: Sequence[Record]) -> list[Record]:
-    """The cells that were right and timed; of one that was measured twice, the last.
+    """The cells that were right and timed; the last record of a cell that was measured twice.
 
     ValueError: runs of different machines, whose times have nothing in common.
     """
@@ -45,7 +45,7 @@ def marker(r: Record) -> str:
 
 
 def label(r: Record) -> str:
-    """A variant as a legend names it: what all rows of a plot share says nothing there."""
+    """A variant as a legend names it, without what all rows of a plot share."""
     return str(r["variant"]).removeprefix("metalmm ").removesuffix(" float16")
 
 
@@ -72,7 +72,7 @@ def styles(cells: Sequence[Record]) -> dict[str, dict[str, Any]]:
 def roofline(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
     """GFLOP/s over flops per byte: every format and shape, M as colour, the run's own roofs.
 
-    Cells of a sweep are among them; the roofs are those of the others.
+    Cells of a sweep are drawn too; the roofs are those of the other cells.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.lines import Line2D
@@ -168,7 +168,7 @@ def time_by_m(figure: Figure, ax: Axes, cells: Sequence[Record]) -> None:
 
 
 Draw = Callable[["Figure", "Axes", Sequence[Record]], None]
-# Of which records, in order of preference, and which are added to them.
+# The records a plot draws, in order of preference, and those that are added to them.
 PLOTS: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
     "roofline": (roofline, ("matmul",), ("sweep",)),
     "bandwidth": (bandwidth, ("matmul",), ()),

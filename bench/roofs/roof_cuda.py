@@ -13,9 +13,9 @@ GROUPS_PER_MULTIPROCESSOR = 4
 LOADS = 4  # of 16 bytes, a turn of a thread
 _SUCCESS = 0
 
-# A thread takes LOADS vectors a turn, as far apart as the grid has threads. What it has read must
-# be of use to somebody: it is stored where all bits come out as ones, which those of a number that
-# is everywhere the same do not.
+# A thread takes LOADS vectors a turn, as far apart as the grid has threads. The compiler keeps only
+# loads whose values are used: the thread stores the xor of its values if all bits are ones, which
+# never happens where one number fills the memory.
 _LOAD = """  ld.global.v4.u32 {{%a, %b, %c, %d}}, [%at];
   xor.b32 %a, %a, %b;
   xor.b32 %c, %c, %d;

@@ -1,10 +1,11 @@
 """Kernel cells, lines of Metal per cell, and what a weight costs in the inner loop of gemv.
 
 The loop is that of the compiled code: clang makes PTX of the text of metal/, with the function
-constants of a specialised pipeline, and ptx.py counts. Per weight: the instructions of one
-turn of the loop along K over the weights a lane takes in it, rows of W times values of a piece.
-So x, its sums, addresses and the loop itself are in, each over the rows that share it; what a lane
-does once, before and after the loop, is not. Loads are counted and cost nothing.
+constants of a specialised pipeline, and ptx.py counts. The cost of a weight is the instructions of
+one turn of the loop along K, divided by the weights a lane takes in that turn: rows of W times
+values of a piece. So x, its sums, addresses and the loop itself count, each shared among the rows
+that use them; what a lane does once, before and after the loop, does not count. Loads are counted
+and cost nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ STRATEGIES = {
     "swiglu_down": ("swiglu", "SwigluDown", "GemvStandard::kRows", _MASKED),
 }
 
-# Of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16 scales, no
-# epilogue, 4 rows of x for gemv_batched. N and K have no tails; x and W are aligned, rows of W
-# packed, and their blocks begin and end at multiples of 8 bytes: the bits that plan() gives the
-# formats for it, each of which matters to some of them.
+# The constants of a pipeline for a feed-forward layer of Llama 8B: K = 14336, groups of 64 with f16
+# scales, no epilogue, 4 rows of x for gemv_batched. N and K have no tails; x and W are aligned,
+# rows of W packed, and their blocks begin and end at multiples of 8 bytes: the bits that plan()
+# gives for this layer, each of which matters to some format.
 CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4}
 
 

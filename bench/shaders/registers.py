@@ -2,9 +2,9 @@
 
 An Apple GPU has 128 registers a lane. Nothing tells without a Mac how many a shader takes there;
 ptxas, which allocates registers for the same text on an NVIDIA GPU, stands for Apple's compiler. It
-schedules for latency: without a limit it takes what it gets, so what counts is whether a kernel
-fits. Sometimes ptxas starts so many loads at 128 that some registers spill, and fits at less: then
-a lower limit is tried, for what fits in 112 fits in 128.
+schedules for latency: without a limit ptxas takes what it gets, so what counts is whether a kernel
+fits. Sometimes ptxas starts so many loads at 128 that some registers spill, and the kernel fits at
+less: then a lower limit is tried, for what fits in 112 fits in 128.
 
 A division of floats is a call in ptxas, around which registers are saved; an Apple GPU divides in
 line. It is counted as the division that NVIDIA GPUs do in line.
@@ -44,7 +44,7 @@ Pass = dict[str, Any]
 
 @dataclass(frozen=True)
 class Registers:
-    """Of a kernel: registers without a limit, bytes of spills with one of 128, and whether plan()
+    """A kernel's registers without a limit, its bytes of spills with one of 128, and whether plan()
     chooses the kernel for an Apple chip. `text`: digest of what was compiled."""
 
     kernel: str
@@ -154,7 +154,7 @@ def passes() -> dict[str, tuple[Pass, bool]]:
 
 
 def all_registers(folder: Path = ptx.FOLDER) -> list[Registers]:
-    """Of every kernel with a format. OSError: ptxas is not installed."""
+    """The registers of every kernel with a format. OSError: ptxas is not installed."""
     if not shutil.which("ptxas"):
         raise OSError("ptxas: not found; it is in the CUDA toolkit and in nvidia-cuda-nvcc wheels")
     ptx.build(folder)

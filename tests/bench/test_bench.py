@@ -105,7 +105,7 @@ def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path, bench: 
 
 
 def test_rings_where_another_strategy_is_planned() -> None:
-    """Of two lines, one has a ring at each M whose strategy is not that of the M before."""
+    """One of two lines has a ring at each M whose strategy is not that of the M before."""
     figure = Figure()
     ax = figure.subplots()
     strategies = {1: "gemv", 2: "gemv_batched", 4: "gemv_batched", 8: "gemm_small"}
@@ -127,7 +127,7 @@ def test_lines_of_every_format_differ() -> None:
 
 
 def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned for the device's own numbers; nothing on the CPU."""
+    """The plan is that of the device's own numbers; on the CPU there is none."""
     problem = {"n": 2048, "k": 4096, "format": "q4_0", "dtype": "f16"}
     assert Device("cpu").strategy(**problem) is None
     for cores, wanted in ((132, "gemv_large_k"), (8, "gemv")):

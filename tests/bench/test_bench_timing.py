@@ -21,7 +21,7 @@ from torch_metalmm import engines
 
 class QueuedGpu:
     """A GPU behind a queue, on a clock of its own: a call costs the host `encode` seconds and the
-    GPU `run`, which starts when the one before has ended. Nothing is awaited but by synchronize."""
+    GPU `run`, which starts when the call before has ended. Only synchronize waits."""
 
     def __init__(self, encode: float, run: float) -> None:
         self.encode, self.run = encode, run
@@ -68,7 +68,7 @@ def test_a_sample_on_mps(monkeypatch: pytest.MonkeyPatch, encode: float, run: fl
 
 
 def test_a_mac_is_measured_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, where the doctor finds the engine; the commands that know no device do not."""
+    """The default, where the doctor finds the engine; commands without --device take the CPU."""
     for why, default in (("", "mps"), ("not in this build", "cpu")):
         monkeypatch.setattr(devices, "absence", lambda _, why=why: why)
         for command in ([], ["--quick"], ["roof"], ["matrix-ops", "gemv", "8", "32"]):

@@ -122,7 +122,7 @@ def test_a_constant_half_is_written(operands: str, cycles: int) -> None:
 
 
 def test_an_unknown_instruction_is_an_error() -> None:
-    """Nothing is counted as free by default."""
+    """No instruction is free by default."""
     with pytest.raises(ValueError, match=r"no rule .*popc\.b32"):
         ptx.classify(read("popc.b32 %r1, %r2"))
 
@@ -182,9 +182,9 @@ def test_committed_figures_are_those_of_the_compiled_code(
 
 
 def test_the_aim() -> None:
-    """f16 x: at most 3.5 cycles for 4 bits and 4 for 2 and 3; q3_k is above
-    (bench/results.md). q4_k and q2_k
-    unpack their scales for every 32 values: 0.25 more, for 128 registers and no idle lanes."""
+    """f16 x: at most 3.5 cycles for 4 bits and 4 for 2 and 3; q3_k is above (bench/results.md).
+    q4_k and q2_k unpack their scales for every 32 values: 0.25 more, for 128 registers and no idle
+    lanes."""
     found = {c.format: c.cycles for c in cells.count("gemv", "f16")}
     short = {"q4_k": 0.25, "q2_k": 0.25}
     assert all(found[f] <= 3.5 + short.get(f, 0) for f in FOUR_BITS), found
@@ -193,8 +193,9 @@ def test_the_aim() -> None:
 
 @pytest.mark.parametrize("kernel", ("gemv", "gemv_wide_n"))
 def test_f32_x_is_loaded_in_vectors(kernel: str) -> None:
-    """Of 16 bytes: half as many values as of f16, so a load more for each 8 values and row group.
-    What runs is counted: optimised before the function constants have values, and after."""
+    """A vector has 16 bytes: half as many values as of f16, so a load more for each 8 values and
+    row group. The code counted is the code that runs: optimised before the function constants have
+    values, and after."""
     one = {dtype: cells.count(kernel, dtype) for dtype in ("f16", "f32")}
     for half, single in zip(one["f16"], one["f32"], strict=True):
         loads = (single.per_weight("load") - half.per_weight("load")) * single.weights

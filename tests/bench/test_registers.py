@@ -21,7 +21,7 @@ SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8}
 
 
 def test_no_chosen_kernel_spills() -> None:
-    """But for the two of SPILLS."""
+    """Only the two kernels of SPILLS do."""
     found = registers.recorded()
     assert sum(one.is_chosen for one in found.values()) > 500
     spilled = {k: one.spilled for k, one in found.items() if one.is_chosen and one.spilled}
@@ -29,7 +29,7 @@ def test_no_chosen_kernel_spills() -> None:
 
 
 def test_the_figures_are_those_of_the_shaders() -> None:
-    """By the text that was assembled: without ptxas, too. And by the plans: what they choose."""
+    """The digests of the assembled texts say so, also without ptxas; the stars follow the plans."""
     found = registers.recorded()
     planned = registers.passes()
     assert {k: one.is_chosen for k, one in found.items()} == {k: c for k, (_, c) in planned.items()}

@@ -14,7 +14,7 @@ from bench.roofs import roof_cuda, roof_gpu
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_the_loop_reads_cuda_memory() -> None:
-    """All whole turns of a tensor, on the current stream; a tensor smaller than one is refused."""
+    """All whole turns of a tensor, on the current stream; a tensor below one turn is refused."""
     data = torch.ones(1 << 26, device="cuda")
     loop = roof_cuda.Reader(data)
     loop()

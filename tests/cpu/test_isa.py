@@ -35,7 +35,7 @@ def python(isa: str, *args: str, timeout: int = 60) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("isa", OTHERS)
 def test_every_instruction_set(isa: str) -> None:
-    """What is exact and what is bounded is so whichever instructions compute it."""
+    """Exact results are exact, and bounded ones bounded, whichever instructions compute them."""
     args = ("-m", "pytest", "-m", "isa", "-p", "no:cacheprovider", "-x")
     run = python(isa, *args, *MARKED, timeout=900)
     print(run.stdout[-4000:], run.stderr[-2000:])

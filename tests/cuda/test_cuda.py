@@ -1,7 +1,7 @@
 """Kernel by kernel, an NVIDIA GPU against the emulator: the same text, compiled twice.
 
-The reductions of both add in one order, so results are equal bit for bit. Not so where the tensor
-cores multiply, and where exp is another function.
+The reductions of both add in one order, so results are equal bit for bit, except where the tensor
+cores multiply and where exp is another function.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_metalmm import _C
 
 KERNELS = _C.kernel_names()
 
-# A product on the tensor cores takes 8 terms at a time: these and the sum so far are aligned to the
-# largest and cut off at 2^-23 of it, 9 * 2 u of the sum of their sizes. K terms take K / 8 such
-# steps: as many roundings as a chain of 18 K / 8.
+# A product on the tensor cores takes 8 terms at a time: the terms and the sum so far are aligned to
+# the largest of them and cut off at 2^-23 of it, 9 * 2 u of the sum of their sizes. K terms take
+# K / 8 such steps: as many roundings as a chain of 18 K / 8.
 TENSOR_CORE_CHAIN = 18 / 8
 
 
@@ -94,8 +94,8 @@ def test_emulator_and_gpu_agree(kernels_of: str, dtype: str) -> None:
 @pytest.mark.parametrize("kernel", ("gemv", "gemv_wide_n", "gemm_small", "gemm"))
 @pytest.mark.parametrize("name", ("q4_k", "affine4_g64", "q6_k"))
 def test_a_grid_larger_than_the_gpu(name: str, kernel: str) -> None:
-    """The launcher gives it a kernel with fewer registers, where that spills next to nothing (some
-    of these cases): the same arithmetic and bits."""
+    """The launcher gives a larger grid a kernel with fewer registers, where fewer registers spill
+    next to nothing (some of these cases): the same arithmetic and bits."""
     n, part, k = 1 << 16, 1 << 12, 512
     packed = random_weight(name, n, k).cuda()
     m = {"gemm_small": 16, "gemm": 64}.get(kernel, 1)

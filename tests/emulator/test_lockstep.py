@@ -179,7 +179,7 @@ def test_the_thread_and_threadgroup_are_named() -> None:
     ("schedule", "slow", "quick"), [("ascending", 2, 3), ("descending", 3, 2), ("both", 2, 3)]
 )
 def test_the_fault_of_the_earliest_turn_is_reported(schedule: str, slow: int, quick: int) -> None:
-    """Whichever worker comes to its own first; and no place of another fault is mixed in."""
+    """Whichever worker comes to its own fault first; no place of another fault is mixed in."""
     body = (
         f"if (g == {slow}) {{\n float a = 0;\n for (uint n = 0; n < 500000; ++n) a += x[n & 63];\n"
         f" y[a < 0 ? 0 : 1 << 20] = 0;\n}}\nif (g == {quick}) {{ t[0] = i; y[i] = t[0]; }}"

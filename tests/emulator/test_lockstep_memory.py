@@ -39,7 +39,7 @@ def fault(run: Function, buffers: dict[int, object], memory: tuple[int, ...] = (
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_what_no_lane_touches_may_be_missing(checked: bool) -> None:
-    """As on a GPU: buffers that are not bound, threadgroup memory of 0 bytes."""
+    """Buffers that are not bound, threadgroup memory of 0 bytes: as on a GPU."""
     y = torch.zeros(32)
     body = "y[i] = i; if (i > 99) { y[i] = x[i] + c.x; t[i] = z[i]; u[i] = t[i]; }"
     for memory in ((), (0,), (0, 128)):
@@ -193,7 +193,7 @@ def test_an_array_that_no_thread_could_have_is_refused() -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_wild_access_is_reported(checked: bool) -> None:
-    """Also by a library without memory checks, where the processor refuses it."""
+    """A library without memory checks reports it, too: the processor refuses the access."""
     run = kernel("y[i] = *(device float*)(ulong(i) + 64);", checked)
     with pytest.raises(EmulatorFault, match="out of bounds"):
         run(1, 32, {1: torch.zeros(32)}, schedule="ascending")

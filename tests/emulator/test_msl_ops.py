@@ -114,7 +114,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("statement", FAULTS)
 def test_a_fault_of_an_op_names_its_line(statement: str) -> None:
-    """In the place of a kernel of metal/, one that is wrong."""
+    """A wrong kernel stands in the place of a kernel of metal/."""
     faulty = MetalSource(
         f"""#include <metal_stdlib>
 using namespace metal;

@@ -180,8 +180,8 @@ def test_negative_zeros_quantize_as_zeros(name):
     assert torch.equal(f.dequantize(f.quantize(w), 1024), f.dequantize(f.quantize(w + 0.0), 1024))
 
 
-# Below 1e-30 a scale may have an infinite reciprocal, above 1e37 max - min overflows: there
-# gguf converts NaN and Inf to integers, whose result is the processor's.
+# Below 1e-30 a scale may have an infinite reciprocal, above 1e37 max - min overflows: gguf then
+# converts NaN and Inf to integers, whose result is the processor's.
 finite_floats = st.one_of(
     st.just(0.0),
     st.integers(-8, 8).map(float),
@@ -210,7 +210,7 @@ def test_mxfp4_exponent_rounds_log2_as_ggml_near_powers_of_two():
     assert np.array_equal(got, expected.clip(0, 254))
 
 
-# Relative RMSE of ggml's quantizers on N(0, .02), 256 x 4096: FORMATS.md 3.3 of the design notes.
+# Relative RMSE of ggml's quantizers on N(0, .02), 256 x 4096.
 GGML_RMSE = {
     "q4_0": 0.0860,
     "q4_1": 0.0782,

@@ -54,7 +54,7 @@ def write_model(folder: Path) -> None:
 def peak_growth(folder: Path) -> tuple[int, int]:
     """(growth of anonymous memory at its peak, packed bytes) of loading the folder in q8_0."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free would be taken again, and not be growth
+    ctypes.CDLL(None).malloc_trim(0)  # free memory of the heap would be reused, and not be growth
     done, peak, before = threading.Event(), 0, anonymous_bytes()
 
     def watch() -> None:
@@ -76,7 +76,7 @@ def peak_growth(folder: Path) -> tuple[int, int]:
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     write_model(path)
-    # A tiny model first: what importing and warming up take is not the model's.
+    # A tiny model first: memory of imports and of warming up is not the model's.
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1
     )

@@ -1,4 +1,4 @@
-"""save_pretrained of models that were packed by hand: what it writes loads, or it says why not."""
+"""save_pretrained of models that were packed by hand: the files load, or an error says why not."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_odd_folders(
 def test_the_folders_load_as_they_are(
     tmp_path: Path, folders: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And with counts that their classes state for other models."""
+    """Also with counts that their classes state for other models."""
     shutil.copytree(folders / kind, tmp_path / "good")
     config(max_window_layers=28, vision_feature_layer=-2, num_experts_per_tok=2**31)(
         tmp_path / "good"

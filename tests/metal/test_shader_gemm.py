@@ -242,7 +242,7 @@ def test_offsets_beyond_32_bits(kernel: str) -> None:
 def test_every_barrier_is_needed(
     kernel: str, barrier: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without either barrier of the main loop the emulator reports a race; above it had none."""
+    """Without either barrier of the main loop the emulator reports a race; with both, none."""
     call = "threadgroup_barrier(mem_flags::mem_threadgroup);"
     load, compute, rest = (METAL / "kernels" / f"{kernel}.h").read_text().split(call)
     text = load + (compute + call if barrier == 0 else call + compute) + rest

@@ -122,7 +122,7 @@ def test_what_has_no_format_is_left_with_a_warning() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 64), (4, 128), (8, 32)])
 def test_metal_linear(bits: int, group: int, dtype: torch.dtype) -> None:
-    """Their three tensors in one, and back, without a changed bit."""
+    """MetalLinear's three tensors become one, and three again, without a changed bit."""
     theirs = MetalLinear(256, 24, bias=True, bits=bits, group_size=group)
     w, scales, biases = _affine_quantize_tensor(activations(24, 256).to(dtype), group, bits)
     for name, tensor in (
@@ -174,7 +174,7 @@ def test_dense_subclasses_share_their_bytes(dtype: torch.dtype) -> None:
 
 
 def test_dense_layers_that_stay() -> None:
-    """Those that train, those that compute something else, and nn.Linear itself."""
+    """Layers that train, layers that compute something else, and nn.Linear itself."""
     scaled = Subclass(256, 24).requires_grad_(False)
     scaled.factor = 2.0
     layers = [Subclass(256, 24), scaled, nn.Linear(256, 24).requires_grad_(False)]

@@ -44,7 +44,7 @@ def test_scaled_embeddings_keep_their_scale(architecture: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("architecture", SCALED)
 def test_they_are_known_without_data(architecture: str) -> None:
-    """As from_pretrained makes them; and asking draws no random number."""
+    """Embeddings as from_pretrained makes them are known, and asking draws no random number."""
     with torch.device("meta"):
         dense = embedding(architecture, SCALED[architecture], 10, 64, 1, SCALE)
         torch.manual_seed(3)

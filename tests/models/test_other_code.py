@@ -83,7 +83,7 @@ def test_a_packed_bias_stays_where_forward_looks_for_it() -> None:
 
 
 def test_torchao_leaves_packed_layers_alone() -> None:
-    """By its own filter, which asks for this class."""
+    """torchao's own filter does, which asks for this class."""
     assert isinstance(packed("q8_0", 7, 32), nn.modules.linear.NonDynamicallyQuantizableLinear)
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(packed("q8_0", 64, 64), nn.Linear(64, 64))

@@ -65,7 +65,7 @@ def test_the_default_is_the_one_of_the_table(
 
 @pytest.mark.parametrize("text", ["-1", "x", " 3", "3.0", "1000001", "99999999999999999999", "0x3"])
 def test_what_is_no_number_of_passes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is encoded: the variable, what it is, what it may be."""
+    """The error names the variable, its value and what is allowed, before anything is encoded."""
     monkeypatch.setenv(VARIABLE, text)
     message = f"{VARIABLE}: '{re.escape(text)}' must be a whole number .* from 0 .* to 1000000"
     with pytest.raises(ValueError, match=message):

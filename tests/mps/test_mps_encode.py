@@ -35,8 +35,8 @@ PROBES = ("add", "sub", "mul", "div", "dot")
 class Call:
     """An op, its operands by slot, and the problem that it must plan.
 
-    `before`: what the op plans before that, in order; `made`: operands of the last plan that these
-    make, by slot the number of the pass whose y it is.
+    `before`: what the op plans before that, in order; `made`: operands of the last plan that the
+    earlier passes make, {slot: number of the pass whose y it is}.
     """
 
     run: Callable[[], Tensor]
@@ -76,7 +76,7 @@ def swiglu(name: str, dtype: torch.dtype) -> Call:
 
 
 def swiglu_rows(name: str, dtype: torch.dtype) -> Call:
-    """Of many rows: gate and up in f32, by the kernels of x's dtype, then silu_mul."""
+    """SwiGLU of many rows: gate and up in f32, by the kernels of x's dtype, then silu_mul."""
     x, gate, up = rows(3, K, dtype), packed(name), packed(name)
     run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
     problem = {"m": 3, "n": N, "k": K, "format": name, "y_f32": True, **strides(x, gate)}
@@ -335,7 +335,7 @@ def test_operands_without_memory() -> None:
 
 
 def test_the_recorder_goes_as_it_came() -> None:
-    """Its ops compute nothing; afterwards the CPU's do. It is not installed twice."""
+    """The recorder's ops compute nothing; afterwards the CPU's do. No second one is installed."""
     x, w = torch.ones(1, 32), torch.ones(2, 32)
     with recorded(), pytest.raises(RuntimeError, match="it is installed"):
         _C.install_recorder()

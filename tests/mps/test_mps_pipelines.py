@@ -45,7 +45,7 @@ def counts(line: str) -> dict[str, int]:
 
 
 def test_one_pipeline_for_each_kernel_and_set_of_constants(run: Run) -> None:
-    """What is set at a dispatch is no part of the key, every function constant is."""
+    """Every function constant is part of the key; what is set at a dispatch is not."""
     *lines, total = run("keys")
     assert lines == ["same 1", *["same 0"] * 6, "made gemm_q4_0_f16 64"]
     # One library for each kernel, whatever the constants.
@@ -67,7 +67,7 @@ def test_the_source_is_that_of_the_kernel(run: Run) -> None:
 
 
 def test_the_archive_is_preferred(run: Run) -> None:
-    """It is loaded once and nothing is compiled; one that cannot make the pipeline is passed by."""
+    """An archive is loaded once, without compiling; one that lacks the pipeline is passed by."""
     *made, total = run("archive")
     assert made == ["made gemv_q4_0_f16 64", "made gemm_q4_0_f16 64"]
     assert counts(total) == {"archives": 1, "compilations": 0, "functions": 2, "pipelines": 2}

@@ -94,7 +94,7 @@ def test_a_text_has_its_own_format_only(name: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_words_are_those_of_the_emulator(kernel: str) -> None:
-    """In the same order; what is left out are whole declarations, which other tests compile."""
+    """The words keep their order; whole declarations are left out, which other tests compile."""
     texts = (_C.metal_source(kernel), original(kernel))
     ours, theirs = (unmark(preprocess(t, kernel, [METAL]), kernel)[0].split() for t in texts)
     rest = iter(theirs)
@@ -118,7 +118,7 @@ def kernel_with(i: int, codec: str) -> str:
 
 @pytest.mark.parametrize("kernel", [kernel_with(i, c) for i, c in enumerate(codecs())])
 def test_code_is_that_of_the_whole_shader(kernel: str, tmp_path: Path) -> None:
-    """Nothing that is left out makes a difference: the same PTX, of every format."""
+    """What is left out makes no difference: the same PTX, of every format."""
     whole = original(kernel).replace('#include "', f'#include "{METAL}/')
     assert compiled(kernel, _C.metal_source(kernel), tmp_path) == compiled(kernel, whole, tmp_path)
 
@@ -150,7 +150,7 @@ def test_all_kernels_and_their_constants() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_kernel_compiles_alone(kernel: str) -> None:
-    """Of each strategy, by the stand-in; of elementwise.metal the four of one dtype."""
+    """One kernel of each strategy, by the stand-in; the four of one dtype of elementwise.metal."""
     library = MetalSource(_C.metal_source(kernel), name=f"{kernel}.metal", checked=False)
     if kernel.startswith("elementwise"):
         dtype = kernel.rsplit("_", 1)[1]

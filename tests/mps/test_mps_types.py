@@ -84,13 +84,13 @@ def test_nothing_ends_or_waits_and_torch_commits(objects: dict[str, MachO]) -> N
 
 
 def test_the_ops_compile(tmp_path: Path) -> None:
-    """They and what Python is told are C++ that only macOS builds."""
+    """The ops, and the functions that Python calls, are C++ that only macOS builds."""
     for file in (MPS / "ops.cpp", ROOT / "csrc" / "python" / "mps.cpp"):
         assert compile_for_macos(file, tmp_path / "ops.o") == "", file
 
 
 def test_a_wrong_type_is_found(tmp_path: Path) -> None:
-    """The check sees what it is for: a wrong argument, a message that nobody understands."""
+    """The check finds a wrong argument and a message that nobody understands."""
     text = (MPS / "metal.mm").read_text()
     options = (f"-I{MPS}",)
     for right, wrong, message in (

@@ -24,7 +24,7 @@ def value(folder: Path) -> float:
 
 
 def test_a_changed_include_is_compiled_anew(tmp_path: Path) -> None:
-    """Also one that is included by an included file; what is put back is found again."""
+    """Also a file that an included file includes; a text that is put back is found again."""
     header, inner = tmp_path / "value.h", tmp_path / "inner.h"
     header.write_text("#define VALUE 1\n")
     assert value(tmp_path) == 1

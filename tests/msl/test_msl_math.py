@@ -32,7 +32,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 INSIDE = ("asin", "acos", "atanh")
 
-# Of v = float(i) / 4 - 2.
+# Functions of v = float(i) / 4 - 2.
 FLOATS: dict[str, Callable[[float], float]] = {
     "fmax(0, v)": lambda v: max(0.0, v),
     "fmin(1, v / 6 + 0.5)": lambda v: min(1.0, v / 6 + 0.5),
@@ -81,7 +81,7 @@ FLOATS: dict[str, Callable[[float], float]] = {
     "float(pack_float_to_unorm4x8(float4(0, 1, 0.5f, 2)) >> 8)": lambda v: float(0xFF80FF),
     "float(pack_half_to_snorm2x16(half2(1, 0)))": lambda v: 32767.0,
 }
-# Of v = i * 0x9E3779B1 mod 2^31.
+# Functions of v = i * 0x9E3779B1 mod 2^31.
 INTS: dict[str, Callable[[int], int]] = {
     "ctz(v)": lambda v: (v & -v).bit_length() - 1 if v else 32,
     "clz(v)": lambda v: 32 - v.bit_length(),

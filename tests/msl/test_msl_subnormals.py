@@ -84,7 +84,7 @@ def near_the_edge(f: object, x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_conversions() -> None:
-    """To bf16 and f16 subnormal f32 is zero; f16 subnormals widen and come back."""
+    """Subnormal f32 converts to zeros of bf16 and f16; f16 subnormals widen and come back."""
     x = every_exponent()
     b, h, back = (torch.empty(x.shape, dtype=d) for d in (torch.bfloat16, torch.half, torch.half))
     halves = inputs("half")[: x.numel()]

@@ -22,7 +22,7 @@ ops = torch.ops.metalmm
 
 
 def test_dense_weights_that_require_grad_are_refused(backend: Backend) -> None:
-    """A silent missing gradient would be worse: the error says what to do. no_grad allows it."""
+    """A silent missing gradient would be worse: the error says what to do. no_grad allows them."""
     w = leaf(torch.randn(4, 8), backend)
     x = leaf(torch.randn(2, 8), backend)
     calls = {

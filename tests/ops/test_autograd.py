@@ -236,7 +236,7 @@ def test_gradients_of_gemm_and_gemv(dtype: torch.dtype, backend: Backend) -> Non
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_forward_mode_is_refused_by_name(mode: Callable[[], Any], backend: Backend) -> None:
-    """Without gradients, too, where the tangent would be dropped and count as zero."""
+    """Also without gradients, where the tangent would be dropped and count as zero."""
     w = backend.put(random_weight("q8_0", 32, 32))
     x, y = (backend.put(activations(*shape)) for shape in ((3, 32), (32,)))
     calls: dict[str, Callable[[Tensor], Tensor]] = {

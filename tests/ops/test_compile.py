@@ -64,7 +64,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["q4_0", "q6_k", "affine4_g64", "bf16"])
 def test_a_compiled_layer_equals_eager(name: str, dtype: torch.dtype, backend: Backend) -> None:
-    """fullgraph: no break. The op's result is the op's, so the bits are those of eager."""
+    """fullgraph: no break. The compiled layer calls the same op, so the bits are those of eager."""
     layer = Layer(name).to(backend.device)
     x = backend.put(activations(5, 256, dtype=dtype))
     compiled = torch.compile(layer, fullgraph=True)

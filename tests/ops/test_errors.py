@@ -68,7 +68,7 @@ def test_a_fake_says_what_the_engine_says(label: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("label", [n for n in TRACED if "strategy" not in n])
 def test_bad_arguments_on_meta(label: str) -> None:
-    """As above, but for the strategies: they are an engine's, and meta is none."""
+    """The same calls but for those of strategies, which belong to an engine: meta is none."""
     expect(CASES[label], SimpleNamespace(**{k: v.to("meta") for k, v in arguments().items()}))
 
 
@@ -131,7 +131,7 @@ FROZEN: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("op", FROZEN)
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_weight_that_requires_grad(op: str, fake: bool, backend: Backend) -> None:
-    """Dense weights too: no op returns a result through which their gradient would be lost."""
+    """Dense weights, too: no op returns a result through which the gradient would be lost."""
     put = {k: backend.put(v) for k, v in arguments().items()}
     with FakeTensorMode() as mode:
         if fake:

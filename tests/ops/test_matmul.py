@@ -115,7 +115,7 @@ def test_around_the_edges_of_the_tiles(name: str, backend: Backend, strategy: st
 def test_range_of_x(
     name: str, dtype: torch.dtype, scale: float, backend: Backend, strategy: str | None
 ) -> None:
-    """x far from 1: beyond the range of f16 where its own type has it, and f16 subnormals."""
+    """x far from 1: beyond the range of f16 where the dtype of x allows, and f16 subnormals."""
     k = backend.k(name)
     packed = random_weight(name, 5, k)
     x = (activations(10, k) * scale).to(dtype)

@@ -159,7 +159,7 @@ def test_linear_adds_the_bias(name: str, dtype: torch.dtype, backend: Backend) -
         bias = 100 * activations(9, dtype=bias_dtype, seed="bias")
         y = ops.linear(backend.put(x), backend.put(packed), backend.put(bias), name)
         assert y.dtype == dtype
-        # Of another dtype than x, the bias makes the kernels compute in f32.
+        # A bias of another dtype than x makes the kernels compute in f32.
         halved = bias_dtype == dtype and backend.halves(None, dtype, name, (4, 9, k))
         want = oracle.linear(x, spec(name, packed, k), bias, halved)
         check(y, want, f"{name} {bias_dtype}")

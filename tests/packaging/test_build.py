@@ -109,7 +109,7 @@ def test_make_says_how_long_it_takes_and_shows_its_progress(tmp_path: Path) -> N
 
 
 def test_the_check_is_for_every_python() -> None:
-    """Nothing that 2.7 and 3.9 do not parse: they must get as far as the line."""
+    """The check holds nothing that 2.7 and 3.9 do not parse: they must get as far as the line."""
     text = (CMAKE / "check_python.py").read_text()
     assert not re.search(
         r"""\bf["']|->|:=|\bmatch |^from __future__|def \w+\(.*:.*\):""", text, re.M
@@ -215,7 +215,7 @@ def sdist_files(clone: Path) -> set[str]:
 
 
 def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None:
-    """PTX, a module and a library of shaders of before, files of a build of before."""
+    """PTX, a module, a library of shaders and the files of an earlier build."""
     wheel, sdist = wheel_files(clone), sdist_files(clone)
     package = clone / "torch_metalmm"
     (package / "ptx").mkdir()

@@ -69,7 +69,7 @@ def library(folder: Path) -> set[str] | None:
 
 
 def test_a_shader_that_is_rejected_does_not_fail_the_build(mac: Path) -> None:
-    """It is left out of the library, and reported with the compiler's words."""
+    """The shader is left out of the library, and reported with the compiler's words."""
     done = build(mac, "gemv.metal")
     assert done.returncode == 0, done.stdout + done.stderr
     assert library(mac) == SHADERS - {"gemv.metal"}
@@ -80,7 +80,7 @@ def test_a_shader_that_is_rejected_does_not_fail_the_build(mac: Path) -> None:
 
 @pytest.mark.parametrize("reject", [" ".join(sorted(SHADERS)), "link"])
 def test_nothing_that_compiles(mac: Path, reject: str) -> None:
-    """No library, not even the one of before; the next build tries again."""
+    """No library, not even that of an earlier build; the next build tries again."""
     (mac / "build" / ".ninja_log").unlink(missing_ok=True)  # so that ninja runs it
     (mac / "out" / "metalmm.metallib").write_text("of before")
     done = build(mac, reject)
@@ -99,7 +99,7 @@ def test_ci_asks_for_every_shader(tmp_path: Path, reject: str) -> None:
 
 
 def test_a_build_without_the_compiler_leaves_no_library_of_before(tmp_path: Path) -> None:
-    """It would be taken for the kernels of the module beside it."""
+    """An earlier library would be taken for the kernels of the module beside it."""
     folder = configured(tmp_path)
     assert build(folder, "").returncode == 0 and library(folder) == SHADERS
     assert configure(folder, "-DMETAL_COMPILER=").returncode == 0

@@ -17,7 +17,7 @@ HEADER = "#pragma once\nnamespace at { int present(); int absent(); }\n"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a torch whose libraries have one function of the two that its header declares."""
+    """The wheel of a torch whose libraries have one of the two functions its header declares."""
     folder = tmp_path_factory.mktemp("wheel")
     library = folder / "library.cpp"
     library.write_text(
@@ -99,7 +99,7 @@ def test_no_name_that_compilers_mangle_differently() -> None:
 
 
 def test_the_page_keeps_the_last_result(tmp_path: Path) -> None:
-    """It has a date and a row for each torch that was tried; a run puts its own in their place."""
+    """The page has a date and a row for each torch; a run puts its own rows in their place."""
     rows = re.findall(
         r"^\| (2\.\d+)\.\d+ \| (\d+) of (\d+) \| \d+ \| none \|$", PAGE.read_text(), re.M
     )

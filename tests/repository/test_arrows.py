@@ -1,6 +1,6 @@
 """The rooms of the package and the way that its imports go between them, read from the text.
 
-Imports inside functions and for type checkers count: what is imported late is needed all the same.
+Imports inside functions and for type checkers count: a module imported late is needed all the same.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
 def test_the_arrows_of_the_package() -> None:
     assert problems(ROOT) == []
     rooms = {room(name) for name in modules(ROOT)}
-    assert rooms == ARROWS.keys() - {"_C"}  # none of the table is a room of before
+    assert rooms == ARROWS.keys() - {"_C"}  # every row of the table is a room that exists
 
 
 BAD = {

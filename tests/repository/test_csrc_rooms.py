@@ -121,14 +121,14 @@ def test_an_arrow_that_runs_back_is_found(file: str, line: str) -> None:
 
 
 def test_folders_are_small() -> None:
-    """What one looks for is seen at a glance."""
+    """A reader sees at a glance what a small folder has."""
     folders = {f.parent for f in sources()}
     counts = {str(d.relative_to(ROOT)): sum(f.is_file() for f in d.iterdir()) for d in folders}
     assert {folder: n for folder, n in counts.items() if n > 15} == {}
 
 
 def test_the_plan_stands_alone(tmp_path: Path) -> None:
-    """It compiles, links and plans with the language's own library."""
+    """The plan compiles, links and plans with the language's own library."""
     program = tmp_path / "plan_alone"
     options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", f"-I{ROOT}"]
     files = [ROOT / "tests/plan/plan_alone.cpp", *sorted((ROOT / "csrc/plan").glob("*.cpp"))]

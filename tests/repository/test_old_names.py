@@ -1,4 +1,4 @@
-"""The names that modules had before the package had rooms: they give the modules of today."""
+"""The second names of modules, in pickles and in other code, give the modules themselves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The house: rooms of few files, and imports that point one way."""
+"""The house: rooms of few files, all of them on the map, and imports that point one way."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from places import ROOT
 pytestmark = pytest.mark.quick
 
 MOST = 15  # files of a folder
+# {folder of the root: how many levels of rooms below it are on the map}
+MAPPED = {"bench": 2, "cmake": 0, "csrc": 2, "docs": 1, "metal": 2, "tests": 1, "torch_metalmm": 2}
 
 
 def tracked(*folders: str) -> list[Path]:
@@ -48,6 +51,22 @@ def imported(file: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+def rooms_of_map(page: str) -> list[str]:
+    """The folders on the map of CONTRIBUTING.md: a line each, indented below the one it is in."""
+    house = page.partition("\n## The house\n")[2].partition("\n## ")[0]
+    rooms, above = [], [""]
+    for indent, name in re.findall(r"^ {4}((?:  )*)(\w+/) +\S", house, re.M):
+        above[len(indent) // 2 + 1 :] = [above[len(indent) // 2] + name]
+        rooms.append(above[-1])
+    return rooms
+
+
+def rooms_with_files(files: list[Path]) -> set[str]:
+    """The folders of these files, and those above them, as deep as the map goes."""
+    folders = {folder for file in files for folder in file.parents if folder.parts}
+    return {f"{f}/" for f in folders if len(f.parts) <= MAPPED[f.parts[0]] + 1}
+
+
 def in_order(imports: dict[str, set[str]]) -> list[str]:
     """Modules, each behind what it imports. AssertionError: some import each other."""
     try:
@@ -59,6 +78,31 @@ def in_order(imports: dict[str, set[str]]) -> list[str]:
 def test_no_room_is_crowded() -> None:
     files = Counter(str(file.parent) for file in tracked("tests", "bench"))
     assert files and not {room: count for room, count in files.items() if count > MOST}
+
+
+def test_every_room_is_on_the_map() -> None:
+    """A line of CONTRIBUTING's map for each room, and no line for a room that does not exist."""
+    on_map = rooms_of_map((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    there = rooms_with_files(tracked(*MAPPED))
+    assert not there.difference(on_map)
+    assert not [room for room in on_map if room not in there or on_map.count(room) > 1]
+
+
+def test_a_room_that_is_not_on_the_map_is_named() -> None:
+    """A folder that is deeper than the map need not be on it."""
+    lines = [
+        "## The house",
+        "    csrc/  a",
+        "      cpu/  b",
+        "        x/  c",
+        "    docs/  d",
+        "## B",
+    ]
+    page = "# A\n" + "".join(f"\n{line}\n" for line in lines)
+    files = [Path("csrc/cpu/x/deep/a.h"), Path("csrc/gpu/a.h"), Path("docs/a.md")]
+    on_map, there = set(rooms_of_map(page)), rooms_with_files(files)
+    assert on_map == {"csrc/", "csrc/cpu/", "csrc/cpu/x/", "docs/"}
+    assert there - on_map == {"csrc/gpu/"}
 
 
 def test_no_two_tests_have_one_name() -> None:

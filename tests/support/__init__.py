@@ -1,4 +1,4 @@
-"""Helpers of the tests. Importing this package puts them on sys.path, each by its plain name."""
+"""Helpers of the tests. Importing this package puts its folders on sys.path, for plain names."""
 
 import sys
 from pathlib import Path

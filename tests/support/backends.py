@@ -69,7 +69,7 @@ class Backend:
     chip: Callable[[], str] = str  # what it plans for; "" if it does not plan
     flushes: bool = False  # subnormals of f32 and bf16: oracle.flushed_spec
     is_slow: bool = False  # takes fewer cases, chosen so that every kernel is run
-    # Of the tests so marked:
+    # The formats of the tests so marked:
     formats: tuple[str, ...] = ONE_OF_EACH
     every_pipeline: tuple[str, ...] = ONE_OF_EACH
     every_format: tuple[str, ...] = FORMATS
@@ -155,7 +155,7 @@ DESCENDING = replace(
 
 
 def takes_fewer_cases(asked: str | None) -> bool:
-    """Of mps: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is nothing known."""
+    """Whether mps does: unless METALMM_TEST_CASES is "all"; pytest.UsageError if it is unknown."""
     if asked not in (None, "all", "quick"):
         raise pytest.UsageError(f"METALMM_TEST_CASES: '{asked}'; allowed: all, quick")
     return asked != "all"

@@ -86,7 +86,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-NEW_STYLE = ("lfm2", "qwen35", "qwen35moe")  # transformers' loader cannot read three types in them
+NEW_STYLE = ("lfm2", "qwen35", "qwen35moe")  # transformers reads three types less in these
 
 
 def byte_vocabulary() -> tuple[list[str], list[int], list[str]]:

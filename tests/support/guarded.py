@@ -1,7 +1,8 @@
 """Runs every format with its buffers against pages that may not be touched. Used by test_matmul.
 
-A process prints the name of each format and exercises it. One that dies has named the format; the
-next goes on behind it. Nothing is forked: on a Mac a forked process may not use Apple's frameworks.
+A process prints the name of each format and exercises the format. A process that dies has named the
+format; the next process goes on behind it. Nothing is forked: on a Mac a forked process may not use
+Apple's frameworks.
 """
 
 from __future__ import annotations

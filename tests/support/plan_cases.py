@@ -9,7 +9,7 @@ from places import ROOT
 
 from torch_metalmm import _C, formats
 
-# Every generation and every class; the shapes of MEASURING.md.
+# Every generation and every class; shapes of the layers of Llama and of vocabularies.
 CHIPS = (
     *("m1", "m1-max", "m1-ultra", "m2-pro", "m2-ultra"),
     *("m3", "m3-ultra", "m4-pro", "m4-max", "m5"),

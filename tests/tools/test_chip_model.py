@@ -1,4 +1,4 @@
-"""The chip model: by hand, its properties, what it is made of and what is printed of it."""
+"""The chip model: cases by hand, its properties, its data and what is printed of it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def walks(plan: dict[str, Any]) -> int:
 def test_more_work_is_never_faster(
     problem: dict[str, Any], chip: Chip, more: tuple[int, int, int], axis: str
 ) -> None:
-    """Of the same kernels: where plan() changes them it may be (docs/chip-model.md)."""
+    """More work for the same kernels: plan() may change to faster ones (docs/chip-model.md)."""
     larger = dict(problem)
     larger[axis] += {"m": more[0], "n": more[1], "k": 256 * more[2]}[axis]
     assume(larger["m"] <= 16 or problem["strategy"] != "gemv_batched")
@@ -147,7 +147,7 @@ def test_more_work_is_never_faster(
 def test_a_larger_chip_is_never_slower(
     problem: dict[str, Any], chip: Chip, cores: int, bandwidth: float, clock: float
 ) -> None:
-    """Of the same plan."""
+    """A larger chip that runs the same plan."""
     plan = _C.plan(**problem, chip=chip.name)
     larger = replace(
         chip,

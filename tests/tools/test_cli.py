@@ -196,7 +196,7 @@ def test_an_unknown_format_names_near_ones(capsys: pytest.CaptureFixture[str], g
 def test_an_absent_device_is_found_before_loading(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
 ) -> None:
-    """Of every command that takes one, in the words of the doctor."""
+    """Every command that takes a device says so in the words of the doctor."""
 
     def never(*_: object) -> None:
         raise AssertionError("loaded a model for a device that is not there")

@@ -119,7 +119,7 @@ def test_a_check_that_hangs() -> None:
     ],
 )
 def test_a_check_that_takes_its_process_down(death: str, verdict: str) -> None:
-    """With what the process said; the checks after it run."""
+    """The report has what the process said; the checks after it run."""
     say = "print('an assertion of Metal', file=sys.stderr, flush=True); "
     (one, _), (dies, ok), (two, _) = report({"one": "pass", "bad": say + death, "two": "pass"})
     assert re.match("one +ok ", one) and re.match("two +ok ", two) and not ok
@@ -127,7 +127,7 @@ def test_a_check_that_takes_its_process_down(death: str, verdict: str) -> None:
 
 
 def test_a_process_that_does_not_start() -> None:
-    """No endless repetition: one line says why."""
+    """One line says why, without endless repetition."""
     ((text, ok),) = report({"one": "pass"}, before="raise OSError('libc10 is gone')")
     assert text.startswith("the process of the checks: DIES  with exit status 1") and not ok
     assert "OSError: libc10 is gone" in text
@@ -166,7 +166,7 @@ def test_an_exception_is_a_failed_check() -> None:
 
 
 def test_what_a_machine_cannot_run_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said, not passed over: too little memory, no transformers."""
+    """Too little memory, no transformers: the report says so."""
     monkeypatch.setattr(doctor_large, "_memory", lambda _: 4e9)
     monkeypatch.setattr(doctor_large, "find_spec", lambda _: None)
     far = doctor_child.perform(doctor_large.beyond_4_gib("cpu"), "cpu")
@@ -193,7 +193,7 @@ def test_the_verdict(found: Found, ok: bool, words: str) -> None:
 
 
 def test_the_tokens_are_not_a_matter_of_rounding() -> None:
-    """Of the reference: no rounding chooses another token; a wrong layer does."""
+    """The reference's tokens: no rounding chooses another one; a wrong layer does."""
     packed, dense = doctor_large._llama()
     prompt = torch.arange(1, 9)[None]
     tokens = torch.cat([prompt, doctor_large._generated(dense, prompt)[None]], dim=1)

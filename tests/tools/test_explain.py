@@ -13,7 +13,7 @@ from torch_metalmm.tools.explain import explain
 
 
 def test_explain() -> None:
-    """The example of the issue: what runs, its grid, its bytes, and why."""
+    """A plan in full: what runs, its grid, its bytes, and why."""
     text = explain("1x4096x4096", "q4_k", "m4-max")
     assert "gemv_q4_k_f16" in text and "has 4 for each of 40 cores" in text
     assert "1 x 256 x 1 threadgroups, tiles of M x tiles of N" in text

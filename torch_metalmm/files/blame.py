@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def blaming(path: str | os.PathLike[str], step: str) -> Iterator[None]:
     """Whatever other code raises on strange contents becomes ValueError: path, step, its message.
 
-    ImportError, MemoryError and OSError pass, and so does what names the path already.
+    ImportError, MemoryError and OSError pass, and so does an error that names the path already.
     """
     try:
         yield

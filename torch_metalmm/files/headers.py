@@ -13,7 +13,7 @@ class Found:
     file: str
     dtype: str
     shape: tuple[int, ...]
-    converted: bool  # transformers makes the model's tensor out of it and perhaps others
+    converted: bool  # transformers makes the model's tensor out of this one and perhaps others
 
 
 def read_headers(files: Sequence[str]) -> dict[str, Found]:

@@ -87,7 +87,7 @@ def mlx_weights(path: Path) -> set[str]:
 
 
 def obsolete_weights(ours: set[str], variant: str | None = None) -> set[str]:
-    """Those of the weights that a new save of that variant would leave behind as a second model."""
+    """The weights that a new save of that variant would leave behind as a second model."""
     part = "" if variant is None else re.escape(f".{variant}")
     shard = rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors"
     pattern = re.compile(rf"{shard}|model\.safetensors\.index{part}\.json")

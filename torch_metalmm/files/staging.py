@@ -9,13 +9,14 @@ they change:
     folder/config.json -> .saving-x/current/config.json
 
 1. Everything is written below new/.
-2. Every name that will change becomes a link through `current`; it reads as before.
-3. `current` is renamed from old to new: all names change at once, for any reader.
-4. Every link becomes the file behind it; it reads as before.
+2. Every name that will change becomes a link through `current`; the name reads as before.
+3. `current` is changed from old to new by one rename: all names change at once, for any reader.
+4. Every link becomes the file behind it; the name reads as before.
 
-A process killed in 1 or 2 leaves the old model, later the new one, for readers that know nothing
-of this (transformers, mlx-lm). The next save settles: it does 4 for what it finds and removes the
-rest. A name that only one of the two models has is a dangling link meanwhile.
+A process killed in 1 or 2 leaves the old model, a process killed later the new one, for readers
+that know nothing of these links (transformers, mlx-lm). The next save settles: it does 4 for the
+links that it finds and removes the rest. A name that only one of the two models has is a dangling
+link meanwhile. Before step 1 the save locks the folder and settles what a killed one left.
 
 Rejected: exchanging the whole folder with another one (renameat2, renamex_np), because it takes
 .git, README.md and a shell's current folder along, needs a writable parent and fails on mount

@@ -22,11 +22,11 @@ _CHOICES = ("_attn_implementation", "_experts_implementation")
 
 
 def load_config(path: Path) -> Any:
-    """The transformers config of the folder, of whose choices none has code fetched.
+    """The transformers config of the folder, without choices that would have code fetched.
 
-    ValueError: it names a repository for its kernels, the index or the config names weights that
-    are not in the folder, it asks for more layers than there are tensors, or transformers has no
-    such model. OSError: no config.json.
+    ValueError: the config names a repository for its kernels, the config or the index names weights
+    that are not in the folder, the config asks for more layers than there are tensors, or
+    transformers has no such model. OSError: no config.json.
     """
     from transformers import AutoConfig
 

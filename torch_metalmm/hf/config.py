@@ -23,8 +23,8 @@ class MetalMMConfig(QuantizationConfigMixin):
 
         AutoModel.from_pretrained(folder, quantization_config=MetalMMConfig("q4_k"))
 
-    format: of every Linear, Conv1D and Embedding that nothing else names, with the output head and
-    the embeddings, as quantize_, llama.cpp and MLX do; None leaves those dense.
+    format: what every Linear, Conv1D and Embedding gets that nothing else names, output head and
+    embeddings included, as in quantize_, llama.cpp and MLX; None leaves these layers dense.
     modules: {pattern: format or None}, patterns as in quantize_; the first that matches counts.
     skip: layers to leave dense: a name, or a part of one between dots, or a glob of either
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
@@ -88,7 +88,7 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
         return None
     gathers = [n for n, m in packed.items() if getattr(m, "input_order", None) is not None]
     modules: dict[str, str | None] = {n: m.format for n, m in packed.items()}
-    # What the config ties: loading takes pairs that are not out of model.all_tied_weights_keys.
+    # The config's ties: loading takes pairs that are not tied out of all_tied_weights_keys.
     expand: Any = getattr(model, "get_expanded_tied_weights_keys", None)
     ties: dict[str, str] = {} if expand is None else expand(all_submodels=True)
     for pair in ties.items():

@@ -1,4 +1,4 @@
-"""save_pretrained of diffusers' models refuses packed layers: nothing it writes would name them."""
+"""save_pretrained of diffusers' models refuses packed layers: its files could not name them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Methods of PreTrainedModel that would take packed bytes for weights.
 
-They are replaced in the class, because nothing tells a model of layers that are packed one by one.
+The methods are replaced in the class, because nothing tells a model that its layers are packed one
+by one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _values(model: PreTrainedModel) -> dict[int, int]:
 def num_parameters(
     self: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """As of the dense model: weights, not bytes. Packed ones are frozen."""
+    """The count of the dense model: weights, not bytes. Packed weights are frozen."""
     total = _num_parameters(self, only_trainable, exclude_embeddings)
     values = {} if only_trainable else _values(self)
     left_out = {

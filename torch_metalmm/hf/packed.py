@@ -1,8 +1,9 @@
 """Packed models on disk: a folder with safetensors, config.json and the tokenizer's files.
 
-The format is that of the transformers quantization method "metalmm" (see quantizer.py). What is
-added to save_pretrained and from_pretrained: a save is complete or leaves the old files, and a load
-refuses a folder that lacks a tensor instead of drawing it at random.
+The format is that of the transformers quantization method "metalmm" (see quantizer.py). Two things
+are added to save_pretrained and from_pretrained: a save is complete or leaves the old files
+(files/staging.py), and a load refuses a folder that lacks a tensor instead of drawing the tensor at
+random.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def load_packed(
     """(model, tokenizer) of a packed folder; no tokenizer in it gives None.
 
     dtype is that of activations and unpacked weights, by default the one the model was saved with.
-    The model is frozen and in eval mode. On the CPU its weights are views of the mapped files, not
-    to be truncated meanwhile: a read beyond their end kills the process (SIGBUS). Saves of ours
-    write new files.
+    The model is frozen and in eval mode. On the CPU its weights are views of the mapped files,
+    which must not be truncated while the model is used: a read beyond their end kills the process
+    (SIGBUS). Our saves write new files.
     No code is fetched or run, and no file outside the folder is read.
     OSError: the folder or a file is missing. ValueError: not such a folder, its tensors do not fit
     its config, or it names code or files elsewhere.

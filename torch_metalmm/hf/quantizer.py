@@ -60,7 +60,7 @@ class MetalMMQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """With adapters: packed weights are frozen, gradients reach what is before them."""
+        """Whether adapters train: packed weights are frozen, but gradients pass through them."""
         return True
 
     @property
@@ -108,7 +108,7 @@ class MetalMMQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The conversions to load with; here the files are known and what they hold is checked."""
-        if self.pre_quantized:  # they would take packed bytes for numbers
+        if self.pre_quantized:  # transformers' conversions would take packed bytes for numbers
             weight_conversions = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
         if self._files is None or not all(f.endswith(".safetensors") for f in self._files):
             return weight_conversions
@@ -122,7 +122,7 @@ class MetalMMQuantizer(HfQuantizer):
         return weight_conversions
 
     def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
-        """Put back the layers that the checkpoint does not have: transformers will draw them."""
+        """Put back the dense layers that the checkpoint lacks: transformers will draw them."""
         new = [j for j in self._jobs if not any(f"{n}.weight" in found for n, _ in j.sites)]
         for job in new:
             self._jobs.remove(job)
@@ -158,7 +158,7 @@ class MetalMMQuantizer(HfQuantizer):
         self._record(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Called before the config is saved: it names the layers that are packed by then."""
+        """Called before the config is saved, so that the config names the layers packed by then."""
         self._record(model)
         return None, {}
 
@@ -275,7 +275,7 @@ def _check_order(name: str, order: Tensor | None) -> None:
 
 
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
-    """The layers that a stored model has packed. ValueError: one that cannot be packed so."""
+    """The layers that a stored model has packed. ValueError: one of them cannot be packed."""
     table = _in_model(model, config.modules)
     tie(model, table)
     jobs = plan(model, lambda name, module: table.get(name))
@@ -294,7 +294,7 @@ def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
 
 
 def _in_model(model: Any, names: Any) -> dict[str, Any]:
-    """{name in this model: value} of those names it has, the base model's prefix added or removed.
+    """{name in this model: value} of the names it has, the base model's prefix added or removed.
 
     A list of names gives {name: None}.
     """
@@ -310,10 +310,10 @@ def _in_model(model: Any, names: Any) -> dict[str, Any]:
 
 
 def tie(model: Any, table: dict[str, Any]) -> None:
-    """Share tied parameters: transformers does that only after loading, and a pack is of both.
+    """Share tied parameters: transformers ties only after loading, and a pack replaces both layers.
 
-    Not where the table has two formats for them, or leaves one dense: a GGUF file may have both
-    tensors in spite of its config, and one of two layers may have been packed.
+    Layers stay apart where the table has two formats for them, or leaves one dense: a GGUF file may
+    have both tensors in spite of its config, and one of two layers may have been packed.
     """
     for target, source in model.all_tied_weights_keys.items():
         owners = [name.rpartition(".")[0] for name in (target, source)]

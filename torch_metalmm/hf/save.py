@@ -1,7 +1,7 @@
 """save_pretrained of packed models: complete or none, and with the quantization_config.
 
-Layers are packed one by one, inside wrappers or by assignment, too, and nothing tells the model of
-it. So PreTrainedModel.save_pretrained itself asks, which every such save ends in.
+Layers are packed one by one, also inside wrappers or by assignment, and nothing tells the model. So
+PreTrainedModel.save_pretrained itself, in which every such save ends, looks for packed layers.
 """
 
 from __future__ import annotations

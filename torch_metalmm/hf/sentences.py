@@ -1,7 +1,7 @@
 """sentence-transformers casts modules to the dtype of a model's first parameter.
 
-With packed embeddings that would be uint8, which nn.Module.to refuses. So its models give their
-float parameters first.
+With packed embeddings the first dtype would be uint8, which nn.Module.to refuses. So the models of
+sentence-transformers give their float parameters first.
 """
 
 from __future__ import annotations

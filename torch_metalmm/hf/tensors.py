@@ -14,9 +14,8 @@ from ..files.headers import Found, read_headers
 def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> dict[str, Found]:
     """{name in the model: the tensor that from_pretrained will load there}.
 
-    conversions: transformers' renamings and converters for the model; they are applied as its
-    loader does, so that old names, added and removed prefixes are found. ValueError as
-    read_headers.
+    conversions: transformers' renamings and converters for the model, applied as its loader does,
+    so that old names, added and removed prefixes are found. ValueError as read_headers.
     """
     from transformers.core_model_loading import (
         WeightConverter,
@@ -25,7 +24,7 @@ def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> di
         rename_source_key,
     )
 
-    conversions = copy.deepcopy(conversions)  # they remember what they matched
+    conversions = copy.deepcopy(conversions)  # conversions remember what they matched
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     state: dict[str, nn.Parameter] = model.state_dict(keep_vars=True)

@@ -1,6 +1,6 @@
 """Taking over the quantized layers of other libraries, in place and without decoding them.
 
-They are known by the tensors they store, not by their classes, so none of those libraries is
+The layers are known by the tensors they store, not by their classes, so no other library is
 imported here: GGML blocks with the number of their type, or MLX's codes, scales and biases.
 """
 
@@ -27,7 +27,7 @@ _GGML_ON_WEIGHT = ("quant_type", "tensor_type")
 
 
 class _Unsupported(Exception):
-    """The layer is a quantized one, in a way that there is no format for."""
+    """The layer is quantized in a way that no format here has."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def adopt_(
     a weight still share it. filter_fn(name, module) -> False leaves a layer alone.
 
     A layer stays, with a warning, if its type has no format here, or if the model reads its weight
-    itself. Where none stays, a transformers model can be saved as any packed one. Returns `model`.
+    itself. Where no layer stays, a transformers model can be saved as any packed one. Returns
+    `model`.
     ValueError, before anything is changed: tensors that contradict each other or their layer, a
     weight on the meta device, patches (ComfyUI's LoRA) not merged into the weight.
     """
@@ -136,7 +137,7 @@ def _layer(module: Any, stored: _Stored) -> QuantLinear | QuantEmbedding:
 def _stored(module: Any) -> _Stored | None:
     """What the layer holds, None if it is no layer to take over.
 
-    ValueError: it contradicts itself. _Unsupported: there is no format for it.
+    ValueError: the layer contradicts itself. _Unsupported: no format here has its values.
     """
     if isinstance(getattr(module, "gate_up_type", None), int):
         raise _Unsupported("experts stacked in one tensor")
@@ -206,7 +207,8 @@ def _format_of(kind: int) -> str:
 def _in_rows(weight: Tensor, format: str, n: int, k: int) -> Tensor:
     """The blocks of [N, K] in N rows, where a ComfyUI file has them in rows of 256 values.
 
-    Its converter does that if 256 does not divide K (SD1, SDXL). Other bytes are given back.
+    ComfyUI's converter stores such rows if 256 does not divide K (SD1, SDXL). Other bytes are given
+    back as they are.
     """
     spec = formats.get(format)
     if (
@@ -294,4 +296,4 @@ def _computes_linear(module: nn.Linear) -> bool:
             y = module(x)
             return torch.equal(y, nn.functional.linear(x, module.weight, module.bias))
     except Exception:
-        return False  # not with x alone, or not on this machine
+        return False  # the layer does not take x alone, or does not run on this machine

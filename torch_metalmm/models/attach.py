@@ -1,7 +1,7 @@
 """Letting a transformers model know of its packed layers, as hf/ does once it is plugged in.
 
 A model of transformers exists only after transformers was imported, and hf/ is imported with
-transformers: nothing here has to import either.
+transformers: so this module imports neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _plugs: list[_Plug] = []
 
 
 def plug_in(quantizer: type, attach: Callable[[Any], None]) -> None:
-    """From now on attach(model) calls `attach`; quantizer: the class that quantizes as we do."""
+    """Let attach(model) call `attach`; quantizer: the class of hf/ that packs with transformers."""
     _plugs.append(_Plug(quantizer, attach))
 
 

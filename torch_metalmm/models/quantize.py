@@ -284,7 +284,7 @@ def warn_stacked(
 ) -> None:
     """Warn of stacked experts that stay dense although the spec has a format for them."""
     if not isinstance(spec, str | Mapping):
-        return  # it may ask modules for what these have not
+        return  # a function may ask modules for what these have not
     chooser, left = _chooser(spec), {}
     for name, weight in stacked_weights(model).items():
         owner = name.rpartition(".")[0]

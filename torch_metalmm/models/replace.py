@@ -44,8 +44,8 @@ def packable(module: nn.Module) -> bool:
 def _only_scales(embedding: nn.Embedding) -> bool:
     """Whether a subclass gives its rows times embed_scale (Gemma, BART) and holds nothing else.
 
-    T5Gemma2's holds a row of its own for one id. What forward does is seen by running it, on three
-    rows: the weight may be on the meta device.
+    T5Gemma2's class holds a row of its own for one id. Running forward on a table of three rows
+    shows what the class computes: the weight may be on the meta device.
     """
     state = embedding._parameters.keys() | embedding._buffers.keys() | embedding._modules.keys()
     if not hasattr(embedding, "embed_scale") or not state <= {"weight", "embed_scale"}:

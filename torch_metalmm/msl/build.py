@@ -1,7 +1,7 @@
 """Compiles Metal Shading Language for the emulator: clang of the ziglang package, cached.
 
-A library is one shader file, its table of kernels and the emulator (csrc/emulator/runtime). It
-needs a source checkout.
+A library is one shader file, its table of kernels and the emulator (csrc/emulator/runtime).
+Building needs a source checkout.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LANGUAGE += ["-Xclang", "-cl-single-precision-constant", "-fno-exceptions", "-fn
 _CODE = ["-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 _CODE += ["-Xclang", "-ffloat16-excess-precision=none"]
 _CODE += ["-Xclang", "-fbfloat16-excess-precision=none"]
-_CODE += ["-fno-finite-loops"]  # an endless loop is to be found, not removed
+_CODE += ["-fno-finite-loops"]  # clang keeps an endless loop, for the time limit to find
 _CODE += ["-fno-threadsafe-statics", "-fno-stack-protector", "-gline-tables-only"]
-# A stack that is too small is to be found: by a call at the start of each function, and here where
-# its frame is larger than the memory below the stacks (worker.h).
+# A call at the start of each function finds a stack that is too small; this option finds a frame
+# that is larger than the memory below the stacks (worker.h).
 _CODE += ["-finstrument-function-entry-bare", "-Wno-everything"]
 _CODE += [f"-Wframe-larger-than={1 << 20}", "-Werror=frame-larger-than"]
 _CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no section of ours
@@ -146,7 +146,7 @@ def preprocess(text: str, name: str, include: Sequence[Path], version: int = MET
 
 
 _MARKER = re.compile(r'#(?:line)? (\d+) "((?:[^"\\]|\\.)*)"')
-# How far a loop is unrolled changes no result, and may be said by a macro that is gone.
+# How far a loop is unrolled changes no result, and a macro that is expanded by then may say it.
 _PRAGMA = re.compile(r"#\s*pragma (?!unroll|nounroll|clang loop)")
 
 
@@ -288,7 +288,7 @@ def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
 
 @contextlib.contextmanager
 def _missing(file: Path) -> Iterator[bool]:
-    """Whether `file` is to be built; other threads and processes that want it wait meanwhile."""
+    """Whether `file` is to be built; others that want the file, threads or processes, wait."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists():
         yield False

@@ -3,7 +3,7 @@
 The list, in the specification's order: lambda expressions (before Metal 3.2), recursion,
 dynamic_cast, type identification, new and delete, the noexcept operator, goto, register and
 thread_local, virtual functions, derived classes, exceptions, the standard library; and no function
-is called main. What has no address space is in msl_rules.
+is called main. rules.py finds what has no address space.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from .source import Token, closing_angle, matching
 
 Error = tuple[Token, str]
-# An error wherever they stand. "= delete" is the one use of a word here that Metal has.
+# Words that are an error wherever they stand. Metal has only one use of them: "= delete".
 _WORDS = frozenset(
     {"dynamic_cast", "typeid", "new", "delete", "goto", "register", "thread_local", "virtual"}
     | {"try", "catch", "throw", "double", "asm", "__asm", "__asm__", "__int128", "_BitInt"}
@@ -44,7 +44,7 @@ def internal_parts(text: str) -> list[range]:
 def excluded(
     tokens: Sequence[Token], internals: Sequence[range] = (), version: int = 310
 ) -> Iterator[Error]:
-    """(word, message) of what `tokens` use and Metal lacks, but for recursion.
+    """(word, message) of what `tokens` use and Metal lacks, except recursion.
 
     internals: of internal_parts(). version: __METAL_VERSION__.
     """

@@ -23,7 +23,7 @@ _C.set_line_of(line_of)
 
 @dataclass(eq=False)
 class EmulatorFault(RuntimeError):
-    """What the emulator found wrong, and where; `other` is the second place of a race."""
+    """The fault that the emulator found, and its place; `other` is the second place of a race."""
 
     kind: str
     kernel: str
@@ -134,7 +134,7 @@ class Function:
         schedule: "ascending", "descending" simdgroups and lanes, or "both" on equal inputs, whose
         results must agree bit for bit. threads: those of the grid, fewer than grid * group.
         allow_inactive: collectives and barriers may run without threads that have returned or wait
-        elsewhere, as on a GPU, where what such a thread would give is undefined: not by default.
+        elsewhere, as on a GPU, where the value of such a thread is undefined: not by default.
         allow_uninitialized: threadgroup memory that nobody wrote may be read. flush_subnormals:
         operands and results of f32 and bf16 arithmetic below 2^-126 are zeros of their sign, as on
         Apple's GPUs; f16 keeps them. timeout: seconds after which a run is an endless loop; 0:

@@ -50,8 +50,8 @@ def _file_name(program: Any, index: int) -> str:
 
 
 def _in_source(program: Any, state: Any) -> bool:
-    """Code of no line, and of the tables (an argument reloaded in a loop of the kernel that was
-    inlined there), counts to the line before it."""
+    """Code without a line, and code of the tables (an argument reloaded in a loop of the kernel
+    that was inlined there), counts as the line before it."""
     return state.line > 0 and _file_name(program, state.file) != TABLES
 
 

@@ -4,8 +4,8 @@ One file per kernel, in torch_metalmm/ptx/. PTX has no function constants: each 
 MM_CONSTANT_i, that the launcher replaces by its value before the driver compiles the text, so that
 the driver removes branches and unrolls loops as Metal does.
 
-It needs a source checkout and the ziglang package. A wheel has the files if METALMM_PTX=1 asks for
-them when it is built.
+Compiling needs a source checkout and the ziglang package. A wheel has the files if METALMM_PTX=1
+asks for them when the wheel is built.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewrites what clang's errors name in a text that Apple's front end takes.
 
 Copies of structs between address spaces, conversions of vectors whose type is a template parameter:
-the second step of the translation, after msl_translate.
+the second step of the translation, after translate.py.
 """
 
 from __future__ import annotations

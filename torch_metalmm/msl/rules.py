@@ -1,7 +1,7 @@
 """What Metal forbids and C++ with address spaces lets pass, found in a preprocessed text.
 
 The rules are those of the Metal Shading Language Specification (2.1 types, 4 address spaces, 5.1
-functions; 1.5.4 restrictions: msl_excluded); compilers of Apple word them the same way.
+functions; 1.5.4 restrictions: excluded.py); compilers of Apple word them the same way.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def matching(tokens: list[Token], at: int) -> int:
 
 
 def closing_angle(tokens: list[Token], at: int) -> int:
-    """The index of the ">" that closes tokens[at] == "<"; len(tokens) if that compares."""
+    """The index of the ">" that closes tokens[at] == "<"; len(tokens) if the "<" compares."""
     depth, i = 0, at
     while i < len(tokens):
         text = tokens[i].text

@@ -1,8 +1,8 @@
 """Rewrites Metal Shading Language that Apple's front end takes and plain clang does not.
 
-Only texts of others need it (torch_metalmm.testing.MetalSource); the shaders of metal/ are compiled
+Only texts of others (torch_metalmm.testing.MetalSource) need it; the shaders of metal/ are compiled
 as they are. Two steps: here, what can be seen in the text (attributes, vector constructors,
-threadgroup variables in kernels); then, in msl_repair, what clang's own errors name.
+threadgroup variables in kernels); then, in repair.py, what clang's own errors name.
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ class MergedLinear(nn.Module):
     """Linear layers of one input as one: their rows in one weight, uint8 [sum of N, row_bytes].
 
     The layers stay in the model as LinearParts, which own nothing. Within a forward of their parent
-    the first of them computes for all, and the others take what is theirs; called in any other way,
-    each computes alone. What waits belongs to one forward and one thread, and is taken only for the
-    same tensor, unchanged since: by its version, where it has one, and by what fuse_ read in the
-    parent's code, as long as layers and hooks are those of then. For a tensor that requires grad
-    each computes alone, since an in-place op on one output would invalidate the others' gradients.
+    the first part computes for all, and each other part takes its output; called in any other way,
+    a part computes alone. A waiting output belongs to one forward and one thread, and is taken only
+    for the same tensor, unchanged since: the tensor's version says so, where it has one, and so
+    does what fuse_ read in the parent's code, as long as layers and hooks are the same. For a
+    tensor that requires grad each part computes alone, since an in-place op on one output would
+    invalidate the others' gradients.
 
     state_dict has the layers' own names and nothing of this module.
     """
@@ -40,11 +41,11 @@ class MergedLinear(nn.Module):
     def __init__(self, layers: dict[str, QuantLinear], between: tuple[str, ...] = ()) -> None:
         """layers: by their names in the parent, in the order of their calls.
 
-        between: the names of other children that are called between these.
+        between: the names of other children that are called between the layers.
         """
         super().__init__()
         self.names, self.between = tuple(layers), between
-        self.beside: tuple[str, ...] = ()  # those between that are packed layers and may get x
+        self.beside: tuple[str, ...] = ()  # those of `between` that are packed layers and may get x
         self.originals = list(layers.values())
         first = self.originals[0]
         self.format, self.in_features = first.format, first.in_features
@@ -68,7 +69,7 @@ class MergedLinear(nn.Module):
             layer._parameters.update(weight=None, bias=None)
 
     def attach(self, parent: nn.Module) -> None:
-        """Put the parts in place of the layers, and this module beside them."""
+        """Put the parts in place of the layers, and this module beside the parts."""
         children = parent._modules
         self.beside = tuple(n for n in self.between if isinstance(children[n], QuantLinear))
         for index, name in enumerate(self.names):
@@ -80,7 +81,7 @@ class MergedLinear(nn.Module):
         ]
 
     def detach(self, parent: nn.Module) -> None:
-        """Undo attach. Adapters around the parts stay, and are around the layers then."""
+        """Undo attach. Adapters around the parts stay, around the layers."""
         for hook in self._hooks:
             hook.remove()
         for name, part in list(parent.named_modules()):
@@ -89,7 +90,7 @@ class MergedLinear(nn.Module):
         delattr(parent, "merged_" + "_".join(self.names))
 
     def open(self, parent: nn.Module, args: Any) -> None:
-        """The parent's forward begins. Nothing will wait in it if it may do what was not read."""
+        """The parent's forward begins. Nothing waits in a forward that may do what was not read."""
         self.close()
         children: dict[str, Any] = parent._modules
         for name in self.names:

@@ -18,12 +18,12 @@ class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
     """y[..., N] = x[..., K] · W[N, K]ᵀ (+ bias), W packed in one of the formats.
 
     With `input_order`, int64 [K], column j of the packed matrix belongs to x[..., input_order[j]]:
-    some architectures reorder columns, which cannot be done inside the blocks of a packed row.
+    some architectures reorder columns, and blocks of a packed row cannot be reordered inside.
 
     x may be float32, float16 or bfloat16; y has its dtype. The weight is a frozen uint8 parameter
-    [N, row_bytes], so `.half()` and `.to(dtype)` convert the bias and leave the weight alone. It is
-    an nn.Linear for code that looks for one (PEFT, Trainer), of the kind that torchao's quantize_
-    leaves alone; code that computes with `.weight` itself has to call `dequantize()`.
+    [N, row_bytes], so `.half()` and `.to(dtype)` convert the bias and leave the weight alone. The
+    layer is an nn.Linear for code that looks for one (PEFT, Trainer), of the kind that torchao's
+    quantize_ leaves alone; code that computes with `.weight` itself has to call `dequantize()`.
     """
 
     input_order: Tensor | None
@@ -94,7 +94,7 @@ class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
         return dense if self.input_order is None else dense[:, self.input_order.argsort()]
 
     def forward(self, x: Tensor) -> Tensor:
-        # The dicts, because each attribute found by nn.Module.__getattr__ costs a microsecond.
+        # Read from the dicts, because nn.Module.__getattr__ takes a microsecond for each attribute.
         order = self._buffers["input_order"]
         if order is not None:
             x = x.index_select(-1, order)

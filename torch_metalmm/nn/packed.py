@@ -1,4 +1,4 @@
-"""What layers with a packed weight share: the weight, its name, and who may set it to what."""
+"""What layers with a packed weight share: the weight, its format, and what may be set as weight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Packed(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Nothing: packed bytes are loaded, never drawn at random."""
+        """Does nothing: packed bytes are loaded, never drawn at random."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """ValueError: weight is not of this layer's packed bytes, or is to be made of others.

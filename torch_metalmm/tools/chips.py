@@ -33,9 +33,9 @@ from typing import Any
 from .. import _C
 from ..formats import DTYPES
 
-# Of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
+# Part of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
 REACHED = 0.90
-# What a dispatch adds to those before it in a serial encoder: 2.0 on an M1 Max (penta2himajin/qwisp
+# What a dispatch adds to a serial encoder that has others: 2.0 on an M1 Max (penta2himajin/qwisp
 # pull request 158), 1.3 (kryptic-sh/infr pull request 14).
 LAUNCH_US = 2.0
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -67,14 +67,14 @@ class Chip:
 
     @classmethod
     def named(cls, name: str) -> Chip:
-        """Of _C.gpus(), its largest configuration. ValueError: an unknown name."""
+        """The chip of _C.gpus(), in its largest configuration. ValueError: an unknown name."""
         row = _C.gpu(name)
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds; what they were made from."""
+    """Microseconds, and what the model made them from."""
 
     memory: float
     issue: float
@@ -118,7 +118,7 @@ def strategy_of(kernel: str) -> str:
 
 
 def cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
-    """Of a plan of `linear` that has a pass."""
+    """The prediction for a plan of `linear` that has a pass."""
     first = plan["passes"][0]
     args, kernel = first["args"], first["kernel"]
     strategy = strategy_of(kernel)
@@ -163,7 +163,7 @@ def tokens_per_second(
 ) -> float:
     """Decoding at batch 1: the products of a model of MODELS alone, one after the other.
 
-    An upper limit: attention, norms, sampling and the host are not in it.
+    The number is an upper limit: attention, norms, sampling and the host are not in it.
     """
     if model not in MODELS:
         raise ValueError(f"model: unknown {model!r}; allowed: {', '.join(MODELS)}")

@@ -1,6 +1,6 @@
 """The `metalmm` command: generate text, quantize a model, show what this machine can run.
 
-What only prints (--version, --help, info) imports no torch; each command imports what it uses.
+Commands that only print (--version, --help, info) import no torch; each imports what it uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_, **__: f"metalmm: warning: {message}\n"
     try:
         args.run(args)
-    except BrokenPipeError:  # the reader of our output is gone, and wants no more
+    except BrokenPipeError:  # the reader of our output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError, TypeError) as error:
         said = " ".join(str(error).split())  # transformers' run over several lines
@@ -212,7 +212,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _prompt(given: str) -> str:
-    """What is asked; "-" is all of standard input. ValueError: nothing there, or no UTF-8."""
+    """The prompt; "-" is all of standard input. ValueError: the input is empty, or no UTF-8."""
     if given != "-":
         return given
     try:
@@ -257,7 +257,7 @@ def _quantize(args: argparse.Namespace) -> None:
         save_packed(model, tokenizer, args.output)
     except BaseException:
         if is_new:
-            with suppress(OSError):  # it has files of others meanwhile
+            with suppress(OSError):  # the folder has files of others meanwhile
                 args.output.rmdir()
         raise
     size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))

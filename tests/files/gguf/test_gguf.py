@@ -59,7 +59,7 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) -> float:
-    """Errs no more against float64 than a small multiple of what the decoded f32 model errs.
+    """The model errs against float64 by no more than a small multiple of the decoded f32 model's.
 
     Rounding accumulates over layers in ways no short formula bounds; the f32 model has the same
     weights and the same graph, so its own error is the measure. Returns the largest difference.

@@ -1,4 +1,4 @@
-"""A few of the files of tests/fuzz_gguf.py, and that it notices what it looks for."""
+"""A few of the files of tests/fuzz_gguf.py, and that the fuzz notices what it looks for."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ with limited(1 << 26):
 
 
 def test_a_hang_and_growth_are_noticed() -> None:
-    """In a process of its own, as the fuzz runs: pages that another test freed would be taken."""
+    """In a process of its own, as the fuzz runs: pages that another test freed hide growth."""
     command = [sys.executable, "-c", NOTICED]
     folder = Path(fuzz_gguf.__file__).parent
     said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout

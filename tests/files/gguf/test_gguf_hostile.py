@@ -1,4 +1,4 @@
-"""load_gguf on files that are damaged, contradict themselves or hold what it has no format for."""
+"""load_gguf on files that are damaged, contradict themselves or hold types without a format."""
 
 from __future__ import annotations
 

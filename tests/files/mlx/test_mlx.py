@@ -59,7 +59,7 @@ def test_every_packing(tmp_path: Path, sizes: dict[str, Any], dtype: str) -> Non
     ours = Value.of(x).dot(w) + Value.of(
         layer.bias.float() if layer.bias is not None else 0 * w[:, 0]
     )
-    # mlx decodes a weight with two roundings more than the specification, whose parts may cancel.
+    # mlx decodes a weight with two roundings more than the specification, and its terms may cancel.
     scales = from_mlx(planes[1]).float().abs().repeat_interleave(sizes["group_size"], 1)
     parts = 2 * (2 ** sizes["bits"] * scales + w.abs()) if planes[2] is not None else w.abs()
     slack = gamma(512 + 3) * (x.abs().double() @ parts.double().T)
@@ -148,7 +148,7 @@ def test_layers_with_their_own_packing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["mixed_2_6", "mixed_4_6"])
 def test_recipes_of_mlx_lm(tmp_path: Path, recipe: str) -> None:
-    """They write "group_size": null into the entry of every layer."""
+    """mlx-lm's recipes write "group_size": null into the entry of every layer."""
     convert = pytest.importorskip("mlx_lm.convert")
     save_mlx(random_model("llama"), None, tmp_path / "dense")
     theirs, config = mlx_lm.load_model(tmp_path / "dense")

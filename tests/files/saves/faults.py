@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-# What Python's audit events call them; os.fsync, writes and safetensors' own file have no event.
+# Python's audit events of changes; os.fsync, writes and safetensors' own file have no event.
 _CHANGES = {"os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir"}
 _GROWTH = {"open", "write", "fsync", "os.link", "os.symlink", "os.mkdir", "save_file"}
 
@@ -50,7 +50,7 @@ class Faults:
 
 
 class _File:
-    """A file whose writes are changes: the one that fails has written half."""
+    """A file whose writes are changes: a write that fails has written half."""
 
     def __init__(self, file: Any, faults: Faults) -> None:
         self._file, self._faults = file, faults

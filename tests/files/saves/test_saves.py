@@ -89,7 +89,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process loses nothing that it wrote; what is on the disk has a test of its own."""
+    """A killed process loses nothing that it wrote; another test looks at what is on the disk."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -304,7 +304,7 @@ def test_a_file_system_without_symbolic_links(
 def test_everything_is_on_the_disk_before_the_switch(
     models: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the links to it: a machine that loses power keeps the old or the new model."""
+    """The links, too: a machine that loses power keeps the old or the new model."""
     save_packed(*models[0], tmp_path)
     synced: list[tuple[int, int]] = []
     missing: list[Path] = []

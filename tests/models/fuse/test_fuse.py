@@ -44,7 +44,7 @@ class Flat(Attention):
 
 
 def test_layers_whose_strides_matter_stay() -> None:
-    """A part's output for several rows is a slice, of which that view cannot be made."""
+    """A part's output for several rows is a slice, which has no view of the shape asked for."""
     module = fused(Flat())
     assert type(module.b) is QuantLinear and not hasattr(module, "merged_a_b_c")
     assert all(map(torch.equal, module(activations(2, 3, K)), Flat()(activations(2, 3, K))))

@@ -153,7 +153,7 @@ def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fuse_(nn.Sequential(Gated(), Gated(), Halves(True)))
     assert [m.form for m in model] == ["swiglu", "swiglu", "swiglu_linear"] and timed == [2, 1]
     fuse_(nn.Sequential(Gated()))
-    assert timed == [2, 1]  # known by now
+    assert timed == [2, 1]  # the times are known
     assert "form=swiglu, for one row swiglu 10.0 us, swiglu_linear 20.0 us" in repr(model[1])
 
 

@@ -145,7 +145,7 @@ def test_adapters_on_a_fused_model_count() -> None:
 
 
 def test_merging_adapters_needs_unfusing() -> None:
-    """Said before any layer is merged, whichever comes first."""
+    """The error comes before any layer is merged, whether fuse_ or the adapters came first."""
     targets = (*TARGETS, "o_proj", "embed_tokens")
     plain = adapted(packed_llama(), *targets).merge_and_unload()
     model = adapted(fuse_(packed_llama(), "swiglu"), *targets)

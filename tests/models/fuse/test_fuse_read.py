@@ -283,7 +283,7 @@ def agree_at_random(lines: list[str]) -> None:
 
 
 def test_fused_equals_unfused() -> None:
-    """By hand with METALMM_FUSE_EXAMPLES=10000; of a part of the forwards layers are merged."""
+    """METALMM_FUSE_EXAMPLES=10000 runs more by hand; some of the forwards have merged layers."""
     MERGED.clear()
     agree_at_random()
     assert len(MERGED) >= EXAMPLES

@@ -49,7 +49,7 @@ def test_one_op_computes_for_all(mode: Any) -> None:
 
 
 def test_parts_called_alone_hold_nothing() -> None:
-    """Neither results, which a refilled x would make stale, nor x."""
+    """No results, which a refilled x would make stale, and no x."""
     module = fused(Attention())
     x = activations(3, K)
     want = [oracle.linear(x, decoded(getattr(module, n))) for n in "abc"]
@@ -152,7 +152,7 @@ def write(m: nn.Module, args: Any, y: Any = None) -> None:
 
 
 def test_hooks_and_replaced_parts_are_computed_alone() -> None:
-    """They may write x, also where no version would tell."""
+    """Hooks and replaced parts may write x, also where no version would tell."""
     with torch.inference_mode():
         for hook in ("forward", "pre", "global", "method", "wrapped"):
             module, plain, handles = fused(Attention()), Attention(), []

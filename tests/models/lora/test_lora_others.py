@@ -102,7 +102,7 @@ def test_methods_that_compute_with_the_weight_are_refused(method: str) -> None:
 
 
 def test_mixed_models_are_refused() -> None:
-    """PEFT makes its own LoRA layers there, as on no quantized layer of its own."""
+    """PEFT makes its own LoRA layers in such models, as on no quantized layer of its own."""
     with pytest.raises(ValueError, match="^PeftMixedModel cannot be used on up, QuantLin"):
         get_peft_model(Block("q8_0"), lora("up"), mixed=True)
 

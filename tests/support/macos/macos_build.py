@@ -40,13 +40,13 @@ def _system() -> frozenset[str]:
 
 
 def is_of_macos(symbol: str) -> bool:
-    """Whether every program of macOS can take it from the system."""
+    """Whether every program of macOS can take the symbol from the system."""
     return bool(_LANGUAGE.match(symbol)) or symbol in _system()
 
 
 def python_headers(scratch: Path) -> Path:
     """The folder of this Python's headers. Debian's pyconfig.h includes another, by the target, and
-    has none for macOS: links to all headers then, and to that of this machine."""
+    has none for macOS: then a folder of links to all headers, and to this machine's pyconfig.h."""
     folder = Path(sysconfig.get_paths()["include"])
     config = folder.parent / str(sysconfig.get_config_var("MULTIARCH")) / folder.name / "pyconfig.h"
     if not config.is_file():

@@ -27,10 +27,10 @@ _U32_VALUE, _STRING, _ARRAY = 4, 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
-# What no model comes near, and what this reader and transformers' do in seconds: files of 2026 have
-# up to 100 values, 2,000 tensors, and chat templates of 60 KB.
+# Limits that no model comes near, and up to which this reader and transformers' take seconds: files
+# of 2026 have up to 100 values, 2,000 tensors, and chat templates of 60 KB.
 _MAX_VALUES, _MAX_TENSORS, _MAX_TEXT = 1 << 12, 1 << 16, 1 << 20
-_MIN_ALIGNMENT = 8  # the specification's; so every tensor may be viewed as f32
+_MIN_ALIGNMENT = 8  # the specification's default; with it every tensor may be viewed as f32
 
 # A private writable map is charged against memory in full, although nothing here writes to it, and
 # a file beyond memory would not open. Python names the flag from 3.13 on; macOS charges no map.
@@ -133,8 +133,8 @@ class GgufFile:
     ) -> None:
         """A GGUF file with these keys of the metadata, and these tensors, all of them empty.
 
-        The arrays of strings in `empty` have no elements. For other readers, which are slow on
-        what they do not need, or keep it in memory.
+        The arrays of strings in `empty` have no elements. Such a file is for other readers, which
+        are slow on arrays and tensors that they do not need, or keep them in memory.
         """
         keys, tensors = list(keys), list(tensors)
         out.write(_MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys)))

@@ -1,7 +1,7 @@
 """What a conversion of transformers does to the tensors of a GGUF file, found by running it.
 
-It runs on tensors that say where each of their values is, a byte for each value, so that no tensor
-of the file is decoded to learn whether it may stay packed.
+The conversion runs on tensors whose values say where they are, a byte for each value, so that no
+tensor of the file is decoded to learn whether it may stay packed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TensorMap(ABC):
     def shape(self, tensors: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
         """The shape of the one model tensor that these tensors of the file, {name: shape}, make.
 
-        None if they make none, or more. Found by converting zeros, a byte for each value.
+        None if they make none, or more than one. Found by converting zeros, a byte for each value.
         """
         key = tuple((_any_layer(name), shape) for name, shape in tensors.items())
         if key not in self._shapes:
@@ -71,9 +71,9 @@ class TensorMap(ABC):
     def _find_layout(self, name: str, n: int, k: int) -> Layout | None:
         """Found by converting matrices of this very shape: smaller ones may be treated otherwise.
 
-        They hold digits of the row, then of the column, that a value is in: a signed byte for each
-        value (transformers takes unsigned ones for blocks), and no memory where the conversion
-        changes nothing, as for large embeddings.
+        The matrices hold digits of the row, then of the column, that a value is in: a signed byte
+        for each value (transformers takes unsigned bytes for blocks), and no memory where the
+        conversion changes nothing, as for large embeddings.
         """
         for transposed in (False, True):
             rows = self._order(name, np.arange(n)[:, None], (n, k), transposed)
@@ -127,5 +127,5 @@ class TensorMap(ABC):
 
 
 def _any_layer(name: str) -> str:
-    """The name without the number of its layer: transformers treats all layers alike."""
+    """The name without the layer's number: transformers treats all layers alike."""
     return re.sub(r"\.\d+\.", ".#.", name)

@@ -47,7 +47,7 @@ def load_gguf(
     used: a read beyond its end kills the process (SIGBUS). A tied output head shares the
     embedding's bytes. Everything else (norms, biases, convolutions, stacked experts) is decoded to
     `dtype`, the dtype of the activations too.
-    A quantized weight that cannot stay packed is decoded with a warning, and so are named the
+    A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
 
     FileNotFoundError, ImportError (transformers or gguf missing), or ValueError, before any weight

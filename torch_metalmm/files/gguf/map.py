@@ -90,7 +90,7 @@ def tokenizer(file: GgufFile, config: Any) -> Any:
     kind = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
     if not isinstance(kind, type) or not issubclass(kind, PreTrainedTokenizerFast):
         kind = PreTrainedTokenizerFast  # Mistral's own tokenizer package reads no GGUF
-    # A folder of its own, or tokenizer files beside the GGUF would be taken instead.
+    # In a folder of its own: transformers would prefer tokenizer files that lie beside the GGUF.
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "model.gguf"), "wb") as header:
             file.write_header(header, _tokenizer_keys(file), [])
@@ -223,7 +223,7 @@ class _Shallow:
     """A model seen to the depth at which its parameters have names that GGUF knows.
 
     get_gguf_hf_weights_map visits every submodule and builds a table of all names for each of
-    them, 5 s for 30 layers; only the model and its direct children can match.
+    the submodules, 5 s for 30 layers; only the model and its direct children can match.
     """
 
     def __init__(self, model: Any, depth: int = 1) -> None:

@@ -68,8 +68,9 @@ class Quantization:
     def of(self, name: str, codes: Tensor, scales: Tensor, k: int) -> Packing:
         """The packing of the layer `name` of K inputs, which has these tensors.
 
-        As mlx-lm reads it: what the config says of that very layer, else what the shapes say (the
-        default may be that of other layers). ValueError: they contradict each other.
+        The order is mlx-lm's: what the config says of that very layer, else what the shapes say
+        (the default may be that of other layers). ValueError: config and shapes contradict each
+        other.
         """
         stated = self.layers.get(name)
         if codes.dtype != torch.uint32 or codes.dim() != 2 or scales.dim() != 2:
@@ -95,7 +96,7 @@ def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
     if mode not in _DEFAULTS:
         raise ValueError(f"{where}: the mode {mode!r} is not supported; there are affine and mxfp4")
     group_size, bits = _DEFAULTS[mode]
-    # mlx-lm's mixed recipes write null for what they leave to the mode's default.
+    # mlx-lm's mixed recipes write null where the mode's default holds.
     given = {key: entry.get(key) for key in ("group_size", "bits")}
     defaults = {"group_size": group_size, "bits": bits}
     values = {key: defaults[key] if n is None else n for key, n in given.items()}

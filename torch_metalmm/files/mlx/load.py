@@ -77,7 +77,7 @@ def load_mlx(
 
 
 def is_mlx(path: Path) -> bool:
-    """Whether config.json has MLX's entry of quantization, be it one that load_mlx takes or not."""
+    """Whether config.json has MLX's entry of quantization, whether or not load_mlx takes it."""
     try:
         values = read_config(path)
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def is_mlx(path: Path) -> bool:
 
 
 def pop_quantization(path: Path, values: dict[str, Any]) -> Quantization | None:
-    """What the config says of quantization; removed from it, as transformers would misread it."""
+    """The entry of quantization, taken out of the config: transformers would misread the entry."""
     other = values.pop("quantization_config", None)
     given = values.pop("quantization", other)
     if isinstance(given, dict) and given.get("quant_method") is not None:

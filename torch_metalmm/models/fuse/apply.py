@@ -1,7 +1,7 @@
 """Fewer, larger ops: SwiGLU MLPs, and linear layers that have their input in common.
 
 Nothing goes by the names of models or layers. Which layers have one input is read from the code of
-their parent's forward and confirmed by running it (fuse_merge); which modules are SwiGLU MLPs is
+their parent's forward and confirmed by running it (merge.py); which modules are SwiGLU MLPs is
 found by running them.
 """
 
@@ -28,14 +28,15 @@ def fuse_(model: nn.Module, mlp_form: str | None = None) -> nn.Module:
     and up may be halves of one layer (Phi3). mlp_form says how one row is computed: "swiglu" or
     "swiglu_linear" (see SwiGLU); None times both, once for each size of layer and device. Other
     packed layers called with one input (q, k and v; gate and up of a GELU MLP) become parts of one
-    MergedLinear, as far as their formats are equal: their bytes move into one tensor. They do so
-    where nothing in their parent's forward can write the input between the calls, and where that
-    forward, run on two rows of random numbers, gives the same before and after.
+    MergedLinear, as far as their formats are equal: their bytes move into one tensor. Layers are
+    merged where nothing in their parent's forward can write the input between the calls, and where
+    that forward, run on two rows of random numbers, gives the same before and after.
 
     state_dict keeps its names and bytes, so the model is saved as before; results differ by
-    rounding. Layers with adapters, hooks, shared or trained tensors stay as they are, and compute
-    as they did where they get adapters or hooks later. Meant for inference: for x that requires
-    grad nothing is merged. To merge adapters, quantize again or replace layers, call unfuse_ first.
+    rounding. Layers with adapters, hooks, shared or trained tensors stay as they are; a merged
+    layer that gets an adapter or a hook later computes alone. Meant for inference: for x that
+    requires grad nothing is merged. To merge adapters, quantize again or replace layers, call
+    unfuse_ first.
     Returns `model`. ValueError: mlp_form is no form, or a packed weight is on the meta device.
     """
     if mlp_form is not None and mlp_form not in FORMS:
@@ -127,7 +128,7 @@ def _swiglu_roles(module: nn.Module) -> Roles | None:
 
 
 def _is_more(module: nn.Module) -> bool:
-    """Whether it may be more than an activation function."""
+    """Whether the module may be more than an activation function."""
     state = bool(module._parameters or module._buffers or module._modules)
     return state or (isinstance(module, nn.Dropout) and module.p > 0)
 
@@ -156,7 +157,8 @@ def _candidates(layers: dict[str, QuantLinear]) -> list[Roles]:
 def _computes_swiglu(module: Any, roles: Roles) -> bool:
     """Whether the module gives, bit for bit, what its layers give as SwiGLU.
 
-    Both are the same ops in the same order if it is one. Large inputs too, because some clamp.
+    If the module is one, both are the same ops in the same order. The inputs include large numbers,
+    because some modules clamp.
     """
     gate, down = module._modules[roles.gate], module._modules[roles.down]
     x = torch.randn(2, gate.in_features, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,9 @@
 """Packed layers of one input become parts of one MergedLinear, where a run agrees with the code.
 
-The code says which layers have one input, for every value and path (fuse_read). Running the parent
-on a small input confirms it, also for the children between the calls, whose code is not read; and
-running it again, merged, that nothing else in it minds, such as strides that it asks for.
+The code says which layers have one input, for every value and path (read.py). Running the parent on
+a small input confirms what the code says, also for the children between the calls, whose code is
+not read. Running the parent again, merged, shows that nothing else in its forward depends on what
+merging changes, such as the strides of a result.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def _merge(
 
 @contextmanager
 def _watched(layers: dict[str, QuantLinear]) -> Iterator[list[str]]:
-    """The layers that are called; "changed" for one whose input is not the first's as it was."""
+    """The layers that are called; "changed" for a layer whose input is not the tensor that the
+    first layer had, or was written since."""
     seen: list[str] = []
     first: list[Any] = []
 
@@ -96,7 +98,7 @@ def _watched(layers: dict[str, QuantLinear]) -> Iterator[list[str]]:
 def _outcome(parent: nn.Module, x: Tensor) -> _Outcome:
     """What the parent gives for x in place of its first and every required argument.
 
-    Its hooks are not called: this is no forward that anybody asked for.
+    The parent's hooks are not called: nobody asked for this forward.
     """
     try:
         parameters = list(inspect.signature(parent.forward).parameters.values())
@@ -112,7 +114,7 @@ def _outcome(parent: nn.Module, x: Tensor) -> _Outcome:
 
 
 def _agree(got: _Outcome, want: _Outcome) -> bool:
-    """Whether the same came out but for rounding."""
+    """Whether both outcomes are the same but for rounding."""
     if got[0] != want[0] or len(got[1]) != len(want[1]):
         return False
     return all(map(_close, got[1], want[1]))

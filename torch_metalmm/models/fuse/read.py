@@ -2,9 +2,9 @@
 
 A list of what can write to a tensor cannot be complete (x[:, 0] = 5, relu_(x), out=x, x.data, a
 view, an array of numpy, a hook), so the reader has a list of what may stand between two calls, and
-everything else ends the group. Assumed is only that reading attributes or items of an object, and
-arithmetic on tensors, write to no tensor; and that a child that is given nothing but new tensors
-does not write the input, which the run in fuse_merge and the versions at run time check.
+everything else ends the group. The reader assumes only that reading attributes or items of an
+object, and arithmetic on tensors, write to no tensor; and that a child given nothing but new
+tensors does not write the input, which the run in merge.py and the versions at run time check.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class _Reader:
     # ---- what ends groups
 
     def _end(self, cause: ast.AST | None = None) -> None:
-        """All groups end, because what is done may write to any tensor."""
+        """End all groups, because the code at hand may write to any tensor."""
         for variable in list(self.open):
             self._end_of(variable)
         self.new.clear()

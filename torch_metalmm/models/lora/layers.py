@@ -1,9 +1,9 @@
 """LoRA by PEFT on packed layers; loaded by itself as soon as peft.tuners.lora is.
 
 Adapters train on a packed layer as on any nn.Linear: its forward is the packed one, and PEFT adds
-to it. What PEFT's own layer cannot do is change the packed bytes. Here it merges into a decoded
-copy of one layer at a time, and the result is packed again in the same format. That rounds; how
-much is logged for each layer, summed up in a warning and kept for `merge_errors`.
+to it. PEFT's own layer cannot change the packed bytes. Here it merges into a decoded copy of one
+layer at a time, and the result is packed again in the same format. Packing again rounds; the error
+is logged for each layer, summed up in a warning and kept for `merge_errors`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...nn.packed import quantize_weight
 from .base import MergesPacked, describe, is_packed
 from .report import forget, merges_reported, record
 
-# The other named initialisations decompose the base weight or store a remainder of it in its place.
+# Other named initialisations decompose the base weight or put a remainder in the weight's place.
 _INITS = ("gaussian", "eva", "orthogonal")
 
 
@@ -154,7 +154,7 @@ class PackedLoraEmbedding(_OnPacked, Embedding):  # type: ignore[misc]
 
     def _get_embed_scale(self) -> Tensor | None:
         scale = self.get_base_layer().embed_scale
-        if isinstance(scale, float):  # PEFT's would give it the dtype of the weight
+        if isinstance(scale, float):  # PEFT's own would give the result the dtype of the weight
             return torch.tensor(scale, device=self.base_layer.weight.device)
         result: Tensor | None = super()._get_embed_scale()
         return result

@@ -1,10 +1,10 @@
 """PEFT's methods other than LoRA on packed layers: which may be used, and that none is merged.
 
-A method that only calls its layer trains on a packed one as on any other. One that computes with
-`weight` takes packed bytes for numbers: most then fail with an error of torch about shapes, but
-RoAd, MiSS and IA3 merge bytes into other bytes without one. So methods are let in by name (the
-tests train each of them), and their merging is refused, by the model and by the layer: PEFT itself
-does not merge AdaLoRA and IA3 into its own quantized layers.
+A method that only calls its layer trains on a packed layer as on any other. A method that computes
+with `weight` takes packed bytes for numbers: most then fail with an error of torch about shapes,
+but RoAd, MiSS and IA3 merge bytes into other bytes without an error. So methods are let in by name
+(the tests train each of them), and their merging is refused, by the model and by the layer: PEFT
+itself does not merge AdaLoRA and IA3 into its own quantized layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINS = (
 
 
 def _check_target(tuner: Any, config: Any, model: Any, target: str) -> None:
-    """ValueError: the method is not known to work on packed layers, and this may be one.
+    """ValueError: the method is not known to work on packed layers, and the target may be one.
 
     PEFT passes the last part of the name only.
     """
@@ -119,8 +119,8 @@ def _wrap(
 
 
 # What PEFT asks itself before it adds and before it merges adapters, and what it makes of
-# modules_to_save. Its table of methods, where LoRA is entered, would be no place for this: it is
-# filled while PEFT is being imported.
+# modules_to_save. PEFT's table of methods, where LoRA is entered, cannot hold these checks: the
+# table is filled while PEFT is being imported.
 _wrap(BaseTuner, "_check_target_module_compatiblity", before=_check_target)
 _wrap(BaseTuner, "inject_adapter", after=_guard_layers)
 _wrap(BaseTuner, "_check_merge_allowed", before=_check_merge)

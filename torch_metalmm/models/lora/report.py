@@ -44,7 +44,7 @@ def record(layer: QuantLinear | QuantEmbedding, base: Tensor, merged: Tensor) ->
 
 
 def forget(layer: nn.Module) -> None:
-    """The layer holds no merged adapter any more."""
+    """Drop the record of a layer whose adapters were unmerged."""
     _ERRORS.pop(layer, None)
 
 

@@ -147,7 +147,7 @@ def _signposts() -> Check:
 
 
 def checks(device: str) -> Iterator[Check]:
-    """Those of a device, the plain ones first."""
+    """The checks of a device, the plain ones first."""
     half = torch.float16
     if device != "cpu":
         for strategy in _C.strategies("linear"):

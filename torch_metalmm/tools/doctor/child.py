@@ -29,7 +29,7 @@ def steps(device: str) -> Iterator[Step]:
 
 
 def perform(check: Check, device: str) -> Outcome:
-    """Runs a check twice, for the first may compile; the error is that of the second."""
+    """Runs a check twice, for the first run may compile; the error is the second run's."""
     times = []
     try:
         call, judge = check.prepare()

@@ -1,7 +1,7 @@
 """What a check of `metalmm doctor` is, and how its result is judged.
 
-Every reference is the specification (torch_metalmm.formats) and float64 on the CPU, none the engine
-under test.
+Every reference is the specification (torch_metalmm.formats) and float64 on the CPU, never the
+engine under test.
 """
 
 from __future__ import annotations

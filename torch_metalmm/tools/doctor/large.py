@@ -20,7 +20,7 @@ _FAR = 1 << 32  # bytes, where a 32-bit offset begins anew
 _FAR_MEMORY = 8e9  # below, the tensor would crowd out everything else
 _TOKENS = 20
 _COLD_BYTES = 3 * (96 << 20)  # three times the largest cache that Apple builds
-_SAMPLE_SECONDS = 0.03  # to which a command buffer, 10 µs, adds nothing
+_SAMPLE_SECONDS = 0.03  # seconds of a sample, to which the 10 µs of a command buffer add nothing
 
 
 def _memory(device: str) -> float:
@@ -35,7 +35,7 @@ def _memory(device: str) -> float:
 def beyond_4_gib(device: str) -> Check:
     """The last rows of a W of more than 4 GiB: alone, among all, by embedding and dequantize.
 
-    The other rows stay what the memory holds; on a CPU they are pages that are never written.
+    The other rows are never written; on a CPU their pages take no memory.
     """
     name, n, k = "q8_0", 97, 8192
 
@@ -141,7 +141,7 @@ def generation(device: str) -> Check:
 
 
 def _seconds(call: Callable[[int], object], device: str) -> float:
-    """Of one call among many in a row, on the host's clock: the median of five samples."""
+    """The time of one call among many in a row, on the host's clock: the median of five samples."""
 
     def sample(count: int) -> float:
         start = time.perf_counter()

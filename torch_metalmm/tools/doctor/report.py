@@ -1,8 +1,8 @@
 """`metalmm doctor`: what this machine runs, and whether each engine computes what it should.
 
 One text to paste into a report: versions, the devices, then a line per check. The checks run in
-processes of their own (child.py): one that does not end is killed after its time limit, one
-that takes its process down says how, and the others go on.
+processes of their own (child.py): a check that does not end is killed after its time limit, a check
+that takes its process down is reported with how it ended, and the others go on.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def supervise(command: Sequence[str], limit: float) -> Iterator[tuple[Result, st
     """Runs `command --skip N`, which announces steps and their results on stdout, until it says
     that all N are done: (what to print, the step it is about).
 
-    A process that hangs or dies is replaced by one that goes on with the step after. So is one that
-    ends early of its own will, for a failed step may leave it in no state to go on.
+    A process that hangs or dies is replaced by another that goes on with the step after. So is a
+    process that ends early by itself, for a failed step may leave it in no state to go on.
     """
     done, is_complete = 0, False
     while not is_complete:
@@ -133,7 +133,7 @@ class _Process:
         self._lines.put("")
 
     def messages(self, limit: float) -> Iterator[dict[str, Any]]:
-        """What it says; _Gone: nothing for `limit` seconds, or an end other than exit status 0."""
+        """The child's messages; _Gone: none for `limit` seconds, or an exit status other than 0."""
         while True:
             try:
                 line = self._lines.get(timeout=limit)
@@ -163,7 +163,7 @@ class _Process:
         return "".join(f"\n      {line}" for line in lines)
 
     def kill(self) -> None:
-        """The end of the child; one that the kernel does not let go of is left behind."""
+        """End the child; a child that the kernel does not let go of is left behind."""
         self._child.kill()
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout=10)

@@ -17,9 +17,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a step: its line, whether all is well, and what follows.
+    """What a step ends with: its line, whether all is well, and what follows.
 
-    "go on"; "anew": in another process, for this one may be in no state to go on; "stop".
+    "go on"; "anew": go on in another process, for this one may be in no state to do so; "stop".
     """
 
     text: str
