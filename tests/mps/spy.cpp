@@ -33,7 +33,7 @@ int mm_launch(const MmLaunch* in, MmReport* report) {
   memset(report, 0, sizeof *report);
   g_log += std::string("{\"kernel\": \"") + in->kernel + "\"";
   triple("grid", in->grid);
-  triple("group", in->group);
+  triple("group", in->tg_threads);
   triple("threads", in->threads);
   g_log += ", \"constants\": {\"\": 0";
   for (uint32_t i = 0; i < in->n_constants; ++i) {

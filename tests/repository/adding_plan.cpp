@@ -13,7 +13,7 @@ int main(int, char** argv) {
   p.dtype = metalmm::DType::kF32;
   const metalmm::Pass pass = metalmm::plan(p, metalmm::gpu_by_name("m1")).passes.at(0);
   std::printf("%s\n%u %u %u\n%u\n%u\n", pass.kernel.c_str(), pass.grid[0], pass.grid[1],
-              pass.grid[2], pass.group[0], pass.threadgroup_bytes);
+              pass.grid[2], pass.threads[0], pass.threadgroup_bytes);
   for (uint32_t value : pass.constants) std::printf("%u ", value);
   std::printf("\n");
   const auto* bytes = reinterpret_cast<const unsigned char*>(&pass.args);

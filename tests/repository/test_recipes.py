@@ -26,7 +26,9 @@ TASKS = (
     "Fine-tune with LoRA",
     "Fuse, compile, export",
 )
-PAGES = ("README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md")))
+# The blocks of adding.md are pieces of files, which test_adding carries out.
+PAGES = ("README.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
+PAGES = tuple(name for name in PAGES if name != "docs/adding.md")
 
 
 def sections() -> dict[str, list[str]]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats
-from ..formats.ggml import type_names
 from ..nn import QuantEmbedding, QuantLinear
 from .attach import attach, is_transformers_model
+from .ggml import type_names
 from .replace import replaceable, summary
 
 _DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import formats
-from ...formats.ggml import type_names
+from ...models.ggml import type_names
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
