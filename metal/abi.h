@@ -17,31 +17,47 @@ namespace metalmm {
 // elements for x, y and c, in bytes for weights. All sizes are of the whole problem, not of a tile.
 struct KernelArgs {
   MM_I64 x_stride;   // row m of x, and of gate and up
+  MM_I64 x2_stride;  // row m of x2 of add_rms_norm, of v of rope, of a mask
   MM_I64 y_stride;   // row m of y and of c
-  MM_I64 w_stride;   // row n of weight
+  MM_I64 w_stride;   // row n of weight; slot of a cache
   MM_I64 w2_stride;  // row n of weight2
-  MM_U32 m, n, k;
+  // Of a cache, bytes; of x and x2 of rope_append, values. The mask of attention is x2: 0 repeats.
+  MM_I64 head_stride, sequence_stride;
+  MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
+  MM_U32 m, n, k;     // k of rope and of attention: values of a head
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
-  MM_U32 count;       // ids of an embedding, elements of silu_mul or a probe
-  float alpha, beta;
+  MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope
+  // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
+  // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
+  MM_U32 heads, kv_heads, rotated, positions;
+  MM_U32 window;      // attention: slots that a query sees, its own included
+  float alpha, beta;  // attention: of a score
+  float softcap;
+  float eps, offset;  // of a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
 };
 
 // Buffer slots. A slot that a kernel does not declare stays unbound; one that it declares is bound
 // to what bound() of csrc/plan/launch.h says, and not read where a function constant says absent.
 enum Slot : MM_U32 {
-  kSlotX = 0,       // activations; gate of swiglu_down and silu_mul
-  kSlotWeight = 1,  // packed rows; gate weight of swiglu_up
-  kSlotY = 2,       // result, or f32 sums (kEpiloguePartial)
-  kSlotBias = 3,
-  kSlotC = 4,
-  kSlotWeight2 = 5,  // up weight of swiglu_up
-  kSlotX2 = 6,       // up of swiglu_down and silu_mul; second operand of a probe
-  kSlotIds = 7,      // int64
-  kSlotPartial = 8,  // f32 partial results [parts, M, N] that the reduction pass reads
-  kSlotArgs = 9,     // constant KernelArgs&
-  kSlotCount = 10
+  kSlotX = 0,        // activations; gate of swiglu_down and act_mul; q, k and v of rope
+  kSlotWeight = 1,   // packed rows; gate weight of swiglu_up; keys of a cache
+  kSlotY = 2,        // result, or f32 sums (kEpiloguePartial); q of rope
+  kSlotBias = 3,     // sinks of attention
+  kSlotC = 4,        // mask of attention
+  kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
+  kSlotX2 = 6,       // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v
+  kSlotIds = 7,      // int64; slots of rope_append, length of a cache
+  kSlotNorm = 8,     // weight of a norm [K]; of the heads of q
+  kSlotNorm2 = 9,    // of the heads of k
+  kSlotCos = 10,
+  kSlotSin = 11,
+  kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope
+  kSlotY3 = 13,       // v of rope
+  kSlotPartial = 14,  // f32 partial results [parts, M, N] that the reduction pass reads
+  kSlotArgs = 15,     // constant KernelArgs&
+  kSlotCount = 16
 };
 
 constexpr MM_U32 slot_bit(Slot slot) { return MM_U32(1) << slot; }
@@ -51,11 +67,22 @@ enum SlotBits : MM_U32 {
   kBindProbe = slot_bit(kSlotX) | slot_bit(kSlotX2) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
   kBindEpilogue = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotC) | slot_bit(kSlotArgs),
   kBindMatmul = kBindEpilogue | slot_bit(kSlotX) | slot_bit(kSlotWeight),
-  kBindSwigluUp = kBindMatmul | slot_bit(kSlotWeight2),
+  kBindGemv = kBindMatmul | slot_bit(kSlotNorm),
+  kBindSwigluUp = kBindGemv | slot_bit(kSlotWeight2),
   kBindSwigluDown = kBindMatmul | slot_bit(kSlotX2),
   kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
   kBindDequantize = slot_bit(kSlotWeight) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
-  kBindEmbedding = kBindDequantize | slot_bit(kSlotIds)
+  kBindEmbedding = kBindDequantize | slot_bit(kSlotIds),
+  kBindNorm = slot_bit(kSlotX) | slot_bit(kSlotNorm) | slot_bit(kSlotC) | slot_bit(kSlotY) |
+      slot_bit(kSlotArgs),
+  kBindAddNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotY2),
+  kBindRope = kBindAddNorm | slot_bit(kSlotNorm2) | slot_bit(kSlotCos) | slot_bit(kSlotSin) |
+      slot_bit(kSlotY3),
+  kBindRopeAppend = (kBindRope & ~(slot_bit(kSlotY2) | slot_bit(kSlotY3))) | slot_bit(kSlotIds) |
+      slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
+  kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds),
+  kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
+      slot_bit(kSlotArgs)
 };
 
 // Function constants: at most six. What removes a branch or fixes a stride.
@@ -63,8 +90,9 @@ enum FunctionConstant : MM_U32 {
   kConstantK = 0,      // uint: K, known at pipeline creation so that loops have a fixed trip count
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
-  kConstantEpilogue = 3,   // uint: EpilogueBits
-  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and gemm_small, 0 otherwise
+  kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits
+  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and gemm_small, rows of q of
+                           // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6
 };
@@ -76,11 +104,38 @@ enum EpilogueBits : MM_U32 {
   kEpilogueBias = 1,
   kEpilogueC = 2,  // + beta * c
   kEpilogueAlpha = 4,
-  kEpiloguePartial = 8  // y is f32 [parts, M, N], whatever x is; the other bits are zero
+  kEpiloguePartial = 8,      // y is f32 [parts, M, N], whatever x is; the three above are zero
+  kEpilogueNorm = 16,        // x is normalised: acc is multiplied by rsqrt(mean of x^2 + eps)
+  kEpilogueNormWeight = 32,  // and x by a weight,
+  kEpilogueNormOffset = 64,  // to which an offset is added
+  kEpilogueActivation = 128  // times an Activation: the highest bits, of a kernel that has one
+};
+
+// silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared
+enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2 };
+
+enum RopeBits : MM_U32 {
+  kRopeNormQ = 1,
+  kRopeNormK = 2,
+  kRopeOffset = 4,       // as kEpilogueNormOffset
+  kRopeInterleaved = 8,  // values 2 i and 2 i + 1 are a pair, else i and i + rotated / 2
+  kRopeApart = 16,       // v is x2
+  kRopeFloatTables = 32  // cos and sin are f32, whatever x is
 };
 
 // The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
 // kernel that is not told of it loads element by element.
+// kEpiloguePartial beside these: a part leaves its sums in the workspace.
+enum AttentionBits : MM_U32 {
+  kAttentionCausal = 1,
+  kAttentionWindow = 2,
+  kAttentionSoftcap = 4,
+  kAttentionBoolMask = 16,
+  kAttentionFloatMask = 32,  // f32, whatever q is
+  kAttentionSinks = 64,
+  kAttentionFloatSinks = 128  // and they are f32
+};
+
 enum BoundsBits : MM_U32 {
   kBoundsN = 1,
   kBoundsM = 2,

@@ -35,10 +35,21 @@ METAL_FUNC bool rows_are_packed() { return (fc_bounds & kBoundsPackedRows) != 0;
 METAL_FUNC bool has_word_blocks() { return (fc_bounds & kBoundsWordBlocks) != 0; }
 METAL_FUNC bool has_long_blocks() { return (fc_bounds & kBoundsLongBlocks) != 0; }
 
+METAL_FUNC bool has_norm() { return (fc_epilogue & kEpilogueNorm) != 0; }
+METAL_FUNC bool norm_has_weight() { return (fc_epilogue & kEpilogueNormWeight) != 0; }
+METAL_FUNC bool norm_has_offset() { return (fc_epilogue & kEpilogueNormOffset) != 0; }
+
 // Where a thread is: its threadgroup in the grid, its index there, its simdgroup and lane.
 struct Position {
   uint3 tg;
   uint index, sg, lane;
+};
+
+// Rows of x, and the weight of their norm.
+template <class T>
+struct Activations {
+  device const T* x;
+  device const T* norm;
 };
 
 // Where results go and what joins them on the way: y = alpha * acc + bias + beta * c.
@@ -54,7 +65,8 @@ struct Result {
 // A kernel is its slots (abi.h) in parentheses, then what every kernel has. `memory` is the
 // threadgroup memory of the plan. The last argument is the statement that calls run().
 #define MM_IN(type, name, slot) device const type* name [[buffer(metalmm::slot)]]
-#define MM_OUT(type) device type* y [[buffer(metalmm::kSlotY)]]
+#define MM_OUT_TO(type, name, slot) device type* name [[buffer(metalmm::slot)]]
+#define MM_OUT(type) MM_OUT_TO(type, y, kSlotY)
 #define MM_RESULT(type) MM_OUT(type), MM_IN(type, bias, kSlotBias), MM_IN(type, c, kSlotC)
 #if defined(MM_STAND_IN)  // where `threadgroup` is a macro, it cannot be an attribute
 #define MM_MEMORY
@@ -91,3 +103,18 @@ struct Result {
   MM_KERNEL(strategy##_##format##_##dtype,                                          \
             (MM_IN(T, x, kSlotX), MM_IN(uchar, weight, kSlotWeight), MM_RESULT(T)), \
             metalmm::Kernel<metalmm::Struct, T>::run(x, weight, {y, bias, c}, args, memory, at))
+// The same of x that may be normalised: run({x, norm}, weight, result, args, memory, at).
+#define MM_GEMV(dtype, T, strategy, format, Struct, Kernel)                               \
+  MM_KERNEL(                                                                              \
+      strategy##_##format##_##dtype,                                                      \
+      (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(uchar, weight, kSlotWeight), \
+       MM_RESULT(T)),                                                                     \
+      metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, weight, {y, bias, c}, args, memory, at))
+// Kernel<Struct, T>::run(operands, y, args, memory, at) of a cache as strategy_format_dtype.
+#define MM_ATTENTION(dtype, T, strategy, format, Struct, Kernel)                                \
+  MM_KERNEL(strategy##_##format##_##dtype,                                                      \
+            (MM_IN(T, q, kSlotX), MM_IN(uchar, keys, kSlotWeight),                              \
+             MM_IN(uchar, values, kSlotWeight2), MM_IN(uchar, mask, kSlotC),                    \
+             MM_IN(T, sinks, kSlotBias), MM_IN(long, length, kSlotIds), MM_OUT(T)),             \
+            metalmm::Kernel<metalmm::Struct, T>::run({q, keys, values, mask, sinks, length}, y, \
+                                                     args, memory, at))

@@ -50,7 +50,7 @@ struct GemvGeometry {
   MM_CONST bool kTakesBatch = batch > 1, kOnMatrixUnit = false;
   MM_CONST int kThreads = simdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool) {
-    return kCodebookBytes + (share_rows ? simdgroups * rows * 4 : 0);
+    return kCodebookBytes + (share_rows ? simdgroups * (rows + 1) * 4 : 0);
   }
   // M spread evenly over its passes.
   template <class Int>
@@ -140,7 +140,67 @@ struct FlatGeometry {
 };
 using DecodeItems = FlatGeometry<16>;  // embedding (count rows), dequantize (N rows)
 using ResultItems = FlatGeometry<1>;   // split_reduce: M * N items
-using ProbeItems = FlatGeometry<4>;    // elementwise, silu_mul: ceil(count / 4) items
+using ProbeItems = FlatGeometry<4>;    // elementwise, act_mul: ceil(count / 4) items
+
+// rms_norm and add_rms_norm: a threadgroup a row.
+struct NormGeometry {
+  MM_CONST int kThreads = 512;
+  MM_CONST int kThreadgroupBytes = kThreads / kSimdWidth * 4;
+};
+
+// rope, rope_append: a simdgroup a head; an item is a lane of it.
+struct HeadLanes {
+  MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
+};
+
+// ---- attention: a part of the slots that the queries see, for rows of q of one head of keys. Rows
+// are numbered by head of q, then by query.
+
+MM_CONST int kMaxHeadValues = 256;
+MM_CONST int kHeadStep = 16;  // a head is a whole number of so many values
+
+// Slots of a part. Its size follows from what is seen alone: results do not depend on how large the
+// cache is, nor on other sequences. At most kMaxParts parts.
+MM_CONST int kMinPartSlots = 64, kMaxParts = 64;
+template <class Int>
+constexpr Int part_slots(Int seen) {
+  const Int even = (seen + kMaxParts - 1) / kMaxParts;
+  return even > kMinPartSlots ? (even + 31) / 32 * 32 : kMinPartSlots;
+}
+
+// attention_split: a lane has 16 values of a slot's row, kSlots slots a step.
+struct AttentionSplitGeometry {
+  MM_CONST int kRows = 4, kSlots = 2, kSimdgroups = 4;
+  MM_CONST int kThreads = kSimdgroups * kSimdWidth;
+  // Most rows of q of a head of keys. Beyond, their matrices pay for padding them.
+  MM_CONST int kMostRows = 4 * kRows;
+  MM_CONST int kPieceStride = kHeadStep + 4;  // floats: pieces of neighbours in different banks
+  // Lanes of a row, a power of two.
+  static constexpr int lanes(int k) {
+    return k > 128 ? 16 : k > 64 ? 8 : k > 32 ? 4 : k > 16 ? 2 : 1;
+  }
+  // Rows of q; then, in their place, sums, largest score and sum of weights of every simdgroup.
+  static constexpr int threadgroup_bytes(int k, int rows) {
+    return rows * (k + 2) * kSimdgroups * 4;
+  }
+  static_assert(kPieceStride * 4 <= kHeadStep * kSimdgroups * 4, "q fits");
+};
+
+// attention_tile: a simdgroup has 8 rows of q; kSlots slots a step, of which kStep values of each
+// row lie in threadgroup memory at a time.
+struct AttentionTileGeometry {
+  MM_CONST int kSimdgroups = 4, kRows = kSimdgroups * kFragment, kSlots = 32, kStep = 64;
+  MM_CONST int kThreads = kSimdgroups * kSimdWidth;
+  static constexpr int threadgroup_bytes(bool x_is_f16) {
+    return (kRows + kSlots) * (kStep + kOperandPad) * matrix_operand_bytes(x_is_f16);
+  }
+};
+
+// attention_join: a threadgroup a row of q, a thread every kThreads-th value.
+struct AttentionJoinGeometry {
+  MM_CONST int kThreads = 128;
+  MM_CONST int kThreadgroupBytes = kMaxParts * 4;
+};
 
 // dot: one threadgroup.
 struct DotGeometry {

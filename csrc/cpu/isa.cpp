@@ -1,7 +1,8 @@
 // The kernels of one instruction set. Compiled once per set; MM_ISA names it.
-#include "codecs_block.h"
-#include "codecs_k.h"
-#include "codecs_plane.h"
+#include "attention/softmax.h"
+#include "codecs/block.h"
+#include "codecs/k.h"
+#include "codecs/plane.h"
 #include "kernels.h"
 
 namespace metalmm::cpu::MM_ISA {
@@ -198,6 +199,7 @@ constexpr IsaKernels kernels(const char* name, Indices<i...>) {
           kTileRows,
           kPanelsPerTile,
           {tile<i + 1>...},
+          kAttention,
           {
 #define MM_FORMAT(name, Struct) codec_kernels<Struct>(Dots{}),
 #include "metal/formats.def"

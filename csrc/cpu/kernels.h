@@ -79,12 +79,43 @@ using TileKernel = void (*)(const TileArgs&);
 
 constexpr int kMaxPanels = 4;
 
+// The softmax of attention, in f32.
+//
+// The largest of n scores; -inf where there is none but NaN.
+using TopKernel = float (*)(const float* scores, int64_t n);
+// scores = exp(scores - top); returns their sum. top is at least every score.
+using ExpKernel = float (*)(float* scores, int64_t n, float top);
+
+// out[m * out_stride + d] += sum over t of p[m * p_stride + t] rows[t * row_stride + d], for d <
+// dim, a multiple of kChunkValues, and as many m as the kernel is compiled for.
+struct WeighArgs {
+  const float* p;
+  int64_t p_stride;
+  const float* rows;
+  int64_t row_stride;
+  int64_t n, dim;
+  float* out;
+  int64_t out_stride;
+};
+using WeighKernel = void (*)(const WeighArgs&);
+
+// The m for which it is compiled, by index: 1 << index.
+constexpr int kNumWeighKernels = 4;
+constexpr int kMaxWeighRows = 1 << (kNumWeighKernels - 1);
+
+struct AttentionKernels {
+  TopKernel top;
+  ExpKernel exp;
+  WeighKernel weigh[kNumWeighKernels];
+};
+
 struct IsaKernels {
   const char* name;
   int width;                    // floats per vector, columns of a panel
   int tile_rows;                // rows of W per tile
   int panels;                   // panels per tile, at most kMaxPanels
   TileKernel tile[kMaxPanels];  // by panels - 1
+  AttentionKernels attention;
   CodecKernels codec[kNumCodecs];
 };
 

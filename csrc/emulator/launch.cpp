@@ -6,7 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "plan/encode.h"
+#include "plan/launch.h"
 
 namespace metalmm {
 namespace {

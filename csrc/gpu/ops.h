@@ -19,8 +19,10 @@
 #include <functional>
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 #include "ops/checks.h"
+#include "ops/op_calls.h"
 #include "plan/gpu.h"
 #include "plan/plan.h"
 
@@ -33,15 +35,31 @@ struct Engine {
 
 // As ops/ops.def.
 at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                  const OptionalTensor& bias, std::string_view format, OptionalName strategy);
+                  const OptionalTensor& bias, std::string_view format, OptionalName strategy,
+                  const OptionalTensor& residual);
 at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, int64_t in_features);
+at::Tensor norm_linear(const Engine& e, const at::Tensor& x, const OptionalTensor& norm_weight,
+                       double eps, double offset, const at::Tensor& weight,
+                       const OptionalTensor& bias, std::string_view format,
+                       const OptionalTensor& residual);
 at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
                   const at::Tensor& up_weight, std::string_view format_gate,
-                  std::string_view format_up);
+                  std::string_view format_up, std::string_view activation,
+                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset);
 at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                          const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format);
+                         std::string_view format, std::string_view activation,
+                         const OptionalTensor& residual);
+at::Tensor rms_norm(const Engine& e, const at::Tensor& x, const OptionalTensor& weight, double eps,
+                    double offset, const OptionalTensor& residual);
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const at::Tensor& x,
+                                                const at::Tensor& residual,
+                                                const OptionalTensor& weight, double eps,
+                                                double offset);
+Heads rope(const Engine& e, const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+           int64_t heads, int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
+           const OptionalTensor& k_norm, double eps, double offset, bool interleaved);
 at::Tensor gemv(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                 std::string_view format, const OptionalTensor& c, double alpha, double beta,
                 OptionalName strategy);

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include "attention.h"
 #include "ops.h"
 #include "ops/strategies.h"
 
@@ -12,17 +13,17 @@ namespace metalmm::gpu {
 // kOp without its first argument, which is engine().
 template <auto kOp, const Engine& (*engine)()>
 struct OpOf;
-template <class... Args, at::Tensor (*kOp)(const Engine&, Args...), const Engine& (*engine)()>
+template <class R, class... Args, R (*kOp)(const Engine&, Args...), const Engine& (*engine)()>
 struct OpOf<kOp, engine> {
-  static at::Tensor call(Args... args) { return kOp(engine(), args...); }
+  static R call(Args... args) { return kOp(engine(), args...); }
 };
 
 // The ops of ops/ops.def that shaders compute. The library has a dispatch key:
 // TORCH_LIBRARY_IMPL(metalmm, MPS, m).
 template <const Engine& (*engine)()>
 void register_shaders(torch::Library& m) {
-#define MM_HOST_OP(name, arguments)
-#define MM_OP(name, arguments) m.impl(#name, OpOf<&name, engine>::call);
+#define MM_HOST_OP(name, ...)
+#define MM_OP(name, ...) m.impl(#name, OpOf<&name, engine>::call);
 #include "ops/ops.def"
 }
 

@@ -7,7 +7,7 @@
 
 #include "commits.h"
 #include "metal.h"
-#include "plan/encode.h"
+#include "plan/launch.h"
 #include "profile.h"
 
 namespace metalmm::mps {

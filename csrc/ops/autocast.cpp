@@ -1,8 +1,10 @@
-// Under torch.autocast an op takes its activations in the autocast dtype. Weights are packed; bias
-// and c are added in f32 whatever their dtype.
+// Under torch.autocast a matmul takes its activations in the autocast dtype. Weights are packed;
+// bias, residual and c are added in f32 whatever their dtype. Norms and rope keep the dtype they
+// are given.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "attention/calls.h"
 #include "op_calls.h"
 
 namespace metalmm {
@@ -23,22 +25,44 @@ class Lowered {
 
 template <c10::DeviceType kDevice>
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-              OptionalName strategy) {
+              OptionalName strategy, const OptionalTensor& residual) {
   const Lowered<kDevice> lower;
-  return call_linear(lower(x), w, bias, format, strategy);
+  return call_linear(lower(x), w, bias, format, strategy, residual);
 }
 
 template <c10::DeviceType kDevice>
-Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
+Tensor norm_linear(const Tensor& x, const OptionalTensor& norm_weight, double eps, double offset,
+                   const Tensor& w, const OptionalTensor& bias, Name format,
+                   const OptionalTensor& residual) {
   const Lowered<kDevice> lower;
-  return call_swiglu(lower(x), wg, wu, fg, fu);
+  return call_norm_linear(lower(x), norm_weight, eps, offset, w, bias, format, residual);
+}
+
+template <c10::DeviceType kDevice>
+Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu,
+              Name activation, const OptionalTensor& norm_weight, std::optional<double> eps,
+              double offset) {
+  const Lowered<kDevice> lower;
+  return call_swiglu(lower(x), wg, wu, fg, fu, activation, norm_weight, eps, offset);
 }
 
 template <c10::DeviceType kDevice>
 Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
-                     const OptionalTensor& bias, Name format) {
+                     const OptionalTensor& bias, Name format, Name activation,
+                     const OptionalTensor& residual) {
   const Lowered<kDevice> lower;
-  return call_swiglu_linear(lower(gate), lower(up), w, bias, format);
+  return call_swiglu_linear(lower(gate), lower(up), w, bias, format, activation, residual);
+}
+
+// The cache keeps its format, and scores are f32.
+template <c10::DeviceType kDevice>
+Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name format_k,
+                 Name format_v, const Tensor& length, const OptionalTensor& mask,
+                 std::optional<double> scale, double softcap, int64_t window,
+                 const OptionalTensor& sinks, bool causal, OptionalName strategy) {
+  const Lowered<kDevice> lower;
+  return call_attention(lower(q), keys, values, format_k, format_v, length,
+                        {mask, scale, softcap, window, sinks, causal, strategy});
 }
 
 template <auto kCall, c10::DeviceType kDevice>
@@ -51,8 +75,10 @@ Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTenso
 template <c10::DeviceType kDevice>
 void register_all(torch::Library& m) {
   m.impl("linear", linear<kDevice>);
+  m.impl("norm_linear", norm_linear<kDevice>);
   m.impl("swiglu", swiglu<kDevice>);
   m.impl("swiglu_linear", swiglu_linear<kDevice>);
+  m.impl("attention", attention<kDevice>);
   m.impl("gemv", scaled<call_gemv, kDevice>);
   m.impl("gemm", scaled<call_gemm, kDevice>);
 }

@@ -8,7 +8,11 @@
 
 #include <string>
 
+#include "attention/autograd.h"
+#include "composed.h"
+#include "gradients.h"
 #include "op_calls.h"
+#include "tensors.h"
 
 namespace metalmm {
 namespace {
@@ -25,21 +29,22 @@ Tensor bias_grad(const Tensor& grad, at::ScalarType type) {
   return (g.dim() > 1 ? g.flatten(0, -2).sum(0) : g).to(type);
 }
 
-bool needs_grad(const Tensor& t) { return t.requires_grad(); }
-bool needs_grad(const OptionalTensor& t) { return t.has_value() && needs_grad(*t); }
+// What the gradients of bias and residual need.
+void save_addends(AutogradContext* ctx, const OptionalTensor& bias,
+                  const OptionalTensor& residual) {
+  const auto save = [&](const char* name, const OptionalTensor& t) {
+    if (needs_grad(t)) ctx->saved_data[name] = static_cast<int64_t>(t->scalar_type());
+  };
+  save("bias_type", bias);
+  save("residual_type", residual);
+}
 
-bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
-bool has_tangent(const OptionalTensor& t) { return t.has_value() && has_tangent(*t); }
-
-// Whether a gradient is recorded through one of the tensors. NotImplementedError where one has a
-// forward-mode tangent, with gradients on or off: it would be lost, and the result's be zero.
-template <class... T>
-bool records_grad(const char* op, const T&... tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !(has_tangent(tensors) || ...), "metalmm.", op,
-      ": has no forward-mode derivative (jvp, jacfwd, dual tensors), only a backward; use "
-      "torch.autograd.functional.jvp or jacobian");
-  return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+void addend_grads(AutogradContext* ctx, const Tensor& grad, Tensor* bias, Tensor* residual) {
+  const auto type = [&](const char* name) {
+    return static_cast<at::ScalarType>(ctx->saved_data[name].toInt());
+  };
+  if (ctx->saved_data.count("bias_type")) *bias = bias_grad(grad, type("bias_type"));
+  if (ctx->saved_data.count("residual_type")) *residual = grad.to(type("residual_type"));
 }
 
 void check_frozen(const char* name, const Tensor& w) {
@@ -50,25 +55,22 @@ void check_frozen(const char* name, const Tensor& w) {
 struct Linear : torch::autograd::Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w,
                         const OptionalTensor& bias, std::string format,
-                        std::optional<std::string> strategy) {
+                        std::optional<std::string> strategy, const OptionalTensor& residual) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({w});
     ctx->saved_data["format"] = format;
     ctx->saved_data["in_features"] = last_size(x);
-    if (needs_grad(bias)) ctx->saved_data["bias_type"] = static_cast<int64_t>(bias->scalar_type());
-    return call_linear(x, w, bias, format, strategy);
+    save_addends(ctx, bias, residual);
+    return call_linear(x, w, bias, format, strategy, residual);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor w = ctx->get_saved_variables()[0];
-    variable_list out(5);
+    variable_list out(6);
     if (ctx->needs_input_grad(0)) {
       out[0] = call_input_grad(grads[0], w, ctx->saved_data["format"].toStringRef(),
                                ctx->saved_data["in_features"].toInt());
     }
-    if (ctx->saved_data.count("bias_type")) {
-      out[2] =
-          bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
-    }
+    addend_grads(ctx, grads[0], &out[2], &out[5]);
     return out;
   }
 };
@@ -83,26 +85,20 @@ struct InputGrad : torch::autograd::Function<InputGrad> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor w = ctx->get_saved_variables()[0];
-    return {call_linear(grads[0], w, std::nullopt, ctx->saved_data["format"].toStringRef(),
-                        std::nullopt),
+    return {call_linear(grads[0], w, std::nullopt, ctx->saved_data["format"].toStringRef()),
             Tensor(), Tensor(), Tensor()};
   }
 };
 
-// d silu(g) / d g = s (1 + g (1 - s)), s = sigmoid(g)
-Tensor silu_slope(const Tensor& g) {
-  const Tensor s = g.sigmoid();
-  return s * (1 + g * (1 - s));
-}
-
 struct SwiGLU : torch::autograd::Function<SwiGLU> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& wg, const Tensor& wu,
-                        std::string fg, std::string fu) {
+                        std::string fg, std::string fu, std::string activation) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, wg, wu});
     ctx->saved_data["fg"] = fg;
     ctx->saved_data["fu"] = fu;
-    return call_swiglu(x, wg, wu, fg, fu);
+    ctx->saved_data["activation"] = activation;
+    return call_swiglu(x, wg, wu, fg, fu, activation, std::nullopt, std::nullopt, 0);
   }
   // gate and up are computed again: saving them would hold two f32 [M, N] per layer.
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -110,37 +106,44 @@ struct SwiGLU : torch::autograd::Function<SwiGLU> {
     const Tensor &x = saved[0], &wg = saved[1], &wu = saved[2];
     const std::string fg = ctx->saved_data["fg"].toStringRef(),
                       fu = ctx->saved_data["fu"].toStringRef();
+    const Activation activation = activation_by_name(ctx->saved_data["activation"].toStringRef());
     const Tensor x32 = x.to(at::kFloat), g = grads[0].to(at::kFloat);
-    const Tensor gate = call_linear(x32, wg, std::nullopt, fg, std::nullopt);
-    const Tensor up = call_linear(x32, wu, std::nullopt, fu, std::nullopt);
+    const Tensor gate = call_linear(x32, wg, std::nullopt, fg);
+    const Tensor up = call_linear(x32, wu, std::nullopt, fu);
     const int64_t k = last_size(x);
-    const Tensor dx = call_input_grad(g * up * silu_slope(gate), wg, fg, k) +
-                      call_input_grad(g * at::silu(gate), wu, fu, k);
-    return {dx.to(x.scalar_type()), Tensor(), Tensor(), Tensor(), Tensor()};
+    const Tensor dx = call_input_grad(g * up * composed::slope(gate, activation), wg, fg, k) +
+                      call_input_grad(g * composed::activate(gate, activation), wu, fu, k);
+    variable_list out(6);
+    out[0] = dx.to(x.scalar_type());
+    return out;
   }
 };
 
 struct SwiGLULinear : torch::autograd::Function<SwiGLULinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up, const Tensor& w,
-                        const OptionalTensor& bias, std::string format) {
+                        const OptionalTensor& bias, std::string format, std::string activation,
+                        const OptionalTensor& residual) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({gate, up, w});
     ctx->saved_data["format"] = format;
-    if (needs_grad(bias)) ctx->saved_data["bias_type"] = static_cast<int64_t>(bias->scalar_type());
-    return call_swiglu_linear(gate, up, w, bias, format);
+    ctx->saved_data["activation"] = activation;
+    save_addends(ctx, bias, residual);
+    return call_swiglu_linear(gate, up, w, bias, format, activation, residual);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
+    const Activation activation = activation_by_name(ctx->saved_data["activation"].toStringRef());
     const Tensor gate = saved[0].to(at::kFloat), up = saved[1].to(at::kFloat);
     const Tensor dh = call_input_grad(grads[0].to(at::kFloat), saved[2],
                                       ctx->saved_data["format"].toStringRef(), last_size(gate));
-    variable_list out(5);
-    if (ctx->needs_input_grad(0)) out[0] = (dh * up * silu_slope(gate)).to(saved[0].scalar_type());
-    if (ctx->needs_input_grad(1)) out[1] = (dh * at::silu(gate)).to(saved[1].scalar_type());
-    if (ctx->saved_data.count("bias_type")) {
-      out[3] =
-          bias_grad(grads[0], static_cast<at::ScalarType>(ctx->saved_data["bias_type"].toInt()));
+    variable_list out(7);
+    if (ctx->needs_input_grad(0)) {
+      out[0] = (dh * up * composed::slope(gate, activation)).to(saved[0].scalar_type());
     }
+    if (ctx->needs_input_grad(1)) {
+      out[1] = (dh * composed::activate(gate, activation)).to(saved[1].scalar_type());
+    }
+    addend_grads(ctx, grads[0], &out[3], &out[6]);
     return out;
   }
 };
@@ -183,13 +186,61 @@ std::optional<std::string> owned(OptionalName name) {
 
 // The Autograd kernels. Without a gradient to record they cost one check and one redispatch.
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-              OptionalName strategy) {
+              OptionalName strategy, const OptionalTensor& residual) {
   check_frozen("weight", w);
-  if (records_grad("linear", x, bias)) {
-    return Linear::apply(x, w, bias, std::string(format), owned(strategy));
+  if (records_grad("linear", x, bias, residual)) {
+    return Linear::apply(x, w, bias, std::string(format), owned(strategy), residual);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_linear(x, w, bias, format, strategy);
+  return call_linear(x, w, bias, format, strategy, residual);
+}
+
+// Where a gradient is recorded, the norm is an op of its own, whose result is f32.
+Tensor norm_linear(const Tensor& x, const OptionalTensor& norm_weight, double eps, double offset,
+                   const Tensor& w, const OptionalTensor& bias, Name format,
+                   const OptionalTensor& residual) {
+  check_frozen("weight", w);
+  if (records_grad("norm_linear", x, norm_weight, bias, residual)) {
+    check_norm_linear(x, norm_weight, eps, offset, w, bias, format, residual);
+    const Tensor rows = composed::rms_norm(x, norm_weight, eps, offset);
+    return call_linear(rows, w, bias, format, std::nullopt, residual).to(x.scalar_type());
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_norm_linear(x, norm_weight, eps, offset, w, bias, format, residual);
+}
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
+                const OptionalTensor& residual) {
+  if (records_grad("rms_norm", x, weight, residual)) {
+    check_rms_norm(x, weight, eps, offset, residual);
+    const Tensor y = composed::rms_norm(x, weight, eps, offset);
+    return stored(residual.has_value() ? y + *residual : y, x.scalar_type());
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_rms_norm(x, weight, eps, offset, residual);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                        const OptionalTensor& weight, double eps, double offset) {
+  if (records_grad("add_rms_norm", x, residual, weight)) {
+    check_rms_norm(x, weight, eps, offset, residual);
+    const Tensor sum = stored(x.to(at::kFloat) + residual, x.scalar_type());
+    return {stored(composed::rms_norm(sum, weight, eps, offset), x.scalar_type()), sum};
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_add_rms_norm(x, residual, weight, eps, offset);
+}
+
+Heads rope(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads, int64_t kv_heads,
+           const OptionalTensor& v, const OptionalTensor& q_norm, const OptionalTensor& k_norm,
+           double eps, double offset, bool interleaved) {
+  if (records_grad("rope", qkv, cos, sin, v, q_norm, k_norm)) {
+    check_rope(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset);
+    return composed::rope(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset,
+                          interleaved);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_rope(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset, interleaved);
 }
 
 Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64_t in_features) {
@@ -201,24 +252,31 @@ Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64
   return call_input_grad(grad, w, format, in_features);
 }
 
-Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
+Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu,
+              Name activation, const OptionalTensor& norm_weight, std::optional<double> eps,
+              double offset) {
   check_frozen("gate_weight", wg);
   check_frozen("up_weight", wu);
-  if (records_grad("swiglu", x)) {
-    return SwiGLU::apply(x, wg, wu, std::string(fg), std::string(fu));
+  if (records_grad("swiglu", x, norm_weight)) {
+    check_swiglu(x, wg, wu, fg, fu, activation, norm_weight, eps, offset);
+    const Tensor rows = eps.has_value() ? composed::rms_norm(x, norm_weight, *eps, offset) : x;
+    return SwiGLU::apply(rows, wg, wu, std::string(fg), std::string(fu), std::string(activation))
+        .to(x.scalar_type());
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_swiglu(x, wg, wu, fg, fu);
+  return call_swiglu(x, wg, wu, fg, fu, activation, norm_weight, eps, offset);
 }
 
 Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
-                     const OptionalTensor& bias, Name format) {
+                     const OptionalTensor& bias, Name format, Name activation,
+                     const OptionalTensor& residual) {
   check_frozen("weight", w);
-  if (records_grad("swiglu_linear", gate, up, bias)) {
-    return SwiGLULinear::apply(gate, up, w, bias, std::string(format));
+  if (records_grad("swiglu_linear", gate, up, bias, residual)) {
+    return SwiGLULinear::apply(gate, up, w, bias, std::string(format), std::string(activation),
+                               residual);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_swiglu_linear(gate, up, w, bias, format);
+  return call_swiglu_linear(gate, up, w, bias, format, activation, residual);
 }
 
 Tensor dequantize(const Tensor& w, Name format, std::optional<int64_t> in_features,
@@ -258,11 +316,15 @@ Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTenso
 constexpr auto* gemv = scaled<call_gemv, kGemv>;
 constexpr auto* gemm = scaled<call_gemm, kGemm>;
 
+using gradients::attention;
+using gradients::cache_append;
+using gradients::rope_append;
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
-#define MM_HOST_OP(name, arguments)  // its result has no gradient
-#define MM_OP(name, arguments) m.impl(#name, name);
+#define MM_HOST_OP(name, ...)  // its result has no gradient
+#define MM_OP(name, ...) m.impl(#name, name);
 #include "ops.def"
 }
 

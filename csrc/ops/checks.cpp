@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <vector>
 
@@ -14,31 +15,6 @@ using Size = c10::SymInt;
 
 std::string allowed_dtypes() {
   return join_names(kNumDTypes, [](int i) { return kTorchDTypes[i]; });
-}
-
-void check_activation_dtype(const char* name, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(find_dtype(t.scalar_type()), name, ": dtype ", t.scalar_type(),
-                    "; allowed: ", allowed_dtypes());
-}
-
-// Whether [N, K] of this type are weights of the format as they are.
-bool is_dense(const Format& f, at::ScalarType t) {
-  return f.layout == Layout::kDense && find_dtype(t) == dtype_by_name(f.name);
-}
-
-const Format& check_format(std::string_view name) {
-  return or_value_error([&]() -> const Format& { return format_by_name(name); });
-}
-
-void check_k(const char* name, const Format& f, const Size& k) {
-  TORCH_CHECK_VALUE(k <= kMaxK, name, ": K = ", k, "; at most ", kMaxK);
-  TORCH_CHECK_VALUE(k >= 0 && k % f.block_values == 0, name, ": K = ", k,
-                    " is not a multiple of the block of ", f.name, ", ", f.block_values, " values");
-}
-
-void check_device(const char* name, const at::Tensor& t, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(t.device() == x.device(), name, ": is on ", t.device(), ", the activations on ",
-                    x.device(), "; all tensors of a call must be on one device");
 }
 
 // x, f32 / f16 / bf16 with at least one dimension. Returns its last size, K.
@@ -74,6 +50,22 @@ void check_addend(const char* name, const OptionalTensor& t, c10::SymIntArrayRef
   TORCH_CHECK_VALUE(t->sym_sizes() == shape, name, ": shape ", t->sym_sizes(), "; must be ", shape);
 }
 
+// The same for a tensor of the sizes of x, the last one replaced by n.
+void check_rows_addend(const char* name, const OptionalTensor& t, const at::Tensor& x,
+                       const Size& n) {
+  if (!t.has_value()) return;
+  std::vector<Size> shape = x.sym_sizes().vec();
+  shape.back() = n;
+  check_addend(name, t, shape, x);
+}
+
+void check_norm_numbers(const char* name, bool has_weight, double eps, double offset) {
+  check_f32("eps", eps);
+  TORCH_CHECK_VALUE(eps >= 0, "eps: ", eps, "; must be 0 or more");
+  check_f32("offset", offset);
+  TORCH_CHECK_VALUE(has_weight || offset == 0, name, ": missing, but offset = ", offset);
+}
+
 // K of a packed weight whose caller may not have said.
 Size resolve_in_features(const at::Tensor& weight, std::string_view format_name,
                          const OptionalSize& in_features) {
@@ -95,20 +87,102 @@ Size resolve_in_features(const at::Tensor& weight, std::string_view format_name,
 
 }  // namespace
 
+void check_activation_dtype(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(find_dtype(t.scalar_type()), name, ": dtype ", t.scalar_type(),
+                    "; allowed: ", allowed_dtypes());
+}
+
+void check_f32(const char* name, double number) {
+  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(number)), name, ": ", number,
+                    "; must be finite as f32");
+}
+
+bool is_dense(const Format& f, at::ScalarType t) {
+  return f.layout == Layout::kDense && find_dtype(t) == dtype_by_name(f.name);
+}
+
+const Format& check_format(std::string_view name) {
+  return or_value_error([&]() -> const Format& { return format_by_name(name); });
+}
+
+void check_k(const char* name, const Format& f, const Size& k) {
+  TORCH_CHECK_VALUE(k <= kMaxK, name, ": K = ", k, "; at most ", kMaxK);
+  TORCH_CHECK_VALUE(k >= 0 && k % f.block_values == 0, name, ": K = ", k,
+                    " is not a multiple of the block of ", f.name, ", ", f.block_values, " values");
+}
+
+void check_device(const char* name, const at::Tensor& t, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(t.device() == x.device(), name, ": is on ", t.device(), ", the activations on ",
+                    x.device(), "; all tensors of a call must be on one device");
+}
+
 PackedWeight packed(const at::Tensor& weight, const WeightShape& checked) {
   const int64_t k = checked.k.expect_int();
   if (weight.scalar_type() != at::kByte) {
-    return {checked.format, weight.contiguous().view(at::kByte), k};
+    // Not contiguous(): to torch rows of one value, or none, are contiguous whatever their stride.
+    const at::Tensor rows =
+        weight.stride(1) == 1 ? weight.contiguous() : weight.clone(at::MemoryFormat::Contiguous);
+    return {checked.format, rows.view(at::kByte), k};
   }
   const bool dense = weight.stride(1) == 1 || weight.numel() == 0;
   return {checked.format, dense ? weight : weight.contiguous(), k};
 }
 
 WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format) {
+                         std::string_view format, const OptionalTensor& residual) {
   const WeightShape w = check_weight("weight", weight, format, check_activations("x", x), x);
   check_addend("bias", bias, {w.n}, x);
+  check_rows_addend("residual", residual, x, w.n);
   return w;
+}
+
+void check_norm(const char* name, const at::Tensor& x, const OptionalTensor& weight, double eps,
+                double offset) {
+  check_addend(name, weight, {check_activations("x", x)}, x);
+  check_norm_numbers(name, weight.has_value(), eps, offset);
+}
+
+void check_rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
+                    const OptionalTensor& residual) {
+  check_norm("weight", x, weight, eps, offset);
+  check_addend("residual", residual, x.sym_sizes(), x);
+}
+
+WeightShape check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
+                              double offset, const at::Tensor& weight, const OptionalTensor& bias,
+                              std::string_view format, const OptionalTensor& residual) {
+  check_norm("norm_weight", x, norm_weight, eps, offset);
+  return check_linear(x, weight, bias, format, residual);
+}
+
+RopeShape check_rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+                     int64_t heads, int64_t kv_heads, const OptionalTensor& v,
+                     const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps,
+                     double offset) {
+  check_activation_dtype("qkv", qkv);
+  TORCH_CHECK_VALUE(qkv.dim() == 3, "qkv: shape ", qkv.sym_sizes(), "; must be [B, S, values]");
+  TORCH_CHECK_VALUE(cos.dim() == 3, "cos: shape ", cos.sym_sizes(), "; must be [B or 1, S, R]");
+  TORCH_CHECK_VALUE(heads >= 1, "heads: ", heads, "; at least 1");
+  TORCH_CHECK_VALUE(kv_heads >= 1, "kv_heads: ", kv_heads, "; at least 1");
+  TORCH_CHECK_VALUE(heads <= kMaxK && kv_heads <= kMaxK, "heads, kv_heads: ", heads, ", ", kv_heads,
+                    "; at most ", kMaxK);
+  const int64_t all = heads + (v.has_value() ? 1 : 2) * kv_heads;
+  const Size dim = qkv.sym_size(2) / all;
+  TORCH_CHECK_VALUE(dim * all == qkv.sym_size(2) && dim >= 1, "qkv: ", qkv.sym_size(2),
+                    " values a position; must be a multiple of its ", all, " heads");
+  const RopeShape out{qkv.sym_size(0), qkv.sym_size(1), dim, cos.sym_size(-1), heads, kv_heads};
+  check_addend("v", v, {out.batch, out.positions, dim * kv_heads}, qkv);
+  check_addend("q_norm", q_norm, {dim}, qkv);
+  check_addend("k_norm", k_norm, {dim}, qkv);
+  check_norm_numbers("q_norm", q_norm.has_value() || k_norm.has_value(), eps, offset);
+  TORCH_CHECK_VALUE(
+      cos.sym_size(1) == out.positions && (cos.sym_size(0) == 1 || cos.sym_size(0) == out.batch),
+      "cos: shape ", cos.sym_sizes(), "; must be [1 or ", out.batch, ", ", out.positions, ", R]");
+  TORCH_CHECK_VALUE(out.rotated <= dim && out.rotated % 2 == 0, "cos: rotates ", out.rotated,
+                    " values of a head of ", dim, "; must be even, and no more");
+  check_addend("cos", cos, cos.sym_sizes(), qkv);
+  check_addend("sin", sin, cos.sym_sizes(), qkv);
+  return out;
 }
 
 WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
@@ -121,33 +195,42 @@ WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
 
 GateUpShape check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight,
                          const at::Tensor& up_weight, std::string_view format_gate,
-                         std::string_view format_up) {
+                         std::string_view format_up, std::string_view activation,
+                         const OptionalTensor& norm_weight, std::optional<double> eps,
+                         double offset) {
   const Size k = check_activations("x", x);
   const GateUpShape out{check_weight("gate_weight", gate_weight, format_gate, k, x),
-                        check_weight("up_weight", up_weight, format_up, k, x)};
+                        check_weight("up_weight", up_weight, format_up, k, x),
+                        or_value_error([&] { return activation_by_name(activation); })};
   TORCH_CHECK_VALUE(out.gate.n == out.up.n, "up_weight: has ", out.up.n, " rows, gate_weight ",
                     out.gate.n);
+  TORCH_CHECK_VALUE(eps.has_value() || !norm_weight.has_value(),
+                    "eps: missing, but norm_weight is given");
+  check_norm("norm_weight", x, norm_weight, eps.value_or(0), offset);
   return out;
 }
 
-WeightShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
-                                const at::Tensor& weight, const OptionalTensor& bias,
-                                std::string_view format) {
+DownShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
+                              const at::Tensor& weight, const OptionalTensor& bias,
+                              std::string_view format, std::string_view activation,
+                              const OptionalTensor& residual) {
   const Size k = check_activations("gate", gate);
   check_addend("up", up, gate.sym_sizes(), gate);
-  const WeightShape w = check_weight("weight", weight, format, k, gate);
-  check_addend("bias", bias, {w.n}, gate);
-  return w;
+  const DownShape out{check_weight("weight", weight, format, k, gate),
+                      or_value_error([&] { return activation_by_name(activation); })};
+  check_addend("bias", bias, {out.weight.n}, gate);
+  check_rows_addend("residual", residual, gate, out.weight.n);
+  return out;
 }
 
 WeightShape check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                         const OptionalTensor& c, double beta, int64_t dim) {
+                         const OptionalTensor& c, double alpha, double beta, int64_t dim) {
   const Size k = check_activations("x", x);
   TORCH_CHECK_VALUE(x.dim() == dim, "x: shape ", x.sym_sizes(), "; must have ", dim, " dimensions");
   const WeightShape w = check_weight("weight", weight, format, k, x);
-  std::vector<Size> shape = x.sym_sizes().vec();
-  shape.back() = w.n;
-  check_addend("c", c, shape, x);
+  check_rows_addend("c", c, x, w.n);
+  check_f32("alpha", alpha);
+  check_f32("beta", beta);
   TORCH_CHECK_VALUE(beta == 0 || c.has_value(), "c: missing, but beta = ", beta);
   return w;
 }

@@ -37,30 +37,62 @@ struct PackedWeight {
 };
 PackedWeight packed(const at::Tensor& weight, const WeightShape& checked);
 
-// x f32 / f16 / bf16 [..., K]; bias f32 / f16 / bf16 [N] or nothing.
+// x f32 / f16 / bf16 [..., K]; bias f32 / f16 / bf16 [N] or nothing, residual [..., N] or nothing.
 WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format);
+                         std::string_view format, const OptionalTensor& residual = std::nullopt);
+
+// The norm of the rows of x [..., K]: weight f32 / f16 / bf16 [K] or nothing, eps >= 0, and no
+// offset without a weight. `name` is the argument that the weight is.
+void check_norm(const char* name, const at::Tensor& x, const OptionalTensor& weight, double eps,
+                double offset);
+
+// rms_norm and, where residual is required, add_rms_norm: residual of the shape of x.
+void check_rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
+                    const OptionalTensor& residual);
+
+// As check_linear and check_norm.
+WeightShape check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
+                              double offset, const at::Tensor& weight, const OptionalTensor& bias,
+                              std::string_view format, const OptionalTensor& residual);
+
+// The sizes of rope: batch, positions, values of a head, of which `rotated` are rotated.
+struct RopeShape {
+  c10::SymInt batch, positions, dim, rotated;
+  int64_t heads, kv_heads;
+};
+RopeShape check_rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+                     int64_t heads, int64_t kv_heads, const OptionalTensor& v,
+                     const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps,
+                     double offset);
 
 // grad [..., N]
 WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, const c10::SymInt& in_features);
 
-// As many rows of gate as of up, each in its own format.
+// As many rows of gate as of up, each in its own format; a norm where eps is given.
 struct GateUpShape {
   WeightShape gate, up;
+  Activation activation;
 };
 GateUpShape check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight,
                          const at::Tensor& up_weight, std::string_view format_gate,
-                         std::string_view format_up);
+                         std::string_view format_up, std::string_view activation,
+                         const OptionalTensor& norm_weight, std::optional<double> eps,
+                         double offset);
 
-// gate and up [..., K] of the same shape
-WeightShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
-                                const at::Tensor& weight, const OptionalTensor& bias,
-                                std::string_view format);
+// gate and up [..., K] of the same shape, residual [..., N] or nothing.
+struct DownShape {
+  WeightShape weight;
+  Activation activation;
+};
+DownShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
+                              const at::Tensor& weight, const OptionalTensor& bias,
+                              std::string_view format, std::string_view activation,
+                              const OptionalTensor& residual);
 
 // gemv (dim 1) and gemm (dim 2): c is of the shape of the result, and there if beta is not 0.
 WeightShape check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                         const OptionalTensor& c, double beta, int64_t dim);
+                         const OptionalTensor& c, double alpha, double beta, int64_t dim);
 
 // Where in_features is not given, it is the one K whose rows have as many bytes. The padding of an
 // affine row can leave several such K: then in_features must be given.
@@ -82,6 +114,16 @@ Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op);
 
 // The dtype of decoded values: f32 unless given; f32, f16 or bf16.
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);
+
+// The parts of a check. `name` is the argument, x a tensor whose device is that of the call.
+const Format& check_format(std::string_view name);
+void check_activation_dtype(const char* name, const at::Tensor& t);
+// The numbers of a call are doubles, which engines take as f32.
+void check_f32(const char* name, double number);
+void check_k(const char* name, const Format& f, const c10::SymInt& k);
+void check_device(const char* name, const at::Tensor& t, const at::Tensor& x);
+// Whether rows of values of this type are rows of the format as they are.
+bool is_dense(const Format& f, at::ScalarType t);
 
 // find(), whose std::invalid_argument (of code that knows no torch) becomes a ValueError.
 template <class Find>

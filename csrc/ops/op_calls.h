@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 namespace metalmm {
 
@@ -21,11 +22,47 @@ auto find_op(const char* name) {
 }
 
 inline Tensor call_linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-                          OptionalName strategy) {
+                          OptionalName strategy = std::nullopt,
+                          const OptionalTensor& residual = std::nullopt) {
+  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name,
+                                  OptionalName, const OptionalTensor&)>("metalmm::linear");
+  return op.call(x, w, bias, format, strategy, residual);
+}
+
+inline Tensor call_norm_linear(const Tensor& x, const OptionalTensor& norm_weight, double eps,
+                               double offset, const Tensor& w, const OptionalTensor& bias,
+                               Name format, const OptionalTensor& residual) {
   static auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name, OptionalName)>(
-          "metalmm::linear");
-  return op.call(x, w, bias, format, strategy);
+      find_op<Tensor(const Tensor&, const OptionalTensor&, double, double, const Tensor&,
+                     const OptionalTensor&, Name, const OptionalTensor&)>("metalmm::norm_linear");
+  return op.call(x, norm_weight, eps, offset, w, bias, format, residual);
+}
+
+inline Tensor call_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps,
+                            double offset, const OptionalTensor& residual) {
+  static auto op =
+      find_op<Tensor(const Tensor&, const OptionalTensor&, double, double, const OptionalTensor&)>(
+          "metalmm::rms_norm");
+  return op.call(x, weight, eps, offset, residual);
+}
+
+inline std::tuple<Tensor, Tensor> call_add_rms_norm(const Tensor& x, const Tensor& residual,
+                                                    const OptionalTensor& weight, double eps,
+                                                    double offset) {
+  static auto op =
+      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
+                                         double, double)>("metalmm::add_rms_norm");
+  return op.call(x, residual, weight, eps, offset);
+}
+
+using Heads = std::tuple<Tensor, Tensor, Tensor>;  // q, k, v
+inline Heads call_rope(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads,
+                       int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
+                       const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
+  static auto op = find_op<Heads(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t,
+                                 const OptionalTensor&, const OptionalTensor&,
+                                 const OptionalTensor&, double, double, bool)>("metalmm::rope");
+  return op.call(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset, interleaved);
 }
 
 inline Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format,
@@ -35,18 +72,22 @@ inline Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format,
   return op.call(grad, w, format, in_features);
 }
 
-inline Tensor call_swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu) {
+inline Tensor call_swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu,
+                          Name activation, const OptionalTensor& norm_weight,
+                          std::optional<double> eps, double offset) {
   static auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name)>("metalmm::swiglu");
-  return op.call(x, wg, wu, fg, fu);
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name, Name,
+                     const OptionalTensor&, std::optional<double>, double)>("metalmm::swiglu");
+  return op.call(x, wg, wu, fg, fu, activation, norm_weight, eps, offset);
 }
 
 inline Tensor call_swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
-                                 const OptionalTensor& bias, Name format) {
+                                 const OptionalTensor& bias, Name format, Name activation,
+                                 const OptionalTensor& residual) {
   static auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, Name)>(
-          "metalmm::swiglu_linear");
-  return op.call(gate, up, w, bias, format);
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, Name, Name,
+                     const OptionalTensor&)>("metalmm::swiglu_linear");
+  return op.call(gate, up, w, bias, format, activation, residual);
 }
 
 using ScaledSignature = Tensor(const Tensor&, const Tensor&, Name, const OptionalTensor&, double,

@@ -2,6 +2,6 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(metalmm, m) {
-#define MM_OP(name, arguments) m.def(#name "(" arguments ") -> Tensor");
+#define MM_OP(name, arguments, results) m.def(#name "(" arguments ") -> " results);
 #include "ops.def"
 }

@@ -3,10 +3,11 @@
 // traced. torch_metalmm/ops.py makes the fake implementations of these.
 #include <torch/library.h>
 
-#include <iterator>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "attention/checks.h"
 #include "checks.h"
 #include "strategies.h"
 
@@ -23,10 +24,66 @@ Shape with_last(const at::Tensor& x, c10::SymInt n) {
 }
 
 Shape linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-             std::string_view format, OptionalName strategy) {
-  const WeightShape w = check_linear(x, weight, bias, format);
+             std::string_view format, OptionalName strategy, const OptionalTensor& residual) {
+  const WeightShape w = check_linear(x, weight, bias, format, residual);
   check_strategy(strategy, x);
   return with_last(x, w.n);
+}
+
+Shape norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps, double offset,
+                  const at::Tensor& weight, const OptionalTensor& bias, std::string_view format,
+                  const OptionalTensor& residual) {
+  return with_last(
+      x, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual).n);
+}
+
+Shape rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
+               const OptionalTensor& residual) {
+  check_rms_norm(x, weight, eps, offset, residual);
+  return x.sym_sizes().vec();
+}
+
+std::tuple<Shape, Shape> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                      const OptionalTensor& weight, double eps, double offset) {
+  const Shape out = rms_norm(x, weight, eps, offset, residual);
+  return {out, out};
+}
+
+std::tuple<Shape, Shape, Shape> rope(const at::Tensor& qkv, const at::Tensor& cos,
+                                     const at::Tensor& sin, int64_t heads, int64_t kv_heads,
+                                     const OptionalTensor& v, const OptionalTensor& q_norm,
+                                     const OptionalTensor& k_norm, double eps, double offset,
+                                     bool) {
+  const RopeShape r = check_rope(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset);
+  const Shape kv{r.batch, kv_heads, r.positions, r.dim};
+  return {{r.batch, heads, r.positions, r.dim}, kv, kv};
+}
+
+void cache_append(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& k,
+                  const at::Tensor& v, const at::Tensor& slots, std::string_view format_k,
+                  std::string_view format_v) {
+  check_cache_append(keys, values, k, v, slots, format_k, format_v);
+}
+
+Shape rope_append(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+                  int64_t heads, int64_t kv_heads, const at::Tensor& keys, const at::Tensor& values,
+                  const at::Tensor& slots, std::string_view format_k, std::string_view format_v,
+                  const OptionalTensor& v, const OptionalTensor& q_norm,
+                  const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
+  const RopeShape r =
+      check_rope_append(qkv, cos, sin, heads, kv_heads, keys, values, slots, format_k, format_v,
+                        {v, q_norm, k_norm, eps, offset, interleaved})
+          .rope;
+  return {r.batch, heads, r.positions, r.dim};
+}
+
+Shape attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                std::string_view format_k, std::string_view format_v, const at::Tensor& length,
+                const OptionalTensor& mask, std::optional<double> scale, double softcap,
+                int64_t window, const OptionalTensor& sinks, bool causal, OptionalName strategy) {
+  const AttentionShape s = check_attention(q, keys, values, format_k, format_v, length,
+                                           {mask, scale, softcap, window, sinks, causal, strategy});
+  return {s.cache.batch, s.queries, s.heads, s.cache.dim};
 }
 
 Shape linear_input_grad(const at::Tensor& grad, const at::Tensor& weight, std::string_view format,
@@ -35,19 +92,24 @@ Shape linear_input_grad(const at::Tensor& grad, const at::Tensor& weight, std::s
 }
 
 Shape swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
-             std::string_view format_gate, std::string_view format_up) {
-  return with_last(x, check_swiglu(x, gate_weight, up_weight, format_gate, format_up).gate.n);
+             std::string_view format_gate, std::string_view format_up, std::string_view activation,
+             const OptionalTensor& norm_weight, std::optional<double> eps, double offset) {
+  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
+                                         activation, norm_weight, eps, offset);
+  return with_last(x, shape.gate.n);
 }
 
 Shape swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                    const OptionalTensor& bias, std::string_view format) {
-  return with_last(gate, check_swiglu_linear(gate, up, weight, bias, format).n);
+                    const OptionalTensor& bias, std::string_view format,
+                    std::string_view activation, const OptionalTensor& residual) {
+  const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
+  return with_last(gate, shape.weight.n);
 }
 
 template <int64_t kDim>
 Shape scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-             const OptionalTensor& c, double, double beta, OptionalName strategy) {
-  const WeightShape w = check_scaled(x, weight, format, c, beta, kDim);
+             const OptionalTensor& c, double alpha, double beta, OptionalName strategy) {
+  const WeightShape w = check_scaled(x, weight, format, c, alpha, beta, kDim);
   check_strategy(strategy, x);
   return with_last(x, w.n);
 }
@@ -83,7 +145,8 @@ Shape probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
 
 TORCH_LIBRARY_FRAGMENT(metalmm, m) {
 #define MM_SIZE "SymInt"
-#define MM_OP(name, arguments) m.def("_" #name "_shape(" arguments ") -> SymInt[]", name);
+#define MM_RESULT "SymInt[]"
+#define MM_OP(name, arguments, results) m.def("_" #name "_shape(" arguments ") -> " results, name);
 #include "ops.def"
 }
 

@@ -15,12 +15,27 @@ const T* elements(const at::Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
 }
 
+// Whether the host may read the elements of a tensor: not those of another device, nor those of the
+// fakes and wrappers of a trace, which call themselves CPU tensors and have no memory.
+inline bool holds_values(const at::Tensor& t) {
+  constexpr c10::DispatchKeySet wrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                          c10::DispatchKey::FuncTorchBatched});
+  return t.key_set().has_backend(c10::BackendComponent::CPUBit) && t.has_storage() &&
+         !t.key_set().has_any(wrappers);
+}
+
 // x [..., K] as [M, K] in `dtype`, the last dimension dense; a view where it can be.
 inline at::Tensor as_rows(const at::Tensor& x, at::ScalarType dtype) {
   const int64_t k = x.size(-1);
   const int64_t m = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
   const at::Tensor rows = x.reshape({m, k}).to(dtype);
   return rows.stride(1) == 1 || k <= 1 ? rows : rows.contiguous();
+}
+
+// t as the result of an op, in `dtype`: of its own memory and with the strides of a new tensor,
+// which the fake has. contiguous() would leave any strides to dimensions of size 1.
+inline at::Tensor stored(const at::Tensor& t, at::ScalarType dtype) {
+  return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
 }
 
 // y [M, n] as [..., n] in the dtype of x, with the leading dimensions of x.

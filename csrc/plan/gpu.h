@@ -25,7 +25,11 @@ struct Gpu {
   uint32_t clock_mhz = 1278;     // highest: of the chip model, not of the choice
   uint32_t max_threadgroup_memory = 32768;
   uint32_t max_threads = 1024;  // per threadgroup
-  std::string row{};            // of the table, where the numbers are from: "m4-max"
+  // Most weights a core for which a vector kernel normalises x; 0: any number. A limit is for
+  // machines whose vector kernels wait for instructions. Macs' wait for memory: 2.5 to 4 issue
+  // cycles a weight of the 8 to 10 that memory leaves them.
+  int64_t norm_weights_per_core = 0;
+  std::string row{};  // of the table, where the numbers are from: "m4-max"
 };
 
 // plan() knows Macs: an NVIDIA GPU is planned for as a large one whose matrix units work beside the

@@ -10,9 +10,10 @@ constexpr const char* kDTypes[] = {
 #define MM_DTYPE(name, ...) #name,
 #include "dtypes.def"
 };
-constexpr const char* kOps[] = {"linear",     "swiglu_up", "swiglu_down", "embedding",
-                                "dequantize", "add",       "sub",         "mul",
-                                "div",        "dot",       "silu_mul"};
+constexpr const char* kOps[] = {"linear",     "swiglu_up",   "swiglu_down",  "embedding",
+                                "dequantize", "rope_append", "attention",    "add",
+                                "sub",        "mul",         "div",          "dot",
+                                "act_mul",    "rms_norm",    "add_rms_norm", "rope"};
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
@@ -20,7 +21,10 @@ constexpr const char* kCodecs[] = {
 #include "metal/formats.def"
 };
 
-bool has_format(Family family) { return family == Family::Matmul || family == Family::Rows; }
+bool is_of_caches(Family family) { return family == Family::Append || family == Family::Attention; }
+bool has_format(Family family) {
+  return family == Family::Matmul || family == Family::Rows || is_of_caches(family);
+}
 
 }  // namespace
 
@@ -43,6 +47,12 @@ Op op_by_name(std::string_view name) {
       find_name("op", name, static_cast<int>(Op::kCount), [](int i) { return kOps[i]; }));
 }
 
+Activation activation_by_name(std::string_view name) {
+  constexpr int count = sizeof kActivations / sizeof *kActivations;
+  return static_cast<Activation>(
+      find_name("activation", name, count, [](int i) { return kActivations[i]; }));
+}
+
 // What the kernels bind says what they compute.
 std::vector<StrategyId> strategies_of(Op op) {
   using S = StrategyId;
@@ -54,6 +64,7 @@ std::vector<StrategyId> strategies_of(Op op) {
   };
   switch (op) {
     case Op::kLinear:
+      binds(kBindGemv);
       binds(kBindMatmul);
       out.push_back(S::split_reduce);
       break;
@@ -70,6 +81,10 @@ std::vector<StrategyId> strategies_of(Op op) {
     case Op::kDequantize:
       binds(kBindDequantize);
       break;
+    case Op::kRopeAppend:
+      return {S::rope_append};
+    case Op::kAttention:
+      return {S::attention_split, S::attention_tile};
     case Op::kAdd:
       return {S::elementwise_add};
     case Op::kSub:
@@ -80,8 +95,14 @@ std::vector<StrategyId> strategies_of(Op op) {
       return {S::elementwise_div};
     case Op::kDot:
       return {S::dot};
-    case Op::kSiluMul:
-      return {S::silu_mul};
+    case Op::kActMul:
+      return {S::act_mul};
+    case Op::kRmsNorm:
+      return {S::rms_norm};
+    case Op::kAddRmsNorm:
+      return {S::add_rms_norm};
+    case Op::kRope:
+      return {S::rope};
     case Op::kCount:
       break;
   }
@@ -103,6 +124,8 @@ std::vector<std::string> all_kernel_names() {
     if (info_of(strategy).is_alias) continue;
     const int codecs = has_format(info_of(strategy).family) ? kNumCodecs : 1;
     for (int c = 0; c < codecs; ++c) {
+      const bool is_needed = is_stored(static_cast<Codec>(c));
+      if (is_of_caches(info_of(strategy).family) && !is_needed) continue;
       for (int d = 0; d < kNumDTypes; ++d) {
         out.push_back(kernel_name(strategy, static_cast<Codec>(c), static_cast<DType>(d)));
       }

@@ -33,7 +33,10 @@ constexpr StrategyInfo info(const char* name, uint32_t slots) {
     out.rounds_to_half = rounds_to_half<G>(true);
     out.on_matrix_unit = G::kOnMatrixUnit;
     if constexpr (G::kTakesBatch) out.batch_of = &G::template batch_of<int64_t>;
-  } else if constexpr (family == Family::Single) {
+  } else if constexpr (family == Family::Attention) {
+    // attention.cpp has the threadgroup memory of a problem.
+    out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(0);
+  } else if constexpr (family == Family::Single || family == Family::Groups) {
     out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(G::kThreadgroupBytes);
   } else {
     out.values = G::kValues;
@@ -63,17 +66,10 @@ static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
 
 // ---- sizes
 
-uint32_t u32(int64_t v, const char* what) {
-  if (v < 0 || v > std::numeric_limits<uint32_t>::max()) {
-    throw std::invalid_argument(std::string(what) + ": " + std::to_string(v) +
-                                " does not fit 32 bits");
-  }
-  return static_cast<uint32_t>(v);
-}
-
-// Elements of silu_mul or a probe, ids of an embedding.
+// Elements of act_mul or a probe, ids of an embedding, rows of cos of rope.
 int64_t count_of(const Problem& p) {
   if (p.op == Op::kEmbedding) return p.m;
+  if (is_of_rows(p.op)) return p.op == Op::kRope ? p.rope.angle_rows : 0;
   if (p.op == Op::kDot) return p.k;
   return has_weight(p.op) ? 0 : p.n;
 }
@@ -82,6 +78,7 @@ int64_t count_of(const Problem& p) {
 int64_t items_of(StrategyId strategy, const Problem& p) {
   const int64_t values = info_of(strategy).values;
   if (strategy == S::split_reduce) return ceil_div(product(p.m, p.n), values);
+  if (strategy == S::rope) return product(product(p.m, heads_of(p.rope)), kSimdWidth);
   if (!has_weight(p.op)) return ceil_div(count_of(p), values);
   return product(p.op == Op::kEmbedding ? p.m : p.n, ceil_div(p.k, values));
 }
@@ -89,6 +86,7 @@ int64_t items_of(StrategyId strategy, const Problem& p) {
 std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t parts) {
   const StrategyInfo& s = info_of(strategy);
   if (s.family == Family::Single) return {1, 1, 1};
+  if (s.family == Family::Groups) return {u32(p.m, "grid"), 1, 1};
   if (s.family != Family::Matmul) {
     const int64_t threadgroups = ceil_div(items_of(strategy, p), s.threads);
     u32(product(threadgroups, s.threads), "threads");  // kernels number them in 32 bits
@@ -100,17 +98,27 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
 
 // ---- constants and arguments
 
-int64_t or_packed(int64_t stride, int64_t packed) { return stride == kPacked ? packed : stride; }
-
-uint32_t epilogue_of(const Problem& p) {
+// What joins the result.
+uint32_t addends_of(const Problem& p) {
   return (p.has_bias ? kEpilogueBias : 0u) | (p.has_c && p.beta != 0 ? kEpilogueC : 0u) |
          (p.alpha != 1 ? kEpilogueAlpha : 0u);
+}
+
+// What is done to x, or to a gate.
+uint32_t functions_of(const Problem& p) {
+  uint32_t out = p.has_norm ? kEpilogueNorm : 0u;
+  if (p.has_norm_weight) {
+    out |= kEpilogueNormWeight | (p.offset != 0 ? kEpilogueNormOffset : 0u);
+  }
+  return out | kEpilogueActivation * static_cast<uint32_t>(p.activation);
 }
 
 KernelArgs args_of(const Problem& p, const Parts& parts) {
   KernelArgs a{};
   const bool is_linear = p.op <= Op::kSwigluDown;
-  a.x_stride = or_packed(p.x_stride, p.k);
+  const int64_t heads = p.op == Op::kRope ? heads_of(p.rope) : 1, x2_heads = p.rope.kv_heads;
+  a.x_stride = or_packed(p.x_stride, product(heads, p.k));
+  a.x2_stride = or_packed(p.x2_stride, p.op == Op::kRope ? product(x2_heads, p.k) : a.x_stride);
   a.y_stride = or_packed(p.y_stride, is_linear ? p.n : p.k);
   a.m = static_cast<uint32_t>(p.m);
   a.n = static_cast<uint32_t>(p.n);
@@ -120,6 +128,14 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.count = u32(count_of(p), "count");
   a.alpha = p.alpha;
   a.beta = p.has_c ? p.beta : 0;
+  a.eps = p.eps;
+  a.offset = p.offset;
+  if (p.op == Op::kRope) {
+    a.heads = u32(p.rope.heads, "heads");
+    a.kv_heads = u32(p.rope.kv_heads, "kv_heads");
+    a.rotated = u32(p.rope.rotated, "rotated");
+    a.positions = u32(p.rope.positions, "positions");
+  }
   if (!has_weight(p.op)) return a;
   const int64_t row_bytes = p.format->row_bytes(p.k);
   a.w_stride = or_packed(p.w_stride, row_bytes);
@@ -131,6 +147,65 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
 // second row.
 bool rows_aligned(int64_t first, int64_t rows, int64_t stride_bytes, int64_t bytes) {
   return first % bytes == 0 && (rows <= 1 || stride_bytes % bytes == 0);
+}
+
+uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
+  const StrategyInfo& s = info_of(strategy);
+  uint32_t out = 0;
+  if (s.family == Family::Matmul) {
+    if (p.n % s.n) out |= kBoundsN;
+    if (p.m % rows_of_x(strategy, p)) out |= kBoundsM;
+    if (p.k % s.k) out |= kBoundsK;
+    const int64_t value_bytes = dtype_bytes(p.dtype);
+    if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
+      out |= kBoundsAlignedX;
+    }
+  } else if (s.family == Family::Rows && p.k % s.values) {
+    out |= kBoundsK;
+  } else if (s.family == Family::Groups) {
+    const int64_t value_bytes = dtype_bytes(p.dtype);
+    if (p.k % (16 / value_bytes)) out |= kBoundsK;
+    const auto aligned = [&](int64_t stride) {
+      return rows_aligned(p.x_alignment, p.m, stride * value_bytes, 16);
+    };
+    if (aligned(a.x_stride) && aligned(a.x2_stride) && aligned(a.y_stride)) out |= kBoundsAlignedX;
+  }
+  return has_weight(p.op) ? out | bounds_of_weights(p, a) : out;
+}
+
+Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {
+  const StrategyInfo& s = info_of(strategy);
+  Pass out;
+  out.kernel = kernel_name(strategy, has_weight(p.op) ? p.format->codec : Codec::kCount, p.dtype);
+  out.grid = grid_of(strategy, p, depth);
+  out.threads = {static_cast<uint32_t>(s.threads), 1, 1};
+  out.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
+  out.slots = s.slots;
+  out.args = args_of(p, parts);
+  if (s.family != Family::Flat && s.family != Family::Single) {
+    out.constants[kConstantK] = out.args.k;
+    out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
+  }
+  if (s.family == Family::Matmul || s.family == Family::Rows) {
+    if (p.format->layout == Layout::kAffine) {
+      out.constants[kConstantGroup] = static_cast<uint32_t>(p.format->block_values);
+      out.constants[kConstantScaleType] = static_cast<uint32_t>(p.format->scale_type);
+    }
+  }
+  if (s.batch_of) {
+    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p));
+  }
+  return out;
+}
+
+}  // namespace
+
+uint32_t u32(int64_t v, const char* what) {
+  if (v < 0 || v > std::numeric_limits<uint32_t>::max()) {
+    throw std::invalid_argument(std::string(what) + ": " + std::to_string(v) +
+                                " does not fit 32 bits");
+  }
+  return static_cast<uint32_t>(v);
 }
 
 uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
@@ -150,49 +225,16 @@ uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
   return out;
 }
 
-uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
-  const StrategyInfo& s = info_of(strategy);
-  uint32_t out = 0;
-  if (s.family == Family::Matmul) {
-    if (p.n % s.n) out |= kBoundsN;
-    if (p.m % rows_of_x(strategy, p)) out |= kBoundsM;
-    if (p.k % s.k) out |= kBoundsK;
-    const int64_t value_bytes = dtype_bytes(p.dtype);
-    if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
-      out |= kBoundsAlignedX;
-    }
-  } else if (s.family == Family::Rows && p.k % s.values) {
-    out |= kBoundsK;
-  }
-  return has_weight(p.op) ? out | bounds_of_weights(p, a) : out;
-}
-
-Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_t depth) {
-  const StrategyInfo& s = info_of(strategy);
-  Pass out;
-  out.kernel = kernel_name(strategy, has_weight(p.op) ? p.format->codec : Codec::kCount, p.dtype);
-  out.grid = grid_of(strategy, p, depth);
-  out.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  out.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
-  out.slots = s.slots;
-  out.args = args_of(p, parts);
-  if (s.family == Family::Matmul || s.family == Family::Rows) {
-    out.constants[kConstantK] = out.args.k;
-    if (p.format->layout == Layout::kAffine) {
-      out.constants[kConstantGroup] = static_cast<uint32_t>(p.format->block_values);
-      out.constants[kConstantScaleType] = static_cast<uint32_t>(p.format->scale_type);
-    }
-    out.constants[kConstantBounds] = bounds_of(strategy, p, out.args);
-  }
-  if (s.batch_of) {
-    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p));
-  }
-  return out;
-}
-
-}  // namespace
-
 const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }
+
+int64_t heads_of(const RopeSizes& r) { return r.heads + product(r.kv_heads, 2); }
+
+uint32_t rope_bits(const Problem& p) {
+  const RopeSizes& r = p.rope;
+  return (r.q_norm ? kRopeNormQ : 0u) | (r.k_norm ? kRopeNormK : 0u) |
+         (p.offset != 0 ? kRopeOffset : 0u) | (r.interleaved ? kRopeInterleaved : 0u) |
+         (r.v_apart ? kRopeApart : 0u) | (r.float_angles ? kRopeFloatTables : 0u);
+}
 
 int64_t product(int64_t a, int64_t b) {
   int64_t out;
@@ -205,7 +247,7 @@ int64_t product(int64_t a, int64_t b) {
 
 void check_sizes(const Problem& p) {
   u32(p.m, "m");
-  u32(p.n, p.op == Op::kSiluMul ? "elements of gate" : "n");  // M N of swiglu's caller
+  u32(p.n, p.op == Op::kActMul ? "elements of gate" : "n");  // M N of swiglu's caller
   u32(p.k, "k");
 }
 
@@ -238,11 +280,18 @@ Parts cut(StrategyId strategy, const Problem& p, int64_t most) {
 
 Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool is_split) {
   Pass out = make_pass(strategy, p, parts, parts.count);
+  uint32_t& epilogue = out.constants[kConstantEpilogue];
+  if (strategy == S::rope) {
+    epilogue = rope_bits(p);
+    out.constants[kConstantK] = out.args.k;
+    return out;
+  }
+  epilogue = functions_of(p);
   if (is_split || (p.y_f32 && p.dtype != DType::kF32)) {
-    out.constants[kConstantEpilogue] = kEpiloguePartial;
+    epilogue |= kEpiloguePartial;
     out.args.y_stride = p.n;  // of the workspace
   } else {
-    out.constants[kConstantEpilogue] = epilogue_of(p);
+    epilogue |= addends_of(p);
   }
   return out;
 }
@@ -250,7 +299,7 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
 Pass reduce_pass(Problem p, const Parts& parts) {
   if (p.y_f32) p.dtype = DType::kF32;
   Pass out = make_pass(S::split_reduce, p, parts, 1);
-  out.constants[kConstantEpilogue] = epilogue_of(p);
+  out.constants[kConstantEpilogue] = addends_of(p);
   return out;
 }
 

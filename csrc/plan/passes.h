@@ -4,12 +4,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "plan.h"
 
 namespace metalmm {
 
-enum class Family { Matmul, Rows, Flat, Single };
+enum class Family { Matmul, Rows, Flat, Groups, Single, Append, Attention };
 
 // A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
 struct StrategyInfo {
@@ -31,6 +32,11 @@ struct StrategyInfo {
 };
 const StrategyInfo& info_of(StrategyId strategy);
 
+// Whether a Matmul strategy can normalise x.
+inline bool takes_norm(StrategyId strategy) {
+  return (info_of(strategy).slots & slot_bit(kSlotNorm)) != 0;
+}
+
 // Values of K that a lane takes at a step. Choices depend on it, no result.
 struct Piece {
   int values;
@@ -39,11 +45,28 @@ struct Piece {
 
 constexpr Piece kPieces[] = {
 #define MM_DENSE(name, Struct, bytes, piece, wide) {piece, wide != 0},
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide) {piece, wide != 0},
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, ...) {piece, wide != 0},
 #define MM_AFFINE(name, Struct, bits, piece, wide) {piece, wide != 0},
 #include "metal/formats.def"
 };
 constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)]; }
+
+// The formats that a shader quantizes, as metal/formats/each_stored.h has them.
+constexpr bool kStored[] = {
+#define MM_DENSE(...) true,
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, stored) stored != 0,
+#define MM_AFFINE(...) false,
+#include "metal/formats.def"
+};
+constexpr bool is_stored(Codec codec) { return kStored[static_cast<int>(codec)]; }
+
+// Heads of a row of x of rope, v included.
+int64_t heads_of(const RopeSizes& rope);
+uint32_t rope_bits(const Problem& problem);
+
+// plan() of kRopeAppend, and what of it can be planned.
+Plan plan_append(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);
+void check_append(const Problem& problem);
 
 // Rows of x per threadgroup.
 int64_t rows_of_x(StrategyId strategy, const Problem& problem);
@@ -66,11 +89,29 @@ Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
 Pass reduce_pass(Problem problem, const Parts& parts);
 
+// What rows of weights, or slots of a cache, allow their loads: BoundsBits.
+uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
+
+// plan() of kAttention, and what of it can be planned.
+Plan plan_attention(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);
+void check_attention(const Problem& problem);
+
+// Throws std::invalid_argument: v does not fit 32 bits.
+uint32_t u32(int64_t v, const char* what);
+
+// A stride, or that of rows that follow each other.
+constexpr int64_t or_packed(int64_t stride, int64_t packed) {
+  return stride == kPacked ? packed : stride;
+}
+
 // a is not negative.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // Throws std::invalid_argument where the product does not fit 64 bits.
 int64_t product(int64_t a, int64_t b);
+
+// Throws std::invalid_argument, which names the argument, what was given and what is allowed.
+void check(const Problem& problem);
 
 // Throws std::invalid_argument: a size that kernels, which count in 32 bits, cannot take.
 void check_sizes(const Problem& problem);

@@ -140,7 +140,7 @@ Choice choose(const Problem& p, const Gpu& gpu) {
     case Op::kSwigluUp:
       return {S::swiglu_up, "gate and up in one pass over x"};
     case Op::kSwigluDown:
-      return {S::swiglu_down, "silu(gate) * up is computed as x is loaded"};
+      return {S::swiglu_down, "act(gate) * up is computed as x is loaded"};
     case Op::kEmbedding:
       return {S::embedding, "only the rows asked for are decoded"};
     case Op::kDequantize:
@@ -155,8 +155,16 @@ Choice choose(const Problem& p, const Gpu& gpu) {
       return {S::elementwise_div, "a probe"};
     case Op::kDot:
       return {S::dot, "a probe"};
-    case Op::kSiluMul:
-      return {S::silu_mul, "gate and up as f32, their product rounded once"};
+    case Op::kActMul:
+      return {S::act_mul, "gate and up as f32, their product rounded once"};
+    case Op::kRmsNorm:
+      return {S::rms_norm, "a norm on its own, a threadgroup a row"};
+    case Op::kAddRmsNorm:
+      return {S::add_rms_norm, "a sum and its norm, a threadgroup a row"};
+    case Op::kRope:
+      return {S::rope, "a simdgroup a head"};
+    case Op::kRopeAppend:
+    case Op::kAttention:
     case Op::kCount:
       break;
   }
@@ -205,55 +213,9 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
   return parts;
 }
 
-// ---- checks
-
-constexpr int64_t kMaxStride = int64_t{1} << 56;  // in bytes, it still fits 64 bits
+// ---- what is asked for
 
 [[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
-
-void check(const Problem& p) {
-  const std::string op = to_string(p.op);
-  if (p.m < 0 || p.n < 0 || p.k < 0) {
-    reject("shape: M, N, K = " + str(p.m) + ", " + str(p.n) + ", " + str(p.k) +
-           "; none may be negative");
-  }
-  for (int64_t stride : {p.x_stride, p.y_stride, p.w_stride, p.w2_stride}) {
-    if (stride < kPacked || stride > kMaxStride) {
-      reject("stride: " + str(stride) + "; must be 0 to " + str(kMaxStride) + ", or " +
-             str(kPacked) + " for rows that follow each other");
-    }
-  }
-  const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
-  if (!has_epilogue && (p.has_bias || p.has_c || p.alpha != 1)) {
-    reject("bias, c, alpha: " + op + " has none; linear and swiglu_down have");
-  }
-  if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
-  if (p.y_f32 && (p.op != Op::kLinear || p.has_bias || p.has_c || p.alpha != 1)) {
-    reject("y_f32: only of linear without bias, c and alpha");
-  }
-  if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
-    reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
-  }
-  if (!has_weight(p.op)) return;
-  if (!p.format) reject("format: " + op + " needs one");
-  if (p.k % p.format->block_values) {
-    reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
-           " values of a block of " + p.format->name);
-  }
-  // Where k itself does not fit, check_sizes() refuses it.
-  if (p.k <= UINT32_MAX && p.format->row_bytes(p.k) > UINT32_MAX) {
-    reject("k: " + str(p.k) + " values of " + p.format->name + " are " +
-           str(p.format->row_bytes(p.k)) +
-           " bytes; shaders count the bytes of a row in 32 bits, at most " + str(UINT32_MAX));
-  }
-  const int64_t alignment = p.format->alignment;
-  const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % alignment == 0) &&
-                                        (p.w2_stride == kPacked || p.w2_stride % alignment == 0));
-  if (p.w_alignment % alignment || !strides_fit) {
-    reject("weight: rows of " + p.format->name + " begin at multiples of " + str(alignment) +
-           " bytes; alignment " + str(p.w_alignment) + ", stride " + str(p.w_stride));
-  }
-}
 
 template <class Named>
 std::string join(const std::vector<Named>& all) {
@@ -274,6 +236,9 @@ Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
     reject("strategy: " + std::string(to_string(strategy)) + " computes " + join(ops) + ", not " +
            to_string(p.op) + "; that takes " + join(strategies_of(p.op)));
   }
+  if (p.has_norm && !takes_norm(strategy)) {
+    reject("strategy: " + std::string(to_string(strategy)) + " does not normalise x");
+  }
   const uint32_t bytes = threadgroup_bytes_of(strategy, p.dtype);
   if (bytes > gpu.max_threadgroup_memory) {
     reject("strategy: " + std::string(to_string(strategy)) + " needs " + str(bytes) +
@@ -284,6 +249,7 @@ Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
 
 bool has_no_output(const Problem& p) {
   if (p.op == Op::kDot) return false;
+  if (is_of_rows(p.op)) return p.m == 0 || p.k == 0;
   if (!has_weight(p.op)) return p.n == 0;
   if (p.op == Op::kEmbedding) return p.m == 0 || p.k == 0;
   if (p.op == Op::kDequantize) return p.n == 0 || p.k == 0;
@@ -294,7 +260,10 @@ bool has_no_output(const Problem& p) {
 
 Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy) {
   check(problem);
+  if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy);
+  if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy);
   const bool is_split_forced = strategy == S::split_reduce;
+  if (is_split_forced && problem.has_norm) reject("strategy: split_reduce does not normalise x");
   if (is_split_forced) force(S::split_reduce, problem, gpu);
   Plan out;
   if (has_no_output(problem)) {
@@ -304,8 +273,15 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   check_sizes(problem);
   Choice choice = strategy && !is_split_forced ? force(*strategy, problem, gpu)
                                                : fitting(choose(problem, gpu), problem, gpu);
-  Parts parts{1, problem.k};
-  if (problem.op <= Op::kSwigluDown) {
+  if (problem.has_norm) {
+    if (!takes_norm(choice.strategy)) {
+      reject("norm: " + std::string(to_string(choice.strategy)) +
+             " does not normalise x; rms_norm is a pass before it");
+    }
+    choice.reason += "; norm fused: simdgroups sum the squares of x as they multiply it";
+  }
+  Parts parts{1, problem.k};  // of a norm too: every part would need the squares of all
+  if (problem.op <= Op::kSwigluDown && !problem.has_norm) {
     parts = choose_parts(choice.strategy, problem, gpu, is_split_forced, &choice.reason);
   }
   const bool is_split = is_split_forced || parts.count > 1;
@@ -317,6 +293,19 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     out.passes.push_back(reduce_pass(problem, parts));
   }
   return out;
+}
+
+// A vector kernel adds to the cost of a weight, for each row of x, 2 issue cycles over the rows of
+// W that share x: half a cycle at M = 1. gemv_batched stays within what the memory of a chip leaves
+// it, 8 to 10 cycles, and within 128 registers, up to as many rows of x as of W (ptxas: beyond,
+// q4_0 at M = 8 spills 120 bytes, q4_k at M = 4 36); a pass of rms_norm costs 2 to 3 us at any M.
+bool norm_is_fused(const Problem& p, const Gpu& gpu) {
+  const int64_t weights = product(product(p.n, p.k), p.op == Op::kSwigluUp ? 2 : 1);
+  const int64_t most = product(gpu.norm_weights_per_core, gpu.cores);
+  if (most && weights > most) return false;
+  if (p.m <= 1) return true;
+  const int64_t rows = batched_rows(piece_of(p.format->codec).values);
+  return p.m <= std::min<int64_t>(rows, batched_max_m(tuning_of(gpu), *p.format));
 }
 
 bool is_fused(Op op, int64_t m) {

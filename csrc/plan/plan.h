@@ -2,6 +2,8 @@
 // machine and, if wanted, the strategy. No torch, no Metal, nothing read from this machine.
 //
 //   y[M, N] = alpha * x[M, K] W[N, K]^T + bias[N] + beta * c[M, N]
+//
+// x may be normalised: rsqrt(mean of x^2 + eps) * x * (offset + weight[K]).
 #pragma once
 
 #include <cstdint>
@@ -43,33 +45,81 @@ constexpr int64_t dtype_bytes(DType d) {
 // What is asked for. Beside each: the sizes it reads.
 enum class Op : int {
   kLinear,      // m, n, k
-  kSwigluUp,    // m, n, k: y = silu(x W^T) * (x W2^T), W and W2 of the same format
-  kSwigluDown,  // m, n, k: y = (silu(x) * x2) W^T
+  kSwigluUp,    // m, n, k: y = act(x W^T) * (x W2^T), W and W2 of the same format
+  kSwigluDown,  // m, n, k: y = (act(x) * x2) W^T
   kEmbedding,   // m ids, k values a row; n rows in the table
   kDequantize,  // n, k
+  kRopeAppend,  // m rows of x, n slots of k values a head, `rope` and `append`
+  kAttention,   // n slots of k values a head, and `attention`
   kAdd,         // n elements: y = x + x2
   kSub,
   kMul,
   kDiv,
-  kDot,      // k elements: y[0] = sum of x * x2
-  kSiluMul,  // n elements: y = silu(x) * x2, x and x2 f32
+  kDot,         // k elements: y[0] = sum of x * x2
+  kActMul,      // n elements: y = act(x) * x2, x and x2 f32
+  kRmsNorm,     // m, k: y = x normalised + beta * c
+  kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
+  kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
   kCount
 };
 
 constexpr bool has_weight(Op op) { return op < Op::kAdd; }
+// rms_norm, add_rms_norm, rope: what takes rows of x and has no W.
+constexpr bool is_of_rows(Op op) { return op >= Op::kRmsNorm; }
+
+// The sizes of kRope and of kRopeAppend, and what its operands are.
+struct RopeSizes {
+  int64_t heads = 1, kv_heads = 1;
+  int64_t rotated = 0;     // values of a head; even
+  int64_t positions = 1;   // rows of x of one sequence
+  int64_t angle_rows = 1;  // rows of cos and sin: of one sequence, or of all
+  bool q_norm = false, k_norm = false, interleaved = false;
+  bool v_apart = false;       // x2 is v
+  bool float_angles = false;  // cos and sin are f32, not of dtype
+};
+
+// The sizes of kAttention, and what its operands are.
+struct AttentionSizes {
+  int64_t batch = 1, heads = 1, kv_heads = 1, queries = 1;
+  int64_t head_stride = 0, sequence_stride = 0;  // of keys and of values, bytes
+  int64_t mask_stride = 0, mask_head_stride = 0, mask_sequence_stride = 0;  // values; 0 repeats
+  int64_t window = 0;                                                       // 0: none
+  float scale = 1, softcap = 0;
+  bool causal = true, bool_mask = false, float_mask = false, sinks = false;
+  bool float_sinks = false;  // sinks are f32, not of dtype
+};
 
 constexpr int64_t kPacked = -1;  // a stride: rows follow each other
+
+// The strides of kRopeAppend beside those of rows and slots: of the cache in bytes, of keys and
+// values alike; of x, and of x2 where v is apart, in values.
+struct AppendSizes {
+  int64_t head_stride = kPacked, sequence_stride = kPacked;
+  int64_t x_head_stride = kPacked, x_sequence_stride = kPacked;
+  int64_t x2_head_stride = kPacked, x2_sequence_stride = kPacked;
+};
 
 struct Problem {
   Op op = Op::kLinear;
   int64_t m = 1, n = 1, k = 1;
   const Format* format = nullptr;  // of weight; not read without one
-  DType dtype = DType::kF16;       // of x, y, bias and c; of silu_mul: y
-  // Distance of rows: elements of x (and x2) and of y (and c), bytes of weights.
-  int64_t x_stride = kPacked, y_stride = kPacked, w_stride = kPacked, w2_stride = kPacked;
-  // Bytes that the address of the first value is a multiple of: x and x2, both weights.
+  DType dtype = DType::kF16;       // of x, y, bias, c, the weight of a norm; of act_mul: y
+  // Distance of rows: elements of x, of x2 where it is not that of x, and of y (and c), bytes of
+  // weights.
+  int64_t x_stride = kPacked, x2_stride = kPacked, y_stride = kPacked;
+  int64_t w_stride = kPacked, w2_stride = kPacked;
+  // Bytes that the address of the first value is a multiple of: x, x2, the weight of a norm, and c
+  // of rms_norm; both weights.
   int64_t x_alignment = 16, w_alignment = 16;
   bool has_bias = false, has_c = false;
+  // x of linear and of swiglu_up is normalised, by the vector strategies only; rms_norm and
+  // add_rms_norm do nothing else.
+  bool has_norm = false, has_norm_weight = false;
+  float eps = 0, offset = 0;
+  Activation activation = Activation::kSilu;
+  RopeSizes rope;
+  AppendSizes append;
+  AttentionSizes attention;
   float alpha = 1, beta = 0;  // c is not read when beta is 0
   // linear without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
   bool y_f32 = false;
@@ -83,18 +133,31 @@ Plan plan(const Problem& problem, const Gpu& gpu,
           std::optional<StrategyId> strategy = std::nullopt);
 
 // Whether the SwiGLU halves pay at M rows of x: their kernels decode W once per row, so that beyond
-// a few rows linears and silu_mul, with a result in f32 between them, are faster. plan() runs what
+// a few rows linears and act_mul, with a result in f32 between them, are faster. plan() runs what
 // it is asked; the caller asks.
 bool is_fused(Op op, int64_t m);
+
+// Whether a shader quantizes rows of this format.
+bool has_append(const Format& format);
+
+// Whether linear normalises x as it multiplies it; if not, rms_norm is a pass before it. plan()
+// runs what it is asked.
+bool norm_is_fused(const Problem& problem, const Gpu& gpu);
+
+// Whether there are kernels for heads of k values of a cache of this format.
+bool has_attention(const Format& format, int64_t k);
 
 const char* to_string(StrategyId s);
 const char* to_string(DType d);
 const char* to_string(Op op);
 
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2"};  // as Activation
+
 // Name to value. Throw std::invalid_argument that lists the names.
 StrategyId strategy_by_name(std::string_view name);
 DType dtype_by_name(std::string_view name);
 Op op_by_name(std::string_view name);
+Activation activation_by_name(std::string_view name);
 
 // The strategies that can be forced for an op.
 std::vector<StrategyId> strategies_of(Op op);

@@ -27,7 +27,7 @@ PYBIND11_MODULE(_C, m) {
   metalmm::mps::bind_mps(m);
 #endif
   py::list ops;
-#define MM_OP(name, arguments) ops.append(#name);
+#define MM_OP(name, ...) ops.append(#name);
 #include "ops/ops.def"
   m.attr("TORCH_OPS") = py::tuple(ops);
   py::dict dtypes;

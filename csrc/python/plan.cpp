@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,14 +11,16 @@
 #include "plan/names.h"
 #include "plan/passes.h"
 #include "plan/plan.h"
+#include "plan_fields.h"
 
 namespace py = pybind11;
 
 namespace metalmm {
 namespace {
 
-constexpr const char* kSlotNames[] = {"x",       "weight", "y",   "bias",    "c",
-                                      "weight2", "x2",     "ids", "partial", "args"};
+constexpr const char* kSlotNames[] = {"x",  "weight", "y",       "bias",  "c",   "weight2",
+                                      "x2", "ids",    "norm",    "norm2", "cos", "sin",
+                                      "y2", "y3",     "partial", "args"};
 constexpr const char* kConstantNames[] = {"k",        "group", "scale_type",
                                           "epilogue", "batch", "bounds"};
 static_assert(sizeof kSlotNames / sizeof *kSlotNames == kSlotCount);
@@ -27,7 +28,20 @@ static_assert(sizeof kConstantNames / sizeof *kConstantNames == kConstantCount);
 constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogueBias},
                                                               {"c", kEpilogueC},
                                                               {"alpha", kEpilogueAlpha},
-                                                              {"partial", kEpiloguePartial}};
+                                                              {"partial", kEpiloguePartial},
+                                                              {"norm", kEpilogueNorm},
+                                                              {"norm_weight", kEpilogueNormWeight},
+                                                              {"norm_offset", kEpilogueNormOffset},
+                                                              {"activation", kEpilogueActivation}};
+constexpr std::pair<const char*, uint32_t> kRopeBits[] = {
+    {"norm_q", kRopeNormQ},  {"norm_k", kRopeNormK},
+    {"offset", kRopeOffset}, {"interleaved", kRopeInterleaved},
+    {"apart", kRopeApart},   {"float_tables", kRopeFloatTables}};
+constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
+    {"causal", kAttentionCausal},      {"window", kAttentionWindow},
+    {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
+    {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
+    {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks}};
 constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
     {"n", kBoundsN},
     {"m", kBoundsM},
@@ -42,17 +56,32 @@ constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
 template <class Visit>
 constexpr void each_arg(const KernelArgs& a, Visit visit) {
   visit("x_stride", a.x_stride);
+  visit("x2_stride", a.x2_stride);
   visit("y_stride", a.y_stride);
   visit("w_stride", a.w_stride);
   visit("w2_stride", a.w2_stride);
+  visit("head_stride", a.head_stride);
+  visit("sequence_stride", a.sequence_stride);
+  visit("x_head_stride", a.x_head_stride);
+  visit("x_sequence_stride", a.x_sequence_stride);
+  visit("x2_head_stride", a.x2_head_stride);
+  visit("x2_sequence_stride", a.x2_sequence_stride);
   visit("m", a.m);
   visit("n", a.n);
   visit("k", a.k);
   visit("k_per_part", a.k_per_part);
   visit("parts", a.parts);
   visit("count", a.count);
+  visit("heads", a.heads);
+  visit("kv_heads", a.kv_heads);
+  visit("rotated", a.rotated);
+  visit("positions", a.positions);
+  visit("window", a.window);
   visit("alpha", a.alpha);
   visit("beta", a.beta);
+  visit("softcap", a.softcap);
+  visit("eps", a.eps);
+  visit("offset", a.offset);
 }
 
 constexpr size_t visited_bytes() {
@@ -106,30 +135,25 @@ py::dict to_dict(const Pass& pass) {
   return out;
 }
 
-// The fields of a Gpu that a caller may set, over the row of the chip it names.
+// The row of a chip, with the fields that a caller may set.
 Gpu read_gpu(const std::string& chip, const py::dict& changes) {
-  struct Field {
-    const char* name;
-    uint32_t Gpu::* value;
-  };
-  static constexpr Field kFields[] = {{"cores", &Gpu::cores},
-                                      {"max_threadgroup_memory", &Gpu::max_threadgroup_memory},
-                                      {"max_threads", &Gpu::max_threads}};
+  static const std::vector<Field<Gpu>> fields = {
+      {"cores", &Gpu::cores},
+      {"max_threadgroup_memory", &Gpu::max_threadgroup_memory},
+      {"max_threads", &Gpu::max_threads}};
   Gpu gpu = gpu_by_name(chip);
-  for (auto [key, value] : changes) {
-    const int field = find_name("gpu", py::cast<std::string>(key), std::size(kFields),
-                                [](int i) { return kFields[i].name; });
-    gpu.*kFields[field].value = py::cast<uint32_t>(value);
-  }
+  set_fields("gpu", changes, fields, gpu);
   return gpu;
 }
 
 py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const std::string& format,
                  const std::string& dtype, const std::string& chip,
                  const std::optional<std::string>& strategy, bool bias, bool c, float alpha,
-                 float beta, int64_t x_stride, int64_t y_stride, int64_t w_stride,
-                 int64_t w2_stride, int64_t x_alignment, int64_t w_alignment, bool y_f32,
-                 const py::dict& gpu) {
+                 float beta, int64_t x_stride, int64_t x2_stride, int64_t y_stride,
+                 int64_t w_stride, int64_t w2_stride, int64_t x_alignment, int64_t w_alignment,
+                 bool y_f32, bool norm, bool norm_weight, float eps, float offset,
+                 const std::string& activation, const py::dict& rope, const py::dict& append,
+                 const py::dict& attention, const py::dict& gpu) {
   Problem p;
   p.op = op_by_name(op);
   p.m = m;
@@ -142,12 +166,21 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   p.alpha = alpha;
   p.beta = beta;
   p.x_stride = x_stride;
+  p.x2_stride = x2_stride;
   p.y_stride = y_stride;
   p.w_stride = w_stride;
   p.w2_stride = w2_stride;
   p.x_alignment = x_alignment;
   p.w_alignment = w_alignment;
   p.y_f32 = y_f32;
+  p.has_norm = norm;
+  p.has_norm_weight = norm_weight;
+  p.eps = eps;
+  p.offset = offset;
+  p.activation = activation_by_name(activation);
+  p.rope = read_rope(rope);
+  p.append = read_append(append);
+  p.attention = read_attention(attention);
   std::optional<StrategyId> forced;
   if (strategy) forced = strategy_by_name(*strategy);
   const Gpu planned_for = read_gpu(chip, gpu);
@@ -203,6 +236,8 @@ void bind_abi(py::module_& m) {
     return out;
   };
   m.attr("EPILOGUE_BITS") = bits(kEpilogueBits);
+  m.attr("ROPE_BITS") = bits(kRopeBits);
+  m.attr("ATTENTION_BITS") = bits(kAttentionBits);
   m.attr("BOUNDS_BITS") = bits(kBoundsBits);
   std::string layout = "<";  // little-endian, without padding
   each_arg({}, [&](const char*, auto value) { layout += code_of(value); });
@@ -217,8 +252,11 @@ void bind_plan(py::module_& m) {
   m.def("plan", plan_of, "op"_a = "linear", py::kw_only(), "m"_a = 1, "n"_a = 1, "k"_a = 1,
         "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
         "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
-        "y_stride"_a = kPacked, "w_stride"_a = kPacked, "w2_stride"_a = kPacked,
-        "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false, "gpu"_a = py::dict(),
+        "x2_stride"_a = kPacked, "y_stride"_a = kPacked, "w_stride"_a = kPacked,
+        "w2_stride"_a = kPacked, "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false,
+        "norm"_a = false, "norm_weight"_a = false, "eps"_a = 0.0f, "offset"_a = 0.0f,
+        "activation"_a = "silu", "rope"_a = py::dict(), "append"_a = py::dict(),
+        "attention"_a = py::dict(), "gpu"_a = py::dict(),
         "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, and chip, "
         "the "
         "row of the table that was planned for: the nearest one of a chip that it does not have. "
@@ -239,7 +277,8 @@ void bind_plan(py::module_& m) {
       "strategy",
       [](const std::string& name) {
         const StrategyInfo& s = info_of(strategy_by_name(name));
-        constexpr const char* families[] = {"matmul", "rows", "flat", "single"};
+        constexpr const char* families[] = {"matmul", "rows",   "flat",     "groups",
+                                            "single", "append", "attention"};
         py::dict out;
         out["family"] = families[static_cast<int>(s.family)];
         out["n"] = s.n;
@@ -248,6 +287,7 @@ void bind_plan(py::module_& m) {
         out["values"] = s.values;
         out["threads"] = s.threads;
         out["kernels"] = s.kernels;
+        out["takes_norm"] = s.family == Family::Matmul && takes_norm(strategy_by_name(name));
         out["takes_batch"] = s.batch_of != nullptr;
         out["rounds_to_half"] = s.rounds_to_half;
         out["on_matrix_unit"] = s.on_matrix_unit;
@@ -256,11 +296,30 @@ void bind_plan(py::module_& m) {
       "name"_a,
       "A row of strategies.def with its geometry: rows of W (n), rows of x (m) and values of K (k) "
       "of a threadgroup, values per thread, threads; 0 where the family has none. kernels: the "
-      "strategy that names its kernels, itself but for an alias. takes_batch: m is the most rows "
+      "strategy that names its kernels, itself but for an alias. takes_norm: x may be normalised. "
+      "takes_batch: m is the most rows "
       "of x. rounds_to_half: f16 x meets W rounded to f16. on_matrix_unit: 8 x 8 matrices.");
   m.def(
       "is_fused", [](const std::string& op, int64_t m_) { return is_fused(op_by_name(op), m_); },
       "op"_a, "m"_a, "Whether the fused half of SwiGLU pays at m rows of x.");
+  m.def(
+      "norm_is_fused",
+      [](int64_t m_, const std::string& format, const std::string& chip, int64_t n, int64_t k,
+         const std::string& op, int64_t weights_per_core) {
+        Problem p;
+        p.op = op_by_name(op);
+        p.m = m_;
+        p.n = n;
+        p.k = k;
+        p.format = &format_by_name(format);
+        Gpu gpu = gpu_by_name(chip);
+        gpu.norm_weights_per_core = weights_per_core;
+        return norm_is_fused(p, gpu);
+      },
+      py::kw_only(), "m"_a, "format"_a, "chip"_a, "n"_a = 1, "k"_a = 1, "op"_a = "linear",
+      "weights_per_core"_a = 0,
+      "Whether linear (or swiglu_up) normalises m rows of x as it multiplies them; if not, "
+      "rms_norm is a pass before it. weights_per_core: the most that pay, 0 for any number.");
   m.def(
       "ops",
       [] {

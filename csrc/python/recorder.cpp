@@ -10,7 +10,7 @@
 #include "gpu/register.h"
 #include "mps/commits.h"
 #include "mps/source.h"
-#include "plan/encode.h"
+#include "plan/launch.h"
 
 namespace py = pybind11;
 

@@ -32,7 +32,7 @@ struct FormatCheck {
   static_assert(Struct::Storage::kBlockValues == 1 && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                      \
   static_assert(FormatCheck<Struct, piece>::kOk, #name);
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide)                             \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, stored)                     \
   static_assert(Struct::Storage::kBlockValues == values && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                           \
   static_assert(Struct::Storage::kHasWidths == (alignment == 2), #name);                          \

@@ -8,6 +8,9 @@
 // Needs    threadgroup memory for the codebook; registers for kBatchPerPass * kRows sums and the
 //          codes of kRows rows.
 //
+// Norm     as gemv; each walk sums the squares again, and for every row of x they cost an issue
+//          cycle over kRows a weight, g as much.
+//
 // Rejected: one walk for all rows, kRows of them decoded at a time: compilers then keep x of all
 // rows of x for the next rows of W (clang for sm_90, q4_k, 8 rows of x: 7.9 KB of spills a lane).
 #pragma once
@@ -23,7 +26,8 @@ struct GemvBatch {
   static_assert(GemvBatched::kRows % kRows == 0, "walks of equal size");
 
   using Storage = typename Format::Storage;
-  using XRow = typename PlainX<T>::Row;
+  using Source = NormX<T>;
+  using XRow = typename Source::Row;
 
   // `count` rows of x, one after the other: their addresses in a chain, in the registers of one.
   struct XRows {
@@ -32,12 +36,14 @@ struct GemvBatch {
     uint count;
   };
 
-  // acc[m][r] += the lane's share of row r of W times row m of x.
-  static METAL_FUNC void walk(thread const Rows<Format, kRows>& rows, XRows xs, KRange k, uint lane,
-                              Codebook book, thread float (&acc)[kPass][kRows]) {
+  // acc[m][r] += the lane's share of row r of W times row m of x, squares[m] that of its squares.
+  static METAL_FUNC void walk(thread const Rows<Format, kRows> (&set)[1], XRows xs, KRange k,
+                              uint lane, Codebook book, thread float (&acc)[kPass][kRows],
+                              thread float (&squares)[kPass]) {
+    thread const Rows<Format, kRows>& rows = set[0];
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
     typename Storage::Cursor cursor = Storage::start(rows.first, w.first);
-    XRow x_at = xs.first + Walk<Format>::first_value(w);
+    XRow x_at = Source::at(xs.first, Walk<Format>::first_value(w));
     for (uint unit = w.first; unit < w.end; unit += w.stride) {
       typename Format::Raw raw[kRows];
       MM_UNROLL
@@ -53,42 +59,42 @@ struct GemvBatch {
       for (int m = 0; m < kPass; ++m) {
         if (uint(m) < fc_batch && uint(m) < xs.count) {
           XPiece<Format> x;
-          load_piece<Format, PlainX<T>>(row, x);
-          row += xs.stride;
+          load_piece<Format, Source>(row, x, squares[m]);
+          row.x += xs.stride;
           MM_UNROLL
           for (int r = 0; r < kRows; ++r) acc[m][r] = dot(p[r], x, acc[m][r]);
         }
       }
-      x_at += w.stride * Walk<Format>::kUnit;
+      x_at = Source::at(x_at, w.stride * Walk<Format>::kUnit);
     }
     XRow row = xs.first;
     MM_UNROLL
     for (int m = 0; m < kPass; ++m) {
       if (uint(m) < fc_batch && uint(m) < xs.count) {
-        add_tail<Format, kRows, PlainX<T>>(rows, row, k, lane, acc[m]);
-        row += xs.stride;
+        add_tail<Format, 1, kRows, Source>(set, row, k, lane, acc[m], squares[m]);
+        row.x += xs.stride;
       }
     }
   }
 
-  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+  static METAL_FUNC void run(Activations<T> x, device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
     threadgroup half2* book = reinterpret_cast<threadgroup half2*>(memory);
     fill<Format>(book, at.index, GemvBatched::kThreads);
     const uint first = at.tg.y * GemvBatched::kN + at.sg * GemvBatched::kRows;
     const uint m0 = at.tg.x * fc_batch, part = at.tg.z;
-    const XRows xs = {x_row(x, args, m0), args.x_stride, args.m - m0};
+    const XRows xs = {Source::row(x, args, m0), args.x_stride, args.m - m0};
     const KRange k = k_of_part(args, part);
     for (uint n = first; n < first + GemvBatched::kRows; n += kRows) {
       if (has_n_tail() && n >= args.n) return;
-      const auto rows =
-          Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args.w_stride), n);
-      float acc[kPass][kRows] = {};
-      walk(rows, xs, k, at.lane, book, acc);
+      const Rows<Format, kRows> rows[1] = {
+          Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args.w_stride), n)};
+      float acc[kPass][kRows] = {}, squares[kPass] = {};
+      walk(rows, xs, k, at.lane, book, acc, squares);
       MM_UNROLL
       for (int m = 0; m < kPass; ++m) {
         if (uint(m) < fc_batch && uint(m) < xs.count) {
-          const float sum = sum_rows(acc[m], at.lane);
+          const float sum = normalised(sum_rows(acc[m], at.lane), squares[m], args);
           store_rows<kRows>(result, args, part, m0 + m, n, at.lane, sum);
         }
       }

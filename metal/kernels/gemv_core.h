@@ -7,9 +7,10 @@
 #include <metal_stdlib>
 
 #include "../formats/piece.h"
+#include "../layer/activation.h"
+#include "../layer/norm.h"
 #include "../tile/load.h"
 #include "epilogue.h"
-#include "silu.h"
 
 namespace metalmm {
 
@@ -44,31 +45,55 @@ METAL_FUNC void load_values(device const T* p, thread float (&v)[kCount]) {
   }
 }
 
-// x as it is.
+// A source of x: where a lane is in a row, and the values there. `squares` grows by the squares of
+// values that are to be normalised.
+
+// x; where it has a norm g x, all of the norm but norm_scale(), which the sums are multiplied by.
 template <class T>
-struct PlainX {
-  using Row = device const T*;
-  static METAL_FUNC Row at(Row x, uint k) { return x + k; }
-  static METAL_FUNC float value(Row x, uint k) { return float(x[k]); }
+struct NormX {
+  struct Row {
+    device const T* x;
+    device const T* norm;
+    float offset;
+  };
+  static METAL_FUNC Row row(Activations<T> from, constant KernelArgs& args, uint m) {
+    return {x_row(from.x, args, m), from.norm, args.offset};
+  }
+  static METAL_FUNC Row at(Row row, uint k) { return {row.x + k, row.norm + k, row.offset}; }
+  static METAL_FUNC float value(Row row, uint k, thread float& squares) {
+    const float x = float(row.x[k]);
+    if (has_norm()) squares = fma(x, x, squares);
+    return norm_has_weight() ? x * norm_factor(float(row.norm[k]), row.offset) : x;
+  }
   template <int kCount>
-  static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount]) {
-    load_values(x + k, v);
+  static METAL_FUNC void load(Row row, uint k, thread float (&v)[kCount], thread float& squares) {
+    load_values(row.x + k, v);
+    if (has_norm()) squares = add_squares(v, squares);
+    if (!norm_has_weight()) return;
+    constexpr int kSome = kCount * sizeof(T) > 16 ? 16 / sizeof(T) : kCount;
+    MM_UNROLL
+    for (int i = 0; i < kCount; i += kSome) {  // one load each: few registers
+      float weight[kSome];
+      load_values(row.norm + k + i, weight);
+      MM_UNROLL
+      for (int j = 0; j < kSome; ++j) v[i + j] *= norm_factor(weight[j], row.offset);
+    }
   }
 };
 
-// silu(gate) * up, in f32.
+// act(gate) * up, in f32.
 template <class T>
-struct SiluMulX {
+struct ActMulX {
   struct Row {
     device const T* gate;
     device const T* up;
   };
   static METAL_FUNC Row at(Row x, uint k) { return {x.gate + k, x.up + k}; }
-  static METAL_FUNC float value(Row x, uint k) {
-    return SiluMul::of(float(x.gate[k]), float(x.up[k]));
+  static METAL_FUNC float value(Row x, uint k, thread float&) {
+    return ActMul::of(float(x.gate[k]), float(x.up[k]));
   }
   template <int kCount>
-  static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount]) {
+  static METAL_FUNC void load(Row x, uint k, thread float (&v)[kCount], thread float&) {
     // In turns of one load each: `up` takes no more registers than one holds.
     constexpr int kSome = kCount * sizeof(T) > 16 ? 16 / sizeof(T) : kCount;
     MM_UNROLL
@@ -76,20 +101,20 @@ struct SiluMulX {
       float gate[kSome], up[kSome];
       load_values(x.gate + k + i, gate);
       load_values(x.up + k + i, up);
-      MM_UNROLL
-      for (int j = 0; j < kSome; ++j) v[i + j] = SiluMul::of(gate[j], up[j]);
+      act_mul(gate, up, v + i);
     }
   }
 };
 
 // What a lane multiplies its piece by; x starts at the first value of it.
 template <class Format, class Source>
-METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out) {
+METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out,
+                           thread float& squares) {
   using Pieces = typename Format::Pieces;
   MM_UNROLL
   for (int r = 0; r < Pieces::kValues / Pieces::kRun; ++r) {
     float run[Pieces::kRun];
-    Source::load(x, r * Pieces::kRunStride, run);
+    Source::load(x, r * Pieces::kRunStride, run, squares);
     MM_UNROLL
     for (int i = 0; i < Pieces::kRun; ++i) out.x[r * Pieces::kRun + i] = run[i];
   }
@@ -134,28 +159,31 @@ struct Rows {
 };
 
 // A dense row may end within a unit: one value per lane.
-template <class Format, int kRows, class Source>
-METAL_FUNC void add_tail(thread const Rows<Format, kRows>& rows, typename Source::Row x, KRange k,
-                         uint lane, thread float* acc) {
+template <class Format, int kSets, int kRows, class Source>
+METAL_FUNC void add_tail(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
+                         KRange k, uint lane, thread float (&acc)[kSets * kRows],
+                         thread float& squares) {
   if constexpr (Format::Storage::kBlockValues == 1) {
     constexpr uint kValues = Format::Pieces::kValues;
     const uint at = k.end / kValues * kValues + lane;
     if (at < k.end) {
+      const float value = Source::value(x, at, squares);
       MM_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const float w = Format::value(rows.first + rows.distance[r], at);
-        acc[r] = fma(w, Source::value(x, at), acc[r]);
+      for (int r = 0; r < kSets * kRows; ++r) {
+        thread const Rows<Format, kRows>& rows = sets[r / kRows];
+        const float w = Format::value(rows.first + rows.distance[r % kRows], at);
+        acc[r] = fma(w, value, acc[r]);
       }
     }
   }
 }
 
-// acc[r] += the lane's share of row r times x, for the rows of all kSets in turn. The loads of
-// all rows come first: one wait for each step, not for each row.
+// acc[r] += the lane's share of row r times x, for the rows of all kSets in turn; squares += that
+// of the squares of x. The loads of all rows come first: one wait for each step, not for each row.
 template <class Format, int kSets, int kRows, class Source>
 METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
                            KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
-                           thread float (&acc)[kSets * kRows]) {
+                           thread float (&acc)[kSets * kRows], thread float& squares) {
   using Storage = typename Format::Storage;
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
   typename Storage::Cursor cursors[kSets];
@@ -174,7 +202,7 @@ METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], type
       cursors[g] = Storage::next(cursors[g], walk.stride);
     }
     XPiece<Format> xs;
-    load_piece<Format, Source>(x_at, xs);
+    load_piece<Format, Source>(x_at, xs, squares);
     x_at = Source::at(x_at, walk.stride * Walk<Format>::kUnit);
     MM_UNROLL
     for (int r = 0; r < kSets * kRows; ++r) {
@@ -183,12 +211,7 @@ METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], type
       acc[r] = dot(p, xs, acc[r]);
     }
   }
-  if (sg == 0) {
-    MM_UNROLL
-    for (int g = 0; g < kSets; ++g) {
-      add_tail<Format, kRows, Source>(sets[g], x, k, lane, acc + g * kRows);
-    }
-  }
+  if (sg == 0) add_tail<Format, kSets, kRows, Source>(sets, x, k, lane, acc, squares);
 }
 
 // Lane r gets the sum of acc[r] over the simdgroup; lanes from kRows on get 0.
@@ -201,6 +224,11 @@ METAL_FUNC float sum_rows(thread const float (&acc)[kRows], uint lane) {
     if (lane == uint(r)) mine = sum;
   }
   return mine;
+}
+
+// `sum` of a row of x whose squares the lanes hold, normalised.
+METAL_FUNC float normalised(float sum, float squares, constant KernelArgs& args) {
+  return has_norm() ? sum * norm_scale(simd_sum(squares), args.eps) : sum;
 }
 
 // Lane r stores row n + r.

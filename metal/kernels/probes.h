@@ -1,4 +1,4 @@
-// y = x op x2, and the dot product: probes of a launcher and of its arithmetic; and silu_mul.
+// y = x op x2, and the dot product: probes of a launcher and of its arithmetic; and act_mul.
 #pragma once
 
 #include <metal_simdgroup>

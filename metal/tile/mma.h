@@ -4,7 +4,7 @@
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
-#include "../geometry.h"
+#include "../entry.h"
 
 namespace metalmm {
 

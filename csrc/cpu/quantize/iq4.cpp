@@ -1,6 +1,6 @@
 // 4-bit codes that index 16 uneven levels: iq4_nl, iq4_xs. The trials of a search run side by side.
 
-#include "cpu/levels.h"
+#include "cpu/codecs/levels.h"
 #include "formats.h"
 #include "lanes.h"
 #include "math.h"

@@ -4,5 +4,5 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_MATMUL, gemv, name, Struct, GemvOne)
+#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_GEMV, gemv, name, Struct, GemvOne)
 #include "../../formats/each.h"

@@ -4,5 +4,5 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_MATMUL, gemv_batched, name, Struct, GemvBatch)
+#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_GEMV, gemv_batched, name, Struct, GemvBatch)
 #include "../../formats/each.h"

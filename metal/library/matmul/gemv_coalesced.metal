@@ -4,6 +4,5 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) \
-  MM_EACH_DTYPE(MM_MATMUL, gemv_coalesced, name, Struct, GemvSimdgroup)
+#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_GEMV, gemv_coalesced, name, Struct, GemvSimdgroup)
 #include "../../formats/each.h"

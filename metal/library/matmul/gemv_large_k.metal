@@ -4,5 +4,5 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_MATMUL, gemv_large_k, name, Struct, GemvLong)
+#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_GEMV, gemv_large_k, name, Struct, GemvLong)
 #include "../../formats/each.h"

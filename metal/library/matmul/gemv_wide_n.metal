@@ -4,5 +4,5 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_MATMUL, gemv_wide_n, name, Struct, GemvWide)
+#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_GEMV, gemv_wide_n, name, Struct, GemvWide)
 #include "../../formats/each.h"

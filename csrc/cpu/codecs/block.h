@@ -11,9 +11,9 @@
 // Every value is rounded as the Python specification rounds it, on every instruction set.
 #pragma once
 
-#include "kernels.h"
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
 #include "levels.h"
-#include "simd.h"
 
 namespace metalmm::cpu::MM_ISA {
 

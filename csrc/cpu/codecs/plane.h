@@ -1,8 +1,8 @@
 // Formats that are planes rather than blocks: affine codes | scales | biases, and dense values.
-// The contract is in codecs_block.h; a block here is one chunk of 32 values.
+// The contract is in block.h; a block here is one chunk of 32 values.
 #pragma once
 
-#include "codecs_block.h"
+#include "block.h"
 
 namespace metalmm::cpu::MM_ISA {
 

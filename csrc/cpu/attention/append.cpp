@@ -1,0 +1,70 @@
+#include <algorithm>
+#include <string>
+
+#include "attention.h"
+#include "cpu/parallel.h"
+#include "cpu/quantize/quantize.h"
+#include "cpu/rows.h"
+#include "new_rows.h"
+#include "ops/attention/memory.h"
+#include "ops/tensors.h"
+
+namespace metalmm::cpu {
+namespace {
+
+// New rows of keys or of values: from `from` [B, kv_heads, S, D] f32 to the slots of `to`.
+class Append {
+ public:
+  Append(const char* name, const at::Tensor& cache, const at::Tensor& rows, const Format& format)
+      : from_(rows.detach().to(at::kFloat).contiguous()), to_(cache), format_(format) {
+    TORCH_CHECK_VALUE(cache.stride(3) == 1, name == std::string("k") ? "keys" : "values",
+                      ": the values of a row must lie side by side");
+    if (format.layout == Layout::kDense) return;
+    TORCH_CHECK_VALUE(all_finite(elements<float>(from_), from_.numel()), name,
+                      ": has NaN or Inf, which ", format.name, " cannot hold");
+  }
+
+  void write(const int64_t* slots) const {
+    const int64_t kv_heads = from_.size(1), count = from_.size(2), dim = from_.size(3);
+    const int64_t size = to_.element_size();
+    auto* base = static_cast<uint8_t*>(to_.mutable_data_ptr());
+    const float* x = elements<float>(from_);
+    parallel_for(0, from_.size(0) * kv_heads * count, std::max<int64_t>(1, (1 << 14) / dim),
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t i = first; i < last; ++i) {
+                     const int64_t head = i / count;
+                     const int64_t row = head / kv_heads * to_.stride(0) +
+                                         head % kv_heads * to_.stride(1) +
+                                         slots[i % count] * to_.stride(2);
+                     quantize_row(format_, x + i * dim, dim, base + row * size);
+                   }
+                 });
+  }
+
+ private:
+  at::Tensor from_, to_;
+  const Format& format_;
+};
+
+}  // namespace
+
+void append_rows(const Cache& cache, const at::Tensor& k, const at::Tensor& v,
+                 const at::Tensor& slots) {
+  if (k.numel() == 0) return;
+  const Append new_keys("k", cache.keys, k, cache.shape.keys);
+  const Append new_values("v", cache.values, v, cache.shape.values);
+  const at::Tensor at = slots.contiguous();
+  new_keys.write(elements<int64_t>(at));
+  new_values.write(elements<int64_t>(at));
+}
+
+void cache_append(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& k,
+                  const at::Tensor& v, const at::Tensor& slots, std::string_view format_k,
+                  std::string_view format_v) {
+  const CacheShape shape = check_cache_append(keys, values, k, v, slots, format_k, format_v);
+  check_memory_of_append(keys, values, k, v, slots);
+  check_slots(slots, keys.size(2));
+  append_rows({keys, values, shape}, k, v, slots);
+}
+
+}  // namespace metalmm::cpu

@@ -1,0 +1,93 @@
+#include "attention.h"
+
+#include "ops/attention/composed.h"
+#include "scores.h"
+
+namespace metalmm::cpu {
+namespace {
+
+// Queries from which the products as matrices pay for decoding keys and values apart.
+constexpr int64_t kSplitQueries = 16;
+
+// [B, kv_heads, capacity, D]
+at::Tensor decoded(const at::Tensor& rows, const Format& format, int64_t dim) {
+  if (rows.scalar_type() != at::kByte) return rows;
+  const at::Tensor flat = rows.reshape({-1, rows.size(3)});
+  const at::Tensor values = decode_rows(flat, format, dim, 0, flat.size(0));
+  return values.view({rows.size(0), rows.size(1), rows.size(2), dim});
+}
+
+template <class Values>
+void add_mask(const Values* mask, Span span, float* s) {
+  for (int64_t t = span.first; t < span.last; ++t) s[t - span.first] += mask[t];
+}
+
+}  // namespace
+
+void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float* s) const {
+  const int64_t n = at.last - at.first;
+  for (int64_t t = 0; t < n; ++t) s[t] *= scale;
+  if (softcap > 0) {
+    for (int64_t t = 0; t < n; ++t) s[t] = std::tanh(s[t] / softcap) * softcap;
+  }
+  if (mask.defined()) {
+    const int64_t row = b * mask.stride(0) + head * mask.stride(1) + i * mask.stride(2);
+    if (mask.scalar_type() == at::kBool) {
+      const bool* open = elements<bool>(mask) + row + at.first;
+      for (int64_t t = 0; t < n; ++t) s[t] = open[t] ? s[t] : kNothing;
+    } else {
+      add_mask(elements<float>(mask) + row, at, s);
+    }
+  }
+  const Span seen = seen_by(i);
+  std::fill(s, s + std::clamp<int64_t>(seen.first - at.first, 0, n), kNothing);
+  std::fill(s + std::clamp<int64_t>(seen.last - at.first, 0, n), s + n, kNothing);
+}
+
+at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                     std::string_view format_k, std::string_view format_v, const at::Tensor& length,
+                     const OptionalTensor& mask, std::optional<double> scale, double softcap,
+                     int64_t window, const OptionalTensor& sinks, bool causal,
+                     OptionalName strategy) {
+  const AttentionOptions options{mask, scale, softcap, window, sinks, causal, strategy};
+  const AttentionShape shape =
+      check_attention(q, keys, values, format_k, format_v, length, options);
+  const int64_t slots = check_length(length, keys, mask);
+  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
+  const AttentionWay way = find_way(options).value_or(
+      queries <= kSplitQueries ? AttentionWay::kSplit : AttentionWay::kTile);
+  if (way == AttentionWay::kTorch) {
+    return composed::attention(q, decoded(keys, shape.cache.keys, dim),
+                               decoded(values, shape.cache.values, dim), length, options);
+  }
+  at::Tensor out = at::empty({batch, queries, heads, dim}, q.options().dtype(at::kFloat));
+  if (out.numel() == 0 || slots == 0) return out.zero_().to(q.scalar_type());
+  Attention a{batch,
+              heads,
+              keys.size(1),
+              queries,
+              dim,
+              slots,
+              {keys, shape.cache.keys, dim},
+              {values, shape.cache.values, dim},
+              q.to(at::kFloat).contiguous(),
+              {},
+              {},
+              static_cast<float>(scale_of(options, dim)),
+              static_cast<float>(softcap),
+              options.window,
+              causal};
+  if (mask.has_value()) {
+    const at::Tensor dense = mask->scalar_type() == at::kBool ? *mask : mask->to(at::kFloat);
+    a.mask = (dense.stride(3) == 1 ? dense : dense.contiguous())
+                 .expand({batch, heads, queries, dense.size(3)});
+  }
+  if (sinks.has_value()) {
+    const at::Tensor s = sinks->to(at::kFloat).contiguous();
+    a.sinks.assign(elements<float>(s), elements<float>(s) + heads);
+  }
+  (way == AttentionWay::kSplit ? attend_split : attend_matrix)(a, out.mutable_data_ptr<float>());
+  return out.to(q.scalar_type());
+}
+
+}  // namespace metalmm::cpu

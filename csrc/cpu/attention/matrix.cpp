@@ -1,0 +1,75 @@
+// Many queries: scores = q kᵀ and softmax(scores) v as products of matrices, a block of queries at
+// a time, by the kernels of linear layers. Keys are weights as they lie; values are decoded and
+// transposed once for a head.
+#include "cpu/parallel.h"
+#include "scores.h"
+
+namespace metalmm::cpu {
+namespace {
+
+constexpr int64_t kMostScores = 1 << 22;  // 16 MB of them at a time
+
+// Queries of a block: what the products need to pay, and no more than the memory of their scores.
+int64_t block_queries(const Attention& a) {
+  const int64_t fits = kMostScores / std::max<int64_t>(1, a.group() * a.length);
+  return std::clamp<int64_t>(fits, 16, 256);
+}
+
+// Scores [group * n, slots] of the queries [i0, i0 + n) to weights, divided by their sum.
+void soften(const Attention& a, int64_t b, int64_t kv_head, int64_t i0, int64_t n, Span span,
+            at::Tensor& scores) {
+  const AttentionKernels& kernels = current_isa().attention;
+  const int64_t slots = span.last - span.first;
+  float* s = scores.mutable_data_ptr<float>();
+  parallel_for(0, scores.size(0), std::max<int64_t>(1, (1 << 13) / slots),
+               [&](int64_t first, int64_t last) {
+                 for (int64_t r = first; r < last; ++r) {
+                   const int64_t head = kv_head * a.group() + r / n;
+                   float* row = s + r * slots;
+                   a.finish_scores(b, head, i0 + r % n, span, row);
+                   float top = kernels.top(row, slots);
+                   if (!a.sinks.empty()) top = std::max(top, a.sinks[head]);
+                   float total = kernels.exp(row, slots, top);
+                   if (top != kNothing) total += sink_weight(a, head, top);
+                   if (total == 0) continue;
+                   for (int64_t t = 0; t < slots; ++t) row[t] /= total;
+                 }
+               });
+}
+
+}  // namespace
+
+void attend_matrix(const Attention& a, float* out) {
+  const Format& f32 = format_by_name("f32");
+  const int64_t group = a.group(), most = block_queries(a);
+  at::Tensor y = at::from_blob(out, {a.batch, a.queries, a.kv_heads, group, a.dim}, a.q.options());
+  for (int64_t i = 0; i < a.batch * a.kv_heads; ++i) {
+    const int64_t b = i / a.kv_heads, kv_head = i % a.kv_heads;
+    const Span all = a.seen_by(0, a.queries);
+    const int64_t context = all.last - all.first;
+    at::Tensor values = at::empty({a.dim, context}, a.q.options());
+    const at::Tensor rows_of_values = a.values.head(b, kv_head, all.first, context);
+    values.copy_(decode_rows(rows_of_values, a.values.format(), a.dim, 0, context).t());
+    for (int64_t i0 = 0; i0 < a.queries; i0 += most) {
+      const int64_t n = std::min(most, a.queries - i0);
+      const Span span = a.seen_by(i0, i0 + n);
+      const int64_t slots = span.last - span.first;
+      at::Tensor to = y.select(0, b).select(1, kv_head).narrow(0, i0, n);  // [n, group, D]
+      if (slots == 0) {
+        to.zero_();
+        continue;
+      }
+      const at::Tensor rows = a.q.select(0, b)
+                                  .narrow(0, kv_head * group, group)
+                                  .narrow(1, i0, n)
+                                  .reshape({group * n, a.dim});
+      at::Tensor scores =
+          matmul(rows, a.keys.head(b, kv_head, span.first, slots), a.keys.format(), std::nullopt);
+      soften(a, b, kv_head, i0, n, span, scores);
+      const at::Tensor seen = values.narrow(1, span.first - all.first, slots).view(at::kByte);
+      to.copy_(matmul(scores, seen, f32, std::nullopt).view({group, n, a.dim}).transpose(0, 1));
+    }
+  }
+}
+
+}  // namespace metalmm::cpu

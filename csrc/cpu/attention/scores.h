@@ -1,0 +1,94 @@
+// What both walks of attention share: the problem, its rows, and the scores of a query.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cpu/matmul.h"
+#include "ops/attention/checks.h"
+#include "ops/tensors.h"
+
+namespace metalmm::cpu {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Packed rows [B, kv_heads, capacity, row] of a cache, where they lie.
+class CacheRows {
+ public:
+  CacheRows(const at::Tensor& rows, const Format& format, int64_t dim)
+      : bytes_(as_bytes(rows)), format_(format), dim_(dim) {}
+
+  const Format& format() const { return format_; }
+  const CodecKernels& kernels() const { return kernels_of(format_); }
+  // uint8 [slots, row_bytes] of one head.
+  at::Tensor head(int64_t batch, int64_t kv_head, int64_t first, int64_t slots) const {
+    return bytes_.select(0, batch).select(0, kv_head).narrow(0, first, slots);
+  }
+  Weight weight(int64_t batch, int64_t kv_head) const {
+    Weight out = make_weight(bytes_.select(0, 0).select(0, 0), format_, dim_);
+    out.data += batch * bytes_.stride(0) + kv_head * bytes_.stride(1);
+    return out;
+  }
+
+ private:
+  static at::Tensor as_bytes(const at::Tensor& rows) {
+    const at::Tensor dense = rows.stride(3) == 1 ? rows : rows.clone(at::MemoryFormat::Contiguous);
+    return dense.scalar_type() == at::kByte ? dense : dense.view(at::kByte);
+  }
+
+  at::Tensor bytes_;
+  const Format& format_;
+  int64_t dim_;
+};
+
+// Slots [first, last).
+struct Span {
+  int64_t first, last;
+};
+
+struct Attention {
+  int64_t batch, heads, kv_heads, queries, dim, length;
+  CacheRows keys, values;
+  at::Tensor q;     // f32 [B, heads, S, D], dense
+  at::Tensor mask;  // f32 or bool [B, heads, S, T], perhaps expanded, its last dimension dense
+  std::vector<float> sinks;
+  float scale, softcap;
+  int64_t window;
+  bool causal;
+
+  int64_t group() const { return heads / kv_heads; }
+
+  // The slots that query i may see.
+  Span seen_by(int64_t i) const {
+    const int64_t own = length - queries + i;
+    const int64_t last = causal ? std::clamp<int64_t>(own + 1, 0, length) : length;
+    const int64_t first = window > 0 ? std::clamp<int64_t>(own - window + 1, 0, length) : 0;
+    return {std::min(first, last), last};
+  }
+  // Those that one of the queries [i0, i1) may see.
+  Span seen_by(int64_t i0, int64_t i1) const {
+    return {seen_by(i0).first, std::max(seen_by(i0).first, seen_by(i1 - 1).last)};
+  }
+
+  // Products of q and k become scores, -inf where the query does not look. s holds those of the
+  // slots of `at`.
+  void finish_scores(int64_t batch, int64_t head, int64_t i, Span at, float* s) const;
+};
+
+// What a row of weights needs beside them: the sum, with the sink where there is one.
+inline float sink_weight(const Attention& a, int64_t head, float top) {
+  return a.sinks.empty() ? 0.f : std::exp(a.sinks[head] - top);
+}
+
+// Up to 16 queries: the context is split, and each part walked once for all queries of a head of
+// keys.
+void attend_split(const Attention& a, float* out);
+
+// More queries: products with all that they see, as matrices.
+void attend_matrix(const Attention& a, float* out);
+
+}  // namespace metalmm::cpu

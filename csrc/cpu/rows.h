@@ -1,0 +1,46 @@
+// What is computed row by row beside the matrix products: norms, the end of a product, the heads of
+// attention. In f32; rows are shared among threads.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "ops/checks.h"
+
+namespace metalmm::cpu {
+
+// rms_norm of ops.def of rows f32 [M, K], without its residual.
+at::Tensor normalized(const at::Tensor& rows, const OptionalTensor& weight, double eps,
+                      double offset);
+
+// y + bias + residual, in the dtype and with the leading dimensions of x; y f32 [M, N], written.
+at::Tensor finish(at::Tensor y, const OptionalTensor& bias, const OptionalTensor& residual,
+                  const at::Tensor& x);
+
+// Heads of `dim` values, which lie side by side at each position: from `values`, positions
+// position_stride apart in each of a batch, batch_stride apart.
+struct HeadsFrom {
+  const float* values;
+  int64_t batch_stride, position_stride;
+  int64_t batch, positions, count, dim;
+};
+// How they are turned: the first `rotated` values by cos and sin [positions, rotated], of a batch
+// angle_stride apart. norm [dim] holds the factors of an RMS norm, or is null.
+struct Turn {
+  const float *cos, *sin;
+  int64_t angle_stride, rotated;
+  const float* norm;
+  float eps;
+  bool interleaved;
+};
+// to [batch, count, positions, dim], dense.
+void turn_heads(const HeadsFrom& h, const Turn& t, float* to);
+
+// The factors of a norm, f32 [K]; without a weight, none.
+std::vector<float> norm_factors(const OptionalTensor& weight, double offset);
+
+// Whether none of n values is NaN or infinite: what a quantizer takes.
+bool all_finite(const float* x, int64_t n);
+
+}  // namespace metalmm::cpu

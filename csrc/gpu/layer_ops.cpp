@@ -1,0 +1,122 @@
+// The ops of a decoder layer beside linear and norm_linear.
+#include <tuple>
+
+#include "operands.h"
+
+namespace metalmm::gpu {
+namespace {
+
+// act(gate) * up of f32 gate and up, rounded once.
+at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
+                   Activation activation, at::ScalarType dtype) {
+  Operands o;
+  o[kSlotX] = gate;
+  o[kSlotX2] = up;
+  o[kSlotY] = at::empty(gate.sizes(), gate.options().dtype(dtype));
+  Problem p;
+  p.op = Op::kActMul;
+  p.n = gate.numel();
+  p.activation = activation;
+  p.dtype = dtype_of(dtype);
+  run(e, p, o);
+  return o[kSlotY];
+}
+
+}  // namespace
+
+at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
+                  const at::Tensor& up_weight, std::string_view format_gate,
+                  std::string_view format_up, std::string_view activation,
+                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset) {
+  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
+                                         activation, norm_weight, eps, offset);
+  const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
+  const bool has_norm = eps.has_value() && gate_w.k;
+  const Norm norm{norm_weight, eps.value_or(0), offset};
+  const at::ScalarType dtype = common_dtype(x, {has_norm ? norm_weight : std::nullopt});
+  Operands o;
+  o[kSlotX] = as_rows(x, dtype);
+  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o[kSlotX].size(0))) {
+    const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];
+    const at::Tensor gate = linear_f32(e, rows, gate_w), up = linear_f32(e, rows, up_w);
+    return like_input(act_mul(e, gate, up, shape.activation, x.scalar_type()), x);
+  }
+  Problem p = problem(Op::kSwigluUp, o[kSlotX], gate_w);
+  p.activation = shape.activation;
+  if (has_norm) normalise(e, p, o, norm);
+  o[kSlotWeight] = aligned_rows(gate_w);
+  o[kSlotWeight2] = aligned_rows(up_w);
+  o[kSlotY] = at::empty({o[kSlotX].size(0), o[kSlotWeight].size(0)}, o[kSlotX].options());
+  run(e, p, o);
+  return like_input(o[kSlotY], x);
+}
+
+at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
+                         const at::Tensor& weight, const OptionalTensor& bias,
+                         std::string_view format, std::string_view activation,
+                         const OptionalTensor& residual) {
+  const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
+  const PackedWeight w = packed(weight, shape.weight);
+  const at::ScalarType dtype = common_dtype(gate, {up, bias, residual});
+  Operands o;
+  o[kSlotX] = as_rows(gate, dtype);
+  o[kSlotX2] = as_rows(up, dtype);
+  if (!is_fused(Op::kSwigluDown, o[kSlotX].size(0))) {
+    // The product stays f32: f16 cannot hold 3e4 * 3e4. So x of the linear is f32, and so are its
+    // tiles; swiglu, then linear, is the faster way for many rows.
+    const auto f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
+    const at::Tensor hidden =
+        act_mul(e, f32(o[kSlotX]), f32(o[kSlotX2]), shape.activation, at::kFloat);
+    return linear(e, hidden.view(gate.sizes()), weight, bias, format, std::nullopt, residual)
+        .to(gate.scalar_type());
+  }
+  if (row_stride(o[kSlotX]) != row_stride(o[kSlotX2])) {  // one stride for both
+    o[kSlotX] = o[kSlotX].contiguous();
+    o[kSlotX2] = o[kSlotX2].contiguous();
+  }
+  Problem p = problem(Op::kSwigluDown, o[kSlotX], w);
+  p.activation = shape.activation;
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotBias] = addend(bias, dtype);
+  o[kSlotC] = residual_rows(residual, dtype, p);
+  o[kSlotY] = at::empty({o[kSlotX].size(0), w.rows.size(0)}, o[kSlotX].options());
+  run(e, p, o);
+  return like_input(o[kSlotY], gate);
+}
+
+at::Tensor rms_norm(const Engine& e, const at::Tensor& x, const OptionalTensor& weight, double eps,
+                    double offset, const OptionalTensor& residual) {
+  check_rms_norm(x, weight, eps, offset, residual);
+  const at::Tensor rows = as_rows(x, common_dtype(x, {weight, residual}));
+  return like_input(normalised(e, rows, {weight, eps, offset}, residual), x);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const at::Tensor& x,
+                                                const at::Tensor& residual,
+                                                const OptionalTensor& weight, double eps,
+                                                double offset) {
+  check_rms_norm(x, weight, eps, offset, residual);
+  if (common_dtype(x, {residual, weight}) != x.scalar_type()) {  // the sum is rounded to x's dtype
+    const at::Tensor sum = stored(x.to(at::kFloat) + residual, x.scalar_type());
+    return {rms_norm(e, sum, weight, eps, offset, std::nullopt), sum};
+  }
+  Operands o;
+  o[kSlotX] = as_rows(x, x.scalar_type());
+  o[kSlotX2] = as_rows(residual, x.scalar_type());
+  o[kSlotNorm] = addend(weight, x.scalar_type());
+  o[kSlotY] = at::empty(o[kSlotX].sizes(), x.options());
+  o[kSlotY2] = at::empty(o[kSlotX].sizes(), x.options());
+  Problem p;
+  p.op = Op::kAddRmsNorm;
+  p.m = o[kSlotX].size(0);
+  p.k = o[kSlotX].size(1);
+  p.dtype = dtype_of(x.scalar_type());
+  p.x_stride = row_stride(o[kSlotX]);
+  p.x2_stride = row_stride(o[kSlotX2]);
+  p.eps = static_cast<float>(eps);
+  p.offset = static_cast<float>(offset);
+  run(e, p, o);
+  return {like_input(o[kSlotY], x), like_input(o[kSlotY2], x)};
+}
+
+}  // namespace metalmm::gpu

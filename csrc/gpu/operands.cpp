@@ -1,0 +1,158 @@
+#include "operands.h"
+
+#include <algorithm>
+
+#include "ops/dtypes.h"
+
+namespace metalmm::gpu {
+namespace {
+
+// The memory from the first element of t to its last.
+Buffer buffer_of(const at::Tensor& t) {
+  Buffer b;
+  const int64_t size = t.element_size();
+  int64_t last = t.numel() ? 1 : 0;
+  for (int64_t d = 0; d < t.dim() && t.numel(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  b.base = t.storage().mutable_data();
+  b.offset = static_cast<size_t>(t.storage_offset() * size);
+  b.bytes = static_cast<size_t>(last * size);
+  return b;
+}
+
+}  // namespace
+
+// A Metal buffer begins at a multiple of 256, and the data pointer of its storage is an object, not
+// an address.
+int64_t alignment_of(const at::Tensor& t) {
+  const auto base = t.is_mps() ? uintptr_t{0} : reinterpret_cast<uintptr_t>(t.storage().data());
+  const auto at = base + static_cast<uintptr_t>(t.storage_offset() * t.element_size());
+  return static_cast<int64_t>((at | 16) & -(at | 16));
+}
+
+int64_t row_stride(const at::Tensor& rows) {
+  return rows.size(0) > 1 && rows.numel() ? rows.stride(0) : rows.size(1);
+}
+
+at::Tensor aligned_rows(const PackedWeight& w) {
+  const bool is_aligned = alignment_of(w.rows) % w.format.alignment == 0 &&
+                          row_stride(w.rows) % w.format.alignment == 0;
+  return is_aligned ? w.rows : w.rows.clone(at::MemoryFormat::Contiguous);
+}
+
+DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
+
+void launch(const Engine& e, const Problem& p, const Operands& o,
+            std::optional<StrategyId> strategy) {
+  Buffers buffers{};
+  for (uint32_t slot = 0; slot < kSlotPartial; ++slot) {
+    const at::Tensor& operand = o[static_cast<Slot>(slot)];
+    if (operand.defined()) buffers[slot] = buffer_of(operand);
+  }
+  const c10::Device device = o[kSlotY].device();
+  const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
+  if (made.passes.empty()) return;
+  at::Tensor workspace;
+  if (made.workspace_bytes) {
+    const auto bytes = static_cast<int64_t>(made.workspace_bytes);
+    workspace = at::empty({bytes / 4}, o[kSlotY].options().dtype(at::kFloat));
+    buffers[kSlotPartial] = buffer_of(workspace);
+  }
+  e.launch(made, buffers, device);
+}
+
+void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId> strategy) {
+  for (Slot slot : {kSlotX, kSlotX2, kSlotNorm, kSlotC}) {
+    if (slot == kSlotC && p.op != Op::kRmsNorm) continue;  // the others read c value by value
+    if (o[slot].defined()) p.x_alignment = std::min(p.x_alignment, alignment_of(o[slot]));
+  }
+  for (Slot slot : {kSlotWeight, kSlotWeight2}) {
+    if (!o[slot].defined()) continue;
+    p.w_alignment = std::min(p.w_alignment, alignment_of(o[slot]));
+    (slot == kSlotWeight ? p.w_stride : p.w2_stride) = row_stride(o[slot]);
+  }
+  p.has_bias = o[kSlotBias].defined();
+  p.has_c = o[kSlotC].defined();
+  p.has_norm_weight = o[kSlotNorm].defined();
+  launch(e, p, o, strategy);
+}
+
+at::Tensor addend(const OptionalTensor& t, at::ScalarType dtype) {
+  return t.has_value() ? t->to(dtype).contiguous() : at::Tensor();
+}
+
+at::Tensor residual_rows(const OptionalTensor& residual, at::ScalarType dtype, Problem& p) {
+  if (!residual.has_value()) return {};
+  p.beta = 1;
+  return as_rows(*residual, dtype).contiguous();
+}
+
+at::ScalarType common_dtype(const at::Tensor& x, std::initializer_list<OptionalTensor> others) {
+  const at::ScalarType dtype = x.scalar_type();
+  const auto is_other = [=](const OptionalTensor& t) {
+    return t.has_value() && t->scalar_type() != dtype;
+  };
+  return std::any_of(others.begin(), others.end(), is_other) ? at::kFloat : dtype;
+}
+
+Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
+  Problem p;
+  p.op = op;
+  p.m = rows.size(0);
+  p.n = w.rows.size(0);
+  p.k = w.k;
+  p.format = &w.format;
+  p.dtype = dtype_of(rows.scalar_type());
+  p.x_stride = row_stride(rows);
+  return p;
+}
+
+namespace {
+
+// The numbers and the weight of a norm.
+void set_norm(Problem& p, Operands& o, const Norm& norm) {
+  o[kSlotNorm] = addend(norm.weight, o[kSlotX].scalar_type());
+  p.eps = static_cast<float>(norm.eps);
+  p.offset = static_cast<float>(norm.offset);
+}
+
+}  // namespace
+
+at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
+                      const OptionalTensor& residual) {
+  Problem p;
+  p.op = Op::kRmsNorm;
+  p.m = rows.size(0);
+  p.k = rows.size(1);
+  p.dtype = dtype_of(rows.scalar_type());
+  p.x_stride = row_stride(rows);
+  Operands o;
+  o[kSlotX] = rows;
+  set_norm(p, o, norm);
+  o[kSlotC] = residual_rows(residual, rows.scalar_type(), p);
+  o[kSlotY] = at::empty(rows.sizes(), rows.options());
+  run(e, p, o);
+  return o[kSlotY];
+}
+
+void normalise(const Engine& e, Problem& p, Operands& o, const Norm& norm) {
+  p.has_norm = norm_is_fused(p, e.gpu(o[kSlotX].device()));
+  if (p.has_norm) {
+    set_norm(p, o, norm);
+  } else {
+    o[kSlotX] = normalised(e, o[kSlotX], norm);
+    p.x_stride = row_stride(o[kSlotX]);
+  }
+}
+
+at::Tensor linear_f32(const Engine& e, const at::Tensor& rows, const PackedWeight& w) {
+  Operands o;
+  o[kSlotX] = rows;
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(at::kFloat));
+  Problem p = problem(Op::kLinear, rows, w);
+  p.y_f32 = true;
+  run(e, p, o);
+  return o[kSlotY];
+}
+
+}  // namespace metalmm::gpu

@@ -1,0 +1,189 @@
+// rope, and what is written to a cache: by one kernel where a shader quantizes the format.
+#include <algorithm>
+
+#include "attention.h"
+#include "operands.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/composed.h"
+#include "ops/attention/memory.h"
+
+namespace metalmm::gpu {
+namespace {
+
+// cos or sin in `dtype`, of one sequence where the batch repeats it.
+at::Tensor angles(const at::Tensor& t, bool repeats, at::ScalarType dtype) {
+  return (repeats ? t.narrow(0, 0, 1) : t).to(dtype).contiguous();
+}
+
+// A kernel that walks over heads: rope's operands but for where k and v go, or those of rows that
+// are only written.
+struct Call {
+  Problem problem;
+  Operands operands;
+
+  // The arguments are checked; `dtype` is that of the kernel.
+  Call(Op op, const RopeShape& shape, const at::Tensor& qkv, const at::Tensor& cos,
+       const at::Tensor& sin, const RopeOptions& options, at::ScalarType dtype) {
+    const int64_t batch = qkv.size(0), positions = qkv.size(1), dim = shape.dim.expect_int();
+    const bool same = cos.scalar_type() == dtype && sin.scalar_type() == dtype;
+    const bool repeats = cos.size(0) > 1 && cos.stride(0) == 0 && sin.stride(0) == 0;
+    operands[kSlotX] = as_rows(qkv, dtype);
+    if (options.v.has_value()) operands[kSlotX2] = as_rows(*options.v, dtype);
+    operands[kSlotCos] = angles(cos, repeats, same ? dtype : at::kFloat);
+    operands[kSlotSin] = angles(sin, repeats, same ? dtype : at::kFloat);
+    operands[kSlotNorm] = addend(options.q_norm, dtype);
+    operands[kSlotNorm2] = addend(options.k_norm, dtype);
+    operands[kSlotY] = at::empty({batch, shape.heads, positions, dim}, operands[kSlotX].options());
+    set(op, dtype, dim);
+    problem.x_stride = row_stride(operands[kSlotX]);
+    if (options.v.has_value()) problem.x2_stride = row_stride(operands[kSlotX2]);
+    problem.eps = static_cast<float>(options.eps);
+    problem.offset = static_cast<float>(options.offset);
+    problem.rope = {shape.heads,
+                    shape.kv_heads,
+                    cos.size(2),
+                    std::max<int64_t>(positions, 1),
+                    operands[kSlotCos].size(0) * positions,
+                    options.q_norm.has_value(),
+                    options.k_norm.has_value(),
+                    options.interleaved,
+                    options.v.has_value(),
+                    !same};
+  }
+
+  // k and v [B, kv_heads, S, D] as they are.
+  Call(const at::Tensor& k, const at::Tensor& v, at::ScalarType dtype) {
+    const auto dense = [&](const at::Tensor& t) {
+      const at::Tensor x = t.to(dtype);
+      return x.stride(3) == 1 ? x : x.contiguous();
+    };
+    const at::Tensor x = operands[kSlotX] = dense(k), x2 = operands[kSlotX2] = dense(v);
+    const int64_t positions = k.size(2);
+    set(Op::kRopeAppend, dtype, k.size(3));
+    problem.m = k.size(0) * positions;
+    problem.x_stride = x.stride(2);
+    problem.x2_stride = x2.stride(2);
+    problem.append.x_head_stride = x.stride(1);
+    problem.append.x_sequence_stride = x.stride(0);
+    problem.append.x2_head_stride = x2.stride(1);
+    problem.append.x2_sequence_stride = x2.stride(0);
+    problem.rope.heads = 0;
+    problem.rope.kv_heads = k.size(1);
+    problem.rope.positions = problem.rope.angle_rows = positions;
+    problem.rope.v_apart = true;
+  }
+
+  void write(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
+             const Format& format) {
+    const int64_t size = keys.element_size();
+    const auto bytes = [&](int64_t d) { return keys.size(d) > 1 ? keys.stride(d) * size : 0; };
+    operands[kSlotWeight] = keys;
+    operands[kSlotWeight2] = values;
+    operands[kSlotIds] = slots.contiguous();
+    if (!operands[kSlotY].defined()) operands[kSlotY] = keys;  // not written: no heads of q
+    problem.format = &format;
+    problem.n = keys.size(2);
+    problem.w_stride = bytes(2);
+    problem.append.head_stride = bytes(1);
+    problem.append.sequence_stride = bytes(0);
+    problem.w_alignment = std::min(alignment_of(keys), alignment_of(values));
+  }
+
+ private:
+  void set(Op op, at::ScalarType dtype, int64_t dim) {
+    problem.op = op;
+    problem.m = operands[kSlotX].size(0);
+    problem.k = dim;
+    problem.dtype = dtype_of(dtype);
+  }
+};
+
+// Whether rope_append writes this cache: one format and layout of keys and values, of which a
+// shader finds every row at an address that it can write.
+bool is_written_by_a_kernel(const at::Tensor& keys, const at::Tensor& values,
+                            const CacheShape& shape) {
+  const Format& f = shape.keys;
+  const int64_t size = keys.element_size();
+  bool fits = f.name == shape.values.name && has_append(f) && keys.numel() > 0 &&
+              values.element_size() == size && alignment_of(keys) % f.alignment == 0 &&
+              alignment_of(values) % f.alignment == 0 && keys.stride(3) == 1 &&
+              values.stride(3) == 1;
+  for (int64_t d = 0; d < 3 && fits; ++d) {
+    fits = keys.size(d) == 1 ||
+           (keys.stride(d) == values.stride(d) && keys.stride(d) * size % f.alignment == 0);
+  }
+  return fits;
+}
+
+// Rows [B, kv_heads, S, D] as those of the cache: packed, or of its dtype.
+at::Tensor as_rows_of(const at::Tensor& cache, const at::Tensor& rows, const Format& format) {
+  if (cache.scalar_type() != at::kByte) return rows.to(cache.scalar_type());
+  const at::Tensor x = rows.to(at::kFloat).reshape({-1, rows.size(3)});
+  at::Tensor packed = composed::quantize(x, format);
+  if (!packed.defined()) packed = quantize(x, format.name);
+  return packed.view({rows.size(0), rows.size(1), rows.size(2), cache.size(3)});
+}
+
+}  // namespace
+
+Heads rope(const Engine& e, const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+           int64_t heads, int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
+           const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
+  const RopeShape shape =
+      check_rope(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset);
+  const RopeOptions options{v, q_norm, k_norm, eps, offset, interleaved};
+  Call call(Op::kRope, shape, qkv, cos, sin, options, common_dtype(qkv, {v, q_norm, k_norm}));
+  Operands& o = call.operands;
+  for (Slot slot : {kSlotY2, kSlotY3}) {
+    o[slot] = at::empty({qkv.size(0), kv_heads, qkv.size(1), call.problem.k}, o[kSlotX].options());
+  }
+  launch(e, call.problem, o);
+  const auto out = [&](Slot slot) { return o[slot].to(qkv.scalar_type()); };
+  return {out(kSlotY), out(kSlotY2), out(kSlotY3)};
+}
+
+at::Tensor rope_append(const Engine& e, const at::Tensor& qkv, const at::Tensor& cos,
+                       const at::Tensor& sin, int64_t heads, int64_t kv_heads,
+                       const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
+                       std::string_view format_k, std::string_view format_v,
+                       const OptionalTensor& v, const OptionalTensor& q_norm,
+                       const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
+  const RopeOptions options{v, q_norm, k_norm, eps, offset, interleaved};
+  const RopeAppendShape shape = check_rope_append(qkv, cos, sin, heads, kv_heads, keys, values,
+                                                  slots, format_k, format_v, options);
+  check_memory_of_rope_append(keys, values, qkv, cos, sin, slots, options);
+  if (slots.is_cpu()) check_slots(slots, keys.size(2));
+  // In f32 k and v would be packed before they are rounded to the dtype of qkv.
+  const bool is_rounded_once = common_dtype(qkv, {v, q_norm, k_norm}) == qkv.scalar_type();
+  if (!is_rounded_once || !is_written_by_a_kernel(keys, values, shape.cache)) {
+    const auto [q, key, value] =
+        rope(e, qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset, interleaved);
+    cache_append(e, keys, values, key, value, slots, format_k, format_v);
+    return q;
+  }
+  Call call(Op::kRopeAppend, shape.rope, qkv, cos, sin, options, qkv.scalar_type());
+  call.write(keys, values, slots, shape.cache.keys);
+  launch(e, call.problem, call.operands);
+  return call.operands[kSlotY];
+}
+
+void cache_append(const Engine& e, const at::Tensor& keys, const at::Tensor& values,
+                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots,
+                  std::string_view format_k, std::string_view format_v) {
+  const CacheShape shape = check_cache_append(keys, values, k, v, slots, format_k, format_v);
+  check_memory_of_append(keys, values, k, v, slots);
+  if (slots.is_cpu()) check_slots(slots, keys.size(2));
+  if (k.numel() == 0) return;
+  if (is_written_by_a_kernel(keys, values, shape)) {
+    Call call(k, v, common_dtype(k, {v}));
+    call.write(keys, values, slots, shape.keys);
+    launch(e, call.problem, call.operands);
+    return;
+  }
+  const at::Tensor new_keys = as_rows_of(keys, k, shape.keys);
+  const at::Tensor new_values = as_rows_of(values, v, shape.values);
+  at::Tensor(keys).index_copy_(2, slots, new_keys);
+  at::Tensor(values).index_copy_(2, slots, new_values);
+}
+
+}  // namespace metalmm::gpu

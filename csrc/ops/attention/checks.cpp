@@ -1,0 +1,169 @@
+#include "checks.h"
+
+#include <cmath>
+#include <limits>
+
+#include "ops/tensors.h"
+
+namespace metalmm {
+namespace {
+
+using Size = c10::SymInt;
+
+void check_dims(const char* name, const at::Tensor& t, const char* shape) {
+  TORCH_CHECK_VALUE(t.dim() == 4, name, ": shape ", t.sym_sizes(), "; must be ", shape);
+}
+
+// Rows of `dim` values of a format: [B, kv_heads, capacity, row].
+const Format& check_rows(const char* name, const at::Tensor& rows, std::string_view format,
+                         const Size& dim, const at::Tensor& x) {
+  const Format& f = check_format(format);
+  check_device(name, rows, x);
+  check_dims(name, rows, "[B, kv_heads, capacity, row]");
+  check_k(name, f, dim);
+  const bool is_packed = rows.scalar_type() == at::kByte;
+  TORCH_CHECK_VALUE(is_packed || is_dense(f, rows.scalar_type()), name, ": dtype ",
+                    rows.scalar_type(), "; allowed: uint8 rows of ", f.name);
+  const Size row = is_packed ? f.row_bytes(dim) : dim;
+  TORCH_CHECK_VALUE(rows.sym_size(3) == row, name, ": shape ", rows.sym_sizes(), "; a row of ", dim,
+                    " values in ", f.name, " has ", row, is_packed ? " bytes" : " values");
+  return f;
+}
+
+CacheShape check_cache(const at::Tensor& keys, const at::Tensor& values, std::string_view format_k,
+                       std::string_view format_v, const Size& dim, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(dim >= 1, "D: ", dim, "; at least 1");
+  const Format& key = check_rows("keys", keys, format_k, dim, x);
+  const Format& value = check_rows("values", values, format_v, dim, x);
+  const CacheShape out{key, value, keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), dim};
+  for (int64_t d = 0; d < 3; ++d) {
+    TORCH_CHECK_VALUE(values.sym_size(d) == keys.sym_size(d), "values: shape ", values.sym_sizes(),
+                      "; keys are ", keys.sym_sizes());
+  }
+  return out;
+}
+
+void check_int64(const char* name, const at::Tensor& t, int64_t dim, const at::Tensor& x) {
+  check_device(name, t, x);
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kLong && t.dim() == dim, name, ": ", t.scalar_type(),
+                    " ", t.sym_sizes(), "; must be int64 ", dim ? "[S]" : "[]");
+}
+
+// What a cache is given: [batch, kv_heads, count, dim], of the argument x.
+struct NewRows {
+  const char* name;
+  const at::Tensor& x;
+  Size batch, kv_heads, count, dim;
+};
+
+CacheShape check_append(const at::Tensor& keys, const at::Tensor& values, std::string_view format_k,
+                        std::string_view format_v, const at::Tensor& slots, const NewRows& rows) {
+  check_int64("slots", slots, 1, rows.x);
+  const CacheShape out = check_cache(keys, values, format_k, format_v, rows.dim, rows.x);
+  TORCH_CHECK_VALUE(rows.batch == out.batch && rows.kv_heads == out.kv_heads, rows.name, ": shape ",
+                    rows.x.sym_sizes(), "; [B, kv_heads] is [", rows.batch, ", ", rows.kv_heads,
+                    "], of the cache [", out.batch, ", ", out.kv_heads, "]");
+  TORCH_CHECK_VALUE(slots.sym_size(0) == rows.count, "slots: ", slots.sym_size(0), "; ", rows.name,
+                    " has ", rows.count, " rows");
+  return out;
+}
+
+void check_mask(const at::Tensor& mask, const AttentionShape& s, const at::Tensor& q) {
+  check_device("mask", mask, q);
+  if (mask.scalar_type() != at::kBool) check_activation_dtype("mask", mask);
+  check_dims("mask", mask, "[B or 1, heads or 1, S, T]");
+  const auto fits = [&](int64_t d, const Size& n) {
+    return mask.sym_size(d) == 1 || mask.sym_size(d) == n;
+  };
+  TORCH_CHECK_VALUE(fits(0, s.cache.batch) && fits(1, s.heads) && mask.sym_size(2) == s.queries,
+                    "mask: shape ", mask.sym_sizes(), "; must be [1 or ", s.cache.batch, ", 1 or ",
+                    s.heads, ", ", s.queries, ", T]");
+}
+
+}  // namespace
+
+CacheShape check_cache_append(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& k,
+                              const at::Tensor& v, const at::Tensor& slots,
+                              std::string_view format_k, std::string_view format_v) {
+  check_activation_dtype("k", k);
+  check_activation_dtype("v", v);
+  check_dims("k", k, "[B, kv_heads, S, D]");
+  check_device("v", v, k);
+  TORCH_CHECK_VALUE(v.sym_sizes() == k.sym_sizes(), "v: shape ", v.sym_sizes(), "; k is ",
+                    k.sym_sizes());
+  return check_append(keys, values, format_k, format_v, slots,
+                      {"k", k, k.sym_size(0), k.sym_size(1), k.sym_size(2), k.sym_size(3)});
+}
+
+RopeAppendShape check_rope_append(const at::Tensor& qkv, const at::Tensor& cos,
+                                  const at::Tensor& sin, int64_t heads, int64_t kv_heads,
+                                  const at::Tensor& keys, const at::Tensor& values,
+                                  const at::Tensor& slots, std::string_view format_k,
+                                  std::string_view format_v, const RopeOptions& o) {
+  const RopeShape rope =
+      check_rope(qkv, cos, sin, heads, kv_heads, o.v, o.q_norm, o.k_norm, o.eps, o.offset);
+  const NewRows rows{"qkv", qkv, rope.batch, kv_heads, rope.positions, rope.dim};
+  return {rope, check_append(keys, values, format_k, format_v, slots, rows)};
+}
+
+AttentionShape check_attention(const at::Tensor& q, const at::Tensor& keys,
+                               const at::Tensor& values, std::string_view format_k,
+                               std::string_view format_v, const at::Tensor& length,
+                               const AttentionOptions& o) {
+  check_activation_dtype("q", q);
+  check_dims("q", q, "[B, heads, S, D]");
+  const AttentionShape out{check_cache(keys, values, format_k, format_v, q.sym_size(3), q),
+                           q.sym_size(1), q.sym_size(2)};
+  TORCH_CHECK_VALUE(q.sym_size(0) == out.cache.batch, "q: shape ", q.sym_sizes(),
+                    "; the cache has ", out.cache.batch, " sequences");
+  TORCH_CHECK_VALUE(out.cache.kv_heads >= 1 && out.heads % out.cache.kv_heads == 0,
+                    "q: ", out.heads, " heads; must be a multiple of the ", out.cache.kv_heads,
+                    " of the cache");
+  check_int64("length", length, 0, q);
+  if (o.mask.has_value()) check_mask(*o.mask, out, q);
+  if (o.sinks.has_value()) {
+    check_device("sinks", *o.sinks, q);
+    check_activation_dtype("sinks", *o.sinks);
+    TORCH_CHECK_VALUE(o.sinks->dim() == 1 && o.sinks->sym_size(0) == out.heads, "sinks: shape ",
+                      o.sinks->sym_sizes(), "; must be [", out.heads, "]");
+  }
+  check_f32("scale", o.scale.value_or(1));
+  check_f32("softcap", o.softcap);
+  TORCH_CHECK_VALUE(o.softcap == 0 || o.softcap >= std::numeric_limits<float>::min(),
+                    "softcap: ", o.softcap,
+                    "; must be a normal number of f32 above 0, or 0 for none");
+  TORCH_CHECK_VALUE(o.window >= 0, "window: ", o.window, "; at least 1, 0 for none");
+  find_way(o);
+  return out;
+}
+
+std::optional<AttentionWay> find_way(const AttentionOptions& options) {
+  constexpr const char* kNames[] = {"attention_split", "attention_tile", "torch"};
+  if (!options.strategy.has_value()) return std::nullopt;
+  return static_cast<AttentionWay>(or_value_error([&] {
+    return find_name("strategy", *options.strategy, 3, [&](int i) { return kNames[i]; });
+  }));
+}
+
+int64_t check_length(const at::Tensor& length, const at::Tensor& keys, const OptionalTensor& mask) {
+  const int64_t n = *elements<int64_t>(length), capacity = keys.size(2);
+  TORCH_CHECK_VALUE(n >= 0 && n <= capacity, "length: ", n, "; the cache has ", capacity, " slots");
+  TORCH_CHECK_VALUE(!mask.has_value() || mask->size(3) >= n,
+                    "mask: ", mask.has_value() ? mask->size(3) : 0, " columns; length is ", n);
+  return n;
+}
+
+void check_slots(const at::Tensor& slots, int64_t capacity) {
+  const at::Tensor dense = slots.contiguous();
+  const int64_t* at = elements<int64_t>(dense);
+  for (int64_t i = 0; i < dense.numel(); ++i) {
+    TORCH_CHECK_INDEX(at[i] >= 0 && at[i] < capacity, "slots: ", at[i],
+                      " is out of range; the cache has ", capacity, " slots");
+  }
+}
+
+double scale_of(const AttentionOptions& options, int64_t dim) {
+  return options.scale.value_or(1 / std::sqrt(static_cast<double>(dim)));
+}
+
+}  // namespace metalmm

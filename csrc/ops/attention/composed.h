@@ -1,0 +1,19 @@
+// Attention and the quantizers of a cache, of torch's own ops: on any device, without a copy to the
+// host.
+#pragma once
+
+#include "calls.h"
+#include "ops/checks.h"
+
+namespace metalmm::composed {
+
+// Keys and values [B, kv_heads, T, D] of any float dtype; in f32, rounded once, differentiable.
+at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                     const at::Tensor& length, const AttentionOptions& options);
+
+// x f32 [N, K] -> the rows of the format, uint8 [N, row_bytes(K)], with the bytes of quantize; a
+// tensor that is not defined where no composition is written. A block with NaN or Inf decodes to no
+// finite number.
+at::Tensor quantize(const at::Tensor& x, const Format& format);
+
+}  // namespace metalmm::composed

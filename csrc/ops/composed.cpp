@@ -1,0 +1,94 @@
+#include "composed.h"
+
+#include <cmath>
+
+#include "tensors.h"
+
+namespace metalmm::composed {
+namespace {
+
+// gelu_tanh(x) = x / 2 (1 + tanh(a (x + b x^3)))
+const double kTanhScale = std::sqrt(2 / M_PI), kTanhCube = 0.044715;
+
+// Values [..., D] of heads, the first R of them rotated by cos and sin [B or 1, S, 1, R].
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                  bool interleaved) {
+  const int64_t rotated = cos.size(-1);
+  if (rotated == 0) return x;
+  const at::Tensor head = x.narrow(-1, 0, rotated);
+  at::Tensor turned;
+  if (interleaved) {
+    const auto pairs = head.unflatten(-1, {rotated / 2, 2}).unbind(-1);
+    turned = at::stack({-pairs[1], pairs[0]}, -1).flatten(-2);
+  } else {
+    const auto halves = head.chunk(2, -1);
+    turned = at::cat({-halves[1], halves[0]}, -1);
+  }
+  const at::Tensor out = head * cos + turned * sin;
+  const int64_t rest = x.size(-1) - rotated;
+  return rest ? at::cat({out, x.narrow(-1, rotated, rest)}, -1) : out;
+}
+
+}  // namespace
+
+at::Tensor activate(const at::Tensor& gate, Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+      return at::silu(gate);
+    case Activation::kGelu:
+      return at::gelu(gate);
+    case Activation::kGeluTanh:
+      return at::gelu(gate, "tanh");
+    case Activation::kRelu2:
+      break;
+  }
+  return at::relu(gate).square();
+}
+
+at::Tensor slope(const at::Tensor& gate, Activation activation) {
+  switch (activation) {
+    case Activation::kSilu: {
+      const at::Tensor s = gate.sigmoid();
+      return s * (1 + gate * (1 - s));
+    }
+    case Activation::kGelu: {
+      const at::Tensor density = (gate.square() * -0.5).exp() * (M_SQRT1_2 * M_2_SQRTPI / 2);
+      return (1 + (gate * M_SQRT1_2).erf()) * 0.5 + gate * density;
+    }
+    case Activation::kGeluTanh: {
+      const at::Tensor t = (kTanhScale * (gate + kTanhCube * gate.pow(3))).tanh();
+      const at::Tensor inner = kTanhScale * (1 + 3 * kTanhCube * gate.square());
+      return 0.5 * (1 + t) + 0.5 * gate * (1 - t.square()) * inner;
+    }
+    case Activation::kRelu2:
+      break;
+  }
+  return 2 * at::relu(gate);
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset) {
+  const at::Tensor rows = x.to(at::kFloat);
+  const at::Tensor scaled = rows * (rows.square().mean(-1, true) + eps).rsqrt();
+  return weight.has_value() ? scaled * (weight->to(at::kFloat) + offset) : scaled;
+}
+
+Heads rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
+           int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
+           const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
+  const int64_t all = heads + (v.has_value() ? 1 : 2) * kv_heads;
+  const at::Tensor by_head = qkv.unflatten(-1, {all, qkv.size(-1) / all}).to(at::kFloat);
+  const at::Tensor c = cos.to(at::kFloat).unsqueeze(2), s = sin.to(at::kFloat).unsqueeze(2);
+  const auto finish = [&](const at::Tensor& t) {
+    return stored(t.transpose(1, 2), qkv.scalar_type());
+  };
+  const auto turned = [&](int64_t first, int64_t count, const OptionalTensor& norm) {
+    const at::Tensor part = by_head.narrow(2, first, count);
+    return finish(
+        rotate(norm.has_value() ? rms_norm(part, norm, eps, offset) : part, c, s, interleaved));
+  };
+  const at::Tensor values = v.has_value() ? v->unflatten(-1, {kv_heads, by_head.size(-1)})
+                                          : by_head.narrow(2, heads + kv_heads, kv_heads);
+  return {turned(0, heads, q_norm), turned(heads, kv_heads, k_norm), finish(values)};
+}
+
+}  // namespace metalmm::composed

@@ -1,0 +1,188 @@
+// The passes of attention: parts of the context, and their join.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "metal/geometry.h"
+#include "plan/passes.h"
+
+namespace metalmm {
+namespace {
+
+using S = StrategyId;
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
+
+// Rows of q of a head of keys.
+int64_t rows_of_head(const AttentionSizes& a) { return product(a.heads / a.kv_heads, a.queries); }
+
+// Queries up to which the context is split: beyond, rows of q alone fill a GPU.
+constexpr int64_t kSplitQueries = 16;
+
+int64_t parts_of(const Problem& p) {
+  if (p.attention.queries > kSplitQueries) return 1;
+  return std::clamp<int64_t>(ceil_div(p.n, kMinPartSlots), 1, kMaxParts);
+}
+
+// A single causal query sees every slot.
+uint32_t bits_of(const AttentionSizes& a) {
+  return (a.causal && a.queries > 1 ? kAttentionCausal : 0u) | (a.window ? kAttentionWindow : 0u) |
+         (a.softcap != 0 ? kAttentionSoftcap : 0u) | (a.bool_mask ? kAttentionBoolMask : 0u) |
+         (a.float_mask ? kAttentionFloatMask : 0u) | (a.sinks ? kAttentionSinks : 0u) |
+         (a.sinks && a.float_sinks ? kAttentionFloatSinks : 0u);
+}
+
+KernelArgs args_of(const Problem& p, int64_t parts) {
+  const AttentionSizes& a = p.attention;
+  KernelArgs out{};
+  out.w_stride = or_packed(p.w_stride, p.format->row_bytes(p.k));
+  out.head_stride = a.head_stride;
+  out.sequence_stride = a.sequence_stride;
+  out.x2_stride = a.mask_stride;
+  out.x2_head_stride = a.mask_head_stride;
+  out.x2_sequence_stride = a.mask_sequence_stride;
+  out.m = u32(product(product(a.batch, a.heads), a.queries), "q");
+  out.n = u32(p.n, "n");
+  out.k = u32(p.k, "k");
+  out.parts = u32(parts, "parts");
+  out.heads = u32(a.heads, "heads");
+  out.kv_heads = u32(a.kv_heads, "kv_heads");
+  out.positions = u32(a.queries, "queries");
+  out.window = u32(std::min(a.window, p.n), "window");  // over all slots it hides none
+  out.alpha = a.scale;
+  out.softcap = a.softcap;
+  return out;
+}
+
+// q is dense: its rows begin at multiples of those of a head. Slots begin where those of heads and
+// sequences do.
+uint32_t bounds_of(const Problem& p, const KernelArgs& args) {
+  const bool is_aligned = p.x_alignment % 16 == 0 && p.k * dtype_bytes(p.dtype) % 16 == 0;
+  Problem slots = p;
+  const auto begin_at = [&](int64_t count, int64_t stride) {
+    const int64_t at = stride | 16;
+    if (count > 1) slots.w_alignment = std::min(slots.w_alignment, at & -at);
+  };
+  begin_at(p.attention.kv_heads, args.head_stride);
+  begin_at(p.attention.batch, args.sequence_stride);
+  return bounds_of_weights(slots, args) | (is_aligned ? kBoundsAlignedX : 0u);
+}
+
+// Rows of q of a threadgroup.
+int64_t rows_of(StrategyId strategy, const Problem& p) {
+  if (strategy == S::attention_tile) return AttentionTileGeometry::kRows;
+  const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kRows;
+  return ceil_div(rows, ceil_div(rows, most));
+}
+
+uint32_t bytes_of(StrategyId strategy, const Problem& p) {
+  const int bytes = strategy == S::attention_tile
+                        ? AttentionTileGeometry::threadgroup_bytes(p.dtype == DType::kF16)
+                        : AttentionSplitGeometry::threadgroup_bytes(
+                              static_cast<int>(p.k), static_cast<int>(rows_of(strategy, p)));
+  return static_cast<uint32_t>(ceil_div(bytes, 16) * 16);
+}
+
+Pass pass_of(StrategyId strategy, const Problem& p, int64_t parts) {
+  const AttentionSizes& a = p.attention;
+  const int64_t tiles = ceil_div(rows_of_head(a), rows_of(strategy, p));
+  Pass out;
+  out.kernel = kernel_name(strategy, p.format->codec, p.dtype);
+  out.grid = {u32(product(tiles, parts), "grid"), u32(a.kv_heads, "grid"), u32(a.batch, "grid")};
+  out.threads = {static_cast<uint32_t>(info_of(strategy).threads), 1, 1};
+  out.threadgroup_bytes = bytes_of(strategy, p);
+  out.slots = info_of(strategy).slots;
+  out.args = args_of(p, parts);
+  out.constants[kConstantK] = out.args.k;
+  out.constants[kConstantEpilogue] = bits_of(a) | (parts > 1 ? kEpiloguePartial : 0u);
+  out.constants[kConstantBounds] = bounds_of(p, out.args);
+  if (strategy == S::attention_split) {
+    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of(strategy, p));
+  }
+  return out;
+}
+
+Pass join_of(const Problem& p, const Pass& first) {
+  Pass out;
+  out.kernel = kernel_name(S::attention_join, Codec::kCount, p.dtype);
+  out.grid = {first.args.m, 1, 1};
+  out.threads = {static_cast<uint32_t>(info_of(S::attention_join).threads), 1, 1};
+  out.threadgroup_bytes = threadgroup_bytes_of(S::attention_join, p.dtype);
+  out.slots = info_of(S::attention_join).slots;
+  out.args = first.args;
+  out.constants[kConstantK] = first.args.k;
+  out.constants[kConstantEpilogue] = bits_of(p.attention);
+  return out;
+}
+
+StrategyId choose(const Problem& p, std::optional<StrategyId> forced, std::string* reason) {
+  if (forced) {
+    if (forced != S::attention_split && forced != S::attention_tile) {
+      reject("strategy: " + std::string(to_string(*forced)) +
+             " does not compute attention; allowed: attention_split, attention_tile");
+    }
+    *reason = "forced";
+    return *forced;
+  }
+  const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kMostRows;
+  const bool is_split = rows <= most;
+  *reason = str(rows) + " rows of q for a head of keys are " + (is_split ? "at most " : "over ") +
+            str(most) +
+            (is_split ? ": lanes share the values of a slot" : ": matrix-unit tiles of 32 rows");
+  return is_split ? S::attention_split : S::attention_tile;
+}
+
+}  // namespace
+
+bool has_attention(const Format& format, int64_t k) {
+  return is_stored(format.codec) && k >= kHeadStep && k % kHeadStep == 0 && k <= kMaxHeadValues;
+}
+
+void check_attention(const Problem& p) {
+  const AttentionSizes& a = p.attention;
+  if (a.batch < 0 || a.heads < 1 || a.kv_heads < 1 || a.queries < 0 || a.heads % a.kv_heads) {
+    reject("attention: batch " + str(a.batch) + ", heads " + str(a.heads) + ", kv_heads " +
+           str(a.kv_heads) + ", queries " + str(a.queries) +
+           "; none may be negative, heads a multiple of kv_heads");
+  }
+  if (!has_attention(*p.format, p.k)) {
+    reject("attention: heads of " + str(p.k) + " values of " + p.format->name +
+           "; allowed: multiples of " + str(kHeadStep) + " up to " + str(kMaxHeadValues) +
+           ", of formats that a shader stores");
+  }
+  if (p.n > INT32_MAX / 2 || a.queries > INT32_MAX / 2) {  // their sum still fits 32 bits
+    reject("attention: " + str(p.n) + " slots, " + str(a.queries) + " queries; at most " +
+           str(INT32_MAX / 2));
+  }
+  if (a.window < 0) reject("window: " + str(a.window) + "; at least 1, 0 for none");
+  if (a.bool_mask && a.float_mask) reject("mask: of bools or of f32, not both");
+}
+
+Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced) {
+  Plan out;
+  const AttentionSizes& a = p.attention;
+  if (a.batch == 0 || a.queries == 0) {
+    out.reason = "no output: no pass";
+    return out;
+  }
+  check_sizes(p);
+  const StrategyId strategy = choose(p, forced, &out.reason);
+  if (bytes_of(strategy, p) > gpu.max_threadgroup_memory) {
+    reject("gpu: " + std::string(to_string(strategy)) + " needs " + str(bytes_of(strategy, p)) +
+           " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
+  }
+  const int64_t parts = parts_of(p);
+  out.reason = std::string(to_string(strategy)) + ": " + out.reason;
+  out.passes.push_back(pass_of(strategy, p, parts));
+  if (parts > 1) {
+    const int64_t results = product(out.passes[0].args.m, parts);
+    out.workspace_bytes = static_cast<size_t>(product(results, (p.k + 2) * 4));
+    out.reason += "; the slots in up to " + str(parts) + " parts";
+    out.passes.push_back(join_of(p, out.passes[0]));
+  }
+  return out;
+}
+
+}  // namespace metalmm

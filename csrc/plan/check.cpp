@@ -1,0 +1,98 @@
+// What of a problem can be planned.
+#include <stdexcept>
+#include <string>
+
+#include "passes.h"
+
+namespace metalmm {
+namespace {
+
+constexpr int64_t kMaxStride = int64_t{1} << 56;  // in bytes, it still fits 64 bits
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
+
+void check_weights(const Problem& p) {
+  const std::string op = to_string(p.op);
+  if (!p.format) reject("format: " + op + " needs one");
+  if (p.k % p.format->block_values) {
+    reject("k: " + str(p.k) + " is not a multiple of the " + str(p.format->block_values) +
+           " values of a block of " + p.format->name);
+  }
+  // Where k itself does not fit, check_sizes() refuses it.
+  if (p.k <= UINT32_MAX && p.format->row_bytes(p.k) > UINT32_MAX) {
+    reject("k: " + str(p.k) + " values of " + p.format->name + " are " +
+           str(p.format->row_bytes(p.k)) +
+           " bytes; shaders count the bytes of a row in 32 bits, at most " + str(UINT32_MAX));
+  }
+  const int64_t alignment = p.format->alignment;
+  const bool strides_fit = p.n <= 1 || ((p.w_stride == kPacked || p.w_stride % alignment == 0) &&
+                                        (p.w2_stride == kPacked || p.w2_stride % alignment == 0));
+  if (p.w_alignment % alignment || !strides_fit) {
+    reject("weight: rows of " + p.format->name + " begin at multiples of " + str(alignment) +
+           " bytes; alignment " + str(p.w_alignment) + ", stride " + str(p.w_stride));
+  }
+}
+
+void check_rope(const Problem& p) {
+  const RopeSizes& r = p.rope;
+  if (r.heads < 0 || r.kv_heads < 0) {
+    reject("heads: " + str(r.heads) + " of q, " + str(r.kv_heads) + " of k; none may be negative");
+  }
+  if (r.rotated < 0 || r.rotated % 2 || r.rotated > p.k) {
+    reject("rotated: " + str(r.rotated) + "; must be even, 0 to the " + str(p.k) +
+           " values of a head");
+  }
+  if (r.positions < 1 || p.m % r.positions) {
+    reject("positions: " + str(r.positions) + "; must divide the " + str(p.m) + " rows of x");
+  }
+  if (p.m && r.angle_rows != p.m && r.angle_rows != r.positions) {
+    reject("angle_rows: " + str(r.angle_rows) + "; must be " + str(r.positions) + " or " +
+           str(p.m));
+  }
+}
+
+}  // namespace
+
+void check(const Problem& p) {
+  const std::string op = to_string(p.op);
+  if (p.m < 0 || p.n < 0 || p.k < 0) {
+    reject("shape: M, N, K = " + str(p.m) + ", " + str(p.n) + ", " + str(p.k) +
+           "; none may be negative");
+  }
+  for (int64_t stride :
+       {p.x_stride, p.x2_stride, p.y_stride, p.w_stride, p.w2_stride, p.append.head_stride,
+        p.append.sequence_stride, p.append.x_head_stride, p.append.x_sequence_stride,
+        p.append.x2_head_stride, p.append.x2_sequence_stride}) {
+    if (stride < kPacked || stride > kMaxStride) {
+      reject("stride: " + str(stride) + "; must be 0 to " + str(kMaxStride) + ", or " +
+             str(kPacked) + " for rows that follow each other");
+    }
+  }
+  const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
+  const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
+  if (!has_epilogue && (p.has_bias || p.alpha != 1 || (p.has_c && p.op != Op::kRmsNorm))) {
+    reject("bias, c, alpha: " + op + " has none; linear and swiglu_down have, rms_norm has c");
+  }
+  if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
+  if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
+    reject("norm: of x of linear and swiglu_up, not of " + op);
+  }
+  if (p.has_norm_weight && !p.has_norm && !is_norm) reject("norm: a weight, but no norm");
+  if (p.y_f32 && (p.op != Op::kLinear || p.has_bias || p.has_c || p.alpha != 1)) {
+    reject("y_f32: only of linear without bias, c and alpha");
+  }
+  if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
+    reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
+  }
+  if (is_of_rows(p.op) && p.k > INT32_MAX) {  // a step beyond k still fits 32 bits
+    reject("k: " + str(p.k) + "; " + op + " takes at most " + str(INT32_MAX));
+  }
+  if (p.op == Op::kRope || p.op == Op::kRopeAppend) check_rope(p);
+  if (has_weight(p.op)) check_weights(p);
+  if (p.op == Op::kRopeAppend) check_append(p);
+  if (p.op == Op::kAttention) check_attention(p);
+}
+
+}  // namespace metalmm

@@ -1,0 +1,86 @@
+// Structs of a Problem from dicts of Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "plan/names.h"
+#include "plan/plan.h"
+
+namespace metalmm {
+
+namespace py = pybind11;
+
+// A field of a struct by its name.
+template <class Struct>
+struct Field {
+  template <class Value>
+  Field(const char* field, Value Struct::* member)
+      : name(field), set([member](Struct& to, py::handle v) { to.*member = py::cast<Value>(v); }) {}
+
+  const char* name;
+  std::function<void(Struct&, py::handle)> set;
+};
+
+// Sets what is given; ValueError that lists the fields: `what` has none of that name.
+template <class Struct>
+void set_fields(const char* what, const py::dict& given, const std::vector<Field<Struct>>& fields,
+                Struct& to) {
+  for (auto [key, value] : given) {
+    const int i = find_name(what, py::cast<std::string>(key), static_cast<int>(fields.size()),
+                            [&](int f) { return fields[f].name; });
+    fields[i].set(to, value);
+  }
+}
+
+inline RopeSizes read_rope(const py::dict& given) {
+  static const std::vector<Field<RopeSizes>> fields = {
+      {"heads", &RopeSizes::heads},           {"kv_heads", &RopeSizes::kv_heads},
+      {"rotated", &RopeSizes::rotated},       {"positions", &RopeSizes::positions},
+      {"angle_rows", &RopeSizes::angle_rows}, {"q_norm", &RopeSizes::q_norm},
+      {"k_norm", &RopeSizes::k_norm},         {"interleaved", &RopeSizes::interleaved},
+      {"v_apart", &RopeSizes::v_apart},       {"float_angles", &RopeSizes::float_angles}};
+  RopeSizes out;
+  set_fields("rope", given, fields, out);
+  return out;
+}
+
+inline AppendSizes read_append(const py::dict& given) {
+  using A = AppendSizes;
+  static const std::vector<Field<A>> fields = {
+      {"head_stride", &A::head_stride},       {"sequence_stride", &A::sequence_stride},
+      {"x_head_stride", &A::x_head_stride},   {"x_sequence_stride", &A::x_sequence_stride},
+      {"x2_head_stride", &A::x2_head_stride}, {"x2_sequence_stride", &A::x2_sequence_stride}};
+  A out;
+  set_fields("append", given, fields, out);
+  return out;
+}
+
+inline AttentionSizes read_attention(const py::dict& given) {
+  using A = AttentionSizes;
+  static const std::vector<Field<A>> fields = {{"batch", &A::batch},
+                                               {"heads", &A::heads},
+                                               {"kv_heads", &A::kv_heads},
+                                               {"queries", &A::queries},
+                                               {"head_stride", &A::head_stride},
+                                               {"sequence_stride", &A::sequence_stride},
+                                               {"mask_stride", &A::mask_stride},
+                                               {"mask_head_stride", &A::mask_head_stride},
+                                               {"mask_sequence_stride", &A::mask_sequence_stride},
+                                               {"window", &A::window},
+                                               {"scale", &A::scale},
+                                               {"softcap", &A::softcap},
+                                               {"causal", &A::causal},
+                                               {"bool_mask", &A::bool_mask},
+                                               {"float_mask", &A::float_mask},
+                                               {"sinks", &A::sinks},
+                                               {"float_sinks", &A::float_sinks}};
+  A out;
+  set_fields("attention", given, fields, out);
+  return out;
+}
+
+}  // namespace metalmm

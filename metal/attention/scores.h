@@ -1,0 +1,179 @@
+// What the kernels of attention share: which slots a query sees, its scores, and how the parts of a
+// row of q are joined.
+#pragma once
+
+#include <metal_simdgroup>
+
+#include "../tile/load.h"
+
+namespace metalmm {
+
+template <class T>
+struct AttentionOperands {
+  device const T* q;  // [sequence, head, query, fc_k]
+  device const uchar* keys;
+  device const uchar* values;
+  device const uchar* mask;  // bool or float [sequence, head, query, slot]
+  device const T* sinks;     // or float [head]
+  device const long* length;
+};
+
+// Slots [first, last).
+struct Span {
+  uint first, last;
+};
+
+// A row of q: of head `head` of a sequence, query `query`.
+struct QueryRow {
+  uint sequence, head, query;
+};
+
+// Row r of the rows of a head of keys: all queries of its first head of q, of its second, ...
+METAL_FUNC QueryRow query_row(constant KernelArgs& args, uint sequence, uint kv_head, uint r) {
+  const uint group = args.heads / args.kv_heads;
+  return {sequence, kv_head * group + r / args.positions, r % args.positions};
+}
+METAL_FUNC uint rows_of_head(constant KernelArgs& args) {
+  return args.heads / args.kv_heads * args.positions;
+}
+// Where the row is in q, in the partial results, and in y [sequence, query, head].
+METAL_FUNC ulong row_of_q(constant KernelArgs& args, QueryRow row) {
+  return (ulong(row.sequence) * args.heads + row.head) * args.positions + row.query;
+}
+METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
+  return (ulong(row.sequence) * args.positions + row.query) * args.heads + row.head;
+}
+
+// A length that the host has not seen, made one that the cache has.
+METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args) {
+  return uint(clamp(*length, 0L, long(args.n)));
+}
+
+// The slots that a query sees where `filled` slots have rows, the last ones the queries' own.
+METAL_FUNC Span seen_by(constant KernelArgs& args, uint filled, uint query) {
+  const int own = int(filled) - int(args.positions) + int(query);
+  Span out = {0, filled};
+  if (fc_epilogue & kAttentionCausal) out.last = uint(clamp(own + 1, 0, int(filled)));
+  if (fc_epilogue & kAttentionWindow) {
+    out.first = uint(clamp(own - int(args.window) + 1, 0, int(out.last)));
+  }
+  return out;
+}
+
+// Of what all queries see, the slots of a part.
+METAL_FUNC Span slots_of_part(constant KernelArgs& args, uint filled, uint part) {
+  const uint first = seen_by(args, filled, 0).first;
+  const uint last = seen_by(args, filled, args.positions - 1).last;
+  if (first >= last) return {0, 0};
+  if ((fc_epilogue & kEpiloguePartial) == 0) return {first, last};
+  const uint slots = part_slots(last - first);
+  return {min(first + part * slots, last), min(first + (part + 1) * slots, last)};
+}
+
+// c tanh(s / c). tanh: below 0.625 an odd polynomial (Cephes tanhf), else 1 - 2 / (e^2x + 1), both
+// within 2 ulp.
+METAL_FUNC float soft_cap(float s, float c) {
+  const float x = s / c, size = abs(x), z = x * x;
+  float p = fma(-5.70498872745e-3f, z, 2.06390887954e-2f);
+  p = fma(p, z, -5.37397155531e-2f);
+  p = fma(p, z, 1.33314422036e-1f);
+  p = fma(p, z, -3.33332819422e-1f);
+  const float small = fma(p * z, x, x);
+  const float large = copysign(1.0f - 2.0f / (exp(2.0f * (size > 20.0f ? 20.0f : size)) + 1.0f), x);
+  return c * (size < 0.625f ? small : large);
+}
+
+// What becomes of the products of a row of q with keys.
+struct Scores {
+  device const uchar* mask;  // of the row
+  Span seen;
+
+  template <class T>
+  static METAL_FUNC Scores of_row(AttentionOperands<T> in, constant KernelArgs& args, uint filled,
+                                  QueryRow row) {
+    const long at = long(row.sequence) * args.x2_sequence_stride +
+                    long(row.head) * args.x2_head_stride + long(row.query) * args.x2_stride;
+    const uint value_bytes = fc_epilogue & kAttentionFloatMask ? 4 : 1;
+    return {in.mask + at * value_bytes, seen_by(args, filled, row.query)};
+  }
+
+  // The score of slot t of the part, -inf where the row does not see the slot.
+  static METAL_FUNC float finish(Scores row, constant KernelArgs& args, uint t, float product) {
+    float s = product * args.alpha;
+    if (fc_epilogue & kAttentionSoftcap) s = soft_cap(s, args.softcap);
+    if (fc_epilogue & kAttentionFloatMask) s += reinterpret_cast<device const float*>(row.mask)[t];
+    bool open = true;
+    if (fc_epilogue & kAttentionBoolMask) open = row.mask[t] != 0;
+    if (fc_epilogue & (kAttentionCausal | kAttentionWindow)) {
+      open = open && t >= row.seen.first && t < row.seen.last;
+    }
+    return open ? s : -INFINITY;
+  }
+};
+
+// exp(s - top), where no score at all leaves 0 instead of NaN.
+METAL_FUNC float weight_of(float s, float top) { return exp(s - (top == -INFINITY ? 0.0f : top)); }
+
+// Of some slots and a row: the largest score and the sum of weights exp(score - top).
+struct Total {
+  float top, sum;
+};
+METAL_FUNC Total joined(Total a, Total b) {
+  const float top = max(a.top, b.top);
+  return {top, a.sum * weight_of(a.top, top) + b.sum * weight_of(b.top, top)};
+}
+
+// The sink of a head as slots without values: a score more.
+template <class T>
+METAL_FUNC Total with_sink(Total all, device const T* sinks, uint head) {
+  if ((fc_epilogue & kAttentionSinks) == 0) return all;
+  const float sink = fc_epilogue & kAttentionFloatSinks
+                         ? reinterpret_cast<device const float*>(sinks)[head]
+                         : float(sinks[head]);
+  return joined(all, {sink, 1.0f});
+}
+
+// A value of the result: `sum` of weighed values whose weights have the largest score `top`.
+METAL_FUNC float quotient(float sum, float top, Total all) {
+  return all.sum == 0.0f ? 0.0f : sum * weight_of(top, all.top) / all.sum;
+}
+
+// What a part leaves of a row: fc_k sums; behind those of all rows and parts, their totals.
+struct Partials {
+  device float* sums;
+  device float2* totals;
+  ulong parts;
+
+  static METAL_FUNC Partials at(device float* workspace, constant KernelArgs& args) {
+    const ulong count = ulong(args.m) * args.parts;
+    return {workspace, reinterpret_cast<device float2*>(workspace + count * fc_k), args.parts};
+  }
+  static METAL_FUNC device float* sums_of(Partials p, ulong row, uint part) {
+    return p.sums + (row * p.parts + part) * fc_k;
+  }
+  static METAL_FUNC device float2* total_of(Partials p, ulong row, uint part) {
+    return p.totals + (row * p.parts + part);
+  }
+};
+
+// Where row `row` has its fc_k results, or the sums of a part.
+template <class T>
+struct AttentionResult {
+  device T* y;
+  device const T* sinks;
+
+  static METAL_FUNC void store(AttentionResult r, constant KernelArgs& args, QueryRow row,
+                               uint part, uint d, float sum, Total total) {
+    if (fc_epilogue & kEpiloguePartial) {
+      const Partials p = Partials::at(reinterpret_cast<device float*>(r.y), args);
+      const ulong at = row_of_q(args, row);
+      Partials::sums_of(p, at, part)[d] = sum;
+      if (d == 0) *Partials::total_of(p, at, part) = float2(total.top, total.sum);
+      return;
+    }
+    const Total all = with_sink(total, r.sinks, row.head);
+    r.y[row_of_y(args, row) * fc_k + d] = T(quotient(sum, total.top, all));
+  }
+};
+
+}  // namespace metalmm

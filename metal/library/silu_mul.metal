@@ -1,9 +1,0 @@
-// silu_mul of every dtype of y; gate and up are f32.
-#include "../entry.h"
-#include "../kernels/probes.h"
-#include "../kernels/silu.h"
-
-#define MM_SILU_MUL(dtype, T, name)                                                          \
-  MM_KERNEL(name##_##dtype, (MM_IN(float, x, kSlotX), MM_IN(float, x2, kSlotX2), MM_OUT(T)), \
-            metalmm::Elementwise<metalmm::SiluMul, float, T>::run(x, x2, y, args, at))
-MM_EACH_DTYPE(MM_SILU_MUL, silu_mul)
