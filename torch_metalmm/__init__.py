@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .files.gguf.load import load_gguf
     from .files.mlx.load import load_mlx
     from .files.mlx.save import save_mlx
+    from .hf.cache import PackedCache
     from .hf.config import MetalMMConfig
     from .hf.packed import load_packed, save_packed
     from .models.adopt import adopt_
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MetalMMConfig",
+    "PackedCache",
     "QuantEmbedding",
     "QuantLinear",
     "adopt_",
@@ -46,6 +48,7 @@ __all__ = [
 
 _MODULE_OF = {
     "MetalMMConfig": "hf.config",
+    "PackedCache": "hf.cache",
     "QuantEmbedding": "nn",
     "QuantLinear": "nn",
     "adopt_": "models.adopt",
@@ -96,6 +99,16 @@ def _plug_into_saving() -> None:
     from .hf import save  # noqa: F401  # save_pretrained of packed models becomes its own
 
 
+def _plug_into_attention() -> None:
+    try:
+        # They register the attention function "metalmm", and how fuse_ chooses generate()'s cache.
+        from .hf import attention, generation  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        import warnings
+
+        warnings.warn(f"this transformers has other attention: {error}", stacklevel=2)
+
+
 def _plug_into_diffusers() -> None:
     from .hf import diffusers  # noqa: F401  # save_pretrained refuses packed layers
 
@@ -127,6 +140,7 @@ when_imported("torch", _register_ops)
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 when_imported("transformers.quantizers.auto", _plug_into_transformers)
 when_imported("transformers.modeling_utils", _plug_into_saving)
+when_imported("transformers.modeling_utils", _plug_into_attention)
 when_imported("diffusers.models.modeling_utils", _plug_into_diffusers)
 when_imported("transformers.modeling_utils", _plug_into_models)
 when_imported("sentence_transformers", _plug_into_sentences)

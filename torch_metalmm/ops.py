@@ -23,13 +23,17 @@ _DECODING = ("dequantize", "embedding")
 
 
 def _register_fake(op: str) -> None:
-    """The fake implementation of an op: a tensor of the sizes that csrc/ops/shapes.cpp computes."""
+    """The fake implementation of an op: tensors of the sizes that csrc/ops/shapes.cpp computes."""
     shape_of = getattr(torch.ops.metalmm, f"_{op}_shape").default
 
-    def fake(*args: Any, **kwargs: Any) -> Tensor:
+    def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
         with no_dispatch():  # the checks see the fake tensors themselves, with their devices
             shape = shape_of(*args, **kwargs)
+        if shape is None:
+            return None
         first: Tensor = args[0]
+        if isinstance(shape, tuple):
+            return tuple(first.new_empty(each) for each in shape)
         if op in _DECODING:
             return first.new_empty(shape, dtype=kwargs.get("dtype") or torch.float32)
         return first.new_empty(shape, dtype=torch.uint8 if op == "quantize" else first.dtype)

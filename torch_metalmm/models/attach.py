@@ -7,7 +7,7 @@ transformers: so this module imports neither.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 
@@ -16,12 +16,46 @@ class _Plug(NamedTuple):
     attach: Callable[[Any], None]
 
 
+class _Caches(NamedTuple):
+    """What hf/generation.py has under these names."""
+
+    check: Callable[[Iterable[Any], str], None]
+    set: Callable[[Iterable[Any], str], None]
+    drop: Callable[[Iterable[Any]], None]
+
+
 _plugs: list[_Plug] = []
+_caches: list[_Caches] = []
 
 
 def plug_in(quantizer: type, attach: Callable[[Any], None]) -> None:
     """Let attach(model) call `attach`; quantizer: the class of hf/ that packs with transformers."""
     _plugs.append(_Plug(quantizer, attach))
+
+
+def plug_in_caches(*functions: Any) -> None:
+    """Let check_cache, set_cache and drop_cache call these."""
+    _caches.append(_Caches(*functions))
+
+
+def check_cache(models: Iterable[Any], format: str) -> None:
+    """ValueError: there is no such format, no model generates, or a model's heads do not fit it."""
+    if not _caches:
+        raise ValueError(f"cache: {format!r}; the model is none of transformers that generates")
+    for plug in _caches:
+        plug.check(models, format)
+
+
+def set_cache(models: Iterable[Any], format: str) -> None:
+    """generate() of models of transformers makes a PackedCache of this format."""
+    for plug in _caches:
+        plug.set(models, format)
+
+
+def drop_cache(models: Iterable[Any]) -> None:
+    """generate() makes the cache that it made before set_cache."""
+    for plug in _caches:
+        plug.drop(models)
 
 
 def attach(model: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
-_ROW = re.compile(r"^MM_STRATEGY\((\w+), *Matmul, *\w+, *kBindMatmul, *(\w+)\)", re.M)
+_ROW = re.compile(r"^MM_STRATEGY\((\w+), *Matmul, *\w+, *kBind(Matmul|Gemv), *(\w+)\)", re.M)
 _COLUMNS = 100  # of a line of clang-format
 
 
@@ -28,10 +28,10 @@ def header_of(kernel: str, metal: Path) -> str:
 
 def shaders(metal: Path = METAL) -> Iterator[tuple[Path, str]]:
     """The file and the text of every strategy that has a Kernel in its row."""
-    for name, kernel in _ROW.findall((metal / "strategies.def").read_text()):
+    for name, slots, kernel in _ROW.findall((metal / "strategies.def").read_text()):
         macro, each = (
             "#define MM_FORMAT(name, Struct)",
-            f"MM_EACH_DTYPE(MM_MATMUL, {name}, name, Struct, {kernel})",
+            f"MM_EACH_DTYPE(MM_{slots.upper()}, {name}, name, Struct, {kernel})",
         )
         line = f"{macro} {each}"
         if len(line) > _COLUMNS:

@@ -64,6 +64,7 @@ class MergedLinear(nn.Module):
         # {thread in a forward of the parent: nothing yet, or (x, its version, what waits)}
         self._held: dict[int, tuple[()] | tuple[Tensor, int | None, dict[int, Tensor]]] = {}
         self._hooks: list[Any] = []
+        self.hook_numbers: tuple[int, ...] = ()  # of them, among the parent's
         # Emptied, so that their bytes exist once. In a list they are no children: the parts are.
         for layer in self.originals:
             layer._parameters.update(weight=None, bias=None)
@@ -79,6 +80,7 @@ class MergedLinear(nn.Module):
             parent.register_forward_pre_hook(self.open),
             parent.register_forward_hook(self.close, always_call=True),
         ]
+        self.hook_numbers = tuple(hook.id for hook in self._hooks)
 
     def detach(self, parent: nn.Module) -> None:
         """Undo attach. Adapters around the parts stay, around the layers."""
@@ -206,26 +208,12 @@ class LinearPart(QuantLinear):
                 destination[prefix + name] = value
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         # Into a layer of its own that shares these rows, which checks and copies as any other.
         layer = QuantLinear.from_packed(self.weight, self.in_features, self.format, self.bias)
-        layer._load_from_state_dict(
-            state_dict,
-            prefix,
-            {**local_metadata, "assign_to_params_buffers": False},
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        copied = {**local_metadata, "assign_to_params_buffers": False}
+        layer._load_from_state_dict(state_dict, prefix, copied, *rest)
 
 
 def _thread() -> int:
@@ -244,54 +232,74 @@ class Roles:
 
 
 class SwiGLU(nn.Module):
-    """An MLP down(silu(gate(x)) * up(x)) whose gate and up are computed by one op.
+    """An MLP down(act(gate(x)) * up(x)) whose gate and up are computed by one op.
 
     Stands in for `original` and shares its children, under their names. A single row (decoding)
     takes the form, more rows always the first:
-      "swiglu"         gate, up, SiLU and product in one op, then down
-      "swiglu_linear"  gate, then up, then SiLU, product and down in one op
+      "swiglu"         gate, up, activation and product in one op, then down
+      "swiglu_linear"  gate, then up, then activation, product and down in one op
     Where a layer is not a plain packed one any more (it got an adapter or a hook), the original
     computes.
     """
 
     original: nn.Module
+    activation = "silu"  # as the ops call it
 
-    def __init__(self, original: nn.Module, roles: Roles, form: str, note: str = "") -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        roles: Roles,
+        form: str,
+        note: str = "",
+        activation: str = "silu",
+    ) -> None:
         super().__init__()
         self._modules = original._modules
         # Not a child: its parameters would have two names.
         self.__dict__["original"] = original
-        self.roles, self.form, self.note = roles, form, note
+        self.roles, self.form, self.note, self.activation = roles, form, note, activation
         self.training = original.training
+        layers = (roles.gate, roles.up, roles.down)
+        self.others = tuple((n, c) for n, c in self._modules.items() if n not in layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers: dict[str, Any] = self._modules
-        roles = self.roles
-        gate, down = layers[roles.gate], layers[roles.down]
-        up = gate if roles.up is None else layers[roles.up]
-        if not (plain(gate) and plain(up) and plain(down)):
+        gate, up, down = self.layers()
+        children = self._modules
+        replaced = any(children.get(name) is not child for name, child in self.others)
+        if replaced or not (plain(gate) and plain(up) and plain(down)):
             self.original.training = self.training
             y: Tensor = self.original(x)
             return y
-        gate_weight, up_weight = gate._parameters["weight"], up._parameters["weight"]
-        if roles.up is None:
-            half = gate_weight.shape[0] // 2
-            gate_weight, up_weight = gate_weight[:half], up_weight[half:]
-            if not roles.gate_first:
-                gate_weight, up_weight = up_weight, gate_weight
+        gate_weight, up_weight = self.weights(gate, up)
         weight, bias = down._parameters["weight"], down._parameters["bias"]
         # One row. torch.Size.numel would make a constant of a symbolic size.
         if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
             a = _linear(x, gate_weight, None, gate.format)
             b = _linear(x, up_weight, None, up.format)
-            y = _swiglu_linear(a, b, weight, bias, down.format)
+            y = _swiglu_linear(a, b, weight, bias, down.format, self.activation)
         else:
-            h = _swiglu(x, gate_weight, up_weight, gate.format, up.format)
+            h = _swiglu(x, gate_weight, up_weight, gate.format, up.format, self.activation)
             y = _linear(h, weight, bias, down.format)
         return y
 
+    def layers(self) -> tuple[Any, Any, Any]:
+        """gate, up and down; gate is up where both are halves of one layer."""
+        layers, roles = self._modules, self.roles
+        gate = layers[roles.gate]
+        return gate, gate if roles.up is None else layers[roles.up], layers[roles.down]
+
+    def weights(self, gate: Any, up: Any) -> tuple[Tensor, Tensor]:
+        """The packed weights of gate and up."""
+        gate_weight, up_weight = gate._parameters["weight"], up._parameters["weight"]
+        if self.roles.up is None:
+            half = gate_weight.shape[0] // 2
+            gate_weight, up_weight = gate_weight[:half], up_weight[half:]
+            if not self.roles.gate_first:
+                gate_weight, up_weight = up_weight, gate_weight
+        return gate_weight, up_weight
+
     def extra_repr(self) -> str:
-        return f"form={self.form}{self.note}"
+        return f"activation={self.activation}, form={self.form}{self.note}"
 
 
 def plain(layer: Any) -> bool:

@@ -77,6 +77,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=_not_negative, default=0.0, metavar="T", help="0 (default): greedy"
     )
     parser.add_argument("--seed", type=int, default=None, help="of sampling")
+    parser.add_argument(
+        "--cache",
+        metavar="FORMAT",
+        help="of keys and values, for instance f16 or q8_0; default: transformers' own cache",
+    )
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     _add_common(parser)
     parser.set_defaults(run=_generate)
@@ -115,13 +120,14 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chip", required=True, help="for instance m1, m3-pro, m4-max")
     parser.add_argument("--dtype", default="f16", help="of x and y: f16 (default), bf16 or f32")
     parser.add_argument("--strategy", help="force it instead of choosing")
+    parser.add_argument("--norm", action="store_true", help="x is normalised: norm_linear")
     parser.set_defaults(run=_explain)
 
 
 def _explain(args: argparse.Namespace) -> None:
     from .explain import explain
 
-    print(explain(args.shape, args.format, args.chip, args.dtype, args.strategy))
+    print(explain(args.shape, args.format, args.chip, args.dtype, args.strategy, args.norm))
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +197,23 @@ def _start(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     _start(args)
+    from .. import formats
+    from ..models.attach import set_cache
     from .generate import answer, demo_model, load_model, report_speed
+
+    if args.cache is not None:
+        try:
+            formats.get(args.cache)
+        except ValueError as error:
+            raise ValueError(f"--cache: {str(error).removeprefix('format: ')}") from None
 
     path = args.model or demo_model()
     prompt = _prompt(args.prompt)
     model, tokenizer = load_model(path, args.device, _dtype(args.dtype))
     if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
         raise ValueError(f"{path} holds no model that generates text")
+    if args.cache is not None:
+        set_cache([model], args.cache)
     loaded = time.perf_counter()
     n_prompt, times = answer(
         model,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .. import _C, formats
-from .chips import DTYPE_BYTES, REACHED, Chip, cost
+from .chips import DTYPE_BYTES, LAUNCH_US, REACHED, Chip, cost
 
 SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
 
 _TORCH_NAMES = {str(d).removeprefix("torch."): name for name, d in formats.DTYPES.items()}
 # The bits of metal/abi.h in words, by the names of _C.EPILOGUE_BITS and _C.BOUNDS_BITS.
-EPILOGUE = {"bias": "bias", "c": "beta * c", "alpha": "alpha", "partial": "f32 partial results"}
+EPILOGUE = {
+    "bias": "bias",
+    "c": "beta * c",
+    "alpha": "alpha",
+    "partial": "f32 partial results",
+    "norm": "x normalised",
+    "norm_weight": "weight of the norm",
+    "norm_offset": "offset of that weight",
+    "activation": "activation",
+}
 BOUNDS = {
     "n": "N has a tail",
     "m": "M has a tail",
@@ -40,9 +50,14 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 
 def explain(
-    shape: str, format: str, chip: str, dtype: str = "f16", strategy: str | None = None
+    shape: str,
+    format: str,
+    chip: str,
+    dtype: str = "f16",
+    strategy: str | None = None,
+    norm: bool = False,
 ) -> str:
-    """The plan of y[M, N] = x[M, K] W[N, K]^T on a chip, in words and bytes.
+    """The plan of y[M, N] = x[M, K] W[N, K]^T on a chip, in words and bytes; norm: of norm_linear.
 
     shape is "MxNxK", chip one of chips(), or another of Apple's ("m6-max"), which is planned for as
     the nearest of them; dtype that of x and y: f16, bf16, f32 or torch's name; strategy, if given,
@@ -52,7 +67,11 @@ def explain(
     m, n, k = parse_shape(shape)
     fmt, gpu = formats.get(format), _C.gpu(chip)
     dtype = _TORCH_NAMES.get(dtype, dtype)
-    plan = _C.plan(m=m, n=n, k=k, format=format, dtype=dtype, chip=chip, strategy=strategy)
+    sizes = {"m": m, "k": k, "dtype": dtype, "chip": chip}
+    fused = norm and _norm_is_fused(m, format, chip, strategy)
+    before = _C.plan("rms_norm", norm_weight=True, **sizes) if norm and not fused else None
+    plan = _C.plan(**sizes, n=n, format=format, strategy=strategy, norm=fused, norm_weight=fused)
+    passes = (before["passes"] if before else []) + plan["passes"]
     lines = [
         f"y[{m}, {n}] = x[{m}, {k}] W[{n}, {k}]^T    W in {fmt.name}, x and y in {dtype}",
         f"{gpu['name']}: {gpu['cores']} cores at about {gpu['clock_mhz']} MHz,"
@@ -60,14 +79,22 @@ def explain(
         f" {gpu['max_threadgroup_memory']} bytes of threadgroup memory",
         *_nearest_lines(gpu),
         "",
+        *([before["reason"]] if before else []),
         plan["reason"],
     ]
-    for i, one in enumerate(plan["passes"], 1):
-        lines += ["", f"pass {i} of {len(plan['passes'])}: {one['kernel']}", *_pass_lines(one)]
+    for i, one in enumerate(passes, 1):
+        lines += ["", f"pass {i} of {len(passes)}: {one['kernel']}", *_pass_lines(one)]
     lines += ["", *_byte_lines(plan, m, n, k, fmt.row_bytes(k), DTYPE_BYTES[dtype])]
+    model = Chip.named(chip)
     return "\n".join(
-        [*lines, "", *_prediction_lines(plan, Chip.named(chip), m * n * k, n * fmt.row_bytes(k))]
+        [*lines, "", *_prediction_lines(plan, len(passes), model, m * n * k, n * fmt.row_bytes(k))]
     )
+
+
+def _norm_is_fused(m: int, format: str, chip: str, strategy: str | None) -> bool:
+    if strategy:
+        return bool(_C.strategy(strategy)["takes_norm"])
+    return bool(_C.norm_is_fused(m=m, format=format, chip=chip))
 
 
 def _nearest_lines(gpu: dict[str, Any]) -> list[str]:
@@ -78,8 +105,8 @@ def _nearest_lines(gpu: dict[str, Any]) -> list[str]:
 
 def _pass_lines(one: dict[str, Any]) -> list[str]:
     grid, threads = one["grid"], one["group"][0] * one["group"][1] * one["group"][2]
-    axes = (
-        "" if one["kernel"].startswith("split_reduce") else ", tiles of M x tiles of N x parts of K"
+    axes = {"split_": "", "rms_no": ", one for each row of x"}.get(
+        one["kernel"][:6], ", tiles of M x tiles of N x parts of K"
     )
     rows = [
         ("grid", f"{' x '.join(map(str, grid))} threadgroups{axes}"),
@@ -126,10 +153,11 @@ def _byte_lines(
 
 
 def _prediction_lines(
-    plan: dict[str, Any], chip: Chip, products: int, weight_bytes: int
+    plan: dict[str, Any], passes: int, chip: Chip, products: int, weight_bytes: int
 ) -> list[str]:
     p = cost(plan, chip)
-    bandwidth, passes = f"{REACHED:.0%} of {chip.bandwidth_gb_s} GB/s", len(plan["passes"])
+    p = replace(p, launch=LAUNCH_US * passes)
+    bandwidth = f"{REACHED:.0%} of {chip.bandwidth_gb_s} GB/s"
     rows = [
         ("memory", p.memory, f"{p.moved_bytes / 1e6:.2f} MB, each byte once, at {bandwidth}"),
         ("issue", p.issue, f"{p.cycles:.2f} cycles per weight and tile of x"),

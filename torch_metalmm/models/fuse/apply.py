@@ -1,72 +1,103 @@
-"""Fewer, larger ops: SwiGLU MLPs, and linear layers that have their input in common.
+"""Fewer, larger ops: decoder layers, gated MLPs, and linear layers that have their input in common.
 
 Nothing goes by the names of models or layers. Which layers have one input is read from the code of
-their parent's forward and confirmed by running it (merge.py); which modules are SwiGLU MLPs is
-found by running them.
+their parent's forward and confirmed by running it (merge.py); which modules are gated MLPs is found
+by running them (gated.py). What a decoder layer computes is read from the tensors that its modules
+pass each other in short runs of the model (observe.py, understand.py, projections.py), and
+confirmed by running both forms (confirm.py).
 """
 
 from __future__ import annotations
 
 import warnings
-from itertools import permutations
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...nn import QuantEmbedding, QuantLinear
-from ...nn.fused import FORMS, MergedLinear, Roles, SwiGLU, plain, unhooked
+from ...nn.fused import FORMS, MergedLinear, SwiGLU, plain
+from ..attach import check_cache, drop_cache, set_cache
 from ..replace import summary
-from .merge import evaluating, merge_layers
+from .gated import gated_mlp
+from .layers import fuse_layers, transformers_models, unfuse_layers
+from .merge import merge_layers
 from .times import MLP, faster_forms
 
 
-def fuse_(model: nn.Module, mlp_form: str | None = None) -> nn.Module:
-    """Compute SwiGLU MLPs, and packed layers of one input and format, in fewer ops, in place.
+def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = None) -> nn.Module:
+    """Compute decoder layers, gated MLPs and layers of one input in fewer ops, in place.
 
-    MLPs that are down(silu(gate(x)) * up(x)), whatever they are called, become SwiGLU modules; gate
-    and up may be halves of one layer (Phi3). mlp_form says how one row is computed: "swiglu" or
-    "swiglu_linear" (see SwiGLU); None times both, once for each size of layer and device. Other
-    packed layers called with one input (q, k and v; gate and up of a GELU MLP) become parts of one
-    MergedLinear, as far as their formats are equal: their bytes move into one tensor. Layers are
-    merged where nothing in their parent's forward can write the input between the calls, and where
-    that forward, run on two rows of random numbers, gives the same before and after.
+    Decoder layers of transformers models with RMS norms, rotated heads and a gated MLP get a
+    forward of five ops beside attention and cache, or a few more where there are more norms. The
+    model runs on a few random tokens to see what its layers do; a layer stays as it is where both
+    forms, run with caches, masks and positions, differ by more than rounding. The layer's own
+    forward computes where gradients are recorded, in training, under autocast, and where a module
+    of the layer has a hook, an adapter or another forward. Layers stay the objects that they were.
+    Confirming takes the time of a prompt of about 200 tokens.
+
+    MLPs that are down(act(gate(x)) * up(x)), act SiLU, GELU, its tanh form or ReLU squared,
+    whatever they are called, become SwiGLU modules; gate and up may be halves of one layer (Phi3).
+    mlp_form says how one row is computed: "swiglu" or "swiglu_linear" (see SwiGLU); None times
+    both, once for each size of layer and device, and is "swiglu" in decoder layers. Other packed
+    layers called with one input (q, k and v) become parts of one MergedLinear, as far as their
+    formats are equal: their bytes move into one tensor. Layers are merged where nothing in their
+    parent's forward can write the input between the calls, and where that forward, run on two rows
+    of random numbers, gives the same before and after.
 
     state_dict keeps its names and bytes, so the model is saved as before; results differ by
     rounding. Layers with adapters, hooks, shared or trained tensors stay as they are; a merged
     layer that gets an adapter or a hook later computes alone. Meant for inference: for x that
     requires grad nothing is merged. To merge adapters, quantize again or replace layers, call
     unfuse_ first.
-    Returns `model`. ValueError: mlp_form is no form, or a packed weight is on the meta device.
+
+    cache: the format ("q8_0", "f16", "q4_0", ...) of the PackedCache that generate() makes where
+    its caller gives no past_key_values and neither the caller nor the model's generation_config a
+    cache_implementation. The model's attention function becomes "metalmm", so that a fused layer
+    writes and reads the cache itself. None leaves both as they are.
+    Returns `model`. ValueError, before anything changes: mlp_form is no form, a packed weight is on
+    the meta device, cache is no format or one whose blocks do not divide the model's heads, or is
+    for a model that does not generate, has an encoder beside its decoder, or attention that cannot
+    be chosen.
     """
     if mlp_form is not None and mlp_form not in FORMS:
         raise ValueError(f"mlp_form: {mlp_form!r}; allowed: None, {', '.join(map(repr, FORMS))}")
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and module.weight.is_meta:
             raise ValueError(f"{name}.weight is on the meta device and has no data")
+    if cache is not None:
+        check_cache(transformers_models(model), cache)
     once, dtype = _unshared(model), _activation_dtype(model)
-    adapted, mlps = [], {}
+    adapted: list[str] = []
+    mlps: dict[str, MLP] = {}
     for name, parent in list(model.named_modules()):
         if isinstance(parent, SwiGLU):
             continue
         if any(isinstance(getattr(c, "base_layer", None), QuantLinear) for c in parent.children()):
             adapted.append(name)
-        roles = _swiglu_roles(parent) if name else None
-        if roles is not None:
-            mlps[name] = MLP(parent, roles)
+        mlp = gated_mlp(parent) if name else None
+        if mlp is not None:
+            mlps[name] = mlp
         else:
             merge_layers(parent, once, dtype)
     chosen = faster_forms(list(mlps.values()), dtype) if not mlp_form else {}
     for name, mlp in mlps.items():
         form, note = chosen.get(mlp.sizes(), (mlp_form or FORMS[0], ""))
-        model.set_submodule(name, SwiGLU(mlp.module, mlp.roles, form, note))
+        model.set_submodule(name, mlp.fused(form, note))
+    fuse_layers(model, mlp_form or FORMS[0])
+    if cache is not None:
+        set_cache(transformers_models(model), cache)
     if adapted:
         warnings.warn(f"layers with adapters are not fused: {summary(adapted)}", stacklevel=2)
     return model
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
-    """Put the modules back that fuse_ replaced, in place; their bytes are shared, not copied."""
+    """Put the modules back that fuse_ replaced, in place; their bytes are shared, not copied.
+
+    generate() makes the cache, and the model calls the attention function, as before fuse_.
+    """
+    drop_cache(transformers_models(model))
+    unfuse_layers(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, SwiGLU):
             module.original.training = module.training
@@ -102,82 +133,3 @@ def _unshared(model: nn.Module) -> set[int]:
         and paths[id(m)] == 1
         and all(owners[id(p)] == 1 and not p.requires_grad for p in m.parameters())
     }
-
-
-# ---- SwiGLU
-
-
-def _swiglu_roles(module: nn.Module) -> Roles | None:
-    """The roles of its layers if the module computes SwiGLU, None otherwise."""
-    layers = {n: c for n, c in module._modules.items() if isinstance(c, QuantLinear)}
-    others = (c for n, c in module._modules.items() if c is not None and n not in layers)
-    if len(layers) not in (2, 3) or not all(plain(layer) for layer in layers.values()):
-        return None
-    if module._parameters or module._buffers or any(_is_more(c) for c in others):
-        return None
-    if not unhooked(module):
-        return None
-    candidates = _candidates(layers)
-    if not candidates:
-        return None
-    for training in (False, True):  # some have a dropout in their forward
-        with evaluating(module):
-            module.train(training)
-            candidates = [r for r in candidates if _computes_swiglu(module, r)]
-    return next(iter(candidates), None)
-
-
-def _is_more(module: nn.Module) -> bool:
-    """Whether the module may be more than an activation function."""
-    state = bool(module._parameters or module._buffers or module._modules)
-    return state or (isinstance(module, nn.Dropout) and module.p > 0)
-
-
-def _candidates(layers: dict[str, QuantLinear]) -> list[Roles]:
-    """The roles that fit the shapes; gate and up have no bias."""
-    found: list[Roles] = []
-    for names in permutations(layers):
-        gate, down = layers[names[0]], layers[names[-1]]
-        if gate.bias is not None:
-            continue
-        if len(names) == 2:
-            if gate.out_features == 2 * down.in_features:
-                found += [Roles(names[0], None, names[1], first) for first in (True, False)]
-            continue
-        up = layers[names[1]]
-        sizes = (gate.in_features, gate.out_features)
-        if up.bias is None and sizes == (up.in_features, up.out_features) == (
-            up.in_features,
-            down.in_features,
-        ):
-            found.append(Roles(*names))
-    return found
-
-
-def _computes_swiglu(module: Any, roles: Roles) -> bool:
-    """Whether the module gives, bit for bit, what its layers give as SwiGLU.
-
-    If the module is one, both are the same ops in the same order. The inputs include large numbers,
-    because some modules clamp.
-    """
-    gate, down = module._modules[roles.gate], module._modules[roles.down]
-    x = torch.randn(2, gate.in_features, generator=torch.Generator().manual_seed(0))
-    x = x.to(gate.weight.device)
-    with torch.inference_mode():
-        for scale in (1.0, 1000.0):
-            if roles.up is None:
-                a, b = gate(x * scale).chunk(2, dim=-1)
-                a, b = (a, b) if roles.gate_first else (b, a)
-            else:
-                a, b = gate(x * scale), module._modules[roles.up](x * scale)
-            want = down(nn.functional.silu(a) * b)
-            given = x * scale
-            try:
-                got = module(given)
-            except Exception:
-                return False  # it takes other arguments
-            if not isinstance(got, Tensor) or not torch.equal(got, want):
-                return False
-            if not torch.equal(given, x * scale):
-                return False  # it writes its input, too
-    return True

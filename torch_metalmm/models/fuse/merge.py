@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...nn import QuantLinear
 from ...nn.fused import MergedLinear
+from .draw import normal
 from .read import groups_of_one_input
 
 _Outcome = tuple[str, list[Tensor]]  # an exception in words, or the tensors that came out
@@ -44,18 +45,18 @@ def merge_layers(parent: nn.Module, once: set[int], dtype: torch.dtype) -> None:
             others = [name for name in group.layers if name not in found]
             if len(found) > 1:
                 _merge(parent, found, (*others, *group.between), dtype)
+                for name, layer in found.items():  # parts were made of layers that were evaluating
+                    parent.get_submodule(name).train(layer.training)
 
 
 def _merge(
     parent: nn.Module, layers: dict[str, QuantLinear], between: tuple[str, ...], dtype: torch.dtype
 ) -> None:
     first = next(iter(layers.values()))
-    seed = torch.Generator().manual_seed(0)
     # Tensors with versions and without gradients, also for a caller in inference mode.
     with evaluating(parent), torch.inference_mode(False), torch.no_grad():
         for rows in ((1, 2), (2,)):
-            x = torch.randn(*rows, first.in_features, generator=seed)
-            x = x.to(first.weight.device, dtype)
+            x = normal(*rows, first.in_features).to(first.weight.device, dtype)
             with _watched(layers) as seen:
                 want = _outcome(parent, x)
             if seen != list(layers):

@@ -1,4 +1,4 @@
-"""Which of the two forms of a SwiGLU MLP is faster for one row, on the machine at hand."""
+"""Which of the two forms of a gated MLP is faster for one row, on the machine at hand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _TIMED = 16  # MLPs of one size that are timed
 
 @dataclass(frozen=True)
 class MLP:
-    """A module that computes SwiGLU, and the roles of its layers."""
+    """A module that computes a gated MLP, the roles of its layers and the gate's activation."""
 
     module: Any
     roles: Roles
+    activation: str = "silu"
+
+    def fused(self, form: str, note: str = "") -> SwiGLU:
+        return SwiGLU(self.module, self.roles, form, note, self.activation)
 
     def sizes(self) -> object:
         """What the time of a row depends on, apart from the dtype."""
@@ -28,6 +32,7 @@ class MLP:
         return (
             str(layers[0].weight.device),
             self.roles.gate_first,
+            self.activation,
             *((layer.format, layer.in_features, layer.out_features) for layer in layers),
         )
 
@@ -59,7 +64,7 @@ def _times(mlps: list[MLP], dtype: torch.dtype) -> tuple[float, float]:
     first = mlps[0].module._modules[mlps[0].roles.gate]
     device, k = first.weight.device, first.in_features
     x = torch.ones(1, k, dtype=dtype, device=device)
-    modules = [[SwiGLU(m.module, m.roles, form) for m in mlps[:_TIMED]] for form in FORMS]
+    modules = [[m.fused(form) for m in mlps[:_TIMED]] for form in FORMS]
     samples: list[list[float]] = [[] for _ in FORMS]
     rounds = max(1, 4 // len(mlps))
     with torch.inference_mode():

@@ -1,0 +1,145 @@
+"""PackedCache: keys and values of a model of transformers in rows of a weight format.
+
+A layer has two tensors, keys and values: [B, kv_heads, capacity, D] of the dtype of a dense format,
+or uint8 [B, kv_heads, capacity, row_bytes] of packed rows. New rows are written in place. A full
+tensor is replaced by one of twice the slots, at most STEP more. A sliding window keeps its rows in
+the order of their positions, as masks have them; PackedSlidingLayer says what that costs.
+
+What update() returns: of a dense format a view of the rows, which any attention function reads. Of
+packed rows, decoded ones, a tensor too, unless the model's attention function is "metalmm": that
+one reads packed rows, so it gets them, as PackedRows, which decode themselves where any other code
+of the model uses them. A layer that fuse_ has changed calls room() instead, and writes and reads
+the rows by two ops.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import formats
+from ..extras import require
+
+require("PackedCache", "transformers")
+
+from transformers.cache_utils import (  # noqa: E402
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    get_layer_types_and_kwargs,
+)
+
+from .attention import FEW_QUERIES  # noqa: E402
+from .caches import ATTENTION  # noqa: E402
+from .caches.file import File, write  # noqa: E402
+from .caches.layers import PackedLayer, PackedSlidingLayer, Room  # noqa: E402
+from .caches.rows import Slots  # noqa: E402
+from .caches.static import StaticPackedLayer  # noqa: E402
+
+SLIDING = ("sliding_attention", "chunked_attention")
+
+
+class PackedCache(Cache):
+    """A cache for generate() and for past_key_values of a model with this config.
+
+    format: any weight format whose blocks divide the head size ("q8_0", "q4_0", "f16", ...), or
+    None for the model's dtype. slots: as many from the start and no more, of whose shapes a
+    compiled model makes one graph. Layers without keys are those of transformers' own caches.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        format: str | None = None,
+        slots: int | None = None,
+        offloading: bool = False,
+    ) -> None:
+        if format is not None and not isinstance(format, str):
+            raise ValueError(f"format: {format!r}; must be None or the name of a format")
+        if slots is not None and (type(slots) is not int or slots < 1):
+            raise ValueError(f"slots: {slots!r}; must be None or a whole number from 1 on")
+        self.format = None if format is None else formats.get(format).name
+        self.config = config.get_text_config(decoder=True)
+        layers = [
+            self._layer(kind, options, slots)
+            for kind, options in zip(*get_layer_types_and_kwargs(self.config), strict=True)
+        ]
+        shared = Slots()
+        for layer in layers:
+            if isinstance(layer, PackedLayer):
+                layer.slots = shared
+        super().__init__(layers=layers, offloading=offloading)
+
+    def _layer(self, kind: str, options: dict[str, Any], slots: int | None) -> Any:
+        if kind == "full_attention" or kind in SLIDING:
+            if slots is not None:
+                return StaticPackedLayer(slots, self.format, kind in SLIDING)
+            if kind in SLIDING:
+                return PackedSlidingLayer(options["sliding_window"], self.format)
+            return PackedLayer(self.format)
+        if slots is None:
+            return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+        return STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=slots, **options)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PackedLayer):
+            layer.returns_packed = self.config._attn_implementation == ATTENTION
+        rows: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return rows
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as a safetensors file, which replaces another at once.
+
+        ValueError: a layer has other states than keys and values.
+        """
+        write(self.layers, self.format, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: Any,
+        slots: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PackedCache:
+        """The cache that save() wrote, for a model with this config; slots as of PackedCache().
+
+        No code is run, and no more memory taken than the file has and `slots` asks for. ValueError
+        that names the field: not such a file, or one of a cache for another config.
+        """
+        file = File(path)
+        cache = cls(config, file.format, slots)
+        file.fill(cache.layers, cache.config, device)
+        return cache
+
+    def room(
+        self, number: int, x: Tensor, kv_heads: int, head_size: int, has_traits: bool
+    ) -> Room | None:
+        """Room for the keys of x [B, S, ...], whose attention is the op, in the layer `number`.
+
+        None, before anything changed: update() and the attention function are to be called, because
+        another has a say in what these do, or because the function calls torch's.
+        """
+        layer: Any = self.layers[number]
+        if type(layer) not in _LAYERS or type(self) is not PackedCache:
+            return None
+        if self.offloading or "update" in self.__dict__:
+            return None
+        shape = x.shape
+        if shape[1] > FEW_QUERIES and not has_traits and layer.format in _DENSE:
+            return None
+        if not layer.takes(shape[0], kv_heads, head_size):
+            like = x.new_empty(shape[0], kv_heads, 0, head_size)
+            layer.prepare(like, like)
+        room: Room = layer.room(shape[1])
+        return room
+
+
+_LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer))
+_DENSE = frozenset((None, *formats.DTYPES))  # None: the model's dtype, before there are rows

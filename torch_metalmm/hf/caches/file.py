@@ -1,0 +1,188 @@
+"""A PackedCache as a safetensors file: the rows that are held, and in the metadata what they are.
+
+Tensors "layers.0.keys", "layers.0.values" [B, kv_heads, length, row]. In the metadata
+"metalmm_cache", JSON: version; format, the one that the cache was asked for, or null; layers, null
+where there are no rows, else
+    length  how many rows are held; of a sliding window the last ones
+    base    the position of the first
+    dtype   the model's
+    dims    values of a row of keys and of values
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import DummyLayer
+
+from ... import formats
+from .layers import DTYPE_NAMES, PackedLayer
+
+KEY, VERSION = "metalmm_cache", 1
+_FIELDS = ("length", "base", "dtype", "dims")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_MOST = 1 << 40  # of positions, and of values in a row
+_ROWS = ("keys", "values")
+
+
+def write(layers: Iterable[Any], format: str | None, path: str | os.PathLike[str]) -> None:
+    """The file replaces another at once.
+
+    ValueError: a layer has other states than rows. OSError: the file cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    entries: list[dict[str, Any] | None] = []
+    for i, layer in enumerate(layers):
+        if isinstance(layer, DummyLayer):
+            entries.append(None)
+            continue
+        if not isinstance(layer, PackedLayer):
+            raise ValueError(f"layers[{i}]: a {type(layer).__name__}; only rows can be saved")
+        held = layer.held()
+        entries.append(None)
+        if held is not None:
+            base, *rows = held
+            dtype = str(layer.dtype).removeprefix("torch.")
+            values = rows[0].shape[2], base, dtype, list(layer.dims)
+            entries[i] = dict(zip(_FIELDS, values, strict=True))
+            for name, t in zip(_ROWS, rows, strict=True):
+                tensors[f"layers.{i}.{name}"] = t.contiguous().cpu()
+    said = json.dumps({"version": VERSION, "format": format, "layers": entries})
+    target = Path(path)
+    new = target.with_name(f".{target.name}.{uuid4().hex}")
+    new.open("xb").close()
+    mode = new.stat().st_mode & 0o777
+    try:
+        save_file(tensors, new, metadata={KEY: said})
+        new.chmod(mode)  # safetensors makes a file for its owner alone
+        os.replace(new, target)
+    except SafetensorError as error:  # safetensors' word for a full disk, too
+        raise OSError(f"cannot write {target}: {error}") from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
+class File:
+    """A file that write() made, or one that says so: each field is checked before it is used."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                said = (file.metadata() or {}).get(KEY)
+                names = file.keys()
+                self.tensors: dict[str, Tensor] = {n: file.get_tensor(n) for n in names}
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {self.path}: {error}") from None
+        if said is None:
+            self.refuse(KEY, "missing from the metadata; PackedCache.save writes it")
+        try:
+            fields = json.loads(said)
+        except (ValueError, RecursionError) as error:
+            self.refuse(KEY, f"no JSON: {error}")
+        if not isinstance(fields, dict) or fields.keys() != {"version", "format", "layers"}:
+            self.refuse(KEY, "must be an object of version, format and layers")
+        if type(fields["version"]) is not int or fields["version"] != VERSION:
+            self.refuse("version", f"{fields['version']!r}; allowed: {VERSION}")
+        self.format: str | None = fields["format"]
+        if self.format is not None and self.format not in formats.names():
+            self.refuse("format", f"unknown {self.format!r}")
+        if not isinstance(fields["layers"], list):
+            self.refuse("layers", f"{fields['layers']!r}; must be a list")
+        self.layers: list[Any] = fields["layers"]
+
+    def refuse(self, field: str, problem: str) -> NoReturn:
+        raise ValueError(f"{self.path}: {field}: {problem}")
+
+    def fill(self, layers: list[Any], config: Any, device: torch.device | str) -> None:
+        """Give the layers of an empty cache of this format their rows."""
+        if len(self.layers) != len(layers):
+            self.refuse("layers", f"{len(self.layers)}; the config has {len(layers)}")
+        found: dict[str, tuple[int, int, torch.dtype]] = {}
+        for i, (entry, layer) in enumerate(zip(self.layers, layers, strict=True)):
+            where = f"layers[{i}]"
+            if entry is None:
+                if isinstance(layer, PackedLayer) and any(self.layers):
+                    self.refuse(where, "null; other layers have rows")
+                continue
+            if not isinstance(layer, PackedLayer):
+                self.refuse(where, f"rows; a {type(layer).__name__} of this config has none")
+            length, base, dtype, dims = self._fields(where, entry)
+            rows = [self._rows(i, name, length) for name in _ROWS]
+            if rows[0].shape[:3] != rows[1].shape[:3]:
+                keys, values = (list(t.shape) for t in rows)
+                self.refuse(f"layers.{i}.values", f"{values}; keys are {keys}")
+            self._check_heads(i, config, rows[0].shape[1], dims)
+            found[where] = rows[0].shape[0], base + length, dtype
+            try:
+                layer.hold(base, dtype, dims, rows[0], rows[1], torch.device(device))
+            except ValueError as error:
+                self.refuse(where, str(error))
+        if self.tensors:
+            self.refuse(min(self.tensors), "is a tensor of no layer")
+        for where, (batch, end, dtype) in found.items():
+            first, (want, length, other) = next(iter(found.items()))
+            if dtype != other:
+                self.refuse(f"{where}.dtype", f"{dtype}; {first} has {other}")
+            if (batch, end) != (want, length):
+                self.refuse(
+                    f"{where}.length",
+                    f"{batch} sequences of {end} positions; {first} has {want} of {length}",
+                )
+
+    def _check_heads(self, i: int, config: Any, heads: int, dims: tuple[int, int]) -> None:
+        """They are those that the config says, where it says them."""
+        if getattr(config, "kv_lora_rank", None):
+            return  # what such a model makes of its head sizes and puts in a cache is its own
+        said = config.per_layer_config[i]
+        sizes = _said(said, "head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+        for size in dims:
+            if sizes and size not in sizes:
+                self.refuse(f"layers[{i}].dims", f"{list(dims)}; heads of this config: {sizes}")
+        counts = _said(said, "num_key_value_heads", "num_global_key_value_heads")
+        if counts and heads not in counts:
+            self.refuse(f"layers.{i}.keys", f"{heads} kv_heads; this config has {counts}")
+
+    def _fields(self, where: str, entry: Any) -> tuple[int, int, torch.dtype, tuple[int, int]]:
+        if not isinstance(entry, dict) or entry.keys() != set(_FIELDS):
+            self.refuse(where, f"must be null or an object of {', '.join(_FIELDS)}")
+        for name, least in (("length", 1), ("base", 0)):
+            if not _is_count(entry[name], least):
+                self.refuse(f"{where}.{name}", f"{entry[name]!r}; must be a number from {least} on")
+        dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        if dtype is None:
+            self.refuse(f"{where}.dtype", f"{entry['dtype']!r}; allowed: {', '.join(_DTYPES)}")
+        dims = entry["dims"]
+        if not isinstance(dims, list) or len(dims) != 2 or not all(_is_count(d, 1) for d in dims):
+            self.refuse(f"{where}.dims", f"{dims!r}; must be two numbers from 1 on")
+        return entry["length"], entry["base"], dtype, (dims[0], dims[1])
+
+    def _rows(self, i: int, name: str, length: int) -> Tensor:
+        key = f"layers.{i}.{name}"
+        rows = self.tensors.pop(key, None)
+        if rows is None:
+            self.refuse(key, "is missing")
+        if rows.dim() != 4 or rows.shape[2] != length:
+            self.refuse(key, f"{list(rows.shape)}; must be [B, kv_heads, {length}, row]")
+        if rows.numel() == 0:
+            self.refuse(key, f"{list(rows.shape)}; no size may be 0")
+        return rows
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= _MOST
+
+
+def _said(config: Any, *names: str) -> list[int]:
+    """The numbers that the config has under these names."""
+    values = (getattr(config, name, None) for name in names)
+    return sorted({value for value in values if isinstance(value, int)})

@@ -1,0 +1,100 @@
+"""Packed rows of a cache in the place of the tensor that they decode to; slots as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from ... import formats
+
+ops = torch.ops.metalmm
+
+_OWN = ("rows", "format", "dtype", "length", "shape", "device")
+_MOST_HELD = 8  # kinds of layers, times two lengths of each
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """Tensors made in here may be written in any mode, whichever mode they are made in."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+
+
+class Slots:
+    """Slots and lengths as tensors, made once for all layers of a cache that ask for the same."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def of(self, first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(the slots [count] from `first` on; the length of a cache that ends behind these)."""
+        if torch.compiler.is_compiling():  # a graph that reads _held is one for one token
+            return self._made(first, count, device)
+        key = (first, count, device)
+        found = self._held.get(key)
+        if found is None:
+            found = self._made(first, count, device)
+            if len(self._held) >= _MOST_HELD:
+                self._held.clear()
+            self._held[key] = found
+        return found
+
+    @staticmethod
+    def _made(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        both = torch.arange(first, first + count + 1, device=device)
+        return both[:count], both[count]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_held": {}}
+
+
+class PackedRows:
+    """Rows [B, kv_heads, T, row] of a format in the place of a tensor [B, kv_heads, T, D].
+
+    Where `length` is given, an int64 tensor, the rows from there on are empty.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        format: str,
+        dim: int,
+        dtype: torch.dtype,
+        length: Tensor | None = None,
+    ) -> None:
+        self.rows, self.format, self.dtype, self.length = rows, format, dtype, length
+        self.shape = torch.Size((*rows.shape[:-1], dim))
+        self.device = rows.device
+
+    def decoded(self) -> Tensor:
+        """The rows as a tensor of the model's dtype."""
+        if self.format in formats.DTYPES:
+            return self.rows.to(self.dtype)
+        flat = self.rows.reshape(-1, self.rows.shape[-1])
+        values: Tensor = ops.dequantize(flat, self.format, self.shape[-1], dtype=self.dtype)
+        return values.view(self.shape)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        def plain(a: Any) -> Any:
+            return a.decoded() if isinstance(a, PackedRows) else a
+
+        args, kwargs = _pytree.tree_map(plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OWN:
+            raise AttributeError(name)  # of an object that is being copied
+        return getattr(self.decoded(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.decoded()[index]

@@ -1,0 +1,127 @@
+"""Whether the fused form of a layer gives what the layer gives, and writes the same to the cache.
+
+Both forms get the arguments of every observed call, each with a cache of its own; some of them in
+f32, too, where a wrong eps or an activation of another kind cannot hide in roundings. One is at
+positions behind all that the model says to have: what grows with the position, but for the angles
+that it is given, may begin there. The last has random states, of another size in each row of the
+batch, because some layers clamp.
+
+The bound: a layer has about ten stages that round (norm, projections, rotation, scores, softmax,
+mix, output, norm, gate and up, down), each once in the dtype and, in sums of K products, as sqrt(K)
+roundings of f32 do when they are independent. What a rounding of one stage does to the result is
+measured: the layer's own forward runs again on inputs with relative errors of 2^-8, random signs,
+which reach each stage as errors of about that size. With d the change of the result,
+    |fused - layer| <= (u + sqrt(K) 2^-24) (10 |d| / 2^-8 + |layer|)
+with norms over each row of the batch. The last term is the rounding of the last sums, of which d
+may say little: where a layer of SmolLM2 makes 20000 of 500, d / 2^-8 is |layer| / 36.
+u of f32 is 2^-24; GPUs may multiply weights rounded to f16, so u is at least 2^-11 there. Layers of
+14 architectures take at most half of the bound in f16 and a sixth in f32, most of them a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...nn import QuantLinear
+from ...nn.layer import FusedLayer
+from .draw import normal
+from .merge import evaluating
+from .observe import Seen, copy_of
+
+_STAGES = 10
+_ERROR = 2.0**-8
+_U = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_SCALES = (1.0, 100.0, 0.01)  # for three rows
+_FAR = 2**24  # positions, more than any context; f32 tells them from the next
+
+
+def agrees(fused: FusedLayer, runs: list[Seen]) -> bool:
+    layer = fused.layer
+    k = max(m.in_features for m in layer.modules() if isinstance(m, QuantLinear))
+    with torch.inference_mode(False), torch.no_grad(), evaluating(layer):
+        return all(_close(fused, k, *case) for case in _cases(runs))
+
+
+def _cases(runs: list[Seen]) -> Iterator[tuple[Tensor, dict[str, Any], Any, bool]]:
+    """(x, the other arguments, the cache, whether the layer's attention may refuse the dtype)."""
+    for seen in runs:
+        yield seen.args[0], seen.kwargs, seen.before, False
+    first = runs[0]
+    yield first.args[0], {k: _moved_far(v) for k, v in first.kwargs.items()}, first.before, True
+    narrow = runs[0].args[0].dtype != torch.float32
+    for seen in runs[1:4]:
+        x: Tensor = seen.args[0]
+        wide = {name: _widened(value) for name, value in seen.kwargs.items()}
+        cache = _wide_cache(seen.before)
+        if narrow:
+            yield x.float(), wide, cache, True
+    random = normal(*x.shape).to(x.device)
+    for row, scale in zip(random, _SCALES, strict=True):
+        row.mul_(scale)
+    yield random, wide, cache, narrow
+
+
+def _close(
+    fused: FusedLayer, k: int, x: Tensor, kwargs: dict[str, Any], cache: Any, may_fail: bool
+) -> bool:
+    signs = normal(*x.shape, seed=1).sign().to(x.device)
+    moved = (x.float() * (1 + _ERROR * signs)).to(x.dtype)
+    try:
+        want = _run(fused.original, fused, x, kwargs, cache)
+        near = _run(fused.original, fused, moved, kwargs, cache)
+    except Exception:
+        return may_fail
+    try:
+        got = _run(fused.fused, fused, x, kwargs, cache)
+    except Exception:
+        return False
+    u = _U[x.dtype] if x.device.type == "cpu" else max(_U[x.dtype], 2.0**-11)
+    rounding = u + k**0.5 * 2.0**-24
+    for a, b, c in zip(got, want, near, strict=True):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        # Some GPUs have no float64.
+        a, b, c = (t.float().cpu().double().flatten(1) for t in (a, b, c))
+        changed = (c - b).norm(dim=1) / _ERROR
+        bound = rounding * (_STAGES * changed + b.norm(dim=1))
+        if not bool(((a - b).norm(dim=1) <= bound).all()):
+            return False
+    return True
+
+
+def _run(
+    forward: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the result, the keys and the values that are in the cache afterwards)."""
+    recipe, own = fused.recipe, copy_of(cache)
+    y = forward(x.clone(), **{**kwargs, recipe.cache: own})
+    number = recipe.attention.layer_idx if recipe.number is None else recipe.number
+    layer = own.layers[number]
+    return y, layer.keys, layer.values
+
+
+def _moved_far(value: Any) -> Any:
+    """Positions, which are the integers that a layer is given, behind every context."""
+    is_integer = isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64)
+    return value + _FAR if is_integer else value
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_widened(v) for v in value)
+    return value
+
+
+def _wide_cache(cache: Any) -> Any:
+    own = copy_of(cache)
+    for layer in own.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(layer, name, value.float())
+    return own

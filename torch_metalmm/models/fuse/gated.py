@@ -1,0 +1,113 @@
+"""Which modules are gated MLPs, down(act(gate(x)) * up(x)): found by running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...nn import QuantLinear
+from ...nn.fused import Roles, plain, unhooked
+from .draw import normal
+from .merge import evaluating
+from .times import MLP
+
+# By their names in the ops.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def gated_mlp(module: nn.Module) -> MLP | None:
+    """The MLP if the module computes one, None otherwise."""
+    layers = {n: c for n, c in module._modules.items() if isinstance(c, QuantLinear)}
+    others = (c for n, c in module._modules.items() if c is not None and n not in layers)
+    if len(layers) not in (2, 3) or not all(plain(layer) for layer in layers.values()):
+        return None
+    if module._parameters or module._buffers or any(_is_more(c) for c in others):
+        return None
+    if not unhooked(module):
+        return None
+    candidates = [(roles, act) for roles in _candidates(layers) for act in _ACTIVATIONS]
+    if not candidates:
+        return None
+    for training in (False, True):  # some have a dropout in their forward
+        with evaluating(module):
+            module.train(training)
+            candidates = _computed(module, candidates)
+    return next((MLP(module, *found) for found in candidates), None)
+
+
+def _is_more(module: nn.Module) -> bool:
+    """Whether the module may be more than an activation function."""
+    state = bool(module._parameters or module._buffers or module._modules)
+    return state or (isinstance(module, nn.Dropout) and module.p > 0)
+
+
+def _candidates(layers: dict[str, QuantLinear]) -> list[Roles]:
+    """The roles that fit the shapes; gate and up have no bias."""
+    found: list[Roles] = []
+    for names in permutations(layers):
+        gate, down = layers[names[0]], layers[names[-1]]
+        if gate.bias is not None:
+            continue
+        if len(names) == 2:
+            if gate.out_features == 2 * down.in_features:
+                found += [Roles(names[0], None, names[1], first) for first in (True, False)]
+            continue
+        up = layers[names[1]]
+        sizes = (gate.in_features, gate.out_features)
+        if up.bias is None and sizes == (up.in_features, up.out_features) == (
+            up.in_features,
+            down.in_features,
+        ):
+            found.append(Roles(*names))
+    return found
+
+
+def _computed(module: Any, candidates: list[tuple[Roles, str]]) -> list[tuple[Roles, str]]:
+    """The candidates that give, bit for bit, what the module gives.
+
+    If the module is one of them, both are the same ops in the same order. The inputs include large
+    numbers, because some modules clamp.
+    """
+    layer = module._modules[candidates[0][0].gate] if candidates else None
+    if layer is None:
+        return []
+    x = normal(2, layer.in_features).to(layer.weight.device)
+    with torch.inference_mode():
+        for scale in (1.0, 1000.0):
+            given = x * scale
+            try:
+                got = module(given)
+            except Exception:
+                return []  # it takes other arguments
+            if not isinstance(got, Tensor) or not torch.equal(given, x * scale):
+                return []  # it writes its input, too
+            outputs: dict[str, Tensor] = {}
+            candidates = [
+                c for c in candidates if torch.equal(_of(module, *c, given, outputs), got)
+            ]
+    return candidates
+
+
+def _of(module: Any, roles: Roles, act: str, x: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+    """What the candidate gives for x; `outputs` keeps those of the layers that take x."""
+    layers = module._modules
+    for name in (roles.gate, roles.up):
+        if name is not None and name not in outputs:
+            outputs[name] = layers[name](x)
+    a = outputs[roles.gate]
+    if roles.up is None:
+        a, b = a.chunk(2, dim=-1) if roles.gate_first else reversed(a.chunk(2, dim=-1))
+    else:
+        b = outputs[roles.up]
+    y: Tensor = layers[roles.down](_ACTIVATIONS[act](a) * b)
+    return y

@@ -1,0 +1,254 @@
+"""What decoder layers of a transformers model are given and give, in short runs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...nn import QuantLinear
+from .draw import numbers
+from .merge import evaluating
+
+_LENGTH = 5  # tokens of a prompt
+
+
+@dataclass
+class Call:
+    """A call of a module: the tensors among its arguments, and its result, the first of several."""
+
+    module: nn.Module
+    inputs: list[Tensor]
+    out: Any
+
+
+@dataclass
+class Attention:
+    """A call of an attention function, and the interface that it came from."""
+
+    interface: Any
+    implementation: str
+    default: Callable[..., Any]
+    args: tuple[Any, ...]  # the module, q, k, v and the mask
+    options: dict[str, Any]
+    out: Any
+
+
+@dataclass
+class Update:
+    """A call of the cache's update."""
+
+    args: tuple[Any, ...]  # k, v and the number of the layer
+    options: dict[str, Any]
+    result: Any
+
+
+@dataclass
+class Seen:
+    """A call of a layer, and what was called in it. before: the cache as the layer found it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: Any
+    out: Any = None
+    calls: list[Call] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+
+
+def observed(model: Any) -> dict[nn.Module, list[Seen]]:
+    """{layer: its call in each run}; empty where the model takes no tokens and cache.
+
+    The runs, with random tokens: a prompt, one token after it, a prompt at the last positions that
+    the model has, three prompts padded on the left, one token after them.
+    """
+    cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    observer = _Observer()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(list(cuda)))
+            stack.enter_context(evaluating(model))
+            stack.enter_context(observer.spying())
+            _run(model, observer)
+    except Exception:
+        return {}
+    return observer.seen
+
+
+def _run(model: Any, observer: _Observer) -> None:
+    config, table = model.config, model.get_input_embeddings()
+    text, device = config.get_text_config(), table.weight.device
+    prompt = torch.arange(_LENGTH, device=device)
+
+    def run(batch: int, lengths: tuple[int, ...], **options: Any) -> None:
+        cache = observer.new_cache(config)
+        for length in lengths:
+            ids = numbers(text.vocab_size, batch, length, seed=batch + length).to(device)
+            model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+            if "attention_mask" in options:
+                mask = options["attention_mask"]
+                options["attention_mask"] = torch.cat((mask, mask.new_ones(batch, 1)), -1)
+
+    run(1, (_LENGTH,))
+    observer.find_layers(model)
+    if not observer.seen:
+        return
+    with observer.watching():
+        run(1, (_LENGTH, 1))
+        if not observer.rotating():
+            observer.seen = {}  # others may have a table of positions, which ends before the last
+            return
+        run(1, (_LENGTH,), position_ids=prompt[None] + text.max_position_embeddings - _LENGTH)
+        run(
+            3,
+            (_LENGTH, 1),
+            attention_mask=(prompt >= torch.arange(3, device=device)[:, None]).long(),
+        )
+
+
+class _Observer:
+    """Stands between a model and the attention functions, and between it and its cache."""
+
+    def __init__(self) -> None:
+        self.seen: dict[nn.Module, list[Seen]] = {}
+        self.attending: list[nn.Module] = []
+        self.now: Seen | None = None  # the layer's call that runs
+        self.cache: Any = None
+        self.thread = get_ident()
+
+    def new_cache(self, config: Any) -> Any:
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache(config=config)
+        update = cache.update
+
+        def see(*args: Any, **options: Any) -> Any:
+            result = update(*args, **options)
+            if self.now is not None:
+                self.now.updates.append(Update(args, options, result))
+            return result
+
+        cache.update = see
+        self.cache = cache
+        return cache
+
+    @contextmanager
+    def spying(self) -> Iterator[None]:
+        """Attention functions that are looked up meanwhile report their calls."""
+        from transformers import modeling_utils
+
+        kind: Any = modeling_utils.AttentionInterface
+        get = kind.get_interface
+
+        def spy(interface: Any, implementation: str, default: Any) -> Any:
+            function = get(interface, implementation, default)
+            if get_ident() != self.thread:
+                return function
+
+            def call(*args: Any, **options: Any) -> Any:
+                out = function(*args, **options)
+                self.attending.append(args[0])
+                if self.now is not None:
+                    self.now.attentions.append(
+                        Attention(interface, implementation, default, args, options, out)
+                    )
+                return out
+
+            return call
+
+        kind.get_interface = spy
+        try:
+            yield
+        finally:
+            kind.get_interface = get
+
+    def find_layers(self, model: nn.Module) -> None:
+        """A layer is the smallest module with packed layers outside of what it attends with."""
+        names = {module: name for name, module in model.named_modules()}
+        for module in dict.fromkeys(self.attending):
+            name, inside = names.get(module, ""), set(module.modules())
+            while name:
+                name = name.rpartition(".")[0]
+                layer = model.get_submodule(name)
+                packed = (m for m in layer.modules() if isinstance(m, QuantLinear))
+                if any(m not in inside for m in packed):
+                    if "forward" not in layer.__dict__:
+                        self.seen[layer] = []
+                    break
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The calls of the layers found are recorded."""
+        layers = list(self.seen)
+        for layer in layers:
+            layer.__dict__["forward"] = self._recording(layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
+
+    def rotating(self) -> bool:
+        """Whether the layers get (cos, sin), of which there is one for each position."""
+        return all(
+            any(is_angles(value) for value in call.kwargs.values())
+            for calls in self.seen.values()
+            for call in calls
+        )
+
+    def _recording(self, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            seen = Seen(args, kwargs, copy_of(self.cache))
+            self.now = seen
+            hooks = [
+                module.register_forward_hook(see, with_kwargs=True)
+                for module in layer.modules()
+                if module is not layer
+            ]
+            try:
+                seen.out = type(layer).forward(layer, *args, **kwargs)
+            finally:
+                self.now = None
+                for hook in hooks:
+                    hook.remove()
+            self.seen[layer].append(seen)
+            return seen.out
+
+        def see(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if self.now is not None:
+                tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+                first = out[0] if isinstance(out, tuple) and out else out
+                self.now.calls.append(Call(module, tensors, first))
+
+        return forward
+
+
+def is_angles(value: Any) -> bool:
+    """Whether the value may be (cos, sin)."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return all(isinstance(t, Tensor) and t.dim() == 3 for t in value) and (
+        value[0].shape == value[1].shape
+    )
+
+
+def copy_of(cache: Any) -> Any:
+    """The cache as it is, which other calls leave alone: its layers replace their tensors."""
+    copied = copy.copy(cache)
+    copied.__dict__.pop("update", None)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    found = sys.modules.get("transformers.modeling_utils")
+    return found is not None and isinstance(module, found.PreTrainedModel)

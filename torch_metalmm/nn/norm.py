@@ -1,0 +1,44 @@
+"""RMS norms of transformers models in one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .recipe import Norm
+
+_rms_norm = torch.ops.metalmm.rms_norm.default
+
+
+class FusedNorm:
+    """The forward of a module that computes an RMS norm, which stays the object that it was.
+
+    The class's own forward computes where a gradient is recorded, under autocast, and where x has
+    not the weight's dtype.
+    """
+
+    def __init__(self, norm: Norm) -> None:
+        self.norm = norm
+
+    def attach(self) -> None:
+        self.norm.module.__dict__["forward"] = self.forward
+
+    def detach(self) -> None:
+        del self.norm.module.__dict__["forward"]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        norm = self.norm
+        weight = norm.module._parameters.get(norm.name)
+        own = (
+            args
+            or kwargs
+            or weight is None
+            or weight.dtype != x.dtype
+            or torch.is_autocast_enabled(x.device.type)
+            or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        )
+        if own:
+            return type(norm.module).forward(norm.module, x, *args, **kwargs)
+        return _rms_norm(x, weight, norm.eps, norm.offset, None)

@@ -1,0 +1,194 @@
+"""What a decoder layer computes, in terms of our ops: models/fuse writes it, layer.py runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .fused import SwiGLU
+
+
+@dataclass
+class Norm:
+    """x * rsqrt(mean(x²) + eps) * (offset + weight). name: the weight's, "" for no weight."""
+
+    module: nn.Module
+    name: str
+    eps: float
+    offset: float
+
+    def weight(self) -> Tensor | None:
+        return self.module._parameters.get(self.name)
+
+
+@dataclass
+class Output:
+    """How a branch ends: residual + scale * post(linear(x))."""
+
+    linear: Any
+    post: Norm | None
+    scale: float
+
+
+@dataclass
+class Attend:
+    """How the layer's attention calls the function that its config names.
+
+    place: module and name of the interface that has the functions. It is looked up there, since a
+    copy would not get the functions that are registered later. default: for what it has not.
+    """
+
+    place: tuple[str, str]
+    default: Callable[..., Any]
+    config: Any
+    constants: dict[str, Any]  # keyword arguments that are the same in every call
+    passed: tuple[str, ...]  # those that are the layer's own, by the same names
+
+    def __post_init__(self) -> None:
+        self.interface = getattr(import_module(self.place[0]), self.place[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "interface"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    def function(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = self.interface.get_interface(
+            self.config._attn_implementation, self.default
+        )
+        return found
+
+
+@dataclass
+class Recipe:
+    """A layer as ops. The layer's first argument is x [batch, length, size], the others have names.
+
+    projections: one layer for q, k and v; or one for q and k, one for v; or three.
+    angles: "whole", cos and sin as they are given; "halves", each value of their first half twice;
+    "none", nothing is rotated.
+    """
+
+    attention: nn.Module
+    names: frozenset[str]  # the keyword arguments that the layer was seen to take
+    embeddings: str  # which of them is (cos, sin)
+    mask: str | None
+    cache: str
+    number: int | None  # the layer's in the cache; None: attention.layer_idx, which may change
+    attend: Attend
+    heads: int
+    kv_heads: int
+    head_size: int
+    pre: Norm | None
+    projections: tuple[Any, ...]
+    head_norms: tuple[Norm, Norm] | None  # of each head of q and k, before the rotation
+    whole_norms: tuple[Norm, Norm] | None  # of q and k over all heads, before the rotation
+    interleaved: bool
+    angles: str
+    output: Output
+    pre_mlp: Norm | None
+    mlp: SwiGLU
+    down: Output
+
+    def norms(self) -> list[Norm]:
+        pairs = (*(self.head_norms or ()), *(self.whole_norms or ()))
+        every = (self.pre, *pairs, self.output.post, self.pre_mlp, self.down.post)
+        return [norm for norm in every if norm is not None]
+
+
+def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as the op takes them."""
+    if angles == "whole":
+        return cos, sin
+    if angles == "none":
+        return cos[..., :0], sin[..., :0]
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+
+
+class Held(NamedTuple):
+    """What the layers of a step share: see Step.
+
+    version: of `given`; None where cos is that tensor, and where it has none. direct, options: see
+    Step.direct and Step.op.
+    """
+
+    given: Any = None  # the model's cos
+    version: int | None = None
+    cos: Any = None  # cos and sin for the op
+    sin: Any = None
+    function: Any = None  # that computes attention
+    direct: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+
+
+class Step:
+    """What layers that rotate and attend alike share in one forward; the first computes it.
+
+    A forward is known by its cos, which the model makes anew each time: `held` keeps that tensor,
+    so no other gets its identity. Two threads replace each other's `held`, each as a whole.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.attend, self.angles = recipe.attend, recipe.angles
+        self.groups = recipe.heads // recipe.kv_heads
+        self.like_k = torch.empty(0, recipe.head_size, device="meta")
+        self.held = Held()
+
+    @staticmethod
+    def key(recipe: Recipe) -> object:
+        """Equal for recipes that may share a step."""
+        attend = recipe.attend
+        sizes = (recipe.angles, recipe.head_size, recipe.heads, recipe.kv_heads)
+        constants = tuple(sorted(attend.constants.items()))
+        names = (*attend.place, *sorted(attend.passed))
+        return (*sizes, *names, attend.default, id(attend.config), constants)
+
+    def begin(self, cos: Tensor, sin: Tensor) -> Held:
+        """The first layer's call: what the others find in `held`."""
+        function = self.attend.function()
+        version = None if self.angles != "halves" or cos.is_inference() else cos._version
+        angles = tables(self.angles, cos, sin)
+        held = Held(cos, version, *angles, function, self.direct(function), self.op(function))
+        self.held = held
+        return held
+
+    def op(self, function: Callable[..., Any]) -> dict[str, Any] | None:
+        """The options of our op `attention`, if that is what the function calls."""
+        options = getattr(function, "op_options", None)
+        if options is None:
+            return None
+        found: dict[str, Any] | None = options(self.attend.constants, self.attend.passed)
+        return found
+
+    def direct(self, function: Callable[..., Any]) -> dict[str, Any] | None:
+        """With which options transformers' function for sdpa calls torch's for one token, no mask.
+
+        None: it is another function, or does more than to call torch's.
+        """
+        theirs = sys.modules.get("transformers.integrations.sdpa_attention")
+        if theirs is None or function is not theirs.sdpa_attention_forward:
+            return None
+        options = self.attend.constants
+        if not options.keys() <= {"dropout", "scaling", "sliding_window", "softcap"}:
+            return None
+        if options.get("softcap") is not None or options.get("scaling") is None:
+            return None
+        direct: dict[str, Any] = {"dropout_p": options.get("dropout", 0.0)}
+        direct["scale"] = options["scaling"]
+        if self.groups > 1:
+            if not theirs.use_gqa_in_sdpa(None, self.like_k, self.like_k):
+                return None
+            direct["enable_gqa"] = True
+        return direct
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "held": Held()}
