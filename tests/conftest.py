@@ -86,15 +86,6 @@ def _on_engine(
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch on one thread: on a shared machine the threads of short calls wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def quiet_transformers() -> Iterator[None]:
     """No messages and no progress bars of transformers."""
     from transformers.utils import logging
@@ -104,6 +95,15 @@ def quiet_transformers() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     logging.set_verbosity(verbosity)
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """In inference mode, as a command of bench runs; torch's number of threads is put back."""
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,17 +45,18 @@ def measured_once() -> Callable[..., roof.Roof]:
 def bench(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    one_thread: None,
     measured_once: Callable[..., roof.Roof],
-) -> Bench:
-    """The command line, in this process."""
+) -> Iterator[Bench]:
+    """The command line, in this process, whose number of threads it sets."""
+    threads = torch.get_num_threads()
     monkeypatch.setattr(roof, "measure", measured_once)
 
     def run(*arguments: str) -> Done:
         capsys.readouterr()
         return Done(main(list(arguments)), *capsys.readouterr())
 
-    return run
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

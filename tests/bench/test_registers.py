@@ -17,15 +17,17 @@ from torch_metalmm.msl import ptx
 from torch_metalmm.msl.build import digest
 
 # Bytes. With 16 rows of f16 x: the f32 weights of a step, and the levels of its codes.
-SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8}
+# attention_split: sums and scores of 4 rows of q take 72 registers, beside two decoded slots.
+SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8, "attention_split": 204}
 
 
 def test_no_chosen_kernel_spills() -> None:
-    """Only the two kernels of SPILLS do."""
+    """Only the kernels of SPILLS do."""
     found = registers.recorded()
     assert sum(one.is_chosen for one in found.values()) > 500
     spilled = {k: one.spilled for k, one in found.items() if one.is_chosen and one.spilled}
-    assert all(size <= SPILLS.get(kernel, 0) for kernel, size in spilled.items()), spilled
+    most = {k: SPILLS.get(k, SPILLS.get(registers.split(k)[0], 0)) for k in spilled}
+    assert all(size <= most[kernel] for kernel, size in spilled.items()), spilled
 
 
 def test_the_figures_are_those_of_the_shaders() -> None:

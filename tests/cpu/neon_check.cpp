@@ -85,11 +85,60 @@ int check_tiles() {
   return failures;
 }
 
+// Scores of n slots: some -inf, and from one below which a weight is 0.
+std::vector<float> random_scores(int64_t n) {
+  std::uniform_real_distribution<float> draw(-100.f, 3.f);
+  std::vector<float> out(n);
+  for (float& s : out) s = draw(generator);
+  for (int64_t i = 2; i < n; i += 5) out[i] = -INFINITY;
+  return out;
+}
+
+// exp is within 1 ulp, so weights are 4 u apart at most, and sums by as many terms more.
+int check_softmax() {
+  const AttentionKernels &fast = neon::kKernels.attention, &slow = scalar::kKernels.attention;
+  int failures = 0;
+  for (int64_t n = 0; n < 40; ++n) {
+    std::vector<float> a = random_scores(n);
+    if (n == 7) std::fill(a.begin(), a.end(), -INFINITY);
+    if (n == 9) a[8] = NAN;
+    std::vector<float> b = a;
+    const float top = fast.top(a.data(), n);
+    failures += top != slow.top(b.data(), n);
+    const float sum = fast.exp(a.data(), n, top), other = slow.exp(b.data(), n, top);
+    const auto near = [=](float x, float y) {
+      return (std::isnan(x) && std::isnan(y)) || std::fabs(x - y) <= (4 + 2 * n) * 0x1p-24f * y;
+    };
+    failures += !near(sum, other) || !std::equal(a.begin(), a.end(), b.begin(), near);
+  }
+  if (failures) std::printf("softmax: %d differences\n", failures);
+  return failures;
+}
+
+int check_weighing() {
+  int failures = 0;
+  for (int i = 0; i < kNumWeighKernels; ++i) {
+    const std::vector<float> p = random_values((int64_t{1} << i) * kRows);
+    const std::vector<float> rows = random_values(kRows * kK);
+    std::vector<float> a = random_values((int64_t{1} << i) * kK), b = a;
+    for (int64_t dim : {int64_t{kChunkValues}, kK}) {
+      neon::kKernels.attention.weigh[i](
+          {p.data(), kRows, rows.data(), kK, kRows, dim, a.data(), kK});
+      scalar::kKernels.attention.weigh[i](
+          {p.data(), kRows, rows.data(), kK, kRows, dim, b.data(), kK});
+      failures += !near(a, b, kRows + 2);
+    }
+  }
+  if (failures) std::printf("weighing: %d differences\n", failures);
+  return failures;
+}
+
 }  // namespace
 }  // namespace metalmm::cpu
 
 int main() {
   int failures = metalmm::cpu::check_tiles();
+  failures += metalmm::cpu::check_softmax() + metalmm::cpu::check_weighing();
   for (const metalmm::Format& f : metalmm::all_formats()) failures += metalmm::cpu::check_format(f);
   std::printf("%zu formats, %d differences\n", metalmm::all_formats().size(), failures);
   return failures != 0;

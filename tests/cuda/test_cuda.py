@@ -13,6 +13,7 @@ import pytest
 import torch
 from format_cases import same_bits
 from kernel_cases import PER_KERNEL, Case, case, emulate, planned_kernels
+from layer_oracle import activated
 from oracle import Value, activations, random_weight
 from plan_cases import DTYPES, STRATEGIES, strategy_of
 from torch import Tensor
@@ -47,12 +48,13 @@ def expected(one: Case, chain: float) -> Value:
     problem, dtype = one.problem, one.x[0].dtype
     k = round(chain * problem["k"])
     x = Value.of(one.x[0])
-    if problem["op"] in ("swiglu_up", "silu_mul"):
-        in_tiles = problem["op"] == "silu_mul" and dtype == torch.float16
+    if problem["op"] in ("swiglu_up", "act_mul"):
+        in_tiles = problem["op"] == "act_mul" and dtype == torch.float16
         gate, up = (x.dot(w.half() if in_tiles else w, k) for w in one.weights)
-        return (gate.silu() * up).store(dtype)
+        return (activated(gate, problem["activation"]) * up).store(dtype)
     if problem["op"] == "swiglu_down":
-        return (x.silu() * Value.of(one.x[1])).dot(one.weights[0], k).store(dtype)
+        hidden = activated(x, problem["activation"]) * Value.of(one.x[1])
+        return hidden.dot(one.weights[0], k).store(dtype)
     y = x.dot(one.weights[0].half(), k)  # f16 tiles
     if "alpha" in problem:
         return (y * problem["alpha"] + Value.of(one.x[1]) * problem["beta"]).store(dtype)
@@ -63,9 +65,9 @@ def agree(one: Case, emulator: Tensor, gpu: Tensor) -> bool:
     """Equal, or within what both may be off."""
     assert gpu.dtype == emulator.dtype and gpu.shape == emulator.shape
     strategy = strategy_of(one.kernel)
-    in_tiles = strategy == "silu_mul" or _C.strategy(strategy)["rounds_to_half"]  # cases of gemm
+    in_tiles = strategy == "act_mul" or _C.strategy(strategy)["rounds_to_half"]  # cases of gemm
     on_tensor_cores = in_tiles and one.x[0].dtype == torch.float16
-    if not on_tensor_cores and strategy not in ("swiglu_up", "swiglu_down", "silu_mul"):
+    if not on_tensor_cores and strategy not in ("swiglu_up", "swiglu_down", "act_mul"):
         return same_bits(emulator.float(), gpu.float())
     error = (
         expected(one, 1).error + expected(one, TENSOR_CORE_CHAIN if on_tensor_cores else 1).error

@@ -56,7 +56,8 @@ def test_registers_are_not_indexed_at_run_time(kernels: dict[str, str]) -> None:
 def test_f16_tiles_use_the_tensor_cores(kernels: dict[str, str]) -> None:
     """f32 and bf16 multiply in f32, which tensor cores cannot."""
     tensor = {n for n, t in kernels.items() if "mma.sync" in t}
-    assert tensor == {n for n in kernels if re.fullmatch(r"gemm_(?!tiled|naive).*_f16", n)}
+    halves = re.compile(r"(gemm_(?!tiled|naive)|attention_tile_).*_f16")
+    assert tensor == {n for n in kernels if halves.fullmatch(n)}
 
 
 @pytest.mark.parametrize("kernel", ["gemm_q4_k_f16", "gemv_large_k_iq4_xs_bf16", "dot_f32"])

@@ -44,15 +44,6 @@ def ggml_type(name: str) -> GGMLQuantizationType:
 IN_GGUF = [name for name in GGML if name.upper() in GGMLQuantizationType.__members__]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The loops over elements are short vector operations: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- the table
 
 

@@ -14,7 +14,7 @@ from torch_metalmm.msl.build import LANGUAGE, zig
 
 TEXT = (ROOT / "metal" / "formats.def").read_text()
 STRUCTS = dict(re.findall(r"^MM_(?:DENSE|BLOCK|AFFINE)\s*\((\w+), *(\w+),", TEXT, re.M))
-ENGINES = {"Metal": "metal/formats", "CPU": "csrc/cpu"}
+ENGINES = {"Metal": "metal/formats", "CPU": "csrc/cpu/codecs"}
 
 
 def errors(root: Path, engine: str) -> str:

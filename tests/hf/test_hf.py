@@ -21,7 +21,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 from torch_metalmm import MetalMMConfig, QuantLinear, formats, load_gguf, quantize_
 from torch_metalmm.models.replace import dense_weight
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 FORMATS = ("q8_0", "q6_k", "q4_k", "affine4_g64")
 

@@ -16,8 +16,6 @@ from bench.models.quality import embeddings, minilm_folder, sentences
 from torch_metalmm import MetalMMConfig, load_gguf, quantize_
 from torch_metalmm.tools.generate import demo_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def smollm2() -> Any:

@@ -15,8 +15,6 @@ from torch import nn
 from torch_metalmm import QuantEmbedding, QuantLinear, load_packed, quantize_, save_packed
 from torch_metalmm.models.replace import replaceable
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def save(model: Any, folder: Path, how: str) -> None:
     if how == "save_packed":

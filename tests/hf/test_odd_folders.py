@@ -26,7 +26,7 @@ from torch_metalmm import (
 )
 from torch_metalmm.tools.cli import main
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 Change = Callable[[Path], None]
 

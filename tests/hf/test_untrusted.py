@@ -20,8 +20,6 @@ from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx,
 from torch_metalmm.files.untrusted import forget_kernels
 from torch_metalmm.tools.cli import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Load = Callable[[Path], Any]
 
 

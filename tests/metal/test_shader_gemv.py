@@ -202,7 +202,7 @@ def test_ids_out_of_range_stay_inside_the_table() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_probes(dtype: torch.dtype) -> None:
-    """add, sub, mul, div rounded once; silu_mul of f32, dot within their bounds; counts around a
+    """add, sub, mul, div rounded once; act_mul of f32, dot within their bounds; counts around a
     threadgroup's."""
     ops = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
     for count in (1, 255, 1024, 1025, 2500):
@@ -213,8 +213,8 @@ def test_probes(dtype: torch.dtype) -> None:
             same(y, of(x.float(), x2.float()).to(dtype), (op, count))
         gate, up = (activations(count, seed=s) for s in "cd")
         y = torch.full((count,), torch.nan, dtype=dtype)
-        execute("silu_mul", {"x": gate, "x2": up, "y": y}, n=count)
-        check(y, (Value.of(gate).silu() * Value.of(up)).store(dtype), f"silu_mul {count}")
+        execute("act_mul", {"x": gate, "x2": up, "y": y}, n=count)
+        check(y, (Value.of(gate).silu() * Value.of(up)).store(dtype), f"act_mul {count}")
         y = torch.full((1,), torch.nan, dtype=dtype)
         execute("dot", {"x": x, "x2": x2, "y": y}, k=count)
         check(y, Value.of(x).dot(x2.float()[None]).store(dtype), f"dot {count}")

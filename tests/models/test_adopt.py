@@ -28,7 +28,7 @@ from transformers.integrations.metal_quantization import (
 
 from torch_metalmm import QuantEmbedding, QuantLinear, adopt_, formats, quantize_
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 
 # ---- transformers' GGUF layers

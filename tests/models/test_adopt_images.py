@@ -12,7 +12,7 @@ from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from oracle import activations, check, spec
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 
 # ---- diffusers

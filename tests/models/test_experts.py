@@ -17,7 +17,7 @@ from torch_metalmm import MetalMMConfig, load_mlx, quantize_, save_mlx
 
 mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 EXPERTS, H, FFN = 4, 128, 64
 LEFT = (

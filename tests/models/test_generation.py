@@ -13,8 +13,6 @@ from torch import Tensor
 from torch_metalmm import fuse_, load_gguf, quantize_
 from torch_metalmm.tools.generate import demo_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LENGTHS = (3, 11, 1, 7)
 
 

@@ -18,8 +18,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_metalmm import QuantEmbedding, QuantLinear, fuse_, quantize_
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Twice(nn.Module):
     def forward(self, w: torch.Tensor) -> torch.Tensor:

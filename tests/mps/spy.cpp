@@ -4,11 +4,12 @@
 #include <cstring>
 #include <string>
 
+#include "metal/abi.h"
 #include "msl/host/abi.h"
 
 namespace {
 
-constexpr uint32_t kArgs = 9;  // the slot whose bytes are gone after the launch
+constexpr uint32_t kArgs = metalmm::kSlotArgs;  // the slot whose bytes are gone after the launch
 std::string g_log;
 
 void triple(const char* name, const uint32_t* v) {

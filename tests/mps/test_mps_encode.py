@@ -8,15 +8,16 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from cache_cases import as_stored
+from encode_calls import CALLS, CHIP, CORES, SPLIT, Call, K, N, packed
 from host_compiler import COMPILER
 from places import ROOT, TESTS
-from plan_cases import STRATEGIES, strategies_used, strategy_of
+from plan_cases import STRATEGIES, stored, strategies_used, strategy_of
 from shaders import NAMES, SLOTS, args_of
 from torch import Tensor
 
@@ -25,111 +26,8 @@ from torch_metalmm.msl.build import preprocess, unmark
 from torch_metalmm.msl.source import Reader
 
 ops = torch.ops.metalmm
-CHIP, CORES, N, K = "m1", 4, 37, 1024
 FORMATS = ("f16", "q4_0", "q4_k", "mxfp4", "affine4_g64_f32")
-SPLIT = "split_reduce"
-PROBES = ("add", "sub", "mul", "div", "dot")
-
-
-@dataclass(frozen=True)
-class Call:
-    """An op, its operands by slot, and the problem that it must plan.
-
-    `before`: what the op plans before that, in order; `made`: operands of the last plan that the
-    earlier passes make, {slot: number of the pass whose y it is}.
-    """
-
-    run: Callable[[], Tensor]
-    operands: dict[str, Tensor]
-    problem: dict[str, Any]
-    before: tuple[Call, ...] = ()
-    made: dict[str, int] = field(default_factory=dict)
-
-
-def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """x [m, k] that begins inside its storage, rows apart."""
-    return torch.zeros(m + 1, k + 24, dtype=dtype)[1:, 8 : 8 + k]
-
-
-def packed(name: str) -> Tensor:
-    """Some rows of a larger table."""
-    return torch.zeros(3 * N, formats.get(name).row_bytes(K), dtype=torch.uint8)[N : 2 * N]
-
-
-def strides(x: Tensor, w: Tensor) -> dict[str, int]:
-    return {"x_stride": x.stride(0) if len(x) > 1 else K, "w_stride": w.stride(0)}
-
-
-def linear(name: str, strategy: str | None, m: int, dtype: torch.dtype) -> Call:
-    x, w, bias = rows(m, K, dtype), packed(name), torch.zeros(N + 5, dtype=dtype)[5:]
-    problem = {"m": m, "n": N, "k": K, "bias": True, "strategy": strategy, **strides(x, w)}
-    run = lambda: ops.linear(x, w, bias, name, strategy)  # noqa: E731
-    return Call(run, {"x": x, "weight": w, "bias": bias}, problem | {"format": name})
-
-
-def swiglu(name: str, dtype: torch.dtype) -> Call:
-    x, gate, up = rows(1, K, dtype), packed(name), packed(name)
-    problem = {"op": "swiglu_up", "m": 1, "n": N, "k": K, "format": name, **strides(x, gate)}
-    run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
-    operands = {"x": x, "weight": gate, "weight2": up}
-    return Call(run, operands, problem | {"w2_stride": up.stride(0)})
-
-
-def swiglu_rows(name: str, dtype: torch.dtype) -> Call:
-    """SwiGLU of many rows: gate and up in f32, by the kernels of x's dtype, then silu_mul."""
-    x, gate, up = rows(3, K, dtype), packed(name), packed(name)
-    run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
-    problem = {"m": 3, "n": N, "k": K, "format": name, "y_f32": True, **strides(x, gate)}
-    before = tuple(Call(run, {"x": x, "weight": w}, problem) for w in (gate, up))
-    return Call(run, {}, {"op": "silu_mul", "n": 3 * N}, before, {"x": 0, "x2": 1})
-
-
-def swiglu_linear(name: str, dtype: torch.dtype) -> Call:
-    gate, up, w = rows(2, K, dtype), rows(2, K, dtype), packed(name)
-    problem = {"op": "swiglu_down", "m": 2, "n": N, "k": K, "format": name, **strides(gate, w)}
-    run = lambda: ops.swiglu_linear(gate, up, w, None, name)  # noqa: E731
-    return Call(run, {"x": gate, "x2": up, "weight": w}, problem)
-
-
-def gemm(name: str, dtype: torch.dtype) -> Call:
-    x, w, c = rows(3, K, dtype), packed(name), torch.zeros(5, N, dtype=dtype)[2:]
-    problem = {"m": 3, "n": N, "k": K, "c": True, "alpha": 0.5, "beta": 2.0, **strides(x, w)}
-    run = lambda: ops.gemm(x, w, name, c, 0.5, 2.0)  # noqa: E731
-    return Call(run, {"x": x, "weight": w, "c": c}, problem | {"format": name})
-
-
-def embedding(name: str, dtype: torch.dtype) -> Call:
-    ids, w = torch.arange(9)[3:], packed(name)
-    problem = {"op": "embedding", "m": 6, "n": N, "k": K, "format": name, "w_stride": w.stride(0)}
-    run = lambda: ops.embedding(ids, w, name, K, dtype=dtype)  # noqa: E731
-    return Call(run, {"ids": ids, "weight": w}, problem)
-
-
-def dequantize(name: str, dtype: torch.dtype) -> Call:
-    w = packed(name)
-    problem = {"op": "dequantize", "n": N, "k": K, "format": name, "w_stride": w.stride(0)}
-    return Call(lambda: ops.dequantize(w, name, K, dtype=dtype), {"weight": w}, problem)
-
-
-def probe(op: str, dtype: torch.dtype) -> Call:
-    x, x2 = rows(1, K, dtype)[0], rows(1, K, dtype)[0]
-    size = {"k" if op == "dot" else "n": K}
-    return Call(lambda: ops.probe(x, x2, op), {"x": x, "x2": x2}, {"op": op, **size})
-
-
-FORCED = [s for s in _C.strategies("linear") if s != SPLIT]
-CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
-    **{s: lambda f, t, s=s: linear(f, s, 3, t) for s in FORCED},
-    **{f"m={m}": lambda f, t, m=m: linear(f, None, m, t) for m in (1, 2, 40, 300)},
-    SPLIT: lambda f, t: linear(f, SPLIT, 2, t),
-    "swiglu_up": swiglu,
-    "swiglu_down": swiglu_linear,
-    "silu_mul": swiglu_rows,
-    "gemm op": gemm,
-    "embedding": embedding,
-    "dequantize": dequantize,
-    **{op: lambda _, t, op=op: probe(op, t) for op in PROBES},
-}
+RESULTS = ("y", "y2", "y3")
 
 
 @contextmanager
@@ -226,7 +124,7 @@ def check_pass(
             assert buffer == list(expected), slot
         elif slot in made:
             assert buffer == made[slot], slot
-        elif slot not in ("y", "partial"):  # absent: memory that is there, none of it readable
+        elif slot not in (*RESULTS, "partial"):  # absent: memory that is there, none readable
             assert buffer == [*buffers["y"][:2], 0], slot
     assert buffers["y"][1:] == [0, y_bytes]
 
@@ -239,7 +137,11 @@ def check_rules(calls: list[Any], y: Tensor) -> None:
     assert len(calls[-3][2]) <= 4096
     for _, slot, base, offset, _ in calls[1:-3]:
         name = SLOTS[slot]
-        size = {"weight": 1, "weight2": 1, "ids": 8, "partial": 4}.get(name, y.element_size())
+        is_mask = name == "c" and calls[0][1].startswith("attention")
+        of_slot = {"weight": 1, "weight2": 1, "ids": 8, "partial": 4} | (
+            {"c": 1} if is_mask else {}
+        )
+        size = of_slot.get(name, y.element_size())
         assert base and offset % size == 0, name
 
 
@@ -270,6 +172,7 @@ def test_encoding(case: str, name: str, spy: ctypes.CDLL) -> None:
         call = CALLS[case](name, dtype)
         with recorded() as calls:
             y = call.run()
+            y = y if isinstance(y, Tensor) else y[0]
         passes, launches = passes_of(calls), consumed(spy, call.run)
         planned = [(c, planned_for(c, dtype)) for c in (*call.before, call)]
         steps = [(c, plan, one) for c, plan in planned for one in plan["passes"]]
@@ -279,7 +182,8 @@ def test_encoding(case: str, name: str, spy: ctypes.CDLL) -> None:
         for i, (of, plan, one) in enumerate(steps):
             is_last = one is plan["passes"][-1]
             size = 4 if of.problem.get("y_f32") else y.element_size()
-            y_bytes = y.numel() * size if is_last else plan["workspace_bytes"]
+            values = y.numel() if of is call or of.problem.get("op") != "rms_norm" else 40 * K
+            y_bytes = values * size if is_last else plan["workspace_bytes"]
             check_pass(passes[i], one, of, y_bytes, made if of is call else {})
             check_rules(passes[i], y)
             check_consumed(passes[i], launches[i], of)
@@ -287,9 +191,10 @@ def test_encoding(case: str, name: str, spy: ctypes.CDLL) -> None:
 
 def planned_for(call: Call, dtype: torch.dtype) -> dict[str, Any]:
     """The last plan of the call."""
+    is_norm = call.problem.get("op") == "rms_norm"
     plan: dict[str, Any] = _C.plan(
         **{"dtype": NAMES[dtype], "chip": CHIP, "gpu": {"cores": CORES}} | call.problem,
-        x_alignment=alignment(call, "x", "x2"),
+        x_alignment=alignment(call, "x", "x2", "norm", *(["c"] if is_norm else [])),
         w_alignment=alignment(call, "weight", "weight2"),
     )
     return plan
@@ -309,6 +214,38 @@ def test_cases_reach_every_strategy() -> None:
         used |= set(strategies_used(plan))
         assert case not in STRATEGIES or case in used
     assert used == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_layer_is_five_passes(m: int) -> None:
+    """Norm and qkv, rope, attention, o and residual, norm with gate and up, down and residual."""
+    x, g, name = torch.ones(1, m, K), torch.ones(K), "q4_0"
+    wide, narrow = packed(name)[:32], torch.zeros(K, formats.get(name).row_bytes(32))
+    narrow = narrow.to(torch.uint8)
+    with recorded() as calls:
+        qkv = ops.norm_linear(x, g, 1e-5, 0.0, wide, None, name)
+        q, *_ = ops.rope(qkv, torch.ones(1, m, 8), torch.ones(1, m, 8), 2, 1)
+        a = torch.zeros(1, m, 32)
+        h = ops.linear(a, narrow, None, name, residual=x)
+        act = ops.swiglu(h, wide, wide, name, name, "gelu_tanh", g, 1e-5, 1.0)
+        y = ops.linear(act, narrow, None, name, residual=h)
+    assert q.shape == (1, 2, m, 8) and y.shape == x.shape
+    assert len(passes_of(calls)) == 5
+
+
+@pytest.mark.parametrize("name", stored())
+def test_a_write_to_a_cache_is_one_pass(name: str) -> None:
+    """With q or alone: k and v as rope returns them, and as views of a projection."""
+    row = formats.get(name).row_bytes(32)
+    keys, values = (as_stored(name, torch.zeros(1, 2, 6, row, dtype=torch.uint8)) for _ in range(2))
+    qkv, turn, slots = torch.ones(1, 3, 192), torch.ones(1, 3, 8), torch.arange(3)
+    with recorded() as calls:
+        ops.rope_append(qkv, turn, turn, 2, 2, keys, values, slots, name, name)
+        k, v = qkv.view(1, 3, 6, 32).transpose(1, 2).split([4, 2], 1)
+        for rows in (v.contiguous(), v):
+            ops.cache_append(keys, values, k[:, 2:], rows, slots, name, name)
+    passes = passes_of(calls)
+    assert [one[0][1] for one in passes] == [f"rope_append_{name}_f32"] * 3
 
 
 def test_nothing_to_compute_encodes_nothing() -> None:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ops = torch.ops.metalmm
 
 

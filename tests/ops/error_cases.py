@@ -110,6 +110,12 @@ CASES = {
     "beta without c": Case(
         lambda t: ops.gemm(t.x, t.w, "q4_0", None, 1.0, 0.5), "c", "miss", "0.5"
     ),
+    "alpha beyond f32": Case(
+        lambda t: ops.gemm(t.x, t.w, "q4_0", None, 1e300), "alpha", r"1e\+300", "finite as f32"
+    ),
+    "beta beyond f32": Case(
+        lambda t: ops.gemv(t.x[0], t.w, "q4_0", t.bias, 1.0, -1e39), "beta", r"-1e\+39", "finite as"
+    ),
     "gemv of a matrix": Case(lambda t: ops.gemv(t.x, t.w, "q4_0"), "x", r"\[3, 64\]", "1 dim"),
     "gemm of a vector": Case(lambda t: ops.gemm(t.x[0], t.w, "q4_0"), "x", r"\[64\]", "2 dim"),
     "gemm of 3-D": Case(lambda t: ops.gemm(t.x[None], t.w, "q4_0"), "x", r"\[1, 3, 64\]", "2 dim"),
@@ -231,5 +237,3 @@ CASES = {
     "quantize K": Case(lambda t: ops.quantize(t.x[:, :40], "q4_0"), "w", "K = 40", "32 values"),
     "quantize format": Case(lambda t: ops.quantize(t.x, "int4"), "format", "'int4'", "q4_0, q4_1"),
 }
-
-TRACED = [label for label, case in CASES.items() if not case.data]

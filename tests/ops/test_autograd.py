@@ -24,8 +24,6 @@ from torch.autograd import forward_ad
 
 from torch_metalmm import formats
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ops = torch.ops.metalmm
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 ops = torch.ops.metalmm
 

@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend
-from error_cases import CASES, TRACED, Case, K, arguments, ops
+from cache_calls import CACHE_CASES
+from error_cases import CASES as BASE
+from error_cases import Case, K, arguments, ops
+from layer_error_cases import LAYER_CASES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_metalmm import _C, formats
+
+CASES = BASE | LAYER_CASES | CACHE_CASES
+TRACED = [label for label, case in CASES.items() if not case.data]
 
 
 def expect(case: Case, t: Any) -> None:

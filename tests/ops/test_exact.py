@@ -20,7 +20,6 @@ from oracle import (
 from torch_metalmm import formats
 
 pytestmark = [pytest.mark.quick, pytest.mark.isa, pytest.mark.schedules]
-pytestmark += [pytest.mark.usefixtures("one_thread")]
 
 N = 13  # more than a tile of 12 rows, and no multiple of the rows of a pass
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -16,10 +18,9 @@ from backends import ONE_OF_EACH, Backend
 from oracle import DTYPES, KINDS, Value, activations, check, random_weight, spec
 from places import TESTS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_metalmm import formats
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ops = torch.ops.metalmm
 
@@ -188,3 +189,75 @@ def test_no_access_beyond_a_buffer(backend: Backend) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(ONE_OF_EACH)} formats, failed: none" in run.stdout
     assert not heap_checks() or "'over_write': 'SIGABRT'" in run.stdout
+
+
+# ---- the layout of results
+
+
+def anyhow(t: Tensor, r: random.Random) -> Tensor:
+    """t in other memory: its dimensions in any order, with any stride where they have one index."""
+    order = r.sample(range(t.dim()), t.dim())
+    back = sorted(range(t.dim()), key=order.__getitem__)
+    moved = t.permute(order).contiguous().permute(back)
+    strides = [
+        s if n > 1 else r.choice((1, 7)) for n, s in zip(t.shape, moved.stride(), strict=True)
+    ]
+    return moved.as_strided(t.shape, strides)
+
+
+def calls_with_ones(r: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """(op, its arguments): small sizes, most of them 1, and tensors that lie anyhow."""
+
+    def x(*shape: int) -> Tensor:
+        return anyhow(activations(*shape, seed=r.random()).to(dtype), r)
+
+    b, s, m, n, k, heads, dim = (r.choice((1, 1, 2, 3)) for _ in range(7))
+    w = activations(n, k).view(torch.uint8)
+    rows, addend = x(b, s, m, k), x(b, s, m, n)
+    yield ops.linear, rows, w, None, "f32", None, addend
+    yield ops.linear_input_grad, addend, w, "f32", k
+    yield ops.norm_linear, rows, x(k), 1e-5, 0.0, w, None, "f32", addend
+    yield ops.rms_norm, rows, x(k), 1e-5, 0.0, x(b, s, m, k)
+    yield ops.rms_norm, rows, None, 1e-5
+    yield ops.add_rms_norm, rows, x(b, s, m, k), x(k), 1e-5
+    yield ops.add_rms_norm, rows, x(b, s, m, k).float(), None, 1e-5
+    yield ops.swiglu, rows, w, w, "f32", "f32"
+    yield ops.swiglu_linear, rows, x(b, s, m, k), w, None, "f32", "silu", addend
+    yield ops.gemm, x(m, k), w, "f32", x(m, n), 1.0, 1.0
+    yield ops.gemv, x(k), w, "f32", x(n), 1.0, 1.0
+    yield ops.dequantize, anyhow(w, r), "f32"
+    yield ops.embedding, anyhow(torch.zeros(b, s, dtype=torch.int64), r), w, "f32"
+    angle = r.choice((1, b)), s, dim // 2 * 2
+    qkv, angles = x(b, s, 3 * heads * dim), (x(*angle), x(*angle))
+    yield ops.rope, qkv, *angles, heads, heads
+    yield ops.rope, qkv, *angles, 2 * heads, heads, x(b, s, heads * dim), x(dim).float()
+    q, cache = x(b, heads * m, s, dim), [x(b, heads, n, dim).float() for _ in range(2)]
+    yield ops.attention, q, *cache, "f32", "f32", torch.tensor(r.randint(0, n))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_results_have_the_strides_of_their_fakes(
+    dtype: torch.dtype, grad: bool, backend: Backend
+) -> None:
+    """Those of a new tensor, also of dimensions of size 1: compiled code relies on each."""
+
+    def moved(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        view = backend.put_view(t).detach()
+        return view.requires_grad_() if grad and view.is_floating_point() else view
+
+    r = random.Random(str(dtype))
+    for _ in range(10 if backend.is_slow else 40):
+        for op, *args in calls_with_ones(r, dtype):
+            args = [moved(a) for a in args]
+            with FakeTensorMode() as mode:
+                fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+            real = op(*args)
+            given = [(a.shape, a.stride()) for a in args if isinstance(a, Tensor)]
+            of_each = (t if isinstance(t, tuple) else (t,) for t in (real, fake))
+            for y, want in zip(*of_each, strict=True):
+                assert y.shape == want.shape and y.dtype == want.dtype, (op, given)
+                assert y.stride() == want.stride(), (op, y.shape, y.stride(), given)
+                assert y.stride() == torch.empty(y.shape).stride(), (op, y.shape, y.stride())

@@ -26,8 +26,6 @@ from oracle import (
 
 from torch_metalmm import _C, formats
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ops = torch.ops.metalmm
 
 MS = (0, 1, 2, 3, 7, 8, 16, 17, 33, 130)

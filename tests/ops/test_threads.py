@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,9 +11,15 @@ from backends import Backend
 from oracle import KINDS, activations, long_k, random_weight
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ops = torch.ops.metalmm
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """These tests set the number of torch's threads, which is the process's."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.isa

@@ -14,16 +14,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import CHIPS, DTYPES, MS, NKS, codecs, strategy_of, strategy_rows
+from plan_cases import CHIPS, DTYPES, MS, NKS, formats_of, stored, strategy_of, strategy_rows
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
 
 pytestmark = pytest.mark.quick
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
+ROPES = ("rope", "rope_append")
+OPS = [op for op in _C.ops() if op != "attention"]  # test_plan_attention.py has it
 
 
 def line(plan: dict[str, Any]) -> str:
@@ -56,12 +59,39 @@ def golden_lines() -> list[str]:
             plan = _C.plan(m=m, n=1000, k=4096, format=name, dtype=act, chip="m4-max", bias=True)
             out.append(f"{name} {act} {m}x1000x4096 bias: {line(plan)}")
     out += ["", "# m2, every op and every strategy it takes"]
-    for op in _C.ops():
+    for op in OPS:
         for strategy in (None, *_C.strategies(op)):
-            plan = _C.plan(
-                op, m=3, n=200, k=8192, format="affine4_g64_f32", chip="m2", strategy=strategy
-            )
+            name = "q8_0" if op == "rope_append" else "affine4_g64_f32"
+            plan = _C.plan(op, m=3, n=200, k=8192, format=name, chip="m2", strategy=strategy)
             out.append(f"{op} {strategy or 'auto'} 3x200x8192: {line(plan)}")
+    out += ["", "# m4-max, x with a norm, activations, rope"]
+    for name in ("q4_0", "q4_k"):
+        for m in (1, 2, 4):
+            norm = {"norm": True, "norm_weight": True, "offset": float(m - 1)}
+            if _C.norm_is_fused(m=m, format=name, chip="m4-max"):
+                plan = _C.plan(m=m, n=4096, k=4096, format=name, chip="m4-max", **norm)
+                out.append(f"{name} norm {m}x4096x4096: {line(plan)}")
+    for activation in ACTIVATIONS:
+        plan = _C.plan(
+            "swiglu_up", m=1, n=14336, k=4096, format="q4_0", chip="m4-max", norm=True,
+            activation=activation,
+        )  # fmt: skip
+        out.append(f"swiglu_up {activation} 1x14336x4096: {line(plan)}")
+    rope = {"heads": 32, "kv_heads": 8, "rotated": 128, "positions": 7, "angle_rows": 7}
+    for flags in ({}, {"q_norm": True, "k_norm": True}, {"interleaved": True, "v_apart": True}):
+        plan = _C.plan("rope", m=21, k=128, chip="m4-max", rope=rope | flags)
+        out.append(f"rope {', '.join(flags)} 21x128: {line(plan)}")
+    for name in stored():
+        plan = _C.plan("rope_append", m=21, n=900, k=128, format=name, chip="m4-max", rope=rope)
+        out.append(f"rope_append {name} 21x128: {line(plan)}")
+    out += ["", "# m4-max, 32 heads of q, 8 of keys"]
+    for queries in (1, 2, 5, 16, 512):
+        for slots in (64, 1000, 131072):
+            sizes = {"heads": 32, "kv_heads": 8, "queries": queries}
+            plan = _C.plan(
+                "attention", n=slots, k=128, format="q8_0", chip="m4-max", attention=sizes
+            )
+            out.append(f"attention {queries} of {slots} slots: {line(plan)}")
     return out
 
 
@@ -74,27 +104,39 @@ def test_golden() -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    op = draw(st.sampled_from(["linear"] * 10 + _C.ops()))
-    fmt = formats.get(draw(st.sampled_from(FORMATS)))
+    op = draw(st.sampled_from(["linear"] * 10 + OPS))
+    fmt = formats.get(draw(st.sampled_from(stored() if op == "rope_append" else FORMATS)))
     small = st.integers(0, 70)
     blocks = draw(st.integers(0, 300) | st.sampled_from([16384 // fmt.block_values, 1 << 12]))
     y_f32 = op == "linear" and draw(st.booleans())
     has_epilogue = op in ("linear", "swiglu_down") and not y_f32
     has_c = has_epilogue and draw(st.booleans())
+    m = draw(small | st.integers(0, 5000) | st.sampled_from(MS))
+    strategy = draw(st.none() | st.sampled_from(_C.strategies(op)))
+    chip = draw(st.sampled_from(explain.chips()))
+    fused = op == "swiglu_up" or _C.norm_is_fused(m=m, format=fmt.name, chip=chip)
+    takes_norm = _C.strategy(strategy)["takes_norm"] if strategy else fused
+    has_norm = op in ("linear", "swiglu_up") and takes_norm and draw(st.booleans())
+    heads = {"heads": draw(st.integers(1, 70)), "kv_heads": draw(st.integers(1, 9))}
     return {
         "op": op,
-        "m": draw(small | st.integers(0, 5000) | st.sampled_from(MS)),
+        "m": m,
         "n": draw(small | st.integers(0, 300_000)),
         "k": blocks * fmt.block_values,
         "format": fmt.name,
         "dtype": draw(st.sampled_from(DTYPES)),
-        "chip": draw(st.sampled_from(explain.chips())),
+        "chip": chip,
         "bias": has_epilogue and draw(st.booleans()),
         "c": has_c,
         "alpha": draw(st.sampled_from([1.0, 0.5])) if has_c else 1.0,
         "beta": draw(st.sampled_from([0.0, 2.0])) if has_c else 0.0,
         "y_f32": y_f32,
-        "strategy": draw(st.none() | st.sampled_from(_C.strategies(op))),
+        "strategy": strategy,
+        "norm": has_norm,
+        "norm_weight": has_norm and draw(st.booleans()),
+        "offset": draw(st.sampled_from([0.0, 1.0])),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "rope": {**heads, "angle_rows": m} if op in ROPES else {},
         "gpu": draw(
             st.fixed_dictionaries(
                 {},
@@ -137,9 +179,19 @@ def epilogue(p: dict[str, Any]) -> int:
     return sum(_C.EPILOGUE_BITS[name] for name, is_there in has.items() if is_there)
 
 
+def functions(p: dict[str, Any]) -> int:
+    """The bits of what is done to x or to a gate."""
+    weight = p["norm_weight"]
+    has = {"norm": p["norm"], "norm_weight": weight, "norm_offset": weight and p["offset"] != 0}
+    bits = sum(_C.EPILOGUE_BITS[name] for name, is_there in has.items() if is_there)
+    return bits + _C.EPILOGUE_BITS["activation"] * ACTIVATIONS.index(p["activation"])
+
+
 def check_flat(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any], reduces: bool) -> None:
     per_row = ceil(p["k"] / row["values"])
+    heads = p["rope"].get("heads", 1) + 2 * p["rope"].get("kv_heads", 1)
     items = {
+        **dict.fromkeys(ROPES, p["m"] * heads * 32),
         "embedding": p["m"] * per_row,
         "dequantize": p["n"] * per_row,
     }.get(p["op"], ceil(p["n"] / row["values"]))
@@ -176,7 +228,9 @@ def test_invariants(p: dict[str, Any]) -> None:
             last = len(plan["passes"]) == 1
             sums = not last or (p["y_f32"] and p["dtype"] != "f32")
             bits = _C.EPILOGUE_BITS["partial"] if sums else epilogue(p)
-            assert one["constants"]["epilogue"] == bits
+            assert one["constants"]["epilogue"] == bits + functions(p)
+        elif row["family"] == "groups":
+            assert one["grid"] == [p["m"], 1, 1]
         elif row["family"] != "single":
             check_flat(p, one, row, reduces=i == 1)
         if p["strategy"] and i == 0 and p["strategy"] != "split_reduce":
@@ -193,8 +247,8 @@ def test_invariants(p: dict[str, Any]) -> None:
 def test_kernel_names() -> None:
     """The names are strategies.def times formats.def times the dtypes."""
     wanted = set()
-    for strategy, family in strategy_rows().items():
-        middles = [f"_{codec}" for codec in codecs()] if family in ("Matmul", "Rows") else [""]
+    for strategy in strategy_rows():
+        middles = [f"_{name}" for name in formats_of(strategy)] or [""]
         wanted |= {f"{strategy}{middle}_{act}" for middle in middles for act in DTYPES}
     assert wanted == KERNELS
     assert len(KERNELS) == len(_C.kernel_names())

@@ -23,16 +23,20 @@ def chosen(**problem: Any) -> set[str]:
 def test_every_strategy_is_reachable() -> None:
     """Each is chosen for something, or is a baseline, which only a name reaches."""
     found: set[str] = set()
-    for op in _C.ops():
+    heads = {"k": 128, "n": 512, "format": "q4_0", "chip": "m4-max", "op": "attention"}
+    for queries in (1, 40):
+        found |= chosen(**heads, attention={"queries": queries})
+    for op in {*_C.ops()} - {"attention"}:
         for m in (1, 2, 16, 20, 128):
             for n, k in (*NKS, (64, 65536)):
                 found |= chosen(op=op, m=m, n=n, k=k, format="q4_0", chip="m4-max")
     assert set(STRATEGIES) - found == BASELINES
-    for name in STRATEGIES:
+    for name in {*STRATEGIES} - {"attention_join"}:  # the second pass of the two others
         ops = [op for op in _C.ops() if name in _C.strategies(op)]
         assert ops, name
         for op in ops:
-            forced = {"m": 7, "n": 33, "k": 512, "format": "q4_0", "chip": "m1"}
+            k = 256 if op == "attention" else 512
+            forced = {"m": 7, "n": 33, "k": k, "format": "q4_0", "chip": "m1"}
             assert name in chosen(op=op, strategy=name, **forced)
 
 
@@ -235,7 +239,7 @@ def test_packed_rows(changes: dict[str, Any], packed: bool) -> None:
         ({"k": 2**32}, "k: 4294967296 does not fit 32 bits"),
         ({"m": -1}, "shape: M, N, K = -1, 8, 32; none may be negative"),
         ({"m": 2**32}, "m: 4294967296 does not fit 32 bits"),
-        ({"op": "silu_mul", "n": 2**32}, "elements of gate: 4294967296 does not fit 32 bits"),
+        ({"op": "act_mul", "n": 2**32}, "elements of gate: 4294967296 does not fit 32 bits"),
         ({"strategy": "fast"}, "strategy: unknown 'fast'; allowed: gemv, gemv_large_k"),
         (
             {"strategy": "embedding"},

@@ -2,7 +2,7 @@
 // scalar codec CODEC decodes them to.
 #include <cstdio>
 
-#include "cpu/codecs_block.h"
+#include "cpu/codecs/block.h"
 #include "cpu/quantize/formats.h"
 #include "cpu/quantize/math.h"
 

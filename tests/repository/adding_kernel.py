@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torch_metalmm import formats
+from torch_metalmm import _C, formats
 from torch_metalmm.msl.build import ROOT, build_file
 from torch_metalmm.msl.library import Library
 
@@ -31,12 +31,13 @@ def main(shader: str, struct: str) -> None:
     w = formats.get(name).dequantize(packed, K)
     y = torch.full((M, N), torch.nan)
     absent = torch.full((1,), torch.nan)
+    none = [None] * (_C.SLOTS.index("args") - _C.SLOTS.index("c") - 1)
     Library(build_file(file, checked=True)).function(
         kernel, dict(enumerate(map(int, constants.split())))
     )(
         [int(v) for v in grid.split()],
         int(group),
-        [x, packed, y, absent, absent, None, None, None, None, bytes.fromhex(args)],
+        [x, packed, y, absent, absent, *none, bytes.fromhex(args)],
         [int(threadgroup_bytes)],
     )
     bound = K * 2.0**-23 * (x.double().abs() @ w.double().abs().T)

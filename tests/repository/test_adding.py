@@ -97,7 +97,7 @@ def tree(tmp_path: Path) -> Path:
 
 def planned(tree: Path) -> bytes:
     """The pass of KERNEL, by the plan of the tree."""
-    files = [str(file) for file in sorted((tree / "csrc" / "plan").glob("*.cpp"))]
+    files = [str(file) for file in sorted((tree / "csrc" / "plan").rglob("*.cpp"))]
     compile_host(tree, str(HERE / "adding_plan.cpp"), *files, "-o", "planned")
     return run(tree, "./planned", *KERNEL)
 
@@ -163,7 +163,7 @@ def test_both_examples(tree: Path) -> None:
     [
         ("metal/formats.def", "q8_x is not in the table"),
         ("metal/formats/block32.h", "Q8_X"),
-        ("csrc/cpu/codecs_block.h", "Q8_X"),
+        ("csrc/cpu/codecs/block.h", "Q8_X"),
         ("csrc/cpu/quantize/block32.cpp", "quantize_q8_x"),
         ("torch_metalmm/formats/blocks32.py", "q8_x is missing"),
         ("metal/kernels/gemm_pairs.h", "GemmPairs: a Kernel of strategies.def"),

@@ -4,4 +4,6 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-sys.path[:0] = [str(folder) for folder in (_HERE, _HERE / "macos", _HERE / "models")]
+sys.path[:0] = [
+    str(folder) for folder in (_HERE, _HERE / "attention", _HERE / "macos", _HERE / "models")
+]

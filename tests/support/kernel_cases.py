@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from oracle import generator, random_weight, spec
-from plan_cases import strategies_used, strategy_of
+from plan_cases import stored, strategies_used, strategy_of
 from torch import Tensor
 
 from torch_metalmm import _C, formats
@@ -31,7 +31,8 @@ DTYPES = formats.DTYPES
 PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_div", "dot")
 # Rows of x: what a strategy is for, beyond its tile.
 MOST_ROWS = {"gemv_batched": 16, "swiglu_up": 2, "swiglu_down": 2, "gemm_small": 20}
-MOST_ROWS |= {"gemm": 70, "gemm_tiled": 70, "silu_mul": 40}
+MOST_ROWS |= {"gemm": 70, "gemm_tiled": 70, "act_mul": 40}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,20 @@ def case(kernel: str, number: int) -> Case:
     pick = random.Random(f"{kernel} {number}")
     if strategy in PROBES:
         return probe_case(kernel, strategy, dtype, pick)
+    if strategy in ("rms_norm", "add_rms_norm"):
+        return norm_case(kernel, strategy, dtype, pick)
+    if strategy == "rope":
+        return rope_case(kernel, dtype, pick)
+    if strategy == "rope_append":
+        return append_case(kernel, format_of(kernel, strategy, pick), dtype, pick)
+    if strategy.startswith("attention_"):
+        return attention_case(kernel, strategy, dtype, pick)
     name = format_of(kernel, strategy, pick)
     k = values_of_k(formats.get(name).block_values, number, pick)
     n = pick.randint(1, 70)
     if strategy in ("embedding", "dequantize"):
         return rows_case(kernel, strategy, name, (n, k), dtype, pick)
-    least = {"gemv_batched": 2, "silu_mul": gemm_rows(name)}.get(strategy, 1)
+    least = {"gemv_batched": 2, "act_mul": gemm_rows(name)}.get(strategy, 1)
     m = pick.randint(least, MOST_ROWS.get(strategy, 3))
     if strategy == "split_reduce":
         k *= 8  # two parts at least
@@ -109,6 +118,108 @@ def probe_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Rand
     x, x2 = (uniform(dtype, n, seed=(kernel, n, i)) for i in range(2))
     sizes = {"k": n} if op == "dot" else {"n": n}
     return Case(kernel, {"op": op, **sizes}, lambda put: ops.probe(put(x), put(x2), op), (x, x2))
+
+
+def norm_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    m, k = pick.randint(1, 4), pick.randint(1, 9000)
+    x, second = (uniform(dtype, m, k, seed=(kernel, m, k, i)) for i in range(2))
+    g = uniform(dtype, k, seed=(kernel, k, "g")) if pick.random() < 0.7 else None
+    offset = float(pick.randint(0, 1) if g is not None else 0)
+    problem = {"op": strategy, "m": m, "k": k, "norm_weight": g is not None, "offset": offset}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        weight = None if g is None else put(g)
+        if strategy == "add_rms_norm":
+            return torch.cat(ops.add_rms_norm(put(x), put(second), weight, 1e-5, offset))
+        out: Tensor = ops.rms_norm(put(x), weight, 1e-5, offset, put(second))
+        return out
+
+    return Case(kernel, problem, run, (x, second))
+
+
+def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    batch, positions, heads, kv_heads = (pick.randint(1, 4) for _ in range(4))
+    dim = pick.randint(1, 160)
+    rotated = 2 * pick.randint(0, dim // 2)
+    seed = (kernel, batch, positions, heads, kv_heads, dim, rotated)
+    qkv = uniform(dtype, batch, positions, (heads + 2 * kv_heads) * dim, seed=seed)
+    angle_dtype = pick.choice([dtype, torch.float32])
+    cos, sin = (uniform(angle_dtype, 1, positions, rotated, seed=(seed, i)) for i in range(2))
+    g, interleaved = uniform(dtype, dim, seed=(seed, "g")), pick.random() < 0.5
+    sizes = {"heads": heads, "kv_heads": kv_heads, "rotated": rotated, "positions": positions}
+    problem = {"op": "rope", "m": batch * positions, "k": dim}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        made = ops.rope(
+            put(qkv), put(cos), put(sin), heads, kv_heads, None, put(g), None, 1e-5, 1.0,
+            interleaved,
+        )  # fmt: skip
+        return torch.cat([t.flatten() for t in made])
+
+    return Case(kernel, problem | {"rope": sizes | {"angle_rows": positions}}, run, (qkv,))
+
+
+def append_case(kernel: str, name: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    """q and the memory of the cache. Without heads of q: cache_append."""
+    batch, positions, kv_heads = (pick.randint(1, 4) for _ in range(3))
+    heads = pick.randint(0, 4)
+    block = formats.get(name).block_values
+    dim = pick.randint(1, 160) if block == 1 else block * pick.randint(1, 6)
+    rotated, capacity = 2 * pick.randint(0, dim // 2), positions + pick.randint(0, 9)
+    seed = (kernel, batch, positions, heads, kv_heads, dim, rotated)
+    qkv = uniform(dtype, batch, positions, (heads + 2 * kv_heads) * dim, seed=seed)
+    cos, sin = (uniform(dtype, 1, positions, rotated, seed=(seed, i)) for i in range(2))
+    slots = torch.tensor(pick.sample(range(capacity), positions))
+    row = formats.get(name).row_bytes(dim)
+    rows = torch.zeros(2, batch, kv_heads, capacity, row, dtype=torch.uint8)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "rotated": rotated, "positions": positions}
+    problem = {"op": "rope_append", "m": batch * positions, "n": capacity, "k": dim}
+    problem |= {"format": name, "rope": sizes | {"angle_rows": positions}}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        keys, values = put(rows.clone())
+        if heads == 0:
+            k, v = put(qkv).view(batch, positions, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+            ops.cache_append(keys, values, k, v, put(slots), name, name)
+            q = k.new_empty(0)
+        else:
+            q = ops.rope_append(
+                put(qkv), put(cos), put(sin), heads, kv_heads, keys, values, put(slots), name, name
+            )
+        written = (t.flatten().view(torch.uint8) for t in (q, keys, values))
+        return torch.cat([*written]).to(torch.float32)
+
+    return Case(kernel, problem, run, (qkv,))
+
+
+def attention_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    """A cache of packed rows; of the join, more slots than a part has."""
+    joins, tiles = strategy == "attention_join", strategy == "attention_tile"
+    name = pick.choice(stored()) if joins else format_of(kernel, strategy, pick)
+    batch, kv_heads, group = (pick.randint(1, 3) for _ in range(3))
+    queries = pick.randint(17, 40) if tiles else 1
+    dim, slots = pick.choice((64, 96, 128, 256)), pick.randint(65 if joins else 1, 300)
+    seed = (kernel, batch, kv_heads, group, queries, dim, slots)
+    q = uniform(dtype, batch, kv_heads * group, queries, dim, seed=seed)
+    keys, values = (
+        packed_weight(name, batch * kv_heads * slots, dim, (seed, i)).view(
+            batch, kv_heads, slots, -1
+        )
+        for i in range(2)
+    )
+    length = torch.tensor(pick.randint(1, slots))
+    window, softcap = pick.choice((0, 70)), pick.choice((0.0, 30.0))
+    sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "queries": queries}
+    problem = {"op": "attention", "n": slots, "k": dim, "format": name, "attention": sizes}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        out: Tensor = ops.attention(
+            put(q), put(keys), put(values), name, name, put(length), scale=0.01, window=window,
+            softcap=softcap,
+        )  # fmt: skip
+        return out
+
+    return Case(kernel, problem, run, (q,))
 
 
 def rows_case(
@@ -136,21 +247,31 @@ def matmul_case(
     x, second = (uniform(dtype, m, k, seed=(seed, i)) for i in range(2))
     weights = (spec(name, packed, k),)
     problem = {"op": strategy, "m": m, "n": n, "k": k, "format": name}
-    if strategy in ("swiglu_up", "silu_mul"):
+    act = pick.choice(ACTIVATIONS)
+    if strategy in ("swiglu_up", "act_mul"):
         up = packed_weight(name, n, k, (seed, "up"))
-        if strategy == "silu_mul":  # the last of three plans
-            problem = {"op": "silu_mul", "n": m * n, "k": k}
+        if strategy == "act_mul":  # the last of three plans
+            problem = {"op": "act_mul", "n": m * n, "k": k}
         return Case(
-            kernel, problem, lambda put: ops.swiglu(put(x), put(packed), put(up), name, name),
+            kernel, problem | {"activation": act},
+            lambda put: ops.swiglu(put(x), put(packed), put(up), name, name, act),
             (x,), (*weights, spec(name, up, k)),
         )  # fmt: skip
     if strategy == "swiglu_down":
         return Case(
-            kernel, problem,
-            lambda put: ops.swiglu_linear(put(x), put(second), put(packed), None, name),
+            kernel, problem | {"activation": act},
+            lambda put: ops.swiglu_linear(put(x), put(second), put(packed), None, name, act),
             (x, second), weights,
         )  # fmt: skip
     problem |= {"op": "linear", "strategy": strategy}
+    fused = problem | {"norm": True, "norm_weight": True, "strategy": None}
+    if is_planned(fused, kernel) and pick.random() < 0.5:
+        g = uniform(dtype, k, seed=(seed, "g"))
+        return Case(
+            kernel, fused,
+            lambda put: ops.norm_linear(put(x), put(g), 1e-5, 0.0, put(packed), None, name),
+            (x, g), weights,
+        )  # fmt: skip
     if pick.random() < 0.5:
         c, alpha, beta = uniform(dtype, m, n, seed=(seed, "c")), 0.75, -1.5
         return Case(
@@ -168,10 +289,20 @@ def matmul_case(
 
 def planned_kernels(one: Case) -> list[str]:
     """The kernels of the case's plan."""
-    sizes = dict(one.problem)
-    op, dtype = sizes.pop("op"), one.kernel.rpartition("_")[2]
-    plan = _C.plan(op, chip=CHIP, gpu={"cores": CORES}, dtype=dtype, **sizes)
+    return kernels_of(one.problem, one.kernel.rpartition("_")[2])
+
+
+def kernels_of(problem: dict[str, Any], dtype: str) -> list[str]:
+    sizes = dict(problem)
+    plan = _C.plan(sizes.pop("op"), chip=CHIP, gpu={"cores": CORES}, dtype=dtype, **sizes)
     return [p["kernel"] for p in plan["passes"]]
+
+
+def is_planned(fused: dict[str, Any], kernel: str) -> bool:
+    """Whether this kernel is the choice for a product that normalises x."""
+    if not _C.norm_is_fused(m=fused["m"], format=fused["format"], chip=CHIP):
+        return False
+    return kernels_of(fused, kernel.rpartition("_")[2]) == [kernel]
 
 
 def emulate(kernel: str) -> list[Tensor]:

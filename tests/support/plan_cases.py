@@ -40,7 +40,21 @@ def codecs() -> list[str]:
 def pieces() -> dict[str, int]:
     """{name of formats.def: values of K that a lane of gemv takes at a step}."""
     text = (ROOT / "metal" / "formats.def").read_text()
-    return {n: int(p) for n, p in re.findall(r"^MM_\w+\s*\((\w+),.* (\d+), [01]\)$", text, re.M)}
+    rows = re.findall(r"^MM_(DENSE|BLOCK|AFFINE) *\((\w+),(.*)\)$", text, re.M)
+    column = {"DENSE": 2, "BLOCK": 4, "AFFINE": 2}  # behind the name
+    return {name: int(row.split(",")[column[kind]]) for kind, name, row in rows if row[0] == " "}
+
+
+def stored() -> list[str]:
+    """The formats that a shader quantizes."""
+    text = (ROOT / "metal" / "formats.def").read_text()
+    return re.findall(r"^MM_(?:DENSE \((?=.*)|BLOCK \((?=.*, 1\)$))(\w+)", text, re.M)
+
+
+def formats_of(strategy: str) -> list[str]:
+    """The formats in the names of its kernels; none where they have none."""
+    families = {"Matmul": codecs, "Rows": codecs, "Append": stored, "Attention": stored}
+    return families.get(strategy_rows()[strategy], list)()
 
 
 STRATEGIES = list(strategy_rows())

@@ -60,12 +60,14 @@ def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "bot
 
 def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:
     """The y of `buffers` after the plan of `op`; a slot that is None is bound to a NaN."""
-    x, w = (buffers.get(s) for s in ("x", "weight"))
+    w = buffers.get("weight")
+    given = (buffers.get(s) for s in ("x", "x2", "norm", "c" if op == "rms_norm" else "x"))
+    x_alignment = min((alignment_of(t) for t in given if t is not None), default=16)
     plan = _C.plan(
         op,
         chip="m1",
         dtype=NAMES[buffers["y"].dtype],
-        x_alignment=16 if x is None else alignment_of(x),
+        x_alignment=x_alignment,
         w_alignment=16 if w is None else alignment_of(w),
         gpu={"cores": cores},
         **problem,

@@ -99,6 +99,28 @@ def test_generate_options(capsys: pytest.CaptureFixture[str], gguf: Path) -> Non
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_with_a_packed_cache(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    from torch_metalmm import PackedCache
+
+    made: list[str | None] = []
+    create = PackedCache.__init__
+    monkeypatch.setattr(
+        PackedCache,
+        "__init__",
+        lambda self, config, format: made.append(format) or create(self, config, format),
+    )
+    common = ["generate", "hello", "--model", str(gguf), "--max-new-tokens", "5", "--raw"]
+    texts = []
+    for options in ([], ["--cache", "f32"], ["--cache", "Q8_0"]):
+        assert main([*common, *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and made == ["f32", "q8_0"]
+    assert "--cache: unknown 'q9'" in failure(capsys, *common, "--cache", "q9")
+    assert "cache: 'q4_k'; its blocks of 256" in failure(capsys, *common, "--cache", "q4_k")
+
+
 def test_quantize_a_folder_and_generate_from_it(
     capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,19 @@ def test_explain() -> None:
     assert "gemm_naive: forced" in forced
 
 
+def test_explain_a_norm() -> None:
+    """In the kernel that multiplies, or as a pass before it."""
+    fused = explain("1x4096x4096", "q4_k", "m4-max", norm=True)
+    assert "norm fused: " in fused and "pass 1 of 1: gemv_q4_k_f16" in fused
+    assert "epilogue = x normalised + weight of the norm" in fused
+    apart = explain("8x4096x4096", "q4_k", "m4-max", norm=True)
+    assert "rms_norm: a norm on its own" in apart and "pass 2 of 2: gemm_small" in apart
+    assert "8 x 1 x 1 threadgroups, one for each row of x" in apart
+    assert "2 passes" in apart and "norm" not in explain("8x4096x4096", "q4_k", "m4-max")
+    forced = explain("8x4096x4096", "q4_k", "m4-max", strategy="gemv_batched", norm=True)
+    assert "norm fused: " in forced
+
+
 @pytest.mark.parametrize("shape", ["1x2", "1x2x3x4", "axbxc", "0x4x4", "-1x4x4", "1 x2x3", ""])
 def test_explain_shape(shape: str) -> None:
     with pytest.raises(ValueError, match="shape: .* is not MxNxK"):

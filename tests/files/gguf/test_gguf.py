@@ -23,7 +23,7 @@ from torch_metalmm.tools.generate import demo_model
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("one_thread", "quiet_transformers"),
+    pytest.mark.usefixtures("quiet_transformers"),
 ]
 
 # What cannot stay packed, by architecture: parts of the names the warning lists.

@@ -18,7 +18,7 @@ from torch_metalmm.files.gguf.layout import Layout, TensorMap
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("one_thread", "quiet_transformers"),
+    pytest.mark.usefixtures("quiet_transformers"),
 ]
 
 

@@ -15,7 +15,7 @@ from torch_metalmm import load_gguf
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
-    pytest.mark.usefixtures("one_thread", "quiet_transformers"),
+    pytest.mark.usefixtures("quiet_transformers"),
 ]
 
 

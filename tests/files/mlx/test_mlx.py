@@ -18,7 +18,7 @@ mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
 from mlx_files import from_mlx, read, same_tensors, write  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 AFFINE = [
     {"group_size": group, "bits": bits, "mode": "affine"}

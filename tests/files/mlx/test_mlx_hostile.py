@@ -16,7 +16,7 @@ mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm.utils")
 from mlx_files import read, write  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 UP = "model.layers.0.mlp.up_proj"
 

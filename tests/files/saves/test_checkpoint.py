@@ -17,7 +17,7 @@ from torch import nn
 from torch_metalmm import QuantLinear, load_gguf, load_packed, quantize_, save_packed
 from torch_metalmm.files.folder import is_packed
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 IDS = torch.arange(20, 32)[None]
 

@@ -22,7 +22,7 @@ from torch_metalmm.files.mlx import save as mlx_save
 from torch_metalmm.files.staging import staged
 from torch_metalmm.tools import cli, generate
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.filterwarnings("error")]
 
 Save = Callable[[Any, Any, Path], object]
 Load = Callable[[Path], tuple[Any, Any]]

@@ -19,7 +19,6 @@ __all__ = ["models"]  # the fixture
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="strace is Linux's"),
     pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed"),
-    pytest.mark.usefixtures("one_thread"),
 ]
 
 # Each is counted by itself; "?" for those that a machine's kernel has not.

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch_metalmm import QuantLinear, fuse_, quantize_, unfuse_
 from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["q4_k", "affine4_g64", "bf16"])

@@ -17,8 +17,6 @@ from torch_metalmm import QuantLinear, fuse_
 from torch_metalmm.models.fuse import times as fuse_times
 from torch_metalmm.nn.fused import FORMS, MergedLinear, Roles, SwiGLU
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def swiglu_exact(
     x: Tensor,
@@ -59,6 +57,26 @@ def test_swiglu_computes_what_the_mlp_did(
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
+def test_activations(activation: str, form: str, backend: Backend) -> None:
+    """The first that gives the same bits; the op computes what torch does."""
+    functions = {
+        "silu": nn.SiLU(),
+        "gelu": nn.GELU(),
+        "gelu_tanh": nn.GELU("tanh"),
+        "relu2": Squared(),
+    }
+    plain = Gated(act=functions[activation])
+    x = activations(2, K) / 4
+    want = plain(x)
+    module = fused(Gated(act=functions[activation]).to(backend.device), form)
+    assert type(module) is SwiGLU and module.activation == activation
+    for rows in (x, x[:1]):
+        got = module(backend.put(rows)).cpu()
+        assert (got - want[: len(rows)]).norm() <= 1e-5 * want[: len(rows)].norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> None:
     module = fused(Halves(gate_first).to(backend.device), form)
@@ -70,6 +88,11 @@ def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> N
         x = activations(m, K) / 4
         want = swiglu_exact(x, gate, up, module.down, form if m == 1 else "swiglu")
         check(module(backend.put(x)), want, f"{form} {m}")
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(x).square()
 
 
 class Clamped(Gated):
@@ -123,7 +146,7 @@ def gated_with(change: str) -> Gated:
 
 @pytest.mark.parametrize(
     "module",
-    [Gated(act=nn.GELU()), Clamped(), Scaled(), Twice(), Writing(), Dropping(), WithState()]
+    [Gated(act=nn.Tanh()), Clamped(), Scaled(), Twice(), Writing(), Dropping(), WithState()]
     + [gated_with(c) for c in ("dropout", "bias", "hook", "layer hook", "order")],
     ids=lambda m: type(m).__name__,
 )
@@ -133,7 +156,7 @@ def test_what_is_not_swiglu_stays(module: nn.Module) -> None:
 
 
 def test_gate_and_up_of_another_activation_are_merged() -> None:
-    module = Gated(act=nn.GELU(), format="q8_0")
+    module = Gated(act=nn.Tanh(), format="q8_0")
     x, weights = activations(4, K), [decoded(module.one), decoded(module.two)]
     assert fused(module) is module and type(module.merged_one_two) is MergedLinear
     for layer, w in zip((module.one, module.two), weights, strict=True):

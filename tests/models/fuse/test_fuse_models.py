@@ -26,7 +26,7 @@ from torch_metalmm import (
 )
 from torch_metalmm.nn.fused import LinearPart, MergedLinear, SwiGLU
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
+pytestmark = QUIET
 
 SIZES = {
     "hidden_size": 256,
@@ -41,14 +41,13 @@ SIZES = {
 }
 T5 = {"d_model": 256, "d_ff": 512, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
 QKV = "self_attn.merged_q_proj_k_proj_v_proj"
-GATE_UP = "mlp.merged_gate_proj_up_proj"
-# {architecture: (its sizes, the merged layers, whether its MLP is SwiGLU)}
+# {architecture: (its sizes, the merged layers, whether its MLP has a gate)}
 MODELS: dict[str, tuple[dict[str, Any], set[str], bool]] = {
     "llama": (SIZES, {QKV}, True),
     "qwen2": (SIZES, {QKV}, True),  # with biases
     "qwen3": (SIZES | {"head_dim": 64}, {QKV}, True),
     "mistral": (SIZES, {QKV}, True),
-    "gemma": (SIZES | {"head_dim": 64}, {QKV, GATE_UP}, False),
+    "gemma": (SIZES | {"head_dim": 64}, {QKV}, True),
     "phi": (SIZES, {QKV}, False),
     "phi3": (SIZES, set(), True),  # both are merged by the model
     "bert": (SIZES, {"self.merged_query_key_value"}, False),

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_metalmm import formats
 from torch_metalmm.nn.fused import MergedLinear
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Calls(TorchDispatchMode):
     """The shapes of the weights that linear is called with."""

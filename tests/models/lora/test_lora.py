@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, formats, quantize_
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
+pytestmark = QUIET
 
 
 # ---- the plug

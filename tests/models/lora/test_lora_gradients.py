@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear, quantize_
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
+pytestmark = QUIET
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 

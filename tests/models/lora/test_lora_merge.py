@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_metalmm import MetalMMConfig, QuantLinear, formats, merge_errors, quantize_
 from torch_metalmm.models.lora.report import MergeError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_metalmm import QuantLinear, quantize_
 from torch_metalmm.models.lora.others import TRAINS
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
+pytestmark = QUIET
 
 # What a method needs besides target_modules.
 OPTIONS: dict[str, dict[str, Any]] = {

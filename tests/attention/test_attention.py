@@ -1,0 +1,240 @@
+"""attention against float64, on every engine."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from attention_oracle import Traits, attention
+from backends import Backend
+from cache_cases import CACHE_FORMATS, Call, layer
+from oracle import DTYPES, activations, check
+from random_calls import attend, check_call, has_kernels, random_call, rounds_to_half
+from torch import Tensor
+
+from torch_metalmm import formats
+
+ops = torch.ops.metalmm
+pytestmark = pytest.mark.schedules
+
+
+STRATEGIES = ("attention_split", "attention_tile", "torch")
+
+
+def checked(c: Call, backend: Backend, what: str, strategy: str | None = None) -> Tensor:
+    y = attend(c, backend, strategy)
+    assert y.dtype == c.q.dtype and y.is_contiguous()
+    halves = rounds_to_half(c, backend, strategy)
+    check(y, attention(c.q, c.cache.k, c.cache.v, c.traits, halves).store(c.q.dtype), what)
+    return y
+
+
+@pytest.mark.isa
+@pytest.mark.quick
+def test_random_calls(backend: Backend) -> None:
+    """A few of those that tests/fuzz_attention.py runs; slots behind the length hold NaN."""
+    for seed in range(25 if backend.is_slow else 150):
+        check_call(random_call(seed, 130 if backend.is_slow else 700), backend, f"{seed}")
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_every_strategy_computes_the_same(way: str, backend: Backend) -> None:
+    """Forced, whatever the number of queries."""
+    for seed in range(1000, 1012 if backend.is_slow else 1060):
+        c = random_call(seed, 130 if backend.is_slow else 700)
+        if backend.name == "cpu" or has_kernels(c) or way == "torch":
+            check_call(c, backend, f"{seed}", way)
+        else:
+            with pytest.raises(ValueError, match=f"strategy: {way} has no kernel"):
+                attend(c, backend, way)
+
+
+@pytest.mark.parametrize("length", [65, 200, 4097, 9000])
+def test_parts_of_a_long_context(length: int, backend: Backend) -> None:
+    """Lengths at which parts are longer than the shortest, and shorter than the cache."""
+    cache = layer((1, 1, 9500, 64), length, ("q8_0", "q8_0"))
+    for queries, strategy in product((1, 9), STRATEGIES[:2]):
+        q = activations(1, 2, queries, 64, seed="q")
+        window = 70 if queries == 9 else 0
+        checked(Call(q, cache, Traits(window=window)), backend, f"{length} {queries}", strategy)
+
+
+@pytest.mark.formats
+def test_every_format(name: str, backend: Backend) -> None:
+    """Keys of every format whose block divides the head, with values of f16; and the other way."""
+    block = formats.get(name).block_values
+    dim = 64 if block <= 64 else block
+    for names, queries in product(((name, "f16"), ("f16", name)), (1, 3, 17)):
+        cache = layer((1, 2, 70, dim), 67, names)
+        q = activations(1, 4, queries, dim, seed="q")
+        checked(Call(q, cache, Traits()), backend, f"{names} S={queries}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+def test_head_sizes(dim: int, dtype: torch.dtype, backend: Backend) -> None:
+    for name in CACHE_FORMATS:
+        if dim % formats.get(name).block_values == 0:
+            cache = layer((1, 1, 40, dim), 33, (name, name))
+            q = activations(1, 2, 2, dim, dtype=dtype, seed="q")
+            checked(Call(q, cache, Traits()), backend, f"{name} {dim}")
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_query_that_sees_nothing_gives_zero(queries: int, backend: Backend) -> None:
+    """As torch's SDPA does: no slot, a closed mask, one of -inf; with sinks too."""
+    q = activations(1, 2, queries, 64, seed="q")
+    shape = (1, 1, queries, 8)
+    closed = torch.zeros(shape, dtype=torch.bool)
+    for length, mask, sinks in (
+        (0, None, None),
+        (5, closed, None),
+        (5, torch.full(shape, -torch.inf), None),
+        (5, closed, torch.tensor([1.0, -3.0])),
+    ):
+        cache = layer((1, 1, 8, 64), length, ("f16", "q8_0"))
+        y = attend(Call(q, cache, Traits(mask=mask, sinks=sinks)), backend)
+        assert torch.equal(y.cpu(), torch.zeros(1, queries, 2, 64))
+
+
+def test_a_cache_of_strides(backend: Backend) -> None:
+    """A view of a larger cache, and q as a projection leaves it: heads behind positions."""
+    cache = layer((3, 4, 50, 64), 50, ("f16", "f16"))
+    q = activations(3, 5, 4, 64, seed="q").transpose(1, 2)
+    args = ("f16", "f16", backend.put(torch.tensor(20)))
+    keys, values = cache.keys[1:, ::2, 3:40], cache.values[1:, ::2, 3:40]
+    y = ops.attention(
+        backend.put_view(q[1:]), backend.put_view(keys), backend.put_view(values), *args
+    )
+    k, v = cache.k[1:, ::2, 3:23], cache.v[1:, ::2, 3:23]
+    check(y, attention(q[1:], k, v, Traits()), "strided")
+
+
+def test_packed_rows_of_a_dense_format(backend: Backend) -> None:
+    """uint8 rows of f16 are taken as values of f16 are."""
+    cache = layer((1, 2, 9, 64), 9, ("f16", "f32"))
+    q = backend.put(activations(1, 2, 3, 64, seed="q"))
+    length = backend.put(torch.tensor(9))
+    rows = [backend.put(t) for t in (cache.keys, cache.values)]
+    y = ops.attention(q, *rows, "f16", "f32", length)
+    as_bytes = [t.view(torch.uint8) for t in rows]
+    assert torch.equal(ops.attention(q, *as_bytes, "f16", "f32", length), y)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 16, 17, 70])
+def test_sequences_of_a_batch_are_those_alone(queries: int, backend: Backend) -> None:
+    """To the bit on the CPU; torch's products, of which the others are made, promise no bits."""
+    cache = layer((3, 2, 600, 64), 600, ("q8_0", "q4_0"))
+    q = activations(3, 6, queries, 64, seed="q")
+    put, length = backend.put, backend.put(torch.tensor(600))
+    args = ("q8_0", "q4_0", length)
+    y = ops.attention(put(q), put(cache.keys), put(cache.values), *args)
+    for i in range(3):
+        rows = [put(t[i : i + 1]) for t in (q, cache.keys, cache.values)]
+        alone = ops.attention(*rows, *args)
+        if backend.chip():
+            torch.testing.assert_close(y[i : i + 1], alone)
+        else:
+            assert torch.equal(y[i : i + 1], alone)
+
+
+@pytest.mark.parametrize("queries", [2, 30])
+def test_a_window_wider_than_any_cache_is_none(queries: int, backend: Backend) -> None:
+    """Also of queries before the first slot, from which 2^63 - 1 cannot be taken away."""
+    q, cache = activations(1, 2, queries, 64, seed="q"), layer((1, 1, 9, 64), 1, ("f16", "f16"))
+    for causal in (False, True):
+        want = attend(Call(q, cache, Traits(causal=causal)), backend)
+        for window in (64, 2**40, 2**62, 2**63 - 1):
+            traits = Traits(window=window, causal=causal)
+            assert torch.equal(attend(Call(q, cache, traits), backend), want), window
+
+
+def test_threads_change_no_bit(backend: Backend) -> None:
+    cache = layer((2, 2, 900, 64), 900, ("q8_0", "f16"))
+    before = torch.get_num_threads()
+    try:
+        for queries in (1, 5, 30) if not backend.chip() else ():
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                q = activations(2, 8, queries, 64, seed="q")
+                results.append(attend(Call(q, cache, Traits()), backend))
+            assert all(torch.equal(y, results[0]) for y in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_gradients_are_those_of_torch(queries: int, backend: Backend) -> None:
+    """Through dense rows: q, keys, values, mask and sinks, as float64 autograd has them."""
+    length, dim = 23, 64
+    shapes = (
+        (2, 4, queries, dim),
+        (2, 2, length, dim),
+        (2, 2, length, dim),
+        (1, 4, queries, length),
+    )
+    tensors = [activations(*s, seed=i) for i, s in enumerate(shapes)]
+    sinks = activations(4, seed="s")
+    leaves = [backend.put(t).requires_grad_() for t in (*tensors, sinks)]
+    q, k, v, mask, sink = leaves
+    y = ops.attention(
+        q, k, v, "f32", "f32", backend.put(torch.tensor(length)), mask=mask, sinks=sink, softcap=9.0
+    )
+    g = backend.put(activations(*y.shape, seed="g"))
+    got = torch.autograd.grad(y, leaves, g)
+    exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    q, k, v, mask, sink = exact
+    s = q @ k.repeat_interleave(2, 1).mT * dim**-0.5
+    s = torch.tanh(s / 9) * 9 + mask
+    t, own = torch.arange(length), torch.arange(queries)[:, None] + length - queries
+    s = s.masked_fill(t > own, -torch.inf)
+    p = torch.cat([s, sink.view(1, 4, 1, 1).expand(2, 4, queries, 1)], -1).softmax(-1)
+    want = (p[..., :-1] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    for a, b in zip(got, torch.autograd.grad(want, exact, g.cpu().double()), strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_rows_have_no_gradient(backend: Backend) -> None:
+    cache = layer((1, 2, 9, 64), 9, ("q8_0", "f16"))
+    q = backend.put(activations(1, 2, 3, 64)).requires_grad_()
+    args = ("q8_0", "f16", backend.put(torch.tensor(9)))
+    rows = [backend.put(t) for t in (cache.keys, cache.values)]
+    with pytest.raises(ValueError, match="q: requires grad.*packed rows"):
+        ops.attention(q, *rows, *args)
+    with torch.no_grad():
+        ops.attention(q, *rows, *args)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 9.0])
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_a_nan_reaches_the_result(way: str, softcap: float, backend: Backend) -> None:
+    """Of q, of a key or of a value that is seen; one that is not seen stays out."""
+    cache = layer((1, 1, 9, 64), 9, ("f32", "f32"))
+    q = activations(1, 1, 2, 64, seed="q")
+    for t in (q, cache.keys, cache.values):
+        saved = t.clone()
+        t[..., -1, :] = torch.nan
+        y = attend(Call(q, cache, Traits(softcap=softcap)), backend, way).cpu()
+        assert y[0, 1].isnan().all()
+        if t is cache.keys:  # of the last slot, which only the last query sees
+            assert not y[0, 0].isnan().any()
+        t.copy_(saved)
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_an_infinity_of_the_last_slot_stays_one(way: str, backend: Backend) -> None:
+    """Whatever is read behind the last slot."""
+    cache = layer((1, 1, 40, 64), 37, ("f32", "f32"))
+    cache.values[0, 0, 36, 5] = torch.inf
+    q = activations(1, 1, 1, 64, seed="q")
+    y = attend(Call(q, cache, Traits()), backend, way).cpu()
+    assert y[0, 0, 0, 5] == torch.inf and y.isfinite().sum() == 63
+
+
+@pytest.mark.parametrize("way", [None, *STRATEGIES])
+def test_no_heads_of_q_give_no_rows(way: str | None, backend: Backend) -> None:
+    cache = layer((1, 1, 8, 64), 5, ("f16", "f16"))
+    y = attend(Call(torch.ones(1, 0, 1, 64), cache, Traits()), backend, way)
+    assert y.shape == (1, 1, 0, 64)

@@ -1,0 +1,234 @@
+"""`python -m bench tokens` and `norm`: what is counted, to whom time is given, what is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.__main__ import main, parse
+from bench.devices import CPU
+from bench.models import llama_cpp_model, llamas, mlx_model, shares
+from bench.models.systems import Static, Transformers
+from bench.ops.norm import Cell
+from bench.problem import Setting
+from bench.report.token_tables import all_tables
+from bench.shapes import parse_shape
+from torch_metalmm import _C, QuantLinear, formats
+
+pytestmark = pytest.mark.usefixtures("own_threads")
+
+TINY = llamas.SHAPES["tiny"]
+PRODUCTS = 7 * TINY.layers + 1  # of packed weights in a step, unfused
+
+
+@pytest.fixture(scope="module")
+def packed() -> Any:
+    return llamas.source("tiny", "cpu", torch.float32).packed("q4_0")
+
+
+def records_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    out = tmp_path / "out.jsonl"
+    options = ("--quick", "--threads", "1", "--repetitions", "1", "--json", str(out))
+    assert main([*arguments, *options]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_token_by_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both forms of a packed model and the dense ones: checked, timed, and taken apart."""
+    options = ("--formats", "q4_0", "--no-peers", "--new-tokens", "1", "--compile", "--budget", "0")
+    found = records_of(tmp_path, "tokens", *options)
+    cells = {r["system"]: r for r in found if r["kind"] == "tokens"}
+    dense, bf16, plain, fused = cells.values()
+    assert [*cells][2:] == ["metalmm q4_0", "metalmm q4_0, fuse_"]
+    assert all(r["ok"] and r["ms"] > 0 for r in cells.values())
+    assert dense["packed_launches"] == bf16["packed_launches"] == dense["passes"] == 0
+    assert plain["packed_launches"] == PRODUCTS and plain["passes"] == PRODUCTS + 1
+    assert plain["ops"]["metalmm::embedding"] == plain["ours_launches"] == 1
+    assert fused["packed_launches"] < plain["packed_launches"] and fused["gain"] > 0
+    assert plain["packed_ms"] > 0 and plain["attention_launches"] == TINY.layers
+    late = [r["what"] for r in found if r["kind"] == "skipped"]
+    assert late[0] == "tiny, metalmm q4_0, compiled" and len(late) == len(cells)
+    printed = capsys.readouterr().out
+    assert "2 M parameters: ms of a token" in printed and "attn ms" in printed
+
+
+def test_layers_of_tiny_weights(tmp_path: Path) -> None:
+    """A layer has 7 products; formats whose block is longer than the layers are left out."""
+    found = records_of(tmp_path, "tokens", "--overhead", "--formats", "q4_0,q4_k", "--no-fuse")
+    dense, packed = [r for r in found if r["kind"] == "layers"]
+    assert dense["our_ops"] == 0 and packed["our_ops"] == 7
+    assert dense["other_ops"] == packed["other_ops"] + 7
+    assert packed["ops_us"] > 0 and packed["system"] == "metalmm q4_0"
+
+
+@pytest.mark.parametrize("format", ["q4_0", "affine4_g64"])
+def test_a_norm_before_a_product(tmp_path: Path, format: str) -> None:
+    found = records_of(tmp_path, "norm", "--formats", format, "--m", "1", "--shapes", "64x256")
+    (cell,) = [r for r in found if r["kind"] == "norm"]
+    assert cell["ok"] and cell["norm_ratio"] == sorted(cell["norm_ratio"])
+    assert all(cell[f"{name}_us"] > 0 for name in ("norm_linear", "norm_then_linear", "residual"))
+
+
+def test_a_wrong_norm_is_found() -> None:
+    """A weight that is off by a percent, and a residual that is not added."""
+    cell = Cell(parse_shape("64x256"), "q8_0", 1, Setting(threads=1, cold_bytes=1))
+    calls = cell.calls()
+    assert cell.worst(calls) <= 1 < cell.worst(calls | {"residual": calls["linear"]})
+    given = calls["norm_linear"](0)
+    cell.g = cell.g * 1.01
+    assert cell.worst(calls | {"norm_linear": lambda i: given}) > 1
+
+
+def test_a_cache_of_constant_size_gives_the_same_logits(packed: Any) -> None:
+    growing, static = Transformers("a", packed), Static("b", packed)
+    for system in (growing, static, static):
+        system.reset()
+        system.feed(range(5))
+        system.feed([6])
+    torch.testing.assert_close(growing.feed([7]), static.feed([7]))
+
+
+def test_the_defaults_of_a_device() -> None:
+    """A GPU takes large models, and the formats that are compared there; --quick a tiny one."""
+    args = parse(["tokens", "--device", "cuda"])
+    assert (args.models, args.formats) == ("8b,1b", "q4_0,q4_k,affine4_g64")
+    assert args.context == 128 and parse(["tokens", "--device", "cpu"]).context == 32
+    assert parse(["tokens", "--device", "cuda", "--models", "1b"]).models == "1b"
+    assert parse(["tokens", "--device", "cuda", "--quick"]).models == "tiny"
+    assert set(parse(["tokens", "--device", "cpu"]).models.split(",")) < set(llamas.NAMES)
+    with pytest.raises(ValueError, match="model '7b'; must be of tiny, "):
+        llamas.source("7b", "cpu", torch.float32)
+
+
+def test_what_computes_is_counted() -> None:
+    """Views do not; to, reshape and contiguous do where they copy."""
+    x = torch.ones(4, 6)
+
+    def step() -> None:
+        x.t().reshape(-1)
+        x.reshape(-1).to(torch.float32)
+        x.to(torch.float16).contiguous()
+        torch.empty(3)
+        torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)
+
+    kinds = [call.kind for call in shares.watched(step) if call.kind]
+    assert kinds == ["others", "others", "attention"]
+
+
+def test_passes_are_those_of_the_chip(packed: Any) -> None:
+    """Recorded for a chip that is not here; a product of few rows and many values is split."""
+    layer = QuantLinear.from_packed(
+        torch.zeros(64, formats.get("q4_0").row_bytes(16384), dtype=torch.uint8), 16384, "q4_0"
+    )
+    calls = shares.watched(lambda: layer(torch.zeros(1, 16384)))
+    plan = _C.plan(m=1, n=64, k=16384, format="q4_0", dtype="f32", chip="m4-max")
+    assert shares.recorded_passes(calls, "m4-max") == len(plan["passes"])
+    assert layer(torch.zeros(1, 16384)).abs().max() == 0  # the CPU's kernels are back
+
+
+def test_kernels_of_a_trace() -> None:
+    """Kernels by name; where there is one, the ops that launched it do not count."""
+    kernels = {
+        "gemv_q4_0_f16": "packed",
+        "swiglu_up_q4_k_f16": "packed",
+        "split_reduce_f16": "packed",
+        "embedding_q4_0_f16": "ours",
+        "attention_parts_q8_0_f16": "attention",
+        "void pytorch_flash::flash_fwd_splitkv_kernel<...>": "attention",
+        "fmha_cutlassF_f16_aligned_64x128_rf_sm80": "attention",
+        "void at::native::elementwise_kernel<128, 4, ...>": "others",
+        "gemv2T_kernel_val": "others",
+    }
+    events = [{"cat": "kernel", "name": n, "dur": 2.0, "ts": 0.0} for n in kernels] * 2
+    events += [{"cat": "cpu_op", "name": "aten::add", "dur": 90.0, "ts": 0.0, "tid": 1}]
+    events += [{"cat": "gpu_memcpy", "name": "Memcpy HtoD", "dur": 2.0, "ts": 0.0}, {"name": "x"}]
+    assert {n: shares.kind_of_kernel(n) for n in kernels} == kernels
+    found = shares.of_trace(events, steps=2)
+    assert found.launches == {"packed": 3, "ours": 1, "attention": 3, "others": 2}
+    assert found.seconds == pytest.approx(
+        {"packed": 6e-6, "ours": 2e-6, "attention": 6e-6, "others": 5e-6}
+    )
+
+
+def test_ops_of_a_trace() -> None:
+    """Of a compiled model on the CPU: an op's time is that of what it calls, too, counted once."""
+    ops = [
+        ("Torch-Compiled Region: 0/0", 0, 100, 1),
+        ("metalmm::linear", 10, 20, 1),
+        ("aten::empty", 11, 2, 1),
+        ("aten::copy_", 13, 4, 1),
+        ("graph_0_cpp_fused_add_1", 31, 5, 1),
+        ("aten::reshape", 40, 10, 1),
+        ("aten::clone", 42, 6, 1),
+        ("aten::copy_", 43, 4, 1),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", 60, 8, 1),
+        ("metalmm::embedding", 41, 3, 2),
+    ]
+    keys = ("name", "ts", "dur", "tid")
+    events = [{"cat": "cpu_op", **dict(zip(keys, op, strict=True))} for op in ops]
+    found = shares.of_trace(events, steps=1)
+    assert found.launches == {"packed": 1, "ours": 1, "attention": 1, "others": 2}
+    assert found.seconds == pytest.approx(
+        {"packed": 20e-6, "ours": 3e-6, "attention": 8e-6, "others": 11e-6}
+    )
+
+
+def test_an_interrupted_step_does_not_count() -> None:
+    """Three steps alike, of which one waits; as many events as steps need not be there."""
+    names, times = ("gemv_q4_0_f16", "other"), (1.0, 2.0, 1.0, 90.0, 1.0, 2.0)
+    events = [
+        {"cat": "kernel", "name": names[i % 2], "ts": 100.0 * i, "dur": times[i]} for i in range(6)
+    ]
+    found = shares.of_trace(reversed(events), steps=3).seconds or {}
+    assert (found["packed"], found["others"]) == pytest.approx((1e-6, 2e-6))
+    found = shares.of_trace(events[:4], steps=3).seconds or {}
+    assert found["others"] == pytest.approx(92e-6 / 3)
+
+
+def test_a_large_model_is_made_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are quantized ones, its logits finite, and the same each time."""
+    monkeypatch.setattr(llamas, "LARGE", 0)
+    source = llamas.source("tiny", "cpu", torch.float16)
+    logits = [Transformers("", source.packed("q4_k")).feed([1, 2, 3]) for _ in range(2)]
+    assert source.is_large and torch.equal(*logits) and bool(logits[0].isfinite().all())
+    model = source.packed("affine4_g64")
+    assert {m.format for m in model.modules() if isinstance(m, QuantLinear)} == {"affine4_g64"}
+    assert sum(p.numel() for p in source.dense(torch.float16).parameters()) == TINY.parameters
+
+
+def test_a_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The others run, and the run says which did not."""
+
+    def missing() -> Path:
+        raise FileNotFoundError("no demo model: pip install it")
+
+    monkeypatch.setattr(llamas, "demo_model", missing)
+    found = records_of(tmp_path, "tokens", "--models", "smollm2")
+    assert found[1:] == [{"kind": "skipped", "what": "smollm2", "why": "pip install it"}]
+
+
+def test_peers_say_why_they_do_not_run() -> None:
+    assert mlx_model.missing("q4_0", "cpu") == "MLX has no such format"
+    assert "CPU" in (mlx_model.missing("affine4_g64", "cuda") or "")
+    assert llama_cpp_model.missing("affine4_g64", "cpu")
+
+
+def test_tables_of_records_without_parts() -> None:
+    """A peer has times alone; a compiled model on a GPU without a profiler has no shares."""
+    rates = dict.fromkeys(("decode", "prefill"), 2.0)
+    rates |= {f"{name}_{q}": 1.0 for name in rates for q in ("q1", "q3")}
+    peer = {"kind": "tokens", "model": "m", "system": "a", "prompt": 8, "weight_bytes": 1e6}
+    peer |= rates | {"ok": True, "error": 1e-3}
+    other = peer | shares.Shares().record() | {"ms": 3.0, "ms_q1": 2.0, "ms_q3": 4.0}
+    other |= {"context": 32, "host_ms": 1.0, "device": "mps"}
+    first, second = all_tables([peer, other])
+    assert [row[0] for row in first.rows] == ["a", "a"] and len(second.rows) == 1
+    assert second.rows[0][:4] == ["a", "3.00", "2.00–4.00", "–"]
+
+
+def test_the_cpu_needs_no_synchronize() -> None:
+    shares.synchronize(CPU)

@@ -1,0 +1,273 @@
+"""Fused layers that write and read a PackedCache themselves, beside those that call its update."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from layer_models import FUSED, are_fused, ids, layers, padded, small
+from op_counts import Calls
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+from torch_metalmm import PackedCache, fuse_
+from torch_metalmm.hf.attention import FEW_QUERIES, op_options
+
+NEAR = 2 * 10 * 96**0.5 * 2.0**-24  # as in test_layers.py
+HEADS_OF_16 = ("phi3", "olmo2", "helium")  # q8_0 needs 32
+# Of these the size may be chosen.
+CHOSEN = ("llama", "mistral", "qwen2", "smollm3", "granite")
+
+
+class Updated(PackedCache):
+    """A cache whose update() another has written: layers must call it, and the function."""
+
+
+def head(kind: str) -> dict[str, int]:
+    """Heads that a block of 32 values divides."""
+    return {"head_dim": 32} if kind in CHOSEN else {}
+
+
+def fused_model(kind: str, **options: Any) -> Any:
+    model = fuse_(small(kind, **(head(kind) | options)), "swiglu")
+    assert all(are_fused(model))
+    model.set_attn_implementation("metalmm")
+    return model
+
+
+def logits(model: Any, cache: Any, parts: list[dict[str, Tensor]]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(**p, past_key_values=cache).logits for p in parts], 1)
+
+
+def parts_of(batch: int, *lengths: int, padding: bool = False) -> list[dict[str, Tensor]]:
+    """Inputs one after the other, the mask of each that of all tokens so far."""
+    given = padded(batch, sum(lengths))
+    tokens, mask = given["input_ids"], given["attention_mask"]
+    found, end = [], 0
+    for length in lengths:
+        end += length
+        part = {"input_ids": tokens[:, end - length : end]}
+        if padding:
+            part["attention_mask"] = mask[:, :end]
+        found.append(part)
+    return found
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("format", [None, "q8_0"])
+def test_a_token_is_ops_of_ours_alone(kind: str, format: str | None) -> None:
+    """rope, cache and attention are two ops; slots and length one op of the first layer."""
+    if format is not None and kind in HEADS_OF_16:
+        pytest.skip("heads of 16 values")
+    model = fused_model(kind)
+    cache = PackedCache(model.config, format)
+    logits(model, cache, parts_of(1, 3))
+    calls = Calls()
+    calls.watch(layers(model))
+    with calls:
+        logits(model, cache, [{"input_ids": ids(1, 1)}])
+    pairs = kind in ("glm4", "helium", "ernie4_5")
+    together = ["cat"] if kind == "olmo2" else []
+    expected = [name.replace("rope", "rope_append") for name in FUSED[kind][1]]
+    expected.insert(expected.index("rope_append") + 1, "attention")
+    assert len(calls.of_layers) == 2
+    for index, (ours, others) in enumerate(calls.of_layers):
+        assert ours == expected
+        first = ["clone", "clone"] * pairs + ["arange"] if index == 0 else []
+        assert sorted(others) == sorted(together + first)
+
+
+def test_a_window_shares_its_slots_too() -> None:
+    """Two kinds of layers, each with slots and lengths of its own, which the next layers share."""
+    model = fused_model(
+        "gemma3_text", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    )
+    cache = PackedCache(model.config, "q8_0")
+    logits(model, cache, parts_of(1, 300))
+    logits(model, cache, [{"input_ids": ids(1, 1)}])  # the window has moved its rows
+    calls = Calls()
+    calls.watch(layers(model))
+    with calls:
+        logits(model, cache, [{"input_ids": ids(1, 1)}])
+    others = [others for _, others in calls.of_layers]
+    assert others == [["arange", "arange"], ["arange"], [], []]
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("format", [None, "f32", "q8_0"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_the_bits_are_those_of_update_and_attention_function(
+    kind: str, format: str | None, padding: bool
+) -> None:
+    """Prompts in parts, longer than FEW_QUERIES and shorter, single tokens, windows that slide."""
+    if format == "q8_0" and kind in HEADS_OF_16:
+        pytest.skip("heads of 16 values")
+    model = fused_model(kind)
+    parts = parts_of(3, FEW_QUERIES + 5, 1, 1, 4, 1, 2, 1, padding=padding)
+    want = logits(model, Updated(model.config, format), parts)
+    cache = PackedCache(model.config, format)
+    assert torch.equal(logits(model, cache, parts), want)
+    static = PackedCache(model.config, format, slots=40)
+    got = logits(model, static, parts)
+    assert torch.equal(got, logits(model, Updated(model.config, format, slots=40), parts))
+    assert int(static.get_seq_length()) == cache.get_seq_length() == FEW_QUERIES + 15
+
+
+def changed(cache: PackedCache, r: random.Random, batch: int) -> int:
+    """Anything that generate() may do between two steps; the sequences that there are then."""
+    act = r.choice(("", "crop", "reorder", "repeat", "select", "reset"))
+    if act == "crop":
+        cache.crop(-r.choice((0, 1, 3)))
+    elif act == "reorder":
+        cache.reorder_cache(torch.tensor([r.randrange(batch) for _ in range(batch)]))
+    elif act == "repeat" and batch < 8:
+        cache.batch_repeat_interleave(2)
+        return 2 * batch
+    elif act == "select":
+        kept = sorted(r.sample(range(batch), max(1, batch // 2)))
+        cache.batch_select_indices(torch.tensor(kept))
+        return len(kept)
+    elif act == "reset":
+        cache.reset()
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("format", [None, "q8_0"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_calls_in_any_order(kind: str, format: str | None, seed: int) -> None:
+    """A cache that grows, is cropped, reordered, ... between steps of one token and of more."""
+    model = fused_model(kind)
+    caches = PackedCache(model.config, format), Updated(model.config, format)
+    for cache in caches:
+        cache.activate_past_recording()  # windows may be cropped
+    r, batch = random.Random(seed), 2
+    for step in range(20):
+        length = r.choice((1, 1, 1, 4, FEW_QUERIES + 1))
+        got, want = (
+            logits(model, cache, [{"input_ids": ids(batch, length, seed=step)}]) for cache in caches
+        )
+        assert torch.equal(got, want), step
+        rounds = [changed(cache, random.Random(step + 100 * seed), batch) for cache in caches]
+        assert rounds[0] == rounds[1]
+        batch = rounds[0]
+        for cache in caches:
+            cache.crop(0)  # as assisted decoding does after each step
+
+
+def test_rows_of_another_dtype_than_the_model() -> None:
+    """f16 rows of an f32 model: the same numbers, whose products are added in another order."""
+    model = fused_model("llama")
+    parts = parts_of(2, 9, 1, 3, 1)
+    want = logits(model, Updated(model.config, "f16"), parts)
+    got = logits(model, PackedCache(model.config, "f16"), parts)
+    assert (got - want).norm() <= NEAR * want.norm()
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("way", ["padded", "beams", "assisted", "static", "long"])
+def test_generation_is_that_of_the_unfused_model(kind: str, way: str) -> None:
+    """With the same cache and attention function."""
+    model = small(kind)
+    fused = fuse_(copy.deepcopy(model), "swiglu")
+    options: dict[str, Any] = {
+        "beams": {"num_beams": 3},
+        "assisted": {"prompt_lookup_num_tokens": 3},
+    }.get(way, {})
+    inputs = {"padded": padded(3, 7), "static": padded(2, 7), "long": {"input_ids": ids(2, 20)}}
+    given = inputs.get(way, {"input_ids": ids(1, 7)})
+    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    made = []
+    for each in (model, fused):
+        each.set_attn_implementation("metalmm")
+        cache = PackedCache(each.config, slots=40 if way == "static" else None)
+        arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1} | options
+        arguments |= {"output_logits": True, "return_dict_in_generate": True}
+        made.append(each.generate(**given, past_key_values=cache, **arguments))
+    assert torch.equal(made[0].sequences, made[1].sequences)
+    want, got = (torch.stack(m.logits) for m in made)
+    assert (got - want).norm() <= 10 * NEAR * want.norm()
+
+
+def test_what_goes_by_update() -> None:
+    """Caches of others, an update that was replaced, and an attention function that is not ours."""
+    model = fused_model("llama", format="f32")
+    token = parts_of(1, 1)
+    replaced = PackedCache(model.config)
+    seen: list[int] = []
+    update = replaced.update
+
+    def see(*args: Any) -> Any:
+        seen.append(args[2])
+        return update(*args)
+
+    replaced.update = see  # type: ignore[method-assign]
+    want = logits(model, replaced, token)
+    assert seen == [0, 1]
+    for cache in (DynamicCache(config=model.config), Updated(model.config)):
+        assert torch.equal(logits(model, cache, token), want)
+    others = lambda *args, **kwargs: AttentionInterface()["sdpa"](*args, **kwargs)  # noqa: E731
+    AttentionInterface.register("others", others)
+    model.set_attn_implementation("others")
+    cache = PackedCache(model.config, "q8_0")
+    calls = Calls()
+    with calls:
+        logits(model, cache, token)
+    assert "attention" not in calls.ours and calls.ours.count("cache_append") == 2
+
+
+def test_one_graph_of_a_fused_model() -> None:
+    model = fused_model("llama")
+    parts = parts_of(1, 6, 1, 1, 1)
+    want = logits(model, PackedCache(model.config, "q8_0", slots=16), parts)
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    cache = PackedCache(model.config, "q8_0", slots=16)
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    with torch.no_grad():
+        got = [model(**parts[0], past_key_values=cache).logits]
+        got += [compiled(**part, past_key_values=cache).logits for part in parts[1:]]
+    assert torch.equal(torch.cat(got, 1), want)
+    names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert len(graphs) == 1
+    for op in ("rope_append", "attention"):
+        assert sum(name == f"metalmm.{op}.default" for name in names) == 2, names
+
+
+def test_a_batch_that_the_cache_does_not_have() -> None:
+    model = fused_model("llama")
+    cache = PackedCache(model.config)
+    logits(model, cache, parts_of(2, 3))
+    with pytest.raises(ValueError, match="keys of 1 sequences; it has 2"):
+        logits(model, cache, parts_of(1, 1))
+    cache.reset()
+    logits(model, cache, parts_of(1, 3))
+    assert cache.layers[0].keys.shape[0] == 1
+
+
+USUAL = {"dropout": 0.0, "scaling": 0.25, "sliding_window": 4}
+ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, float] | None]] = {
+    "usual": ({}, ("position_ids",), {"scale": 0.25, "softcap": 0.0}),
+    "soft cap": ({"softcap": 30.0, "is_causal": True}, (), {"scale": 0.25, "softcap": 30.0}),
+    "dropout": ({"dropout": 0.1}, (), None),
+    "not causal": ({"is_causal": False}, (), None),
+    "sinks": ({"s_aux": 1.0}, (), None),
+    "a bias": ({}, ("position_bias",), None),
+    "a scale of each call": ({}, ("scaling",), None),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_that_the_op_takes(case: str) -> None:
+    """Others are for the attention function to understand."""
+    constants, passed, expected = ARGUMENTS[case]
+    assert op_options(USUAL | constants, passed) == expected

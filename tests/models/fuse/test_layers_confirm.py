@@ -1,0 +1,322 @@
+"""What fuse_ takes for a decoder layer: liars stay, other formats and norms are understood."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fuse_cases import packed
+from layer_models import are_fused, ids, layers, padded, small
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+)
+
+from torch_metalmm import QuantLinear, fuse_, load_gguf, quantize_, unfuse_
+from torch_metalmm.models.fuse.confirm import agrees
+from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.models.fuse.norms import as_norm
+from torch_metalmm.models.fuse.observe import observed
+from torch_metalmm.nn.layer import FusedLayer
+from torch_metalmm.nn.recipe import Step
+from torch_metalmm.tools.generate import demo_model
+
+
+def logits(model: Any, **inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(**inputs or {"input_ids": ids(3, 9)}).logits
+    return out
+
+
+class Adding(LlamaDecoderLayer):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(x, **kwargs) + 1e-3
+
+
+class Clamping(LlamaDecoderLayer):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(x, **kwargs).clamp(-50, 50)
+
+
+class Again(LlamaDecoderLayer):
+    """A second residual."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return x + super().forward(x, **kwargs)
+
+
+class OfRows(LlamaDecoderLayer):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        y = super().forward(x, **kwargs)
+        return y if x.shape[0] == 1 else y.flip(0)
+
+
+class OfLength(LlamaDecoderLayer):
+    """Another layer for single tokens."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        y = super().forward(x, **kwargs)
+        return y if x.shape[1] > 1 else 2 * y
+
+
+class Masking(LlamaDecoderLayer):
+    """A mask that is the layer's own."""
+
+    def forward(self, x: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        if attention_mask is not None:
+            attention_mask = attention_mask.clone()
+        return super().forward(x, attention_mask=attention_mask, **kwargs)
+
+
+class Twice(LlamaDecoderLayer):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        alone = kwargs | {"past_key_values": None, "attention_mask": None}
+        return super().forward(super().forward(x, **kwargs), **alone)
+
+
+class NormingSums(LlamaRMSNorm):
+    """Nearly the norm that it is derived from: its eps counts twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 2 * self.variance_epsilon)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class Scaling(LlamaAttention):
+    """The result grows with the position, as q does in Llama 4, beyond the first 16."""
+
+    def forward(self, position_ids: Any = None, **kwargs: Any) -> Any:
+        y, weights = super().forward(position_ids=position_ids, **kwargs)
+        factor = 1 + 0.1 * torch.log1p(torch.floor(position_ids / 16)).to(y.dtype)
+        return y * factor[..., None], weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Adding, Clamping, Again, OfRows, OfLength, Masking, Twice, NormingSums, Scaling]
+)
+def test_layers_that_do_more_stay(kind: Any, dtype: torch.dtype) -> None:
+    model = small("llama", dtype=dtype)
+    layer = layers(model)[0]
+    parts = {LlamaRMSNorm: layer.input_layernorm, LlamaAttention: layer.self_attn}
+    parts.get(kind.__base__, layer).__class__ = kind
+    want = [logits(model), logits(model, **padded(3, 9))]
+    fuse_(model, "swiglu")
+    assert are_fused(model) == [False, True]
+    for got, own in zip((logits(model), logits(model, **padded(3, 9))), want, strict=True):
+        assert (got - own).norm() <= (1e-5 if dtype == torch.float32 else 2**-5) * own.norm()
+
+
+LONG = 2**13  # beyond the positions that the small models say to have
+
+
+def test_a_scale_that_begins_behind_the_last_position() -> None:
+    """Of a config that was shortened; transformers computes what is behind, too."""
+    model = small("ministral3", rope_parameters=_long_rope())
+    assert model.config.max_position_embeddings < LONG
+    far = {"input_ids": ids(1, 9), "position_ids": torch.arange(9)[None] + 5 * LONG}
+    want = logits(model, **far)
+    fuse_(model, "swiglu")
+    assert (logits(model, **far) - want).norm() <= 1e-5 * want.norm()
+
+
+def _long_rope() -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    return rope | {"original_max_position_embeddings": LONG}
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "eps": {"pre": lambda norm: replace(norm, eps=4 * norm.eps)},
+    "offset": {"pre_mlp": lambda norm: replace(norm, offset=1e-3)},
+    "norm": {"pre_mlp": lambda norm: None},
+    "pairs": {"interleaved": lambda _: True},
+    "angles": {"angles": lambda _: "none"},
+    "scale": {"down": lambda output: replace(output, scale=1.001)},
+    "mask": {"mask": lambda _: "other"},
+    "scaling": {
+        "attend": lambda attend: replace(
+            attend, constants=attend.constants | {"scaling": attend.constants["scaling"] * 1.01}
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_recipes_are_not_confirmed(what: str, dtype: torch.dtype) -> None:
+    model = small("qwen2", dtype=dtype)
+    copied = fuse_(copy.deepcopy(model), "swiglu")
+    runs = observed(unfuse_(copied))
+    fuse_(copied, "swiglu")
+    layer = layers(copied)[1]
+    fused = fused_layer(layer)
+    assert fused is not None and agrees(fused, runs[layer])
+    recipe = copy.copy(fused.recipe)
+    for name, change in WRONG[what].items():
+        setattr(recipe, name, change(getattr(recipe, name)))
+    assert not agrees(FusedLayer(layer, recipe, Step(recipe), "swiglu"), runs[layer])
+
+
+def test_a_layer_that_is_only_named_otherwise_is_known() -> None:
+    """Neither classes nor children go by their names."""
+    model = small("llama")
+    for layer in layers(model):
+        layer.__class__ = type("Anything", (LlamaDecoderLayer,), {})
+    fuse_(model)
+    assert all(are_fused(model))
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [("q4_0", "q4_0", "q8_0"), ("q4_0", "q8_0", "q4_0"), ("q8_0", "q4_0", "q5_0")],
+    ids="-".join,
+)
+@pytest.mark.parametrize("kind", ["qwen2", "olmo2"])
+def test_q_k_and_v_of_several_formats(kind: str, formats: tuple[str, str, str]) -> None:
+    """As in files of llama.cpp, whose v often has more bits."""
+    model = small(kind, "f32")
+    for layer in layers(model):
+        attention = layer.self_attn
+        for name, format in zip(("q_proj", "k_proj", "v_proj"), formats, strict=True):
+            setattr(attention, name, QuantLinear.from_linear(getattr(attention, name), format))
+    want = logits(model)
+    fuse_(model)
+    assert all(are_fused(model))
+    assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+
+
+def test_another_order_of_projections() -> None:
+    class Reversed(LlamaAttention):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            kept = {name: getattr(self, name) for name in ("v_proj", "k_proj", "q_proj")}
+            out = {name: layer(hidden_states) for name, layer in kept.items()}
+            try:
+                for name in kept:
+                    self._modules[name] = _Given(out[name])
+                return super().forward(hidden_states, **kwargs)
+            finally:
+                self._modules.update(kept)
+
+    class _Given(nn.Module):
+        def __init__(self, out: Tensor) -> None:
+            super().__init__()
+            self.out = out
+
+        def forward(self, _: Tensor) -> Tensor:
+            return self.out
+
+    model = small("llama", num_key_value_heads=4)
+    for layer in layers(model):
+        layer.self_attn.__class__ = Reversed
+    want = logits(model)
+    fuse_(model)
+    assert all(are_fused(model))
+    assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+
+
+# ---- norms
+
+
+class Norm(nn.Module):
+    def __init__(self, offset: float = 0.0, *, clamp: float = 1e9, mean: float = 0.0) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(48))
+        self.decoy, self.small = 0.5, 1e-4
+        self.offset, self.clamp, self.mean = int(offset), clamp, mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.mean * x.mean(-1, keepdim=True)
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.small)
+        return (y * (self.offset + self.gain)).clamp(-self.clamp, self.clamp)
+
+
+def test_norms_are_known_by_what_they_compute() -> None:
+    for offset in (0.0, 1.0):
+        norm = as_norm(Norm(offset), 48)
+        assert norm is not None and (norm.eps, norm.offset, norm.name) == (1e-4, offset, "gain")
+    rms = as_norm(nn.RMSNorm(48, eps=1e-6), 48)
+    assert rms is not None and rms.eps == 1e-6
+    bare = as_norm(nn.RMSNorm(48, eps=1e-6, elementwise_affine=False), 48)
+    assert bare is not None and bare.weight() is None and bare.offset == 0
+    assert as_norm(Norm(), 32) is None
+    for other in (Norm(2.0), Norm(clamp=8.0), Norm(mean=1.0), nn.LayerNorm(48), nn.Identity()):
+        assert as_norm(other, 48) is None
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "glm4", "smollm3"])
+def test_one_graph_of_layers_that_differ(kind: str) -> None:
+    """Two tables of rotations, angles in pairs, layers that do not rotate; a static cache."""
+    from transformers import StaticCache
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, counter = fuse_(small(kind, num_hidden_layers=4, **_kinds(kind))), _counter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    assert all(are_fused(model))
+
+    def tokens(f: Any) -> Tensor:
+        cache, out = StaticCache(config=model.config, max_cache_len=16), []
+        step, position = ids(1, 3), torch.arange(3)
+        with torch.no_grad():
+            for _ in range(5):
+                y = f(step, past_key_values=cache, position_ids=position[None]).logits[:, -1]
+                step, position = y.argmax(-1, keepdim=True), position[-1:] + 1
+                out.append(y)
+        return torch.cat(out)
+
+    got, want = tokens(compiled), tokens(model)
+    assert (got - want).norm() <= 1e-5 * want.norm()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    ops = [str(node.target) for node in counter.graphs[-1].graph.nodes]
+    assert sum("metalmm.rope" in op for op in ops) == 4
+    torch._dynamo.reset()
+
+
+def _counter() -> Any:
+    return CompileCounterWithBackend("aot_eager")
+
+
+def _kinds(kind: str) -> dict[str, Any]:
+    return {"layer_types": ["sliding_attention", "full_attention"] * 2} if "gemma" in kind else {}
+
+
+@pytest.mark.parametrize("format", [None, "q4_0"])
+def test_smollm2_makes_the_same_tokens(format: str | None) -> None:
+    model, tokenizer = load_gguf(demo_model())
+    if format is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = quantize_(model, format, progress=False)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1}
+    want = model.generate(**prompt, **options)
+    fuse_(model, "swiglu")
+    assert all(are_fused(model)) and len(layers(model)) == 30
+    assert torch.equal(model.generate(**prompt, **options), want)
+    assert copy.deepcopy(fused_layer(layers(model)[0])) is not None
+
+
+def test_fusing_in_a_process_of_another_default_dtype() -> None:
+    model = small("qwen3")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fuse_(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(are_fused(model))
+
+
+def test_packed_layers_outside_of_transformers_models() -> None:
+    model = nn.Sequential(packed("q8_0", 64, 64), packed("q8_0", 64, 64))
+    assert fuse_(model) is model

@@ -1,0 +1,318 @@
+"""Fused decoder layers in use: where the layer's own forward computes, copies, files, unfuse_."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from layer_models import are_fused, ids, layers, padded, small
+from lora_cases import QUIET, lora, randomize
+from peft import get_peft_model
+from torch import Tensor, nn
+
+from torch_metalmm import fuse_, unfuse_
+from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.nn.fused import LinearPart
+from torch_metalmm.nn.layer import FusedLayer
+
+pytestmark = QUIET
+
+
+def fused(kind: str = "llama", **options: Any) -> Any:
+    model = fuse_(small(kind, **options), "swiglu")
+    assert all(are_fused(model))
+    return model
+
+
+def logits(model: Any, *shape: int, **options: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(ids(*shape or (2, 7)), **options).logits
+    return out
+
+
+@contextmanager
+def computing() -> Iterator[list[Any]]:
+    """The layers that our ops compute meanwhile."""
+    compute, seen = FusedLayer.compute, []
+
+    def noting(self: FusedLayer, *args: Any) -> Tensor:
+        seen.append(self.layer)
+        return compute(self, *args)
+
+    FusedLayer.compute = noting  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        FusedLayer.compute = compute  # type: ignore[method-assign]
+
+
+def ours(model: Any, call: Callable[[Any], Any] = logits) -> list[int]:
+    """The numbers of the layers that our ops compute."""
+    with computing() as seen:
+        call(model)
+    return [layers(model).index(layer) for layer in seen]
+
+
+# ---- hooks, other modules and other forwards
+
+
+def hook(module: nn.Module, kind: str, seen: list[int]) -> Callable[[], None]:
+    """Something is to be called with the module; how it is taken away."""
+    if kind == "forward":
+        module.forward, own = (lambda *a, **k: seen.append(1) or own(*a, **k)), module.forward
+        return lambda: delattr(module, "forward")
+    if kind == "global":
+        register = nn.modules.module.register_module_forward_hook
+    else:
+        register = getattr(module, f"register_{kind}")
+    return register(lambda *_: seen.append(1)).remove
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "forward", "global"])
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn", "self_attn.k_proj", "self_attn.q_norm", "input_layernorm", "mlp"]
+    + ["mlp.act_fn", "mlp.down_proj"],
+)
+def test_hooks_below_a_layer_are_called(name: str, kind: str) -> None:
+    model, plain = fused("qwen3"), small("qwen3")
+    module = layers(model)[1].get_submodule(name)
+    if name == "mlp.act_fn" and kind != "global":
+        module = layers(unfuse_(model))[1].get_submodule(name)  # SwiGLU never calls the function
+        fuse_(model, "swiglu")
+    seen: list[int] = []
+    remove = hook(module, kind, seen)
+    expected = [] if kind == "global" else [0]
+    assert ours(model) == expected
+    if name != "mlp.act_fn":
+        assert seen
+    assert (logits(model) - logits(plain)).norm() <= 1e-5 * logits(plain).norm()
+    remove()
+    assert ours(model) == [0, 1]
+
+
+def test_hooks_on_a_layer_are_called_beside_it() -> None:
+    model, seen = fused(), []
+    layers(model)[0].register_forward_hook(lambda *_: seen.append(1))
+    assert ours(model) == [0, 1] and seen == [1]
+
+
+def test_hooks_of_accelerate() -> None:
+    """They set forwards: around the fused one on layers, in place of it inside of them."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    model = fused()
+    want = logits(model)
+    for name, numbers in (("", [0, 1]), ("self_attn", [0]), ("mlp.down_proj", [0])):
+        module = layers(model)[1].get_submodule(name)
+        add_hook_to_module(module, ModelHook())
+        assert ours(model) == numbers
+        assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+        remove_hook_from_module(module)
+        assert ours(model) == [0, 1]
+    plain = small("llama")
+    add_hook_to_module(layers(plain)[0], ModelHook())
+    assert are_fused(fuse_(plain)) == [False, True]
+
+
+def test_a_module_that_is_replaced_computes() -> None:
+    model = fused()
+    norm = layers(model)[0].post_attention_layernorm
+    layers(model)[0].post_attention_layernorm = nn.Identity()
+    assert ours(model) == [1]
+    layers(model)[0].post_attention_layernorm = norm
+    assert ours(model) == [0, 1]
+
+
+@pytest.mark.parametrize("target", ["q_proj", "o_proj", "gate_proj", "down_proj"])
+def test_adapters_compute(target: str) -> None:
+    plain, model = (
+        get_peft_model(m, lora(target, layers_to_transform=[1])) for m in (small("llama"), fused())
+    )
+    for m in (plain, model):
+        randomize(m)
+        m.eval()
+    inner = model.get_base_model()
+    assert ours(inner) == [0]
+    want = logits(plain)
+    assert (logits(model) - want).norm() <= 1e-5 * want.norm()
+    with model.disable_adapter():
+        assert (logits(model) - want).norm() > 1e-4 * want.norm()
+
+
+def test_a_layer_trains_as_its_class() -> None:
+    """Norms are trained; nothing is where no gradient is recorded."""
+    model, plain = fused(), small("llama")
+    for m in (model, plain):
+        m(input_ids=ids(2, 7), labels=ids(2, 7)).loss.backward()
+    grads = [
+        {n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)
+    ]
+    assert grads[0].keys() == grads[1].keys() and len(grads[0]) == 5
+    for name, grad in grads[0].items():
+        assert (grad - grads[1][name]).norm() <= 1e-5 * grad.norm()
+    assert ours(model, lambda m: m(ids(2, 7))) == []
+    model.requires_grad_(False)
+    assert ours(model, lambda m: m(ids(2, 7))) == [0, 1]
+    assert ours(model.train()) == []
+
+
+# ---- arguments
+
+
+def test_autocast_computes_in_the_dtype_that_it_would() -> None:
+    model, plain = fused(), small("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(model) == []
+        got, want = logits(model), logits(plain)
+    assert got.dtype == want.dtype and (got - want).norm() <= 2**-6 * want.norm()
+    assert ours(model) == [0, 1]
+
+
+def test_other_arguments_reach_the_layer() -> None:
+    model = fused()
+    assert ours(model, lambda m: logits(m, other=None)) == [0, 1]
+    assert ours(model, lambda m: logits(m, output_attentions=False)) == [0, 1]
+    assert ours(model, lambda m: logits(m, other=3)) == []
+    assert ours(model, lambda m: logits(m, use_cache=False)) == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "glm4"])
+def test_layers_are_called_in_other_ways(kind: str) -> None:
+    """x with a name, no mask, and cos and sin that are written in place."""
+    model, plain = fused(kind), small(kind)
+    x, positions = torch.randn(1, 2, 64), torch.arange(2)[None]
+    angles = tuple(t.clone() for t in model.model.rotary_emb(x, positions))
+    layer, own = layers(model)[0], layers(plain)[0]
+    with torch.no_grad():
+        for _ in range(2):
+            want = own(x, position_embeddings=angles)
+            for got in (
+                layer(x, position_embeddings=angles, attention_mask=None),
+                layer(hidden_states=x, position_embeddings=angles),
+            ):
+                assert (got - want).norm() <= 1e-5 * want.norm()
+            for t in angles:
+                t.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_outputs_of_layers_and_attention(kind: str) -> None:
+    """The hooks that transformers leaves on attention modules matter only while they collect."""
+    model, plain = (m.eval() for m in (fused(kind), small(kind)))
+    for m in (model, plain):
+        m.set_attn_implementation("eager")
+    for name in ("output_hidden_states", "output_attentions"):
+        got, want = (m(ids(2, 7), **{name: True}) for m in (model, plain))
+        key = name.removeprefix("output_")
+        assert len(got[key]) == len(want[key]) == 2 + (key == "hidden_states")
+        for a, b in zip(got[key], want[key], strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+    assert ours(model) == [0, 1]
+    assert ours(model, lambda m: logits(m, output_attentions=True)) == []
+
+
+def test_another_attention_function_is_called() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    model, seen = fused(), []
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["position_ids"].shape)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("noting", attention)
+    want = logits(model)
+    model.config._attn_implementation = "noting"
+    assert torch.equal(logits(model), want) and seen == [(1, 7)] * 2
+    assert ours(model) == [0, 1]
+
+
+# ---- copies, files, and back
+
+
+def test_copies_and_files_are_fused_and_independent() -> None:
+    model = fused("gemma3_text")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    want = logits(model)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert all(are_fused(other)) and ours(other) == [0, 1]
+        assert torch.equal(logits(other), want)
+        for layer, own in zip(layers(other), layers(model), strict=True):
+            assert fused_layer(layer) is not fused_layer(own)
+            recipe = fused_layer(layer).recipe
+            assert recipe.attention is layer.self_attn and recipe.mlp is layer.mlp
+            assert fused_layer(layer).watch.layer is layer
+        layers(other)[0].input_layernorm.weight.data.zero_()
+        assert not torch.equal(logits(other), want) and torch.equal(logits(model), want)
+        shared = {id(fused_layer(layer).step) for layer in layers(other)}
+        assert not shared & {id(fused_layer(layer).step) for layer in layers(model)}
+
+
+def test_the_state_dict_is_that_of_the_model_before() -> None:
+    plain, model = small("qwen3"), fused("qwen3")
+    want, got = plain.state_dict(), model.state_dict()
+    assert list(got) and got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    changed = {name: t.clone() for name, t in want.items()}
+    changed["model.layers.1.self_attn.q_norm.weight"] += 1
+    for m in (plain, model):
+        m.load_state_dict(changed)
+    assert ours(model) == [0, 1]
+    assert (logits(model) - logits(plain)).norm() <= 1e-5 * logits(plain).norm()
+
+
+def test_an_order_of_columns_that_a_state_dict_brings() -> None:
+    model, plain = fused(), small("llama")
+    name = "model.layers.1.self_attn.o_proj.input_order"
+    state = plain.state_dict() | {name: torch.randperm(64)}
+    for m in (model, plain):
+        m.load_state_dict(state, strict=False)
+    assert ours(model) == [0]
+    assert (logits(model) - logits(plain)).norm() <= 1e-5 * logits(plain).norm()
+
+
+def test_unfusing_gives_the_model_back() -> None:
+    model, want = small("gemma2"), logits(small("gemma2"))
+    before = dict(model.named_modules())
+    for _ in range(2):
+        fuse_(fuse_(model))
+        assert all(are_fused(model)) and ours(model) == [0, 1]
+    unfuse_(model)
+    assert dict(model.named_modules()) == before
+    assert not any(are_fused(model)) and torch.equal(logits(model), want)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_fusing_leaves_no_trace_of_its_runs() -> None:
+    model = small("gemma3_text").train()
+    layers(model)[0].eval()
+    training = {name: m.training for name, m in model.named_modules()}
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    fuse_(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    now = {name: m.training for name, m in model.named_modules()}
+    assert {name: now[name] for name in training} == training
+    hooks = [h for m in model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    assert len(hooks) == 2 * 2  # those of merged layers, on their parents
+    assert all(type(m) is LinearPart for m in (layers(model)[0].self_attn.q_proj,))
+
+
+def test_a_layer_may_take_another_place() -> None:
+    """Its number in the cache is read when it is called."""
+    model, plain = fused(), small("llama")
+    for m in (model, plain):
+        m.model.layers = nn.ModuleList(reversed(layers(m)))
+        for number, layer in enumerate(m.model.layers):
+            layer.self_attn.layer_idx = number
+    made = [m.generate(**padded(2, 5), max_new_tokens=8, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*made) and ours(model) == [0, 1]

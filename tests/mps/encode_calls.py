@@ -1,0 +1,228 @@
+"""Calls of every op with operands that begin inside their storage, and what each must plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cache_cases import as_stored
+from plan_cases import stored
+from torch import Tensor
+
+from torch_metalmm import _C, formats
+
+ops = torch.ops.metalmm
+CHIP, CORES, N, K = "m1", 4, 37, 1024
+SPLIT = "split_reduce"
+PROBES = ("add", "sub", "mul", "div", "dot")
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op, its operands by slot, and the problem that it must plan.
+
+    `before`: what the op plans before that, in order; `made`: operands of the last plan that the
+    earlier passes make, {slot: number of the pass whose y it is}.
+    """
+
+    run: Callable[[], Any]
+    operands: dict[str, Tensor]
+    problem: dict[str, Any]
+    before: tuple[Call, ...] = ()
+    made: dict[str, int] = field(default_factory=dict)
+
+
+def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """x [m, k] that begins inside its storage, rows apart."""
+    return torch.zeros(m + 1, k + 24, dtype=dtype)[1:, 8 : 8 + k]
+
+
+def packed(name: str) -> Tensor:
+    """Some rows of a larger table."""
+    return torch.zeros(3 * N, formats.get(name).row_bytes(K), dtype=torch.uint8)[N : 2 * N]
+
+
+def strides(x: Tensor, w: Tensor) -> dict[str, int]:
+    return {"x_stride": x.stride(0) if len(x) > 1 else K, "w_stride": w.stride(0)}
+
+
+def linear(name: str, strategy: str | None, m: int, dtype: torch.dtype) -> Call:
+    x, w, bias = rows(m, K, dtype), packed(name), torch.zeros(N + 5, dtype=dtype)[5:]
+    problem = {"m": m, "n": N, "k": K, "bias": True, "strategy": strategy, **strides(x, w)}
+    run = lambda: ops.linear(x, w, bias, name, strategy)  # noqa: E731
+    return Call(run, {"x": x, "weight": w, "bias": bias}, problem | {"format": name})
+
+
+def swiglu(name: str, dtype: torch.dtype) -> Call:
+    x, gate, up = rows(1, K, dtype), packed(name), packed(name)
+    problem = {"op": "swiglu_up", "m": 1, "n": N, "k": K, "format": name, **strides(x, gate)}
+    run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
+    operands = {"x": x, "weight": gate, "weight2": up}
+    return Call(run, operands, problem | {"w2_stride": up.stride(0)})
+
+
+def swiglu_rows(name: str, dtype: torch.dtype) -> Call:
+    """SwiGLU of many rows: gate and up in f32, by the kernels of x's dtype, then act_mul."""
+    x, gate, up = rows(3, K, dtype), packed(name), packed(name)
+    run = lambda: ops.swiglu(x, gate, up, name, name)  # noqa: E731
+    problem = {"m": 3, "n": N, "k": K, "format": name, "y_f32": True, **strides(x, gate)}
+    before = tuple(Call(run, {"x": x, "weight": w}, problem) for w in (gate, up))
+    return Call(run, {}, {"op": "act_mul", "n": 3 * N}, before, {"x": 0, "x2": 1})
+
+
+def swiglu_linear(name: str, dtype: torch.dtype) -> Call:
+    gate, up, w = rows(2, K, dtype), rows(2, K, dtype), packed(name)
+    problem = {"op": "swiglu_down", "m": 2, "n": N, "k": K, "format": name, **strides(gate, w)}
+    run = lambda: ops.swiglu_linear(gate, up, w, None, name)  # noqa: E731
+    return Call(run, {"x": gate, "x2": up, "weight": w}, problem)
+
+
+NORM = {"norm_weight": True, "eps": 0.5, "offset": 1.0}
+
+
+def norm_linear(name: str, dtype: torch.dtype) -> Call:
+    x, w, norm = rows(2, K, dtype), packed(name), rows(1, K, dtype)[0]
+    residual = torch.zeros(5, N, dtype=dtype)[2:4]
+    problem = {"m": 2, "n": N, "k": K, "c": True, "beta": 1.0, "norm": True, **strides(x, w)}
+    run = lambda: ops.norm_linear(x, norm, 0.5, 1.0, w, None, name, residual)  # noqa: E731
+    operands = {"x": x, "weight": w, "norm": norm, "c": residual}
+    return Call(run, operands, problem | NORM | {"format": name})
+
+
+def norm_linear_of_rows(name: str, dtype: torch.dtype) -> Call:
+    """Of many rows: the norm, in x's dtype, then linear."""
+    x, w, norm = rows(40, K, dtype), packed(name), rows(1, K, dtype)[0]
+    first = {"op": "rms_norm", "m": 40, "k": K, "x_stride": x.stride(0)} | NORM
+    problem = {"m": 40, "n": N, "k": K, "format": name, "w_stride": w.stride(0)}
+    run = lambda: ops.norm_linear(x, norm, 0.5, 1.0, w, None, name)  # noqa: E731
+    return Call(run, {"weight": w}, problem, (Call(run, {"x": x, "norm": norm}, first),), {"x": 0})
+
+
+def swiglu_of_a_norm(name: str, dtype: torch.dtype) -> Call:
+    call, norm = swiglu(name, dtype), rows(1, K, dtype)[0]
+    x, gate, up = (call.operands[slot] for slot in ("x", "weight", "weight2"))
+    run = lambda: ops.swiglu(x, gate, up, name, name, "relu2", norm, 0.5, 1.0)  # noqa: E731
+    problem = call.problem | NORM | {"norm": True, "activation": "relu2"}
+    return Call(run, call.operands | {"norm": norm}, problem)
+
+
+def rms_norm(_: str, dtype: torch.dtype) -> Call:
+    x, norm, residual = rows(3, K, dtype), rows(1, K, dtype)[0], torch.zeros(3, K, dtype=dtype)
+    problem = {"op": "rms_norm", "m": 3, "k": K, "c": True, "beta": 1.0, "x_stride": x.stride(0)}
+    run = lambda: ops.rms_norm(x, norm, 0.5, 1.0, residual)  # noqa: E731
+    return Call(run, {"x": x, "norm": norm, "c": residual}, problem | NORM)
+
+
+def add_rms_norm(_: str, dtype: torch.dtype) -> Call:
+    x, x2, norm = rows(3, K, dtype), torch.zeros(3, 2 * K, dtype=dtype)[:, K:], torch.ones(K)
+    norm = norm.to(dtype)
+    problem = {"op": "add_rms_norm", "m": 3, "k": K, "x_stride": x.stride(0), "x2_stride": 2 * K}
+    run = lambda: ops.add_rms_norm(x, x2, norm, 0.5, 1.0)  # noqa: E731
+    return Call(run, {"x": x, "x2": x2, "norm": norm}, problem | NORM)
+
+
+def rope(_: str, dtype: torch.dtype) -> Call:
+    """Two sequences of three positions; two heads of q, one of k and one of v, elsewhere."""
+    qk, v = (torch.zeros(2, 3, n + 8, dtype=dtype)[..., :n] for n in (48, 16))
+    cos, sin = (torch.zeros(1, 4, 8, dtype=dtype)[:, 1:] for _ in range(2))
+    norm, norm2 = rows(1, 16, dtype)[0], rows(1, 16, dtype)[0]
+    sizes = {"heads": 2, "kv_heads": 1, "rotated": 8, "positions": 3, "angle_rows": 3}
+    sizes |= dict.fromkeys(("q_norm", "k_norm", "interleaved", "v_apart"), True)
+    problem = {"op": "rope", "m": 6, "k": 16, "rope": sizes, "eps": 0.5, "offset": 1.0}
+    run = lambda: ops.rope(qk, cos, sin, 2, 1, v, norm, norm2, 0.5, 1.0, True)  # noqa: E731
+    operands = {"x": qk.view(6, -1), "x2": v.view(6, -1), "cos": cos, "sin": sin}
+    operands |= {"norm": norm, "norm2": norm2}
+    return Call(run, operands, problem | {"x_stride": 56, "x2_stride": 24})
+
+
+def rope_append(name: str, dtype: torch.dtype) -> Call:
+    """Two sequences of three positions into a part of a larger cache."""
+    name = name if name in stored() else "q8_0"
+    qkv = torch.zeros(2, 3, 136, dtype=dtype)[..., :128]
+    cos, sin = (torch.zeros(1, 4, 8, dtype=dtype)[:, 1:] for _ in range(2))
+    row = formats.get(name).row_bytes(32)
+    rows = (torch.zeros(3, 2, 9, row, dtype=torch.uint8) for _ in range(2))
+    keys, values = (as_stored(name, t)[1:, 1:, 2:7] for t in rows)
+    slots = torch.arange(9)[3:6] - 3
+    sizes = {"heads": 2, "kv_heads": 1, "rotated": 8, "positions": 3, "angle_rows": 3}
+    problem = {"op": "rope_append", "m": 6, "n": 5, "k": 32, "rope": sizes, "format": name}
+    problem |= {"append": {"head_stride": 0, "sequence_stride": 18 * row}, "x_stride": 136}
+    run = lambda: ops.rope_append(  # noqa: E731
+        qkv, cos, sin, 2, 1, keys, values, slots, name, name
+    )
+    operands = {"x": qkv.view(6, -1), "cos": cos, "sin": sin, "ids": slots}
+    return Call(run, operands | {"weight": keys, "weight2": values}, problem | {"w_stride": row})
+
+
+def attention(name: str, dtype: torch.dtype, queries: int) -> Call:
+    """Two sequences, 4 heads of q for 2 of keys, a part of a larger cache."""
+    name = name if name in stored() else "q8_0"
+    q = torch.zeros(3, 4, queries, 32, dtype=dtype)[1:]
+    row = formats.get(name).row_bytes(32)
+    cache = [torch.zeros(3, 3, 90, row, dtype=torch.uint8) for _ in range(2)]
+    keys, values = (as_stored(name, t)[1:, 1:, 2:86] for t in cache)
+    length, mask = torch.arange(84)[80], torch.ones(2, 1, queries, 100, dtype=torch.bool)[..., 3:]
+    sinks = torch.zeros(9, dtype=dtype)[5:]
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": queries, "bool_mask": True}
+    sizes |= {"head_stride": 90 * row, "sequence_stride": 270 * row, "window": 70, "sinks": True}
+    sizes |= {"mask_stride": 100, "mask_sequence_stride": 100 * queries, "scale": 0.5}
+    if queries == 1:
+        sizes["mask_stride"] = 0
+    problem = {"op": "attention", "n": 84, "k": 32, "format": name, "attention": sizes}
+    run = lambda: ops.attention(  # noqa: E731
+        q, keys, values, name, name, length, mask=mask, scale=0.5, window=70, sinks=sinks
+    )
+    operands = {"x": q, "weight": keys, "weight2": values, "c": mask, "bias": sinks, "ids": length}
+    return Call(run, operands, problem | {"w_stride": row})
+
+
+def gemm(name: str, dtype: torch.dtype) -> Call:
+    x, w, c = rows(3, K, dtype), packed(name), torch.zeros(5, N, dtype=dtype)[2:]
+    problem = {"m": 3, "n": N, "k": K, "c": True, "alpha": 0.5, "beta": 2.0, **strides(x, w)}
+    run = lambda: ops.gemm(x, w, name, c, 0.5, 2.0)  # noqa: E731
+    return Call(run, {"x": x, "weight": w, "c": c}, problem | {"format": name})
+
+
+def embedding(name: str, dtype: torch.dtype) -> Call:
+    ids, w = torch.arange(9)[3:], packed(name)
+    problem = {"op": "embedding", "m": 6, "n": N, "k": K, "format": name, "w_stride": w.stride(0)}
+    run = lambda: ops.embedding(ids, w, name, K, dtype=dtype)  # noqa: E731
+    return Call(run, {"ids": ids, "weight": w}, problem)
+
+
+def dequantize(name: str, dtype: torch.dtype) -> Call:
+    w = packed(name)
+    problem = {"op": "dequantize", "n": N, "k": K, "format": name, "w_stride": w.stride(0)}
+    return Call(lambda: ops.dequantize(w, name, K, dtype=dtype), {"weight": w}, problem)
+
+
+def probe(op: str, dtype: torch.dtype) -> Call:
+    x, x2 = rows(1, K, dtype)[0], rows(1, K, dtype)[0]
+    size = {"k" if op == "dot" else "n": K}
+    return Call(lambda: ops.probe(x, x2, op), {"x": x, "x2": x2}, {"op": op, **size})
+
+
+FORCED = [s for s in _C.strategies("linear") if s != SPLIT]
+CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
+    **{s: lambda f, t, s=s: linear(f, s, 3, t) for s in FORCED},
+    **{f"m={m}": lambda f, t, m=m: linear(f, None, m, t) for m in (1, 2, 40, 300)},
+    SPLIT: lambda f, t: linear(f, SPLIT, 2, t),
+    "swiglu_up": swiglu,
+    "swiglu_down": swiglu_linear,
+    "act_mul": swiglu_rows,
+    "norm_linear": norm_linear,
+    "norm_linear in two passes": norm_linear_of_rows,
+    "swiglu of a norm": swiglu_of_a_norm,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "rope": rope,
+    "rope_append": rope_append,
+    "attention_split": lambda f, t: attention(f, t, 1),
+    "attention_tile": lambda f, t: attention(f, t, 40),
+    "gemm op": gemm,
+    "embedding": embedding,
+    "dequantize": dequantize,
+    **{op: lambda _, t, op=op: probe(op, t) for op in PROBES},
+}

@@ -1,0 +1,90 @@
+"""Bad calls of the ops between the matrix products, as error_cases.py has them for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from error_cases import Case
+
+ops = torch.ops.metalmm
+
+
+def norm(**changes: Any) -> Callable[[Any], Any]:
+    """norm_linear of good arguments but for these; x [3, 64], W [5, 64]."""
+
+    def call(t: Any) -> Any:
+        good = {"x": t.x, "g": t.x[0], "eps": 1e-5, "offset": 0.0, "w": t.w, "bias": None}
+        good |= {"format": "q4_0", "residual": t.c}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.norm_linear(*(good | changed).values())
+
+    return call
+
+
+def rope(**changes: Any) -> Callable[[Any], Any]:
+    """rope of 2 heads of q, one of k and one of v, 16 values each, but for these arguments."""
+
+    def call(t: Any) -> Any:
+        good = {"qkv": t.x[None], "cos": t.x[None, :, :8], "sin": t.x[None, :, 8:16]}
+        good |= {"heads": 2, "kv_heads": 1, "v": None, "q_norm": t.x[0, :16], "k_norm": None}
+        good |= {"eps": 1e-5, "offset": 0.0}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.rope(*(good | changed).values())
+
+    return call
+
+
+LAYER_CASES = {
+    "norm weight": Case(norm(g=lambda t: t.x[0, 1:]), "norm_weight", r"\[63\]", r"\[64\]"),
+    "norm weight dtype": Case(norm(g=lambda t: t.x[0].int()), "norm_weight", "int|Int", "float32"),
+    "eps": Case(norm(eps=-1e-5), "eps", "-1e-05", "0 or more"),
+    "eps NaN": Case(norm(eps=float("nan")), "eps", "nan", "finite"),
+    "eps beyond f32": Case(norm(eps=1e300), "eps", "1e\\+300", "finite as f32"),
+    "offset": Case(norm(offset=float("inf")), "offset", "inf", "finite"),
+    "offset beyond f32": Case(norm(offset=1e300), "offset", "1e\\+300", "finite"),
+    "offset of no weight": Case(norm(g=None, offset=1.0), "norm_weight", "missing", "offset = 1"),
+    "residual": Case(norm(residual=lambda t: t.c[:, 1:]), "residual", r"\[3, 4\]", r"\[3, 5\]"),
+    "residual of linear": Case(
+        lambda t: ops.linear(t.x, t.w, None, "q4_0", None, t.bias), "residual", r"\[5\]", r"\[3, 5"
+    ),
+    "residual dtype": Case(norm(residual=lambda t: t.c.long()), "residual", "Long|64", "float32"),
+    "norm format": Case(norm(format="q9"), "format", "'q9'", "q4_0"),
+    "rms_norm weight": Case(lambda t: ops.rms_norm(t.x, t.bias, 1e-5), "weight", "5", r"\[64\]"),
+    "rms_norm residual": Case(
+        lambda t: ops.rms_norm(t.x, None, 1e-5, 0.0, t.x[1:]), "residual", r"\[2, 64\]", "3, 64"
+    ),
+    "add_rms_norm": Case(
+        lambda t: ops.add_rms_norm(t.x, t.x[0], None, 1e-5), "residual", r"\[64\]", r"\[3, 64\]"
+    ),
+    "activation": Case(
+        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", "tanh"),
+        "activation",
+        "'tanh'",
+        "silu, gelu, gelu_tanh, relu2",
+    ),
+    "activation of down": Case(
+        lambda t: ops.swiglu_linear(t.x, t.x, t.w, None, "q4_0", ""), "activation", "''", "silu"
+    ),
+    "norm weight without eps": Case(
+        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", "silu", t.x[0]),
+        "eps",
+        "missing",
+        "norm_weight",
+    ),
+    "qkv dims": Case(rope(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
+    "qkv heads": Case(rope(heads=3), "qkv", "64", "5 heads"),
+    "heads": Case(rope(heads=0), "heads", "0", "1"),
+    "kv_heads": Case(rope(kv_heads=-1), "kv_heads", "-1", "1"),
+    "cos": Case(rope(cos=lambda t: t.x[:, :8]), "cos", r"\[3, 8\]", r"\[B or 1"),
+    "cos positions": Case(rope(cos=lambda t: t.x[None, 1:, :8]), "cos", r"\[1, 2, 8\]", "3, R"),
+    "cos odd": Case(rope(cos=lambda t: t.x[None, :, :7]), "cos", "7", "even"),
+    "cos wide": Case(rope(cos=lambda t: t.x[None, :, :18]), "cos", "18", "16"),
+    "sin": Case(rope(sin=lambda t: t.x[None, :, :6]), "sin", r"\[1, 3, 6\]", r"\[1, 3, 8\]"),
+    "q_norm": Case(rope(q_norm=lambda t: t.bias), "q_norm", r"\[5\]", r"\[16\]"),
+    "k_norm": Case(rope(k_norm=lambda t: t.bias), "k_norm", r"\[5\]", r"\[16\]"),
+    "v of rope": Case(
+        rope(v=lambda t: t.x[None], qkv=lambda t: t.x[None, :, :48]), "v", "3, 64", r"\[1, 3, 16\]"
+    ),
+}

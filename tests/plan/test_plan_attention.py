@@ -1,0 +1,115 @@
+"""Plans of attention: which kernel, its grid, its parts and their join."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import pytest
+from plan_cases import CHIPS, DTYPES, stored
+
+from torch_metalmm import _C
+
+MIN_PART, MOST_PARTS, ROWS, TILE = 64, 64, 4, 32
+
+
+def plan(heads: int = 32, kv_heads: int = 8, queries: int = 1, **changes: Any) -> dict[str, Any]:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "queries": queries}
+    asked: dict[str, Any] = {"n": 8192, "k": 128, "format": "q8_0", "chip": "m1"}
+    sizes |= changes.pop("attention", {})
+    return dict(_C.plan("attention", **asked | changes, attention=sizes))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", stored())
+def test_a_token_is_parts_and_their_join(chip: str, name: str) -> None:
+    for dtype in DTYPES:
+        split, join = plan(chip=chip, format=name, dtype=dtype)["passes"]
+        assert split["kernel"] == f"attention_split_{name}_{dtype}"
+        assert join["kernel"] == f"attention_join_{dtype}"
+        assert split["grid"] == [MOST_PARTS, 8, 1] and join["grid"] == [32, 1, 1]
+        assert split["constants"]["batch"] == 4 and split["constants"]["k"] == 128
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "kernel"),
+    [
+        (32, 8, 1, "attention_split"),
+        (32, 8, 4, "attention_split"),
+        (32, 8, 5, "attention_tile"),
+        (64, 8, 2, "attention_split"),
+        (8, 8, 16, "attention_split"),
+        (8, 8, 17, "attention_tile"),
+    ],
+)
+def test_rows_of_a_key_head_choose_the_kernel(
+    heads: int, kv_heads: int, queries: int, kernel: str
+) -> None:
+    made = plan(heads, kv_heads, queries)
+    assert made["passes"][0]["kernel"].startswith(kernel)
+    assert made["reason"].startswith(kernel)
+
+
+def test_the_grid_covers_all_rows_and_all_slots() -> None:
+    """Parts of at least 64 slots, at most 64 of them; rows in even groups."""
+    for slots in (1, 64, 65, 700, 4096, 4097, 131072):
+        for group, queries in ((1, 1), (3, 1), (5, 1), (7, 2), (4, 16), (2, 100)):
+            made = plan(2 * group, 2, queries, n=slots, attention={"batch": 3})
+            first = made["passes"][0]
+            rows, parts = group * queries, first["args"]["parts"]
+            own = first["constants"]["batch"] or TILE
+            assert own <= (TILE if "tile" in first["kernel"] else ROWS)
+            assert first["grid"] == [ceil(rows / own) * parts, 2, 3]
+            wanted = min(MOST_PARTS, ceil(slots / MIN_PART)) if queries <= 16 else 1
+            assert parts == wanted and len(made["passes"]) == (2 if parts > 1 else 1)
+            assert made["workspace_bytes"] == (
+                rows * 2 * 3 * parts * (128 + 2) * 4 if parts > 1 else 0
+            )
+
+
+def test_traits_are_bits() -> None:
+    """What a kernel need not ask is not compiled into it: one query sees all that is there."""
+    bits = _C.ATTENTION_BITS
+    for given, queries, wanted in (
+        ({}, 1, ()),
+        ({}, 2, ("causal",)),
+        ({"causal": False}, 2, ()),
+        ({"window": 5}, 1, ("window",)),
+        ({"softcap": 30.0, "sinks": True}, 1, ("softcap", "sinks")),
+        ({"float_mask": True, "sinks": True, "float_sinks": True}, 1, None),
+    ):
+        made = plan(queries=queries, n=64, attention=given)
+        names = ("float_mask", "sinks", "float_sinks") if wanted is None else wanted
+        assert made["passes"][0]["constants"]["epilogue"] == sum(bits[name] for name in names)
+
+
+def test_threadgroup_memory_fits_every_head() -> None:
+    for k in range(16, 257, 16):
+        for queries in (1, 40):
+            for dtype in DTYPES:
+                made = plan(queries=queries, k=k, dtype=dtype, format="f16")
+                assert all(one["threadgroup_bytes"] <= 32768 for one in made["passes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 72, "format": "f16"}, "heads of 72 values of f16; allowed: multiples of 16"),
+        ({"k": 272, "format": "f16"}, "heads of 272 values"),
+        ({"k": 256, "format": "q4_k"}, "heads of 256 values of q4_k; .* that a shader stores"),
+        ({"heads": 7}, "heads 7, kv_heads 8"),
+        ({"attention": {"window": -1}}, "window: -1; at least 1, 0 for none"),
+        ({"attention": {"bool_mask": True, "float_mask": True}}, "mask: of bools or of f32"),
+        ({"attention": {"rows": 2}}, "attention: unknown 'rows'; allowed: batch, heads"),
+        ({"n": 2**31}, "2147483648 slots"),
+        ({"strategy": "gemm"}, "strategy: gemm does not compute attention; allowed: attention_spl"),
+        ({"gpu": {"max_threadgroup_memory": 1024}}, "gpu: attention_split needs 8320 bytes"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_nothing_asked_is_no_pass() -> None:
+    assert plan(queries=0)["passes"] == [] and plan(attention={"batch": 0})["passes"] == []

@@ -1,0 +1,87 @@
+"""Plans of the ops between the matrix products, and of products that normalise x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_cases import CHIPS, strategies_used
+
+from torch_metalmm import _C, formats
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ({"op": "rms_norm", "bias": True}, "bias, c, alpha: rms_norm has none; .* rms_norm has c"),
+        ({"op": "swiglu_down", "norm": True}, "norm: of x of linear and swiglu_up, not of swiglu_"),
+        ({"norm_weight": True}, "norm: a weight, but no norm"),
+        ({"norm": True, "m": 40}, "norm: gemm does not normalise x; rms_norm is a pass before it"),
+        ({"norm": True, "strategy": "gemm_small"}, "strategy: gemm_small does not normalise x"),
+        ({"norm": True, "strategy": "split_reduce"}, "strategy: split_reduce does not normalise x"),
+        ({"op": "rms_norm", "k": 2**31}, "k: 2147483648; rms_norm takes at most 2147483647"),
+        ({"activation": "elu"}, "activation: unknown 'elu'; allowed: silu, gelu, gelu_tanh, relu2"),
+        ({"op": "rope", "rope": {"rotated": 3}}, "rotated: 3; must be even, 0 to the 32 values"),
+        ({"op": "rope", "rope": {"rotated": 34}}, "rotated: 34; must be even, 0 to the 32 values"),
+        ({"op": "rope", "m": 5, "rope": {"positions": 2}}, "positions: 2; must divide the 5 rows"),
+        ({"op": "rope", "m": 6, "rope": {"angle_rows": 4}}, "angle_rows: 4; must be 1 or 6"),
+        (
+            {"op": "rope_append", "format": "q4_k", "k": 256},
+            "format: no shader quantizes q4_k; rope and cache_append do what rope_append does",
+        ),
+        ({"op": "rope_append", "rope": {"rotated": 34}}, "rotated: 34; must be even, 0 to the 32"),
+        ({"op": "rope_append", "k": 48}, "k: 48 is not a multiple of the 32 values of a block"),
+        ({"op": "rope_append", "append": {"head_stride": -2}}, "stride: -2; must be 0 to"),
+        ({"op": "rope_append", "append": {"head": 4}}, "append: unknown 'head'; allowed: head_str"),
+        ({"op": "rope_append", "w_stride": 9}, "rows of q4_0 begin at multiples of 2 .* stride 9"),
+        ({"op": "rope_append", "strategy": "rope"}, "strategy: rope does not compute rope_append"),
+        ({"op": "rope", "rope": {"head": 4}}, "rope: unknown 'head'; allowed: heads, kv_heads"),
+    ],
+)
+def test_refused(problem: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.plan(**{"n": 8, "k": 32, "format": "q4_0", "chip": "m1"} | problem)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_is_fused_can_be_planned(chip: str) -> None:
+    """norm_is_fused promises that the choice normalises x, in one pass; at M = 1 it always does."""
+    for name in formats.names():
+        sizes = {"n": 4096, "k": 4096, "format": name, "chip": chip}
+        fused = [m for m in range(17) if _C.norm_is_fused(m=m, format=name, chip=chip)]
+        assert fused[:2] == [0, 1] and fused == list(range(len(fused)))
+        for m in fused[1:]:
+            plan = _C.plan(m=m, **sizes, norm=True)
+            (used,) = strategies_used(plan)
+            assert _C.strategy(used)["takes_norm"] and "; norm fused: " in plan["reason"]
+
+
+def test_a_machine_that_waits_for_instructions_fuses_small_norms() -> None:
+    """weights_per_core counts the weights of both matrices of a gated MLP."""
+    for op, n in (("linear", 40 * 64), ("swiglu_up", 20 * 64)):
+        asked = {"m": 1, "format": "q4_0", "chip": "m4-max", "k": 4096, "op": op}
+        limit = {"weights_per_core": 64 * 4096}  # of 40 cores
+        assert _C.norm_is_fused(n=n, **asked, **limit)
+        assert not _C.norm_is_fused(n=n + 1, **asked, **limit)
+        assert _C.norm_is_fused(n=n + 1, **asked)
+
+
+def test_a_norm_does_not_split_k() -> None:
+    """Every part would need the squares of all of K."""
+    sizes = {"n": 8, "k": 1 << 17, "format": "q4_0", "chip": "m4-max"}
+    assert len(_C.plan(**sizes)["passes"]) == 2
+    assert len(_C.plan(**sizes, norm=True)["passes"]) == 1
+
+
+@pytest.mark.parametrize(("k", "aligned", "tail"), [(4096, True, False), (4100, False, True)])
+def test_rows_of_a_norm(k: int, aligned: bool, tail: bool) -> None:
+    """A threadgroup a row; vectors where all rows begin at 16 bytes."""
+    for op in ("rms_norm", "add_rms_norm"):
+        (one,) = _C.plan(op, m=5, k=k, chip="m1")["passes"]
+        bounds = one["constants"]["bounds"]
+        assert one["grid"] == [5, 1, 1]
+        assert bool(bounds & _C.BOUNDS_BITS["aligned_x"]) == aligned
+        assert bool(bounds & _C.BOUNDS_BITS["k"]) == tail
+        for changes in ({"x_alignment": 8}, {"x_stride": k + 1}):
+            (apart,) = _C.plan(op, m=5, k=k, chip="m1", **changes)["passes"]
+            assert not apart["constants"]["bounds"] & _C.BOUNDS_BITS["aligned_x"]

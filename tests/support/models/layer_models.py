@@ -1,0 +1,163 @@
+"""Small random transformers models with packed layers, whose decoder layers fuse_ knows or not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_metalmm import QuantEmbedding, QuantLinear, quantize_
+from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.models.fuse.norms import as_norm
+
+VOCABULARY = 96
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEAD = {"head_dim": 32}
+_WINDOW = {"sliding_window": 4}
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+_PRE = ["norm_linear", "rope", "linear", "swiglu", "linear"]
+_SANDWICH = ["norm_linear", "rope", "linear", "rms_norm", "swiglu", "linear", "rms_norm"]
+
+# {architecture: (its options, our ops in a layer)}
+FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "llama": ({"attention_bias": True}, _PRE),
+    "mistral": (_WINDOW, _PRE),
+    "qwen2": ({}, _PRE),  # biases
+    "qwen3": (_HEAD, _PRE),  # norms of heads
+    "phi3": ({}, _PRE),  # q, k and v in one layer, gate and up in one
+    "smollm3": ({"no_rope_layer_interval": 2}, _PRE),  # the second layer rotates nothing
+    "granite": (
+        {"residual_multiplier": 0.22, "attention_multiplier": 0.1, "embedding_multiplier": 12.0},
+        ["norm_linear", "rope", "gemm", "swiglu", "gemm"],
+    ),
+    "olmo2": (  # norms after the branches, and of q and k as wholes
+        {},
+        ["linear", "rms_norm", "rms_norm", "rope", "linear", "rms_norm"]
+        + ["swiglu", "linear", "rms_norm"],
+    ),
+    "gemma": (_HEAD, _PRE),
+    "gemma2": (_HEAD | _WINDOW, _SANDWICH),
+    "gemma3_text": (_HEAD | _WINDOW | _TWO_KINDS, _SANDWICH),
+    "glm4": (_HEAD, _SANDWICH),  # pairs, half of the dimensions
+    "helium": ({"head_dim": 16}, _PRE),  # pairs
+    "ernie4_5": (_HEAD, _PRE),
+}
+# {architecture: why its layers stay}
+OTHERS = {
+    "starcoder2": "layer norms",
+    "cohere": "attention and MLP side by side",
+    "gpt_neox": "no gate",
+    "gpt2": "no rotation, and a table of positions",
+    "ministral3": "q grows with the position",
+    "seed_oss": "a dropout after the MLP",
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "ministral3": _HEAD
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "seed_oss": _HEAD,
+}
+
+
+def small(
+    kind: str, format: str = "q8_0", dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    """A random model in eval mode, the same at every call; norms that are not ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = FUSED[kind][0] if kind in FUSED else _OPTIONS.get(kind, {})
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(_SIZES | given | options))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += (torch.randn(parameter.shape) / 4).to(dtype)
+        else:
+            parameter.data *= 2  # sharper attention and larger branches than those of a new model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # layers that the format does not fit
+        return quantize_(model, format, progress=False)
+
+
+def layers(model: Any) -> list[Any]:
+    decoder = model.get_decoder()
+    found: Any = decoder.layers if hasattr(decoder, "layers") else decoder.h
+    return list(found)
+
+
+def are_fused(model: Any) -> list[bool]:
+    return [fused_layer(layer) is not None for layer in layers(model)]
+
+
+def ids(*shape: int, seed: int = 0) -> Tensor:
+    """Random ids without the special ones."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, shape, generator=g)
+
+
+def padded(batch: int, length: int) -> dict[str, Tensor]:
+    """Prompts padded on the left, each by one token more."""
+    tokens, mask = ids(batch, length), torch.ones(batch, length, dtype=torch.long)
+    for row in range(batch):
+        tokens[row, :row], mask[row, :row] = 0, 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def dense(model: Any) -> Any:
+    """A copy of an unfused model with the weights decoded to f32."""
+    copied = copy.deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        if isinstance(module, QuantLinear):
+            linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            linear.weight = nn.Parameter(module.dequantize(), requires_grad=False)
+            linear.bias = module.bias
+            copied.set_submodule(name, linear)
+        elif isinstance(module, QuantEmbedding):
+            rows = module(torch.arange(module.num_embeddings)).detach()
+            copied.set_submodule(name, nn.Embedding.from_pretrained(rows))
+    return copied
+
+
+class _Norm(nn.Module):
+    """A norm in float64; those of transformers go through f32."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.norm.weight().double() + self.norm.offset
+        return weight * x * (x.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()
+
+
+def exact(model: Any) -> Any:
+    """A float64 copy of a dense model."""
+    copied = copy.deepcopy(model)
+    for name, module in list(copied.named_modules()):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 1:
+            norm = as_norm(module, weight.shape[0])
+            if norm is not None:
+                copied.set_submodule(name, _Norm(norm))
+    return copied.double()
