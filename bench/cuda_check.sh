@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU: builds, runs the test suite on it, checks every kernel with
 # compute-sanitizer, times the formats. JOBS processes at a time; records go to OUT.
-#   bash bench/cuda_check.sh [build] [test] [sanitize] [time]      all four if none is named
+#   bash bench/cuda_check.sh [build] [test] [sanitize] [time]      these four if none is named
+#   bash bench/cuda_check.sh build tokens norm                     tokens of 8B and 1B models, ops with a norm
+#   bash bench/cuda_check.sh build attention contexts              attention on caches, tokens by context and cache
+# BUDGET: seconds after which no further model is compiled.
 # TESTS: files instead of all of tests/. tests/cuda/test_cuda.py, exact and matmul take most of the time.
 # METALMM_EMULATED=FILE: results of the emulator that `python tests/support/kernel_cases.py FILE` wrote, for
 # a machine without the ziglang package. There, bring torch_metalmm/ptx/ too.
@@ -52,6 +55,25 @@ time_formats() {
     --formats "$FORMATS" --engines metalmm,mv_f16,linear_f16 --markdown --json "$OUT/times.jsonl"
 }
 
+time_tokens() {
+  python3 -m bench tokens --device cuda --models "${MODELS:-8b,1b}" --compile --budget "${BUDGET:-240}" \
+    --repetitions 5 --new-tokens 16 --markdown --json "$OUT/tokens.jsonl"
+}
+
+time_norms() {
+  python3 -m bench norm --device cuda --repetitions 10 --markdown --json "$OUT/norm.jsonl"
+}
+
+time_attention() {
+  python3 -m bench attention --device cuda --compile --repetitions 10 --seconds 0.2 --markdown \
+    --json "$OUT/attention.jsonl"
+}
+
+time_contexts() {
+  python3 -m bench tokens --device cuda --models "${MODELS:-8b}" --cache f16,q8_0,q4_0 --context 128,2k,8k,32k \
+    --repetitions 5 --markdown --json "$OUT/contexts.jsonl"
+}
+
 for step in "${@:-build test sanitize time}"; do
   for s in $step; do
     case $s in
@@ -59,7 +81,11 @@ for step in "${@:-build test sanitize time}"; do
       test) run_tests ;;
       sanitize) sanitize ;;
       time) time_formats ;;
-      *) echo "cuda_check: unknown step '$s'; build, test, sanitize or time" >&2; exit 2 ;;
+      tokens) time_tokens ;;
+      norm) time_norms ;;
+      attention) time_attention ;;
+      contexts) time_contexts ;;
+      *) echo "cuda_check: unknown step '$s'; build, test, sanitize, time, tokens, norm, attention or contexts" >&2; exit 2 ;;
     esac
   done
 done

@@ -63,6 +63,17 @@ def parse_ints(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(out))
 
 
+def parse_counts(text: str) -> tuple[int, ...]:
+    """The integers of "0,128,8k", each once; k is 1024. ValueError: anything else."""
+    out = []
+    for part in text.lower().split(","):
+        digits, times = part.strip().removesuffix("k"), 1024 if part.strip().endswith("k") else 1
+        if not digits.isdigit():
+            raise ValueError(f"{part!r}; must be a whole number, or one of thousands as 8k")
+        out.append(int(digits) * times)
+    return tuple(dict.fromkeys(out))
+
+
 def parse_names(text: str) -> tuple[str, ...]:
     """The names of "a, B", in lower case, each once."""
     return tuple(dict.fromkeys(p.strip().lower() for p in text.split(",") if p.strip()))

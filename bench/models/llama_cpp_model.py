@@ -24,10 +24,21 @@ _LAYER = {
 }
 
 
-def missing() -> str | None:
-    """Why llama.cpp cannot run here; None if it can."""
+NAME = "llama.cpp"
+# Of a cache: formats by the numbers that ggml has for them.
+CACHES = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
+
+
+def missing(format: str, device: str) -> str | None:
+    """Why llama.cpp cannot run a model of the format beside the device's; None if it can."""
     absent = [m for m in ("llama_cpp", "gguf") if find_spec(m) is None]
-    return f"{', '.join(absent)} not installed" if absent else None
+    if absent:
+        return f"{', '.join(absent)} not installed"
+    import gguf
+
+    if format.upper() not in gguf.GGMLQuantizationType.__members__:
+        return "llama.cpp has no such format"
+    return "llama.cpp is built for the CPU here" if device == "cuda" else None
 
 
 def _interleave_halves(rows: Tensor, heads: int) -> Tensor:
@@ -58,12 +69,14 @@ def write_gguf(model: Any, path: Path) -> None:
     w.add_head_count_kv(c.num_key_value_heads)
     w.add_layer_norm_rms_eps(c.rms_norm_eps)
     w.add_rope_dimension_count(c.hidden_size // c.num_attention_heads)
+    w.add_rope_freq_base(c.rope_parameters["rope_theta"])
     w.add_vocab_size(c.vocab_size)
     w.add_tokenizer_model("no_vocab")
+    heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}
     for name, module in _tensors(model):
-        data = module.weight.detach()
-        if name.endswith(("attn_q", "attn_k")):
-            data = _interleave_halves(data, c.num_attention_heads)
+        data = module.weight.detach().cpu()
+        if name.endswith(tuple(heads)):
+            data = _interleave_halves(data, heads[name[-6:]])
         packed = getattr(module, "format", None)
         kind = gguf.GGMLQuantizationType[packed.upper()] if packed else None
         w.add_tensor(f"{name}.weight", data.contiguous().numpy(), raw_dtype=kind)
@@ -78,7 +91,16 @@ class LlamaCpp:
 
     exact = False
 
-    def __init__(self, name: str, path: Path, threads: int, context: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        threads: int,
+        room: int,
+        vocabulary: int,
+        batch: int,
+        cache: str | None,
+    ) -> None:
         import llama_cpp as api
 
         self.api, self.name, self.vocabulary = api, name, vocabulary
@@ -90,7 +112,10 @@ class LlamaCpp:
         if not model:
             raise OSError(f"llama.cpp cannot load {path}")
         settings = api.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = settings.n_ubatch = context
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = room, batch, batch
+        if cache is not None:
+            settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            settings.type_k = settings.type_v = CACHES[cache]
         settings.n_threads = settings.n_threads_batch = threads
         self.context = api.llama_init_from_model(model, settings)
         if not self.context:
@@ -98,6 +123,10 @@ class LlamaCpp:
 
     def reset(self) -> None:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+
+    def forget(self, first: int) -> None:
+        """The tokens from the position `first` on."""
+        self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), 0, first, -1)
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
         ids = (ctypes.c_int32 * len(tokens))(*tokens)
@@ -113,10 +142,22 @@ def _QUIET(level: int, text: bytes, data: int) -> None:
     """A log callback that drops everything."""
 
 
-def load(packed: Any, format: str, folder: Path, threads: int) -> LlamaCpp:
-    """llama.cpp with the weights of `packed`, through a file in `folder`."""
+def load(
+    packed: Any,
+    format: str,
+    folder: Path,
+    threads: int,
+    room: int,
+    batch: int | None = None,
+    cache: str | None = None,
+) -> LlamaCpp:
+    """llama.cpp with the weights of `packed`, through a file in `folder`.
+
+    room: tokens that fit; batch: tokens that it takes at a time, all of them if None. cache: the
+    format of keys and values, of CACHES, with its flash attention; None: what it takes by itself.
+    """
     path = folder / f"{format}.gguf"
-    write_gguf(packed, path)
-    c = packed.config
-    name = f"llama.cpp {format}"
-    return LlamaCpp(name, path, threads, c.max_position_embeddings, c.vocab_size)
+    if not path.exists():
+        write_gguf(packed, path)
+    name = f"llama.cpp {format}" + (f", cache {cache}" if cache else "")
+    return LlamaCpp(name, path, threads, room, packed.config.vocab_size, batch or room, cache)

@@ -1,6 +1,7 @@
-"""Tokens per second of a whole model: a random Llama, decoded greedily at batch 1 after a prefill.
+"""What a token costs in whole models, decoded greedily at batch 1 after a prefill.
 
 Decoding is a loop of model(...) calls with a key-value cache, without the work generate() adds.
+Each system is checked, all are timed in turns, and then it is found where its time goes.
 """
 
 from __future__ import annotations
@@ -11,134 +12,156 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import fuse_, quantize_
-from torch_metalmm.nn.fused import FORMS, SwiGLU
+from torch_metalmm import formats, fuse_
 
+from ..devices import Device
 from ..timing import PAUSE_SECONDS, Timing
-from . import llama_cpp_model
+from . import llama_cpp_model, llamas, mlx_model, shares
+from .systems import Compiled, Graph, System, Transformers
 
-SIZES = {"hidden": 1024, "layers": 8, "intermediate": 2816, "vocabulary": 32000, "heads": 16}
-QUICK_SIZES = {"hidden": 256, "layers": 2, "intermediate": 512, "vocabulary": 512, "heads": 4}
 CHECKED_TOKENS = 32
-CONTEXT = 1024
+BEYOND = 16  # tokens that a cache of constant size has room for beyond those of a round
 # Errors of the logits against float64: as a multiple of transformers' own f32 error, and for
 # engines that round activations. A wrong layer is off by about 1.
 EXACT_FACTOR, ROUNDED_LIMIT = 10.0, 0.1
 
-
-class System(Protocol):
-    """A model that continues a sequence."""
-
-    name: str
-    exact: bool  # activations are not rounded below f32
-    weight_bytes: int
-
-    def reset(self) -> None:
-        """Forgets the sequence."""
-        ...
-
-    def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Appends tokens; the logits f32 [vocabulary] after the last."""
-        ...
-
-
-@dataclass
-class Transformers:
-    """A transformers model, dense or with packed weights."""
-
-    name: str
-    model: nn.Module
-    exact: bool = True
-    weight_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
-        self.reset()
-
-    def reset(self) -> None:
-        self.cache: Any = None
-
-    def feed(self, tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor([tokens])
-        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache = out.past_key_values
-        logits: Tensor = out.logits[0, -1].float()
-        return logits
-
-
-def random_llama(sizes: dict[str, int]) -> Any:
-    """LlamaForCausalLM in f32, seeded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        intermediate_size=sizes["intermediate"],
-        vocab_size=sizes["vocabulary"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["heads"],
-        max_position_embeddings=CONTEXT,
-    )
-    model: Any = LlamaForCausalLM(config)
-    return model.eval().requires_grad_(False)
-
-
-def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with packed weights decoded."""
-    state: dict[str, Tensor] = {name: p for name, p in model.named_parameters()}
-    for name, module in model.named_modules():
-        if hasattr(module, "dequantize") and hasattr(module, "format"):
-            state[f"{name}.weight"] = module.dequantize()
-    return state
+Progress = Callable[[str], None]
+Record = dict[str, Any]
 
 
 class Reference:
-    """The model in float64, given the weights of each system in turn."""
+    """The logits that systems are compared with, after some tokens.
 
-    def __init__(self, model: nn.Module, tokens: Sequence[int]) -> None:
-        self.model, self.tokens = copy.deepcopy(model).double(), tokens
+    Of a small model: in float64, with the weights of each system in turn. Of a large one: those of
+    the first system that has the weights.
+    """
+
+    def __init__(self, source: llamas.Source, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.model = None if source.is_large else source.dense(torch.float64).cpu()
+        self._wanted: tuple[object, Tensor] = (None, torch.empty(0))
 
     def error(self, system: System, weights: nn.Module) -> float:
-        """|logits - logits64| / |logits64| after the tokens."""
-        self.model.load_state_dict(dense_state(weights))
-        wanted = Transformers("f64", self.model).feed(self.tokens)
+        """|logits - wanted| / |wanted|, the last of the tokens by a step of decoding."""
         system.reset()
-        given = system.feed(self.tokens)
-        return float((given - wanted).double().norm() / wanted.double().norm())
+        system.feed(self.tokens[:-1])
+        given = system.feed(self.tokens[-1:]).cpu().double()
+        if self._wanted[0] is not weights:
+            self._wanted = weights, self._of(weights, given)
+        wanted = self._wanted[1]
+        return float((given - wanted).norm() / wanted.norm())
+
+    def _of(self, weights: nn.Module, given: Tensor) -> Tensor:
+        if self.model is None:
+            return given
+        self.model.load_state_dict(llamas.dense_state(weights), strict=False)
+        return Transformers("f64", self.model).feed(self.tokens).double()
 
 
-def build_systems(
-    model: Any, args: Any, folder: Path, progress: Callable[[str], None]
-) -> Iterator[tuple[System, nn.Module]]:
-    """Each system, and a model that holds its weights."""
-    yield Transformers("transformers f32", model), model
-    rounded = copy.deepcopy(model).bfloat16()
-    yield Transformers("transformers bf16", rounded, exact=False), rounded
-    for name in args.formats.split(","):
-        progress(f"packing {name}")
-        packed = quantize_(copy.deepcopy(model), name, progress=False)
-        yield Transformers(f"metalmm {name}", packed), packed
-        if args.fuse:
-            yield from ((system, packed) for system in fused(packed, name))
-        if not args.no_peers and llama_cpp_model.missing() is None:
-            yield llama_cpp_model.load(packed, name, folder, args.threads), packed
+@dataclass
+class Entry:
+    """A system, a model that holds its weights, and the system that its gain refers to."""
+
+    system: System
+    weights: nn.Module
+    plain: str | None = None
 
 
-def fused(packed: nn.Module, name: str) -> Iterator[System]:
-    """The packed model after fuse_ in each form of its MLPs; one form is fuse_'s own choice."""
-    mlps = (m for m in fuse_(copy.deepcopy(packed)).modules() if isinstance(m, SwiGLU))
-    chosen = [m.form for m in mlps]
-    for form in FORMS:
-        of = f", chosen for {chosen.count(form)} of {len(chosen)} MLPs"
-        yield Transformers(f"metalmm {name}, fuse_ {form}{of}", fuse_(copy.deepcopy(packed), form))
+@dataclass
+class Builder:
+    """Makes the systems of one model, each when it is asked for."""
+
+    source: llamas.Source
+    args: Any
+    device: Device
+    dtype: torch.dtype
+    folder: Path
+    progress: Progress
+    deadline: float  # on time.monotonic(): nothing more is compiled then
+    skipped: list[Record] = field(default_factory=list)
+
+    def entries(self) -> Iterator[Entry]:
+        dense, packed = [*self.dense()], []
+        yield from dense
+        yield from self.graphs(dense)
+        for name in self.args.formats.split(","):
+            self.progress(f"{self.source.name}: packing {name}")
+            of_format = [*self.packed(name)]
+            yield from of_format
+            yield from self.graphs(of_format)
+            if not self.args.no_peers:
+                yield from self.peers(name, of_format[0].weights)
+            packed.append(of_format)
+        if self.args.compile:  # one format before the others, since the budget may end
+            yield from self.compiled([*packed[0], *dense, *chain.from_iterable(packed[1:])])
+
+    def failed(self, system: System, error: Exception) -> None:
+        """Notes that a form of a model does not run: the other systems do, the run fails."""
+        why = (str(error).splitlines() or [""])[0]
+        what = f"{self.source.name}, {system.name}"
+        record = {"kind": "skipped", "what": what, "why": f"{type(error).__name__}: {why}"}
+        self.skipped.append(record | {"ok": False})
+
+    def dense(self) -> Iterator[Entry]:
+        dtypes = [torch.float16] if self.device.type != "cpu" else [torch.float32, torch.bfloat16]
+        for dtype in dtypes:
+            model = self.source.dense(dtype)
+            short = str(dtype).replace("torch.float", "f").replace("torch.bfloat", "bf")
+            exact = dtype is torch.float32
+            yield Entry(Transformers(f"transformers {short}", model, exact), model)
+
+    def packed(self, name: str) -> Iterator[Entry]:
+        exact, name = self.dtype is torch.float32, formats.get(name).name
+        model = self.source.packed(name)
+        plain = f"metalmm {name}"
+        yield Entry(Transformers(plain, model, exact), model)
+        if not self.args.no_fuse:
+            fused = fuse_(copy.deepcopy(model))
+            yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
+
+    def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        if self.device.type == "cuda" and not self.args.no_graph:
+            yield from self.in_form(entries, Graph, "graph")
+
+    def compiled(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        for entry in self.in_form(entries, Compiled, "compiled"):
+            if time.monotonic() > self.deadline:
+                why = f"--budget of {self.args.budget} s"
+                what = f"{self.source.name}, {entry.system.name}"
+                self.skipped.append({"kind": "skipped", "what": what, "why": why})
+            else:
+                yield entry
+
+    def in_form(self, entries: Sequence[Entry], form: type, word: str) -> Iterator[Entry]:
+        """The transformers models among the entries in another form, with a cache just as long."""
+        tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
+        length = -(-tokens // BEYOND) * BEYOND
+        for e in entries:
+            if isinstance(e.system, Transformers):
+                name = f"{e.system.name}, {word}"
+                plain = e.plain and f"{e.plain}, {word}"
+                system = form(name, e.system.model, e.system.exact, length)
+                yield Entry(system, e.weights, plain)
+
+    def peers(self, name: str, packed: Any) -> Iterator[Entry]:
+        for peer in (llama_cpp_model, mlx_model):
+            why = peer.missing(name, self.device.type)
+            if why is None:
+                self.progress(f"{self.source.name}: {peer.NAME} {name}")
+                room = packed.config.max_position_embeddings
+                system = peer.load(packed, name, self.folder, self.args.threads, room)
+                yield Entry(system, packed)
+            else:
+                what = f"{peer.NAME} {name}"
+                self.skipped.append({"kind": "skipped", "what": what, "why": why})
 
 
 @dataclass
@@ -146,39 +169,48 @@ class _Race:
     """Times of one system."""
 
     system: System
-    fields: dict[str, Any]
+    fields: Record
     plain: _Race | None = None  # of the same model before fuse_
     steps: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)  # of the main thread, until feed() returns
     prefills: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)  # median step of each
 
     def clear(self) -> None:
-        self.steps, self.prefills, self.rounds = [], [], []
+        self.steps, self.hosts, self.prefills, self.rounds = [], [], [], []
 
-    def round(self, prompt: Sequence[int], new_tokens: int) -> None:
-        """One prefill, then new_tokens greedy steps from a short context."""
+    def round(self, prompt: Sequence[int], context: int, new_tokens: int) -> None:
+        """One prefill, then new_tokens greedy steps after a context."""
         time.sleep(PAUSE_SECONDS)
         self.system.reset()
-        start = time.perf_counter()
-        self.system.feed(prompt)
-        self.prefills.append(time.perf_counter() - start)
-        self.system.reset()
-        token = int(self.system.feed(prompt[:CHECKED_TOKENS]).argmax())
-        for _ in range(new_tokens):
+        if getattr(self.system, "prefills", True):
             start = time.perf_counter()
-            token = int(self.system.feed([token]).argmax())
+            int(self.system.feed(prompt).argmax())
+            self.prefills.append(time.perf_counter() - start)
+            self.system.reset()
+        token = int(self.system.feed(prompt[:context]).argmax())
+        for _ in range(new_tokens):
+            start, busy = time.perf_counter(), time.thread_time()
+            logits = self.system.feed([token])
+            self.hosts.append(time.thread_time() - busy)
+            token = int(logits.argmax())
             self.steps.append(time.perf_counter() - start)
         self.rounds.append(median(self.steps[-new_tokens:]))
 
-    def record(self, prompt: int) -> dict[str, Any]:
+    def record(self, prompt: int) -> Record:
         out = dict(self.fields)
         for name, samples, tokens in (
             ("decode", self.steps, 1),
             ("prefill", self.prefills, prompt),
         ):
+            if not samples:
+                continue
             t = Timing.of(samples)
             out |= {name: tokens / t.median, name + "_q1": tokens / t.q3}
             out |= {name + "_q3": tokens / t.q1, name + "_count": t.count}
+        t = Timing.of(self.steps)
+        out |= {"ms": 1e3 * t.median, "ms_q1": 1e3 * t.q1, "ms_q3": 1e3 * t.q3}
+        out["host_ms"] = 1e3 * median(self.hosts)
         if self.plain is not None:  # round by round, so that the machine's load is that of both
             pairs = zip(self.plain.rounds, self.rounds, strict=True)
             t = Timing.of([plain / fused for plain, fused in pairs])
@@ -186,33 +218,72 @@ class _Race:
         return out
 
 
-def run(args: Any, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[_Race]:
+    """The systems of a model, each compared with the reference."""
+    source, progress = builder.source, builder.progress
+    reference = Reference(source, prompt[:CHECKED_TOKENS])
+    exact_error, races = 0.0, {}
+    for entry in builder.entries():
+        system = entry.system
+        progress(f"{source.name}: {system.name}: check")
+        try:
+            error = reference.error(system, entry.weights)
+        except Exception as e:
+            if getattr(system, "is_eager", True):
+                raise
+            builder.failed(system, e)  # torch.compile and graphs refuse what a model may do
+            continue
+        exact_error = exact_error or error
+        limit = EXACT_FACTOR * exact_error if system.exact else ROUNDED_LIMIT
+        fields = {"kind": "tokens", "system": system.name, "prompt": len(prompt)}
+        fields |= {"weight_bytes": system.weight_bytes, "error": error, "ok": error <= limit}
+        fields |= {"model": source.title, "device": builder.device.type}
+        fields["context"] = builder.args.context
+        plain = races.get(entry.plain)
+        races[system.name] = _Race(system, fields, plain)
+        yield races[system.name]
+
+
+def of_model(builder: Builder) -> Iterator[Record]:
     """One record per system; all of them decode and prefill in turns."""
-    model = random_llama(QUICK_SIZES if args.quick else SIZES)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    args, progress, name = builder.args, builder.progress, builder.source.name
     pick = random.Random(1)
-    prompt = [pick.randrange(model.config.vocab_size) for _ in range(args.prompt)]
-    reference = Reference(model, prompt[:CHECKED_TOKENS])
-    races, exact_error = [], 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        for system, weights in build_systems(model, args, Path(folder), progress):
-            progress(f"{system.name}: check")
-            error = reference.error(system, weights)
-            exact_error = exact_error or error
-            limit = EXACT_FACTOR * exact_error if system.exact else ROUNDED_LIMIT
-            fields = {"kind": "tokens", "system": system.name, "prompt": len(prompt)}
-            fields |= {"weight_bytes": system.weight_bytes, "error": error, "ok": error <= limit}
-            fields["model"] = f"random Llama, {millions:.0f} M parameters"
-            plain = next(
-                (r for r in races if system.name.startswith(f"{r.system.name}, fuse_")), None
+    prompt = [pick.randrange(builder.source.vocabulary) for _ in range(args.prompt)]
+    races = [*checked(builder, prompt)]
+    yield from builder.skipped
+    for race in races:
+        race.round(prompt, args.context, 2)
+        race.clear()
+    for i in range(args.repetitions):
+        progress(f"{name}: round {i + 1} of {args.repetitions}")
+        for race in pick.sample(races, len(races)):
+            race.round(prompt, args.context, args.new_tokens)
+    for race in races:
+        record = race.record(len(prompt))
+        if isinstance(race.system, Transformers):
+            progress(f"{name}: {race.system.name}: shares")
+            race.system.reset()
+            race.system.feed(prompt[: args.context])
+            found = shares.of_system(race.system, prompt[0], builder.device, args.chip)
+            record |= found.record()
+        yield record
+
+
+def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> Iterator[Record]:
+    """The records of every model named."""
+    sources = []
+    for found in llamas.sources(args.models, device.type, dtype):
+        if isinstance(found, llamas.Source):
+            sources.append(found)
+        else:
+            yield found
+    start = time.monotonic()
+    for i, source in enumerate(sources):
+        deadline = start + args.budget * (i + 1) / len(sources)
+        with tempfile.TemporaryDirectory() as folder:
+            yield from of_model(
+                Builder(source, args, device, dtype, Path(folder), progress, deadline)
             )
-            races.append(_Race(system, fields, plain))
-        del reference
-        for race in races:
-            race.round(prompt, 2)
-            race.clear()
-        for i in range(args.repetitions):
-            progress(f"round {i + 1} of {args.repetitions}")
-            for race in pick.sample(races, len(races)):
-                race.round(prompt, args.new_tokens)
-        yield from (race.record(len(prompt)) for race in races)
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The few functions of ggml's C interface that a matrix multiplication needs, through ctypes.
+"""The few functions of ggml's C interface that products and attention need, through ctypes.
 
 From the shared libraries inside the package llama-cpp-python.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _P, _SIZE, _INT, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+_FLOAT = ctypes.c_float
 _F32 = 0
 _BUFFER_OFFSET = 8  # of ggml_tensor.buffer, after the type and its padding
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -38,7 +39,9 @@ _BASE: dict[str, tuple[Any, ...]] = {
     "ggml_tensor_overhead": (_SIZE,),
     "ggml_graph_overhead": (_SIZE,),
     "ggml_new_tensor_2d": (_P, _P, _INT, _LONG, _LONG),
+    "ggml_new_tensor_4d": (_P, _P, _INT, _LONG, _LONG, _LONG, _LONG),
     "ggml_mul_mat": (_P, _P, _P, _P),
+    "ggml_flash_attn_ext": (_P, _P, _P, _P, _P, _P, _FLOAT, _FLOAT, _FLOAT),
     "ggml_new_graph": (_P, _P),
     "ggml_build_forward_expand": (None, _P, _P),
     "ggml_get_data": (_P, _P),
@@ -46,6 +49,8 @@ _BASE: dict[str, tuple[Any, ...]] = {
     "ggml_backend_buft_alloc_buffer": (_P, _P, _SIZE),
     "ggml_backend_buffer_free": (None, _P),
     "ggml_backend_cpu_buffer_type": (_P,),
+    "ggml_backend_cpu_buffer_from_ptr": (_P, _P, _SIZE),
+    "ggml_backend_tensor_alloc": (_INT, _P, _P, _P),
     "ggml_backend_tensor_set": (None, _P, _P, _SIZE, _SIZE),
     "ggml_backend_graph_compute": (_INT, _P, _P),
     "ggml_backend_reg_dev_get": (_P, _P, _SIZE),

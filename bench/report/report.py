@@ -10,6 +10,7 @@ from typing import Any
 
 from ..ops import matrix_ops
 from ..tables import ABSENT, Table, digits, percent, scientific, to_markdown
+from . import cache_tables, token_tables
 
 Record = dict[str, Any]
 NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
@@ -232,27 +233,6 @@ def overhead_table(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
-def tokens_table(records: Sequence[Record]) -> list[Table]:
-    """Tokens per second of whole models."""
-    cells = [r for r in records if r["kind"] == "tokens"]
-    if not cells:
-        return []
-    prompt = cells[0]["prompt"]
-    columns = ["weights MB", "decode tok/s", "quartiles", f"prefill {prompt} tok/s", "quartiles"]
-    gain = ["decode by fuse_", "quartiles"] if any("gain" in r for r in cells) else []
-    table = Table(cells[0]["model"], ["system", *columns, *gain, "logits error"])
-    for r in cells:
-        row = [r["system"], digits(r["weight_bytes"] / 1e6)]
-        for part in ("decode", "prefill"):
-            row += [digits(r[part]), f"{digits(r[part + '_q1'])}–{digits(r[part + '_q3'])}"]
-        if "gain" in r:
-            row += [f"× {r['gain']:.3f}", f"{r['gain_q1']:.3f}–{r['gain_q3']:.3f}"]
-        elif gain:
-            row += ["", ""]
-        table.rows.append([*row, "WRONG" if not r["ok"] else scientific(r["error"])])
-    return [table]
-
-
 def quality_tables(records: Sequence[Record]) -> list[Table]:
     """Quality and bytes of the formats, a table per model."""
     tables: dict[str, Table] = {}
@@ -292,8 +272,8 @@ def _quality(r: Record) -> tuple[list[str], list[str]]:
 def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
     """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
     tables = (summary_tables if markdown else full_tables)(records)
-    tables += sweep_tables(records) + overhead_table(records) + tokens_table(records)
-    tables += quality_tables(records)
+    tables += sweep_tables(records) + overhead_table(records) + token_tables.all_tables(records)
+    tables += quality_tables(records) + cache_tables.all_tables(records)
     for r in records:
         if r["kind"] == "matrix-op":
             print(*matrix_ops.lines(r), sep="\n")

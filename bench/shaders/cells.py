@@ -25,14 +25,14 @@ from torch_metalmm.msl.build import LANGUAGE, ROOT, BuildError, zig
 from torch_metalmm.tools import chips as chip_model
 
 from ..tables import Table, replace_block, to_markdown
-from . import chips, ptx
+from . import chips, ptx, token_chips
 
 METAL = ROOT / "metal"
 RESULTS = ROOT / "bench" / "results.md"
 DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 
-_PLAIN = "x, w, {y, x, x}, args, memory, at"
-_PAIR = "x, w, w, {y, x, x}, args, memory, at"
+_PLAIN = "{x, x}, w, {y, x, x}, args, memory, at"
+_PAIR = "{x, x}, w, w, {y, x, x}, args, memory, at"
 _MASKED = "x, x, w, {y, x, x}, args, memory, at"
 _BATCHED = "batched_rows(metalmm::Struct::Pieces::kValues)"
 # Strategy: header, kernel struct, rows of W that a turn of its loop takes, arguments of run().
@@ -237,4 +237,5 @@ def write() -> list[Path]:
     chip_model.counts.cache_clear()
     replace_block(RESULTS, "cells", markdown())
     replace_block(chips.PAGE, "chips", chips.markdown())
-    return [chip_model.COUNTS, RESULTS, chips.PAGE]
+    replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.markdown())
+    return [chip_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE]

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def codecs() -> dict[str, str]:
 def split(kernel: str) -> tuple[str, str, str]:
     """Strategy, codec ("" where there is none) and dtype of a kernel."""
     names = {s for op in _C.ops() for s in _C.strategies(op)}
+    names.add("attention_join")  # which nobody asks for
     strategy = max((s for s in names if kernel.startswith(s + "_")), key=len)
     codec, _, dtype = kernel[len(strategy) + 1 :].rpartition("_")
     return strategy, codec, dtype
@@ -81,16 +83,28 @@ def _plans(op: str, name: str, dtype: str) -> Iterable[Pass]:
                 yield from plan["passes"]
 
 
+def _plans_of_caches(name: str, dtype: str) -> Iterable[Pass]:
+    """4 rows of q for a head of keys, and 160; heads of 128 values. None where no shader stores."""
+    if f"rope_append_{name}_{dtype}" not in _C.kernel_names():
+        return
+    for queries in (1, 40):
+        heads = {"heads": 32, "kv_heads": 8}
+        asked = {"k": 128, "n": 8192, "format": name, "dtype": dtype, "chip": "m1"}
+        yield from _C.plan("attention", **asked, attention=heads | {"queries": queries})["passes"]
+        rope = heads | {"rotated": 128, "positions": queries, "angle_rows": queries}
+        yield from _C.plan("rope_append", m=queries, **asked, rope=rope)["passes"]
+
+
 def chosen() -> dict[str, Pass]:
     """{kernel that plan() chooses for a chip of the table: the pass with most rows of x}."""
     out: dict[str, Pass] = {}
-    for op in OPS:
-        for name in codecs().values():
-            for dtype in DTYPES:
-                for one in _plans(op, name, dtype):
-                    best = out.setdefault(one["kernel"], one)
-                    if one["constants"]["batch"] > best["constants"]["batch"]:
-                        out[one["kernel"]] = one
+    for name in codecs().values():
+        for dtype in DTYPES:
+            plans = (_plans(op, name, dtype) for op in OPS)
+            for one in chain(*plans, _plans_of_caches(name, dtype)):
+                best = out.setdefault(one["kernel"], one)
+                if one["constants"]["batch"] > best["constants"]["batch"]:
+                    out[one["kernel"]] = one
     return out
 
 

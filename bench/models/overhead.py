@@ -1,0 +1,110 @@
+"""What a step of decoding costs where nothing is computed: layers of tiny weights, on the CPU.
+
+Two models that differ in the number of their layers step by turns: the difference is what a layer
+costs, and what the layers leave of a step lies beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from torch_metalmm import fuse_, quantize_
+
+from ..devices import CPU
+from ..timing import Timing, wall_clock
+from . import llamas, shares
+from .systems import Compiled, Transformers
+
+FEW, MANY = 2, 12  # layers
+HIDDEN = 64
+CONTEXT = 32
+BURST = 8  # steps in a turn of a model
+Record = dict[str, Any]
+
+
+def tiny_llama(layers: int) -> Any:
+    """A Llama of hidden size 64 whose blocks fit the formats of 32 values."""
+    return llamas.random_llama(llamas.Shape(HIDDEN, layers, 2 * HIDDEN, HIDDEN, 4, 2))
+
+
+class Stepped:
+    """A system of few layers and one of many, and the seconds of their steps."""
+
+    def __init__(self, name: str, models: Sequence[nn.Module], form: type = Transformers) -> None:
+        self.name = name
+        self.systems = [form(name, model) for model in models]
+        self.samples: list[list[float]] = [[], []]
+
+    def turn(self, timed: bool) -> None:
+        """A burst of steps of each, from the same context."""
+        for system, samples in zip(self.systems, self.samples, strict=True):
+            system.reset()
+            system.feed(range(CONTEXT))
+            steps = [wall_clock(lambda s=system: s.feed([1])) for _ in range(BURST)]
+            if timed:
+                samples.append(Timing.of(steps).median)
+
+    def record(self) -> Record:
+        """Microseconds: medians and quartiles over the turns of a layer's share."""
+        few, many = self.samples
+        each = [(b - a) / (MANY - FEW) for a, b in zip(few, many, strict=True)]
+        t, step = Timing.of(each), Timing.of(few).median
+        out: Record = {"kind": "layers", "system": self.name, "layer_us": 1e6 * t.median}
+        out |= {"q1": 1e6 * t.q1, "q3": 1e6 * t.q3}
+        out |= {"beside_us": 1e6 * (step - FEW * t.median)}
+        return out | self.ops()
+
+    def ops(self) -> Record:
+        """What a layer calls, and the time of these ops in rows."""
+        if type(self.systems[0]) is not Transformers:
+            return dict.fromkeys(("ops_us", "our_ops", "other_ops", "views"))
+        calls = [shares.watched(lambda s=s: s.feed([1])) for s in self.systems]
+        timed = [sum((shares.in_rows(c, CPU).seconds or {}).values()) for c in calls]
+        kinds = [[call.kind for call in c] for c in calls]
+
+        def each(*wanted: str | None) -> float:
+            few, many = (sum(kind in wanted for kind in found) for found in kinds)
+            return (many - few) / (MANY - FEW)
+
+        return {
+            "ops_us": 1e6 * (timed[1] - timed[0]) / (MANY - FEW),
+            "our_ops": each("packed", "ours"),
+            "other_ops": each("attention", "others"),
+            "views": each(None),
+        }
+
+
+def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
+    """The systems of a run; fused ones follow those they are compared with."""
+    dense = [tiny_llama(layers) for layers in (FEW, MANY)]
+    yield Stepped("transformers f32", dense)
+    for name in names:
+        packed = [quantize_(copy.deepcopy(m), name, progress=False) for m in dense]
+        fused = [] if args.no_fuse else [fuse_(copy.deepcopy(m)) for m in packed]
+        for label, models in ((f"metalmm {name}", packed), (f"metalmm {name}, fuse_", fused)):
+            if models:
+                yield Stepped(label, models)
+                if args.compile:
+                    yield Stepped(f"{label}, compiled", models, Compiled)
+
+
+def run(names: Sequence[str], args: Any) -> Iterator[Record]:
+    """One record per system; all step in turns."""
+    fit = [n for n in names if llamas.resolve_format(n, HIDDEN) == n]
+    systems = [*stepped(fit or ["q4_0"], args)]
+    pick = random.Random(0)
+    for i in range(args.repetitions + 1):
+        for system in pick.sample(systems, len(systems)):
+            system.turn(timed=i > 0)
+    model = f"Llama of hidden size {HIDDEN}, {args.threads} thread" + "s" * (args.threads > 1)
+    records = {s.name: s.record() | {"model": model} for s in systems}
+    for name, record in records.items():
+        plain = records.get(name.replace(", fuse_", ""))
+        if plain is not None and plain is not record:
+            record["of_unfused"] = record["layer_us"] / plain["layer_us"]
+        yield record

@@ -1,0 +1,166 @@
+"""Ways to run a transformers model token by token: eager, compiled, and as a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Step = Callable[[Tensor], Tensor]
+LENGTH = 64
+
+
+class System(Protocol):
+    """A model that continues a sequence."""
+
+    name: str
+    exact: bool  # activations are not rounded below f32
+    weight_bytes: int
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        ...
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Appends tokens; the logits f32 [vocabulary] after the last, which the device may still
+        be computing."""
+        ...
+
+
+class Transformers:
+    """A transformers model, dense or with packed weights, and a cache that grows."""
+
+    is_eager = True  # each step calls the ops from Python
+    prefills = True  # in a form of its own
+
+    def __init__(self, name: str, model: nn.Module, exact: bool = True) -> None:
+        self.name, self.model, self.exact = name, model, exact
+        self.weight_bytes = sum(p.nbytes for p in model.parameters())
+        self.device = next(model.parameters()).device
+        self.cache: Any = None
+
+    def reset(self) -> None:
+        self.cache = None
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([tokens], device=self.device)
+        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache = out.past_key_values
+        logits: Tensor = out.logits[0, -1].float()
+        return logits
+
+
+class Static(Transformers):
+    """A model and a cache of constant size; a single token is fed by `step`, made at the first."""
+
+    prefills = False
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        exact: bool = True,
+        length: int = LENGTH,
+        make: Callable[[int], Any] | None = None,
+    ) -> None:
+        """length: tokens that the cache holds; attention walks over all of them. make(length) is
+        the cache; None: a StaticCache."""
+        super().__init__(name, model, exact)
+        self.length = length
+        self._make = make or self._static
+        self._step: Step | None = None
+
+    def _static(self, length: int) -> Any:
+        from transformers import StaticCache
+
+        return StaticCache(config=self.model.config, max_cache_len=length)
+
+    def reset(self) -> None:
+        if self.cache is None:
+            self.cache = self._make(self.length)
+        else:
+            self.cache.reset()
+
+    def run(self, ids: Tensor) -> Tensor:
+        """The model's own logits [1, 1, vocabulary]."""
+        model: Any = self.model
+        out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = out.logits
+        return logits
+
+    def make_step(self) -> Step:
+        """run() of one token in the form of this system. The cache holds a sequence already."""
+        return self.run
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        if self.cache is None:
+            self.reset()
+        ids = torch.tensor([tokens], device=self.device)
+        if len(tokens) > 1:
+            return self.run(ids)[0, -1].float()
+        if self._step is None:
+            self._step = self.make_step()
+        return self._step(ids)[0, -1].float()
+
+
+def lengths(cache: Any) -> list[Tensor]:
+    """How many tokens each layer of a cache of constant size holds: StaticCache's, or ours."""
+    names = ("cumulative_length", "length")
+    return [getattr(layer, next(n for n in names if hasattr(layer, n))) for layer in cache.layers]
+
+
+class Compiled(Static):
+    """The step by torch.compile; on cuda in its graphs (reduce-overhead)."""
+
+    is_eager = False
+
+    def make_step(self) -> Step:
+        from torch._inductor import config
+
+        config.cpp.enable_kernel_profile = True  # names for the profiler
+
+        def step(ids: Tensor) -> Tensor:
+            return self.run(ids)
+
+        # Code of its own: dynamo keeps what it compiles by the code, and tries one after the other.
+        own = FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
+        mode = "reduce-overhead" if self.device.type == "cuda" else None
+        compiled = torch.compile(own, fullgraph=True, mode=mode)
+
+        def call(ids: Tensor) -> Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(ids)
+
+        return call
+
+
+class Graph(Static):
+    """The kernels of the eager step, captured once by the CUDA driver and replayed."""
+
+    is_eager = False
+
+    def make_step(self) -> Step:
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        before = [length.clone() for length in lengths(self.cache)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles what is compiled at the first call
+                self.run(ids)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.run(ids)
+        # What was fed to warm up is masked out again, and overwritten by the next tokens.
+        for length, was in zip(lengths(self.cache), before, strict=True):
+            length.copy_(was)
+
+        def replay(given: Tensor) -> Tensor:
+            ids.copy_(given)
+            graph.replay()
+            return logits
+
+        return replay

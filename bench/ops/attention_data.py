@@ -1,0 +1,247 @@
+"""Queries and caches of a cell of `python -m bench attention`, its variants, and their check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import formats
+
+from ..peers import ggml_attention, sdpa
+from ..peers.dense import int8_activations
+from ..problem import Setting, of_additions, of_store, rotated, unit
+
+ops = torch.ops.metalmm
+PATTERN_ROWS = 1024  # rows that are quantized; those of a cache are copies of them, in random order
+CHECKED_HEADS = 3
+EXP_UNITS = 42  # roundings of a weight: torch's exp is within 20 ulp, its quotient and the sum's
+PEER_ROUNDINGS = (
+    4  # of a score to the dtype of q: q and k times roots of the scale, product, weight
+)
+SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+Caches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, heads of the cache, values of a head."""
+
+    heads: int
+    kv_heads: int
+    size: int
+
+    @staticmethod
+    def parse(text: str) -> Heads:
+        """Of "32x8x128". ValueError: not three positive integers, or groups that are not whole."""
+        parts = text.lower().replace("×", "x").split("x")
+        if len(parts) != 3 or not all(p.isdigit() and int(p) for p in parts):
+            raise ValueError(f"--heads {text!r}; must be HEADSxKV_HEADSxSIZE, as 32x8x128")
+        found = Heads(*map(int, parts))
+        if found.heads % found.kv_heads:
+            raise ValueError(f"--heads {text!r}; HEADS must be a multiple of KV_HEADS")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads of {self.size}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """q [batch, heads, queries, size] against `slots` slots, of which the last are the queries'."""
+
+    heads: Heads
+    batch: int
+    queries: int
+    slots: int
+
+    def cache_bytes(self, format: str) -> int:
+        """Bytes of keys and values."""
+        row = formats.get(format).row_bytes(self.heads.size)
+        return 2 * self.batch * self.heads.kv_heads * self.slots * row
+
+    @property
+    def flops(self) -> float:
+        """Two products for each pair of a query and a slot that it sees."""
+        q = self.queries
+        pairs = q * (self.slots - q) + q * (q + 1) / 2
+        return 4.0 * self.batch * self.heads.heads * self.heads.size * pairs
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What is rounded beyond arithmetic in f32."""
+
+    dtype: torch.dtype = torch.float32  # of q and the result
+    score: float = 0.0  # of a score, in proportion to |q| |k|, and of a weight
+    value: float = 0.0  # of v, in proportion to it
+    sums: torch.dtype = torch.float32  # in which weighed values are added
+    q_error: Callable[[Tensor], Tensor] | None = None  # the largest |change| of q
+
+    @staticmethod
+    def to(dtype: torch.dtype, times: int) -> Rounds:
+        """Where q is not f32, scores and weights `times` times and values once to its dtype."""
+        half = 0.0 if dtype is torch.float32 else unit(dtype)
+        return Rounds(dtype, times * half, half)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """call(i) with cache i gives [B, heads, S, D] after `arrange`."""
+
+    name: str
+    format: str  # of the cache
+    call: Callable[[int], Tensor]
+    arrange: Callable[[Tensor], Tensor]
+    rounds: Rounds
+    is_ours: bool = False
+
+
+def by_heads(y: Tensor) -> Tensor:
+    """[B, S, heads, D] as [B, heads, S, D]."""
+    return y.transpose(1, 2)
+
+
+def as_it_is(y: Tensor) -> Tensor:
+    return y
+
+
+class Data:
+    """Queries and caches of a cell."""
+
+    def __init__(self, cell: Cell, setting: Setting) -> None:
+        self.cell, self.setting = cell, setting
+        self._make = torch.Generator().manual_seed(cell.slots)
+        h = cell.heads
+        self.q = torch.randn(cell.batch, h.heads, cell.queries, h.size, generator=self._make)
+        self.patterns = [torch.randn(PATTERN_ROWS, h.size, generator=self._make) for _ in "kv"]
+        shape = (cell.batch, h.kv_heads, cell.slots)
+        self.picks = torch.randint(PATTERN_ROWS, shape, generator=self._make)
+        self._caches: dict[str, Caches] = {}
+
+    @cached_property
+    def length(self) -> Tensor:
+        return torch.tensor(self.cell.slots, device=self.setting.device.type)
+
+    def rows(self, format: str) -> list[Tensor]:
+        """The patterns of keys and values in the format, as a cache has them."""
+        dtype = formats.DTYPES.get(format)
+        if dtype is not None:
+            return [p.to(dtype) for p in self.patterns]
+        return [ops.quantize(p, format) for p in self.patterns]
+
+    def decoded(self, format: str) -> list[Tensor]:
+        """The patterns as the format has them, in f64."""
+        size, spec = self.cell.heads.size, formats.get(format)
+        if format in formats.DTYPES:
+            return [rows.double() for rows in self.rows(format)]
+        return [spec.dequantize(rows, size).double() for rows in self.rows(format)]
+
+    def caches(self, format: str) -> Caches:
+        """Keys and values, as often as no cache of the machine holds."""
+        if format not in self._caches:
+            device = self.setting.device.type
+            picks = self.picks.to(device)
+            k, v = (rows.to(device)[picks] for rows in self.rows(format))
+            copies = self.setting.copies(self.cell.cache_bytes(format))
+            self._caches[format] = [*zip(rotated(k, copies), rotated(v, copies), strict=True)]
+        return self._caches[format]
+
+    # ---- variants
+
+    def ours(self, format: str) -> Variant:
+        dtype, caches = self.setting.dtype, self.caches(format)
+        q, length, name = self.q.to(self.setting.device.type, dtype), self.length, "metalmm"
+        forced: dict[str, str] = {}
+        if self.setting.strategy is not None:
+            forced["strategy"] = self.setting.strategy
+            name += f" {self.setting.strategy}"
+        op = ops.attention.default
+
+        def call(i: int) -> Tensor:
+            return op(q, *caches[i], format, format, length, **forced)  # type: ignore[no-any-return]
+
+        # Many queries may be torch's, over keys decoded to the dtype; matrix tiles round keys, too.
+        may_be_torchs = self.cell.queries > 1 or self.setting.strategy == "torch"
+        rounds = Rounds.to(dtype, PEER_ROUNDINGS + 1 if may_be_torchs else 2)
+        return Variant(f"{name} {format}", format, call, by_heads, rounds, True)
+
+    def peers(
+        self, dtype: torch.dtype, compile: bool
+    ) -> Iterator[tuple[str, Variant | None, str | None]]:
+        """(name, variant, why it does not run) of torch's attention, cache and q in one dtype."""
+        format, heads = SHORT[dtype], self.cell.heads
+        caches, q = self.caches(format), self.q.to(self.setting.device.type, dtype)
+        for label, torchs, why in sdpa.running(q, caches, heads.kv_heads, compile):
+            name = f"{label} {format}"
+
+            def call(i: int, torchs: sdpa.Call = torchs) -> Tensor:
+                return torchs(*caches[i])
+
+            variant = Variant(name, format, call, as_it_is, Rounds.to(dtype, PEER_ROUNDINGS))
+            yield name, None if why else variant, why
+
+    def of_ggml(self, format: str) -> Variant:
+        """q f32, which ggml rounds to f16, or by blocks as it does x of a product where keys are
+        packed; f16 values are added in f16."""
+        run = ggml_attention.Attention(self.q, self.caches(format), format, self.setting.threads)
+        half = unit(torch.float16)
+        if format == "f32":
+            rounds = Rounds()
+        elif format == "f16":
+            rounds = Rounds(score=2 * half, value=half, sums=torch.float16)
+        else:
+            of_q = int8_activations(formats.get(format).block_values).x_error
+            rounds = Rounds(score=half, value=half, q_error=of_q)
+        return Variant(f"ggml flash {format}", format, run, by_heads, rounds)
+
+    # ---- check
+
+    def worst(self, variant: Variant) -> float:
+        """The largest error of a value of CHECKED_HEADS heads, in units of its bound."""
+        cell, h = self.cell, self.cell.heads
+        y = variant.arrange(variant.call(len(self.caches(variant.format)) - 1))
+        k, v = self.decoded(variant.format)
+        q = self.q.to(variant.rounds.dtype).double()
+        last, steps = cell.batch * h.heads - 1, CHECKED_HEADS - 1
+        ratios = []
+        for at in {last * i // steps for i in range(CHECKED_HEADS)}:
+            b, head = divmod(at, h.heads)
+            picks = self.picks[b, head // (h.heads // h.kv_heads)]
+            exact, bound = attended(q[b, head], k[picks], v[picks], variant.rounds)
+            error = (y[b, head].cpu().double() - exact).abs() / bound
+            ratios.append(math.inf if bool(error.isnan().any()) else float(error.max()))
+        return max(ratios)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor]:
+    """softmax(q k / sqrt(D)) v in f64 [S, D], causal, and its bound.
+
+    Sums have the error of of_additions. With scores off by e a weight is off by exp(e) and
+    EXP_UNITS, so the numerator by N, the sum of weights by W, the quotient by
+    (N + |y| W) / (sum - W).
+    """
+    (queries, size), slots = q.shape, len(k)
+    u, root = unit(torch.float32), size**-0.5
+    s, scale = q @ k.t() * root, (q.abs() @ k.abs().t()) * root
+    hidden = torch.arange(slots)[None] > torch.arange(slots - queries, slots)[:, None]
+    top = s.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+    e = of_additions(size, scale) + (3 * u + rounds.score) * scale + u * (top - s).abs()
+    if rounds.q_error is not None:
+        e += rounds.q_error(q) @ k.abs().t() * root
+    w = (s - top).exp().masked_fill(hidden, 0)
+    relative = torch.expm1(e + e.amax(-1, keepdim=True)) + EXP_UNITS * u + rounds.score
+    # The least number of f16 is 2^-24; those of f32 and bf16 are far smaller.
+    w_error = (w * relative + (2.0**-25 if rounds.score else 0.0)).masked_fill(hidden, 0)
+    total, total_error = w.sum(-1, keepdim=True), w_error.sum(-1, keepdim=True)
+    y, size_y = w @ v / total, w @ v.abs()
+    added = of_additions(slots, size_y) * (unit(rounds.sums) / u)
+    numerator = w_error @ v.abs() + added + rounds.value * size_y
+    total_error = total_error + of_additions(slots, total)
+    rest = total - total_error
+    error = torch.where(rest > 0, (numerator + y.abs() * total_error) / rest, torch.inf)
+    return y, of_store(y, error, rounds.dtype)
