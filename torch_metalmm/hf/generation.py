@@ -67,7 +67,7 @@ def check_cache(models: Iterable[Any], format: str) -> None:
         kind = formats.get(format)
     except ValueError as error:
         raise ValueError(f"cache: {str(error).removeprefix('format: ')}") from None
-    generating = [model for model in models if model.can_generate()]
+    generating = _generating(models)
     if not generating:
         raise ValueError(f"cache: {format!r}; the model is none of transformers that generates")
     for model in generating:
@@ -93,9 +93,7 @@ def set_cache(models: Iterable[Any], format: str) -> None:
     """generate() of the models that generate makes PackedCache(config, format)."""
     models = list(models)
     check_cache(models, format)
-    for model in models:
-        if not model.can_generate():
-            continue
+    for model in _generating(models):
         if (earlier := default_cache(model)) is not None:
             earlier.format = formats.get(format).name
             _set_attention(model, ATTENTION)
@@ -105,9 +103,15 @@ def set_cache(models: Iterable[Any], format: str) -> None:
 
 def drop_cache(models: Iterable[Any]) -> None:
     """Caches and attention functions of the models are what they were before set_cache."""
-    for model in models:
+    for model in _generating(models):
         if (found := default_cache(model)) is not None:
             found.detach()
+
+
+def _generating(models: Iterable[Any]) -> list[Any]:
+    """The models that generate, with their parts that do: generate() of Blip2 calls a part's."""
+    parts = (part for model in models for part in model.modules())
+    return [part for part in parts if isinstance(part, PreTrainedModel) and part.can_generate()]
 
 
 def _text_config(model: Any) -> Any:

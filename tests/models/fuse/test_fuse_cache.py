@@ -211,6 +211,29 @@ def test_a_text_model_in_another() -> None:
     assert config.text_config._attn_implementation == "sdpa"
 
 
+def test_a_part_that_generates() -> None:
+    """generate() of Blip2 makes embeddings and calls generate() of its language model."""
+    one = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Blip2Config(
+        vision_config=one | {"intermediate_size": 64, "image_size": 28, "patch_size": 14},
+        qformer_config=one | {"intermediate_size": 64, "encoder_hidden_size": 32},
+        text_config=small("llama", **HEAD).config.to_dict() | {"quantization_config": None},
+        num_query_tokens=2,
+        image_token_index=7,
+    )
+    model = transformers.Blip2ForConditionalGeneration(config).eval()
+    given = {"pixel_values": torch.randn(1, 3, 28, 28), "input_ids": torch.tensor([[7, 7, 3, 4]])}
+    want = tokens(model, given)
+    fuse_(model, cache="q8_0")
+    out = made(model, given)
+    assert type(out.past_key_values) is PackedCache and out.past_key_values.format == "q8_0"
+    fuse_(model, cache="f32")
+    assert tokens(model, given) == want
+    unfuse_(model)
+    assert config.text_config._attn_implementation == "sdpa"
+    assert type(made(model, given).past_key_values) is DynamicCache
+
+
 ERRORS: dict[str, tuple[Any, str]] = {
     "unknown": ("q9_0", "cache: unknown 'q9_0'; allowed: f32, .*; did you mean q8_0"),
     "a number": (8, "cache: 8; must be the name of a format"),
