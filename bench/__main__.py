@@ -152,7 +152,7 @@ def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
 
 def run_quality(args: argparse.Namespace) -> Iterator[Record]:
     names = [formats.get(name).name for name in args.formats.split(",")]
-    yield from quality.run(names, args.quick, status)
+    yield from quality.run(names, args.activations, args.quick, status)
 
 
 def run_cache(args: argparse.Namespace) -> Iterator[Record]:

@@ -10,6 +10,7 @@ import torch
 
 from torch_metalmm import formats
 from torch_metalmm.engines import DEVICES
+from torch_metalmm.nn.activations import KINDS
 
 from . import shapes
 from .devices import Device
@@ -125,7 +126,12 @@ def parser() -> argparse.ArgumentParser:
         sub.add_parser("attention", parents=on_device, help="the op on caches, beside torch's SDPA")
     )
     tokens_options(sub.add_parser("tokens", parents=on_device, help="what a token costs, by part"))
-    sub.add_parser("quality", parents=common, help="what packing costs and saves, on real models")
+    quality_of = sub.add_parser(
+        "quality", parents=common, help="what packing costs and saves, on real models"
+    )
+    quality_of.add_argument(
+        "--activations", choices=KINDS, help="beside each format: with rounded activations, too"
+    )
     kept = sub.add_parser("cache", parents=on_device, help="bytes and quality of caches by format")
     kept.add_argument("--parts", default=",".join(cache_cost.PARTS), help="bytes,quality,growth")
     sub.add_parser("roof", parents=on_device, help="DRAM read and f32 multiply-add, all candidates")
@@ -174,6 +180,9 @@ def tokens_options(tok: argparse.ArgumentParser) -> None:
     tok.add_argument(
         "--cache",
         help="formats of a PackedCache, as f16,q8_0: what a token costs by context and by cache",
+    )
+    tok.add_argument(
+        "--activations", choices=KINDS, help="cpu: fused models that round their activations, too"
     )
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     tok.add_argument("--budget", type=float, default=3600, help="compile for so many seconds")

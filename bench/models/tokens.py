@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import formats, fuse_
+from torch_metalmm import activations_, formats, fuse_
 
 from ..devices import Device
 from ..timing import PAUSE_SECONDS, Timing
@@ -126,6 +126,10 @@ class Builder:
         if not self.args.no_fuse:
             fused = fuse_(copy.deepcopy(model))
             yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
+            if self.args.activations:
+                rounded = activations_(copy.deepcopy(fused), self.args.activations)
+                title = f"{plain}, fuse_, {self.args.activations} x"
+                yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
 
     def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         if self.device.type == "cuda" and not self.args.no_graph:

@@ -11,8 +11,10 @@ from torch import nn
 from .. import formats
 from ..extras import require
 from ..files.folder import QUANT_METHOD
+from ..models.activations import stored_activations
 from ..models.quantize import Spec
 from ..nn import QuantEmbedding, QuantLinear
+from ..nn.activations import check_kind
 
 require("MetalMMConfig", "transformers")
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -28,6 +30,7 @@ class MetalMMConfig(QuantizationConfigMixin):
     modules: {pattern: format or None}, patterns as in quantize_; the first that matches counts.
     skip: layers to leave dense: a name, or a part of one between dots, or a glob of either
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
+    activations: "int8", as activations_ says it; or {name of a layer: "int8" or None}.
 
     In config.json of a stored model, modules has the exact name and format of every packed layer,
     None for a dense one that the model's config ties to a packed one, and input_order the names of
@@ -41,6 +44,7 @@ class MetalMMConfig(QuantizationConfigMixin):
         modules: Mapping[str, str | None] | None = None,
         skip: Iterable[str] | str = (),
         input_order: Iterable[str] = (),
+        activations: str | Mapping[str, str | None] | None = None,
         **other: Any,
     ) -> None:
         method = other.pop("quant_method", QUANT_METHOD)
@@ -48,13 +52,15 @@ class MetalMMConfig(QuantizationConfigMixin):
             raise ValueError(f"quant_method must be {QUANT_METHOD!r}, got {method!r}")
         if other:
             raise ValueError(
-                f"unknown keys {sorted(other)}; there are format, modules, skip, input_order"
+                f"unknown keys {sorted(other)}; there are format, modules, skip, input_order, "
+                "activations"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a plug-in is in no enum
         self.format = None if format is None else _format("format", format)
         self.modules = _modules({} if modules is None else modules)
         self.skip = _names("skip", [skip] if isinstance(skip, str) else skip)
         self.input_order = _names("input_order", input_order)
+        self.activations = _activations(activations)
         if self.format is None and not any(self.modules.values()):
             raise ValueError("MetalMMConfig names no format: give one, as in MetalMMConfig('q4_k')")
 
@@ -95,7 +101,8 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
         owners = {name.removesuffix(".weight") for name in pair if name.endswith(".weight")}
         if len(owners & packed.keys()) == 1:
             modules |= dict.fromkeys(owners - packed.keys())
-    return MetalMMConfig(modules=modules, input_order=gathers)
+    kinds = stored_activations(model)
+    return MetalMMConfig(modules=modules, input_order=gathers, activations=kinds)
 
 
 def _names_part_of(entry: str, name: str) -> bool:
@@ -118,6 +125,15 @@ def _modules(value: Any) -> dict[str, str | None]:
         str(name): None if format is None else _format(f"modules[{name!r}]", format)
         for name, format in value.items()
     }
+
+
+def _activations(value: Any) -> str | dict[str, str | None] | None:
+    if not isinstance(value, Mapping):
+        check_kind(value)
+        return value  # type: ignore[no-any-return]
+    for name, kind in value.items():
+        check_kind(kind, f"activations[{name!r}]")
+    return {str(name): kind for name, kind in value.items()}
 
 
 def _names(where: str, value: Any) -> list[str]:

@@ -19,11 +19,13 @@ from .. import formats
 from ..files.folder import QUANT_METHOD
 from ..files.headers import Found
 from ..files.untrusted import check_inside
+from ..models.activations import activations_
 from ..models.attach import plug_in
 from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from ..models.replace import is_conv1d, weight_shape
 from ..models.skeleton import empty_like
 from ..nn import QuantEmbedding, QuantLinear
+from ..nn.activations import set_activations
 from ..nn.packed import quantize_weight
 from .config import MetalMMConfig, stored_config
 from .tensors import find_tensors
@@ -105,6 +107,7 @@ class MetalMMQuantizer(HfQuantizer):
             if not isinstance(layer, QuantLinear):
                 raise ValueError(f"quantization_config: {name} in input_order is not packed")
             layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
+        _set_activations(model, self.quantization_config.activations)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The conversions to load with; here the files are known and what they hold is checked."""
@@ -321,6 +324,18 @@ def tie(model: Any, table: dict[str, Any]) -> None:
             continue
         owner, _, leaf = target.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
+
+
+def _set_activations(model: Any, asked: str | dict[str, str | None] | None) -> None:
+    if asked is None or isinstance(asked, str):
+        if asked is not None:
+            activations_(model, asked)
+        return
+    for name, kind in _in_model(model, asked).items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, QuantLinear):
+            raise ValueError(f"quantization_config: {name} in activations is no packed layer")
+        set_activations(layer, kind)
 
 
 def _require_safetensors(files: list[str] | None) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .activations import Activations, of_call, set_activations
 from .linear import QuantLinear
 
 _linear = torch.ops.metalmm.linear.default
@@ -20,7 +21,7 @@ FORMS = ("swiglu", "swiglu_linear")
 _TRACE = 0  # in place of a thread: torch.compile and export, where tensors have no versions
 
 
-class MergedLinear(nn.Module):
+class MergedLinear(Activations, nn.Module):
     """Linear layers of one input as one: their rows in one weight, uint8 [sum of N, row_bytes].
 
     The layers stay in the model as LinearParts, which own nothing. Within a forward of their parent
@@ -49,6 +50,7 @@ class MergedLinear(nn.Module):
         self.originals = list(layers.values())
         first = self.originals[0]
         self.format, self.in_features = first.format, first.in_features
+        set_activations(self, first.activations)
         self.rows: list[tuple[int, int]] = []
         begin = 0
         for layer in self.originals:
@@ -123,7 +125,8 @@ class MergedLinear(nn.Module):
         version = None if thread == _TRACE or x.is_inference() else x._version
         if index == 0:
             tensors = self._parameters
-            y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format)
+            kind = of_call(self._activations, x)
+            y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format, **kind)
             first, *others = [y.narrow(-1, a, b - a) for a, b in self.rows]
             self._held[thread] = (x, version, dict(enumerate(others, 1)))
             return first
@@ -135,7 +138,7 @@ class MergedLinear(nn.Module):
         return out
 
     def _alone(self, x: Tensor, index: int) -> Tensor:
-        y: Tensor = _linear(x, *self.part(index), self.format)
+        y: Tensor = _linear(x, *self.part(index), self.format, **of_call(self._activations, x))
         return y
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
@@ -146,6 +149,7 @@ class MergedLinear(nn.Module):
     def restore(self, index: int) -> QuantLinear:
         """The layer as it was before merging. Its tensors are views; nothing is copied."""
         layer = self.originals[index]
+        set_activations(layer, self.activations)
         weight, bias = self.part(index)
         layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
         if bias is not None:
@@ -154,7 +158,8 @@ class MergedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """All outputs side by side: y[..., sum of N]."""
-        y: Tensor = _linear(x, self.weight, self.bias, self.format)
+        kind = of_call(self._activations, x)
+        y: Tensor = _linear(x, self.weight, self.bias, self.format, **kind)
         return y
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -184,6 +189,10 @@ class LinearPart(QuantLinear):
         self.register_buffer("input_order", None)
         self.__dict__["merged"] = merged  # not a child: it is one of the parent
         self.train(original.training)
+
+    @property
+    def activations(self) -> str | None:
+        return self.merged.activations
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -266,7 +275,8 @@ class SwiGLU(nn.Module):
         gate, up, down = self.layers()
         children = self._modules
         replaced = any(children.get(name) is not child for name, child in self.others)
-        if replaced or not (plain(gate) and plain(up) and plain(down)):
+        packed = plain(gate) and plain(up) and plain(down)
+        if replaced or not packed or gate.activations != up.activations:
             self.original.training = self.training
             y: Tensor = self.original(x)
             return y
@@ -274,12 +284,14 @@ class SwiGLU(nn.Module):
         weight, bias = down._parameters["weight"], down._parameters["bias"]
         # One row. torch.Size.numel would make a constant of a symbolic size.
         if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
-            a = _linear(x, gate_weight, None, gate.format)
-            b = _linear(x, up_weight, None, up.format)
-            y = _swiglu_linear(a, b, weight, bias, down.format, self.activation)
+            a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
+            b = _linear(x, up_weight, None, up.format, **of_call(up.activations, x))
+            kind = of_call(down.activations, x)
+            y = _swiglu_linear(a, b, weight, bias, down.format, self.activation, **kind)
         else:
-            h = _swiglu(x, gate_weight, up_weight, gate.format, up.format, self.activation)
-            y = _linear(h, weight, bias, down.format)
+            given = (x, gate_weight, up_weight, gate.format, up.format, self.activation)
+            h = _swiglu(*given, **of_call(gate.activations, x))
+            y = _linear(h, weight, bias, down.format, **of_call(down.activations, x))
         return y
 
     def layers(self) -> tuple[Any, Any, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .activations import KINDS, changes
 from .fused import LinearPart
 from .recipe import Held, Norm, Output, Recipe, Step, tables
 from .watch import Watch
@@ -16,11 +18,13 @@ from .watch import Watch
 class _Ops:
     """Our ops as functions. direct: without the Python frame by which torch.compile knows them."""
 
-    def __init__(self, direct: bool) -> None:
-        for name in (
-            *("linear", "norm_linear", "swiglu", "swiglu_linear", "rms_norm", "gemm"),
-            *("rope", "rope_append", "attention"),
-        ):
+    def __init__(self, direct: bool, activations: str | None) -> None:
+        self.activations = activations
+        for name in ("linear", "norm_linear", "swiglu", "swiglu_linear"):
+            op = getattr(torch.ops.metalmm, name).default
+            op = op._op if direct else op
+            setattr(self, name, partial(op, activations=activations) if activations else op)
+        for name in ("rms_norm", "gemm", "rope", "rope_append", "attention"):
             op = getattr(torch.ops.metalmm, name).default
             setattr(self, name, op._op if direct else op)
 
@@ -28,7 +32,7 @@ class _Ops:
         raise AttributeError(name)
 
 
-_TRACED, _DIRECT = _Ops(False), _Ops(True)
+_TRACED, _DIRECT = ({kind: _Ops(d, kind) for kind in (None, *KINDS)} for d in (False, True))
 
 
 class FusedLayer:
@@ -40,7 +44,8 @@ class FusedLayer:
     `forward` is set on the layer, where nn.Module finds it before that of the class, which computes
       where a gradient is recorded, in training and under autocast;
       where an argument is given that the layer was not seen to take;
-      where a module of the layer has a hook or another forward, or is another one (an adapter).
+      where a module of the layer has a hook or another forward, or is another one (an adapter);
+      where some of its linear layers round their input to int8 and others do not.
     """
 
     def __init__(self, layer: nn.Module, recipe: Recipe, step: Step, form: str) -> None:
@@ -54,6 +59,17 @@ class FusedLayer:
         # Of the usual forms, what the modules are called is looked up once.
         self.qkv = None if recipe.whole_norms or isinstance(only, LinearPart) else only
         self.gate, self.up, _ = recipe.mlp.layers()
+        self._changes = -1  # of settings, when kind and alike were read
+        self._read_kinds()
+
+    def _read_kinds(self) -> bool:
+        """Whether the linear layers read their input in one way: `kind`."""
+        if self._changes != changes():
+            r = self.recipe
+            linears = (*r.projections, self.gate, self.up, r.output.linear, r.down.linear)
+            kinds = {layer.activations for layer in linears}
+            self.alike, self.kind, self._changes = len(kinds) == 1, kinds.pop(), changes()
+        return self.alike
 
     def attach(self) -> None:
         self.layer.__dict__["forward"] = self.forward
@@ -73,7 +89,7 @@ class FusedLayer:
         x: Tensor = args[0]
         if not kwargs.keys() <= recipe.names and _unknown(recipe, kwargs):
             return self.original(x, **kwargs)
-        if layer.training or recipe.attention.training:
+        if layer.training or recipe.attention.training or not self._read_kinds():
             return self.original(x, **kwargs)
         if torch.is_grad_enabled() and (x.requires_grad or self._trained()):
             return self.original(x, **kwargs)
@@ -93,14 +109,14 @@ class FusedLayer:
             if torch._C._is_any_autocast_enabled():
                 return self.original(x, **kwargs)
             held = self.step.begin(*angles)
-        return self.compute(_DIRECT, x, kwargs, held)
+        return self.compute(_DIRECT[self.kind if x.is_cpu else None], x, kwargs, held)
 
     def fused(self, x: Tensor, **kwargs: Any) -> Tensor:
         """The layer's result in our ops, whatever became of its modules."""
         r = self.recipe
         function, angles = r.attend.function(), tables(r.angles, *kwargs[r.embeddings])
         held = Held(None, None, *angles, function, None, self.step.op(function))
-        return self.compute(_TRACED, x, kwargs, held)
+        return self.compute(_TRACED[self.kind if x.is_cpu else None], x, kwargs, held)
 
     def compute(self, ops: _Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
         """The layer's result."""
@@ -310,7 +326,7 @@ def _joined(
     y: Tensor
     if gated is not None:
         y = ops.swiglu_linear(x, gated[0], weight, bias, format, gated[1], added)
-    elif plain or post is not None or bias is not None:
+    elif plain or post is not None or bias is not None or ops.activations:
         y = ops.linear(x, weight, bias, format, None, added)
     else:
         rows, c = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import formats
+from .activations import Activations, of_call, set_activations, takes_int8
 from .packed import Packed, check_packed, quantize_weight
 
 _linear = torch.ops.metalmm.linear.default
 
 
-class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
+class QuantLinear(Activations, Packed, NonDynamicallyQuantizableLinear):
     """y[..., N] = x[..., K] · W[N, K]ᵀ (+ bias), W packed in one of the formats.
 
     With `input_order`, int64 [K], column j of the packed matrix belongs to x[..., input_order[j]]:
@@ -24,6 +25,9 @@ class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
     [N, row_bytes], so `.half()` and `.to(dtype)` convert the bias and leave the weight alone. The
     layer is an nn.Linear for code that looks for one (PEFT, Trainer), of the kind that torchao's
     quantize_ leaves alone; code that computes with `.weight` itself has to call `dequantize()`.
+
+    activations, set by activations_: None, or "int8" where x on the CPU is rounded to 8 bits in
+    blocks (torch_metalmm/formats/activations.py). Other devices read x exactly.
     """
 
     input_order: Tensor | None
@@ -64,6 +68,8 @@ class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
         layer = cls.from_packed(packed, linear.in_features, name, linear.bias)
         if packed is linear.weight:
             layer.input_order = getattr(linear, "input_order", None)
+        if isinstance(linear, QuantLinear) and takes_int8(name):
+            set_activations(layer, linear.activations)
         return layer
 
     @classmethod
@@ -98,8 +104,8 @@ class QuantLinear(Packed, NonDynamicallyQuantizableLinear):
         order = self._buffers["input_order"]
         if order is not None:
             x = x.index_select(-1, order)
-        tensors = self._parameters
-        y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format)
+        tensors, kind = self._parameters, of_call(self._activations, x)
+        y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format, **kind)
         return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

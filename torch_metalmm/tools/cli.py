@@ -82,6 +82,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help="of keys and values, for instance f16 or q8_0; default: transformers' own cache",
     )
+    parser.add_argument(
+        "--activations",
+        metavar="KIND",
+        help="int8: packed layers on the CPU round their input; default: what the model's config "
+        "says, else exactly",
+    )
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     _add_common(parser)
     parser.set_defaults(run=_generate)
@@ -198,7 +204,9 @@ def _generate(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     _start(args)
     from .. import formats
+    from ..models.activations import activations_
     from ..models.attach import set_cache
+    from ..nn.activations import check_kind
     from .generate import answer, demo_model, load_model, report_speed
 
     if args.cache is not None:
@@ -207,6 +215,7 @@ def _generate(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--cache: {str(error).removeprefix('format: ')}") from None
 
+    check_kind(args.activations, "--activations")
     path = args.model or demo_model()
     prompt = _prompt(args.prompt)
     model, tokenizer = load_model(path, args.device, _dtype(args.dtype))
@@ -214,6 +223,8 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError(f"{path} holds no model that generates text")
     if args.cache is not None:
         set_cache([model], args.cache)
+    if args.activations is not None:
+        activations_(model, args.activations)
     loaded = time.perf_counter()
     n_prompt, times = answer(
         model,

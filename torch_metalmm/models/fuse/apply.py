@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...nn import QuantEmbedding, QuantLinear
+from ...nn.activations import exactly
 from ...nn.fused import FORMS, MergedLinear, SwiGLU, plain
 from ..attach import check_cache, drop_cache, set_cache
 from ..replace import summary
@@ -66,7 +67,19 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
             raise ValueError(f"{name}.weight is on the meta device and has no data")
     if cache is not None:
         check_cache(transformers_models(model), cache)
-    once, dtype = _unshared(model), _activation_dtype(model)
+    once = _unshared(model)
+    with exactly(model):
+        adapted = _fuse(model, mlp_form, once)
+    if cache is not None:
+        set_cache(transformers_models(model), cache)
+    if adapted:
+        warnings.warn(f"layers with adapters are not fused: {summary(adapted)}", stacklevel=2)
+    return model
+
+
+def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -> list[str]:
+    """The names of modules that are not fused for their adapters."""
+    dtype = _activation_dtype(model)
     adapted: list[str] = []
     mlps: dict[str, MLP] = {}
     for name, parent in list(model.named_modules()):
@@ -84,11 +97,7 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
         form, note = chosen.get(mlp.sizes(), (mlp_form or FORMS[0], ""))
         model.set_submodule(name, mlp.fused(form, note))
     fuse_layers(model, mlp_form or FORMS[0])
-    if cache is not None:
-        set_cache(transformers_models(model), cache)
-    if adapted:
-        warnings.warn(f"layers with adapters are not fused: {summary(adapted)}", stacklevel=2)
-    return model
+    return adapted
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
@@ -117,8 +126,8 @@ def _activation_dtype(model: nn.Module) -> torch.dtype:
     return next(floats, torch.float32)
 
 
-def _unshared(model: nn.Module) -> set[int]:
-    """The ids of packed layers that are in the model once, with tensors of their own."""
+def _unshared(model: nn.Module) -> dict[int, str | None]:
+    """{id: activations} of packed layers that are in the model once, with tensors of their own."""
     owners: dict[int, int] = {}
     paths: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
@@ -127,9 +136,10 @@ def _unshared(model: nn.Module) -> set[int]:
         for p in module._parameters.values():
             owners[id(p)] = owners.get(id(p), 0) + 1
     return {
-        id(m)
+        id(m): m.activations
         for m in model.modules()
-        if plain(m)
+        if isinstance(m, QuantLinear)
+        and plain(m)
         and paths[id(m)] == 1
         and all(owners[id(p)] == 1 and not p.requires_grad for p in m.parameters())
     }

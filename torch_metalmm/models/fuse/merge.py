@@ -25,10 +25,11 @@ from .read import groups_of_one_input
 _Outcome = tuple[str, list[Tensor]]  # an exception in words, or the tensors that came out
 
 
-def merge_layers(parent: nn.Module, once: set[int], dtype: torch.dtype) -> None:
+def merge_layers(parent: nn.Module, once: dict[int, str | None], dtype: torch.dtype) -> None:
     """Merge the layers of `parent` that have an input and a format in common, in place.
 
-    once: the ids of packed layers that may be merged; dtype: of the parent's input.
+    once: {id: activations} of packed layers that may be merged, where these are equal; dtype: of
+    the parent's input.
     """
     layers: dict[str, Any] = {n: c for n, c in parent._modules.items() if id(c) in once}
     if len(layers) < 2 or "forward" in parent.__dict__:
@@ -39,7 +40,8 @@ def merge_layers(parent: nn.Module, once: set[int], dtype: torch.dtype) -> None:
         for name in group.layers:
             layer = layers[name]
             bias = None if layer.bias is None else layer.bias.dtype
-            key = (layer.format, layer.in_features, layer.weight.device, bias)
+            kind = once[id(layer)]
+            key = (layer.format, layer.in_features, layer.weight.device, bias, kind)
             alike.setdefault(key, {})[name] = layer
         for found in alike.values():
             others = [name for name in group.layers if name not in found]

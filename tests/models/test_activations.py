@@ -1,0 +1,225 @@
+"""activations_: which calls of our ops round their input to int8, and that the setting is kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import random_model
+from layer_models import FUSED, are_fused, ids, small
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from torch_metalmm import (
+    MetalMMConfig,
+    QuantLinear,
+    activations_,
+    fuse_,
+    load_packed,
+    quantize_,
+    save_packed,
+    unfuse_,
+)
+
+PRODUCTS = ("linear", "norm_linear", "swiglu", "swiglu_linear")
+
+
+class Kinds(TorchDispatchMode):
+    """What the calls of our products have for activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "metalmm":
+            name = op._schema.name.split("::")[1]
+            assert name not in ("gemm", "gemv")  # which do not round
+            if name in PRODUCTS:
+                self.seen.append((kwargs or {}).get("activations"))
+        return op(*args, **(kwargs or {}))
+
+
+def kinds(model: Any, given: Tensor | None = None) -> list[Any]:
+    with torch.no_grad(), Kinds() as mode:
+        model(ids(1, 5) if given is None else given)
+    return mode.seen
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(ids(2, 5)).logits.double()
+    return out
+
+
+def settings(model: nn.Module) -> dict[str, str | None]:
+    return {n: m.activations for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+
+
+@pytest.mark.parametrize("form", ["swiglu", "swiglu_linear"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_every_product_rounds(kind: str, form: str) -> None:
+    """Plain and fused, one row and several; fused as far from exact as plain, and as near to it."""
+    model = small(kind)
+    exact = logits(model)
+    plain = activations_(copy.deepcopy(model), "int8")
+    assert set(settings(plain).values()) == {"int8"}
+    error = (logits(plain) - exact).norm()
+    assert error > 0
+    for fused in (
+        fuse_(copy.deepcopy(plain), form),
+        activations_(fuse_(copy.deepcopy(model), form), "int8"),
+    ):
+        assert all(are_fused(fused))
+        for given in (ids(1, 5), ids(1, 1)):
+            seen = kinds(fused, given)
+            assert seen and set(seen) == {"int8"}
+        assert (logits(fused) - exact).norm() > 0
+        assert (logits(fused) - logits(plain)).norm() <= 2 * error
+        assert set(settings(unfuse_(fused)).values()) == {"int8"}
+        assert torch.equal(logits(fused), logits(plain))
+    assert set(kinds(activations_(plain, None))) == {None}
+    assert torch.equal(logits(plain), exact)
+
+
+def test_a_layer_of_two_kinds() -> None:
+    """A fused layer computes as its class does where its parts differ."""
+    model = fuse_(small("llama"), "swiglu")
+    activations_(model.model.layers[0].mlp, "int8")
+    seen = kinds(model)
+    assert 0 < seen.count("int8") < len(seen)
+    merged = fuse_(activations_(small("llama"), "int8"), "swiglu")
+    assert all(are_fused(merged))
+    parts = small("llama")
+    activations_(nn.ModuleList([parts.model.layers[0].self_attn.q_proj]), "int8")
+    before = settings(parts)
+    fuse_(parts)
+    assert settings(parts) == before and list(before.values()).count("int8") == 1
+    assert "int8" in kinds(parts)
+
+
+def test_copies_keep_it() -> None:
+    model = fuse_(activations_(small("llama"), "int8"), "swiglu")
+    want = logits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(other), want)
+        activations_(other, None)
+        assert set(kinds(other)) == {None}
+    assert torch.equal(logits(model), want)
+    assert torch.equal(logits(model.half().float()), want) or set(kinds(model)) == {"int8"}
+
+
+def test_a_layer_packed_again_keeps_it() -> None:
+    layer = QuantLinear.from_linear(nn.Linear(64, 32), "q8_0")
+    activations_(layer, "int8")
+    assert QuantLinear.from_linear(layer, "q4_0").activations == "int8"
+    assert QuantLinear.from_linear(layer, "q8_0").activations == "int8"
+    assert QuantLinear.from_linear(layer, "f16").activations is None
+
+
+def test_other_devices_read_exactly() -> None:
+    """The op refuses int8 there; a layer does not ask for it."""
+    layer = activations_(QuantLinear.from_linear(nn.Linear(64, 32), "q8_0"), "int8")
+    x = torch.randn(2, 64)
+    y = layer(x)
+    with torch.no_grad(), Kinds() as mode:
+        layer(x)
+        layer.to("meta")(x.to("meta"))
+    assert mode.seen == ["int8", None] and y.shape == (2, 32)
+
+
+def test_gradients_pass_straight_through() -> None:
+    layer = QuantLinear.from_linear(nn.Linear(64, 32), "q8_0")
+    x = torch.randn(3, 64, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x).square().sum() * 0 + layer(x).sum(), x)
+    (got,) = torch.autograd.grad(activations_(layer, "int8")(x).sum(), x)
+    assert torch.equal(got, want)
+
+
+def test_compiled() -> None:
+    model = fuse_(activations_(small("llama"), "int8"), "swiglu")
+    want = logits(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(logits(compiled), want)
+    activations_(model, None)
+    assert not torch.equal(logits(compiled), want)
+
+
+@pytest.mark.parametrize("how", ["save_packed", "save_pretrained"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_files_keep_it(tmp_path: Path, how: str, fused: bool) -> None:
+    model = activations_(quantize_(random_model("llama"), "q8_0", progress=False), "int8")
+    if fused:
+        fuse_(model)
+    if how == "save_packed":
+        save_packed(model, None, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert stored["activations"] == "int8"
+    for loaded in (load_packed(tmp_path)[0], AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert set(settings(loaded).values()) == {"int8"} and set(kinds(loaded)) == {"int8"}
+        activations_(loaded, None).save_pretrained(tmp_path / "again")
+        again = json.loads((tmp_path / "again" / "config.json").read_text())
+        assert "activations" not in again["quantization_config"]
+
+
+def test_files_keep_layers_that_differ(tmp_path: Path) -> None:
+    model = quantize_(random_model("llama"), {"lm_head": "f16", "*": "q8_0"}, progress=False)
+    activations_(model.model.layers[0].mlp, "int8")
+    want = settings(model)
+    assert set(want.values()) == {"int8", None}
+    model.save_pretrained(tmp_path)
+    assert settings(AutoModelForCausalLM.from_pretrained(tmp_path)) == want
+
+
+def test_from_pretrained_sets_it(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
+    config = MetalMMConfig("q8_0", {"lm_head": "f16"}, activations="int8")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    found = settings(model)
+    assert found.pop("lm_head") is None and set(found.values()) == {"int8"}
+
+
+ERRORS: dict[str, tuple[Any, str]] = {
+    "unknown": ("int4", "activations: 'int4'; allowed: None, 'int8'"),
+    "a number": (8, "activations: 8; allowed: None, 'int8'"),
+    "a list": (["int8"], r"activations: \['int8'\]; allowed: None, 'int8'"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_is_refused(case: str) -> None:
+    kind, message = ERRORS[case]
+    model = small("llama")
+    with pytest.raises(ValueError, match=message):
+        activations_(model, kind)
+    with pytest.raises(ValueError, match=message):
+        MetalMMConfig("q8_0", activations=kind)
+    assert set(settings(model).values()) == {None}
+
+
+def test_models_that_cannot() -> None:
+    for model in (nn.Linear(4, 4), quantize_(nn.Sequential(nn.Linear(4, 4)), "f16")):
+        with pytest.raises(ValueError, match="activations: 'int8'; the model has no packed linear"):
+            activations_(model, "int8")
+        assert activations_(model, None) is model
+    with pytest.raises(ValueError, match=r"activations\['lm_head'\]: 'fp8'; allowed"):
+        MetalMMConfig("q8_0", activations={"lm_head": "fp8"})
+
+
+def test_a_stored_name_that_is_no_layer(tmp_path: Path) -> None:
+    quantize_(random_model("llama"), "q8_0", progress=False).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["activations"] = {"model.norm": "int8"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"model\.norm in activations is no packed layer"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
