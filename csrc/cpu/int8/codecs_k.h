@@ -1,0 +1,72 @@
+// GGML blocks of 256 values as integer codes. The contract is in codecs_block.h; the scales are
+// those of the codecs of f32.
+#pragma once
+
+#include "codecs_block.h"
+#include "cpu/codecs/k.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+// A codec whose Block has the scales and minima of its groups as f32.
+template <class Codec, int sub, bool has_min, int offset, bool wide = false>
+struct Grouped {
+  static constexpr int8::Kind kKind{sub, has_min, wide, offset};
+  using Block = GroupScales;
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    Codec::open(row, block, k);
+  }
+  static MM_INLINE float scale(const Block& k, int i) { return k.scale[i]; }
+};
+
+template <>
+struct Integers<Q2_K> : Grouped<Q2_K, 16, true, 0> {
+  static MM_INLINE float scale(const Block& k, int i) {
+    return k.scale[i] / kFieldScale[i];  // both powers of two
+  }
+  static MM_INLINE float min(const Block& k, int i) { return k.offset[i]; }
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    return load_bytes(k.b + 16 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3;
+  }
+};
+template <>
+struct Integers<Q3_K> : Grouped<Q3_K, 16, false, 4> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    return (load_bytes(k.b + 32 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3) |
+           bit_to(load_bytes(k.b), chunk, 2);
+  }
+};
+template <class Codec>
+struct SixBitIntegers : Grouped<Codec, 32, true, 0> {
+  static MM_INLINE float min(const GroupScales& k, int i) { return k.scale[8 + i]; }
+};
+template <>
+struct Integers<Q4_K> : SixBitIntegers<Q4_K> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    const Bytes qs = load_bytes(k.b + 16 + chunk / 2 * 32);
+    return chunk % 2 ? qs >> 4 : qs & 15;
+  }
+};
+template <>
+struct Integers<Q5_K> : SixBitIntegers<Q5_K> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
+    return (chunk % 2 ? qs >> 4 : qs & 15) | bit_to(load_bytes(k.b + 16), chunk, 4);
+  }
+};
+template <>
+struct Integers<Q6_K> : Grouped<Q6_K, 16, false, 32> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    const int half_block = chunk / 4, t = chunk % 4;
+    const Bytes ql = load_bytes(k.b + half_block * 64 + t % 2 * 32);
+    const Bytes qh = load_bytes(k.b + 128 + half_block * 32);
+    return (t < 2 ? ql & 15 : ql >> 4) | ((t < 2 ? qh << (4 - 2 * t) : qh >> (2 * t - 4)) & 0x30);
+  }
+};
+template <>
+struct Integers<IQ4_XS> : Grouped<IQ4_XS, 32, false, kIQ4Offset, true> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    return look_up(kIQ4Bytes.entry, nibble_bytes(k.b + 8 + 16 * chunk));
+  }
+};
+
+}  // namespace metalmm::cpu::MM_ISA
