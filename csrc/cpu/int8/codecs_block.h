@@ -5,7 +5,7 @@
 //   Block   what is computed once per block;  void open(const Codec::Row&, int64_t block, Block&),
 //           which may keep what the block before left there
 //   codes(block, chunk)          the chunk's codes, a byte each, in the order of the values
-//   scale(block, i), min(block, i)  of group i of the block
+//   scales(block), mins(block)   of the groups of the block
 // A format without a specialisation has no integer codes: its products are exact.
 #pragma once
 
@@ -111,8 +111,8 @@ struct OneScale {
     k.d = half_value(k.b);
     if (has_min) k.m = half_value(k.b + 2);
   }
-  static MM_INLINE float scale(const Block& k, int) { return k.d; }
-  static MM_INLINE float min(const Block& k, int) { return k.m; }
+  static MM_INLINE const float* scales(const Block& k) { return &k.d; }
+  static MM_INLINE const float* mins(const Block& k) { return &k.m; }
 };
 
 template <>

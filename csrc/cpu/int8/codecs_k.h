@@ -15,15 +15,18 @@ struct Grouped {
   static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
     Codec::open(row, block, k);
   }
-  static MM_INLINE float scale(const Block& k, int i) { return k.scale[i]; }
+  static MM_INLINE const float* scales(const Block& k) { return k.scale; }
 };
 
 template <>
 struct Integers<Q2_K> : Grouped<Q2_K, 16, true, 0> {
-  static MM_INLINE float scale(const Block& k, int i) {
-    return k.scale[i] / kFieldScale[i];  // both powers of two
+  // The codes are moved to the lowest bits here: exact, both factors are powers of two.
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    Q2_K::open(row, block, k);
+    for (int i = 0; i < 16; i += kWidth)
+      store(k.scale + i, load(k.scale + i) / load(kFieldScale + i));
   }
-  static MM_INLINE float min(const Block& k, int i) { return k.offset[i]; }
+  static MM_INLINE const float* mins(const Block& k) { return k.offset; }
   static MM_INLINE Bytes codes(const Block& k, int chunk) {
     return load_bytes(k.b + 16 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3;
   }
@@ -37,7 +40,7 @@ struct Integers<Q3_K> : Grouped<Q3_K, 16, false, 4> {
 };
 template <class Codec>
 struct SixBitIntegers : Grouped<Codec, 32, true, 0> {
-  static MM_INLINE float min(const GroupScales& k, int i) { return k.scale[8 + i]; }
+  static MM_INLINE const float* mins(const GroupScales& k) { return k.scale + 8; }
 };
 template <>
 struct Integers<Q4_K> : SixBitIntegers<Q4_K> {

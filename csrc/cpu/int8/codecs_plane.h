@@ -86,8 +86,8 @@ struct Integers<Affine<kBits>> {
     k.d = parameter(row.scales, group, row.type);
     k.m = parameter(row.biases, group, row.type);
   }
-  static MM_INLINE float scale(const Block& k, int) { return k.d; }
-  static MM_INLINE float min(const Block& k, int) { return k.m; }
+  static MM_INLINE const float* scales(const Block& k) { return &k.d; }
+  static MM_INLINE const float* mins(const Block& k) { return &k.m; }
   static MM_INLINE Bytes codes(const Block& k, int) { return stream_bytes<kBits>(k.codes); }
 };
 

@@ -19,55 +19,80 @@ MM_INLINE void prefetch_block(const uint8_t* row, int64_t block) {
   }
 }
 
-// Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (isa.cpp's Dot says
-// why). Traffic: W once, decoded into registers; x, 3 bytes a value, once per kRows rows. Needs: x
-// in one panel.
+// Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
+// says why). Traffic: W once, decoded into registers; x, 2 bytes a value, once per kRows rows.
 template <class Codec, int kRows>
 struct Int8Gemv {
   using Codes = Integers<Codec>;
   using Block = typename Codes::Block;
   using V = Floats<kGemvBytes>;
   static constexpr Kind kKind = Codes::kKind;
-  static constexpr int kSpan = kGemvBytes, kVectors = kChunkValues / kSpan;
-  static constexpr int kAddends = Layout{kSpan, kSpan}.addends(kKind.sub);
-  static constexpr int64_t kChunkBytes = Layout{kSpan, kSpan}.chunk_bytes(kKind.sub);
-  static constexpr int kGroups = kChunkValues / kKind.sub;
+  static constexpr int kVectors = kChunkValues / kGemvBytes, kLanes = kGemvBytes / 4;
+  static constexpr int kGroups = Codec::kBlockValues / kKind.sub;
+  static constexpr int kChunks = Codec::kBlockValues / kChunkValues;
+  // Sums of a chunk, one or two vectors.
+  static constexpr int kSums = kChunkValues / (kKind.sub > kGemvBytes ? kKind.sub : kGemvBytes);
 
-  // The number of group i of a chunk; where a vector holds two groups, each in its lanes.
-  template <class Get>
-  static MM_INLINE V of_groups(Get get, int i) {
+  struct Sum {
+    V lanes = {};
+    float mins = 0;  // of blocks of one group
+  };
+
+  // The numbers of chunk c, sum i: where a vector holds two groups, each in its lanes.
+  static MM_INLINE V of_groups(const float* numbers, int c, int i) {
 #if defined(__AVX2__)
-    if constexpr (kKind.sub < kSpan) {
-      return _mm256_blend_ps(every<kSpan>(get(0)), every<kSpan>(get(1)), 0xf0);
+    if constexpr (kKind.sub < kGemvBytes) {
+      return _mm256_blend_ps(every<kGemvBytes>(numbers[2 * c]),
+                             every<kGemvBytes>(numbers[2 * c + 1]), 0xf0);
     }
 #else
-    static_assert(kKind.sub >= kSpan);
+    static_assert(kKind.sub >= kGemvBytes);
 #endif
-    return every<kSpan>(get(i));
+    return every<kGemvBytes>(numbers[c * kSums + i]);
   }
 
-  static MM_INLINE void multiply(const Block& block, int chunk, const uint8_t* x, V& y) {
-    const Bytes codes = Codes::codes(block, chunk);
-    const V scale = load_as<V>(x + kVectors * kSpan);
+  static MM_INLINE void multiply(const Block& block, const float* scales, int c,
+                                 const int8::RoundedRow& x, int64_t chunk, Sum& y) {
+    const Bytes codes = Codes::codes(block, c);
 #pragma GCC unroll 2
-    for (int a = 0; a < kAddends; ++a) {
-      const uint8_t* added = x + (kVectors + 1 + a) * kSpan;
-      Ints<kSpan> sum = kKind.min ? Ints<kSpan>{} : load_as<Ints<kSpan>>(added);
-#pragma GCC unroll 2
-      for (int i = a * kVectors / kAddends; i < (a + 1) * kVectors / kAddends; ++i) {
-        sum = dot<kKind.wide>(sum, part<kSpan>(codes, i), load_as<Ints<kSpan>>(x + i * kSpan));
+    for (int i = 0; i < kSums; ++i) {
+      Ints<kGemvBytes> sum = {};
+      if (!kKind.min) {
+        sum = load_as<Ints<kGemvBytes>>(x.added + (chunk * kSums + i) * kGemvBytes);
       }
-      const auto d = [&](int i) { return Codes::scale(block, chunk * kGroups + i); };
-      y = fma_of(__builtin_convertvector(sum, V) * scale, of_groups(d, a), y);
-      if constexpr (kKind.min) {
-        const auto m = [&](int i) { return Codes::min(block, chunk * kGroups + i); };
-        y = fma_of(load_as<V>(added), of_groups(m, a), y);
+#pragma GCC unroll 2
+      for (int v = i * kVectors / kSums; v < (i + 1) * kVectors / kSums; ++v) {
+        const auto q = load_as<Ints<kGemvBytes>>(x.codes + chunk * kChunkValues + v * kGemvBytes);
+        sum = dot < kKind.wide && kWideCosts > (sum, part<kGemvBytes>(codes, v), q);
+      }
+      y.lanes = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), y.lanes);
+    }
+  }
+
+  static MM_INLINE void multiply_block(const Block& block, const int8::RoundedRow& x, int64_t b,
+                                       Sum& y) {
+    float scales[kGroups];
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroups; ++i) {
+      scales[i] = Codes::scales(block)[i] * x.scale[b * kChunks + i * kChunks / kGroups];
+    }
+    if constexpr (kKind.min) {
+      const uint8_t* added = x.added + 4 * b * kGroups;
+      if constexpr (kGroups == 1) {
+        y.mins = fma_of(load_as<float>(added), *Codes::mins(block), y.mins);
+      } else {
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroups; i += kLanes) {
+          y.lanes = fma_of(load_as<V>(added + 4 * i), load_as<V>(Codes::mins(block) + i), y.lanes);
+        }
       }
     }
+#pragma GCC unroll 8
+    for (int c = 0; c < kChunks; ++c) multiply(block, scales, c, x, b * kChunks + c, y);
   }
 
   static MM_INLINE void multiply_rows(const int8::GemvArgs& g, const uint8_t* const* p,
-                                      V (&y)[kRows]) {
+                                      Sum (&y)[kRows]) {
     const int64_t blocks = g.weight.k / Codec::kBlockValues;
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], g.weight.layout);
@@ -77,14 +102,7 @@ struct Int8Gemv {
       for (int r = 0; r < kRows; ++r) {
         prefetch_block<Codec>(p[r], b);
         Codes::open(row[r], b, open[r]);
-      }
-      constexpr int kChunks = Codec::kBlockValues / kChunkValues;
-#pragma GCC unroll 8
-      for (int c = 0; c < kChunks; ++c) {
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          multiply(open[r], c, g.x + (b * kChunks + c) * kChunkBytes, y[r]);
-        }
+        multiply_block(open[r], g.x, b, y[r]);
       }
     }
   }
@@ -97,10 +115,10 @@ struct Int8Gemv {
         const int64_t n = i + r * passes;
         p[r] = g.weight.row(g.first_row + (n < n_rows ? n : n_rows - 1));
       }
-      V y[kRows] = {};
+      Sum y[kRows];
       multiply_rows(g, p, y);
       for (int r = 0; r < kRows && i + r * passes < n_rows; ++r) {
-        g.y[i + r * passes] = sum_of(y[r]);
+        g.y[i + r * passes] = sum_of(y[r].lanes) + y[r].mins;
       }
     }
   }
@@ -123,10 +141,11 @@ void decode_codes(const Weight& w, int64_t n, int64_t first, int64_t last, const
       const Bytes v = Codes::codes(open, c);
       std::memcpy(codes, &v, sizeof v);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kGroups; ++i) {
-      *scale++ = Codes::scale(open, i);
-      if constexpr (Codes::kKind.min) *min++ = Codes::min(open, i);
+    std::memcpy(scale, Codes::scales(open), kGroups * sizeof(float));
+    scale += kGroups;
+    if constexpr (Codes::kKind.min) {
+      std::memcpy(min, Codes::mins(open), kGroups * sizeof(float));
+      min += kGroups;
     }
   }
 }
@@ -134,55 +153,53 @@ void decode_codes(const Weight& w, int64_t n, int64_t first, int64_t last, const
 // A tile of c: kRows rows of W by kPanels panels of x, of kSpan values of each row in a vector.
 // Owner: one thread. Traffic: per kSpan values of K, kPanels loads of x and kRows broadcasts of w.
 // Needs: W decoded, in the first-level cache or the second.
-template <int kSpan, int kSub, bool kMin, bool kWide, int kRows, int kPanels>
+template <int kBytes, int kSpan, int kSub, bool kMin, bool kWide, int kRows, int kPanels>
 struct Int8Tile {
-  using V = Floats<kVectorBytes>;
-  static constexpr Layout kLayout{kVectorBytes, kSpan};
+  using V = Floats<kBytes>;
+  static constexpr Layout kLayout{kBytes, kSpan};
   static constexpr int kVectors = kChunkValues / kSpan, kAddends = kLayout.addends(kSub);
-  static constexpr int kPerAddend = kVectors / kAddends, kLanes = kVectorBytes / 4;
+  static constexpr int kPerAddend = kVectors / kAddends, kLanes = kBytes / 4;
   static constexpr int64_t kChunkBytes = kLayout.chunk_bytes(kSub);
   static_assert(kSub >= kSpan, "a vector has one scale of W");
 
   static MM_INLINE void multiply(const int8::TileArgs& t, int64_t chunk, int a,
                                  V (&y)[kRows][kPanels]) {
     const uint8_t* x = t.x + chunk * kChunkBytes;
-    const uint8_t* added = x + (kVectors + 1 + a) * kVectorBytes;
-    Ints<kVectorBytes> sum[kRows][kPanels];
+    const uint8_t* added = x + (kVectors + 1 + a) * kBytes;
+    Ints<kBytes> sum[kRows][kPanels];
     for (int r = 0; r < kRows; ++r) {
       for (int p = 0; p < kPanels; ++p) {
-        sum[r][p] =
-            kMin ? Ints<kVectorBytes>{} : load_as<Ints<kVectorBytes>>(added + p * t.panel_stride);
+        sum[r][p] = kMin ? Ints<kBytes>{} : load_as<Ints<kBytes>>(added + p * t.panel_stride);
       }
     }
 #pragma GCC unroll 8
     for (int v = a * kPerAddend; v < (a + 1) * kPerAddend; ++v) {
-      Ints<kVectorBytes> codes[kPanels];
+      Ints<kBytes> codes[kPanels];
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
-        codes[p] = load_as<Ints<kVectorBytes>>(x + p * t.panel_stride + v * kVectorBytes);
+        codes[p] = load_as<Ints<kBytes>>(x + p * t.panel_stride + v * kBytes);
       }
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        const auto w =
-            repeated<kVectorBytes, kSpan>(t.w.row(r).codes + chunk * kChunkValues + v * kSpan);
+        const auto w = repeated<kBytes, kSpan>(t.w.row(r).codes + chunk * kChunkValues + v * kSpan);
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) sum[r][p] = dot<kWide>(sum[r][p], w, codes[p]);
       }
     }
     V scale[kPanels];
     for (int p = 0; p < kPanels; ++p) {
-      scale[p] = load_as<V>(x + p * t.panel_stride + kVectors * kVectorBytes);
+      scale[p] = load_as<V>(x + p * t.panel_stride + kVectors * kBytes);
     }
     const int64_t group = chunk * (kChunkValues / kSub) + a;
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const V d = every<kVectorBytes>(t.w.row(r).scale[group]);
+      const V d = every<kBytes>(t.w.row(r).scale[group]);
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
         y[r][p] = fma_of(__builtin_convertvector(sum[r][p], V) * scale[p], d, y[r][p]);
       }
       if constexpr (kMin) {
-        const V m = every<kVectorBytes>(t.w.row(r).min[group]);
+        const V m = every<kBytes>(t.w.row(r).min[group]);
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) {
           y[r][p] = fma_of(load_as<V>(added + p * t.panel_stride), m, y[r][p]);
@@ -212,15 +229,17 @@ struct Int8Tile {
 
 // Rows of W of a tile by its panels: their sums, results and operands are in registers, of which
 // there are 32, or 16 with AVX2.
-constexpr int kBatchedSpan = 16, kGemmSpan = 4;
 #if defined(__AVX512F__)
-constexpr int kGemvRows = 4;
-constexpr int kBatchedRows[] = {4, 4}, kGemmRows[] = {12, 6};
+constexpr int kGemvRows = 4, kNarrowRows = 6;
+constexpr int kBatchedRows[] = {6}, kGemmRows[] = {12, 6};
 #elif defined(__AVX2__)
-constexpr int kGemvRows = 2;
-constexpr int kBatchedRows[] = {4, 2, 1, 1}, kGemmRows[] = {4, 2};
+constexpr int kGemvRows = 2, kNarrowRows = 4;
+constexpr int kBatchedRows[] = {4, 2}, kGemmRows[] = {4, 2};
+#elif !defined(MM_NEON)  // not to be fast, but to compile soon
+constexpr int kGemvRows = 2, kNarrowRows = 2;
+constexpr int kBatchedRows[] = {2}, kGemmRows[] = {2};
 #else
-constexpr int kGemvRows = 4;
+constexpr int kGemvRows = 4, kNarrowRows = 4;
 constexpr int kBatchedRows[] = {4, 4, 2, 2}, kGemmRows[] = {4, 4};
 #endif
 constexpr int kBatchedPanels = sizeof kBatchedRows / sizeof *kBatchedRows;
@@ -241,12 +260,15 @@ template <int kSub, bool kMin, bool kWide, int... b, int... g>
 constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
   constexpr bool wide = kWide && kWideCosts;
   constexpr int n = kVectorBytes;
-  return {
-      pack<kGemvBytes, kGemvBytes, kSub, kMin>,
-      pack<n, kBatchedSpan, kSub, kMin>,
-      pack<n, kGemmSpan, kSub, kMin>,
-      {{Int8Tile<kBatchedSpan, kSub, kMin, wide, kBatchedRows[b], b + 1>::run, kBatchedRows[b]}...},
-      {{Int8Tile<kGemmSpan, kSub, kMin, wide, kGemmRows[g], g + 1>::run, kGemmRows[g]}...}};
+  using int8::kBatchedSpan, int8::kGemmSpan;
+  return {round_row<kSub, kMin>,
+          pack<kGemvBytes, kBatchedSpan, kSub, kMin>,
+          pack<n, kBatchedSpan, kSub, kMin>,
+          pack<n, kGemmSpan, kSub, kMin>,
+          {Int8Tile<kGemvBytes, kBatchedSpan, kSub, kMin, wide, kNarrowRows, 1>::run, kNarrowRows},
+          {{Int8Tile<n, kBatchedSpan, kSub, kMin, wide, kBatchedRows[b], b + 1>::run,
+            kBatchedRows[b]}...},
+          {{Int8Tile<n, kGemmSpan, kSub, kMin, wide, kGemmRows[g], g + 1>::run, kGemmRows[g]}...}};
 }
 // By Kind::index().
 template <int index>
@@ -266,9 +288,9 @@ constexpr int8::CodecKernels codec_kernels() {
 
 template <int... i>
 constexpr int8::Kernels int8_kernels(Numbers<i...>) {
-  return {{kGemvBytes, kGemvBytes},
-          {kVectorBytes, kBatchedSpan},
-          {kVectorBytes, kGemmSpan},
+  return {{kGemvBytes, int8::kBatchedSpan},
+          {kVectorBytes, int8::kBatchedSpan},
+          {kVectorBytes, int8::kGemmSpan},
           kBatchedPanels,
           kGemmPanels,
           {kind_kernels<i>()...},

@@ -23,10 +23,13 @@ struct Kind {
 };
 constexpr int kNumKinds = 8;
 
-// How rows of x lie in vectors of `bytes`: `span` values of K of each of bytes / span rows.
+// How rows of x lie in vectors of `bytes`: `span` values of K of each of bytes / span rows. The
+// sums of a row depend on the span, not on the length of the vector.
+constexpr int kGemmSpan = 4, kBatchedSpan = 8;
 struct Layout {
   int bytes, span;
   constexpr int rows() const { return bytes / span; }
+  constexpr int row_lanes() const { return span / 4; }
   // A panel is rows() rows of x; of each chunk it holds the codes, a vector of scales, and for each
   // group of `sub` values, or of a vector's span where that is more, a vector of what is added.
   constexpr int addends(int sub) const { return kChunkValues / (sub > span ? sub : span); }
@@ -47,11 +50,29 @@ struct PackArgs {
 };
 using PackKernel = void (*)(const PackArgs&);
 
-// y[n - first_row] = x w[n] for the rows [first_row, last_row); x a panel of one row.
+// A row of x for gemv: its codes, its scales, and what is added: -offset sum q of each group in
+// lanes of 4 values, int32, or s sum q of each group, f32.
+struct RoundedRow {
+  int8_t* codes;
+  float* scale;
+  uint8_t* added;
+  static constexpr int64_t kAddedBytes = kChunkValues;  // of a chunk, at most
+  static constexpr int64_t bytes(int64_t k) { return k + k / kChunkValues * (4 + kAddedBytes); }
+  // In bytes(k) of memory.
+  static RoundedRow in(uint8_t* memory, int64_t k) {
+    return {reinterpret_cast<int8_t*>(memory),
+            reinterpret_cast<float*>(memory + k / kChunkValues * kAddedBytes + k), memory + k};
+  }
+};
+// Chunks [first_chunk, last_chunk) of a row.
+using RoundKernel = void (*)(const float* x, int64_t first_chunk, int64_t last_chunk, int offset,
+                             const RoundedRow& out);
+
+// y[n - first_row] = x w[n] for the rows [first_row, last_row).
 struct GemvArgs {
   Weight weight;
   int64_t first_row, last_row;
-  const uint8_t* x;
+  RoundedRow x;
   float* y;
 };
 using GemvKernel = void (*)(const GemvArgs&);
@@ -92,8 +113,9 @@ struct Tile {
 constexpr int kMaxPanels = 4;
 
 struct KindKernels {
-  PackKernel pack_gemv, pack_batched, pack_gemm;
-  Tile batched[kMaxPanels], gemm[kMaxPanels];  // by panels - 1
+  RoundKernel round;
+  PackKernel pack_narrow, pack_batched, pack_gemm;
+  Tile narrow, batched[kMaxPanels], gemm[kMaxPanels];  // the last two by panels - 1
 };
 
 struct CodecKernels {
@@ -103,7 +125,7 @@ struct CodecKernels {
 };
 
 struct Kernels {
-  Layout gemv, batched, gemm;
+  Layout narrow, batched, gemm;     // narrow: batched in shorter vectors, one panel a tile
   int batched_panels, gemm_panels;  // the most of a tile
   KindKernels kind[kNumKinds];
   CodecKernels codec[kNumCodecs];

@@ -41,22 +41,26 @@ class Aligned {
 
 // Rows of x as panels of a layout.
 struct Panels {
+  Layout layout;
   int64_t count, stride;  // stride in bytes
   Aligned memory;
-  const uint8_t* at(int64_t panel) const { return memory.get() + panel * stride; }
+  // From a chunk of a panel on.
+  const uint8_t* at(int64_t panel, int64_t chunk, const Kind& kind) const {
+    return memory.get() + panel * stride + chunk * layout.chunk_bytes(kind.sub);
+  }
 };
 
 Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, PackKernel kernel) {
   const int64_t m = x.size(0), chunks = x.size(1) / kChunkValues, rows = layout.rows();
   const int64_t panels = (m + rows - 1) / rows, stride = chunks * layout.chunk_bytes(kind.sub);
-  Panels out{panels, stride, Aligned(panels * stride)};
+  Panels out{layout, panels, stride, Aligned(panels * stride)};
   const float* from = elements<float>(x);
   const int64_t x_stride = x.stride(0);
   const int64_t grain = std::max<int64_t>(1, kGrainRounded / (kChunkValues * std::min(m, rows)));
   parallel_for(0, panels * chunks, grain, [&](int64_t first, int64_t last) {
     for (int64_t p = first / chunks; p * chunks < last; ++p) {
       kernel({from + p * rows * x_stride, x_stride, std::min(rows, m - p * rows),
-              std::max(first - p * chunks, int64_t{0}), std::min(last - p * chunks, chunks),
+              std::max<int64_t>(first - p * chunks, 0), std::min(last - p * chunks, chunks),
               kind.offset, out.memory.get() + p * stride});
     }
   });
@@ -81,54 +85,61 @@ struct Product {
   const KindKernels& kind;
   int64_t m, n;
   float* y;
-
-  const Kernels& kernels() const { return current_kernels(); }
 };
 
 void gemv(const Product& p, const at::Tensor& x) {
-  const Panels panels = pack(x, p.codec.kind, p.kernels().gemv, p.kind.pack_gemv);
+  const int64_t k = p.w.k, chunks = k / kChunkValues;
+  const Aligned memory(RoundedRow::bytes(k));
+  const RoundedRow row = RoundedRow::in(memory.get(), k);
   for (int64_t m = 0; m < p.m; ++m) {
-    parallel_for(0, p.n, row_grain(p.w.k), [&](int64_t first, int64_t last) {
-      p.codec.gemv({p.w, first, last, panels.at(m), p.y + m * p.n + first});
+    const float* from = elements<float>(x) + m * x.stride(0);
+    parallel_for(0, chunks, kGrainRounded / kChunkValues, [&](int64_t first, int64_t last) {
+      p.kind.round(from, first, last, p.codec.kind.offset, row);
+    });
+    parallel_for(0, p.n, row_grain(k), [&](int64_t first, int64_t last) {
+      p.codec.gemv({p.w, first, last, row, p.y + m * p.n + first});
     });
   }
 }
 
-// Rows of W a `tile.rows`-th of [first, last) apart, with the panels [panel, panel + count) of x.
-void batched_rows(const Product& p, const Panels& x, int64_t panel, int64_t count, int64_t first,
-                  int64_t last) {
-  const Layout layout = p.kernels().batched;
-  const Tile tile = p.kind.batched[count - 1];
-  const int64_t lanes = layout.bytes / 4, row_lanes = layout.span / 4, c_stride = count * lanes;
-  Scratch scratch(tile.rows, tile.rows * c_stride);
+// Results of the rows [first, last) of W, a tile's rows at a time, which lie apart as those of
+// gemv do, with `count` panels of x.
+void batched_rows(const Product& p, const Panels& x, const Tile& tile, int64_t panel, int64_t count,
+                  int64_t first, int64_t last) {
+  const int64_t lanes = x.layout.bytes / 4, row_lanes = x.layout.span / 4;
+  const int64_t m0 = panel * x.layout.rows();
+  const int64_t m1 = std::min(p.m, m0 + count * x.layout.rows());
+  Scratch scratch(tile.rows, tile.rows * count * lanes);
   const int64_t passes = (last - first + tile.rows - 1) / tile.rows;
-  for (int64_t i = 0; i < passes; ++i) {
+  for (int64_t i = first; i < first + passes; ++i) {
     for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
       const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
       for (int64_t r = 0; r < tile.rows; ++r) {
-        const int64_t row = std::min(first + i + r * passes, last - 1);
-        p.codec.decode(p.w, row, k0, k1, scratch.rows().row(r));
+        p.codec.decode(p.w, std::min(i + r * passes, last - 1), k0, k1, scratch.rows().row(r));
       }
-      tile.run({scratch.rows(),
-                x.at(panel) + k0 / kChunkValues * layout.chunk_bytes(p.codec.kind.sub), x.stride,
-                (k1 - k0) / kChunkValues, scratch.c.data(), c_stride, k0 > 0});
+      tile.run({scratch.rows(), x.at(panel, k0 / kChunkValues, p.codec.kind), x.stride,
+                (k1 - k0) / kChunkValues, scratch.c.data(), count * lanes, k0 > 0});
     }
-    for (int64_t r = 0; r < tile.rows && first + i + r * passes < last; ++r) {
-      const int64_t m0 = panel * layout.rows();
-      for (int64_t m = m0; m < std::min(p.m, m0 + count * layout.rows()); ++m) {
-        const float* lane = scratch.c.data() + r * c_stride + (m - m0) * row_lanes;
-        p.y[m * p.n + first + i + r * passes] = (lane[0] + lane[2]) + (lane[1] + lane[3]);
+    for (int64_t r = 0; r < tile.rows && i + r * passes < last; ++r) {
+      const float* lane = scratch.c.data() + r * count * lanes;
+      for (int64_t m = m0; m < m1; ++m, lane += row_lanes) {
+        p.y[m * p.n + i + r * passes] = lane[0] + lane[1];
       }
     }
   }
 }
 
 void gemv_batched(const Product& p, const at::Tensor& x) {
-  const Panels panels = pack(x, p.codec.kind, p.kernels().batched, p.kind.pack_batched);
-  for (int64_t i = 0; i < panels.count; i += p.kernels().batched_panels) {
-    const int64_t count = std::min<int64_t>(p.kernels().batched_panels, panels.count - i);
+  const Kernels& kernels = current_kernels();
+  const bool narrow = p.m <= kernels.narrow.rows();
+  const Panels panels = narrow ? pack(x, p.codec.kind, kernels.narrow, p.kind.pack_narrow)
+                               : pack(x, p.codec.kind, kernels.batched, p.kind.pack_batched);
+  const int64_t most = narrow ? 1 : kernels.batched_panels;
+  for (int64_t i = 0; i < panels.count; i += most) {
+    const int64_t count = std::min(most, panels.count - i);
+    const Tile& tile = narrow ? p.kind.narrow : p.kind.batched[count - 1];
     parallel_for(0, p.n, row_grain(p.w.k), [&](int64_t first, int64_t last) {
-      batched_rows(p, panels, i, count, first, last);
+      batched_rows(p, panels, tile, i, count, first, last);
     });
   }
 }
@@ -136,10 +147,8 @@ void gemv_batched(const Product& p, const at::Tensor& x) {
 // y for the rows [n0, n1) of W and [m0, m1) of x.
 void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_t m0, int64_t m1,
                Scratch& scratch) {
-  const Layout layout = p.kernels().gemm;
-  const int64_t width = layout.rows(), most = p.kernels().gemm_panels;
-  const int64_t panels = (m1 - m0 + width - 1) / width,
-                chunk = layout.chunk_bytes(p.codec.kind.sub);
+  const int64_t width = x.layout.rows(), most = current_kernels().gemm_panels;
+  const int64_t panels = (m1 - m0 + width - 1) / width;
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
     const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
     for (int64_t r = n0; r < n1; ++r) {
@@ -148,10 +157,10 @@ void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_
     for (int64_t i = 0; i < panels; i += most) {
       const int64_t count = std::min(most, panels - i);
       const Tile tile = p.kind.gemm[count - 1];
+      const uint8_t* panel = x.at(m0 / width + i, k0 / kChunkValues, p.codec.kind);
       for (int64_t r = 0; r < n1 - n0; r += tile.rows) {
-        tile.run({scratch.rows().row(r), x.at(m0 / width + i) + k0 / kChunkValues * chunk, x.stride,
-                  (k1 - k0) / kChunkValues, scratch.c.data() + r * kTaskColumns + i * width,
-                  kTaskColumns, k0 > 0});
+        tile.run({scratch.rows().row(r), panel, x.stride, (k1 - k0) / kChunkValues,
+                  scratch.c.data() + r * kTaskColumns + i * width, kTaskColumns, k0 > 0});
       }
     }
   }
@@ -163,7 +172,7 @@ void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_
 }
 
 void gemm(const Product& p, const at::Tensor& x) {
-  const Panels panels = pack(x, p.codec.kind, p.kernels().gemm, p.kind.pack_gemm);
+  const Panels panels = pack(x, p.codec.kind, current_kernels().gemm, p.kind.pack_gemm);
   const int64_t row_tasks = (p.n + kTaskRows - 1) / kTaskRows;
   const int64_t column_tasks = (p.m + kTaskColumns - 1) / kTaskColumns;
   parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {

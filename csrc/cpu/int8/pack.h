@@ -59,6 +59,22 @@ MM_INLINE float round_block(const float* x, int8_t* codes) {
   return top_value / kTopCode;
 }
 
+// Sums of the codes in fours.
+struct Fours {
+  int32_t sum[kChunkValues / 4];
+  MM_INLINE explicit Fours(const int8_t* codes) {
+#if defined(__AVX2__)
+    const Ints<32> ones = reinterpret_cast<Ints<32>>(_mm256_set1_epi8(1));
+    const Ints<32> sums = dot<false>(Ints<32>{}, ones, load_as<Ints<32>>(codes));
+    std::memcpy(sum, &sums, sizeof sum);
+#else
+    for (int i = 0; i < kChunkValues / 4; ++i) {
+      sum[i] = codes[4 * i] + codes[4 * i + 1] + codes[4 * i + 2] + codes[4 * i + 3];
+    }
+#endif
+  }
+};
+
 // Codes of one row and chunk into their places of a panel (kernels.h); the scale, and what the
 // kernels add for each group: -offset sum q as an integer, or s sum q where W has minima.
 template <int kBytes, int kSpan, int kSub, bool kMin>
@@ -66,30 +82,23 @@ MM_INLINE void place(const int8_t* codes, float scale, int offset, int row, uint
   constexpr int kLanes = kSpan / 4, kVectors = kChunkValues / kSpan;
   constexpr int kAddends = int8::Layout{kBytes, kSpan}.addends(kSub);
   constexpr int kPerAddend = kVectors / kAddends;
-  int32_t fours[kChunkValues / 4];
-#if defined(__AVX2__)
-  const Ints<32> sums = dot<false>(Ints<32>{}, reinterpret_cast<Ints<32>>(_mm256_set1_epi8(1)),
-                                   load_as<Ints<32>>(codes));
-  std::memcpy(fours, &sums, sizeof fours);
-#else
-  for (int i = 0; i < kChunkValues / 4; ++i) {
-    fours[i] = codes[4 * i] + codes[4 * i + 1] + codes[4 * i + 2] + codes[4 * i + 3];
-  }
-#endif
+  const Fours fours(codes);
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     std::memcpy(out + v * kBytes + row * kSpan, codes + v * kSpan, kSpan);
   }
   uint8_t* scales = out + kVectors * kBytes + row * kSpan;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int i = 0; i < kLanes; ++i) std::memcpy(scales + 4 * i, &scale, 4);
 #pragma GCC unroll 2
   for (int a = 0; a < kAddends; ++a) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int i = 0; i < kLanes; ++i) {
       int32_t sum = 0;
 #pragma GCC unroll 8
-      for (int v = 0; v < kPerAddend; ++v) sum += fours[(a * kPerAddend + v) * kLanes + i];
+      for (int v = a * kPerAddend; v < (a + 1) * kPerAddend; ++v) {
+        sum += fours.sum[v * kLanes + i];
+      }
       uint8_t* to = scales + (1 + a) * kBytes + 4 * i;
       const int32_t taken = -offset * sum;
       const float added = static_cast<float>(sum) * scale;
@@ -108,6 +117,35 @@ void pack(const int8::PackArgs& a) {
       int8_t codes[kChunkValues];
       const float scale = round_block(a.x + row * a.x_stride + c * kChunkValues, codes);
       place<kBytes, kSpan, kSub, kMin>(codes, scale, a.offset, row, out);
+    }
+  }
+}
+
+// A row of x for gemv.
+template <int kSub, bool kMin>
+void round_row(const float* x, int64_t first_chunk, int64_t last_chunk, int offset,
+               const int8::RoundedRow& out) {
+  constexpr int kGroups = kChunkValues / kSub, kFours = kSub / 4;
+  constexpr int kLanes = kGemvBytes / 4;
+  constexpr int kSums = kSub * 4 > kGemvBytes * 4 ? kLanes : kChunkValues / 4;  // of a chunk
+  for (int64_t c = first_chunk; c < last_chunk; ++c) {
+    int8_t* codes = out.codes + c * kChunkValues;
+    out.scale[c] = round_block(x + c * kChunkValues, codes);
+    const Fours fours(codes);
+    if (kMin) {
+      for (int g = 0; g < kGroups; ++g) {
+        int32_t sum = 0;
+        for (int i = 0; i < kFours; ++i) sum += fours.sum[g * kFours + i];
+        const float added = static_cast<float>(sum) * out.scale[c];
+        std::memcpy(out.added + 4 * (c * kGroups + g), &added, 4);
+      }
+    } else {
+      for (int i = 0; i < kSums; ++i) {
+        int32_t sum = fours.sum[i];
+        if (kSums < kChunkValues / 4) sum += fours.sum[kSums + i];
+        const int32_t taken = -offset * sum;
+        std::memcpy(out.added + 4 * (c * kSums + i), &taken, 4);
+      }
     }
   }
 }

@@ -8,11 +8,12 @@ namespace metalmm::cpu::MM_ISA {
 
 template <int kBytes>
 struct Vec;
-#define MM_VEC(n)                                         \
-  template <>                                             \
-  struct Vec<n> {                                         \
-    typedef int32_t Ints __attribute__((vector_size(n))); \
-    typedef float Floats __attribute__((vector_size(n))); \
+#define MM_VEC(n)                                          \
+  template <>                                              \
+  struct Vec<n> {                                          \
+    typedef int32_t Ints __attribute__((vector_size(n)));  \
+    typedef float Floats __attribute__((vector_size(n)));  \
+    typedef int64_t Longs __attribute__((vector_size(n))); \
   };
 MM_VEC(16)
 MM_VEC(32)
@@ -121,6 +122,14 @@ MM_INLINE Floats<64> fma_of(Floats<64> a, Floats<64> b, Floats<64> c) {
 }
 #endif
 
+MM_INLINE float fma_of(float a, float b, float c) {
+#if defined(__FMA__) || defined(MM_NEON)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // A number in every lane; v - 0 is v.
 template <int kBytes>
 MM_INLINE Floats<kBytes> every(float v) {
@@ -135,17 +144,8 @@ MM_INLINE Ints<kBytes> repeated(const uint8_t* p) {
   } else if constexpr (kSpan == 4) {
     return load_as<int32_t>(p) + Ints<kBytes>{};
   } else {
-#if defined(__AVX2__)
-    static_assert(kSpan == 16);
-#if defined(__AVX512F__)
-    if constexpr (kBytes == 64) {
-      return reinterpret_cast<Ints<64>>(_mm512_broadcast_i32x4(load_as<__m128i>(p)));
-    }
-#endif
-    if constexpr (kBytes == 32) {
-      return reinterpret_cast<Ints<32>>(_mm256_broadcastsi128_si256(load_as<__m128i>(p)));
-    }
-#endif
+    static_assert(kSpan == 8);
+    return reinterpret_cast<Ints<kBytes>>(load_as<int64_t>(p) + typename Vec<kBytes>::Longs{});
   }
 }
 
