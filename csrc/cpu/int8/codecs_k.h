@@ -18,6 +18,14 @@ struct Grouped {
   static MM_INLINE const float* scales(const Block& k) { return k.scale; }
 };
 
+// Bits `mask` of every byte after a shift to the left, or to the right where it is negative. Of
+// words, whose bits beyond their byte the mask takes away: bytes would be masked twice.
+MM_INLINE Bytes field(Bytes v, int left, uint8_t mask) {
+  typedef uint16_t Words __attribute__((vector_size(sizeof(Bytes))));
+  const Words w = reinterpret_cast<Words>(v);
+  return reinterpret_cast<Bytes>(left > 0 ? w << left : w >> -left) & mask;
+}
+
 template <>
 struct Integers<Q2_K> : Grouped<Q2_K, 16, true, 0> {
   // The codes are moved to the lowest bits here: exact, both factors are powers of two.
@@ -28,14 +36,14 @@ struct Integers<Q2_K> : Grouped<Q2_K, 16, true, 0> {
   }
   static MM_INLINE const float* mins(const Block& k) { return k.offset; }
   static MM_INLINE Bytes codes(const Block& k, int chunk) {
-    return load_bytes(k.b + 16 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3;
+    return field(load_bytes(k.b + 16 + chunk / 4 * 32), -2 * (chunk % 4), 3);
   }
 };
 template <>
 struct Integers<Q3_K> : Grouped<Q3_K, 16, false, 4> {
   static MM_INLINE Bytes codes(const Block& k, int chunk) {
-    return (load_bytes(k.b + 32 + chunk / 4 * 32) >> (chunk % 4 * 2) & 3) |
-           bit_to(load_bytes(k.b), chunk, 2);
+    return field(load_bytes(k.b + 32 + chunk / 4 * 32), -2 * (chunk % 4), 3) |
+           field(load_bytes(k.b), 2 - chunk, 4);
   }
 };
 template <class Codec>
@@ -46,14 +54,14 @@ template <>
 struct Integers<Q4_K> : SixBitIntegers<Q4_K> {
   static MM_INLINE Bytes codes(const Block& k, int chunk) {
     const Bytes qs = load_bytes(k.b + 16 + chunk / 2 * 32);
-    return chunk % 2 ? qs >> 4 : qs & 15;
+    return field(qs, -4 * (chunk % 2), 15);
   }
 };
 template <>
 struct Integers<Q5_K> : SixBitIntegers<Q5_K> {
   static MM_INLINE Bytes codes(const Block& k, int chunk) {
     const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
-    return (chunk % 2 ? qs >> 4 : qs & 15) | bit_to(load_bytes(k.b + 16), chunk, 4);
+    return field(qs, -4 * (chunk % 2), 15) | field(load_bytes(k.b + 16), 4 - chunk, 16);
   }
 };
 template <>
@@ -62,7 +70,7 @@ struct Integers<Q6_K> : Grouped<Q6_K, 16, false, 32> {
     const int half_block = chunk / 4, t = chunk % 4;
     const Bytes ql = load_bytes(k.b + half_block * 64 + t % 2 * 32);
     const Bytes qh = load_bytes(k.b + 128 + half_block * 32);
-    return (t < 2 ? ql & 15 : ql >> 4) | ((t < 2 ? qh << (4 - 2 * t) : qh >> (2 * t - 4)) & 0x30);
+    return field(ql, -4 * (t / 2), 15) | field(qh, 4 - 2 * t, 0x30);
   }
 };
 template <>

@@ -50,18 +50,18 @@ struct PackArgs {
 };
 using PackKernel = void (*)(const PackArgs&);
 
-// A row of x for gemv: its codes, its scales, and what is added: -offset sum q of each group in
-// lanes of 4 values, int32, or s sum q of each group, f32.
+// A row of x for gemv: its codes; for each group of W its scale; and what is added: -offset sum q
+// of the group in lanes of 4 values, int32, or s sum q, f32.
 struct RoundedRow {
   int8_t* codes;
   float* scale;
   uint8_t* added;
-  static constexpr int64_t kAddedBytes = kChunkValues;  // of a chunk, at most
-  static constexpr int64_t bytes(int64_t k) { return k + k / kChunkValues * (4 + kAddedBytes); }
+  static constexpr int64_t kChunkBytes = kChunkValues + 2 * sizeof(float) + kChunkValues;
+  static constexpr int64_t bytes(int64_t k) { return k / kChunkValues * kChunkBytes; }
   // In bytes(k) of memory.
   static RoundedRow in(uint8_t* memory, int64_t k) {
-    return {reinterpret_cast<int8_t*>(memory),
-            reinterpret_cast<float*>(memory + k / kChunkValues * kAddedBytes + k), memory + k};
+    return {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(memory + 2 * k),
+            memory + k};
   }
 };
 // Chunks [first_chunk, last_chunk) of a row.

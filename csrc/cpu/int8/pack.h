@@ -130,13 +130,14 @@ void round_row(const float* x, int64_t first_chunk, int64_t last_chunk, int offs
   constexpr int kSums = kSub * 4 > kGemvBytes * 4 ? kLanes : kChunkValues / 4;  // of a chunk
   for (int64_t c = first_chunk; c < last_chunk; ++c) {
     int8_t* codes = out.codes + c * kChunkValues;
-    out.scale[c] = round_block(x + c * kChunkValues, codes);
+    const float scale = round_block(x + c * kChunkValues, codes);
+    for (int g = 0; g < kGroups; ++g) out.scale[c * kGroups + g] = scale;
     const Fours fours(codes);
     if (kMin) {
       for (int g = 0; g < kGroups; ++g) {
         int32_t sum = 0;
         for (int i = 0; i < kFours; ++i) sum += fours.sum[g * kFours + i];
-        const float added = static_cast<float>(sum) * out.scale[c];
+        const float added = static_cast<float>(sum) * scale;
         std::memcpy(out.added + 4 * (c * kGroups + g), &added, 4);
       }
     } else {
