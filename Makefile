@@ -46,6 +46,9 @@ neon: $(VENV)/.torch
 	mkdir -p build/neon
 	$(AARCH64) -DMM_ISA=neon -c csrc/cpu/isa.cpp -o build/neon/neon.o
 	$(AARCH64) -DMM_ISA=scalar -DMM_SCALAR -c csrc/cpu/isa.cpp -o build/neon/scalar.o
+	$(AARCH64) -DMM_ISA=neon -c csrc/cpu/int8/isa.cpp -o build/neon/int8_neon.o
+	$(AARCH64) -mcpu=generic+dotprod -DMM_ISA=neon_dot -c csrc/cpu/int8/isa.cpp -o build/neon/int8_neon_dot.o
+	$(AARCH64) -DMM_ISA=scalar -DMM_SCALAR -c csrc/cpu/int8/isa.cpp -o build/neon/int8_scalar.o
 	$(AARCH64) tests/cpu/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import formats
+from torch_metalmm.formats.activations import BLOCK
 
-from .devices import Device
-from .peers.dense import LABELS, DequantizeAndMm, TorchDense, TorchMv
+from .devices import CPU, Device
+from .peers.dense import LABELS, DequantizeAndMm, TorchDense, TorchMv, int8_activations
 from .peers.ggml import Ggml
 from .peers.integers import TorchInt4, TorchInt8
 from .peers.others import Mlx, OnnxRuntime
@@ -18,7 +19,7 @@ from .problem import Engine, Problem, Rounding, Variant, rotated
 
 
 class MetalMM:
-    """torch.ops.metalmm.linear, x in the dtype of the setting."""
+    """torch.ops.metalmm.linear, x in the dtype of the setting; on the CPU also rounded to int8."""
 
     def missing(self, device: Device) -> str | None:
         return None
@@ -28,15 +29,19 @@ class MetalMM:
             spec = formats.get(name)
             if problem.shape.k % spec.block_values == 0:
                 yield self._variant(problem, spec.name)
+                exact = problem.setting.dtype is torch.float32
+                if problem.setting.device == CPU and exact and spec.block_values > 1:
+                    yield self._variant(problem, spec.name, "int8")
 
-    def _variant(self, problem: Problem, name: str) -> Variant:
+    def _variant(self, problem: Problem, name: str, activations: str | None = None) -> Variant:
         op = torch.ops.metalmm.linear
         setting, packed = problem.setting, problem.packed(name)
         weights = rotated(packed.to(setting.device.type), setting.copies(packed.nbytes))
 
         def bind(x: Tensor) -> Callable[[int], Tensor]:
             given = x.to(setting.device.type, setting.dtype)
-            return lambda i: op(given, weights[i], None, name, setting.strategy)
+            strategy = setting.strategy
+            return lambda i: op(given, weights[i], None, name, strategy, activations=activations)
 
         def strategy(m: int) -> str | None:
             sizes = {"m": m, "n": problem.shape.n, "k": problem.shape.k}
@@ -45,8 +50,9 @@ class MetalMM:
                 **sizes, format=name, dtype=dtype, strategy=setting.strategy
             )
 
-        label = name if setting.strategy is None else f"{name} {setting.strategy}"
+        label = " ".join(filter(None, (name, activations, setting.strategy)))
         exact = setting.dtype is torch.float32
+        rounding = Rounding() if exact else Rounding.to(setting.dtype)
         return Variant(
             engine="metalmm",
             name=f"metalmm {label}" + ("" if exact else f" {setting.dtype}".replace("torch.", "")),
@@ -57,7 +63,7 @@ class MetalMM:
             bind=bind,
             decoded=lambda: problem.decoded(packed, name),
             strategy=strategy,
-            rounding=Rounding() if exact else Rounding.to(setting.dtype),
+            rounding=int8_activations(BLOCK, torch.float32) if activations else rounding,
         )
 
 

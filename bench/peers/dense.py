@@ -101,12 +101,12 @@ class DequantizeAndMm:
         )
 
 
-def int8_activations(block: int) -> Rounding:
-    """x rounded to multiples of its block's maximum / 127, the factor held in f16."""
+def int8_activations(block: int, scale: torch.dtype = torch.float16) -> Rounding:
+    """x rounded to multiples of its block's maximum / 127, the factor held in `scale`."""
 
     def x_error(x: Tensor) -> Tensor:
         largest = x.abs().unflatten(-1, (-1, block)).amax(-1, keepdim=True)
-        step = largest / 127 * (0.5 + 127 * unit(torch.float16))
+        step = largest / 127 * (0.5 + 127 * unit(scale))
         return step.expand(*step.shape[:-1], block).flatten(-2)
 
     return Rounding(x_error)

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "int8/matmul.h"
 #include "ops/tensors.h"
 #include "parallel.h"
 #include "plan/names.h"
@@ -142,10 +143,12 @@ void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t 
   }
 }
 
-Strategy strategy_by_name(std::string_view name) {
-  constexpr int count = sizeof kStrategyNames / sizeof *kStrategyNames;
-  return static_cast<Strategy>(
-      find_name("strategy", name, count, [](int i) { return kStrategyNames[i]; }, " on cpu"));
+Strategy strategy_by_name(std::string_view name, Activations activations) {
+  const bool exact = activations == Activations::kExact;
+  const int count = exact ? sizeof kStrategyNames / sizeof *kStrategyNames : int8::kNumStrategies;
+  return static_cast<Strategy>(find_name(
+      "strategy", name, count, [](int i) { return kStrategyNames[i]; },
+      exact ? " on cpu" : " on cpu with int8 activations"));
 }
 
 Strategy choose_strategy(int64_t m) {
@@ -164,13 +167,17 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
 }
 
 at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
-                  std::optional<Strategy> strategy) {
+                  std::optional<Strategy> strategy, Activations activations) {
   const int64_t m = x.size(0), n = w.size(0);
   at::Tensor y = at::empty({m, n}, x.options());
   if (m == 0 || n == 0) return y;
   if (x.size(1) == 0) return y.zero_();
   const CodecKernels& codec = kernels_of(format);
   const Weight weight = make_weight(w, format, x.size(1));
+  if (activations == Activations::kInt8 && int8::has_codes(format)) {
+    int8::matmul(weight, format, strategy, x, y);
+    return y;
+  }
   const Strategy chosen = strategy.value_or(choose_strategy(m));
   if (chosen == Strategy::kGemm) {
     gemm(codec, weight, x, y);

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "kernels.h"
+#include "ops/strategies.h"
 
 namespace metalmm::cpu {
 
@@ -19,8 +20,8 @@ enum class Strategy { kGemv, kGemvBatched, kGemm, kGemmTiled, kGemmNaive };
 constexpr const char* kStrategyNames[] = {"gemv", "gemv_batched", "gemm", "gemm_tiled",
                                           "gemm_naive"};  // in this order
 
-// Throws std::invalid_argument that lists the CPU's strategies.
-Strategy strategy_by_name(std::string_view name);
+// Throws std::invalid_argument that lists the CPU's strategies for such activations.
+Strategy strategy_by_name(std::string_view name, Activations activations);
 
 // The fastest for m rows of x.
 Strategy choose_strategy(int64_t m);
@@ -39,7 +40,7 @@ void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t 
 
 // x f32 [M, K], its last dimension dense -> f32 [M, N], contiguous.
 at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
-                  std::optional<Strategy> strategy);
+                  std::optional<Strategy> strategy, Activations activations = Activations::kExact);
 
 // y [M, N] = x [M, K] Wᵀ without tuned kernels; x and y as matmul() has them.
 void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);

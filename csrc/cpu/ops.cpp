@@ -17,27 +17,32 @@
 namespace metalmm::cpu {
 namespace {
 
-std::optional<Strategy> find_strategy(OptionalName name) {
+std::optional<Strategy> find_strategy(OptionalName name,
+                                      Activations activations = Activations::kExact) {
   if (!name.has_value()) return std::nullopt;
-  return or_value_error([&] { return strategy_by_name(*name); });
+  return or_value_error([&] { return strategy_by_name(*name, activations); });
 }
 
 at::Tensor as_f32_rows(const at::Tensor& x) { return as_rows(x, at::kFloat); }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                  std::string_view format, OptionalName strategy, const OptionalTensor& residual) {
+                  std::string_view format, OptionalName strategy, const OptionalTensor& residual,
+                  OptionalName activations) {
   const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
-  return finish(matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy)), bias, residual,
-                x);
+  const Activations rounding = check_activations(activations, x);
+  const std::optional<Strategy> chosen = find_strategy(strategy, rounding);
+  return finish(matmul(as_f32_rows(x), w.rows, w.format, chosen, rounding), bias, residual, x);
 }
 
 at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
                        double offset, const at::Tensor& weight, const OptionalTensor& bias,
-                       std::string_view format, const OptionalTensor& residual) {
+                       std::string_view format, const OptionalTensor& residual,
+                       OptionalName activations) {
   const PackedWeight w = packed(
       weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
+  const Activations rounding = check_activations(activations, x);
   const at::Tensor rows = normalized(as_f32_rows(x), norm_weight, eps, offset);
-  return finish(matmul(rows, w.rows, w.format, std::nullopt), bias, residual, x);
+  return finish(matmul(rows, w.rows, w.format, std::nullopt, rounding), bias, residual, x);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
@@ -66,25 +71,28 @@ at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
 at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
                   std::string_view format_gate, std::string_view format_up,
                   std::string_view activation, const OptionalTensor& norm_weight,
-                  std::optional<double> eps, double offset) {
+                  std::optional<double> eps, double offset, OptionalName activations) {
   const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
                                          activation, norm_weight, eps, offset);
+  const Activations rounding = check_activations(activations, x);
   const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   at::Tensor rows = as_f32_rows(x);
   if (eps.has_value()) rows = normalized(rows, norm_weight, *eps, offset);
-  const at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt);
-  const at::Tensor up = matmul(rows, up_w.rows, up_w.format, std::nullopt);
+  const at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt, rounding);
+  const at::Tensor up = matmul(rows, up_w.rows, up_w.format, std::nullopt, rounding);
   return like_input(composed::activate(gate, shape.activation).mul_(up), x);
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
                          const OptionalTensor& bias, std::string_view format,
-                         std::string_view activation, const OptionalTensor& residual) {
+                         std::string_view activation, const OptionalTensor& residual,
+                         OptionalName activations) {
   const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
+  const Activations rounding = check_activations(activations, gate);
   const PackedWeight w = packed(weight, shape.weight);
   const at::Tensor hidden =
       composed::activate(as_f32_rows(gate).contiguous(), shape.activation).mul_(as_f32_rows(up));
-  return finish(matmul(hidden, w.rows, w.format, std::nullopt), bias, residual, gate);
+  return finish(matmul(hidden, w.rows, w.format, std::nullopt, rounding), bias, residual, gate);
 }
 
 at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
@@ -195,7 +203,9 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
-  set_strategy_check(at::kCPU, [](std::string_view name) { strategy_by_name(name); });
+  set_strategy_check(at::kCPU, [](std::string_view name, Activations activations) {
+    strategy_by_name(name, activations);
+  });
 #define MM_OP(name, ...) m.impl(#name, name);
 #include "ops/ops.def"
 }

@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "operands.h"
+#include "ops/strategies.h"
 
 namespace metalmm::gpu {
 namespace {
@@ -27,9 +28,11 @@ at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up
 at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
                   const at::Tensor& up_weight, std::string_view format_gate,
                   std::string_view format_up, std::string_view activation,
-                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset) {
+                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset,
+                  OptionalName activations) {
   const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
                                          activation, norm_weight, eps, offset);
+  check_activations(activations, x);
   const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   const bool has_norm = eps.has_value() && gate_w.k;
   const Norm norm{norm_weight, eps.value_or(0), offset};
@@ -54,8 +57,9 @@ at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_w
 at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                          const at::Tensor& weight, const OptionalTensor& bias,
                          std::string_view format, std::string_view activation,
-                         const OptionalTensor& residual) {
+                         const OptionalTensor& residual, OptionalName activations) {
   const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
+  check_activations(activations, gate);
   const PackedWeight w = packed(weight, shape.weight);
   const at::ScalarType dtype = common_dtype(gate, {up, bias, residual});
   Operands o;
@@ -67,7 +71,8 @@ at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tens
     const auto f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     const at::Tensor hidden =
         act_mul(e, f32(o[kSlotX]), f32(o[kSlotX2]), shape.activation, at::kFloat);
-    return linear(e, hidden.view(gate.sizes()), weight, bias, format, std::nullopt, residual)
+    return linear(e, hidden.view(gate.sizes()), weight, bias, format, std::nullopt, residual,
+                  std::nullopt)
         .to(gate.scalar_type());
   }
   if (row_stride(o[kSlotX]) != row_stride(o[kSlotX2])) {  // one stride for both

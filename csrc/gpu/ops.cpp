@@ -68,8 +68,9 @@ at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor&
 
 at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                   const OptionalTensor& bias, std::string_view format, OptionalName strategy,
-                  const OptionalTensor& residual) {
+                  const OptionalTensor& residual, OptionalName activations) {
   const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
+  check_activations(activations, x);
   const Addends addends{bias, residual};
   return linear_of_rows(e, x, as_rows(x, common_dtype(x, {bias, residual})), w, addends, nullptr,
                         find_strategy(strategy, x));
@@ -78,9 +79,10 @@ at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight
 at::Tensor norm_linear(const Engine& e, const at::Tensor& x, const OptionalTensor& norm_weight,
                        double eps, double offset, const at::Tensor& weight,
                        const OptionalTensor& bias, std::string_view format,
-                       const OptionalTensor& residual) {
+                       const OptionalTensor& residual, OptionalName activations) {
   const PackedWeight w = packed(
       weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
+  check_activations(activations, x);
   const Norm norm{norm_weight, eps, offset};
   const at::Tensor rows = as_rows(x, common_dtype(x, {norm_weight, bias, residual}));
   return linear_of_rows(e, x, rows, w, {bias, residual}, w.k ? &norm : nullptr, std::nullopt);

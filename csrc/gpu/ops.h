@@ -36,21 +36,22 @@ struct Engine {
 // As ops/ops.def.
 at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
                   const OptionalTensor& bias, std::string_view format, OptionalName strategy,
-                  const OptionalTensor& residual);
+                  const OptionalTensor& residual, OptionalName activations);
 at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, int64_t in_features);
 at::Tensor norm_linear(const Engine& e, const at::Tensor& x, const OptionalTensor& norm_weight,
                        double eps, double offset, const at::Tensor& weight,
                        const OptionalTensor& bias, std::string_view format,
-                       const OptionalTensor& residual);
+                       const OptionalTensor& residual, OptionalName activations);
 at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
                   const at::Tensor& up_weight, std::string_view format_gate,
                   std::string_view format_up, std::string_view activation,
-                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset);
+                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset,
+                  OptionalName activations);
 at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                          const at::Tensor& weight, const OptionalTensor& bias,
                          std::string_view format, std::string_view activation,
-                         const OptionalTensor& residual);
+                         const OptionalTensor& residual, OptionalName activations);
 at::Tensor rms_norm(const Engine& e, const at::Tensor& x, const OptionalTensor& weight, double eps,
                     double offset, const OptionalTensor& residual);
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const at::Tensor& x,

@@ -25,33 +25,35 @@ class Lowered {
 
 template <c10::DeviceType kDevice>
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-              OptionalName strategy, const OptionalTensor& residual) {
+              OptionalName strategy, const OptionalTensor& residual, OptionalName activations) {
   const Lowered<kDevice> lower;
-  return call_linear(lower(x), w, bias, format, strategy, residual);
+  return call_linear(lower(x), w, bias, format, strategy, residual, activations);
 }
 
 template <c10::DeviceType kDevice>
 Tensor norm_linear(const Tensor& x, const OptionalTensor& norm_weight, double eps, double offset,
                    const Tensor& w, const OptionalTensor& bias, Name format,
-                   const OptionalTensor& residual) {
+                   const OptionalTensor& residual, OptionalName activations) {
   const Lowered<kDevice> lower;
-  return call_norm_linear(lower(x), norm_weight, eps, offset, w, bias, format, residual);
+  return call_norm_linear(lower(x), norm_weight, eps, offset, w, bias, format, residual,
+                          activations);
 }
 
 template <c10::DeviceType kDevice>
 Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu,
               Name activation, const OptionalTensor& norm_weight, std::optional<double> eps,
-              double offset) {
+              double offset, OptionalName activations) {
   const Lowered<kDevice> lower;
-  return call_swiglu(lower(x), wg, wu, fg, fu, activation, norm_weight, eps, offset);
+  return call_swiglu(lower(x), wg, wu, fg, fu, activation, norm_weight, eps, offset, activations);
 }
 
 template <c10::DeviceType kDevice>
 Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
                      const OptionalTensor& bias, Name format, Name activation,
-                     const OptionalTensor& residual) {
+                     const OptionalTensor& residual, OptionalName activations) {
   const Lowered<kDevice> lower;
-  return call_swiglu_linear(lower(gate), lower(up), w, bias, format, activation, residual);
+  return call_swiglu_linear(lower(gate), lower(up), w, bias, format, activation, residual,
+                            activations);
 }
 
 // The cache keeps its format, and scores are f32.

@@ -55,17 +55,18 @@ void check_frozen(const char* name, const Tensor& w) {
 struct Linear : torch::autograd::Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w,
                         const OptionalTensor& bias, std::string format,
-                        std::optional<std::string> strategy, const OptionalTensor& residual) {
+                        std::optional<std::string> strategy, const OptionalTensor& residual,
+                        std::optional<std::string> activations) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({w});
     ctx->saved_data["format"] = format;
     ctx->saved_data["in_features"] = last_size(x);
     save_addends(ctx, bias, residual);
-    return call_linear(x, w, bias, format, strategy, residual);
+    return call_linear(x, w, bias, format, strategy, residual, activations);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor w = ctx->get_saved_variables()[0];
-    variable_list out(6);
+    variable_list out(7);
     if (ctx->needs_input_grad(0)) {
       out[0] = call_input_grad(grads[0], w, ctx->saved_data["format"].toStringRef(),
                                ctx->saved_data["in_features"].toInt());
@@ -92,13 +93,15 @@ struct InputGrad : torch::autograd::Function<InputGrad> {
 
 struct SwiGLU : torch::autograd::Function<SwiGLU> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& wg, const Tensor& wu,
-                        std::string fg, std::string fu, std::string activation) {
+                        std::string fg, std::string fu, std::string activation,
+                        std::optional<std::string> activations) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({x, wg, wu});
     ctx->saved_data["fg"] = fg;
     ctx->saved_data["fu"] = fu;
     ctx->saved_data["activation"] = activation;
-    return call_swiglu(x, wg, wu, fg, fu, activation, std::nullopt, std::nullopt, 0);
+    ctx->saved_data["activations"] = activations;
+    return call_swiglu(x, wg, wu, fg, fu, activation, std::nullopt, std::nullopt, 0, activations);
   }
   // gate and up are computed again: saving them would hold two f32 [M, N] per layer.
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -108,12 +111,15 @@ struct SwiGLU : torch::autograd::Function<SwiGLU> {
                       fu = ctx->saved_data["fu"].toStringRef();
     const Activation activation = activation_by_name(ctx->saved_data["activation"].toStringRef());
     const Tensor x32 = x.to(at::kFloat), g = grads[0].to(at::kFloat);
-    const Tensor gate = call_linear(x32, wg, std::nullopt, fg);
-    const Tensor up = call_linear(x32, wu, std::nullopt, fu);
+    const auto activations = ctx->saved_data["activations"].toOptional<std::string>();
+    const auto again = [&](const Tensor& w, const std::string& format) {
+      return call_linear(x32, w, std::nullopt, format, std::nullopt, std::nullopt, activations);
+    };
+    const Tensor gate = again(wg, fg), up = again(wu, fu);
     const int64_t k = last_size(x);
     const Tensor dx = call_input_grad(g * up * composed::slope(gate, activation), wg, fg, k) +
                       call_input_grad(g * composed::activate(gate, activation), wu, fu, k);
-    variable_list out(6);
+    variable_list out(7);
     out[0] = dx.to(x.scalar_type());
     return out;
   }
@@ -122,13 +128,13 @@ struct SwiGLU : torch::autograd::Function<SwiGLU> {
 struct SwiGLULinear : torch::autograd::Function<SwiGLULinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up, const Tensor& w,
                         const OptionalTensor& bias, std::string format, std::string activation,
-                        const OptionalTensor& residual) {
+                        const OptionalTensor& residual, std::optional<std::string> activations) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({gate, up, w});
     ctx->saved_data["format"] = format;
     ctx->saved_data["activation"] = activation;
     save_addends(ctx, bias, residual);
-    return call_swiglu_linear(gate, up, w, bias, format, activation, residual);
+    return call_swiglu_linear(gate, up, w, bias, format, activation, residual, activations);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
@@ -136,7 +142,7 @@ struct SwiGLULinear : torch::autograd::Function<SwiGLULinear> {
     const Tensor gate = saved[0].to(at::kFloat), up = saved[1].to(at::kFloat);
     const Tensor dh = call_input_grad(grads[0].to(at::kFloat), saved[2],
                                       ctx->saved_data["format"].toStringRef(), last_size(gate));
-    variable_list out(7);
+    variable_list out(8);
     if (ctx->needs_input_grad(0)) {
       out[0] = (dh * up * composed::slope(gate, activation)).to(saved[0].scalar_type());
     }
@@ -186,27 +192,29 @@ std::optional<std::string> owned(OptionalName name) {
 
 // The Autograd kernels. Without a gradient to record they cost one check and one redispatch.
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
-              OptionalName strategy, const OptionalTensor& residual) {
+              OptionalName strategy, const OptionalTensor& residual, OptionalName activations) {
   check_frozen("weight", w);
   if (records_grad("linear", x, bias, residual)) {
-    return Linear::apply(x, w, bias, std::string(format), owned(strategy), residual);
+    return Linear::apply(x, w, bias, std::string(format), owned(strategy), residual,
+                         owned(activations));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_linear(x, w, bias, format, strategy, residual);
+  return call_linear(x, w, bias, format, strategy, residual, activations);
 }
 
 // Where a gradient is recorded, the norm is an op of its own, whose result is f32.
 Tensor norm_linear(const Tensor& x, const OptionalTensor& norm_weight, double eps, double offset,
                    const Tensor& w, const OptionalTensor& bias, Name format,
-                   const OptionalTensor& residual) {
+                   const OptionalTensor& residual, OptionalName activations) {
   check_frozen("weight", w);
   if (records_grad("norm_linear", x, norm_weight, bias, residual)) {
     check_norm_linear(x, norm_weight, eps, offset, w, bias, format, residual);
     const Tensor rows = composed::rms_norm(x, norm_weight, eps, offset);
-    return call_linear(rows, w, bias, format, std::nullopt, residual).to(x.scalar_type());
+    return call_linear(rows, w, bias, format, std::nullopt, residual, activations)
+        .to(x.scalar_type());
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_norm_linear(x, norm_weight, eps, offset, w, bias, format, residual);
+  return call_norm_linear(x, norm_weight, eps, offset, w, bias, format, residual, activations);
 }
 
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
@@ -254,29 +262,30 @@ Tensor linear_input_grad(const Tensor& grad, const Tensor& w, Name format, int64
 
 Tensor swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu,
               Name activation, const OptionalTensor& norm_weight, std::optional<double> eps,
-              double offset) {
+              double offset, OptionalName activations) {
   check_frozen("gate_weight", wg);
   check_frozen("up_weight", wu);
   if (records_grad("swiglu", x, norm_weight)) {
     check_swiglu(x, wg, wu, fg, fu, activation, norm_weight, eps, offset);
     const Tensor rows = eps.has_value() ? composed::rms_norm(x, norm_weight, *eps, offset) : x;
-    return SwiGLU::apply(rows, wg, wu, std::string(fg), std::string(fu), std::string(activation))
+    return SwiGLU::apply(rows, wg, wu, std::string(fg), std::string(fu), std::string(activation),
+                         owned(activations))
         .to(x.scalar_type());
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_swiglu(x, wg, wu, fg, fu, activation, norm_weight, eps, offset);
+  return call_swiglu(x, wg, wu, fg, fu, activation, norm_weight, eps, offset, activations);
 }
 
 Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
                      const OptionalTensor& bias, Name format, Name activation,
-                     const OptionalTensor& residual) {
+                     const OptionalTensor& residual, OptionalName activations) {
   check_frozen("weight", w);
   if (records_grad("swiglu_linear", gate, up, bias, residual)) {
     return SwiGLULinear::apply(gate, up, w, bias, std::string(format), std::string(activation),
-                               residual);
+                               residual, owned(activations));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return call_swiglu_linear(gate, up, w, bias, format, activation, residual);
+  return call_swiglu_linear(gate, up, w, bias, format, activation, residual, activations);
 }
 
 Tensor dequantize(const Tensor& w, Name format, std::optional<int64_t> in_features,

@@ -23,19 +23,23 @@ auto find_op(const char* name) {
 
 inline Tensor call_linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
                           OptionalName strategy = std::nullopt,
-                          const OptionalTensor& residual = std::nullopt) {
-  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name,
-                                  OptionalName, const OptionalTensor&)>("metalmm::linear");
-  return op.call(x, w, bias, format, strategy, residual);
+                          const OptionalTensor& residual = std::nullopt,
+                          OptionalName activations = std::nullopt) {
+  static auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name, OptionalName,
+                     const OptionalTensor&, OptionalName)>("metalmm::linear");
+  return op.call(x, w, bias, format, strategy, residual, activations);
 }
 
 inline Tensor call_norm_linear(const Tensor& x, const OptionalTensor& norm_weight, double eps,
                                double offset, const Tensor& w, const OptionalTensor& bias,
-                               Name format, const OptionalTensor& residual) {
+                               Name format, const OptionalTensor& residual,
+                               OptionalName activations) {
   static auto op =
       find_op<Tensor(const Tensor&, const OptionalTensor&, double, double, const Tensor&,
-                     const OptionalTensor&, Name, const OptionalTensor&)>("metalmm::norm_linear");
-  return op.call(x, norm_weight, eps, offset, w, bias, format, residual);
+                     const OptionalTensor&, Name, const OptionalTensor&, OptionalName)>(
+          "metalmm::norm_linear");
+  return op.call(x, norm_weight, eps, offset, w, bias, format, residual, activations);
 }
 
 inline Tensor call_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps,
@@ -74,20 +78,21 @@ inline Tensor call_input_grad(const Tensor& grad, const Tensor& w, Name format,
 
 inline Tensor call_swiglu(const Tensor& x, const Tensor& wg, const Tensor& wu, Name fg, Name fu,
                           Name activation, const OptionalTensor& norm_weight,
-                          std::optional<double> eps, double offset) {
+                          std::optional<double> eps, double offset, OptionalName activations) {
   static auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name, Name,
-                     const OptionalTensor&, std::optional<double>, double)>("metalmm::swiglu");
-  return op.call(x, wg, wu, fg, fu, activation, norm_weight, eps, offset);
+                     const OptionalTensor&, std::optional<double>, double, OptionalName)>(
+          "metalmm::swiglu");
+  return op.call(x, wg, wu, fg, fu, activation, norm_weight, eps, offset, activations);
 }
 
 inline Tensor call_swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
                                  const OptionalTensor& bias, Name format, Name activation,
-                                 const OptionalTensor& residual) {
+                                 const OptionalTensor& residual, OptionalName activations) {
   static auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, Name, Name,
-                     const OptionalTensor&)>("metalmm::swiglu_linear");
-  return op.call(gate, up, w, bias, format, activation, residual);
+                     const OptionalTensor&, OptionalName)>("metalmm::swiglu_linear");
+  return op.call(gate, up, w, bias, format, activation, residual, activations);
 }
 
 using ScaledSignature = Tensor(const Tensor&, const Tensor&, Name, const OptionalTensor&, double,

@@ -24,17 +24,20 @@ Shape with_last(const at::Tensor& x, c10::SymInt n) {
 }
 
 Shape linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-             std::string_view format, OptionalName strategy, const OptionalTensor& residual) {
+             std::string_view format, OptionalName strategy, const OptionalTensor& residual,
+             OptionalName activations) {
   const WeightShape w = check_linear(x, weight, bias, format, residual);
-  check_strategy(strategy, x);
+  check_strategy(strategy, x, check_activations(activations, x));
   return with_last(x, w.n);
 }
 
 Shape norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps, double offset,
                   const at::Tensor& weight, const OptionalTensor& bias, std::string_view format,
-                  const OptionalTensor& residual) {
-  return with_last(
-      x, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual).n);
+                  const OptionalTensor& residual, OptionalName activations) {
+  const WeightShape w =
+      check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual);
+  check_activations(activations, x);
+  return with_last(x, w.n);
 }
 
 Shape rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
@@ -93,16 +96,20 @@ Shape linear_input_grad(const at::Tensor& grad, const at::Tensor& weight, std::s
 
 Shape swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
              std::string_view format_gate, std::string_view format_up, std::string_view activation,
-             const OptionalTensor& norm_weight, std::optional<double> eps, double offset) {
+             const OptionalTensor& norm_weight, std::optional<double> eps, double offset,
+             OptionalName activations) {
   const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
                                          activation, norm_weight, eps, offset);
+  check_activations(activations, x);
   return with_last(x, shape.gate.n);
 }
 
 Shape swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
                     const OptionalTensor& bias, std::string_view format,
-                    std::string_view activation, const OptionalTensor& residual) {
+                    std::string_view activation, const OptionalTensor& residual,
+                    OptionalName activations) {
   const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
+  check_activations(activations, gate);
   return with_last(gate, shape.weight.n);
 }
 

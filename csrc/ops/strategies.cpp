@@ -21,13 +21,24 @@ StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check) {
   return check_of(type).exchange(check);
 }
 
-void check_strategy(OptionalName name, const at::Tensor& x) {
+void check_strategy(OptionalName name, const at::Tensor& x, Activations activations) {
   if (!name.has_value() || x.is_meta()) return;
   if (const StrategyCheck check = check_of(x.device().type())) {
-    or_value_error([&] { check(*name); });
+    or_value_error([&] { check(*name, activations); });
   } else {
     find_strategy(name, x);
   }
+}
+
+Activations check_activations(OptionalName name, const at::Tensor& x) {
+  if (!name.has_value()) return Activations::kExact;
+  constexpr const char* kInt8 = "int8";
+  or_value_error([&] { return find_name("activations", *name, 1, [&](int) { return kInt8; }); });
+  const c10::DeviceType type = x.device().type();
+  TORCH_CHECK_VALUE(x.is_meta() || check_of(type).load(), "activations: '", *name, "' on ",
+                    c10::DeviceTypeName(type, true),
+                    "; only the native CPU engine rounds activations, allowed here: None");
+  return Activations::kInt8;
 }
 
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {

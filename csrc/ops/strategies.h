@@ -1,5 +1,6 @@
-// Strategies by name. An op takes those of plan(), unless the engine that computes on tensors of
-// that type of device has its own and says so here: ops know no engine.
+// How a product is computed, by name. An op takes the strategies of plan() and exact activations,
+// unless the engine that computes on tensors of that type of device has its own strategies and says
+// so here: ops know no engine.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -11,15 +12,25 @@
 
 namespace metalmm {
 
-// Throws std::invalid_argument that lists the engine's strategies: it has none of that name.
-using StrategyCheck = void (*)(std::string_view name);
+// What a product takes for x: its values, or those rounded to 8 bits in blocks that share a scale.
+enum class Activations { kExact, kInt8 };
 
-// The check for tensors of a type of device from now on; null: the names are those of plan().
+// Throws std::invalid_argument that lists the engine's strategies for such activations: it has none
+// of that name.
+using StrategyCheck = void (*)(std::string_view name, Activations activations);
+
+// The check for tensors of a type of device from now on; null: the names are those of plan(), and
+// activations are exact.
 // Returns the one before.
 StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check);
 
 // As the engine of x's device checks it; meta is none, and takes any name. ValueError.
-void check_strategy(OptionalName name, const at::Tensor& x);
+void check_strategy(OptionalName name, const at::Tensor& x,
+                    Activations activations = Activations::kExact);
+
+// Activations by name: nothing is exact. ValueError where no such name is, or where the engine of
+// x's device rounds none; meta is no engine, and takes each.
+Activations check_activations(OptionalName name, const at::Tensor& x);
 
 // The strategy of plan() of that name. ValueError that lists those of a linear layer.
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x);

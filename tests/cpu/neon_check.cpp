@@ -7,16 +7,22 @@
 #include <random>
 #include <vector>
 
+#include "cpu/int8/kernels.h"
 #include "cpu/kernels.h"
 #include "cpu/quantize/quantize.h"
 
 namespace metalmm::cpu {
 namespace neon {
 extern const IsaKernels kKernels;
+extern const int8::Kernels kInt8Kernels;
+}  // namespace neon
+namespace neon_dot {
+extern const int8::Kernels kInt8Kernels;
 }
 namespace scalar {
 extern const IsaKernels kKernels;
-}
+extern const int8::Kernels kInt8Kernels;
+}  // namespace scalar
 
 namespace {
 
@@ -38,18 +44,24 @@ bool near(const std::vector<float>& a, const std::vector<float>& b, int64_t n) {
                     [&](float x, float y) { return std::fabs(x - y) <= bound; });
 }
 
-int check_format(const Format& f) {
+// Random rows of W; `packed` holds them.
+Weight random_weight(const Format& f, std::vector<uint8_t>& packed) {
   const int64_t row_bytes = f.row_bytes(kK);
-  std::vector<uint8_t> packed(kRows * row_bytes);
+  packed.resize(kRows * row_bytes);
   for (int64_t r = 0; r < kRows; ++r) {
     quantize_row(f, random_values(kK).data(), kK, packed.data() + r * row_bytes);
   }
   int shift = 0;
   while ((int64_t{kChunkValues} << shift) < f.block_values) ++shift;
-  const Weight w{packed.data(),
-                 row_bytes,
-                 kK,
-                 {f.scales_offset(kK), f.biases_offset(kK), shift, f.scale_type}};
+  return {packed.data(),
+          row_bytes,
+          kK,
+          {f.scales_offset(kK), f.biases_offset(kK), shift, f.scale_type}};
+}
+
+int check_format(const Format& f) {
+  std::vector<uint8_t> packed;
+  const Weight w = random_weight(f, packed);
   const CodecKernels& fast = neon::kKernels.codec[static_cast<int>(f.codec)];
   const CodecKernels& slow = scalar::kKernels.codec[static_cast<int>(f.codec)];
   int failures = 0;
@@ -67,6 +79,64 @@ int check_format(const Format& f) {
     failures += !near(ya, yb, kK);
   }
   if (failures) std::printf("%s: %d differences\n", f.name.c_str(), failures);
+  return failures;
+}
+
+// Rows of x that fill a panel, packed.
+std::vector<uint8_t> panel_of(int8::Layout layout, int8::PackKernel pack, const int8::Kind& kind,
+                              const std::vector<float>& x) {
+  std::vector<uint8_t> out(kK / kChunkValues * layout.chunk_bytes(kind.sub));
+  pack({x.data(), kK, layout.rows(), 0, kK / kChunkValues, kind.offset, out.data()});
+  return out;
+}
+
+// The first kTileRows rows of W, decoded, times one panel of x.
+std::vector<float> tile_of(const int8::CodecKernels& codec, const int8::Tile& tile, const Weight& w,
+                           const std::vector<uint8_t>& x) {
+  constexpr int64_t kTileRows = 4;
+  std::vector<uint8_t> codes(kTileRows * int8::kCodeStride);
+  std::vector<float> scale(kTileRows * int8::kScaleStride), min(scale.size());
+  const int8::Decoded decoded{codes.data(), scale.data(), min.data()};
+  for (int64_t r = 0; r < kTileRows; ++r) codec.decode(w, r, 0, kK, decoded.row(r));
+  std::vector<float> c(kTileRows * kColumns);
+  for (int64_t r = 0; r < kTileRows; r += tile.rows) {
+    tile.run(
+        {decoded.row(r), x.data(), 0, kK / kChunkValues, c.data() + r * kColumns, kColumns, false});
+  }
+  return c;
+}
+
+// int8 kernels: what is rounded is equal byte for byte, sums differ as those of f32 may.
+int check_int8(const Format& f, const int8::Kernels& fast, const char* name) {
+  const int8::Kernels& slow = scalar::kInt8Kernels;
+  const int8::CodecKernels &a = fast.codec[static_cast<int>(f.codec)],
+                           &b = slow.codec[static_cast<int>(f.codec)];
+  if (!b.gemv) return a.gemv != nullptr;
+  std::vector<uint8_t> packed;
+  const Weight w = random_weight(f, packed);
+  const std::vector<float> x = random_values(kColumns * kK);
+  const int8::KindKernels &ka = fast.kind[a.kind.index()], &kb = slow.kind[b.kind.index()];
+  std::vector<uint8_t> row_a(int8::RoundedRow::bytes(kK)), row_b(row_a.size());
+  const auto ra = int8::RoundedRow::in(row_a.data(), kK),
+             rb = int8::RoundedRow::in(row_b.data(), kK);
+  ka.round(x.data(), 0, kK / kChunkValues, a.kind.offset, ra);
+  kb.round(x.data(), 0, kK / kChunkValues, b.kind.offset, rb);
+  int failures = row_a != row_b;
+  std::vector<float> ya(kRows), yb(kRows);
+  a.gemv({w, 0, kRows, ra, ya.data()});
+  b.gemv({w, 0, kRows, rb, yb.data()});
+  failures += !near(ya, yb, kK);
+  const auto compare = [&](int8::Layout layout, int8::PackKernel pa, int8::PackKernel pb,
+                           const int8::Tile& ta, const int8::Tile& tb) {
+    const std::vector<uint8_t> xa = panel_of(layout, pa, a.kind, x),
+                               xb = panel_of(layout, pb, b.kind, x);
+    failures += xa != xb;
+    failures += !near(tile_of(a, ta, w, xa), tile_of(b, tb, w, xb), kK);
+  };
+  compare(fast.narrow, ka.pack_narrow, kb.pack_narrow, ka.narrow, kb.narrow);
+  compare(fast.batched, ka.pack_batched, kb.pack_batched, ka.batched[0], kb.batched[0]);
+  compare(fast.gemm, ka.pack_gemm, kb.pack_gemm, ka.gemm[0], kb.gemm[0]);
+  if (failures) std::printf("int8 %s %s: %d differences\n", name, f.name.c_str(), failures);
   return failures;
 }
 
@@ -139,7 +209,11 @@ int check_weighing() {
 int main() {
   int failures = metalmm::cpu::check_tiles();
   failures += metalmm::cpu::check_softmax() + metalmm::cpu::check_weighing();
-  for (const metalmm::Format& f : metalmm::all_formats()) failures += metalmm::cpu::check_format(f);
+  for (const metalmm::Format& f : metalmm::all_formats()) {
+    failures += metalmm::cpu::check_format(f);
+    failures += metalmm::cpu::check_int8(f, metalmm::cpu::neon::kInt8Kernels, "neon");
+    failures += metalmm::cpu::check_int8(f, metalmm::cpu::neon_dot::kInt8Kernels, "neon_dot");
+  }
   std::printf("%zu formats, %d differences\n", metalmm::all_formats().size(), failures);
   return failures != 0;
 }

@@ -16,7 +16,7 @@ import sys
 
 import torch
 from backends import ONE_OF_EACH
-from oracle import activations, check, linear, random_weight, spec
+from oracle import activations, check, linear, linear_of_int8, random_weight, spec
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
@@ -69,6 +69,10 @@ def exercise(name: str) -> None:
                 x, bias = guarded(x, at_end), guarded(bias, at_end)
                 for strategy in (None, "gemv", "gemv_batched", "gemm"):
                     check(ops.linear(x, w, bias, name, strategy), want, f"{name} K={k} M={m}")
+                    if block > 1:
+                        y = ops.linear(x, w, None, name, strategy, activations="int8")
+                        rounded = linear_of_int8(x, name, packed).store(dtype)
+                        check(y, rounded, f"{name} int8 K={k} M={m}")
             ids = guarded(torch.tensor([4, 0, 4]), at_end)
             assert torch.equal(ops.embedding(ids, w, name, k), values[[4, 0, 4]])
             assert torch.equal(ops.dequantize(w, name, k), values)

@@ -30,6 +30,13 @@ Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), and s_T half the sp
     |fl_T(y) - y| <= u_T |y| + s_T
 f32 stores without rounding. float64 adds K 2^-53 sum |x| |w| of its own.
 
+Products of activations rounded to int8 compute with what the specification rounds x to (formats/
+activations.py), exactly as long as numbers are integers: within a block of 16 or 32. A block's
+sum is then multiplied by the scale of x and the scale of W, one rounding with the addition, and
+where W has minima m sum q is added: for a block two additions, for the products, the joining of
+at most 16 lanes and the rounding of the specification's own w = d q + m 10 roundings more:
+    |y - sum x w| <= gamma(K / 8 + 10) sum |x| (|d q| + |m|)
+
 `Value` carries the exact value and the bound through a chain of such operations.
 """
 
@@ -42,6 +49,7 @@ from format_cases import HALF_FIELDS, UNIT_SCALE
 from torch import Tensor
 
 from torch_metalmm import formats
+from torch_metalmm.formats import activations as activations_int8
 
 DTYPES = tuple(formats.DTYPES.values())
 FORMATS = tuple(formats.names())
@@ -212,11 +220,14 @@ def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
     return f.dequantize(out, k).double()
 
 
-def addends(name: str, packed: Tensor, k: int) -> Tensor:
-    """|d q| + |m| of each weight of a format with an offset, float64 [N, k]."""
+def addends(name: str, packed: Tensor, k: int, biased: bool = True) -> Tensor:
+    """|d q| + |m| of each weight of a format with an offset, float64 [N, k].
+
+    biased: with the bias that the vector shaders give to codes of q4_k.
+    """
     offset = _with_codes(name, packed, k, 0)
     out = (spec(name, packed, k).double() - offset).abs() + offset.abs()
-    if name == "q4_k":
+    if name == "q4_k" and biased:
         codes = (_with_codes(name, packed, k, 0x11) - offset).abs()
         out += Q4_K_BIAS * codes * (torch.arange(k) % 64 >= 32)
     return out
@@ -227,6 +238,18 @@ def linear_of_offsets(x: Tensor, name: str, packed: Tensor) -> Value:
     k = x.shape[-1]
     y = Value.of(x).dot(spec(name, packed, k), k + 8, size=addends(name, packed, k))
     return y.store(x.dtype)
+
+
+def rounded_activations(x: Tensor) -> Tensor:
+    """x as activations="int8" takes it, float64."""
+    return activations_int8.dequantize(*activations_int8.quantize(x))
+
+
+def linear_of_int8(x: Tensor, name: str, packed: Tensor) -> Value:
+    """x wT in f32, W packed and with integer codes, x rounded to int8."""
+    k = x.shape[-1]
+    size = addends(name, packed, k, biased=False) if name in OFFSETS else None
+    return Value.of(rounded_activations(x)).dot(spec(name, packed, k), k // 8 + 10, size=size)
 
 
 # ---- inputs

@@ -67,11 +67,13 @@ struct IQ4_NL : LookupBlock<kIQ4Levels> {};
 
 // 2^(e - 127) * value[code]
 struct MXFP4 : NibbleBlock<Table16, 17> {
+  static MM_INLINE float half_scale(uint32_t e) {
+    const uint32_t bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    return load_as<float>(&bits);
+  }
   static MM_INLINE void open(Row row, int64_t block, Block& k) {
     const uint8_t* b = at(row, block);
-    const uint32_t e = b[0];
-    const uint32_t half_scale = e < 2 ? 0x00200000u << e : (e - 1) << 23;
-    k = {Table16(kFP4Doubled, set1(load_as<float>(&half_scale))), b + 1};
+    k = {Table16(kFP4Doubled, set1(half_scale(b[0]))), b + 1};
   }
 };
 

@@ -1,0 +1,83 @@
+// GGML blocks of 256 values as integer codes. The contract is in codecs_block.h; the scales are
+// those of the codecs of f32.
+#pragma once
+
+#include "codecs_block.h"
+#include "cpu/codecs/k.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+// A codec whose Block has the scales and minima of its groups as f32.
+template <class Codec, int sub, bool has_min, int offset, bool wide = false>
+struct Grouped {
+  static constexpr int8::Kind kKind{sub, has_min, wide, offset};
+  using Block = GroupScales;
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    Codec::open(row, block, k);
+  }
+  static MM_INLINE const float* scales(const Block& k) { return k.scale; }
+};
+
+// Bits `mask` of every byte after a shift to the left, or to the right where it is negative. Of
+// words, whose bits beyond their byte the mask takes away: bytes would be masked twice.
+MM_INLINE Bytes field(Bytes v, int left, uint8_t mask) {
+  typedef uint16_t Words __attribute__((vector_size(sizeof(Bytes))));
+  const Words w = reinterpret_cast<Words>(v);
+  return reinterpret_cast<Bytes>(left > 0 ? w << left : w >> -left) & mask;
+}
+
+template <>
+struct Integers<Q2_K> : Grouped<Q2_K, 16, true, 0> {
+  // The codes are moved to the lowest bits here: exact, both factors are powers of two.
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    Q2_K::open(row, block, k);
+    for (int i = 0; i < 16; i += kWidth)
+      store(k.scale + i, load(k.scale + i) / load(kFieldScale + i));
+  }
+  static MM_INLINE const float* mins(const Block& k) { return k.offset; }
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    return field(load_bytes(k.b + 16 + chunk / 4 * 32), -2 * (chunk % 4), 3);
+  }
+};
+template <>
+struct Integers<Q3_K> : Grouped<Q3_K, 16, false, 4> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    return field(load_bytes(k.b + 32 + chunk / 4 * 32), -2 * (chunk % 4), 3) |
+           field(load_bytes(k.b), 2 - chunk, 4);
+  }
+};
+template <class Codec>
+struct SixBitIntegers : Grouped<Codec, 32, true, 0> {
+  static MM_INLINE const float* mins(const GroupScales& k) { return k.scale + 8; }
+};
+template <>
+struct Integers<Q4_K> : SixBitIntegers<Q4_K> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    const Bytes qs = load_bytes(k.b + 16 + chunk / 2 * 32);
+    return field(qs, -4 * (chunk % 2), 15);
+  }
+};
+template <>
+struct Integers<Q5_K> : SixBitIntegers<Q5_K> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
+    return field(qs, -4 * (chunk % 2), 15) | field(load_bytes(k.b + 16), 4 - chunk, 16);
+  }
+};
+template <>
+struct Integers<Q6_K> : Grouped<Q6_K, 16, false, 32> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    const int half_block = chunk / 4, t = chunk % 4;
+    const Bytes ql = load_bytes(k.b + half_block * 64 + t % 2 * 32);
+    const Bytes qh = load_bytes(k.b + 128 + half_block * 32);
+    return field(ql, -4 * (t / 2), 15) | field(qh, 4 - 2 * t, 0x30);
+  }
+};
+template <>
+struct Integers<IQ4_XS> : Grouped<IQ4_XS, 32, false, kIQ4Offset, true> {
+  static MM_INLINE Bytes codes(const Block& k, int chunk) {
+    return look_up(kIQ4Bytes.entry, nibble_bytes(k.b + 8 + 16 * chunk));
+  }
+};
+
+}  // namespace metalmm::cpu::MM_ISA

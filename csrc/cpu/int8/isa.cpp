@@ -1,0 +1,330 @@
+// The int8 kernels of one instruction set. Compiled once per set; MM_ISA names it.
+#include "codecs_block.h"
+#include "codecs_k.h"
+#include "codecs_plane.h"
+#include "pack.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+using int8::Decoded;
+using int8::Kind;
+using int8::Layout;
+
+constexpr int kPrefetchBytes = 512;
+
+template <class Codec>
+MM_INLINE void prefetch_block(const uint8_t* row, int64_t block) {
+  for (int i = 0; i < Codec::kBlockBytes; i += 64) {
+    __builtin_prefetch(row + block * Codec::kBlockBytes + i + kPrefetchBytes);
+  }
+}
+
+// The scales and biases of the row behind, of a format that has them in planes: they lie apart from
+// what is read in order, and each line of them serves 1024 values or more. One thread, cold
+// affine4_g64 (Zen 4): 5.9 cycles a chunk without.
+template <class Codec>
+MM_INLINE void prefetch_planes(const Weight& w, const uint8_t* row) {
+  if (sizeof(typename Codec::Row) == sizeof row) return;  // one pointer: no planes
+  const RowLayout& l = w.layout;
+  const int64_t end = 2 * l.biases_offset - l.scales_offset;
+  for (int64_t i = l.scales_offset; i < end; i += 64) __builtin_prefetch(row + w.row_stride + i);
+}
+
+// Owner: one thread; kRows rows of W at a time, a kRows-th of the range apart (cpu/isa.cpp's Dot
+// says why). Traffic: W once, decoded into registers; x, 2 bytes a value, once per kRows rows.
+template <class Codec, int kRows>
+struct Int8Gemv {
+  using Codes = Integers<Codec>;
+  using Block = typename Codes::Block;
+  using V = Floats<kGemvBytes>;
+  static constexpr Kind kKind = Codes::kKind;
+  static constexpr int kVectors = kChunkValues / kGemvBytes, kLanes = kGemvBytes / 4;
+  static constexpr bool kWide = kKind.wide && kWideCosts;
+  static constexpr int kGroups = Codec::kBlockValues / kKind.sub;
+  static constexpr int kChunks = Codec::kBlockValues / kChunkValues;
+  // Sums of a chunk, one or two vectors.
+  static constexpr int kSums = kChunkValues / (kKind.sub > kGemvBytes ? kKind.sub : kGemvBytes);
+
+  struct Sum {
+    V lanes = {};
+    float mins = 0;  // of blocks of one group
+  };
+
+  // The numbers of chunk c, sum i: where a vector holds two groups, each in its lanes.
+  static MM_INLINE V of_groups(const float* numbers, int c, int i) {
+#if defined(__AVX2__)
+    if constexpr (kKind.sub < kGemvBytes) {
+      __m256i pick = _mm256_add_epi32(_mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0),
+                                      _mm256_set1_epi32(2 * (c % 4)));
+      asm("" : "+v"(pick));  // a constant that gcc sees becomes two permutations
+      return _mm256_permutevar8x32_ps(load_as<V>(numbers + c / 4 * 8), pick);
+    }
+#else
+    static_assert(kKind.sub >= kGemvBytes);
+#endif
+    return every<kGemvBytes>(numbers[c * kSums + i]);
+  }
+
+  static MM_INLINE void multiply(const Block& block, const float* scales, int c,
+                                 const int8::RoundedRow& x, int64_t chunk, Sum& y) {
+    const Bytes codes = Codes::codes(block, c);
+#pragma GCC unroll 2
+    for (int i = 0; i < kSums; ++i) {
+      Ints<kGemvBytes> sum = {};
+      if (!kKind.min) {
+        sum = load_as<Ints<kGemvBytes>>(x.added + (chunk * kSums + i) * kGemvBytes);
+      }
+#pragma GCC unroll 2
+      for (int v = i * kVectors / kSums; v < (i + 1) * kVectors / kSums; ++v) {
+        const auto q = load_as<Ints<kGemvBytes>>(x.codes + chunk * kChunkValues + v * kGemvBytes);
+        sum = dot<kWide>(sum, part<kGemvBytes>(codes, v), q);
+      }
+      y.lanes = fma_of(__builtin_convertvector(sum, V), of_groups(scales, c, i), y.lanes);
+    }
+  }
+
+  static MM_INLINE void multiply_block(const Block& block, const int8::RoundedRow& x, int64_t b,
+                                       Sum& y) {
+    float scales[kGroups];
+    if constexpr (kGroups == 1) {
+      scales[0] = *Codes::scales(block) * x.scale[b];
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroups; i += kLanes) {
+        const V both = load_as<V>(Codes::scales(block) + i) * load_as<V>(x.scale + b * kGroups + i);
+        std::memcpy(scales + i, &both, sizeof both);
+      }
+      // From here on in memory: gcc would permute registers for each lane, where a load gives every
+      // lane one number; q6_k 4.8 cycles a chunk (Zen 4).
+      if (kKind.sub >= kGemvBytes) asm("" : "+m"(scales));
+    }
+    if constexpr (kKind.min) {
+      const uint8_t* added = x.added + 4 * b * kGroups;
+      if constexpr (kGroups == 1) {
+        y.mins = fma_of(load_as<float>(added), *Codes::mins(block), y.mins);
+      } else {
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroups; i += kLanes) {
+          y.lanes = fma_of(load_as<V>(added + 4 * i), load_as<V>(Codes::mins(block) + i), y.lanes);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < kChunks; ++c) multiply(block, scales, c, x, b * kChunks + c, y);
+  }
+
+  static MM_INLINE void multiply_rows(const int8::GemvArgs& g, const uint8_t* const* p,
+                                      Sum (&y)[kRows]) {
+    const int64_t blocks = g.weight.k / Codec::kBlockValues;
+    typename Codec::Row row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], g.weight.layout);
+    Block open[kRows];
+    for (int64_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        prefetch_block<Codec>(p[r], b);
+        Codes::open(row[r], b, open[r]);
+        multiply_block(open[r], g.x, b, y[r]);
+      }
+    }
+  }
+
+  static void run(const int8::GemvArgs& g) {
+    const int64_t n_rows = g.last_row - g.first_row, passes = (n_rows + kRows - 1) / kRows;
+    for (int64_t i = 0; i < passes; ++i) {
+      const uint8_t* p[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t n = i + r * passes;
+        p[r] = g.weight.row(g.first_row + (n < n_rows ? n : n_rows - 1));
+        prefetch_planes<Codec>(g.weight, p[r]);
+      }
+      Sum y[kRows];
+      multiply_rows(g, p, y);
+      for (int r = 0; r < kRows && i + r * passes < n_rows; ++r) {
+        g.y[i + r * passes] = sum_of(y[r].lanes) + y[r].mins;
+      }
+    }
+  }
+};
+
+template <class Codec>
+void decode_codes(const Weight& w, int64_t n, int64_t first, int64_t last, const Decoded& out) {
+  using Codes = Integers<Codec>;
+  constexpr int kGroups = Codec::kBlockValues / Codes::kKind.sub;
+  const uint8_t* p = w.row(n);
+  if (first == 0) prefetch_planes<Codec>(w, p);
+  const auto row = Codec::row(p, w.layout);
+  typename Codes::Block open;
+  uint8_t* codes = out.codes;
+  float *scale = out.scale, *min = out.min;
+  for (int64_t b = first / Codec::kBlockValues; b < last / Codec::kBlockValues; ++b) {
+    prefetch_block<Codec>(p, b);
+    Codes::open(row, b, open);
+#pragma GCC unroll 8
+    for (int c = 0; c < Codec::kBlockValues / kChunkValues; ++c, codes += kChunkValues) {
+      const Bytes v = Codes::codes(open, c);
+      std::memcpy(codes, &v, sizeof v);
+    }
+    std::memcpy(scale, Codes::scales(open), kGroups * sizeof(float));
+    scale += kGroups;
+    if constexpr (Codes::kKind.min) {
+      std::memcpy(min, Codes::mins(open), kGroups * sizeof(float));
+      min += kGroups;
+    }
+  }
+}
+
+// A tile of c: kRows rows of W by kPanels panels of x, of kSpan values of each row in a vector.
+// Owner: one thread. Traffic: per kSpan values of K, kPanels loads of x and kRows broadcasts of w.
+// Needs: W decoded, in the first-level cache or the second.
+template <int kBytes, int kSpan, int kSub, bool kMin, bool kWide, int kRows, int kPanels>
+struct Int8Tile {
+  using V = Floats<kBytes>;
+  static constexpr Layout kLayout{kBytes, kSpan};
+  static constexpr int kVectors = kChunkValues / kSpan, kAddends = kLayout.addends(kSub);
+  static constexpr int kPerAddend = kVectors / kAddends, kLanes = kBytes / 4;
+  static constexpr int64_t kChunkBytes = kLayout.chunk_bytes(kSub);
+  static_assert(kSub >= kSpan, "a vector has one scale of W");
+
+  static MM_INLINE void multiply(const int8::TileArgs& t, int64_t chunk, int a,
+                                 V (&y)[kRows][kPanels]) {
+    const uint8_t* x = t.x + chunk * kChunkBytes;
+    const uint8_t* added = x + (kVectors + 1 + a) * kBytes;
+    Ints<kBytes> sum[kRows][kPanels];
+    for (int r = 0; r < kRows; ++r) {
+      for (int p = 0; p < kPanels; ++p) {
+        sum[r][p] = kMin ? Ints<kBytes>{} : load_as<Ints<kBytes>>(added + p * t.panel_stride);
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = a * kPerAddend; v < (a + 1) * kPerAddend; ++v) {
+      Ints<kBytes> codes[kPanels];
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        codes[p] = load_as<Ints<kBytes>>(x + p * t.panel_stride + v * kBytes);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const auto w = repeated<kBytes, kSpan>(t.w.row(r).codes + chunk * kChunkValues + v * kSpan);
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) sum[r][p] = dot<kWide>(sum[r][p], w, codes[p]);
+      }
+    }
+    V scale[kPanels];
+    for (int p = 0; p < kPanels; ++p) {
+      scale[p] = load_as<V>(x + p * t.panel_stride + kVectors * kBytes);
+    }
+    const int64_t group = chunk * (kChunkValues / kSub) + a;
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const V d = every<kBytes>(t.w.row(r).scale[group]);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        y[r][p] = fma_of(__builtin_convertvector(sum[r][p], V) * scale[p], d, y[r][p]);
+      }
+      if constexpr (kMin) {
+        const V m = every<kBytes>(t.w.row(r).min[group]);
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) {
+          y[r][p] = fma_of(load_as<V>(added + p * t.panel_stride), m, y[r][p]);
+        }
+      }
+    }
+  }
+
+  static void run(const int8::TileArgs& t) {
+    V y[kRows][kPanels];
+    for (int r = 0; r < kRows; ++r) {
+      for (int p = 0; p < kPanels; ++p) {
+        y[r][p] = t.accumulate ? load_as<V>(t.c + r * t.c_stride + p * kLanes) : V{};
+      }
+    }
+    for (int64_t chunk = 0; chunk < t.chunks; ++chunk) {
+#pragma GCC unroll 2
+      for (int a = 0; a < kAddends; ++a) multiply(t, chunk, a, y);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int p = 0; p < kPanels; ++p) {
+        std::memcpy(t.c + r * t.c_stride + p * kLanes, &y[r][p], sizeof(V));
+      }
+    }
+  }
+};
+
+// Rows of W of a tile by its panels: their sums, results and operands are in registers, of which
+// there are 32, or 16 with AVX2.
+#if defined(__AVX512F__)
+constexpr int kGemvRows = 4, kNarrowRows = 6;
+constexpr int kBatchedRows[] = {6}, kGemmRows[] = {12, 6};
+#elif defined(__AVX2__)
+constexpr int kGemvRows = 2, kNarrowRows = 4;
+constexpr int kBatchedRows[] = {4, 2}, kGemmRows[] = {4, 2};
+#elif !defined(MM_NEON)  // not to be fast, but to compile soon
+constexpr int kGemvRows = 2, kNarrowRows = 2;
+constexpr int kBatchedRows[] = {2}, kGemmRows[] = {2};
+#else
+constexpr int kGemvRows = 4, kNarrowRows = 4;
+constexpr int kBatchedRows[] = {4, 4, 2, 2}, kGemmRows[] = {4, 4};
+#endif
+constexpr int kBatchedPanels = sizeof kBatchedRows / sizeof *kBatchedRows;
+constexpr int kGemmPanels = sizeof kGemmRows / sizeof *kGemmRows;
+static_assert(kBatchedPanels <= int8::kMaxPanels && kGemmPanels <= int8::kMaxPanels);
+
+// As those of isa.cpp.
+template <int... i>
+struct Numbers {};
+template <int n, int... i>
+struct NumbersTo : NumbersTo<n - 1, n - 1, i...> {};
+template <int... i>
+struct NumbersTo<0, i...> {
+  using type = Numbers<i...>;
+};
+
+template <int kSub, bool kMin, bool kWide, int... b, int... g>
+constexpr int8::KindKernels kind_kernels(Numbers<b...>, Numbers<g...>) {
+  constexpr bool wide = kWide && kWideCosts;
+  constexpr int n = kVectorBytes;
+  using int8::kBatchedSpan, int8::kGemmSpan;
+  return {round_row<kSub, kMin>,
+          pack<kGemvBytes, kBatchedSpan, kSub, kMin>,
+          pack<n, kBatchedSpan, kSub, kMin>,
+          pack<n, kGemmSpan, kSub, kMin>,
+          {Int8Tile<kGemvBytes, kBatchedSpan, kSub, kMin, wide, kNarrowRows, 1>::run, kNarrowRows},
+          {{Int8Tile<n, kBatchedSpan, kSub, kMin, wide, kBatchedRows[b], b + 1>::run,
+            kBatchedRows[b]}...},
+          {{Int8Tile<n, kGemmSpan, kSub, kMin, wide, kGemmRows[g], g + 1>::run, kGemmRows[g]}...}};
+}
+// By Kind::index().
+template <int index>
+constexpr int8::KindKernels kind_kernels() {
+  return kind_kernels<index & 1 ? 16 : 32, (index & 2) != 0, (index & 4) != 0>(
+      NumbersTo<kBatchedPanels>::type{}, NumbersTo<kGemmPanels>::type{});
+}
+
+template <class Codec>
+constexpr int8::CodecKernels codec_kernels() {
+  if constexpr (Integers<Codec>::kKind.sub == 0) {
+    return {};
+  } else {
+    return {Integers<Codec>::kKind, Int8Gemv<Codec, kGemvRows>::run, decode_codes<Codec>};
+  }
+}
+
+template <int... i>
+constexpr int8::Kernels int8_kernels(Numbers<i...>) {
+  return {{kGemvBytes, int8::kBatchedSpan},
+          {kVectorBytes, int8::kBatchedSpan},
+          {kVectorBytes, int8::kGemmSpan},
+          kBatchedPanels,
+          kGemmPanels,
+          {kind_kernels<i>()...},
+          {
+#define MM_FORMAT(name, Struct) codec_kernels<Struct>(),
+#include "metal/formats.def"
+          }};
+}
+
+extern const int8::Kernels kInt8Kernels;
+const int8::Kernels kInt8Kernels = int8_kernels(NumbersTo<int8::kNumKinds>::type{});
+
+}  // namespace metalmm::cpu::MM_ISA

@@ -1,0 +1,215 @@
+#include "matmul.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "ops/tensors.h"
+
+namespace metalmm::cpu::int8 {
+namespace {
+
+// Above, the tiles are faster although they take whole panels.
+constexpr int64_t kMaxBatchedRows = 8;
+
+// A task of gemm, as the exact one: codes of W (27 KB), of x (168 KB) and c (48 KB) share a
+// second-level cache.
+constexpr int64_t kTaskRows = 48;
+constexpr int64_t kTaskColumns = 256;
+
+// Values that a thread decodes or rounds at least.
+constexpr int64_t kGrainValues = 1 << 16;
+constexpr int64_t kGrainRounded = 1 << 14;
+
+int64_t row_grain(int64_t k) { return std::max<int64_t>(1, kGrainValues / k); }
+
+// Memory for vectors, uninitialised.
+class Aligned {
+ public:
+  explicit Aligned(int64_t bytes) : memory_(new uint8_t[bytes + 63]) {
+    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
+    data_ = memory_.get() +
+            (round_up(static_cast<int64_t>(address), 64) - static_cast<int64_t>(address));
+  }
+  uint8_t* get() const { return data_; }
+
+ private:
+  std::unique_ptr<uint8_t[]> memory_;
+  uint8_t* data_;
+};
+
+// Rows of x as panels of a layout.
+struct Panels {
+  Layout layout;
+  int64_t count, stride;  // stride in bytes
+  Aligned memory;
+  // From a chunk of a panel on.
+  const uint8_t* at(int64_t panel, int64_t chunk, const Kind& kind) const {
+    return memory.get() + panel * stride + chunk * layout.chunk_bytes(kind.sub);
+  }
+};
+
+Panels pack(const at::Tensor& x, const Kind& kind, const Layout& layout, PackKernel kernel) {
+  const int64_t m = x.size(0), chunks = x.size(1) / kChunkValues, rows = layout.rows();
+  const int64_t panels = (m + rows - 1) / rows, stride = chunks * layout.chunk_bytes(kind.sub);
+  Panels out{layout, panels, stride, Aligned(panels * stride)};
+  const float* from = elements<float>(x);
+  const int64_t x_stride = x.stride(0);
+  const int64_t grain = std::max<int64_t>(1, kGrainRounded / (kChunkValues * std::min(m, rows)));
+  parallel_for(0, panels * chunks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t p = first / chunks; p * chunks < last; ++p) {
+      kernel({from + p * rows * x_stride, x_stride, std::min(rows, m - p * rows),
+              std::max<int64_t>(first - p * chunks, 0), std::min(last - p * chunks, chunks),
+              kind.offset, out.memory.get() + p * stride});
+    }
+  });
+  return out;
+}
+
+// Decoded rows of W, and what they are multiplied to.
+struct Scratch {
+  std::vector<uint8_t> codes;
+  std::vector<float> scale, min, c;
+  Scratch(int64_t rows, int64_t results)
+      : codes(rows * kCodeStride),
+        scale(rows * kScaleStride),
+        min(rows * kScaleStride),
+        c(results) {}
+  Decoded rows() { return {codes.data(), scale.data(), min.data()}; }
+};
+
+struct Product {
+  const Weight& w;
+  const CodecKernels& codec;
+  const KindKernels& kind;
+  int64_t m, n;
+  float* y;
+};
+
+void gemv(const Product& p, const at::Tensor& x) {
+  const int64_t k = p.w.k, chunks = k / kChunkValues;
+  const Aligned memory(RoundedRow::bytes(k));
+  const RoundedRow row = RoundedRow::in(memory.get(), k);
+  for (int64_t m = 0; m < p.m; ++m) {
+    const float* from = elements<float>(x) + m * x.stride(0);
+    parallel_for(0, chunks, kGrainRounded / kChunkValues, [&](int64_t first, int64_t last) {
+      p.kind.round(from, first, last, p.codec.kind.offset, row);
+    });
+    parallel_for(0, p.n, row_grain(k), [&](int64_t first, int64_t last) {
+      p.codec.gemv({p.w, first, last, row, p.y + m * p.n + first});
+    });
+  }
+}
+
+// Results of the rows [first, last) of W, a tile's rows at a time, which lie apart as those of
+// gemv do, with `count` panels of x.
+void batched_rows(const Product& p, const Panels& x, const Tile& tile, int64_t panel, int64_t count,
+                  int64_t first, int64_t last) {
+  const int64_t lanes = x.layout.bytes / 4, row_lanes = x.layout.span / 4;
+  const int64_t m0 = panel * x.layout.rows();
+  const int64_t m1 = std::min(p.m, m0 + count * x.layout.rows());
+  Scratch scratch(tile.rows, tile.rows * count * lanes);
+  const int64_t passes = (last - first + tile.rows - 1) / tile.rows;
+  for (int64_t i = first; i < first + passes; ++i) {
+    for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
+      const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        p.codec.decode(p.w, std::min(i + r * passes, last - 1), k0, k1, scratch.rows().row(r));
+      }
+      tile.run({scratch.rows(), x.at(panel, k0 / kChunkValues, p.codec.kind), x.stride,
+                (k1 - k0) / kChunkValues, scratch.c.data(), count * lanes, k0 > 0});
+    }
+    for (int64_t r = 0; r < tile.rows && i + r * passes < last; ++r) {
+      const float* lane = scratch.c.data() + r * count * lanes;
+      for (int64_t m = m0; m < m1; ++m, lane += row_lanes) {
+        p.y[m * p.n + i + r * passes] = lane[0] + lane[1];
+      }
+    }
+  }
+}
+
+void gemv_batched(const Product& p, const at::Tensor& x) {
+  const Kernels& kernels = current_kernels();
+  const bool narrow = p.m <= kernels.narrow.rows();
+  const Panels panels = narrow ? pack(x, p.codec.kind, kernels.narrow, p.kind.pack_narrow)
+                               : pack(x, p.codec.kind, kernels.batched, p.kind.pack_batched);
+  const int64_t most = narrow ? 1 : kernels.batched_panels;
+  for (int64_t i = 0; i < panels.count; i += most) {
+    const int64_t count = std::min(most, panels.count - i);
+    const Tile& tile = narrow ? p.kind.narrow : p.kind.batched[count - 1];
+    parallel_for(0, p.n, row_grain(p.w.k), [&](int64_t first, int64_t last) {
+      batched_rows(p, panels, tile, i, count, first, last);
+    });
+  }
+}
+
+// y for the rows [n0, n1) of W and [m0, m1) of x.
+void gemm_task(const Product& p, const Panels& x, int64_t n0, int64_t n1, int64_t m0, int64_t m1,
+               Scratch& scratch) {
+  const int64_t width = x.layout.rows(), most = current_kernels().gemm_panels;
+  const int64_t panels = (m1 - m0 + width - 1) / width;
+  for (int64_t k0 = 0; k0 < p.w.k; k0 += kDecodeK) {
+    const int64_t k1 = std::min(p.w.k, k0 + kDecodeK);
+    for (int64_t r = n0; r < n1; ++r) {
+      p.codec.decode(p.w, r, k0, k1, scratch.rows().row(r - n0));
+    }
+    for (int64_t i = 0; i < panels; i += most) {
+      const int64_t count = std::min(most, panels - i);
+      const Tile tile = p.kind.gemm[count - 1];
+      const uint8_t* panel = x.at(m0 / width + i, k0 / kChunkValues, p.codec.kind);
+      for (int64_t r = 0; r < n1 - n0; r += tile.rows) {
+        tile.run({scratch.rows().row(r), panel, x.stride, (k1 - k0) / kChunkValues,
+                  scratch.c.data() + r * kTaskColumns + i * width, kTaskColumns, k0 > 0});
+      }
+    }
+  }
+  for (int64_t m = m0; m < m1; ++m) {
+    for (int64_t r = n0; r < n1; ++r) {
+      p.y[m * p.n + r] = scratch.c[(r - n0) * kTaskColumns + m - m0];
+    }
+  }
+}
+
+void gemm(const Product& p, const at::Tensor& x) {
+  const Panels panels = pack(x, p.codec.kind, current_kernels().gemm, p.kind.pack_gemm);
+  const int64_t row_tasks = (p.n + kTaskRows - 1) / kTaskRows;
+  const int64_t column_tasks = (p.m + kTaskColumns - 1) / kTaskColumns;
+  parallel_for(0, row_tasks * column_tasks, 1, [&](int64_t first, int64_t last) {
+    Scratch scratch(kTaskRows, kTaskRows * kTaskColumns);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t n0 = i % row_tasks * kTaskRows, m0 = i / row_tasks * kTaskColumns;
+      gemm_task(p, panels, n0, std::min(p.n, n0 + kTaskRows), m0, std::min(p.m, m0 + kTaskColumns),
+                scratch);
+    }
+  });
+}
+
+Strategy choose_strategy(int64_t m) {
+  if (m == 1) return Strategy::kGemv;
+  return m <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
+}
+
+}  // namespace
+
+bool has_codes(const Format& format) {
+  return current_kernels().codec[static_cast<int>(format.codec)].gemv != nullptr;
+}
+
+void matmul(const Weight& w, const Format& format, std::optional<Strategy> strategy,
+            const at::Tensor& x, at::Tensor& y) {
+  const int64_t m = x.size(0), n = y.size(1);
+  const CodecKernels& codec = current_kernels().codec[static_cast<int>(format.codec)];
+  const Product p{w, codec, current_kernels().kind[codec.kind.index()],
+                  m, n,     y.mutable_data_ptr<float>()};
+  const Strategy chosen = strategy.value_or(choose_strategy(m));
+  if (chosen == Strategy::kGemv) {
+    gemv(p, x);
+  } else if (chosen == Strategy::kGemvBatched) {
+    gemv_batched(p, x);
+  } else {
+    gemm(p, x);
+  }
+}
+
+}  // namespace metalmm::cpu::int8

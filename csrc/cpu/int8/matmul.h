@@ -1,0 +1,26 @@
+// y = x Wᵀ on the CPU with x rounded to int8: the three ways to walk it, as those of
+// cpu/matmul.h.
+//
+// gemv          each row of x on its own: W is decoded M times, into registers
+// gemv_batched  a few rows of x share one decoding of W, into the first-level cache
+// gemm          W is decoded into the second-level cache and multiplied in register tiles
+// A strategy gives a row of x the same bits whatever the other rows are.
+#pragma once
+
+#include "cpu/int8/kernels.h"
+#include "cpu/matmul.h"
+
+namespace metalmm::cpu::int8 {
+
+// The first of kStrategyNames: these three.
+constexpr int kNumStrategies = static_cast<int>(Strategy::kGemm) + 1;
+
+// Whether the format has integer codes; a product with one that has none is exact.
+bool has_codes(const Format& format);
+
+// y f32 [M, N], contiguous, of x f32 [M, K], its last dimension dense. None of M, N and K is 0, and
+// the format has integer codes.
+void matmul(const Weight& w, const Format& format, std::optional<Strategy> strategy,
+            const at::Tensor& x, at::Tensor& y);
+
+}  // namespace metalmm::cpu::int8

@@ -1,0 +1,175 @@
+// Vectors of bytes, and their products, in the namespace of the instruction set (cpu/simd.h).
+#pragma once
+
+#include "cpu/int8/kernels.h"
+#include "cpu/simd.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+template <int kBytes>
+struct Vec;
+#define MM_VEC(n)                                          \
+  template <>                                              \
+  struct Vec<n> {                                          \
+    typedef int32_t Ints __attribute__((vector_size(n)));  \
+    typedef float Floats __attribute__((vector_size(n)));  \
+    typedef int64_t Longs __attribute__((vector_size(n))); \
+  };
+MM_VEC(16)
+MM_VEC(32)
+MM_VEC(64)
+#undef MM_VEC
+template <int kBytes>
+using Ints = typename Vec<kBytes>::Ints;
+template <int kBytes>
+using Floats = typename Vec<kBytes>::Floats;
+
+constexpr int kVectorBytes = 4 * kWidth;
+// One row of x and one chunk: a longer vector would hold two scales of W.
+constexpr int kGemvBytes = kVectorBytes < kChunkValues ? kVectorBytes : kChunkValues;
+
+// Whether products of unsigned codes above 127 take more instructions.
+#if defined(__AVX512VNNI__)
+constexpr bool kWideCosts = false;
+#else
+constexpr bool kWideCosts = true;
+#endif
+
+#if defined(__AVX2__)
+MM_INLINE __m256i m256(Ints<32> v) { return reinterpret_cast<__m256i>(v); }
+#endif
+
+// acc + in each lane the products of its four bytes: w unsigned, x signed and not -128. Without
+// kWide w is at most 127.
+template <bool kWide>
+MM_INLINE Ints<16> dot(Ints<16> acc, Ints<16> w, Ints<16> x) {
+#if defined(MM_NEON)
+  int8x16_t a = reinterpret_cast<int8x16_t>(w), b = reinterpret_cast<int8x16_t>(x);
+  int32x4_t sum = reinterpret_cast<int32x4_t>(acc);
+  if (kWide) a = veorq_s8(a, vdupq_n_s8(-128));  // w - 128; 128 x is added
+#if defined(__ARM_FEATURE_DOTPROD)
+  if (kWide) sum = vdotq_s32(vdotq_s32(sum, vdupq_n_s8(64), b), vdupq_n_s8(64), b);
+  sum = vdotq_s32(sum, a, b);
+#else
+  // Pairs of products: at most 2 * 128 * 127 < 2^15.
+  const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+  sum = vpadalq_s16(sum, vpaddq_s16(low, high));
+  if (kWide) {
+    sum = vpadalq_s16(sum, vpaddq_s16(vshll_n_s8(vget_low_s8(b), 7), vshll_high_n_s8(b, 7)));
+  }
+#endif
+  return reinterpret_cast<Ints<16>>(sum);
+#else
+  uint8_t a[16];
+  int8_t b[16];
+  std::memcpy(a, &w, sizeof a);
+  std::memcpy(b, &x, sizeof b);
+  for (int i = 0; i < 16; ++i) acc[i / 4] += a[i] * b[i];
+  return acc;
+#endif
+}
+
+#if defined(__AVX2__)
+template <bool kWide>
+MM_INLINE Ints<32> dot(Ints<32> acc, Ints<32> w, Ints<32> x) {
+#if defined(__AVX512VNNI__)
+  return reinterpret_cast<Ints<32>>(_mm256_dpbusd_epi32(m256(acc), m256(w), m256(x)));
+#else
+  // maddubs saturates pairs beyond 2^15: 2 * 127 * 127 is not, and neither is 2 * 128 * 127, of |w
+  // - 128| and of the 128 x that are added.
+  const __m256i ones = _mm256_set1_epi16(1);
+  if constexpr (!kWide) {
+    const __m256i pairs = _mm256_maddubs_epi16(m256(w), m256(x));
+    return acc + reinterpret_cast<Ints<32>>(_mm256_madd_epi16(pairs, ones));
+  } else {
+    const __m256i top = _mm256_set1_epi8(-128), less = _mm256_xor_si256(m256(w), top);
+    const __m256i pairs =
+        _mm256_maddubs_epi16(_mm256_abs_epi8(less), _mm256_sign_epi8(m256(x), less));
+    const __m256i added = _mm256_maddubs_epi16(top, m256(x));
+    return acc + reinterpret_cast<Ints<32>>(_mm256_madd_epi16(pairs, ones)) +
+           reinterpret_cast<Ints<32>>(_mm256_madd_epi16(added, ones));
+  }
+#endif
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+template <bool kWide>
+MM_INLINE Ints<64> dot(Ints<64> acc, Ints<64> w, Ints<64> x) {
+  return reinterpret_cast<Ints<64>>(_mm512_dpbusd_epi32(
+      reinterpret_cast<__m512i>(acc), reinterpret_cast<__m512i>(w), reinterpret_cast<__m512i>(x)));
+}
+#endif
+
+// a * b + c with one rounding where the machine has it.
+MM_INLINE Floats<16> fma_of(Floats<16> a, Floats<16> b, Floats<16> c) {
+#if defined(__FMA__)
+  return _mm_fmadd_ps(a, b, c);
+#elif defined(MM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+#if defined(__AVX2__)
+MM_INLINE Floats<32> fma_of(Floats<32> a, Floats<32> b, Floats<32> c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+#endif
+#if defined(__AVX512F__)
+MM_INLINE Floats<64> fma_of(Floats<64> a, Floats<64> b, Floats<64> c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+#endif
+
+MM_INLINE float fma_of(float a, float b, float c) {
+#if defined(__FMA__) || defined(MM_NEON)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// A number in every lane; v - 0 is v.
+template <int kBytes>
+MM_INLINE Floats<kBytes> every(float v) {
+  return v - Floats<kBytes>{};
+}
+
+// kSpan bytes, over and over.
+template <int kBytes, int kSpan>
+MM_INLINE Ints<kBytes> repeated(const uint8_t* p) {
+  if constexpr (kSpan == kBytes) {
+    return load_as<Ints<kBytes>>(p);
+  } else if constexpr (kSpan == 4) {
+    return load_as<int32_t>(p) + Ints<kBytes>{};
+  } else {
+    static_assert(kSpan == 8);
+    return reinterpret_cast<Ints<kBytes>>(load_as<int64_t>(p) + typename Vec<kBytes>::Longs{});
+  }
+}
+
+// Sum of the lanes as a tree of halves.
+MM_INLINE float sum_of(Floats<16> v) {
+  const float a = v[0] + v[2], b = v[1] + v[3];
+  return a + b;
+}
+#if defined(__AVX2__)
+MM_INLINE float sum_of(Floats<32> v) {
+  return sum_of(_mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1));
+}
+#endif
+
+// Half i of 32 bytes, or the whole.
+template <int kBytes>
+MM_INLINE Ints<kBytes> part(Bytes v, int i) {
+  if constexpr (kBytes == sizeof v) {
+    return reinterpret_cast<Ints<kBytes>>(v);
+  } else {
+    uint8_t bytes[sizeof v];
+    std::memcpy(bytes, &v, sizeof bytes);
+    return load_as<Ints<kBytes>>(bytes + i * kBytes);
+  }
+}
+
+}  // namespace metalmm::cpu::MM_ISA

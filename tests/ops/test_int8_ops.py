@@ -1,0 +1,159 @@
+"""activations="int8" of every op that takes it: what it computes, differentiates and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from backends import Backend
+from oracle import Value, activations, check, linear_of_int8, random_weight, spec
+from torch import Tensor
+
+ops = torch.ops.metalmm
+N, K = 7, 256
+
+
+def calls() -> dict[str, Callable[..., Tensor]]:
+    """{op: op(x, w, activations=...)}, W in q4_k."""
+    ones = torch.ones(K)
+    return {
+        "linear": lambda x, w, **a: ops.linear(x, w, None, "q4_k", **a),
+        "norm_linear": lambda x, w, **a: ops.norm_linear(
+            x, ones.to(x.device), 1e-5, 0.0, w, None, "q4_k", **a
+        ),
+        "swiglu": lambda x, w, **a: ops.swiglu(x, w, w.flip(0), "q4_k", "q4_k", **a),
+        "swiglu_linear": lambda x, w, **a: ops.swiglu_linear(x, x.flip(0), w, None, "q4_k", **a),
+    }
+
+
+OPS = tuple(calls())
+
+
+def skip_others(backend: Backend) -> None:
+    if backend.name != "cpu":
+        pytest.skip("int8 activations are the native CPU engine's")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_other_engines_refuse(op: str, backend: Backend) -> None:
+    x, w = backend.put(activations(3, K)), backend.put(random_weight("q4_k", N, K))
+    if backend.name == "cpu":
+        assert not torch.equal(calls()[op](x, w, activations="INT8"), calls()[op](x, w))
+        return
+    with pytest.raises(ValueError, match=r"^activations: 'int8' on \w+; only the native CPU"):
+        calls()[op](x, w, activations="int8")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_names(op: str, backend: Backend) -> None:
+    for device in (backend.device, "meta"):
+        x, w = activations(3, K).to(device), random_weight("q4_k", N, K).to(device)
+        with pytest.raises(ValueError, match=r"^activations: unknown 'int4'; allowed: int8"):
+            calls()[op](x, w, activations="int4")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_takes_it(op: str) -> None:
+    x, w = activations(3, K).to("meta"), random_weight("q4_k", N, K).to("meta")
+    assert calls()[op](x, w, activations="int8").shape == (3, N)
+
+
+@pytest.mark.parametrize("strategy", ("gemm_tiled", "gemm_naive", "split_reduce"))
+def test_strategies_without_int8(strategy: str, backend: Backend) -> None:
+    skip_others(backend)
+    x, w = activations(3, K), random_weight("q4_k", N, K)
+    said = rf"^strategy: unknown '{strategy}' on cpu with int8 activations; allowed: gemv, gemv_b"
+    with pytest.raises(ValueError, match=said):
+        ops.linear(x, w, None, "q4_k", strategy, activations="int8")
+    fakes = torch._subclasses.fake_tensor.FakeTensorMode()
+    with fakes, pytest.raises(ValueError, match=said):
+        args = fakes.from_tensor(x), fakes.from_tensor(w)
+        ops.linear(*args, None, "q4_k", strategy, activations="int8")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_of_int8(op: str, dtype: torch.dtype, grad: bool, backend: Backend) -> None:
+    skip_others(backend)
+    x, w = activations(3, K, dtype=dtype).requires_grad_(grad), random_weight("q4_k", N, K)
+    args: dict[str, tuple[Any, ...]] = {
+        "linear": (x, w, None, "q4_k"),
+        "norm_linear": (x, None, 1e-5, 0.0, w, None, "q4_k"),
+        "swiglu": (x, w, w, "q4_k", "q4_k"),
+        "swiglu_linear": (x, x, w, None, "q4_k"),
+    }
+    torch.library.opcheck(getattr(ops, op).default, args[op], {"activations": "int8"})
+
+
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+def test_bias_and_residual_are_added_unrounded(dtype: torch.dtype, backend: Backend) -> None:
+    skip_others(backend)
+    w, x = random_weight("q4_k", N, K), activations(5, K, dtype=dtype)
+    bias, residual = activations(N, seed="bias"), activations(5, N, seed="residual")
+    y = ops.linear(x, w, bias, "q4_k", None, residual, activations="int8")
+    want = linear_of_int8(x, "q4_k", w) + Value.of(bias) + Value.of(residual)
+    check(y, want.store(dtype), str(dtype))
+
+
+def test_swiglu_of_int8(backend: Backend) -> None:
+    """Gate and up take x rounded; a dense one of the two takes it as it is."""
+    skip_others(backend)
+    x = activations(5, K) / 8
+    gate, up = random_weight("q4_k", N, K), random_weight("f32", N, K)
+    rounded = linear_of_int8(x, "q4_k", gate).silu()
+    y = ops.swiglu(x, gate, up, "q4_k", "f32", activations="int8")
+    check(y, (rounded * Value.of(x).dot(spec("f32", up, K))).store(x.dtype), "dense up")
+    y = ops.swiglu(x, gate, gate.flip(0), "q4_k", "q4_k", activations="int8")
+    check(y, rounded * linear_of_int8(x, "q4_k", gate.flip(0)), "packed up")
+
+
+def test_swiglu_linear_rounds_the_hidden_values(backend: Backend) -> None:
+    """relu2(gate) up of small integers is exact: what is rounded is that product."""
+    skip_others(backend)
+    generator, w = oracle.generator("hidden"), random_weight("q6_k", N, K)
+    gate, up = (torch.randint(-9, 10, (5, K), generator=generator).float() for _ in range(2))
+    y = ops.swiglu_linear(gate, up, w, None, "q6_k", "relu2", activations="int8")
+    check(y, linear_of_int8(gate.relu().square() * up, "q6_k", w), "relu2")
+
+
+def test_norm_linear_rounds_the_norm(backend: Backend) -> None:
+    """Rows whose norm is themselves, exactly: of as many 1 as -1, with eps = 0."""
+    skip_others(backend)
+    x = torch.where(torch.rand(5, K, generator=oracle.generator("norm")) < 0.5, -1.0, 1.0)
+    w, factors = random_weight("q6_k", N, K), activations(K, seed="factors")
+    y = ops.norm_linear(x, factors, 0.0, 0.0, w, None, "q6_k", activations="int8")
+    check(y, linear_of_int8(x * factors, "q6_k", w), "norm")
+
+
+def test_the_gradient_is_that_of_exact_activations(backend: Backend) -> None:
+    """Straight through: rounding is taken for the identity."""
+    skip_others(backend)
+    w, g = random_weight("q4_k", N, K), activations(3, N, seed="g")
+    x = activations(3, K).requires_grad_()
+    ops.linear(x, w, None, "q4_k", activations="int8").backward(g)
+    assert x.grad is not None
+    check(x.grad, oracle.linear(g, spec("q4_k", w, K).T), "gradient")
+
+
+def test_autocast_rounds_its_own_dtype(backend: Backend) -> None:
+    skip_others(backend)
+    w, x = random_weight("q4_k", N, K), activations(3, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.linear(x, w, None, "q4_k", activations="int8")
+    assert y.dtype == torch.bfloat16
+    check(y, linear_of_int8(x.bfloat16(), "q4_k", w).store(torch.bfloat16), "autocast")
+
+
+def test_compiled(backend: Backend) -> None:
+    skip_others(backend)
+    torch._dynamo.reset()
+    w, x = random_weight("q4_k", N, K), activations(3, K)
+
+    def double(x: Tensor) -> Tensor:
+        return ops.linear(x, w, None, "q4_k", activations="int8") * 2
+
+    assert torch.equal(torch.compile(double, fullgraph=True, backend="aot_eager")(x), double(x))

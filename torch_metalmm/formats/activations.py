@@ -1,0 +1,48 @@
+"""The specification of int8 activations: what a product with activations="int8" takes for x.
+
+A block is 32 consecutive values of a row; with a = max |x| of a block, every operation rounded to
+f32 and ties to even:
+
+    scale = a / 127        code = round(x * (127 / a))        x is taken for code * scale
+
+* |code| <= 127; the value of largest magnitude has 127 or -127.
+* a < 127 * 2**-126, where the scale would be subnormal: scale and codes are 0.
+* NaN or infinity in a block: its scale is NaN, its codes are 0, and results of that row are NaN.
+
+Blocks of 32 suit every packed format, whose blocks are multiples of 32. One scale for 256 values,
+as ggml's for K-quants, would save a multiplication for each 32 and lose up to three bits of the
+values beside a large one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+TOP_CODE = 127
+SMALLEST = TOP_CODE * 2.0**-126
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x f32, f16 or bf16 [..., K] -> codes int8 [..., K], scales f32 [..., K / 32].
+
+    ValueError: K is not a multiple of 32.
+    """
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"x: K = {x.shape[-1]} is not a multiple of the block of {BLOCK} values")
+    blocks = x.detach().to(torch.float32).unflatten(-1, (-1, BLOCK))
+    finite = blocks.isfinite().all(-1)
+    largest = torch.where(finite, blocks.abs().amax(-1), 0.0)
+    used = largest >= SMALLEST
+    top = torch.tensor(float(TOP_CODE))
+    factor = torch.where(used, top / torch.where(used, largest, 1.0), 0.0)
+    values = torch.where(finite[..., None], blocks, 0.0)
+    codes = (values * factor[..., None]).round().to(torch.int8)
+    scales = torch.where(used, largest / top, 0.0).masked_fill(~finite, torch.nan)
+    return codes.flatten(-2), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """codes int8 [..., K], scales f32 [..., K / 32] -> float64 [..., K], exact."""
+    return codes.double() * scales.double().repeat_interleave(BLOCK, -1)
