@@ -61,17 +61,17 @@ def test_meta_takes_it(op: str) -> None:
     assert calls()[op](x, w, activations="int8").shape == (3, N)
 
 
-@pytest.mark.parametrize("strategy", ("gemm_tiled", "gemm_naive", "split_reduce"))
-def test_strategies_without_int8(strategy: str, backend: Backend) -> None:
+@pytest.mark.parametrize("name", ("gemm_tiled", "gemm_naive", "split_reduce"))
+def test_strategies_without_int8(name: str, backend: Backend) -> None:
     skip_others(backend)
     x, w = activations(3, K), random_weight("q4_k", N, K)
-    said = rf"^strategy: unknown '{strategy}' on cpu with int8 activations; allowed: gemv, gemv_b"
+    said = rf"^strategy: unknown '{name}' on cpu with int8 activations; allowed: gemv, gemv_b"
     with pytest.raises(ValueError, match=said):
-        ops.linear(x, w, None, "q4_k", strategy, activations="int8")
+        ops.linear(x, w, None, "q4_k", name, activations="int8")
     fakes = torch._subclasses.fake_tensor.FakeTensorMode()
     with fakes, pytest.raises(ValueError, match=said):
         args = fakes.from_tensor(x), fakes.from_tensor(w)
-        ops.linear(*args, None, "q4_k", strategy, activations="int8")
+        ops.linear(*args, None, "q4_k", name, activations="int8")
 
 
 @pytest.mark.parametrize("grad", [False, True])
