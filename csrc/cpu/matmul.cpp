@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "dense.h"
 #include "ops/tensors.h"
 #include "parallel.h"
 #include "plan/names.h"
@@ -148,8 +149,9 @@ Strategy strategy_by_name(std::string_view name) {
       find_name("strategy", name, count, [](int i) { return kStrategyNames[i]; }, " on cpu"));
 }
 
-Strategy choose_strategy(int64_t m) {
+Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
   if (m == 1) return Strategy::kGemv;
+  if (dense_is_faster(m, dtype)) return Strategy::kDense;
   return m <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
 }
 
@@ -163,15 +165,17 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
   return out;
 }
 
-at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
-                  std::optional<Strategy> strategy) {
-  const int64_t m = x.size(0), n = w.size(0);
+at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& format,
+                  at::ScalarType x_dtype, std::optional<Strategy> strategy) {
+  const int64_t m = rows.size(0), n = w.size(0);
+  const Strategy chosen = strategy.value_or(choose_strategy(m, x_dtype));
+  if (chosen == Strategy::kDense) return dense(as_rows(rows, x_dtype), w, format);
+  const at::Tensor x = as_rows(rows, at::kFloat);
   at::Tensor y = at::empty({m, n}, x.options());
   if (m == 0 || n == 0) return y;
   if (x.size(1) == 0) return y.zero_();
   const CodecKernels& codec = kernels_of(format);
   const Weight weight = make_weight(w, format, x.size(1));
-  const Strategy chosen = strategy.value_or(choose_strategy(m));
   if (chosen == Strategy::kGemm) {
     gemm(codec, weight, x, y);
     return y;

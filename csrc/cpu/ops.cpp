@@ -27,8 +27,9 @@ at::Tensor as_f32_rows(const at::Tensor& x) { return as_rows(x, at::kFloat); }
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                   std::string_view format, OptionalName strategy, const OptionalTensor& residual) {
   const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
-  return finish(matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy)), bias, residual,
-                x);
+  const at::Tensor rows = as_rows(x, x.scalar_type());
+  return finish(matmul(rows, w.rows, w.format, x.scalar_type(), find_strategy(strategy)), bias,
+                residual, x);
 }
 
 at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
@@ -37,7 +38,7 @@ at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, d
   const PackedWeight w = packed(
       weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
   const at::Tensor rows = normalized(as_f32_rows(x), norm_weight, eps, offset);
-  return finish(matmul(rows, w.rows, w.format, std::nullopt), bias, residual, x);
+  return finish(matmul(rows, w.rows, w.format, x.scalar_type()), bias, residual, x);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
@@ -72,9 +73,10 @@ at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::
   const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   at::Tensor rows = as_f32_rows(x);
   if (eps.has_value()) rows = normalized(rows, norm_weight, *eps, offset);
-  const at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt);
-  const at::Tensor up = matmul(rows, up_w.rows, up_w.format, std::nullopt);
-  return like_input(composed::activate(gate, shape.activation).mul_(up), x);
+  const auto product = [&](const PackedWeight& w) {
+    return matmul(rows, w.rows, w.format, x.scalar_type()).to(at::kFloat);
+  };
+  return like_input(composed::activate(product(gate_w), shape.activation).mul_(product(up_w)), x);
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
@@ -84,14 +86,16 @@ at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   const PackedWeight w = packed(weight, shape.weight);
   const at::Tensor hidden =
       composed::activate(as_f32_rows(gate).contiguous(), shape.activation).mul_(as_f32_rows(up));
-  return finish(matmul(hidden, w.rows, w.format, std::nullopt), bias, residual, gate);
+  return finish(matmul(hidden, w.rows, w.format, gate.scalar_type()), bias, residual, gate);
 }
 
 at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
                          const OptionalTensor& c, double alpha, double beta, OptionalName strategy,
                          int64_t dim) {
   const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, alpha, beta, dim));
-  at::Tensor y = matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy));
+  at::Tensor y = matmul(as_rows(x, x.scalar_type()), w.rows, w.format, x.scalar_type(),
+                        find_strategy(strategy));
+  if (alpha != 1 || beta != 0) y = y.to(at::kFloat);
   if (alpha != 1) y.mul_(alpha);
   if (beta != 0) y.add_(c->to(at::kFloat).view_as(y), beta);
   return like_input(y, x);
