@@ -14,10 +14,8 @@
 namespace metalmm::cpu {
 namespace {
 
-constexpr int64_t kMinRows = 32;
-
-// Bytes of W that are decoded at a time: they go from one core to another, or to the same one,
-// through the last-level cache.
+// Bytes of W that are decoded at a time, for the panel to stay in a last-level cache. Products of
+// panels of 4 MB (512 rows) take 1.02 of the time of one product at M = 512, K = 4096 (Zen 4).
 constexpr int64_t kPanelBytes = int64_t{4} << 20;
 // At least so many rows, for the columns of a product to fill the tiles of torch's matmul.
 constexpr int64_t kMinPanelRows = 256;
@@ -59,9 +57,7 @@ void decode_panel(const Weight& w, const CodecKernels& codec, int64_t first, at:
 
 }  // namespace
 
-bool dense_is_faster(int64_t m, at::ScalarType dtype) {
-  return dtype == at::kBFloat16 && m >= kMinRows && multiplies_bf16();
-}
+bool dense_is_faster(at::ScalarType dtype) { return dtype == at::kBFloat16 && multiplies_bf16(); }
 
 at::Tensor dense(const at::Tensor& x, const at::Tensor& w, const Format& format) {
   const int64_t m = x.size(0), n = w.size(0), k = x.size(1);

@@ -151,8 +151,8 @@ Strategy strategy_by_name(std::string_view name) {
 
 Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
   if (m == 1) return Strategy::kGemv;
-  if (dense_is_faster(m, dtype)) return Strategy::kDense;
-  return m <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
+  if (m <= kMaxBatchedRows) return Strategy::kGemvBatched;
+  return dense_is_faster(dtype) ? Strategy::kDense : Strategy::kGemm;
 }
 
 Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {

@@ -7,6 +7,7 @@ then a diff.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,12 @@ def line(plan: dict[str, Any]) -> str:
             f"{one['kernel']} {grid} x {one['group'][0]} {one['threadgroup_bytes']}B [{constants}]"
         )
     if dense := plan["dense"]:
-        first = f"{dense['panels']} x {passes[0]}, the last " if dense["panels"] > 1 else ""
-        passes[: dense["panels"]] = [
-            first + "".join(passes[max(dense["panels"] - 1, 0) : dense["panels"]]),
-            f"torch's matmul of {dense['rows']} rows",
-        ]
+        panels = Counter(passes[: dense["panels"]])  # in order: all but the last are equal
+        decoded = " + ".join(f"{count} x {text}" for text, count in panels.items()) or "W"
+        multiplied = f"{decoded} -> torch's matmul of {dense['rows']} rows"
+        passes[: dense["panels"]] = [multiplied]
     workspace = f" ; workspace {plan['workspace_bytes']}" if plan["workspace_bytes"] else ""
-    return " ; ".join(filter(None, passes)) + workspace
+    return " ; ".join(passes) + workspace
 
 
 def golden_lines() -> list[str]:
@@ -233,7 +233,7 @@ def check_dense(p: dict[str, Any], plan: dict[str, Any]) -> None:
     for one in passes[: len(rows)]:
         assert one["kernel"].startswith("dequantize_") and one["kernel"].endswith(f"_{p['dtype']}")
         assert one["args"]["w_stride"] == formats.get(p["format"]).row_bytes(p["k"])
-        sizes = {"op": "dequantize", "n": one["args"]["n"], "k": p["k"], "rope": {}}
+        sizes = p | {"op": "dequantize", "n": one["args"]["n"]}
         check_flat(sizes, one, _C.strategy("dequantize"), reduces=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from .. import _C, formats
@@ -82,8 +83,11 @@ def explain(
         *([before["reason"]] if before else []),
         plan["reason"],
     ]
-    for i, one in enumerate(passes, 1):
-        lines += ["", f"pass {i} of {len(passes)}: {one['kernel']}", *_pass_lines(one)]
+    at = 0
+    for one, equal in groupby(passes):
+        first, at = at + 1, at + len([*equal])
+        numbers = f"pass {at}" if first == at else f"passes {first} to {at}"
+        lines += ["", f"{numbers} of {len(passes)}: {one['kernel']}", *_pass_lines(one)]
         if plan["dense"] and one["kernel"].startswith("dequantize_"):
             lines += [_matmul_line(m, one["args"]["n"], k)]
     if plan["dense"] and not plan["dense"]["panels"]:
