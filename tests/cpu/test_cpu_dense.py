@@ -23,6 +23,7 @@ def chosen(m: int, dtype: str) -> bool:
     return bool(_C.cpu_strategy(m, dtype) == "dense")
 
 
+@pytest.mark.filterwarnings("ignore:TF32")  # that oneDNN has none here
 def test_chosen_for_bf16_where_the_machine_multiplies_it() -> None:
     """From some number of rows on; f32 and f16 x, and a single row, stay with the kernels here."""
     assert not any(chosen(m, dtype) for m in (1, 64, 4096) for dtype in ("f32", "f16"))
