@@ -40,7 +40,6 @@ K 2^-53 sum |x| |w| of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from format_cases import HALF_FIELDS, UNIT_SCALE
@@ -71,7 +70,7 @@ SLOPE_SLOPE = 0.5  # the largest |silu''|, at 0
 
 
 # What a product rounds beside its sums. True: each w to f16. A dtype: torch's matmul of that dtype.
-Halved: TypeAlias = bool | torch.dtype
+Halved = bool | torch.dtype
 
 
 def gamma(n: float | Tensor) -> float | Tensor:
@@ -165,9 +164,7 @@ class Value:
 
     def store(self, dtype: torch.dtype) -> Value:
         """Rounded to dtype."""
-        if self.dtype == dtype:
-            return self
-        u, spacing = STORE[dtype]
+        u, spacing = (0.0, 0.0) if self.dtype == dtype else STORE[dtype]
         return Value(self.exact, self.error + u * self.size() + spacing, dtype)
 
 
