@@ -13,7 +13,7 @@ import torch
 
 from torch_metalmm import _C
 from torch_metalmm.engines import absence, check_device
-from torch_metalmm.tools.chips import strategy_of
+from torch_metalmm.tools.chips import chosen
 
 from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
 from .timing import Call, Timed, wall_clock
@@ -123,19 +123,20 @@ class Device:
             return int(torch.cuda.get_device_properties().L2_cache_size)
         return UNKNOWN_CACHE if self.type == "mps" else last_level_cache()
 
-    def strategy(self, **problem: Any) -> str | None:
-        """What plan() chooses here for a linear; None on the CPU, whose choices are no plans."""
+    def strategy(self, **problem: Any) -> str:
+        """What is chosen here for a linear: arguments as of _C.plan, strategy among them."""
         if self.type == "cpu":
-            return None
+            asked = problem.get("strategy")
+            return str(asked or _C.cpu_strategy(problem.get("m", 1), problem["dtype"]))
         if self.type == "cuda":
-            chip = _C.CUDA_PLANS_FOR
+            chip = _C.CUDA
             facts = {"cores": torch.cuda.get_device_properties().multi_processor_count}
         else:
             facts = _C.mps_facts()
             chip = facts["plans_for"]
         known = {name: facts[name] for name in PLANNED_FOR if facts.get(name)}
         plan = _C.plan(chip=chip, gpu=known, **problem)
-        return strategy_of(plan["passes"][0]["kernel"])
+        return chosen(plan)
 
     def timed(self, call: Call, copies: int = 1) -> Timed:
         kinds: dict[str, type[Timed]] = {"cpu": Timed, "cuda": GraphTimed, "mps": RowTimed}

@@ -261,7 +261,7 @@ def of_system(system: Any, token: int, device: Device, chip: str) -> Shares:
     calls = watched(step)
     cores = 0
     if device.type == "cuda":
-        chip, cores = _C.CUDA_PLANS_FOR, torch.cuda.get_device_properties().multi_processor_count
+        chip, cores = _C.CUDA, torch.cuda.get_device_properties().multi_processor_count
     elif device.type == "mps":
         chip = _C.mps_facts()["plans_for"]
     shares = profiled(step, device) if device.type == "cuda" else in_rows(calls, device)

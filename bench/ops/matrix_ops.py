@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_metalmm import _C, formats
 
+from ..peers.dense import LABELS
 from ..problem import Problem, Setting, of_additions, of_store, rotated, unit
 from ..roofs.roof import Roof
 from ..shapes import Shape
@@ -65,11 +66,11 @@ def probe(name: str, n: int, setting: Setting) -> Operation:
 
 
 def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
-    """Whether the engine multiplies x by W rounded to f16: only a GPU does, in half tiles."""
-    if setting.dtype is not torch.float16:
-        return False
-    strategy = setting.device.strategy(**problem, dtype="f16")
-    return strategy is not None and bool(_C.strategy(strategy)["rounds_to_half"])
+    """Whether W is rounded to the dtype of x: by torch's matmul, and by half tiles of a GPU."""
+    strategy = setting.device.strategy(**problem, dtype=LABELS[setting.dtype])
+    if strategy == "dense" or setting.device.type == "cpu":
+        return strategy == "dense"
+    return setting.dtype is torch.float16 and bool(_C.strategy(strategy)["rounds_to_half"])
 
 
 def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
@@ -85,7 +86,7 @@ def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
     size = x.double().abs() @ decoded.abs().t()
     error = of_additions(k, size)
     if rounds_w(setting, {"m": m, "n": n, "k": k, "format": format, "strategy": strategy}):
-        error += unit(torch.float16) * size
+        error += unit(setting.dtype) * size
 
     def call(i: int) -> Tensor:
         if name == "gemv":

@@ -111,14 +111,18 @@ struct Dot {
   }
 };
 
-template <class Codec, int kVector = 0>
-MM_INLINE void store_chunk(const typename Codec::Block& open, int chunk, float* out) {
-  store(out + kVector * kWidth, Codec::template get<kVector>(open, chunk));
+MM_INLINE void store_as(float* p, F v) { store(p, v); }
+MM_INLINE void store_as(uint16_t* p, F v) { store_bf16(p, v); }
+
+template <class Codec, int kVector = 0, class T>
+MM_INLINE void store_chunk(const typename Codec::Block& open, int chunk, T* out) {
+  store_as(out + kVector * kWidth, Codec::template get<kVector>(open, chunk));
   if constexpr (kVector + 1 < kVectors) store_chunk<Codec, kVector + 1>(open, chunk, out);
 }
 
-template <class Codec>
-void decode(const Weight& w, int64_t n, int64_t first, int64_t last, float* out) {
+// T: float, or uint16_t for the bits of bf16.
+template <class Codec, class T>
+void decode(const Weight& w, int64_t n, int64_t first, int64_t last, T* out) {
   const uint8_t* p = w.row(n);
   const auto row = Codec::row(p, w.layout);
   const int64_t end = last / Codec::kBlockValues;
@@ -133,10 +137,10 @@ void decode(const Weight& w, int64_t n, int64_t first, int64_t last, float* out)
   if constexpr (Codec::kTailValueBytes > 0) {
     const int64_t done = end * Codec::kBlockValues;
     const Tail tail(p, done, last, Codec::kTailValueBytes);
-    float values[kChunkValues];
+    T values[kChunkValues];
     Codec::open(tail.bytes, 0, open);
     store_chunk<Codec>(open, 0, values);
-    std::memcpy(out, values, (last - done) * sizeof(float));
+    std::memcpy(out, values, (last - done) * sizeof(T));
   }
 }
 
@@ -187,7 +191,9 @@ struct UpTo<0, i...> {
 
 template <class Codec, int... i>
 constexpr CodecKernels codec_kernels(Indices<i...>) {
-  return {{Dot<Codec, dot_rows<Codec>(kDotRows[i]), kDotRows[i]>::run...}, decode<Codec>};
+  return {{Dot<Codec, dot_rows<Codec>(kDotRows[i]), kDotRows[i]>::run...},
+          decode<Codec, float>,
+          decode<Codec, uint16_t>};
 }
 
 template <int... i>

@@ -52,9 +52,14 @@ constexpr int kMaxDotRows = kDotRows[kNumDotKernels - 1];
 // out[0 .. last - first) = w[row, first .. last); first is a multiple of the block.
 using DecodeKernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t last, float* out);
 
+// The same values as bf16, rounded to nearest, ties to even; a NaN stays one.
+using DecodeBf16Kernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t last,
+                                  uint16_t* out);
+
 struct CodecKernels {
   DotKernel dot[kNumDotKernels];
   DecodeKernel decode;
+  DecodeBf16Kernel decode_bf16;
 };
 
 // Values of K that are decoded at a time for a tile, and the distance of decoded rows in floats: a

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "dense.h"
 #include "int8/matmul.h"
 #include "ops/tensors.h"
 #include "parallel.h"
@@ -151,9 +152,10 @@ Strategy strategy_by_name(std::string_view name, Activations activations) {
       exact ? " on cpu" : " on cpu with int8 activations"));
 }
 
-Strategy choose_strategy(int64_t m) {
+Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
   if (m == 1) return Strategy::kGemv;
-  return m <= kMaxBatchedRows ? Strategy::kGemvBatched : Strategy::kGemm;
+  if (m <= kMaxBatchedRows) return Strategy::kGemvBatched;
+  return dense_is_faster(dtype) ? Strategy::kDense : Strategy::kGemm;
 }
 
 Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
@@ -166,19 +168,23 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k) {
   return out;
 }
 
-at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
-                  std::optional<Strategy> strategy, Activations activations) {
-  const int64_t m = x.size(0), n = w.size(0);
+at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& format,
+                  at::ScalarType x_dtype, std::optional<Strategy> strategy,
+                  Activations activations) {
+  const int64_t m = rows.size(0), n = w.size(0);
+  const bool rounds = activations == Activations::kInt8 && int8::has_codes(format);
+  const Strategy chosen = strategy.value_or(choose_strategy(m, x_dtype));
+  if (chosen == Strategy::kDense && !rounds) return dense(as_rows(rows, x_dtype), w, format);
+  const at::Tensor x = as_rows(rows, at::kFloat);
   at::Tensor y = at::empty({m, n}, x.options());
   if (m == 0 || n == 0) return y;
   if (x.size(1) == 0) return y.zero_();
   const CodecKernels& codec = kernels_of(format);
   const Weight weight = make_weight(w, format, x.size(1));
-  if (activations == Activations::kInt8 && int8::has_codes(format)) {
+  if (rounds) {
     int8::matmul(weight, format, strategy, x, y);
     return y;
   }
-  const Strategy chosen = strategy.value_or(choose_strategy(m));
   if (chosen == Strategy::kGemm) {
     gemm(codec, weight, x, y);
     return y;

@@ -1,4 +1,4 @@
-// y = x Wᵀ on the CPU, in f32: the three ways to walk it, and which is taken.
+// y = x Wᵀ on the CPU: the ways to walk it, and which is taken.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,17 +14,18 @@ namespace metalmm::cpu {
 // gemv          each row of x on its own: W is decoded M times
 // gemv_batched  up to kMaxDotRows rows of x share one decoding of W, in registers
 // gemm          W is decoded into the cache, block by block, and multiplied in register tiles
+// dense         W is decoded in x's dtype, and torch's own matmul multiplies: dense.h
 // gemm_tiled, gemm_naive: baselines.cpp
-enum class Strategy { kGemv, kGemvBatched, kGemm, kGemmTiled, kGemmNaive };
+enum class Strategy { kGemv, kGemvBatched, kGemm, kDense, kGemmTiled, kGemmNaive };
 
-constexpr const char* kStrategyNames[] = {"gemv", "gemv_batched", "gemm", "gemm_tiled",
-                                          "gemm_naive"};  // in this order
+constexpr const char* kStrategyNames[] = {"gemv",  "gemv_batched", "gemm",
+                                          "dense", "gemm_tiled",   "gemm_naive"};  // in this order
 
 // Throws std::invalid_argument that lists the CPU's strategies for such activations.
 Strategy strategy_by_name(std::string_view name, Activations activations);
 
-// The fastest for m rows of x.
-Strategy choose_strategy(int64_t m);
+// The fastest for m rows of x of this dtype.
+Strategy choose_strategy(int64_t m, at::ScalarType dtype);
 
 // The kernels of a format for the instruction set in use.
 inline const CodecKernels& kernels_of(const Format& format) {
@@ -38,11 +39,13 @@ Weight make_weight(const at::Tensor& w, const Format& format, int64_t k);
 void interleave(const float* x, int64_t x_stride, int64_t m, int64_t k, int64_t rows, int width,
                 float* out);
 
-// x f32 [M, K], its last dimension dense -> f32 [M, N], contiguous.
-at::Tensor matmul(const at::Tensor& x, const at::Tensor& w, const Format& format,
-                  std::optional<Strategy> strategy, Activations activations = Activations::kExact);
+// rows [M, K], f32 or of x's dtype, their last dimension dense -> [M, N], contiguous: f32, or of
+// dense, which rounds rows and product to it, of x's dtype. Without a strategy the chosen one.
+at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& format,
+                  at::ScalarType x_dtype, std::optional<Strategy> strategy = std::nullopt,
+                  Activations activations = Activations::kExact);
 
-// y [M, N] = x [M, K] Wᵀ without tuned kernels; x and y as matmul() has them.
+// y [M, N] = x [M, K] Wᵀ without tuned kernels, in f32; x as matmul() has rows.
 void gemm_naive(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);
 void gemm_tiled(DecodeKernel decode, const Weight& w, const at::Tensor& x, at::Tensor y);
 

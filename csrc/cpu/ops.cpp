@@ -31,7 +31,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalT
   const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
   const Activations rounding = check_activations(activations, x);
   const std::optional<Strategy> chosen = find_strategy(strategy, rounding);
-  return finish(matmul(as_f32_rows(x), w.rows, w.format, chosen, rounding), bias, residual, x);
+  const at::Tensor rows = as_rows(x, x.scalar_type());
+  return finish(matmul(rows, w.rows, w.format, x.scalar_type(), chosen, rounding), bias, residual,
+                x);
 }
 
 at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
@@ -42,7 +44,8 @@ at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, d
       weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
   const Activations rounding = check_activations(activations, x);
   const at::Tensor rows = normalized(as_f32_rows(x), norm_weight, eps, offset);
-  return finish(matmul(rows, w.rows, w.format, std::nullopt, rounding), bias, residual, x);
+  const at::Tensor y = matmul(rows, w.rows, w.format, x.scalar_type(), std::nullopt, rounding);
+  return finish(y, bias, residual, x);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
@@ -78,9 +81,11 @@ at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::
   const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
   at::Tensor rows = as_f32_rows(x);
   if (eps.has_value()) rows = normalized(rows, norm_weight, *eps, offset);
-  const at::Tensor gate = matmul(rows, gate_w.rows, gate_w.format, std::nullopt, rounding);
-  const at::Tensor up = matmul(rows, up_w.rows, up_w.format, std::nullopt, rounding);
-  return like_input(composed::activate(gate, shape.activation).mul_(up), x);
+  const auto product = [&](const PackedWeight& w) {
+    const auto y = matmul(rows, w.rows, w.format, x.scalar_type(), std::nullopt, rounding);
+    return y.to(at::kFloat);
+  };
+  return like_input(composed::activate(product(gate_w), shape.activation).mul_(product(up_w)), x);
 }
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
@@ -92,14 +97,18 @@ at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   const PackedWeight w = packed(weight, shape.weight);
   const at::Tensor hidden =
       composed::activate(as_f32_rows(gate).contiguous(), shape.activation).mul_(as_f32_rows(up));
-  return finish(matmul(hidden, w.rows, w.format, std::nullopt, rounding), bias, residual, gate);
+  const at::Tensor y =
+      matmul(hidden, w.rows, w.format, gate.scalar_type(), std::nullopt, rounding);
+  return finish(y, bias, residual, gate);
 }
 
 at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
                          const OptionalTensor& c, double alpha, double beta, OptionalName strategy,
                          int64_t dim) {
   const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, alpha, beta, dim));
-  at::Tensor y = matmul(as_f32_rows(x), w.rows, w.format, find_strategy(strategy));
+  at::Tensor y = matmul(as_rows(x, x.scalar_type()), w.rows, w.format, x.scalar_type(),
+                        find_strategy(strategy));
+  if (alpha != 1 || beta != 0) y = y.to(at::kFloat);
   if (alpha != 1) y.mul_(alpha);
   if (beta != 0) y.add_(c->to(at::kFloat).view_as(y), beta);
   return like_input(y, x);

@@ -90,6 +90,7 @@ at::Tensor finish(at::Tensor y, const OptionalTensor& bias, const OptionalTensor
                   const at::Tensor& x) {
   const int64_t m = y.size(0), n = y.size(1);
   if ((bias.has_value() || residual.has_value()) && y.numel()) {
+    y = y.to(at::kFloat);
     at::Tensor b, r;
     if (bias.has_value()) b = bias->to(at::kFloat).contiguous();
     if (residual.has_value()) r = as_rows(*residual, at::kFloat);

@@ -14,7 +14,8 @@ namespace metalmm::cpu {
 at::Tensor normalized(const at::Tensor& rows, const OptionalTensor& weight, double eps,
                       double offset);
 
-// y + bias + residual, in the dtype and with the leading dimensions of x; y f32 [M, N], written.
+// y + bias + residual, in the dtype and with the leading dimensions of x; y [M, N] f32, written, or
+// of another dtype.
 at::Tensor finish(at::Tensor y, const OptionalTensor& bias, const OptionalTensor& residual,
                   const at::Tensor& x);
 

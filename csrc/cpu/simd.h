@@ -190,6 +190,26 @@ MM_INLINE F load_bf16(const uint8_t* p) {
 #endif
 }
 
+// v as kWidth bf16, rounded to nearest, ties to even; a NaN stays one. In integers: vcvtneps2bf16
+// of AVX512-BF16 flushes subnormals, and needs an instruction set more.
+MM_INLINE void store_bf16(uint16_t* p, F v) {
+  typedef uint32_t U32 __attribute__((vector_size(4 * kWidth)));
+  const U32 bits = reinterpret_cast<U32>(v);
+  const U32 rounded = bits + 0x7fff + (bits >> 16 & 1);
+  const U32 is_nan = reinterpret_cast<U32>((bits & 0x7fffffff) > 0x7f800000);
+  const U32 high = ((is_nan & (bits | 0x400000)) | (~is_nan & rounded)) >> 16;
+#if defined(__AVX512F__)
+  const __m256i out = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(high));
+#elif defined(__AVX2__)
+  const __m256i packed =
+      _mm256_packus_epi32(reinterpret_cast<__m256i>(high), reinterpret_cast<__m256i>(high));
+  const __m128i out = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  const U16 out = __builtin_convertvector(high, U16);
+#endif
+  std::memcpy(p, &out, sizeof out);
+}
+
 // value in the lanes whose bit of bits is set (lane i, bit i), 0 elsewhere.
 MM_INLINE I select_bits(uint32_t bits, int32_t value) {
 #if defined(__AVX512F__)

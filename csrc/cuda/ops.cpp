@@ -11,20 +11,13 @@
 namespace metalmm {
 namespace {
 
-// H200, time of norm_linear over that of rms_norm and linear, packed formats, M = 1, f16: 0.87
-// to 1.04 (q4_0, the others up to 0.99) at 191,000 weights a core (6144 x 4096), 1.02 to 1.26 at
-// 890,000 (28672 x 4096); `python -m bench norm`, 2026-11-22.
-constexpr int64_t kNormWeightsPerCore = 1 << 18;
-
 Gpu gpu_of(c10::Device device) {
   static std::mutex mutex;
   static std::map<int, Gpu> gpus;
   std::lock_guard<std::mutex> lock(mutex);
   auto found = gpus.find(device.index());
   if (found == gpus.end()) {
-    Gpu gpu = gpu_by_name(kCudaPlansFor);
-    gpu.name = "cuda";
-    gpu.norm_weights_per_core = kNormWeightsPerCore;
+    Gpu gpu = gpu_by_name(kCuda);
     gpu.cores = static_cast<uint32_t>(cuda::multiprocessors(device.index()));
     found = gpus.emplace(device.index(), gpu).first;
   }

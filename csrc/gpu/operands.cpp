@@ -2,12 +2,11 @@
 
 #include <algorithm>
 
+#include "dense.h"
 #include "ops/dtypes.h"
 
 namespace metalmm::gpu {
-namespace {
 
-// The memory from the first element of t to its last.
 Buffer buffer_of(const at::Tensor& t) {
   Buffer b;
   const int64_t size = t.element_size();
@@ -18,8 +17,6 @@ Buffer buffer_of(const at::Tensor& t) {
   b.bytes = static_cast<size_t>(last * size);
   return b;
 }
-
-}  // namespace
 
 // A Metal buffer begins at a multiple of 256, and the data pointer of its storage is an object, not
 // an address.
@@ -43,14 +40,18 @@ DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 
 void launch(const Engine& e, const Problem& p, const Operands& o,
             std::optional<StrategyId> strategy) {
+  const c10::Device device = o[kSlotY].device();
+  const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
+  if (made.panel_rows) {
+    launch_dense(e, made, o);
+    return;
+  }
+  if (made.passes.empty()) return;
   Buffers buffers{};
   for (uint32_t slot = 0; slot < kSlotPartial; ++slot) {
     const at::Tensor& operand = o[static_cast<Slot>(slot)];
     if (operand.defined()) buffers[slot] = buffer_of(operand);
   }
-  const c10::Device device = o[kSlotY].device();
-  const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
-  if (made.passes.empty()) return;
   at::Tensor workspace;
   if (made.workspace_bytes) {
     const auto bytes = static_cast<int64_t>(made.workspace_bytes);

@@ -20,6 +20,9 @@ int64_t alignment_of(const at::Tensor& t);
 // The rows of W, copied where a view of theirs begins between the words that the shaders load.
 at::Tensor aligned_rows(const PackedWeight& w);
 
+// The memory from the first element of t to its last.
+Buffer buffer_of(const at::Tensor& t);
+
 // The dtype of a checked tensor.
 DType dtype_of(at::ScalarType t);
 

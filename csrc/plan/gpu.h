@@ -15,6 +15,14 @@ enum class ChipClass : int { kBase, kPro, kMax, kUltra };
 
 constexpr uint32_t kLanesPerCore = 128;  // instructions issued per core and cycle, M1 to M5
 
+// Matrix units that torch's matmul reaches and no kernel here: the neural accelerators of M5, which
+// only Metal 4's tensors do, and the tensor cores of NVIDIA at their full rate. simdgroup_matrix
+// reaches all that M1 to M4 have.
+enum class Accelerator : int { kNone, kNeural, kTensorCores };
+// Multiply-adds of f16 and bf16 that the neural accelerators of a core do in a cycle
+// (tzakharko.github.io/apple-neural-accelerators-benchmark): of the chip model, not of the choice.
+constexpr uint32_t kNeuralLanesPerCore = 512;
+
 struct Gpu {
   std::string name;  // "m4-max"
   Generation generation = Generation::kM1;
@@ -30,18 +38,21 @@ struct Gpu {
   // cycles a weight of the 8 to 10 that memory leaves them.
   int64_t norm_weights_per_core = 0;
   std::string row{};  // of the table, where the numbers are from: "m4-max"
+  Accelerator accelerator = Accelerator::kNone;
 };
 
-// plan() knows Macs: an NVIDIA GPU is planned for as a large one whose matrix units work beside the
-// others, with as many cores as it has multiprocessors.
-constexpr const char* kCudaPlansFor = "m4-max";
+// plan() knows Macs: an NVIDIA GPU is planned for as an M4 Max, a large one whose matrix units work
+// beside the others, with tensor cores. gpu_by_name() has it by this name; the caller sets the
+// cores, its multiprocessors.
+constexpr const char* kCuda = "cuda";
 
 // M1 ... M5, base to Ultra, each in its largest configuration.
 const std::vector<Gpu>& all_gpus();
 
 // Chip by name, in any case, spaces for dashes allowed ("m4-max", "Apple M4 Max"). One that the
 // table does not have ("m6-max", "m4-ultra", "a18-pro") has its own name and the numbers of the
-// nearest row. Throws std::invalid_argument that lists the table: no name of a chip.
+// nearest row. kCuda is no chip, and has a row's. Throws std::invalid_argument that lists the
+// table: no name of a chip.
 Gpu gpu_by_name(std::string_view name);
 
 // The row for what a device reports; a number that is 0 keeps the table's. A name outside the table

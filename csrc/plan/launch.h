@@ -24,6 +24,11 @@ struct Pass {
 
 struct Plan {
   std::vector<Pass> passes;  // in order; each sees what the one before wrote
+  // Torch's matmul multiplies (dense): each of the first `panels` passes decodes the next
+  // panel_rows rows of W, the last one perhaps fewer, to a panel [rows, K] bound to its kSlotY, and
+  // the panel is multiplied before the next pass. Without such a pass W is multiplied where it
+  // lies. 0: nothing is multiplied but by the passes.
+  int64_t panel_rows = 0, panels = 0;
   size_t workspace_bytes =
       0;               // scratch bound to kSlotPartial (and to kSlotY of the pass that fills it)
   std::string reason;  // why this strategy, in words

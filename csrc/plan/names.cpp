@@ -66,6 +66,7 @@ std::vector<StrategyId> strategies_of(Op op) {
     case Op::kLinear:
       binds(kBindGemv);
       binds(kBindMatmul);
+      out.push_back(S::dense);
       out.push_back(S::split_reduce);
       break;
     case Op::kSwigluUp:

@@ -51,6 +51,19 @@ constexpr StrategyInfo alias(StrategyInfo info, const char* name) {
   return info;
 }
 
+// What its passes need to run is what the kernels of the other row need.
+constexpr StrategyInfo of_torch(const StrategyInfo& passes, const char* name) {
+  StrategyInfo out{};
+  out.name = name;
+  out.kernels = passes.name;
+  out.is_alias = true;
+  out.family = Family::Torch;
+  out.threads = passes.threads;
+  out.threadgroup_bytes = passes.threadgroup_bytes;
+  out.threadgroup_bytes_f16 = passes.threadgroup_bytes_f16;
+  return out;
+}
+
 namespace row {
 #define MM_STRATEGY(name, Fam, Geometry, slots, ...) \
   constexpr StrategyInfo name = info<Family::Fam, Geometry>(#name, slots);
@@ -60,6 +73,7 @@ namespace row {
 constexpr StrategyInfo kStrategies[] = {
 #define MM_STRATEGY(name, ...) row::name,
 #define MM_ALIAS(name, other) alias(row::other, #name),
+#define MM_TORCH(name, passes) of_torch(row::passes, #name),
 #include "metal/strategies.def"
 };
 static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);

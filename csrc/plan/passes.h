@@ -5,18 +5,20 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "plan.h"
 
 namespace metalmm {
 
-enum class Family { Matmul, Rows, Flat, Groups, Single, Append, Attention };
+// Torch: no kernel of its own, torch's matmul between passes of another row.
+enum class Family { Matmul, Rows, Flat, Groups, Single, Append, Attention, Torch };
 
 // A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
 struct StrategyInfo {
   const char* name;
-  const char* kernels;  // the beginning of their names: name, or that of which it is an alias
-  bool is_alias;
+  const char* kernels;  // the beginning of their names: name, or that of the row whose they are
+  bool is_alias;        // it has none of its own
   Family family;
   uint32_t slots;
   int n, m;    // Matmul: rows of W and of x per threadgroup
@@ -91,6 +93,11 @@ Pass reduce_pass(Problem problem, const Parts& parts);
 
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
+
+// Why torch's matmul takes the problem (tuning.def); empty where a kernel does.
+std::string why_dense(const Problem& problem, const Gpu& gpu);
+// plan() of linear by torch's matmul.
+Plan plan_dense(const Problem& problem, const std::string& why);
 
 // plan() of kAttention, and what of it can be planned.
 Plan plan_attention(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);

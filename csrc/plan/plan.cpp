@@ -133,6 +133,7 @@ Choice choose_linear(const Problem& p, const Gpu& gpu) {
                        ": matrix-unit tiles of " + str(GemmTile::kN) + " x " + str(GemmTile::kM)};
 }
 
+// The kernel that multiplies, where torch's matmul does not.
 Choice choose(const Problem& p, const Gpu& gpu) {
   switch (p.op) {
     case Op::kLinear:
@@ -271,8 +272,12 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     return out;
   }
   check_sizes(problem);
-  Choice choice = strategy && !is_split_forced ? force(*strategy, problem, gpu)
-                                               : fitting(choose(problem, gpu), problem, gpu);
+  const std::string why = strategy ? "" : why_dense(problem, gpu);
+  Choice choice =
+      strategy && !is_split_forced
+          ? force(*strategy, problem, gpu)
+          : fitting(why.empty() ? choose(problem, gpu) : Choice{S::dense, why}, problem, gpu);
+  if (choice.strategy == S::dense) return plan_dense(problem, choice.reason);
   if (problem.has_norm) {
     if (!takes_norm(choice.strategy)) {
       reject("norm: " + std::string(to_string(choice.strategy)) +

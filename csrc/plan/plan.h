@@ -22,6 +22,7 @@ namespace metalmm {
 enum class StrategyId : int {
 #define MM_STRATEGY(name, ...) name,
 #define MM_ALIAS(name, other) name,
+#define MM_TORCH(name, passes) name,
 #include "metal/strategies.def"
   kCount
 };
@@ -162,7 +163,7 @@ Activation activation_by_name(std::string_view name);
 // The strategies that can be forced for an op.
 std::vector<StrategyId> strategies_of(Op op);
 
-// The name of the function in the shader library; an alias has none of its own.
+// The name of the function in the shader library; an alias, or torch's matmul, has none of its own.
 std::string kernel_name(StrategyId strategy, Codec codec, DType dtype);
 
 // Every function of the library: strategies.def times formats.def times the dtypes.

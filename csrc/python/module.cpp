@@ -5,6 +5,8 @@
 #include <string>
 
 #include "cpu/kernels.h"
+#include "cpu/matmul.h"
+#include "ops/dtypes.h"
 #include "plan/format.h"
 
 namespace py = pybind11;
@@ -63,4 +65,17 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_isa", [] { return std::string(metalmm::cpu::current_isa().name); },
       "The instruction set in use: the best, or the one METALMM_CPU_ISA names.");
+  m.def(
+      "cpu_strategy",
+      [](int64_t rows, const std::string& dtype) {
+        constexpr at::ScalarType types[] = {
+#define MM_DTYPE(name, Enumerator, bytes, Scalar, torch_name) at::ScalarType::Scalar,
+#include "plan/dtypes.def"
+        };
+        const auto type = types[static_cast<int>(metalmm::dtype_by_name(dtype))];
+        const auto chosen = metalmm::cpu::choose_strategy(rows, type);
+        return std::string(metalmm::cpu::kStrategyNames[static_cast<int>(chosen)]);
+      },
+      py::arg("m"), py::arg("dtype"),
+      "What linear on the CPU takes for m rows of x of this dtype on this machine.");
 }

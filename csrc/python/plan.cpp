@@ -107,6 +107,9 @@ py::dict to_dict(const Gpu& gpu) {
   out["bandwidth_gb_s"] = gpu.bandwidth_gb_s;
   out["clock_mhz"] = gpu.clock_mhz;
   out["lanes_per_core"] = kLanesPerCore;
+  // Multiply-adds of halves a core and cycle of torch's matmul.
+  out["matmul_lanes_per_core"] =
+      gpu.accelerator == Accelerator::kNeural ? kNeuralLanesPerCore : kLanesPerCore;
   out["max_threadgroup_memory"] = gpu.max_threadgroup_memory;
   out["max_threads"] = gpu.max_threads;
   return out;
@@ -190,6 +193,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   py::list passes;
   for (const Pass& pass : made.passes) passes.append(to_dict(pass));
   out["passes"] = passes;
+  out["dense"] = product_of(made, p);
   out["workspace_bytes"] = made.workspace_bytes;
   out["reason"] = made.reason;
   return out;
@@ -198,7 +202,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
 using namespace py::literals;
 
 void bind_chips(py::module_& m) {
-  m.attr("CUDA_PLANS_FOR") = kCudaPlansFor;
+  m.attr("CUDA") = kCuda;
   m.def(
       "gpus",
       [] {
@@ -209,7 +213,8 @@ void bind_chips(py::module_& m) {
       "The table of chips, one dict per chip.");
   m.def(
       "gpu", [](const std::string& chip) { return to_dict(gpu_by_name(chip)); }, "chip"_a,
-      "The row of a chip, or the nearest one: `row` is its name. ValueError: no name of a chip.");
+      "The row of a chip, or the nearest one: `row` is its name; of CUDA, what an NVIDIA GPU is "
+      "planned for as. ValueError: no name of a chip.");
   m.def(
       "gpu_of_device",
       [](const std::string& name, int family, uint32_t cores, uint32_t max_threadgroup_memory) {
@@ -257,9 +262,10 @@ void bind_plan(py::module_& m) {
         "norm"_a = false, "norm_weight"_a = false, "eps"_a = 0.0f, "offset"_a = 0.0f,
         "activation"_a = "silu", "rope"_a = py::dict(), "append"_a = py::dict(),
         "attention"_a = py::dict(), "gpu"_a = py::dict(),
-        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, and chip, "
-        "the "
-        "row of the table that was planned for: the nearest one of a chip that it does not have. "
+        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, chip, the "
+        "row of the table that was planned for (the nearest one of a chip that it does not have), "
+        "and dense: None, or, where torch's matmul multiplies, m, n, k, format, dtype, the panels "
+        "that the first passes decode and the rows of each; without panels W lies as it is read. "
         "`gpu` "
         "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
         "plan.h says.");
@@ -277,8 +283,8 @@ void bind_plan(py::module_& m) {
       "strategy",
       [](const std::string& name) {
         const StrategyInfo& s = info_of(strategy_by_name(name));
-        constexpr const char* families[] = {"matmul", "rows",   "flat",     "groups",
-                                            "single", "append", "attention"};
+        constexpr const char* families[] = {"matmul", "rows",   "flat",      "groups",
+                                            "single", "append", "attention", "torch"};
         py::dict out;
         out["family"] = families[static_cast<int>(s.family)];
         out["n"] = s.n;

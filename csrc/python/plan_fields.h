@@ -1,4 +1,4 @@
-// Structs of a Problem from dicts of Python.
+// Parts of a Problem from dicts of Python, and of a Plan to one.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -80,6 +80,20 @@ inline AttentionSizes read_attention(const py::dict& given) {
                                                {"float_sinks", &A::float_sinks}};
   A out;
   set_fields("attention", given, fields, out);
+  return out;
+}
+
+// What torch's matmul multiplies; None where it does not.
+inline py::object product_of(const Plan& made, const Problem& p) {
+  if (made.panel_rows == 0) return py::none();
+  py::dict out;
+  out["rows"] = made.panel_rows;
+  out["panels"] = made.panels;
+  out["m"] = p.m;
+  out["n"] = p.n;
+  out["k"] = p.k;
+  out["format"] = p.format->name;
+  out["dtype"] = to_string(p.dtype);
   return out;
 }
 

@@ -128,13 +128,16 @@ def test_lines_of_every_format_differ() -> None:
 
 
 def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is that of the device's own numbers; on the CPU there is none."""
+    """The plan is that of the device's own numbers; on the CPU the engine says."""
     problem = {"n": 2048, "k": 4096, "format": "q4_0", "dtype": "f16"}
-    assert Device("cpu").strategy(**problem) is None
+    assert Device("cpu").strategy(**problem) == "gemv"
+    assert Device("cpu").strategy(**problem, m=512) == "gemm"
+    assert Device("cpu").strategy(**problem, m=512, strategy="dense") == "dense"
     for cores, wanted in ((132, "gemv_large_k"), (8, "gemv")):
         found = SimpleNamespace(multi_processor_count=cores)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda found=found: found)
         assert Device("cuda").strategy(**problem) == wanted
+        assert Device("cuda").strategy(**problem, m=512) == "dense"
     tile = {"m": 128, "n": 4096, "k": 4096, "format": "q4_k", "dtype": "f32"}
     for memory, wanted in ((0, "gemm"), (32768, "gemm"), (8192, "gemm_small")):
         facts = {"plans_for": "m1", "cores": 8, "max_threadgroup_memory": memory, "max_threads": 0}

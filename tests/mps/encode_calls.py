@@ -204,7 +204,8 @@ def probe(op: str, dtype: torch.dtype) -> Call:
     return Call(lambda: ops.probe(x, x2, op), {"x": x, "x2": x2}, {"op": op, **size})
 
 
-FORCED = [s for s in _C.strategies("linear") if s != SPLIT]
+# dense: test_mps_dense.py
+FORCED = [s for s in _C.strategies("linear") if s not in (SPLIT, "dense")]
 CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     **{s: lambda f, t, s=s: linear(f, s, 3, t) for s in FORCED},
     **{f"m={m}": lambda f, t, m=m: linear(f, None, m, t) for m in (1, 2, 40, 300)},

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from backends import Backend, leaf
-from oracle import Value, activations, check, random_weight, spec
+from oracle import DTYPES, Value, activations, check, random_weight, spec
 from torch import Tensor, nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear
@@ -176,3 +176,28 @@ def test_a_copy_of_a_compiled_layer_is_its_own(backend: Backend) -> None:
     x = backend.put(activations(3, 256))
     for layer in (a, b, copy.deepcopy(a)):
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+
+
+def test_autocast_reaches_torch_s_matmul_once(backend: Backend) -> None:
+    """x is lowered once, by the op; the matmul inside takes it as it is."""
+    if backend.device == "mps":
+        pytest.skip("autocast of f32 on mps is f16 only")
+    packed, x = backend.put(random_weight("q4_0", 9, 64)), backend.put(activations(33, 64))
+    lowered = ops.linear(x.bfloat16(), packed, None, "q4_0", "dense")
+    with torch.autocast(backend.device, dtype=torch.bfloat16):
+        y = ops.linear(x, packed, None, "q4_0", "dense")
+    assert y.dtype == torch.bfloat16 and torch.equal(y, lowered)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_s_matmul_is_traced(dtype: torch.dtype, backend: Backend) -> None:
+    """opcheck; a compiled graph has the bits of the call, with leading dimensions and a bias."""
+    w = backend.put(random_weight("q4_k", 21, 512))
+    x = backend.put(activations(2, 17, 512, dtype=dtype)).requires_grad_()
+    bias = backend.put(activations(21, dtype=dtype))
+    arguments = (x, w, bias, "q4_k", "dense")
+    torch.library.opcheck(ops.linear.default, arguments)
+    compiled = torch.compile(
+        lambda x: ops.linear(x, w, bias, "q4_k", "dense"), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x), ops.linear(*arguments))

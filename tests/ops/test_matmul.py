@@ -20,8 +20,10 @@ from oracle import (
     activations,
     check,
     generator,
+    integer_weight,
     random_weight,
     spec,
+    y64,
 )
 
 from torch_metalmm import _C, formats
@@ -158,6 +160,39 @@ def test_nothing_to_multiply(name: str, backend: Backend, strategy: str | None) 
     y = ops.linear(nothing, w[:, :0], None, name, strategy)
     assert torch.equal(y.cpu(), torch.zeros(2, 3))
     assert torch.equal(ops.linear(nothing, w[:, :0], bias, name, strategy), bias.expand(2, 3))
+
+
+def test_several_panels_of_torch_s_matmul(backend: Backend) -> None:
+    """Every row of W is multiplied, and once: integers, whose sums are exact, at every edge that a
+    panel may have."""
+    n, k = 4100, 4096  # more than a panel of any engine in f32, and no whole number of them
+    if chip := backend.chip():
+        sizes = {"m": 3, "n": n, "k": k, "format": "q4_0", "dtype": "f32", "chip": chip}
+        assert _C.plan(**sizes, strategy="dense")["dense"]["panels"] == 2
+    packed = integer_weight("q4_0", n, k)
+    w = backend.put(packed)
+    x = torch.randint(-4, 5, (3, k), generator=generator("dense")).float()
+    edges = torch.tensor([i for i in range(n) if i % 16 in (0, 15) or i > n - 8])
+    want = y64(x, spec("q4_0", packed[edges], k)).float()
+    bias, c = torch.arange(n).float(), torch.arange(3.0)[:, None] - torch.arange(n)
+    y = ops.linear(backend.put(x), w, None, "q4_0", "dense")
+    assert y.is_contiguous() and torch.equal(y.cpu()[:, edges], want)
+    y = ops.linear(backend.put(x), w, backend.put(bias), "q4_0", "dense", backend.put(c)).cpu()
+    assert torch.equal(y[:, edges], want + (bias + c)[:, edges])
+    y = ops.gemm(backend.put(x), w, "q4_0", backend.put(c), 0.5, -2.0, "dense").cpu()
+    assert torch.equal(y[:, edges], want / 2 - 2 * c[:, edges])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_addends_of_torch_s_matmul(dtype: torch.dtype, backend: Backend) -> None:
+    """What joins the product is added in f32, whatever its dtype, and the result has that of x."""
+    packed, x = random_weight("q5_1", 9, 96), activations(7, 96, dtype=dtype)
+    for other in DTYPES:
+        bias = 100 * activations(9, dtype=other, seed="bias")
+        y = ops.linear(backend.put(x), backend.put(packed), backend.put(bias), "q5_1", "dense")
+        assert y.dtype == dtype
+        want = oracle.linear(x, spec("q5_1", packed, 96), bias, halved=dtype)
+        check(y, want, f"bias {other}")
 
 
 @st.composite

@@ -39,6 +39,8 @@ def test_rows_of_a_batch_are_those_of_one_row(name: str, backend: Backend) -> No
 @pytest.mark.parametrize("name", KINDS)
 def test_threads_change_no_bit(name: str, backend: Backend, strategy: str | None) -> None:
     """torch.set_num_threads splits the rows of W, never a sum."""
+    if strategy == "dense":
+        pytest.skip("in which order torch's matmul adds is for torch to say")
     k, n = backend.k(name), 20 if backend.is_slow else 300
     w, x = backend.put(random_weight(name, n, k)), backend.put(activations(30, max(n, k)))
     ids = backend.put(torch.arange(n))

@@ -7,6 +7,7 @@ then a diff.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,18 @@ OPS = [op for op in _C.ops() if op != "attention"]  # test_plan_attention.py has
 
 
 def line(plan: dict[str, Any]) -> str:
-    passes = []
+    passes: list[str] = []
     for one in plan["passes"]:
         grid = "x".join(map(str, one["grid"]))
         constants = ",".join(str(v) for v in one["constants"].values())
         passes.append(
             f"{one['kernel']} {grid} x {one['group'][0]} {one['threadgroup_bytes']}B [{constants}]"
         )
+    if dense := plan["dense"]:
+        panels = Counter(passes[: dense["panels"]])  # in order: all but the last are equal
+        decoded = " + ".join(f"{count} x {text}" for text, count in panels.items()) or "W"
+        multiplied = f"{decoded} -> torch's matmul of {dense['rows']} rows"
+        passes[: dense["panels"]] = [multiplied]
     workspace = f" ; workspace {plan['workspace_bytes']}" if plan["workspace_bytes"] else ""
     return " ; ".join(passes) + workspace
 
@@ -58,6 +64,12 @@ def golden_lines() -> list[str]:
             act = DTYPES[(i + m) % 3]
             plan = _C.plan(m=m, n=1000, k=4096, format=name, dtype=act, chip="m4-max", bias=True)
             out.append(f"{name} {act} {m}x1000x4096 bias: {line(plan)}")
+    out += ["", "# an NVIDIA GPU, where torch's matmul takes over"]
+    for act in DTYPES:
+        for m in (47, 48, 512):
+            sizes = {"m": m, "n": 14336, "k": 4096, "format": "q4_k", "dtype": act, "bias": m < 512}
+            plan = _C.plan(**sizes, chip=_C.CUDA)
+            out.append(f"{_C.CUDA} {act} {m}x14336x4096{' bias' * sizes['bias']}: {line(plan)}")
     out += ["", "# m2, every op and every strategy it takes"]
     for op in OPS:
         for strategy in (None, *_C.strategies(op)):
@@ -203,6 +215,28 @@ def check_flat(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any], redu
     assert covers(one["grid"][0], row["threads"], items)
 
 
+def check_dense(p: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Panels hold every row once, each beginning as aligned as W; what joins the sums is a pass."""
+    dense, passes = plan["dense"], plan["passes"]
+    joins = epilogue(p) > 0
+    rows = [one["args"]["n"] for one in passes[: dense["panels"]]]
+    assert len(passes) == dense["panels"] + joins
+    assert plan["workspace_bytes"] == (4 * p["m"] * p["n"] if joins else 0)
+    if joins:
+        check_flat(p, passes[-1], _C.strategy("split_reduce"), reduces=True)
+        assert passes[-1]["args"]["parts"] == 1
+    assert bool(rows) == (p["k"] > 0 and p["format"] != p["dtype"])
+    assert sum(rows) == p["n"] if rows else dense["rows"] == p["n"]
+    assert all(n == dense["rows"] and n % 16 == 0 for n in rows[:-1])
+    values = formats.DTYPES[p["dtype"]].itemsize * p["k"]
+    assert all(n * values <= max(64 << 20, 16 * values) for n in rows)
+    for one in passes[: len(rows)]:
+        assert one["kernel"].startswith("dequantize_") and one["kernel"].endswith(f"_{p['dtype']}")
+        assert one["args"]["w_stride"] == formats.get(p["format"]).row_bytes(p["k"])
+        sizes = p | {"op": "dequantize", "n": one["args"]["n"]}
+        check_flat(sizes, one, _C.strategy("dequantize"), reduces=False)
+
+
 @settings(max_examples=1000)
 @given(problems())
 def test_invariants(p: dict[str, Any]) -> None:
@@ -215,9 +249,13 @@ def test_invariants(p: dict[str, Any]) -> None:
         assert few or re.match(r"threads: \d{10,} does not fit 32 bits", str(error))
         return
     gpu = _C.gpu(p["chip"]) | p["gpu"]
+    assert all(one["threadgroup_bytes"] <= gpu["max_threadgroup_memory"] for one in plan["passes"])
+    if plan["dense"]:
+        check_dense(p, plan)
+        return
+    assert p["strategy"] != "dense" or not plan["passes"]
     for i, one in enumerate(plan["passes"]):
         assert one["kernel"] in KERNELS
-        assert one["threadgroup_bytes"] <= gpu["max_threadgroup_memory"]
         assert all(size > 0 for size in one["grid"])
         name = strategy_of(one["kernel"])
         row = _C.strategy(name)
@@ -256,7 +294,7 @@ def test_kernel_names() -> None:
 
 def test_every_matmul_strategy_takes_every_m() -> None:
     """Forced, a strategy computes any number of rows: what its kernel cannot hold becomes grid."""
-    for strategy in set(_C.strategies("linear")) - {"split_reduce"}:
+    for strategy in set(_C.strategies("linear")) - {"split_reduce", "dense"}:
         for m in (1, 2, 17, 130, 100_000):
             one = _C.plan(m=m, n=5, k=64, format="q4_0", chip="m3", strategy=strategy)["passes"][0]
             check_matmul({"m": m, "n": 5, "k": 64, "format": "q4_0"}, one, _C.strategy(strategy))

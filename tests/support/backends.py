@@ -27,7 +27,7 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import CHIP
-from oracle import FORMATS, long_k, short_k
+from oracle import FORMATS, Halved, long_k, short_k
 from plan_cases import codecs, strategies_used
 from torch import Tensor
 
@@ -81,14 +81,18 @@ class Backend:
 
     def halves(
         self, strategy: str | None, dtype: torch.dtype, name: str, mnk: tuple[int, int, int]
-    ) -> bool:
-        """Whether what is planned for x of this dtype rounds W of this format to f16."""
-        if not self.chip() or dtype != torch.float16:
-            return False
+    ) -> Halved:
+        """What is rounded beside the sums of x of this dtype and W of this format."""
         m, n, k = mnk
-        sizes = {"m": m, "n": n, "k": k, "format": name, "dtype": "f16"}
-        used = strategies_used(_C.plan(**sizes, chip=self.chip(), strategy=strategy))
-        return any(_C.strategy(s)["rounds_to_half"] for s in used)
+        label = next(label for label, t in formats.DTYPES.items() if t == dtype)
+        if not self.chip():
+            return dtype if (strategy or _C.cpu_strategy(m, label)) == "dense" else False
+        sizes = {"m": m, "n": n, "k": k, "format": name, "dtype": label}
+        plan = _C.plan(**sizes, chip=self.chip(), strategy=strategy)
+        if plan["dense"]:
+            return dtype
+        tiles = any(_C.strategy(s)["rounds_to_half"] for s in strategies_used(plan))
+        return tiles and dtype == torch.float16
 
     def put(self, t: Tensor) -> Tensor:
         """t on this engine's device."""
@@ -117,7 +121,7 @@ _CPU_EDGES = Edges(m=(2, 4, 8, 16, 24, 32, 256), n=(4, 6, 12, 48), k=(32, 512))
 CPU = Backend(
     name="cpu",
     device="cpu",
-    strategies=("gemv", "gemv_batched", "gemm"),  # test_baselines has the others
+    strategies=("gemv", "gemv_batched", "gemm", "dense"),  # test_baselines has the others
     absent=partial(absence, "cpu"),
     edges=lambda _: _CPU_EDGES,
 )
@@ -126,8 +130,9 @@ _SHADER_STRATEGIES = tuple(_C.strategies("linear"))
 
 
 def _shader_edges(strategy: str | None) -> Edges:
-    """The tile of a strategy (metal/geometry.h), of all of them for None and split-K."""
-    of = _SHADER_STRATEGIES if strategy in (None, "split_reduce") else (strategy,)
+    """The tile of a strategy (metal/geometry.h), of all of them where it has none of its own."""
+    own = strategy is not None and _C.strategy(strategy)["family"] == "matmul"
+    of = (strategy,) if own else _SHADER_STRATEGIES
     rows = [row for row in map(_C.strategy, of) if row["family"] == "matmul"]
     m, n, k = ({row[size] for row in rows if row[size] > 1} for size in "mnk")
     return Edges(tuple(sorted(m)) or (1,), tuple(sorted(n)), tuple(sorted(k)))

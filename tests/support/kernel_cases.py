@@ -25,7 +25,7 @@ from torch_metalmm.testing import emulated
 ops = torch.ops.metalmm
 
 # What the CUDA engine plans for, so that the emulator runs the same kernels.
-CHIP, CORES = _C.CUDA_PLANS_FOR, 132
+CHIP, CORES = _C.CUDA, 132
 PER_KERNEL = 10
 DTYPES = formats.DTYPES
 PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_div", "dot")

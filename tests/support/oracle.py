@@ -25,10 +25,14 @@ s_T more for each w, with T = f16 as below (`halved`). Whether they run is for t
 affine4 with f16 scales rounds the exact s q + b there, the specification its f32 value: u |w| more,
 for which there is room, since a product of two halves is exact in f32.
 
+Torch's matmul (`dense`) multiplies in the dtype of x, T: x, where it is a result of f32, each w and
+the product are rounded to T, u_T and s_T of each, and the sums are f32.
+
 Store, for a result y with u_T = 2^-11 (f16) or 2^-8 (bf16), and s_T half the spacing of subnormals
 (f16) or what is above all of them (bf16, where they may be dropped):
     |fl_T(y) - y| <= u_T |y| + s_T
-f32 stores without rounding. float64 adds K 2^-53 sum |x| |w| of its own.
+f32 stores without rounding, and rounding what has been rounded changes nothing. float64 adds
+K 2^-53 sum |x| |w| of its own.
 
 Products of activations rounded to int8 compute with what the specification rounds x to (formats/
 activations.py), exactly as long as numbers are integers: within a block of 16 or 32. A block's
@@ -73,6 +77,10 @@ SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
 SLOPE_SLOPE = 0.5  # the largest |silu''|, at 0
 
 
+# What a product rounds beside its sums. True: each w to f16. A dtype: torch's matmul of that dtype.
+Halved = bool | torch.dtype
+
+
 def gamma(n: float | Tensor) -> float | Tensor:
     """n u / (1 - n u)."""
     return n * U / (1 - n * U)
@@ -84,11 +92,12 @@ class Value:
 
     exact: Tensor
     error: Tensor
+    dtype: torch.dtype | None = None  # that it has been rounded to
 
     @staticmethod
     def of(t: Tensor) -> Value:
         """An input: t itself, without error."""
-        return Value(t.double(), torch.zeros_like(t, dtype=torch.float64))
+        return Value(t.double(), torch.zeros_like(t, dtype=torch.float64), t.dtype)
 
     def size(self) -> Tensor:
         """A bound of |computed|."""
@@ -98,16 +107,23 @@ class Value:
         self,
         w: Tensor,
         chain: int | None = None,
-        halved: bool = False,
+        halved: Halved = False,
         size: Tensor | None = None,
     ) -> Value:
         """self [..., K] times w [N, K] transposed; a term takes `chain` roundings, or K.
 
-        halved: each w is rounded to f16 before it is multiplied. size [N, K]: what the roundings of
-        a term are in proportion to, with x; |w|.
+        halved: what is rounded beside the sums. size [N, K]: what the roundings of a term are in
+        proportion to, with x; |w|.
         """
+        if isinstance(halved, torch.dtype):
+            return self.store(halved)._dot(w, chain, halved, size).store(halved)
+        return self._dot(w, chain, torch.float16 if halved else torch.float32, size)
+
+    def _dot(
+        self, w: Tensor, chain: int | None, w_dtype: torch.dtype, size: Tensor | None
+    ) -> Value:
         w64, k = w.double(), w.shape[1]
-        u, spacing = STORE[torch.float16] if halved else (0.0, 0.0)
+        u, spacing = STORE[w_dtype]
         w_error = u * w64.abs() + spacing * (w64 != 0)
         terms = self.size() @ ((w64.abs() if size is None else size) + w_error).T
         rounding = (gamma(k if chain is None else chain) + k * U64) * terms + k * TINY
@@ -156,8 +172,8 @@ class Value:
 
     def store(self, dtype: torch.dtype) -> Value:
         """Rounded to dtype."""
-        u, spacing = STORE[dtype]
-        return Value(self.exact, self.error + u * self.size() + spacing)
+        u, spacing = (0.0, 0.0) if self.dtype == dtype else STORE[dtype]
+        return Value(self.exact, self.error + u * self.size() + spacing, dtype)
 
 
 def y64(x: Tensor, w: Tensor) -> Tensor:
@@ -172,7 +188,7 @@ def bound(x: Tensor, w: Tensor, k: int, dtype: torch.dtype, chain: int | None = 
     return Value.of(x).dot(w, chain).store(dtype).error
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, halved: bool = False) -> Value:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, halved: Halved = False) -> Value:
     """x wT + bias in the dtype of x."""
     y = Value.of(x).dot(w, halved=halved)
     return (y if bias is None else y + Value.of(bias)).store(x.dtype)

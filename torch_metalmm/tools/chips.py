@@ -14,9 +14,13 @@ Cycles of a weight, from the counts of issue_cycles.json (one row of x, and seve
                      product of 8 x 8 matrices takes 16 cycles of 32 lanes for its 512
                      multiply-adds, the rate of the vector units
 
+dense: decoding, then torch's matmul, each max(memory, issue). Decoding reads W and writes it in the
+dtype of x, at the cycles of one row - 1 a weight; torch's matmul reads that, and multiplies at
+TORCH_REACHED of the rate of its units, on M5 the neural accelerators for f16 and bf16.
+
 The counts are of gemv and gemv_batched, compiled (bench/shaders); they stand for every kernel of
 their kind. Not in the model: latency, threadgroup memory, cores that wait for each other, the
-parallel pipes of M3 and later, the matrix accelerators of M5, throttling. docs/chip-model.md
+parallel pipes of M3 and later, throttling. docs/chip-model.md
 compares it with measurements that others published and says where it is off.
 """
 
@@ -30,15 +34,18 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from .. import _C
-from ..formats import DTYPES
+from .. import _C, formats
 
 # Part of nominal bandwidth: MLX's 4-bit vector kernels, 0.88 to 0.94 (MLX issue 3852).
 REACHED = 0.90
 # What a dispatch adds to a serial encoder that has others: 2.0 on an M1 Max (penta2himajin/qwisp
 # pull request 158), 1.3 (kryptic-sh/infr pull request 14).
 LAUNCH_US = 2.0
-DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+# Part of the matrix units' rate: llama.cpp's f16 products on the neural accelerators of an M5, 608
+# tokens/s of a prompt of Mistral 7B (llama.cpp pull request 16634), 14.2 GFLOP a token, of the 16.2
+# TFLOP/s of ten cores. Of torch's own matmul nothing is published.
+TORCH_REACHED = 0.53
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in formats.DTYPES.items()}
 COUNTS = Path(__file__).with_name("issue_cycles.json")
 
 # The products of a token: (N, K, how often).
@@ -64,6 +71,7 @@ class Chip:
     bandwidth_gb_s: float
     clock_mhz: float
     lanes_per_core: int
+    matmul_lanes_per_core: int  # of torch's matmul of f16 and bf16
 
     @classmethod
     def named(cls, name: str) -> Chip:
@@ -81,15 +89,17 @@ class Prediction:
     launch: float
     moved_bytes: int
     cycles: float  # to issue per weight and tile of x
+    decoding: float = 0.0  # dense: before the product, whose memory and issue are the above
 
     @property
     def total(self) -> float:
-        return max(self.memory, self.issue) + self.launch
+        return self.decoding + max(self.memory, self.issue) + self.launch
 
     @property
     def bound(self) -> str:
-        """What takes longest: memory, issue or launch."""
-        return max(("memory", "issue", "launch"), key=lambda name: float(getattr(self, name)))
+        """What takes longest: memory, issue, launch or decoding."""
+        names = ("memory", "issue", "launch", "decoding")
+        return max(names, key=lambda name: float(getattr(self, name)))
 
 
 @functools.cache
@@ -117,8 +127,39 @@ def strategy_of(kernel: str) -> str:
     return max((s for s in strategies if kernel.startswith(s + "_")), key=len)
 
 
+def chosen(plan: Mapping[str, Any]) -> str:
+    """The strategy of a plan of `linear` that has a result."""
+    return "dense" if plan["dense"] else strategy_of(plan["passes"][0]["kernel"])
+
+
+def _dense_cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
+    product = plan["dense"]
+    (m, n, k), dtype = (product[size] for size in "mnk"), product["dtype"]
+    value, packed = DTYPE_BYTES[dtype], n * formats.get(product["format"]).row_bytes(k)
+    bandwidth = chip.bandwidth_gb_s * 1e3 * REACHED
+    lanes = chip.cores * chip.clock_mhz * TORCH_REACHED
+    lanes *= chip.lanes_per_core if dtype == "f32" else chip.matmul_lanes_per_core
+    w_bytes, decoding, cycles = n * k * value, 0.0, 0.0
+    moved = w_bytes + m * (k + n) * value + 2 * plan["workspace_bytes"]
+    if product["panels"]:
+        codec = plan["passes"][0]["kernel"].removeprefix("dequantize_").rpartition("_")[0]
+        cycles = counts()["gemv"][codec][dtype] - 1
+        issue = n * k * cycles / (chip.cores * chip.lanes_per_core * chip.clock_mhz)
+        decoding = max((packed + w_bytes) / bandwidth, issue)
+    return Prediction(
+        memory=moved / bandwidth,
+        issue=m * n * k / lanes,
+        launch=LAUNCH_US * (len(plan["passes"]) + max(product["panels"], 1)),
+        moved_bytes=moved + (packed + w_bytes if product["panels"] else 0),
+        cycles=cycles,
+        decoding=decoding,
+    )
+
+
 def cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
-    """The prediction for a plan of `linear` that has a pass."""
+    """The prediction for a plan of `linear` that has a result."""
+    if plan["dense"]:
+        return _dense_cost(plan, chip)
     first = plan["passes"][0]
     args, kernel = first["args"], first["kernel"]
     strategy = strategy_of(kernel)

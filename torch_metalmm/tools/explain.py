@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from .. import _C, formats
-from .chips import DTYPE_BYTES, LAUNCH_US, REACHED, Chip, cost
+from .chips import DTYPE_BYTES, LAUNCH_US, REACHED, TORCH_REACHED, Chip, Prediction, cost
 
 SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
@@ -82,9 +83,18 @@ def explain(
         *([before["reason"]] if before else []),
         plan["reason"],
     ]
-    for i, one in enumerate(passes, 1):
-        lines += ["", f"pass {i} of {len(passes)}: {one['kernel']}", *_pass_lines(one)]
-    lines += ["", *_byte_lines(plan, m, n, k, fmt.row_bytes(k), DTYPE_BYTES[dtype])]
+    at = 0
+    for one, equal in groupby(passes):
+        first, at = at + 1, at + len([*equal])
+        numbers = f"pass {at}" if first == at else f"passes {first} to {at}"
+        lines += ["", f"{numbers} of {len(passes)}: {one['kernel']}", *_pass_lines(one)]
+        if plan["dense"] and one["kernel"].startswith("dequantize_"):
+            lines += [_matmul_line(m, one["args"]["n"], k)]
+    if plan["dense"] and not plan["dense"]["panels"]:
+        lines += ["", _matmul_line(m, n, k)]
+    if gpu["name"] == _C.CUDA:  # whose times are not those of its row
+        return "\n".join([*lines, "", *_byte_lines(plan, m, n, k, fmt, dtype)])
+    lines += ["", *_byte_lines(plan, m, n, k, fmt, dtype)]
     model = Chip.named(chip)
     return "\n".join(
         [*lines, "", *_prediction_lines(plan, len(passes), model, m * n * k, n * fmt.row_bytes(k))]
@@ -105,7 +115,7 @@ def _nearest_lines(gpu: dict[str, Any]) -> list[str]:
 
 def _pass_lines(one: dict[str, Any]) -> list[str]:
     grid, threads = one["grid"], one["group"][0] * one["group"][1] * one["group"][2]
-    axes = {"split_": "", "rms_no": ", one for each row of x"}.get(
+    axes = {"split_": "", "dequan": "", "rms_no": ", one for each row of x"}.get(
         one["kernel"][:6], ", tiles of M x tiles of N x parts of K"
     )
     rows = [
@@ -116,6 +126,10 @@ def _pass_lines(one: dict[str, Any]) -> list[str]:
         ("buffers", ", ".join(one["slots"])),
     ]
     return [f"  {name:10} {text}" for name, text in rows]
+
+
+def _matmul_line(m: int, rows: int, k: int) -> str:
+    return f"  then torch's matmul of x[{m}, {k}] and the {rows} rows, transposed"
 
 
 def _constants(constants: dict[str, int]) -> list[str]:
@@ -138,30 +152,50 @@ def _times(count: int) -> str:
 
 
 def _byte_lines(
-    plan: dict[str, Any], m: int, n: int, k: int, row_bytes: int, value: int
+    plan: dict[str, Any], m: int, n: int, k: int, fmt: formats.Format, dtype: str
 ) -> list[str]:
-    tiles_m, tiles_n, _ = plan["passes"][0]["grid"]
+    row_bytes, value, dense = fmt.row_bytes(k), DTYPE_BYTES[dtype], plan["dense"]
+    tiles_m, tiles_n, _ = (1, 1, 1) if dense else plan["passes"][0]["grid"]
+    panels = max(dense["panels"], 1) if dense else tiles_n
     rows = [
         ("weights", n * row_bytes, f"{row_bytes} a row; read {_times(tiles_m)}"),
-        ("x", m * k * value, f"read {_times(tiles_n)}, from cache after the first"),
+        ("x", m * k * value, f"read {_times(panels)}, from cache after the first"),
         ("y", m * n * value, "written once"),
     ]
+    if dense and dense["panels"]:
+        panel = dense["rows"] * k * value
+        rows.append(("panel", panel, f"{dtype}, written and read {_times(panels)}"))
     if plan["workspace_bytes"]:
         rows.append(("partials", plan["workspace_bytes"], "f32, written and read once"))
     width = max(len(f"{count:,}") for _, count, _ in rows)
     return ["bytes", *(f"  {name:10} {count:{width},}  {note}" for name, count, note in rows)]
 
 
+def _multiply_rows(
+    plan: dict[str, Any], p: Prediction, moved: str, bandwidth: str
+) -> list[tuple[str, float, str]]:
+    if not plan["dense"]:
+        cycles = f"{p.cycles:.2f} cycles per weight and tile of x"
+        return [("memory", p.memory, f"{moved}, at {bandwidth}"), ("issue", p.issue, cycles)]
+    return [
+        ("decoding", p.decoding, f"{p.cycles:.2f} cycles per weight; in all {moved}"),
+        ("memory", p.memory, f"of torch's matmul, at {bandwidth}"),
+        ("issue", p.issue, f"of torch's matmul, at {TORCH_REACHED:.0%} of its matrix units"),
+    ]
+
+
 def _prediction_lines(
     plan: dict[str, Any], passes: int, chip: Chip, products: int, weight_bytes: int
 ) -> list[str]:
     p = cost(plan, chip)
-    p = replace(p, launch=LAUNCH_US * passes)
+    before = passes - len(plan["passes"])
+    p = replace(p, launch=p.launch + LAUNCH_US * before)
+    launched = f"{passes} {'pass' if passes == 1 else 'passes'}"
     bandwidth = f"{REACHED:.0%} of {chip.bandwidth_gb_s} GB/s"
+    moved = f"{p.moved_bytes / 1e6:.2f} MB, each byte once"
     rows = [
-        ("memory", p.memory, f"{p.moved_bytes / 1e6:.2f} MB, each byte once, at {bandwidth}"),
-        ("issue", p.issue, f"{p.cycles:.2f} cycles per weight and tile of x"),
-        ("launch", p.launch, f"{passes} {'pass' if passes == 1 else 'passes'}"),
+        *_multiply_rows(plan, p, moved, bandwidth),
+        ("launch", p.launch, launched + (" and torch's matmul" if plan["dense"] else "")),
         ("time", p.total, f"{p.bound} bound: {weight_bytes / p.total / 1e3:.0f} GB/s of weights,"
          f" {2 * products / p.total / 1e6:.2f} TFLOP/s"),
     ]  # fmt: skip

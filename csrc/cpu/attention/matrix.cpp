@@ -64,10 +64,10 @@ void attend_matrix(const Attention& a, float* out) {
                                   .narrow(1, i0, n)
                                   .reshape({group * n, a.dim});
       at::Tensor scores =
-          matmul(rows, a.keys.head(b, kv_head, span.first, slots), a.keys.format(), std::nullopt);
+          matmul(rows, a.keys.head(b, kv_head, span.first, slots), a.keys.format(), at::kFloat);
       soften(a, b, kv_head, i0, n, span, scores);
       const at::Tensor seen = values.narrow(1, span.first - all.first, slots).view(at::kByte);
-      to.copy_(matmul(scores, seen, f32, std::nullopt).view({group, n, a.dim}).transpose(0, 1));
+      to.copy_(matmul(scores, seen, f32, at::kFloat).view({group, n, a.dim}).transpose(0, 1));
     }
   }
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from backends import Backend
 from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
-from oracle import DTYPES, Value, activations, check
+from oracle import DTYPES, Halved, Value, activations, check
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_
@@ -24,9 +24,9 @@ def swiglu_exact(
     up: Tensor,
     down: QuantLinear,
     form: str,
-    halved: Sequence[bool] = (False, False, False),
+    halved: Sequence[Halved] = (False, False, False),
 ) -> Value:
-    """gate, up: W f32 [N, K]; halved: whether the engine rounds gate, up and down to f16."""
+    """gate, up: W f32 [N, K]; halved: what the engine rounds of gate, up and down."""
     a, b = (Value.of(x).dot(w, halved=h) for w, h in zip((gate, up), halved[:2], strict=True))
     if form == "swiglu":
         h = (a.silu() * b).store(x.dtype)

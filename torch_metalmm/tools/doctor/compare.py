@@ -60,7 +60,8 @@ def packed_and_decoded(name: str, n: int = N, k: int = K, seed: int = 0) -> tupl
 def compare(y: Tensor, x: Tensor, w: Tensor, start: Tensor | None = None) -> Found:
     """y against x Wᵀ (+ start): the largest error over |x| |W|ᵀ, and what rounding may make of it.
 
-    Every product and sum in f32, the weights and the result in the dtype of x.
+    Every product and sum in f32; the weights, the product where `start` joins it, and the result in
+    the dtype of x.
     """
     x64 = x.cpu().double()
     want, scale = x64 @ w.T, x64.abs() @ w.abs().T

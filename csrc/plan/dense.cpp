@@ -1,0 +1,94 @@
+// linear by torch's own matmul: which rows of W are decoded at a time, and what is done with the
+// products.
+#include <algorithm>
+#include <string>
+
+#include "passes.h"
+
+namespace metalmm {
+namespace {
+
+// What a panel may take. Large enough that torch's matmul of a panel hides its launch and fills the
+// machine: 8192 rows of 4096 halves are 256 tiles of 128 x 128 at M = 512, two for each of an
+// H200's 132 multiprocessors. Small beside the model: the panel is what `dense` needs beyond the
+// packed weights, once per stream, not once per layer.
+constexpr int64_t kPanelBytes = int64_t{64} << 20;
+
+// Panels are of so many rows, or of a multiple, so that each begins as W does: where 16 divides the
+// address of the first row it divides that of row 16 i, whatever the stride.
+constexpr int64_t kRowsMultiple = 16;
+
+// Panels of like size: a short last one would leave the machine idle.
+int64_t rows_of_panel(const Problem& p) {
+  const int64_t row_bytes = std::max<int64_t>(product(p.k, dtype_bytes(p.dtype)), 1);
+  const int64_t most =
+      std::max(kPanelBytes / row_bytes / kRowsMultiple, int64_t{1}) * kRowsMultiple;
+  if (p.n <= most) return p.n;
+  return ceil_div(ceil_div(p.n, ceil_div(p.n, most)), kRowsMultiple) * kRowsMultiple;
+}
+
+// Whether rows of W are rows of values of x's dtype as they lie.
+bool is_readable(const Problem& p) {
+  return p.format->layout == Layout::kDense && p.format->name == to_string(p.dtype);
+}
+
+Pass decode_pass(const Problem& p, int64_t rows) {
+  Problem panel;
+  panel.op = Op::kDequantize;
+  panel.n = rows;
+  panel.k = p.k;
+  panel.format = p.format;
+  panel.dtype = p.dtype;
+  panel.w_stride = p.w_stride;
+  panel.w_alignment = p.w_alignment;
+  return main_pass(StrategyId::dequantize, panel, {1, p.k}, false);
+}
+
+struct DenseFrom {
+  Accelerator accelerator;
+  DType dtype;
+  int64_t min_m;
+};
+
+constexpr DenseFrom kDenseFrom[] = {
+#define MM_DENSE_FROM(accelerator, dtype, min_m) {Accelerator::accelerator, DType::dtype, min_m},
+#include "tuning.def"
+};
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+}  // namespace
+
+std::string why_dense(const Problem& p, const Gpu& gpu) {
+  if (p.op != Op::kLinear || p.has_norm) return "";
+  for (const DenseFrom& d : kDenseFrom) {
+    if (d.accelerator != gpu.accelerator || d.dtype != p.dtype || p.m < d.min_m) continue;
+    return "M = " + str(p.m) + " is at least " + str(d.min_m) + ", and torch's matmul reaches " +
+           (d.accelerator == Accelerator::kNeural ? "the neural accelerators"
+                                                  : "the tensor cores at full rate");
+  }
+  return "";
+}
+
+Plan plan_dense(const Problem& p, const std::string& why) {
+  Plan out;
+  out.panel_rows = p.n;
+  if (p.k > 0 && !is_readable(p)) {
+    out.panel_rows = rows_of_panel(p);
+    for (int64_t n = 0; n < p.n; n += out.panel_rows) {
+      out.passes.push_back(decode_pass(p, std::min(out.panel_rows, p.n - n)));
+    }
+    out.panels = static_cast<int64_t>(out.passes.size());
+  }
+  out.reason = "dense: " + why + "; W is " +
+               (out.panels ? "decoded in panels of " + str(out.panel_rows) + " rows, " +
+                                 str(out.panels) + " in all"
+                           : "multiplied as it lies");
+  if (p.has_bias || p.alpha != 1 || (p.has_c && p.beta != 0)) {
+    out.workspace_bytes = static_cast<size_t>(product(product(p.m, p.n), sizeof(float)));
+    out.passes.push_back(reduce_pass(p, {1, p.k}));
+  }
+  return out;
+}
+
+}  // namespace metalmm

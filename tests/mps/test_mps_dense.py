@@ -1,0 +1,109 @@
+"""What the Metal engine encodes beside torch's matmul: the panels, and what joins the products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from shaders import SLOTS, args_of
+
+from torch_metalmm import _C, formats
+
+ops = torch.ops.metalmm
+NAME = "q4_0"
+
+
+@contextmanager
+def recorded(chip: str) -> Iterator[list[list[Any]]]:
+    """The list has, at the end, the encoder calls of each pass."""
+    passes: list[list[Any]] = [[]]
+    _C.install_recorder(chip)
+    try:
+        yield passes
+    finally:
+        for call in _C.remove_recorder():
+            if call[0] != "commit":
+                passes[-1].append(call)
+            if call[0] == "dispatch":
+                passes.append([])
+        assert passes.pop() == []
+
+
+def buffers_of(calls: list[Any]) -> dict[str, list[int]]:
+    return {SLOTS[slot]: rest for name, slot, *rest in calls if name == "set_buffer"}
+
+
+def weight(n: int, k: int) -> torch.Tensor:
+    """W [n, k] that begins behind a row of its table."""
+    return torch.zeros(n + 1, formats.get(NAME).row_bytes(k), dtype=torch.uint8)[1:]
+
+
+def kernels(passes: list[list[Any]]) -> list[str]:
+    return [calls[0][1] for calls in passes]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_panels(bias: bool) -> None:
+    """As planned: each pass reads the next rows of W and writes the same panel."""
+    n, k = 8200, 4096
+    x, w, b = torch.zeros(3, k).half(), weight(n, k), torch.zeros(n).half()
+    with recorded("m1") as passes:
+        y = ops.linear(x, w, b if bias else None, NAME, "dense")
+    assert y.shape == (3, n) and y.is_contiguous()
+    alignment = min((w.data_ptr() | 16) & -(w.data_ptr() | 16), 16)
+    plan = _C.plan(
+        m=3, n=n, k=k, format=NAME, chip="m1", strategy="dense", bias=bias, w_alignment=alignment
+    )
+    dense, row = plan["dense"], w.stride(0)
+    assert dense["panels"] == 2 and len(passes) == 2 + bias == len(plan["passes"])
+    for calls, one in zip(passes, plan["passes"], strict=True):
+        assert calls[0] == ("set_pipeline", one["kernel"], list(one["constants"].values()))
+        assert ("set_bytes", SLOTS.index("args"), args_of(one)) in calls
+        assert calls[-1] == ("dispatch", one["grid"], one["group"])
+        assert {*buffers_of(calls), "args"} == {*one["slots"]}
+    base, begin = w.untyped_storage().data_ptr(), w.storage_offset()
+    panels = [buffers_of(calls)["y"] for calls in passes[:2]]
+    for i, (calls, panel) in enumerate(zip(passes[:2], panels, strict=True)):
+        rows = min(dense["rows"], n - i * dense["rows"])
+        at = begin + i * dense["rows"] * row
+        assert buffers_of(calls)["weight"] == [base, at, rows * row]
+        assert panel == [panels[0][0], 0, rows * k * 2]
+    if bias:
+        joined = buffers_of(passes[2])
+        assert joined["partial"][1:] == [0, plan["workspace_bytes"]] == [0, 4 * 3 * n]
+        assert joined["bias"] == [b.data_ptr(), 0, 2 * n]
+        assert joined["y"] == [y.data_ptr(), 0, 2 * 3 * n]
+
+
+def test_what_takes_the_choice_of_linear() -> None:
+    """On M5: linear, gemm, and the products of norm_linear and swiglu behind their norms."""
+    k, n, m = 64, 48, 96
+    x, w, g = torch.zeros(m, k).half(), weight(n, k), torch.ones(k).half()
+    decode = f"dequantize_{NAME}_f16"
+    calls = {
+        "linear": lambda: ops.linear(x, w, None, NAME),
+        "gemm": lambda: ops.gemm(x, w, NAME, None, 0.5),
+        "norm_linear": lambda: ops.norm_linear(x, g, 1e-5, 0.0, w, None, NAME),
+        "swiglu": lambda: ops.swiglu(x, w, w, NAME, NAME, "silu", g, 1e-5),
+    }
+    wanted = {
+        "linear": [decode],
+        "gemm": [decode, "split_reduce_f16"],
+        "norm_linear": ["rms_norm_f16", decode],
+        "swiglu": ["rms_norm_f16", decode, decode, "act_mul_f16"],
+    }
+    for op, call in calls.items():
+        for chip in ("m5-max", "m4-max"):
+            with recorded(chip) as passes:
+                call()
+            assert (kernels(passes) == wanted[op]) == (chip == "m5-max"), (op, kernels(passes))
+
+
+def test_nothing_is_decoded_of_rows_of_the_dtype_of_x() -> None:
+    x, w = torch.ones(5, 32).half(), torch.full((7, 40), 2.0).half()[:, 3:35]
+    with recorded("m1") as passes:
+        y = ops.linear(x, w, None, "f16", "dense")
+    assert passes == [] and torch.equal(y, torch.full((5, 7), 64.0).half())
