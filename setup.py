@@ -95,6 +95,7 @@ setup(
         PACKAGE: [
             "py.typed",
             "formats.def",
+            "grids/table_*.h",
             *(["ptx/*.ptx"] if WITH_PTX else []),
         ],
         f"{PACKAGE}.tools": ["issue_cycles.json"],
