@@ -55,9 +55,7 @@ struct MXFP8 {
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
 
   // Subnormal for e = 0.
-  static METAL_FUNC float scale(uint e) {
-    return as_type<float>(e == 0 ? 0x00400000u : e << 23);
-  }
+  static METAL_FUNC float scale(uint e) { return as_type<float>(e == 0 ? 0x00400000u : e << 23); }
   // Codes in the upper bytes of two halves.
   static METAL_FUNC half2 two(uint word) {
     return as_type<half2>((word >> 1 & 0x3F803F80u) | (word & 0x80008000u)) * half2(256.0h);

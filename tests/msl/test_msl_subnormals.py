@@ -153,7 +153,8 @@ def near_subnormals(name: str, n: int, k: int) -> Tensor:
 
 @pytest.mark.parametrize("forced", ["gemv", "gemv_batched", "gemm"])
 @pytest.mark.parametrize(
-    "name", ["f32", "bf16", "mxfp4", "mxfp8", "affine4_g32_bf16", "affine3_g64_f32", "affine8_g64_f32"]
+    "name",
+    ["f32", "bf16", "mxfp4", "mxfp8", "affine4_g32_bf16", "affine3_g64_f32", "affine8_g64_f32"],
 )
 def test_weights(name: str, forced: str) -> None:
     """Decoding flushes factors and values, exactly; dense weights, which only move, may be kept."""

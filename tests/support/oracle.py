@@ -194,7 +194,7 @@ def check(actual: Tensor, expected: Value, what: str = "") -> float:
     return worst
 
 
-# {format whose scales are its first bytes: (their number, the least, above the largest)}, for random
+# {format whose scales are its first bytes: (their number, the least, above the largest)}: random
 # weights of like size.
 SCALE_BYTES = {"mxfp4": (1, 124, 128), "nvfp4": (4, 0x30, 0x40), "mxfp8": (2, 118, 122)}
 

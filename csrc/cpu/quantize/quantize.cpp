@@ -17,8 +17,7 @@ void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out) {
 #define MM_DENSE(name, Struct, ...) \
   case Codec::Struct:               \
     return quant::quantize_##name(x, k, out);
-#define MM_PACKS_0(...) \
-  break;  // f.packs is false: refused before
+#define MM_PACKS_0(...) break;  // f.packs is false: refused before
 #define MM_PACKS_1(name, values, bytes) \
   return quantize_blocks<values, bytes, quant::quantize_##name>(x, k, out);
 #define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, ...) \

@@ -1,6 +1,6 @@
 // The grids of iq2_xxs and iq2_xs.
-// Format data: what the codes of ggml's types stand for, as in the package gguf; read by shaders, CPU
-// engine and specification.
+// Format data: what the codes of ggml's types stand for, as in the package gguf; read by shaders,
+// CPU engine and specification.
 #pragma once
 
 #include "../../geometry.h"
