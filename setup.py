@@ -95,9 +95,9 @@ setup(
         PACKAGE: [
             "py.typed",
             "formats.def",
-            "grids/table_*.h",
             *(["ptx/*.ptx"] if WITH_PTX else []),
         ],
+        f"{PACKAGE}.formats": ["tables/*.h"],
         f"{PACKAGE}.tools": ["issue_cycles.json"],
     },
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ._base import BlockFormat
 from ._bits import bytes_to_half, split_fields
 
-_FOLDER = __file__.rpartition("formats")[0] + "grids/"  # metal/formats/grids, by a link
+_FOLDER = __file__.removesuffix("grids.py") + "tables/"  # links into metal/formats/grids
 
 
 def _table(file: str, name: str) -> list[int]:
