@@ -97,6 +97,7 @@ setup(
             "formats.def",
             *(["ptx/*.ptx"] if WITH_PTX else []),
         ],
+        f"{PACKAGE}.formats": ["tables/*.h"],
         f"{PACKAGE}.tools": ["issue_cycles.json"],
     },
 )

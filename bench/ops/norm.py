@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 def named(text: str) -> Sequence[str]:
     """The formats of --formats: "all", or "one" of each kind: affine with groups of 64."""
-    every = formats.names()
+    every = [name for name in formats.names() if formats.get(name).packs]
     if text == "one":
         return [n for n in every if not n.startswith("affine") or n.endswith("_g64")]
     return every if text == "all" else parse_names(text)

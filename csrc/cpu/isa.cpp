@@ -1,6 +1,8 @@
 // The kernels of one instruction set. Compiled once per set; MM_ISA names it.
 #include "attention/softmax.h"
 #include "codecs/block.h"
+#include "codecs/bytes.h"
+#include "codecs/grid.h"
 #include "codecs/k.h"
 #include "codecs/plane.h"
 #include "kernels.h"

@@ -107,7 +107,7 @@ at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::str
                          int64_t dim) {
   const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, alpha, beta, dim));
   at::Tensor y = matmul(as_rows(x, x.scalar_type()), w.rows, w.format, x.scalar_type(),
-                        find_strategy(strategy));
+                        find_strategy(strategy, Activations::kExact));
   if (alpha != 1 || beta != 0) y = y.to(at::kFloat);
   if (alpha != 1) y.mul_(alpha);
   if (beta != 0) y.add_(c->to(at::kFloat).view_as(y), beta);

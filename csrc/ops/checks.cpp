@@ -263,6 +263,9 @@ void check_ids(const at::Tensor& ids, int64_t rows) {
 
 const Format& check_quantize(const at::Tensor& w, std::string_view format) {
   const Format& f = check_format(format);
+  TORCH_CHECK_VALUE(f.packs, "format: ", f.name,
+                    " is only read here: choosing its codes needs an importance matrix of the "
+                    "activations; load a file in it, or quantize to another format");
   const Size k = check_activations("w", w);
   TORCH_CHECK_VALUE(w.dim() == 2, "w: shape ", w.sym_sizes(), "; must be [N, K]");
   check_k("w", f, k);

@@ -17,7 +17,7 @@ std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits)
       const std::string suffix = type == ScaleType::kF16 ? "" : "_" + scales;
       out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
                      Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type),
-                     kAffineRowAlignment, bits, type});
+                     kAffineRowAlignment, true, bits, type});
     }
   }
   return out;
@@ -27,8 +27,8 @@ std::vector<Format> make_formats() {
   std::vector<Format> out;
 #define MM_DENSE(name, Struct, bytes, ...) \
   out.push_back({#name, Codec::Struct, Layout::kDense, 1, bytes, bytes});
-#define MM_BLOCK(name, Struct, values, bytes, alignment, ...) \
-  out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment});
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, ...) \
+  out.push_back({#name, Codec::Struct, Layout::kBlock, values, bytes, alignment, packs != 0});
 #define MM_AFFINE(name, Struct, bits, ...)                        \
   for (Format& f : affine_variants(#name, Codec::Struct, bits)) { \
     out.push_back(std::move(f));                                  \

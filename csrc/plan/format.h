@@ -37,6 +37,7 @@ struct Format {
   // What the address of every row must be a multiple of, for the shaders; an affine row is padded
   // to a multiple of it.
   int64_t alignment;
+  bool packs = true;                       // whether `quantize` makes it
   int64_t bits = 0;                        // affine only
   ScaleType scale_type = ScaleType::kF16;  // affine only
 

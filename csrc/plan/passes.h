@@ -56,7 +56,7 @@ constexpr Piece piece_of(Codec codec) { return kPieces[static_cast<int>(codec)];
 // The formats that a shader quantizes, as metal/formats/each_stored.h has them.
 constexpr bool kStored[] = {
 #define MM_DENSE(...) true,
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, stored) stored != 0,
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, stored) stored != 0,
 #define MM_AFFINE(...) false,
 #include "metal/formats.def"
 };

@@ -47,11 +47,12 @@ PYBIND11_MODULE(_C, m) {
           row["layout"] = layouts[static_cast<int>(f.layout)];
           row["block_values"] = f.block_values;
           row["block_bytes"] = f.block_bytes;
+          row["packs"] = f.packs;
           out.append(row);
         }
         return out;
       },
-      "The format table, one dict per format: name, layout, block_values, block_bytes.");
+      "The format table, one dict per format: name, layout, block_values, block_bytes, packs.");
   m.def(
       "cpu_isas",
       [] {

@@ -6,8 +6,13 @@
 #include "block32.h"
 #include "codebook.h"
 #include "dense.h"
+#include "grids/iq1.h"
+#include "grids/iq2.h"
+#include "grids/iq3.h"
 #include "kquants_2_3_6.h"
 #include "kquants_4_5.h"
+#include "microscaling.h"
+#include "ternary.h"
 
 #if !defined(MM_ONLY_FORMAT)
 namespace metalmm {
@@ -32,7 +37,7 @@ struct FormatCheck {
   static_assert(Struct::Storage::kBlockValues == 1 && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                      \
   static_assert(FormatCheck<Struct, piece>::kOk, #name);
-#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, stored)                     \
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, ...)                        \
   static_assert(Struct::Storage::kBlockValues == values && Struct::Storage::kBlockBytes == bytes, \
                 #name);                                                                           \
   static_assert(Struct::Storage::kHasWidths == (alignment == 2), #name);                          \

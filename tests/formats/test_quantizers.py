@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from format_cases import KINDS, weights
+from format_cases import KINDS, PACKED, READ, weights
 from oracle import DTYPES
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import formats
 
-FORMATS = formats.names()
 N, K = 6, 1536  # six 256-blocks and twelve groups of 128: an odd number of SIMD registers of each
 
 
@@ -66,7 +65,7 @@ WEIGHTS = all_weights()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PACKED)
 def test_bytes_equal_specification(name: str, dtype: torch.dtype) -> None:
     """Every format, source dtype and kind of weights, byte for byte."""
     spec = formats.get(name)
@@ -89,7 +88,7 @@ def test_dense_rounding_of_every_exponent(dtype: torch.dtype) -> None:
     assert torch.equal(packed, x.to(dtype).view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PACKED)
 def test_rows_and_threads_are_independent(name: str) -> None:
     """A row's bytes depend neither on the other rows nor on the number of threads."""
     w = weights("outliers", 67, 256)
@@ -119,21 +118,21 @@ def test_strided_and_offset_source(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed, expected) and not packed.requires_grad
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PACKED)
 def test_no_rows(name: str) -> None:
     """N = 0 is a weight of no rows."""
     packed = quantize(torch.empty(0, 512), name)
     assert packed.shape == (0, formats.get(name).row_bytes(512)) and packed.dtype == torch.uint8
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PACKED)
 def test_name_in_any_case(name: str) -> None:
     w = weights("normal", 1, 256)
     assert torch.equal(quantize(w, name.upper()), quantize(w, name))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PACKED)
 def test_not_finite_names_the_row(name: str, bad: float) -> None:
     """The first row with NaN or Inf is named, by the op and by the specification."""
     w = weights("normal", 8, 256)
@@ -144,7 +143,7 @@ def test_not_finite_names_the_row(name: str, bad: float) -> None:
         formats.get(name).quantize(w)
 
 
-@pytest.mark.parametrize("name", [n for n in FORMATS if formats.get(n).block_values > 1])
+@pytest.mark.parametrize("name", [n for n in PACKED if formats.get(n).block_values > 1])
 def test_part_of_a_block(name: str) -> None:
     """K that is not a whole number of blocks: the message has K and the block."""
     block = formats.get(name).block_values
@@ -163,6 +162,14 @@ def test_wrong_dtype(dtype: torch.dtype) -> None:
 def test_wrong_rank(shape: tuple[int, ...]) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"w: shape.*\[N, K\]"):
         quantize(torch.zeros(shape), "q4_0")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_format_that_is_only_read(name: str) -> None:
+    """Refused before anything is computed, also for a weight of no rows and on fake tensors."""
+    for w in (torch.zeros(2, 256), torch.zeros(0, 256), torch.zeros(2, 256, device="meta")):
+        with pytest.raises(ValueError, match=f"format: {name} is only read.*importance matrix"):
+            quantize(w, name)
 
 
 def test_unknown_format_lists_the_allowed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import gguf
 import pytest
 import torch
 from backends import Backend
@@ -12,7 +13,7 @@ from oracle import random_weight
 from places import ROOT
 
 from torch_metalmm import _C, formats
-from torch_metalmm.tools.format_table import FAMILIES, markdown
+from torch_metalmm.tools.format_table import FAMILIES, NOT_GGML, markdown
 
 pytestmark = pytest.mark.quick
 
@@ -110,12 +111,25 @@ def test_rows_of_bytes_agree(backend: Backend) -> None:
             assert size == (-(-unpadded // 16) * 16 if row.layout == "affine" else unpadded)
             w = backend.put(random_weight(row.name, 1, k))
             assert torch.ops.metalmm.dequantize(w, row.name, k).shape == (1, k)
-            source = torch.zeros(1, k)
-            assert torch.ops.metalmm.quantize(source, row.name).shape == (1, size)
+            if formats.get(row.name).packs:
+                source = torch.zeros(1, k)
+                assert torch.ops.metalmm.quantize(source, row.name).shape == (1, size)
+
+
+def test_blocks_that_are_not_ggmls_are_named_so() -> None:
+    known = {kind.name.lower() for kind in gguf.GGMLQuantizationType}
+    blocks = [r.name for r in TABLE if r.layout == "block"]
+    assert set(NOT_GGML) == set(blocks) - known
+
+
+def test_the_native_module_packs_what_the_specification_packs() -> None:
+    packs = {f["name"]: f["packs"] for f in _C.formats()}
+    assert packs == {name: formats.get(name).packs for name in formats.names()}
 
 
 README = (ROOT / "README.md").read_text("utf-8")
 LAYOUTS = {family: layout for layout, family in FAMILIES.items()}
+LAYOUTS |= dict.fromkeys(NOT_GGML.values(), "block")
 
 
 def readme(text: str) -> list[Row]:

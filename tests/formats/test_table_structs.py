@@ -67,7 +67,7 @@ def test_a_missing_struct_is_named(engine: str, struct: str, sources: Path) -> N
     """Its rows of the table, and no other."""
     definition = re.compile(rf"^(struct|using) {struct} (?=[:={{])", re.M)
     (header,) = (
-        h for h in (sources / ENGINES[engine]).glob("*.h") if definition.search(h.read_text())
+        h for h in (sources / ENGINES[engine]).rglob("*.h") if definition.search(h.read_text())
     )
     whole = header.read_text()
     header.write_text(definition.sub(r"\1 Elsewhere ", whole))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import random_weight
 from places import ROOT
 from plan_cases import DTYPES, STRATEGIES, codecs, formats_of, strategy_rows
 from shaders import SLOTS, args_of
@@ -164,7 +165,7 @@ def test_each_format_selects_its_struct(codec: str) -> None:
     """The kernel of a format decodes that format: exact values of two rows."""
     name = f"{codec}_g64" if codec.startswith("affine") else codec
     kernel, f, k = f"dequantize_{codec}_f32", formats.get(name), 512
-    packed, y = f.quantize(torch.linspace(-2, 3, 2 * k).reshape(2, k)), torch.full((2, k), 7.0)
+    packed, y = random_weight(name, 2, k), torch.full((2, k), 7.0)
     one = _C.plan("dequantize", n=2, k=k, format=name, dtype="f32", chip="m1")["passes"][0]
     assert one["kernel"] == kernel
     run = MetalSource(_C.metal_source(kernel)).function(

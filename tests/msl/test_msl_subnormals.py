@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from msl_kernels import kernel
-from oracle import flushed, flushed_spec, generator, random_weight, spec
+from oracle import SCALE_BYTES, flushed, flushed_spec, generator, random_weight, spec
 from torch import Tensor
 
 from torch_metalmm import formats
@@ -135,9 +135,10 @@ def test_fused_sums_and_collectives() -> None:
 def near_subnormals(name: str, n: int, k: int) -> Tensor:
     """Packed W of scales, biases and values around 2^-126, of which terms cancel too."""
     f, g = formats.get(name), generator("near", name)
-    if name == "mxfp4":
+    if name in SCALE_BYTES:
         packed = random_weight(name, n, k).view(n, -1, f.block_bytes)
-        packed[:, :, 0] = torch.randint(0, 4, packed.shape[:2], generator=g, dtype=torch.uint8)
+        scales = packed[:, :, : SCALE_BYTES[name][0]]
+        scales.copy_(torch.randint(0, 4, scales.shape, generator=g, dtype=torch.uint8))
         return packed.view(n, -1)
     if not isinstance(f, formats.Affine):
         scale = torch.exp2(torch.randint(-130, -122, (n, k), generator=g).float())
@@ -152,7 +153,8 @@ def near_subnormals(name: str, n: int, k: int) -> Tensor:
 
 @pytest.mark.parametrize("forced", ["gemv", "gemv_batched", "gemm"])
 @pytest.mark.parametrize(
-    "name", ["f32", "bf16", "mxfp4", "affine4_g32_bf16", "affine3_g64_f32", "affine8_g64_f32"]
+    "name",
+    ["f32", "bf16", "mxfp4", "mxfp8", "affine4_g32_bf16", "affine3_g64_f32", "affine8_g64_f32"],
 )
 def test_weights(name: str, forced: str) -> None:
     """Decoding flushes factors and values, exactly; dense weights, which only move, may be kept."""

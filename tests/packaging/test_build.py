@@ -229,6 +229,7 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
     assert wheel_files(clone) == wheel and sdist_files(clone) == sdist
     assert {"torch_metalmm/__init__.py", "torch_metalmm/py.typed"} <= wheel
     data = {"torch_metalmm/formats.def", "torch_metalmm/tools/issue_cycles.json"}
+    data |= {str(f.relative_to(clone)) for f in package.glob("formats/tables/*.h")}
     python = {str(f.relative_to(clone)) for f in package.rglob("*.py")}
     assert wheel == data | {"torch_metalmm/py.typed"} | {f for f in python if "/msl/" not in f}
     assert python <= sdist

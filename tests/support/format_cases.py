@@ -11,9 +11,11 @@ from torch_metalmm import formats
 AFFINE = [n for n in formats.names() if n.startswith("affine")]
 GGML = [n for n in formats.names() if n not in AFFINE]
 BLOCK = [n for n in GGML if n not in ("f32", "f16", "bf16")]
+PACKED = [n for n in formats.names() if formats.get(n).packs]  # those that `quantize` makes
+READ = [n for n in formats.names() if n not in PACKED]
 
 # Formats for which gguf has a quantizer in Python.
-GGUF_QUANTIZES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4")
+GGUF_QUANTIZES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "tq1_0", "tq2_0")
 
 
 def same_bits(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> bool:
@@ -23,7 +25,7 @@ def same_bits(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> bool:
     return a.shape == b.shape and bool((equal | (np.isnan(a) & np.isnan(b))).all())
 
 
-# Offsets of the f16 fields of a block.
+# Offsets of the f16 fields of a block; of iq1_m the two bytes whose top nibble is that of d.
 HALF_FIELDS = {
     "q4_0": (0,),
     "q4_1": (0, 2),
@@ -38,9 +40,33 @@ HALF_FIELDS = {
     "iq4_nl": (0,),
     "iq4_xs": (0,),
     "mxfp4": (),
+    "nvfp4": (),
+    "mxfp8": (),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
+    "iq1_s": (0,),
+    "iq1_m": (54,),
+    "iq2_xxs": (0,),
+    "iq2_xs": (0,),
+    "iq2_s": (0,),
+    "iq3_xxs": (0,),
+    "iq3_s": (0,),
 }
 
-_ONE, _ZERO = b"\x00\x3c", b"\x00\x00"
+_ONE, _FOUR, _EIGHT, _ZERO = b"\x00\x3c", b"\x00\x44", b"\x00\x48", b"\x00\x00"
+_FP4 = (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
+_NORMALS = [2.0**e * (1 + m / 8) for e in range(-6, 9) for m in range(8)]
+_E4M3 = [*_NORMALS, *(m / 512 for m in range(1, 8))]
+
+
+def _words(first: int, step: int) -> dict[int, bytes]:
+    """Eight words of a chunk, of scale 0: signs of no value, and of every value."""
+    return {first + step * c: b"\xff\xff\xff\x0f" if c % 2 else b"\0" * 4 for c in range(8)}
+
+
+def _signed(*sizes: int) -> tuple[int, ...]:
+    return tuple(s * size for s in (-1, 1) for size in sizes)
+
 
 # Fields {offset: bytes} with which a block decodes to its codes, and the codes of every byte.
 UNIT_SCALE = {
@@ -62,7 +88,18 @@ UNIT_SCALE = {
         {0: _ONE, 2: b"\xaa\xaa", 4: b"\x11" * 4},
         (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     ),
-    "mxfp4": ({0: b"\x7f"}, (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)),
+    "mxfp4": ({0: b"\x7f"}, _FP4),
+    "nvfp4": ({0: b"\x38" * 4}, _FP4),
+    "mxfp8": ({0: b"\x7f\x7f"}, (0, *_E4M3, *(-v for v in _E4M3))),
+    "tq1_0": ({52: _ONE}, range(-1, 2)),
+    "tq2_0": ({64: _ONE}, range(-1, 3)),
+    "iq1_s": ({0: _EIGHT, 34: b"\0" * 16}, (-7, 1, 9)),
+    "iq1_m": ({32: b"\0" * 16, 48: b"\0\0\0\0\0\x80\0\x40"}, (-7, 1, 9)),
+    "iq2_xxs": ({0: _EIGHT} | _words(6, 8), _signed(8, 25, 43)),
+    "iq2_xs": ({0: _EIGHT, 66: b"\0" * 8}, _signed(8, 25, 43)),
+    "iq2_s": ({0: _EIGHT, 74: b"\0" * 8}, _signed(8, 25, 43)),
+    "iq3_xxs": ({0: _FOUR} | _words(66, 4), _signed(4, 12, 20, 28, 36, 44, 52, 62)),
+    "iq3_s": ({0: _ONE, 106: b"\0" * 4}, _signed(*range(1, 16, 2))),
 }
 
 

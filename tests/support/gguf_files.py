@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,23 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from oracle import random_weight
 
 from torch_metalmm import load_gguf
 from torch_metalmm.files.gguf.file import GgufFile
+from torch_metalmm.formats import get
 
 H, FFN, HEADS, LAYERS, CONTEXT = 256, 512, 4, 2, 128
 
 MIXED = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
+)
+
+# Types of ggml that are rare in files.
+RARE = (
+    *("tq1_0", "tq2_0", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"),
+    "nvfp4",
 )
 
 _DECODER = {
@@ -176,15 +184,21 @@ def _add_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
     writer.add_pad_token_id(tokens.index("<|end|>"))
 
 
-def random_model(path: Path, architecture: str, tied: bool = True, seed: int = 0) -> Path:
-    """A GGUF file of that architecture: random weights, the formats of MIXED in turn."""
+def random_model(
+    path: Path,
+    architecture: str,
+    tied: bool = True,
+    seed: int = 0,
+    kinds: Sequence[str] = MIXED,
+) -> Path:
+    """A GGUF file of that architecture: random weights, the formats of `kinds` in turn."""
     values = ARCHITECTURES[architecture]
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     head = {} if tied else {"output.weight": (np.zeros((320, H), np.float32), "f32")}
     write_gguf(path, architecture, embedding | head, values)
     torch.manual_seed(seed)
     skip = ("q5_0", "q5_1", "mxfp4") if architecture in NEW_STYLE else ()
-    formats = cycle(f for f in MIXED if f not in skip)
+    formats = cycle(f for f in kinds if f not in skip)
     tensors = {}
     for name, shape in _tensor_shapes(path, architecture):
         tensors[name] = _random_tensor(name, shape, formats)
@@ -230,7 +244,10 @@ def _random_tensor(
     if shape[-1] % 32:
         format = "f32"
     rows = value.reshape(-1, shape[-1])
-    packed = torch.ops.metalmm.quantize(rows, format)
+    if get(format).packs:
+        packed = torch.ops.metalmm.quantize(rows, format)
+    else:
+        packed = random_weight(format, *rows.shape, seed=name)
     data = packed.reshape(*shape[:-1], -1).numpy()
     if format == "f32":
         return value.numpy(), "f32"

@@ -218,6 +218,10 @@ def check(actual: Tensor, expected: Value, what: str = "") -> float:
     return worst
 
 
+# {format whose scales are its first bytes: (their number, the least, above the largest)}: random
+# weights of like size.
+SCALE_BYTES = {"mxfp4": (1, 124, 128), "nvfp4": (4, 0x30, 0x40), "mxfp8": (2, 118, 122)}
+
 # {format with an offset: (first byte of the codes of a block, the byte behind them)}; of an affine
 # format the codes are the first plane of a row.
 CODES = {"q4_1": (4, 20), "q5_1": (4, 24), "q2_k": (16, 80), "q4_k": (16, 144), "q5_k": (16, 176)}
@@ -306,8 +310,10 @@ def random_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
     blocks = torch.randint(
         0, 256, (n * k // f.block_values, f.block_bytes), generator=g, dtype=torch.uint8
     )
-    if name == "mxfp4":
-        blocks[:, 0] = torch.randint(124, 128, blocks.shape[:1], generator=g, dtype=torch.uint8)
+    if name in SCALE_BYTES:
+        count, low, high = SCALE_BYTES[name]
+        shape = (len(blocks), count)
+        blocks[:, :count] = torch.randint(low, high, shape, generator=g, dtype=torch.uint8)
     for at in HALF_FIELDS[name]:
         field = _uniform((len(blocks), 1), 2.0**-8, 2.0**-6, g).half()
         blocks[:, at : at + 2] = field.view(torch.uint8)
@@ -328,6 +334,9 @@ def integer_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
     blocks = torch.randint(
         0, 256, (n * k // f.block_values, f.block_bytes), generator=g, dtype=torch.uint8
     )
+    if name == "mxfp8":  # 4 ... 240
+        codes = torch.randint(0x48, 0x78, blocks.shape, generator=g, dtype=torch.uint8)
+        blocks = codes | (blocks & 0x80)
     for at, data in UNIT_SCALE[name][0].items():
         blocks[:, at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return blocks.reshape(n, f.row_bytes(k))
@@ -346,8 +355,8 @@ def flushed(t: Tensor) -> Tensor:
 def flushed_spec(name: str, packed: Tensor, k: int) -> Tensor:
     """spec() where f32 and bf16 have no subnormals: neither W has, nor what it is computed from.
 
-    Those are the scales and biases of affine formats and the powers of two of mxfp4. f16 keeps its
-    subnormals, which are normal numbers of f32.
+    Those are the scales and biases of affine formats and the powers of two of mxfp4 and mxfp8. f16
+    keeps its subnormals, which are normal numbers of f32.
     """
     f, packed = formats.get(name), packed.cpu()
     w = spec(name, packed, k)
@@ -357,6 +366,9 @@ def flushed_spec(name: str, packed: Tensor, k: int) -> Tensor:
     elif name == "mxfp4":
         exponents = packed.view(len(packed), -1, f.block_bytes)[:, :, 0]  # 2^(e - 128)
         w = torch.where(exponents.repeat_interleave(32, 1) < 2, w * 0, w)
+    elif name == "mxfp8":
+        exponents = packed.view(len(packed), -1, f.block_bytes)[:, :, :2]  # 2^(e - 127)
+        w = torch.where(exponents.flatten(1).repeat_interleave(32, 1) == 0, w * 0, w)
     return flushed(w)
 
 

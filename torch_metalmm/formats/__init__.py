@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 import torch
 
-from . import blocks32, codebook, kquants
+from . import blocks32, codebook, grids, kquants, microscaling, ternary
 from ._base import DTYPES, BlockFormat, Format
 from .affine import AFFINE, Affine
 from .dense import DENSE
@@ -18,7 +18,7 @@ from .dense import DENSE
 # The classes that have a name, in the order in which their files define them.
 _BLOCK: tuple[Format, ...] = tuple(
     kind()
-    for file in (blocks32, kquants, codebook)
+    for file in (blocks32, kquants, codebook, microscaling, ternary, grids)
     for kind in vars(file).values()
     if isinstance(kind, type) and issubclass(kind, BlockFormat) and "name" in vars(kind)
 )

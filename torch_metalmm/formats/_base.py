@@ -33,6 +33,8 @@ class Format(ABC):
     # The format for a K that the block does not divide: llama.cpp's choice. A format of blocks of
     # more than 32 values names one.
     fallback: str | None = None
+    # False: the codes take more than the weights to choose, and quantize refuses.
+    packs = True
 
     @property
     def bits_per_weight(self) -> float:
@@ -50,10 +52,13 @@ class Format(ABC):
     def quantize(self, w: Tensor) -> Tensor:
         """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
 
-        ValueError if the shape, the dtype or K does not fit, or if a row has NaN or Inf.
+        ValueError if the shape, the dtype or K does not fit, if a row has NaN or Inf, or if the
+        format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an
         infinite scale (from about 1e18 on perhaps a NaN), as ggml does.
         """
+        if not self.packs:
+            raise ValueError(self.refusal())
         if w.dim() != 2:
             raise ValueError(f"{self.name}: w must be [N, K], got shape {list(w.shape)}")
         if w.dtype not in DTYPES.values():
@@ -69,6 +74,13 @@ class Format(ABC):
             if k > 0:
                 out[rows] = self._encode_rows(x)
         return out
+
+    def refusal(self) -> str:
+        """Why quantize refuses, where it does."""
+        return (
+            f"{self.name} is only read here: choosing its codes needs an importance matrix of the "
+            "activations; load a file in it, or quantize to another format"
+        )
 
     def dequantize(self, packed: Tensor, k: int) -> Tensor:
         """packed uint8 [N, row_bytes(k)] -> W f32 [N, k]. ValueError if dtype or shape differs."""

@@ -6,14 +6,8 @@ import torch
 from torch import Tensor
 
 from ._base import BlockFormat
-from ._bits import (
-    bytes_to_half,
-    codes_to_stream,
-    half_to_bytes,
-    join_fields,
-    split_fields,
-    stream_to_codes,
-)
+from ._bits import bytes_to_half, half_to_bytes, join_fields, split_fields
+from ._planes import Planes
 from ._search import elements_first, nearest_level, reciprocal, search_levels, signed_max, to_code
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -22,7 +16,8 @@ IQ4_TRIES = 7
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # 2 * e2m1
 
 
-def _look_up(q: Tensor, table: tuple[int, ...]) -> Tensor:
+def look_up(q: Tensor, table: tuple[int, ...]) -> Tensor:
+    """f32 of the entries of `table` at q."""
     return torch.tensor(table, dtype=torch.float32, device=q.device)[q.long()]
 
 
@@ -41,7 +36,7 @@ class IQ4_NL(BlockFormat):
 
     def decode(self, blocks: Tensor) -> Tensor:
         q = split_fields(blocks[:, 2:], 1, 4)
-        return bytes_to_half(blocks[:, :2]) * _look_up(q, IQ4_LEVELS)
+        return bytes_to_half(blocks[:, :2]) * look_up(q, IQ4_LEVELS)
 
 
 class IQ4_XS(BlockFormat):
@@ -70,7 +65,7 @@ class IQ4_XS(BlockFormat):
     def decode(self, blocks: Tensor) -> Tensor:
         sc = split_fields(blocks[:, 4:8], 4, 4) | (split_fields(blocks[:, 2:4], 2, 2) << 4)
         spacing = bytes_to_half(blocks[:, :2]) * (sc.float() - 32)
-        w = _look_up(split_fields(blocks[:, 8:], 8, 4), IQ4_LEVELS).reshape(-1, 8, 32)
+        w = look_up(split_fields(blocks[:, 8:], 8, 4), IQ4_LEVELS).reshape(-1, 8, 32)
         return (spacing[:, :, None] * w).reshape(-1, 256)
 
 
@@ -97,7 +92,7 @@ def _floor_log2(x: Tensor) -> Tensor:
     return torch.where((k >= 0) & (j <= limit), n, exponent)
 
 
-class MXFP4(BlockFormat):
+class MXFP4(Planes):
     """w = 2**(e - 128) * FP4_DOUBLED[q]. e u8 @0, qs[16] @1, nibbles ordered as in q4_0.
 
     Code 8 decodes to +0. e = clamp(floor_log2(max|x|) - 2 + 127, 0, 254), 0 for a block of
@@ -105,6 +100,7 @@ class MXFP4(BlockFormat):
     """
 
     name, block_values, block_bytes = "mxfp4", 32, 17
+    bits, group = 4, 32
 
     @staticmethod
     def scale(e: Tensor) -> Tensor:
@@ -112,35 +108,14 @@ class MXFP4(BlockFormat):
         e = e.int()
         return torch.where(e < 2, 0x00200000 << e, (e - 1) << 23).int().view(torch.float32)
 
-    def pack(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The tensors of an MLX layer -> uint8 [N, row_bytes(K)], no bit changed.
+    def join(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([scales, join_fields(codes, 1, 4)], dim=1)
 
-        codes uint32 [N, K / 8], 4-bit codes in order; scales uint8 [N, K / 32], the exponents e.
-        ValueError if a shape or dtype does not fit, or for e = 255, which is NaN to MLX.
-        """
-        if codes.dtype != torch.uint32 or codes.dim() != 2:
-            raise ValueError(
-                f"mxfp4: codes must be uint32 [N, K / 8], got {codes.dtype} {list(codes.shape)}"
-            )
-        n, k = codes.shape[0], codes.shape[1] * 8
-        blocks = self.row_bytes(k) // self.block_bytes
-        if scales.dtype != torch.uint8 or tuple(scales.shape) != (n, blocks):
-            raise ValueError(
-                f"mxfp4: scales must be uint8 [{n}, {blocks}], "
-                f"got {scales.dtype} {list(scales.shape)}"
-            )
-        if bool((scales == 255).any()):
-            raise ValueError("mxfp4: a scale is NaN (e = 255)")
-        q = stream_to_codes(codes.contiguous().view(torch.uint8), 4).reshape(-1, 32)
-        return torch.cat([scales.reshape(-1, 1), join_fields(q, 1, 4)], dim=1).reshape(n, -1)
+    def split(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        return split_fields(blocks[:, 1:], 1, 4), blocks[:, :1]
 
-    def unpack(self, packed: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Inverse of pack: (codes uint32, scales)."""
-        self._check_packed(packed, k)
-        blocks = packed.reshape(-1, self.block_bytes)
-        codes = codes_to_stream(split_fields(blocks[:, 1:], 1, 4), 4)
-        n = packed.shape[0]
-        return codes.reshape(n, -1).view(torch.uint32), blocks[:, 0].reshape(n, -1).contiguous()
+    def refused(self, codes: Tensor, scales: Tensor) -> str | None:
+        return "a scale is NaN (e = 255)" if bool((scales == 255).any()) else None
 
     def encode(self, x: Tensor) -> Tensor:
         top = x.abs().amax(dim=1)
@@ -152,8 +127,8 @@ class MXFP4(BlockFormat):
             error = (d * value - x).abs()
             q = torch.where(error < best, code, q)
             best = torch.where(error < best, error, best)
-        return torch.cat([e.to(torch.uint8), join_fields(q, 1, 4)], dim=1)
+        return self.join(q, e.to(torch.uint8))
 
     def decode(self, blocks: Tensor) -> Tensor:
-        q = split_fields(blocks[:, 1:], 1, 4)
-        return self.scale(blocks[:, :1]) * _look_up(q, FP4_DOUBLED)
+        q, e = self.split(blocks)
+        return self.scale(e) * look_up(q, FP4_DOUBLED)

@@ -40,8 +40,9 @@ def resolve_format(format: str, in_features: int) -> str:
     """The format a weight of that K gets when `format` is asked for.
 
     `format` itself where K is a multiple of its block. Else q4_k gives q5_0, q5_k q5_1, q6_k q8_0,
-    q2_k, q3_k and iq4_xs iq4_nl, and affine the largest smaller group that divides K; where that
-    does not fit either (K not a multiple of 32), f16. ValueError: unknown format.
+    q2_k, q3_k and iq4_xs iq4_nl, tq1_0 and tq2_0 q4_0, nvfp4 mxfp4, mxfp8 q8_0, and affine the
+    largest smaller group that divides K; where that does not fit either (K not a multiple of 32),
+    f16. ValueError: unknown format.
     """
     f = formats.get(format)
     while in_features % f.block_values:
@@ -69,7 +70,8 @@ def quantize_(
 
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
-    formats for one shared weight, NaN or Inf in a weight, a weight on the meta device.
+    formats for one shared weight, a format that is only read, NaN or Inf in a weight, a weight on
+    the meta device.
     """
     jobs = plan(model, spec, filter_fn)
     _check(jobs)
@@ -133,7 +135,10 @@ class Job:
 
 
 def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[Job]:
-    """What quantize_ would do. Weights are not read and may be on the meta device."""
+    """What quantize_ would do. Weights are not read and may be on the meta device.
+
+    ValueError: as quantize_, of all but the weights' values.
+    """
     if packable(model):
         raise ValueError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; "
@@ -154,6 +159,8 @@ def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[
             continue
         format = resolve_format(wanted, weight_shape(sites[0][1])[1])
         if not all(getattr(module, "format", None) == format for _, module in sites):
+            if not formats.get(format).packs:
+                raise ValueError(f"{sites[0][0]}: {formats.get(format).refusal()}")
             jobs.append(Job(sites, wanted, format))
     if isinstance(chooser, _Patterns) and (unused := chooser.unused()):
         layers = [name for sites in groups for name, _ in sites]

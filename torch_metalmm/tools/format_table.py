@@ -7,6 +7,7 @@ import re
 from .. import _C
 
 FAMILIES = {"dense": "dense", "block": "GGML", "affine": "MLX affine"}
+NOT_GGML = {"mxfp8": "MLX"}  # blocks that ggml has not
 
 
 def markdown() -> str:
@@ -16,7 +17,7 @@ def markdown() -> str:
     for f in _C.formats():
         bits = f"{8 * f['block_bytes'] / f['block_values']:g}"
         if f["layout"] != "affine":
-            family = FAMILIES[f["layout"]]
+            family = NOT_GGML.get(f["name"], FAMILIES[f["layout"]])
             lines.append(f"| `{f['name']}` | {family} | {f['block_values']} | {bits} |")
         elif not re.search(r"_b?f\d+$", f["name"]):
             codec, group = f["name"].split("_g")

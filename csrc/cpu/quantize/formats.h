@@ -11,9 +11,14 @@ namespace metalmm::cpu::quant {
 
 // out[0, k * bytes per value) = x[0, k) in the format's type, rounded to nearest even.
 #define MM_DENSE(name, ...) void quantize_##name(const float* x, int64_t k, uint8_t* out);
-// One block by the rules of the Python class of that name.
-#define MM_BLOCK(name, ...) void quantize_##name(const float* x, uint8_t* out);
+// One block by the rules of the Python class of that name; a row that is only read has none.
+#define MM_PACKS_0(name)
+#define MM_PACKS_1(name) void quantize_##name(const float* x, uint8_t* out);
+#define MM_BLOCK(name, Struct, values, bytes, alignment, piece, wide, packs, ...) \
+  MM_PACKS_##packs(name)
 #include "metal/formats.def"
+#undef MM_PACKS_0
+#undef MM_PACKS_1
 
 // A whole row of f: codes | scales | biases | zeros.
 template <int kBits>

@@ -14,8 +14,8 @@
 namespace metalmm::cpu {
 
 // out[0, f.row_bytes(k)) = the packed row of x[0, k). Every byte is written.
-// x is finite and k a multiple of f.block_values. Uses nothing but its arguments: any thread may
-// call.
+// x is finite, k a multiple of f.block_values, and f.packs. Uses nothing but its arguments: any
+// thread may call.
 void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out);
 
 }  // namespace metalmm::cpu

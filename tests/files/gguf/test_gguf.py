@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gguf_files import ARCHITECTURES, load_quietly, random_model
+from gguf_files import ARCHITECTURES, RARE, load_quietly, random_model
 from places import ROOT
 from torch import Tensor, nn
 
@@ -95,6 +95,18 @@ def test_architecture_equals_transformers(folder: Path, architecture: str, tied:
     text = "the man in the <|end|> other  room é 12345"
     assert tokenizer(text).input_ids == theirs(text).input_ids
     assert type(tokenizer) is type(theirs)
+
+
+def test_rare_types_equal_transformers(folder: Path) -> None:
+    """Codes of grids, ternary ones and small floats: packed as in the file."""
+    path = random_model(folder / "rare.gguf", "llama", kinds=RARE)
+    model, _, warned = load_quietly(path)
+    assert warned == []
+    kinds = {m.format for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)}
+    assert kinds == set(RARE)
+    ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
+    check_equals_reference(model, reference_model(path, "llama"), ids)
+    check_everything_else_is_packed(model, False)
 
 
 def check_everything_else_is_packed(model: nn.Module, has_exceptions: bool) -> None:

@@ -26,6 +26,8 @@ AFFINE = [
     for group in (32, 64, 128)
 ]
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
 FOUR = {"group_size": 64, "bits": 4}
 
 
@@ -33,7 +35,7 @@ def small_llama(**config: Any) -> Any:
     return random_model("llama", num_hidden_layers=1, **config)
 
 
-@pytest.mark.parametrize("sizes", [*AFFINE, MXFP4], ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("sizes", [*AFFINE, MXFP4, MXFP8, NVFP4], ids=lambda s: "-".join(map(str, s.values())))
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_every_packing(tmp_path: Path, sizes: dict[str, Any], dtype: str) -> None:
     tensors = write(tmp_path / "mlx", small_llama(tie_word_embeddings=True), sizes, dtype)
@@ -121,11 +123,13 @@ def test_models_that_mlx_lm_runs(tmp_path: Path, architecture: str) -> None:
 
 
 def test_layers_with_their_own_packing(tmp_path: Path) -> None:
-    """mixed recipes: a default, 6 bits for the head, mxfp4, dense layers."""
+    """mixed recipes: a default, 6 bits for the head, small floats, dense layers."""
     overrides = {
         "lm_head": {"group_size": 32, "bits": 6},
         "model.embed_tokens": {"group_size": 128, "bits": 8, "mode": "affine"},
         "model.layers.0.mlp.up_proj": MXFP4,
+        "model.layers.0.mlp.down_proj": NVFP4,
+        "model.layers.0.self_attn.q_proj": MXFP8,
         "model.layers.0.self_attn.v_proj": False,
         "model.layers.0.input_layernorm": False,
     }
@@ -135,6 +139,8 @@ def test_layers_with_their_own_packing(tmp_path: Path) -> None:
     assert formats["lm_head"] == "affine6_g32_bf16"
     assert formats["model.embed_tokens"] == "affine8_g128_bf16"
     assert formats["model.layers.0.mlp.up_proj"] == "mxfp4"
+    assert formats["model.layers.0.mlp.down_proj"] == "nvfp4"
+    assert formats["model.layers.0.self_attn.q_proj"] == "mxfp8"
     assert formats["model.layers.0.mlp.gate_proj"] == "affine4_g64_bf16"
     assert "model.layers.0.self_attn.v_proj" not in formats
     assert model.dtype == logits(model).dtype == torch.bfloat16
@@ -143,7 +149,7 @@ def test_layers_with_their_own_packing(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())["quantization"]
     assert config["bits"] == 4 and config["group_size"] == 64
     assert config["lm_head"] == {"group_size": 32, "bits": 6, "mode": "affine"}
-    assert len(config) == 3 + 3
+    assert len(config) == 3 + 5
 
 
 @pytest.mark.parametrize("recipe", ["mixed_2_6", "mixed_4_6"])
@@ -166,9 +172,9 @@ def test_recipes_of_mlx_lm(tmp_path: Path, recipe: str) -> None:
     assert (logits(model) - mlx_logits(tmp_path / "mlx")).abs().max() <= f32_error("llama")
 
 
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
 def test_sizes_of_null_are_those_of_the_mode(tmp_path: Path, mode: str) -> None:
-    sizes = {"affine": FOUR, "mxfp4": MXFP4}[mode]
+    sizes = {"affine": FOUR, "mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}[mode]
     tensors = write(tmp_path, small_llama(), sizes)
     config = json.loads((tmp_path / "config.json").read_text())
     unsaid = {"group_size": None, "bits": None, "mode": mode}

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ... import formats
-from ...formats.codebook import MXFP4
+from ...formats._planes import Planes
 
 # Where mlx-lm has other names: model_type -> (its prefix, transformers')
 PREFIXES = {"gpt2": ("model.", "transformer.")}
 
-_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4)}  # mode -> group_size, bits
+# mode -> group_size, bits; of all but affine the only ones, and the name of the format
+_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 _FIELDS = ("group_size", "bits", "mode")
 
 
@@ -30,8 +31,9 @@ class Packing:
 
     def format(self, scales: torch.dtype) -> str:
         """The format with the same values. ValueError: there is none."""
-        if self.mode == "mxfp4" and (self.group_size, self.bits, scales) == (32, 4, torch.uint8):
-            return "mxfp4"
+        sizes = self.group_size, self.bits
+        if self.mode != "affine" and sizes == _DEFAULTS[self.mode] and scales == torch.uint8:
+            return self.mode
         try:
             if self.mode == "affine":
                 return formats.affine(self.bits, self.group_size, scales).name
@@ -40,7 +42,7 @@ class Packing:
         raise ValueError(
             f"{self.mode}, {self.bits} bits, groups of {self.group_size}, {scales} scales "
             "has no format here; there are affine with 2, 3, 4, 5, 6 or 8 bits, groups of 32, "
-            "64 or 128 and float scales, and mxfp4 with groups of 32"
+            "64 or 128 and float scales, mxfp4 and mxfp8 with groups of 32, nvfp4 with groups of 16"
         )
 
 
@@ -79,13 +81,19 @@ class Quantization:
                 f"got {codes.dtype} {list(codes.shape)} and {scales.dtype} {list(scales.shape)}"
             )
         groups, words = scales.shape[1], codes.shape[1]
-        mode = stated.mode if stated else "affine" if scales.is_floating_point() else "mxfp4"
         if 0 in (k, groups) or k % groups or words * 32 % k:
             raise ValueError(
                 f"{name}: weight {list(codes.shape)} and scales {list(scales.shape)} are no rows "
                 f"of {k} inputs"
             )
-        shown = Packing(k // groups, words * 32 // k, mode)
+        sizes = k // groups, words * 32 // k
+        if stated is not None:
+            mode = stated.mode
+        elif scales.is_floating_point():
+            mode = "affine"
+        else:
+            mode = next((m for m, s in _DEFAULTS.items() if m != "affine" and s == sizes), "mxfp4")
+        shown = Packing(*sizes, mode)
         if stated is not None and stated != shown:
             raise ValueError(f"{name}: the config says {stated}, its tensors have {shown}")
         return shown
@@ -94,7 +102,9 @@ class Quantization:
 def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
     mode = entry.get("mode", "affine")
     if mode not in _DEFAULTS:
-        raise ValueError(f"{where}: the mode {mode!r} is not supported; there are affine and mxfp4")
+        raise ValueError(
+            f"{where}: the mode {mode!r} is not supported; there are {', '.join(_DEFAULTS)}"
+        )
     group_size, bits = _DEFAULTS[mode]
     # mlx-lm's mixed recipes write null where the mode's default holds.
     given = {key: entry.get(key) for key in ("group_size", "bits")}
@@ -109,9 +119,9 @@ def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
 def pack(format: str, codes: Tensor, scales: Tensor, biases: Tensor | None) -> Tensor:
     """uint8 [N, row_bytes] of an MLX layer's tensors. ValueError: they do not fit the format."""
     spec = formats.get(format)
-    if isinstance(spec, MXFP4):
+    if isinstance(spec, Planes):
         if biases is not None:
-            raise ValueError("mxfp4 has no biases")
+            raise ValueError(f"{format} has no biases")
         return spec.pack(codes, scales)
     assert isinstance(spec, formats.Affine)
     if biases is None:
@@ -122,7 +132,7 @@ def pack(format: str, codes: Tensor, scales: Tensor, biases: Tensor | None) -> T
 def unpack(format: str, packed: Tensor, k: int) -> dict[str, Tensor] | None:
     """{"weight", "scales", "biases"} of a layer as MLX has it; None if MLX has no such format."""
     spec = formats.get(format)
-    if isinstance(spec, MXFP4):
+    if isinstance(spec, Planes):
         return dict(zip(("weight", "scales"), spec.unpack(packed, k), strict=True))
     if isinstance(spec, formats.Affine):
         return dict(zip(("weight", "scales", "biases"), spec.unpack(packed, k), strict=True))
@@ -130,11 +140,11 @@ def unpack(format: str, packed: Tensor, k: int) -> dict[str, Tensor] | None:
 
 
 def packing_of(format: str) -> Packing:
-    """The MLX packing of an affine format or mxfp4."""
+    """The MLX packing of an affine format, or of one whose name is a mode."""
     spec = formats.get(format)
     if isinstance(spec, formats.Affine):
         return Packing(spec.block_values, spec.bits)
-    return Packing(32, 4, "mxfp4")
+    return Packing(*_DEFAULTS[format], mode=format)
 
 
 def config_entry(layers: dict[str, Packing]) -> dict[str, Any]:

@@ -42,10 +42,11 @@ def load_mlx(
     """(model, tokenizer) of an MLX checkpoint of mlx-lm; no tokenizer in the folder gives None.
 
     Quantized layers become QuantLinear and QuantEmbedding with the same values, bit for bit: affine
-    with 2 to 8 bits, groups of 32, 64, 128 and scales of any float dtype, and mxfp4. dtype is that
-    of activations and unpacked weights, by default that of the checkpoint's unpacked tensors. Every
-    model*.safetensors of the folder is read; its index is not, since it is often that of the model
-    before quantization. The model is frozen and in eval mode.
+    with 2 to 8 bits, groups of 32, 64, 128 and scales of any float dtype, mxfp4, mxfp8 and nvfp4
+    (the last two where K is a multiple of 64). dtype is that of activations and unpacked weights,
+    by default that of the checkpoint's unpacked tensors. Every model*.safetensors of the folder is
+    read; its index is not, since it is often that of the model before quantization. The model is
+    frozen and in eval mode.
 
     OSError: a file is missing. ValueError: not such a checkpoint, a mode or size without a format
     here, tensors that contradict the config or the model, quantized experts in one tensor, an

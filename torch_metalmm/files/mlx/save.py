@@ -27,8 +27,8 @@ _SHARD = "5GB"  # mlx-lm's own size
 def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """Write a transformers model as an MLX checkpoint, and its tokenizer unless that is None.
 
-    Layers in affine formats and mxfp4 keep their bits; dense ones are written in their dtype. A
-    save that fails or is killed leaves what was there, as save_packed does.
+    Layers in affine formats, mxfp4, mxfp8 and nvfp4 keep their bits; dense ones are written in
+    their dtype. A save that fails or is killed leaves what was there, as save_packed does.
     ValueError: a layer has a format that MLX has not, or gathers its input; experts stacked in
     one tensor; no transformers model.
     OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
@@ -101,7 +101,7 @@ def _unpacked(name: str, module: QuantLinear | QuantEmbedding) -> dict[str, Tens
     if dtype is None:
         raise ValueError(
             f"{name} is {module.format}, which MLX has not: quantize_ the model to an affine "
-            "format or mxfp4 first"
+            "format, mxfp4, mxfp8 or nvfp4 first"
         )
     return {"weight": module.weight.detach().view(dtype)}
 

@@ -1,0 +1,117 @@
+// GGML blocks whose codes open() turns into a byte each, with a scale per 16 values: ternary ones,
+// nvfp4, and those of grids (grid.h). The contract is in block.h. The bytes of a block stay in the
+// first-level cache, and every vector of values is a load, a conversion and a product.
+#pragma once
+
+#include "block.h"
+
+namespace metalmm::cpu::MM_ISA {
+
+// open() of a block is a call: inlined for every row of every kernel, it triples the compilation.
+#define MM_ONCE __attribute__((noinline))
+
+template <int kValues, int kBytes>
+struct ByteCodes : BlockCodec<kValues, kBytes> {
+  struct Block {
+    int8_t q[kValues];
+    float scale[kValues / 16];
+  };
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    constexpr int kFirst = kVector * kWidth;
+    const uint8_t* q = reinterpret_cast<const uint8_t*>(k.q) + chunk * kChunkValues + kFirst;
+    return to_float(load_s8(q)) * set1(k.scale[2 * chunk + kFirst / 16]);
+  }
+};
+
+template <int kBytes>
+struct TernaryBlock : ByteCodes<256, kBytes> {
+  using Block = typename ByteCodes<256, kBytes>::Block;
+  static MM_INLINE void scale_all(Block& k, float d) {
+    for (float& scale : k.scale) scale = d;
+  }
+};
+
+// d (q - 1): five digits of base 3 in a byte (52 bytes: 32, 16, 4 with four digits). Digit n is the
+// integer part of 3 / 256 times the low byte of 3^n times the byte.
+struct TQ1_0 : TernaryBlock<54> {
+  template <int kCount, int kDigits>
+  static MM_INLINE int8_t* digits(const uint8_t* bytes, int8_t* out) {
+    int power = 1;
+    for (int n = 0; n < kDigits; ++n, power *= 3) {
+      for (int i = 0; i < kCount; ++i) {
+        const int low = bytes[i] * power & 255;
+        *out++ = static_cast<int8_t>((low * 3 >> 8) - 1);
+      }
+    }
+    return out;
+  }
+  static MM_ONCE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    int8_t* q = digits<32, 5>(b, k.q);
+    q = digits<16, 5>(b + 32, q);
+    digits<4, 4>(b + 48, q);
+    scale_all(k, half_to_float(b + 52));
+  }
+};
+
+// d (q - 1): two bits a code; bits [2t, 2t + 2) of byte 32n + l are value 128n + 32t + l.
+struct TQ2_0 : TernaryBlock<66> {
+  static MM_ONCE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    for (int chunk = 0; chunk < 8; ++chunk) {
+      const Bytes q = (load_bytes(b + chunk / 4 * 32) >> chunk % 4 * 2 & 3) - 1;
+      std::memcpy(k.q + chunk * kChunkValues, &q, sizeof q);
+    }
+    scale_all(k, half_to_float(b + 64));
+  }
+};
+
+// s / 2 times a doubled FP4 value: s e4m3 of 16 values, its sign ignored, 0x7F being 0. Byte j of
+// the 8 of an s: value j (low nibble) and j + 8.
+struct NVFP4 : ByteCodes<64, 36> {
+  static MM_INLINE float scale(uint8_t s) {
+    const int exponent = s >> 3 & 15, mantissa = s & 7;
+    const int units = exponent ? (8 + mantissa) << (exponent - 1) : mantissa;
+    return s == 0x7f ? 0.f : static_cast<float>(units) * (1 / 1024.f);
+  }
+  static MM_ONCE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    for (int g = 0; g < 4; ++g) {
+      k.scale[g] = scale(b[g]);
+      for (int j = 0; j < 8; ++j) {
+        const uint8_t both = b[4 + 8 * g + j];
+        k.q[16 * g + j] = static_cast<int8_t>(kFP4Doubled[both & 15]);
+        k.q[16 * g + 8 + j] = static_cast<int8_t>(kFP4Doubled[both >> 4]);
+      }
+    }
+  }
+};
+
+// 2^(e - 127) times an e4m3 value, an integer of 2^-9: e of 32 values, inf where it is 255.
+struct MXFP8 : BlockCodec<64, 66> {
+  struct Block {
+    float scale[2];  // 2^(e - 136); e < 10: subnormal
+    const uint8_t* q;
+  };
+  static MM_INLINE float scale(uint32_t e) {
+    const uint32_t bits = e == 255 ? 0x7f800000u : e < 10 ? 1u << (e + 13) : (e - 9) << 23;
+    return load_as<float>(&bits);
+  }
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    k = {{scale(b[0]), scale(b[1])}, b + 2};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    const I code = load_u8(k.q + chunk * kChunkValues + kVector * kWidth);
+    const I exponent = code >> 3 & 15;
+    const I is_normal = exponent != 0;  // -1 where it is
+    const I units = ((code & 7) - (is_normal & -8)) << (exponent + is_normal);
+    const I sign = (code & 128) << 24;
+    const F size = to_float(units) * set1(k.scale[chunk]);
+    return reinterpret_cast<F>(reinterpret_cast<I>(size) ^ sign);
+  }
+};
+
+}  // namespace metalmm::cpu::MM_ISA

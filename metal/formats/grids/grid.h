@@ -1,0 +1,82 @@
+// What formats whose codes are indices of grids share: iq1_s, iq1_m, iq2_*, iq3_*.
+// A block is 256 values, a lane owns a chunk of 32: four groups of 8, each with a code (iq3: two).
+//
+//   Raw                                  of a chunk
+//   fetch(block, chunk, raw)             its loads
+//   float spacing(raw)                   d of the block, times a power of two
+//   float factor(raw, chunk, i)          an odd integer, of values [16 i, 16 i + 16)
+//   void eight(raw, chunk, j, q)         the values of group j
+// w = spacing factor value, exact: at most 22 bits.
+//
+// Grids are in the constant address space, 0.5 to 8 KB each, and a lookup is one load for 8 values.
+// Rejected: threadgroup memory, as for tables of 16 levels: every threadgroup would write up to
+// 8 KB before it begins, and hold them.
+#pragma once
+
+#include "../blocks.h"
+#include "../piece.h"
+#include "signs.h"
+
+namespace metalmm {
+
+// One scale for a chunk, or one for each half.
+using Chunks = PieceLayout<8, 32, 32, 32>;
+using HalvedChunks = PieceLayout<8, 32, 16, 16>;
+struct TwoScales {
+  MM_CONST int kScales = 2, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
+};
+
+template <class Format>
+METAL_FUNC void unpack_grid(thread const typename Format::Raw& raw, uint chunk,
+                            thread Piece<Format>& p) {
+  MM_UNROLL
+  for (int j = 0; j < 4; ++j) Format::eight(raw, chunk, j, p.q + 8 * j);
+  p.d = Format::spacing(raw);
+  if constexpr (Format::Terms::kScales == 1) {
+    p.d *= Format::factor(raw, chunk, 0);
+  } else {
+    MM_UNROLL
+    for (int i = 0; i < 2; ++i) p.scale[i] = Format::factor(raw, chunk, i);
+  }
+}
+
+template <class Format>
+METAL_FUNC void decode_grid16(Row row, uint k, thread float (&w)[16]) {
+  const uint chunk = (k & 255) / 32, half_chunk = (k & 16) / 16;
+  typename Format::Raw raw;
+  Format::fetch(Format::Storage::block(row, k / 256), chunk, raw);
+  Format::eight(raw, chunk, 2 * half_chunk, w);
+  Format::eight(raw, chunk, 2 * half_chunk + 1, w + 8);
+  scale16(Format::spacing(raw) * Format::factor(raw, chunk, half_chunk), -0.0f, w);
+}
+
+// Field j of two words, of 16 bits.
+METAL_FUNC uint half_of(uint2 words, uint j) { return (j < 2 ? words.x : words.y) >> 16 * (j & 1); }
+
+// 2 s + 1.
+METAL_FUNC float odd(uint s) { return float(2 * s + 1); }
+
+// ---- signed bytes
+
+// Magnitudes in bytes, negative under the bytes of a mask: no carry, since none of them is 0.
+METAL_FUNC uint negated(uint bytes, uint mask) { return (bytes ^ mask) + (mask & 0x01010101u); }
+
+// Eight int8 as integers in f32: flipping the sign bit adds 128.
+METAL_FUNC void int8x8(uint2 words, thread float* q) {
+  MM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint u = half_word(words[i / 2], i % 2) ^ (kExponent23 | 0x8080u);
+    q[2 * i] = field<8, 0>(u, -128);
+    q[2 * i + 1] = field<8, 8>(u, -128);
+  }
+}
+METAL_FUNC void signed8(uint2 bytes, uint2 mask, thread float* q) {
+  int8x8(uint2(negated(bytes.x, mask.x), negated(bytes.y, mask.y)), q);
+}
+// Masks of signs: 7 bits, and 8.
+METAL_FUNC uint2 even_signs(uint code) { return as_type<uint2>(kEvenSigns[code & 127]); }
+METAL_FUNC uint2 signs_of(uint code) {
+  return uint2(kFourSigns[code & 15], kFourSigns[code >> 4 & 15]);
+}
+
+}  // namespace metalmm

@@ -1,0 +1,94 @@
+// iq1_s and iq1_m: values of -1, 0 and 1, plus or minus an eighth.
+#pragma once
+
+#include "grid.h"
+#include "table_iq1.h"
+
+namespace metalmm {
+
+// The values of a code, plus delta.
+METAL_FUNC void crumbs8(uint code, float delta, thread float* q) {
+  const uint u = open_word(kGridIQ1[code]);
+  q[0] = field<2, 0>(u, -1) + delta;
+  q[1] = field<2, 2>(u, -1) + delta;
+  q[2] = field<2, 4>(u, -1) + delta;
+  q[3] = field<2, 6>(u, -1) + delta;
+  q[4] = field<2, 8>(u, -1) + delta;
+  q[5] = field<2, 10>(u, -1) + delta;
+  q[6] = field<2, 12>(u, -1) + delta;
+  q[7] = field<2, 14>(u, -1) + delta;
+}
+
+// 8 bits of each code from byte 2; a word per chunk from byte 34: 3 bits of each code, a 3-bit
+// scale, the sign of the eighth.
+struct IQ1_S {
+  using Storage = Blocks<256, 50>;
+  using Pieces = Chunks;
+  using Terms = PlainTerms;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    uint codes;
+    ushort rest;
+    half d;
+  };
+  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
+    raw = {load_4<2>(b + 2 + 4 * chunk), load_as<ushort>(b + 34 + 2 * chunk), load_as<half>(b)};
+  }
+  static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d); }
+  static METAL_FUNC float factor(thread const Raw& raw, uint, uint) {
+    return odd(raw.rest >> 12 & 7);
+  }
+  static METAL_FUNC void eight(thread const Raw& raw, uint, uint j, thread float* q) {
+    const float delta = (raw.rest & 0x8000u) != 0 ? -0.125f : 0.125f;
+    crumbs8((raw.codes >> 8 * j & 255) | (raw.rest >> 3 * j & 7) << 8, delta, q);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
+                                thread Piece<IQ1_S>& p) {
+    unpack_grid<IQ1_S>(raw, chunk, p);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    decode_grid16<IQ1_S>(row, k, w);
+  }
+};
+
+// 8 bits of each code from byte 0; a nibble per group from byte 32: 3 bits of its code, the sign of
+// the eighth; 3-bit scales of halves of chunks from byte 48, four in a word of 16 bits, whose top
+// nibbles make d.
+struct IQ1_M {
+  using Storage = Blocks<256, 56>;
+  using Pieces = HalvedChunks;
+  using Terms = TwoScales;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    uint codes;
+    ushort rest;
+    uint2 scales;
+  };
+  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
+    raw = {load_as<uint>(b + 4 * chunk), load_as<ushort>(b + 32 + 2 * chunk),
+           load_as<uint2>(b + 48)};
+  }
+  static METAL_FUNC float spacing(thread const Raw& raw) {
+    const uint low = (raw.scales.x >> 12 & 0x000Fu) | (raw.scales.x >> 24 & 0x00F0u);
+    const uint high = (raw.scales.y >> 4 & 0x0F00u) | (raw.scales.y >> 16 & 0xF000u);
+    return float(as_type<half>(ushort(low | high)));
+  }
+  static METAL_FUNC float factor(thread const Raw& raw, uint chunk, uint half_chunk) {
+    return odd(half_of(raw.scales, chunk / 2) >> (6 * (chunk & 1) + 3 * half_chunk) & 7);
+  }
+  static METAL_FUNC void eight(thread const Raw& raw, uint, uint j, thread float* q) {
+    const uint nibble = raw.rest >> 4 * j;
+    const float delta = (nibble & 8) != 0 ? -0.125f : 0.125f;
+    crumbs8((raw.codes >> 8 * j & 255) | (nibble & 7) << 8, delta, q);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
+                                thread Piece<IQ1_M>& p) {
+    unpack_grid<IQ1_M>(raw, chunk, p);
+  }
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    decode_grid16<IQ1_M>(row, k, w);
+  }
+};
+
+}  // namespace metalmm

@@ -1,0 +1,106 @@
+// iq2_xxs, iq2_xs and iq2_s: magnitudes 8, 25 and 43 with signs, d (2 s + 1) / 8.
+#pragma once
+
+#include "grid.h"
+#include "table_iq2.h"
+#include "table_iq2_s.h"
+
+namespace metalmm {
+
+// 8 bytes per chunk from byte 2: four codes; four times 7 bits of signs, 4 bits of scale.
+struct IQ2_XXS {
+  using Storage = Blocks<256, 66>;
+  using Pieces = Chunks;
+  using Terms = PlainTerms;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    uint codes, rest;
+    half d;
+  };
+  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
+    device const uchar* p = b + 2 + 8 * chunk;
+    raw = {load_4<2>(p), load_4<2>(p + 4), load_as<half>(b)};
+  }
+  static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.125f; }
+  static METAL_FUNC float factor(thread const Raw& raw, uint, uint) { return odd(raw.rest >> 28); }
+  static METAL_FUNC void eight(thread const Raw& raw, uint, uint j, thread float* q) {
+    const uint2 bytes = as_type<uint2>(kGridIQ2_XXS[raw.codes >> 8 * j & 255]);
+    signed8(bytes, even_signs(raw.rest >> 7 * j), q);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
+                                thread Piece<IQ2_XXS>& p) {
+    unpack_grid<IQ2_XXS>(raw, chunk, p);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    decode_grid16<IQ2_XXS>(row, k, w);
+  }
+};
+
+// A word of 16 bits per group from byte 2: 9 bits of code, 7 of signs; 4-bit scales from byte 66.
+struct IQ2_XS {
+  using Storage = Blocks<256, 74>;
+  using Pieces = HalvedChunks;
+  using Terms = TwoScales;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    uint2 words;
+    uchar scales;
+    half d;
+  };
+  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
+    raw = {load_8<2>(b + 2 + 8 * chunk), b[66 + chunk], load_as<half>(b)};
+  }
+  static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.125f; }
+  static METAL_FUNC float factor(thread const Raw& raw, uint, uint half_chunk) {
+    return odd(raw.scales >> 4 * half_chunk & 15);
+  }
+  static METAL_FUNC void eight(thread const Raw& raw, uint, uint j, thread float* q) {
+    const uint word = half_of(raw.words, j);
+    signed8(as_type<uint2>(kGridIQ2_XS[word & 511]), even_signs(word >> 9), q);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
+                                thread Piece<IQ2_XS>& p) {
+    unpack_grid<IQ2_XS>(raw, chunk, p);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    decode_grid16<IQ2_XS>(row, k, w);
+  }
+};
+
+// 8 bits of each code from byte 2, signs of each group from byte 34, 2 bits of each code from
+// byte 66, 4-bit scales from byte 74.
+struct IQ2_S {
+  using Storage = Blocks<256, 82>;
+  using Pieces = HalvedChunks;
+  using Terms = TwoScales;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    uint codes, signs;
+    uchar high, scales;
+    half d;
+  };
+  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
+    device const uchar* p = b + 4 * chunk;
+    raw = {load_4<2>(p + 2), load_4<2>(p + 34), b[66 + chunk], b[74 + chunk], load_as<half>(b)};
+  }
+  static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.125f; }
+  static METAL_FUNC float factor(thread const Raw& raw, uint, uint half_chunk) {
+    return odd(raw.scales >> 4 * half_chunk & 15);
+  }
+  static METAL_FUNC void eight(thread const Raw& raw, uint, uint j, thread float* q) {
+    const uint code = (raw.codes >> 8 * j & 255) | (uint(raw.high) >> 2 * j & 3) << 8;
+    signed8(as_type<uint2>(kGridIQ2_S[code]), signs_of(raw.signs >> 8 * j), q);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint chunk, Codebook,
+                                thread Piece<IQ2_S>& p) {
+    unpack_grid<IQ2_S>(raw, chunk, p);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    decode_grid16<IQ2_S>(row, k, w);
+  }
+};
+
+}  // namespace metalmm

@@ -1,0 +1,1 @@
+../../../metal/formats/grids/table_iq1.h
