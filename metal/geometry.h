@@ -23,7 +23,7 @@ MM_CONST int kFragment = 8;             // rows and columns of a simdgroup matri
 //                   for M rows and pieces of so many values
 //   kOnMatrixUnit   multiplies 8 x 8 matrices
 //   kThreads, threadgroup_bytes()   of a threadgroup
-//   kBytesPerRow    where it is there, threadgroup memory for each of the rows of x of kConstantBatch
+//   kBytesPerRow    where it is there: threadgroup memory of each row of x of kConstantBatch
 
 // The gemv strategies: a simdgroup owns kRows rows of W and walks all of K; with kShareRows the
 // simdgroups of a threadgroup own the same rows and split K between them. A threadgroup owns kN
@@ -85,13 +85,13 @@ constexpr bool rounds_to_half(bool x_is_f16) {
   return Geometry::kOnMatrixUnit && matrix_operand_bytes(x_is_f16) == 2;
 }
 
-// A panel of x (tile/panel.h): values of K of a row that lie together, 16 bytes of operands, and the
-// bytes of two rows of x in a stage of 8 runs. The 32 bytes more shift a pair by 8 banks.
+// A panel of x (tile/panel.h): values of K of a row that lie together, 16 bytes of operands, and
+// the bytes of two rows of x in a stage of 8 runs. The 32 bytes more shift a pair by 8 banks.
 constexpr int panel_run(int operand_bytes) { return 16 / operand_bytes; }
 constexpr int panel_pair_bytes() { return kFragment * 2 * 16 + 32; }
 
-// gemm: a simdgroup has 8 rows of W, decoded into its registers, by all rows of x of the tile, which
-// lie in threadgroup memory, two stages of them.
+// gemm: a simdgroup has 8 rows of W, decoded into its registers, by all rows of x of the tile,
+// which lie in threadgroup memory, two stages of them.
 struct GemmTile {
   MM_CONST int kSimdgroups = 4, kN = kSimdgroups * kFragment, kM = 64, kK = 128;
   MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;

@@ -54,28 +54,28 @@ METAL_FUNC vec<float, 2> product(vec<A, 2> a, vec<B, 2> b, vec<float, 2> c) {
 
 }  // namespace counted
 
-#define MM_COUNTED_MEMORY(space)                                                               \
-  template <class T, class Stride = ulong>                                                     \
-  METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const space T* p,        \
-                                 Stride stride = 8, ulong2 origin = ulong2{0, 0},              \
-                                 bool transposed = false) {                                    \
-    const ulong step = static_cast<ulong>(stride);                                             \
-    p += origin.y * step + origin.x;                                                           \
-    if (transposed) {                                                                          \
-      m.elements.x = p[counted::column() * step + counted::row()];                             \
-      m.elements.y = p[(counted::column() + 1) * step + counted::row()];                       \
-    } else {                                                                                   \
-      p += counted::row() * step + counted::column();                                          \
-      m.elements = *reinterpret_cast<const space vec<T, 2>*>(p);                               \
-    }                                                                                          \
-  }                                                                                            \
-  template <class T, class Stride = ulong>                                                     \
-  METAL_FUNC void simdgroup_store(simdgroup_matrix<T, 8, 8> m, space T* p, Stride stride = 8,  \
-                                  ulong2 origin = ulong2{0, 0}, bool transposed = false) {     \
-    const ulong step = static_cast<ulong>(stride);                                             \
-    p += origin.y * step + origin.x + counted::row() * step + counted::column();               \
-    p[0] = m.elements.x;                                                                       \
-    p[transposed ? step : 1] = m.elements.y;                                                   \
+#define MM_COUNTED_MEMORY(space)                                                              \
+  template <class T, class Stride = ulong>                                                    \
+  METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const space T* p,       \
+                                 Stride stride = 8, ulong2 origin = ulong2{0, 0},             \
+                                 bool transposed = false) {                                   \
+    const ulong step = static_cast<ulong>(stride);                                            \
+    p += origin.y * step + origin.x;                                                          \
+    if (transposed) {                                                                         \
+      m.elements.x = p[counted::column() * step + counted::row()];                            \
+      m.elements.y = p[(counted::column() + 1) * step + counted::row()];                      \
+    } else {                                                                                  \
+      p += counted::row() * step + counted::column();                                         \
+      m.elements = *reinterpret_cast<const space vec<T, 2>*>(p);                              \
+    }                                                                                         \
+  }                                                                                           \
+  template <class T, class Stride = ulong>                                                    \
+  METAL_FUNC void simdgroup_store(simdgroup_matrix<T, 8, 8> m, space T* p, Stride stride = 8, \
+                                  ulong2 origin = ulong2{0, 0}, bool transposed = false) {    \
+    const ulong step = static_cast<ulong>(stride);                                            \
+    p += origin.y * step + origin.x + counted::row() * step + counted::column();              \
+    p[0] = m.elements.x;                                                                      \
+    p[transposed ? step : 1] = m.elements.y;                                                  \
   }
 MM_COUNTED_MEMORY(device)
 MM_COUNTED_MEMORY(threadgroup)
@@ -94,26 +94,27 @@ METAL_FUNC void simdgroup_multiply_accumulate(thread simdgroup_matrix<float, 8, 
 namespace emulator {
 
 template <uint size>
-using Word = conditional_t<size % 16 == 0, vec<uint, 4>, conditional_t<size % 8 == 0, vec<uint, 2>,
-                           conditional_t<size % 4 == 0, uint, uchar>>>;
-#define MM_COUNTED_STRUCTS(space)                                          \
-  template <class T, class W = Word<sizeof(T)>>            \
-  METAL_FUNC T load(const space T& from) {                                 \
-    W words[sizeof(T) / sizeof(W)];                                        \
-    for (uint i = 0; i < sizeof(T) / sizeof(W); ++i) {                     \
-      words[i] = reinterpret_cast<const space W*>(&from)[i];               \
-    }                                                                      \
-    T to;                                                                  \
-    __builtin_memcpy(&to, words, sizeof(T));                               \
-    return to;                                                             \
-  }                                                                        \
-  template <class T, class W = Word<sizeof(T)>>            \
-  METAL_FUNC void store(space T& to, T value) {                            \
-    W words[sizeof(T) / sizeof(W)];                                        \
-    __builtin_memcpy(words, &value, sizeof(T));                            \
-    for (uint i = 0; i < sizeof(T) / sizeof(W); ++i) {                     \
-      reinterpret_cast<space W*>(&to)[i] = words[i];                       \
-    }                                                                      \
+using Word = conditional_t<
+    size % 16 == 0, vec<uint, 4>,
+    conditional_t<size % 8 == 0, vec<uint, 2>, conditional_t<size % 4 == 0, uint, uchar>>>;
+#define MM_COUNTED_STRUCTS(space)                            \
+  template <class T, class W = Word<sizeof(T)>>              \
+  METAL_FUNC T load(const space T& from) {                   \
+    W words[sizeof(T) / sizeof(W)];                          \
+    for (uint i = 0; i < sizeof(T) / sizeof(W); ++i) {       \
+      words[i] = reinterpret_cast<const space W*>(&from)[i]; \
+    }                                                        \
+    T to;                                                    \
+    __builtin_memcpy(&to, words, sizeof(T));                 \
+    return to;                                               \
+  }                                                          \
+  template <class T, class W = Word<sizeof(T)>>              \
+  METAL_FUNC void store(space T& to, T value) {              \
+    W words[sizeof(T) / sizeof(W)];                          \
+    __builtin_memcpy(words, &value, sizeof(T));              \
+    for (uint i = 0; i < sizeof(T) / sizeof(W); ++i) {       \
+      reinterpret_cast<space W*>(&to)[i] = words[i];         \
+    }                                                        \
   }
 MM_COUNTED_STRUCTS(device)
 MM_COUNTED_STRUCTS(threadgroup)

@@ -103,8 +103,7 @@ struct Gemm {
   }
 
   // w[j] = values j and 8 + j of the 16 at k: a lane's two columns of product j.
-  static METAL_FUNC void load_pairs(Row row, uint k, uint end,
-                                    thread vec<E, 2> (&w)[kValues / 2]) {
+  static METAL_FUNC void load_pairs(Row row, uint k, uint end, thread vec<E, 2> (&w)[kValues / 2]) {
     E all[kValues];
     load_weights<Format>(row, k, end, all);
     MM_UNROLL

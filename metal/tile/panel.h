@@ -1,9 +1,9 @@
 // Panels: rows of x in threadgroup memory, laid out as a simdgroup's fragments of them.
 //
-// A stage of a panel is 8 runs of kRun values of K. Product j of a stage multiplies value j of every
-// run: row r of the x matrix is value j of run r, so a lane, which holds row r and columns 2 q and
-// 2 q + 1, reads run r of two neighbouring rows of x: 32 bytes for kRun products, in pairs as the
-// matrix unit takes them.
+// A stage of a panel is 8 runs of kRun values of K. Product j of a stage multiplies value j of
+// every run: row r of the x matrix is value j of run r, so a lane, which holds row r and columns 2
+// q and 2 q + 1, reads run r of two neighbouring rows of x: 32 bytes for kRun products, in pairs as
+// the matrix unit takes them.
 //
 //     32 bytes   x[2 q][run + 0], x[2 q + 1][run + 0], x[2 q][run + 1], x[2 q + 1][run + 1], ...
 //

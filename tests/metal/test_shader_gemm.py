@@ -131,13 +131,14 @@ def test_every_format(name: str, kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", STRATEGIES)
 @pytest.mark.parametrize("name", KINDS)
 def test_around_the_edges_of_the_tile(name: str, kernel: str) -> None:
-    """M and N at 1, one below, at, one above and twice above the tile; M up to 130.
+    """M and N at 1, one below, at, one above and twice above the tile; M up to 130, and such that
+    a tile of gemm has one matrix of x, two, and five.
 
     Dtypes take turns: each sees every edge, of another N where the format is another.
     """
     tile = _C.strategy(kernel)
     ms, ns = ({1, *around(tile[size])} for size in "mn")
-    ms, ns = sorted(ms | {130}), sorted(ns)
+    ms, ns = sorted(ms | {8, 9, 40, 130}), sorted(ns)
     k = formats.get(name).block_values
     k = {1: 65, 32: 96, 64: 128}.get(k, k)
     packed, x = random_weight(name, ns[-1], k), activations(ms[-1], k)
