@@ -23,7 +23,8 @@ MM_CONST int kFragment = 8;             // rows and columns of a simdgroup matri
 //                   for M rows and pieces of so many values
 //   kOnMatrixUnit   multiplies 8 x 8 matrices
 //   kThreads, threadgroup_bytes()   of a threadgroup
-//   kBytesPerRow    where it is there: threadgroup memory of each row of x of kConstantBatch
+//   kBytesPerRow    with kTakesBatch: threadgroup memory for each row of x of kConstantBatch, or 0
+//                   where threadgroup_bytes() is for all of them
 
 // The gemv strategies: a simdgroup owns kRows rows of W and walks all of K; with kShareRows the
 // simdgroups of a threadgroup own the same rows and split K between them. A threadgroup owns kN
@@ -49,6 +50,7 @@ struct GemvGeometry {
   MM_CONST bool kShareRows = share_rows;
   MM_CONST int kN = share_rows ? rows : rows * simdgroups, kM = batch, kK = kChunkValues;
   MM_CONST bool kTakesBatch = batch > 1, kOnMatrixUnit = false;
+  MM_CONST int kBytesPerRow = 0;
   MM_CONST int kThreads = simdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool) {
     return kCodebookBytes + (share_rows ? simdgroups * (rows + 1) * 4 : 0);
@@ -113,6 +115,7 @@ struct GemmSmallTile {
   MM_CONST int kN = 16, kM = 16, kK = 128, kSimdgroups = 4;
   MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
   static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kM / 2; }
+  MM_CONST int kBytesPerRow = 0;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool x_is_f16) {
     return kSimdgroups * kN * rows(x_is_f16) * 4;
