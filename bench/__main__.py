@@ -230,6 +230,14 @@ def main(argv: list[str]) -> int:
                 return 0
             print(*map(tables.to_markdown, registers.tables(found)), sep="\n\n")
             return 0
+        if args.command == "tiles":
+            from .shaders import tiles
+
+            if args.write and not (args.ggml and args.mlx):
+                raise ValueError("--write: needs --ggml and --mlx")
+            block = tiles.markdown(args.ggml, args.mlx)
+            print(tiles.write(block) if args.write else block)
+            return 0
         if args.command == "chips":
             print(predictions(args))
             return 0

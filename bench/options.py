@@ -23,7 +23,7 @@ MEASURES = (
     *("matmul", "matrix-ops", "op-overhead", "norm", "attention", "tokens", "quality"),
     *("cache", "roof"),
 )
-COMMANDS = (*MEASURES, "report", "plot", "cells", "chips", "registers")
+COMMANDS = (*MEASURES, "report", "plot", "cells", "chips", "registers", "tiles")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -139,6 +139,10 @@ def parser() -> argparse.ArgumentParser:
     cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
     reg = sub.add_parser("registers", help="registers and spills of every kernel, by ptxas")
     reg.add_argument("--write", action="store_true", help="bring the committed figures up to date")
+    tile = sub.add_parser("tiles", help="issue cycles per product of matrices, ours and peers'")
+    tile.add_argument("--ggml", type=Path, help="mul_mm.metal of ggml, in its own folders")
+    tile.add_argument("--mlx", type=Path, help="include folder of the wheel of MLX for macOS")
+    tile.add_argument("--write", action="store_true", help="into results.md, with both peers")
     chip = sub.add_parser("chips", help="what the chip model predicts, beside what others measured")
     chip.add_argument("--tokens", action="store_true", help="of whole tokens, not of products")
     chip.add_argument("--context", help="with --tokens: by context alone, as 128,8k")

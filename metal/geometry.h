@@ -23,6 +23,8 @@ MM_CONST int kFragment = 8;             // rows and columns of a simdgroup matri
 //                   for M rows and pieces of so many values
 //   kOnMatrixUnit   multiplies 8 x 8 matrices
 //   kThreads, threadgroup_bytes()   of a threadgroup
+//   kBytesPerRow    with kTakesBatch: threadgroup memory for each row of x of kConstantBatch, or 0
+//                   where threadgroup_bytes() is for all of them
 
 // The gemv strategies: a simdgroup owns kRows rows of W and walks all of K; with kShareRows the
 // simdgroups of a threadgroup own the same rows and split K between them. A threadgroup owns kN
@@ -48,6 +50,7 @@ struct GemvGeometry {
   MM_CONST bool kShareRows = share_rows;
   MM_CONST int kN = share_rows ? rows : rows * simdgroups, kM = batch, kK = kChunkValues;
   MM_CONST bool kTakesBatch = batch > 1, kOnMatrixUnit = false;
+  MM_CONST int kBytesPerRow = 0;
   MM_CONST int kThreads = simdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool) {
     return kCodebookBytes + (share_rows ? simdgroups * (rows + 1) * 4 : 0);
@@ -84,15 +87,24 @@ constexpr bool rounds_to_half(bool x_is_f16) {
   return Geometry::kOnMatrixUnit && matrix_operand_bytes(x_is_f16) == 2;
 }
 
-// gemm: kSimdgroups simdgroups, each with kN / 2 x kM / 2 of the tile in 8 x 8 matrices. A step
-// of floats is half of kK, so that four threadgroups fit 64 KB.
+// A panel of x (tile/panel.h): values of K of a row that lie together, 16 bytes of operands, and
+// the bytes of two rows of x in a stage of 8 runs. The 32 bytes more shift a pair by 8 banks.
+constexpr int panel_run(int operand_bytes) { return 16 / operand_bytes; }
+constexpr int panel_pair_bytes() { return kFragment * 2 * 16 + 32; }
+
+// gemm: a simdgroup has 8 rows of W, decoded into its registers, by all rows of x of the tile,
+// which lie in threadgroup memory, two stages of them.
 struct GemmTile {
-  MM_CONST int kN = 64, kM = 32, kK = 64, kSimdgroups = 4;
-  MM_CONST bool kTakesBatch = false, kOnMatrixUnit = true;
+  MM_CONST int kSimdgroups = 4, kN = kSimdgroups * kFragment, kM = 64, kK = 128;
+  MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
-  static constexpr int step(bool x_is_f16) { return x_is_f16 ? kK : kK / 2; }
-  static constexpr int threadgroup_bytes(bool x_is_f16) {
-    return (kN + kM) * (step(x_is_f16) + kOperandPad) * matrix_operand_bytes(x_is_f16);
+  MM_CONST int kBytesPerRow = 2 * panel_pair_bytes() / 2;  // of x: two stages of half a pair
+  static constexpr int threadgroup_bytes(bool) { return kM * kBytesPerRow; }
+  // M spread evenly over its tiles.
+  template <class Int>
+  static constexpr Int batch_of(Int m, bool, int) {
+    const Int tiles = (m + kM - 1) / kM, rows = (m + tiles - 1) / tiles;
+    return (rows + kFragment - 1) / kFragment * kFragment;
   }
 };
 
@@ -103,6 +115,7 @@ struct GemmSmallTile {
   MM_CONST int kN = 16, kM = 16, kK = 128, kSimdgroups = 4;
   MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
   static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kM / 2; }
+  MM_CONST int kBytesPerRow = 0;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   static constexpr int threadgroup_bytes(bool x_is_f16) {
     return kSimdgroups * kN * rows(x_is_f16) * 4;

@@ -64,15 +64,15 @@ def constants() -> dict[str, int]:
 # The loop along K is not unrolled, so that one turn takes one piece of each row; loops that the
 # text unrolls are. Loop strength reduction off: it trades additions for registers by the addressing
 # of NVIDIA's loads.
-_FLAGS = ["-target", "nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", "sm_90"]
-_FLAGS += ["-O3", "-S", "-ffp-contract=off", "-w"]
+FLAGS = ["-target", "nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", "sm_90"]
+FLAGS += ["-O3", "-S", "-ffp-contract=off", "-w"]
 # A function constant has no value while the shader is compiled, and gets one when a pipeline is
 # made: so the text is optimised without values, then its IR with them.
 _TEXT = [*LANGUAGE, f"-I{METAL}", "-emit-llvm"]
 _IR = ["-x", "ir"]
 _CONSTANT = re.compile(r"^@mm_fc_kConstant(\w+) = .*$", re.M)
 for _option in ("unroll-allow-partial=0", "unroll-runtime=0", "disable-lsr"):
-    _FLAGS += ["-mllvm", f"-{_option}"]
+    FLAGS += ["-mllvm", f"-{_option}"]
 
 _KERNEL = """#define MM_COUNTED(name, Struct) \\
   extern "C" void {strategy}_##name##_{dtype}( \\
@@ -106,7 +106,8 @@ class Cell:
         return self.cost.cycles / self.weights
 
 
-def _clang(text: str, *flags: str) -> str:
+def clang(text: str, *flags: str) -> str:
+    """What clang makes of a text. BuildError: its message."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cells.cpp"
         file.write_text(text)
@@ -116,15 +117,16 @@ def _clang(text: str, *flags: str) -> str:
     return done.stdout
 
 
-def compile_text(text: str) -> str:
-    """The PTX of a text in Metal Shading Language, its function constants those of constants().
+def compile_text(text: str, **changed: int) -> str:
+    """The PTX of a text in Metal Shading Language, its function constants those of constants() but
+    for the `changed` ones.
 
     BuildError: the compiler's message.
     """
-    ir = _clang(text, *_TEXT, *_FLAGS)
-    value = constants()
+    ir = clang(text, *_TEXT, *FLAGS)
+    value = constants() | changed
     ir = _CONSTANT.sub(lambda m: f"@mm_fc_kConstant{m[1]} = constant i32 {value[m[1]]}", ir)
-    return _clang(ir, *_IR, *_FLAGS)
+    return clang(ir, *_IR, *FLAGS)
 
 
 def source(strategy: str, dtype: str) -> str:

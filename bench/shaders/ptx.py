@@ -7,6 +7,7 @@ RISC with three operands. RULES says where they differ, and what an instruction 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Container, Iterator
@@ -19,7 +20,8 @@ CLASSES += ("branch", "load")
 FREE = "free"
 
 # (opcode and last operand, class, issue cycles); the first match counts.
-RULES: tuple[tuple[str, str, int], ...] = tuple(
+Rules = tuple[tuple[str, str, int], ...]
+RULES: Rules = tuple(
     (pattern, kind, cycles)
     for kind, cycles, patterns in (
         # A 32-bit register is two 16-bit ones, each an operand of its own: halves are neither
@@ -56,7 +58,6 @@ RULES: tuple[tuple[str, str, int], ...] = tuple(
     )
     for pattern in (patterns,)
 )
-_RULES = [(re.compile(pattern), kind, cycles) for pattern, kind, cycles in RULES]
 
 _FUNCTION = re.compile(r"^\.(?:visible |weak )?\.?(?:func|entry) (\w+)\(.*?^\}", re.M | re.S)
 _LABEL = re.compile(r"(\$\w+):")
@@ -88,10 +89,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Cost:
-    """Instructions by class, and issue cycles, of a loop."""
+    """Instructions and issue cycles of a loop, by class."""
 
     counts: Counter[str]
-    cycles: int
+    by_class: Counter[str]
+
+    @property
+    def cycles(self) -> int:
+        """Of all classes."""
+        return self.by_class.total()
 
 
 def functions(ptx: str) -> dict[str, str]:
@@ -173,25 +179,37 @@ def _loops(graph: list[Block]) -> Iterator[set[int]]:
             yield loop
 
 
-def main_loop(function: str) -> list[Instruction]:
-    """The instructions of one turn of the largest loop that has none inside.
+def inner_loops(function: str) -> list[list[Instruction]]:
+    """The instructions of one turn of each loop that has none inside.
 
-    All its blocks count: lanes that disagree at a branch make their simdgroup run both sides.
-    ValueError: there is no loop.
+    All blocks of a loop count: lanes that disagree at a branch make their simdgroup run both sides.
     """
     graph = blocks(function)
     found = list(_loops(graph))
     inner = [loop for loop in found if not any(other < loop for other in found)]
-    bodies = [[x for i in sorted(loop) for x in graph[i].instructions] for loop in inner]
+    return [[x for i in sorted(loop) for x in graph[i].instructions] for loop in inner]
+
+
+def main_loop(function: str) -> list[Instruction]:
+    """The instructions of one turn of the largest of inner_loops().
+
+    ValueError: there is no loop.
+    """
+    bodies = inner_loops(function)
     if not bodies:
         raise ValueError("a function without a loop")
     return max(bodies, key=len)
 
 
-def classify(instruction: Instruction) -> tuple[str, int]:
+@functools.cache
+def _compiled(rules: Rules) -> list[tuple[re.Pattern[str], str, int]]:
+    return [(re.compile(pattern), kind, cycles) for pattern, kind, cycles in rules]
+
+
+def classify(instruction: Instruction, rules: Rules = RULES) -> tuple[str, int]:
     """(class, issue cycles). ValueError: an opcode that no rule knows."""
     key = f"{instruction.opcode} {instruction.operands.split(',')[-1].strip()}"
-    for pattern, kind, cycles in _RULES:
+    for pattern, kind, cycles in _compiled(rules):
         if pattern.fullmatch(key):
             return kind, cycles
     raise ValueError(f"no rule of ptx.py for: {instruction.opcode} {instruction.operands}")
@@ -233,10 +251,14 @@ def _opens(i: Instruction, constants: Container[str]) -> bool:
     return any(half[0] != "%" or half in constants for half in re.split(r",\s*", joined[1]))
 
 
-def cost(instructions: list[Instruction], constants: Container[str] = ()) -> Cost:
-    """What `instructions` cost by RULES; `constants`: constant_halves() of their function."""
-    pairs = [
-        (FREE, 0) if packs else ("bitwise", 1) if _opens(i, constants) else classify(i)
-        for i, packs in zip(instructions, _packs(instructions), strict=True)
-    ]
-    return Cost(Counter(kind for kind, _ in pairs), sum(cycles for _, cycles in pairs))
+def cost(
+    instructions: list[Instruction], constants: Container[str] = (), rules: Rules = RULES
+) -> Cost:
+    """What `instructions` cost by `rules`; `constants`: constant_halves() of their function."""
+    out = Cost(Counter(), Counter())
+    for i, packs in zip(instructions, _packs(instructions), strict=True):
+        opens = not packs and _opens(i, constants)
+        kind, cycles = (FREE, 0) if packs else ("bitwise", 1) if opens else classify(i, rules)
+        out.counts[kind] += 1
+        out.by_class[kind] += cycles
+    return out

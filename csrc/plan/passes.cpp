@@ -32,7 +32,10 @@ constexpr StrategyInfo info(const char* name, uint32_t slots) {
     out.threadgroup_bytes_f16 = bound_bytes(G::threadgroup_bytes(true));
     out.rounds_to_half = rounds_to_half<G>(true);
     out.on_matrix_unit = G::kOnMatrixUnit;
-    if constexpr (G::kTakesBatch) out.batch_of = &G::template batch_of<int64_t>;
+    if constexpr (G::kTakesBatch) {
+      out.batch_of = &G::template batch_of<int64_t>;
+      out.bytes_per_row = G::kBytesPerRow;
+    }
   } else if constexpr (family == Family::Attention) {
     // attention.cpp has the threadgroup memory of a problem.
     out.threadgroup_bytes = out.threadgroup_bytes_f16 = bound_bytes(0);
@@ -207,7 +210,9 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
     }
   }
   if (s.batch_of) {
-    out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of_x(strategy, p));
+    const auto rows = static_cast<uint32_t>(rows_of_x(strategy, p));
+    out.constants[kConstantBatch] = rows;
+    if (s.bytes_per_row) out.threadgroup_bytes = bound_bytes(rows * s.bytes_per_row);
   }
   return out;
 }

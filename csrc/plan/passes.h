@@ -31,6 +31,7 @@ struct StrategyInfo {
   // Matmul: rows of x a threadgroup, of M rows, by whether x is f16 and the values of a piece; null
   // where there are always m.
   int64_t (*batch_of)(int64_t, bool, int);
+  int bytes_per_row;  // Matmul: threadgroup memory of a row of x, where the rows decide it; else 0
 };
 const StrategyInfo& info_of(StrategyId strategy);
 

@@ -91,6 +91,9 @@ int64_t batched_max_m(const Tuning& t, const Format& f) {
   return rows == GemvBatched::kRows ? most : std::min<int64_t>(most, batched_pass(values));
 }
 
+// Rows of x up to which gemm_small decodes W once.
+int64_t one_small_tile(const Problem& p) { return GemmSmallTile::rows(p.dtype == DType::kF16); }
+
 Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
   const Piece piece = piece_of(p.format->codec);
   if (p.n > t.wide_n_min_n && piece.is_wide) {
@@ -123,14 +126,16 @@ Choice choose_linear(const Problem& p, const Gpu& gpu) {
                                  ": every weight is decoded once for up to " + str(kBatchPerPass) +
                                  " rows"};
   }
-  if (p.m <= t.small_max_m) {
+  const int64_t small = std::min<int64_t>(t.small_max_m, one_small_tile(p));
+  if (p.m <= small) {
     return {S::gemm_small, "M = " + str(p.m) + " is in " + str(std::max<int64_t>(batched, 1) + 1) +
-                               " ... " + str(t.small_max_m) + ": matrix-unit tiles of " +
+                               " ... " + str(small) + ": matrix-unit tiles of " +
                                str(GemmSmallTile::kN) +
                                " rows of W, in a finer grid than those of " + str(GemmTile::kN)};
   }
-  return {S::gemm, "M = " + str(p.m) + " is over " + str(t.small_max_m) +
-                       ": matrix-unit tiles of " + str(GemmTile::kN) + " x " + str(GemmTile::kM)};
+  return {S::gemm, "M = " + str(p.m) + " is over " + str(std::max(batched, small)) +
+                       ": matrix-unit tiles of " + str(GemmTile::kN) + " rows of W by " +
+                       str(rows_of_x(S::gemm, p)) + " of x"};
 }
 
 // The kernel that multiplies, where torch's matmul does not.

@@ -21,6 +21,15 @@ using namespace metal;
 METAL_FUNC uint fragment_row(uint lane) { return (lane / 2) % 4 + (lane / 16) * 4; }
 METAL_FUNC uint fragment_column(uint lane) { return (lane % 2) * 2 + ((lane / 8) % 2) * 4; }
 
+// The matrix of which every lane has two elements in registers.
+template <class E>
+METAL_FUNC simdgroup_matrix<E, kFragment, kFragment> fragment(vec<E, 2> elements) {
+  simdgroup_matrix<E, kFragment, kFragment> out;
+  out.thread_elements()[0] = elements.x;
+  out.thread_elements()[1] = elements.y;
+  return out;
+}
+
 // acc[i][j] += rows [8 i, 8 i + 8) of A * rows [8 j, 8 j + 8) of B, transposed.
 // 8 values of K take kA + kB loads for kA * kB multiplications. A lane reads its two elements
 // of A as neighbours, those of B from two rows.

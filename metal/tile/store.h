@@ -20,14 +20,15 @@ METAL_FUNC void store_inside(Result<T> result, constant KernelArgs& args, uint p
   store_result(result, args, part, m, n, acc);
 }
 
-// acc[i][j] holds rows n + 8 i of W by rows m + 8 j of x. The 8 lanes of a column of a matrix write
-// 8 neighbours of a row of y.
+// acc[i][j] holds rows n + 8 i of W by rows m + 8 j of x, of fc_batch rows. The 8 lanes of a column
+// of a matrix write 8 neighbours of a row of y.
 template <class T, int kA, int kB>
 METAL_FUNC void store_tile(Result<T> result, constant KernelArgs& args, Position at, uint m, uint n,
                            thread simdgroup_float8x8 (&acc)[kA][kB]) {
   const uint row = n + fragment_row(at.lane), column = m + fragment_column(at.lane);
   MM_UNROLL
   for (uint j = 0; j < kB; ++j) {
+    if (j * kFragment >= fc_batch) break;
     MM_UNROLL
     for (uint i = 0; i < kA; ++i) {
       const uint rows = row + i * kFragment, columns = column + j * kFragment;

@@ -17,8 +17,12 @@ from torch_metalmm.msl import ptx
 from torch_metalmm.msl.build import digest
 
 # Bytes. With 16 rows of f16 x: the f32 weights of a step, and the levels of its codes.
+# gemm, 64 rows of x, a product of floats being 16 multiply-adds and exchanges there; an Apple GPU's
+# is one instruction.
 # attention_split: sums and scores of 4 rows of q take 72 registers, beside two decoded slots.
 SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8, "attention_split": 204}
+SPILLS |= dict.fromkeys(("gemm_q5_0_f32", "gemm_q5_0_bf16"), 4)
+SPILLS |= dict.fromkeys(("gemm_iq4_xs_f16", "gemm_mxfp4_f16"), 12)
 
 
 def test_no_chosen_kernel_spills() -> None:

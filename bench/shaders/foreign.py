@@ -1,0 +1,102 @@
+"""Matrix kernels of other projects as PTX, from the text of their files, to be counted like ours.
+
+The text is translated as for the emulator (torch_metalmm/msl), then compiled as tiles.py compiles
+ours. What makes no difference to the loops that are counted is taken away or made easy for them:
+function constants have the values of the way without checks, constant loops unroll whatever their
+size, and structs move in words as long as their size allows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch_metalmm.msl.build import LANGUAGE, translate
+from torch_metalmm.msl.source import Kernel
+
+from . import cells, ptx
+
+MATRIX = Path(__file__).with_name("counted_matrix.h")
+HEAD = f'#include <metal_stdlib>\n#include "{MATRIX}"\n'
+
+_CONSTANT = re.compile(
+    r'constant\s+(\w+)\s+(\w+)\s+\[\[clang::loader_uninitialized, gnu::alias\("mm_fc_\d+"\)\]\];'
+)
+_INSTANCE = re.compile(r"^\s*template\s+(\[\[kernel\]\]|kernel) [^;{]*;", re.M)
+_MARKER = re.compile(r'# \d+ "(.*)"')
+# Of MLX: math of bfloat by functions of Apple's compiler. The products need none of it.
+_LEFT_OUT = "bf16_math.h"
+_UNROLL = ["-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-full-max-count=1024"]
+
+
+def _without(text: str, file: str) -> str:
+    """A text with line markers, without the lines of a file."""
+    lines, is_left_out = [], False
+    for line in text.split("\n"):
+        if marker := _MARKER.match(line):
+            is_left_out = marker[1].endswith(file)
+        lines += [] if is_left_out else [line]
+    return "\n".join(lines)
+
+
+def _for_ptx(translated: str, wanted: Sequence[Kernel]) -> str:
+    """The text that makes PTX of the kernels."""
+    body = translated[translated.index('}\n# 1 "') + 2 :]  # behind the storage of constants
+    # A bool says that a size is to be checked, a number how many of something: none, and one.
+    body = _CONSTANT.sub(
+        lambda m: f"constexpr constant {m[1]} {m[2]} = {'false' if m[1] == 'bool' else 1};", body
+    )
+    body = _without(_INSTANCE.sub("", body), _LEFT_OUT)
+    body = body.replace("static thread_local threadgroup", "static threadgroup")
+    pointers = "".join(
+        f'\nextern "C" __attribute__((used)) decltype(&{k.expression}) mm_counted_{i} = '
+        f"&{k.expression};\n"
+        for i, k in enumerate(wanted)
+    )
+    return f"#define MM_TRANSLATED 1\n{HEAD}{body}{pointers}"
+
+
+def functions(
+    text: str, name: str, include: Sequence[Path], kernels: Sequence[str]
+) -> dict[str, str]:
+    """{kernel: its function in PTX} of a text in Metal Shading Language.
+
+    ValueError: the text has no such kernel, or is not Metal. BuildError: what the compiler says.
+    """
+    translated, source = translate(text, name, include)
+    wanted = [k for k in source.kernels if k.name in kernels]
+    if missing := sorted(set(kernels) - {k.name for k in wanted}):
+        raise ValueError(f"{name}: has no kernel {', '.join(missing)}")
+    out = cells.clang(_for_ptx(translated, wanted), *LANGUAGE, *cells.FLAGS, *_UNROLL)
+    found = ptx.functions(out)
+    symbols = dict(re.findall(r"\bmm_counted_(\d+) = (?:generic\()?(\w+)", out))
+    return {k.name: found[symbols[str(i)]] for i, k in enumerate(wanted)}
+
+
+# ---- the two projects
+
+
+def ggml(file: Path, kernels: Sequence[str]) -> dict[str, str]:
+    """Kernels of ggml's mul_mm.metal, or of the ggml-metal.metal that older versions have."""
+    return functions(file.read_text(), file.name, [*file.resolve().parents][:3], kernels)
+
+
+_MLX = "mlx/backend/metal/kernels"
+_MLX_TEXT = "".join(
+    f'#include "{_MLX}/{header}.h"\n'
+    for header in ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
+)
+
+
+def mlx(folder: Path, arguments: Sequence[str]) -> dict[str, str]:
+    """affine_qmm_t<arguments> of MLX's headers, by arguments; `folder`: its include folder."""
+    if not (folder / _MLX).is_dir():
+        raise ValueError(f"{folder}: has no {_MLX}")
+    text = _MLX_TEXT + "".join(
+        f'template [[host_name("mlx_{i}")]] [[kernel]] '
+        f"decltype(affine_qmm_t<{a}>) affine_qmm_t<{a}>;\n"
+        for i, a in enumerate(arguments)
+    )
+    found = functions(text, "mlx.metal", [folder], [f"mlx_{i}" for i in range(len(arguments))])
+    return {a: found[f"mlx_{i}"] for i, a in enumerate(arguments)}

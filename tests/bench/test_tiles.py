@@ -1,0 +1,109 @@
+"""`python -m bench tiles`: the counter on a tile counted by hand and on the text of another
+project, the committed figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from places import TESTS
+
+from bench.__main__ import main
+from bench.shaders import cells, foreign, ptx, tiles
+
+# A turn: 2 loads of matrices, one across rows, which is two; a load from device memory, its store;
+# 2 barriers; 3 products.
+KERNEL = """
+extern "C" void by_hand(threadgroup half* memory, device const half* x, device float* y, uint n) {
+  simdgroup_float8x8 sums[3];
+  simdgroup_half8x8 a, b;
+  for (int i = 0; i < 3; ++i) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  for (uint i = 0; i < n; ++i) {
+    memory[64] = x[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    simdgroup_load(a, memory, 8);
+    simdgroup_load(b, memory, 8, ulong2(0, 0), true);
+    for (int j = 0; j < 3; ++j) simdgroup_multiply_accumulate(sums[j], a, b, sums[j]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (int i = 0; i < 3; ++i) simdgroup_store(sums[i], y + 64 * i, 8);
+}
+"""
+COUNTED = {
+    "product": 3,
+    "load from threadgroup": 3,
+    "load from device": 1,
+    "store to threadgroup": 1,
+    "barrier": 2,
+}
+# Every rule of tiles.py once: (PTX, class, cycles).
+INSTRUCTIONS = (
+    ("simdgroup_product.b16 {%r1,%r2}, %r3, %r4", "product", 16),
+    ("ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1+16]", "load from threadgroup", 1),
+    ("ld.global.b16 %rs1, [%rd1]", "load from device", 1),
+    ("st.shared.b16 [%rd1], %rs1", "store to threadgroup", 1),
+    ("bar.sync 0", "barrier", 1),
+    ("bar.warp.sync -1", ptx.FREE, 0),
+    ("fma.rn.f32 %r1, %r2, %r3, %r4", "fma", 1),
+)
+
+
+@pytest.mark.parametrize(("line", "kind", "cycles"), INSTRUCTIONS)
+def test_rules_of_tiles(line: str, kind: str, cycles: int) -> None:
+    """Class and cycles of one instruction; the last is of the rules of cells."""
+    found = ptx.read(line + ";")
+    assert found
+    assert ptx.classify(found, tiles.RULES) == (kind, cycles)
+
+
+def test_a_tile_counted_by_hand() -> None:
+    text = cells.compile_text(foreign.HEAD + "using namespace metal;" + KERNEL)
+    found = tiles.cost(ptx.functions(text)["by_hand"])
+    assert {kind: found.counts[kind] for kind in COUNTED} == COUNTED
+    tile = tiles.Tile("f16", "f16", "by hand", found)
+    assert tile.products == 3
+    assert tile.of("products") == 16
+    assert tile.cycles * 3 == sum(round(3 * tile.of(kind)) for kind in tiles.KINDS)
+
+
+def test_the_text_of_another_project() -> None:
+    """A turn of this kernel multiplies 8 matrices for each 8 of 32 values of K, and loads 6."""
+    file = TESTS / "msl" / "metal_foreign" / "blocks.metal"
+    (function,) = foreign.ggml(file, ["kernel_mul_mm_q4_0_f32"]).values()
+    found = tiles.cost(function).counts
+    assert (found["product"], found["load from threadgroup"]) == (32, 24)
+    assert found["load from device"] > 0
+    assert found["store to threadgroup"] > 0
+
+
+def test_a_loop_without_products() -> None:
+    text = cells.compile_text(
+        "#include <metal_stdlib>\n"
+        'extern "C" void f(device float* y, uint n) { for (uint i = 0; i < n; ++i) y[i] += 1.0f; }'
+    )
+    with pytest.raises(ValueError, match="multiplies matrices"):
+        tiles.cost(ptx.functions(text)["f"])
+
+
+def test_the_page_has_our_tiles() -> None:
+    """The rows of the committed table that are ours are what this compiler counts."""
+    page = tiles.committed()
+    found = {
+        (row[0], row[1]): row[2:-1]
+        for row in (tiles.row(t, None) for t in tiles.own(tiles.OURS[0], "f16"))
+    }
+    assert len(found) == len(tiles.FORMATS)
+    assert {key: page[key][:-1] for key in found} == found
+
+
+def test_wrong_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of one line, and exit code 2."""
+    other = TESTS / "msl" / "metal_foreign" / "tiled.metal"
+    for arguments, message in (
+        (["--ggml", str(tmp_path / "none.metal")], "none.metal"),
+        (["--ggml", str(other)], "tiled.metal: has no kernel kernel_mul_mm_f16_f16"),
+        (["--mlx", str(tmp_path)], "has no mlx/backend/metal/kernels"),
+        (["--write"], "--write: needs --ggml and --mlx"),
+    ):
+        assert main(["tiles", *arguments]) == 2
+        assert message in capsys.readouterr().err
