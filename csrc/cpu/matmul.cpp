@@ -27,20 +27,39 @@ constexpr int64_t kTaskColumns = 256;
 // Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
 int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1)); }
 
+// A dot kernel and x [M, K] in the order that it takes, for the rows of kDotRows[index].
+struct DotPlan {
+  DotKernel kernel;
+  const float* x;
+  std::vector<float> arranged;
+
+  DotPlan(const CodecKernels& codec, const at::Tensor& x_rows, int index)
+      : kernel(codec.dot[index]), x(elements<float>(x_rows)) {
+    const int64_t m = x_rows.size(0), k = x_rows.size(1), rows = kDotRows[index];
+    const StepKernels& steps = codec.steps;
+    const int64_t n_steps = steps.values && index < kNumStepKernels ? k / steps.values : 0;
+    if (rows == 1 && k % kChunkValues == 0 && n_steps == 0) return;
+    const int64_t done = n_steps * steps.values, floats = n_steps * steps.step_floats * rows;
+    arranged.resize(floats + rows * round_up(k - done, kChunkValues));
+    if (n_steps > 0) {
+      kernel = steps.dot[index];
+      steps.arrange({x, x_rows.stride(0), m, k, rows, arranged.data()});
+    }
+    interleave(x + done, x_rows.stride(0), m, k - done, rows, current_isa().width,
+               arranged.data() + floats);
+    x = arranged.data();
+  }
+};
+
 // y[:, first .. last) for at most kMaxDotRows rows of x.
 void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
   const int64_t m = x.size(0), n = y.size(1);
   const int index =
       static_cast<int>(std::lower_bound(kDotRows, kDotRows + kNumDotKernels, m) - kDotRows);
   const int64_t rows = kDotRows[index];
-  const float* packed = elements<float>(x);
-  std::vector<float> buffer;
-  if (rows > 1 || w.k % kChunkValues != 0) {
-    buffer.resize(rows * round_up(w.k, kChunkValues));
-    interleave(packed, x.stride(0), m, w.k, rows, current_isa().width, buffer.data());
-    packed = buffer.data();
-  }
-  const DotKernel kernel = codec.dot[index];
+  const DotPlan plan(codec, x, index);
+  const DotKernel kernel = plan.kernel;
+  const float* packed = plan.x;
   float* out = y.mutable_data_ptr<float>();
   const int64_t out_stride = y.stride(0);
   parallel_for(0, n, row_grain(w.k), [&](int64_t first, int64_t last) {

@@ -162,6 +162,15 @@ MM_INLINE F half(const uint8_t* p) {
 #endif
 }
 
+// The negative of it.
+MM_INLINE F minus_half(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return set1(half_table[load_as<uint16_t>(p) ^ 0x8000]);
+#else
+  return -half(p);
+#endif
+}
+
 MM_INLINE float bf16_to_float(const uint8_t* p) {
   const uint32_t bits = static_cast<uint32_t>(load_as<uint16_t>(p)) << 16;
   return load_as<float>(&bits);
