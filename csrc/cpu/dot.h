@@ -29,6 +29,18 @@ struct Tail {
   }
 };
 
+// Fetches the codes of a stream of rows ahead. Where they are a plane, what lies behind it in a row
+// is not of the stream: run_passes fetches that.
+struct Stream {
+  int64_t end, rest;
+  MM_INLINE explicit Stream(const Weight& w)
+      : end(w.layout.scales_offset > 0 ? w.layout.scales_offset : INT64_MAX),
+        rest(w.row_stride - w.layout.scales_offset) {}
+  MM_INLINE void fetch(const uint8_t* row, int64_t at) const {
+    __builtin_prefetch(row + at + (at < end ? 0 : rest));
+  }
+};
+
 // All rows of W by passes of kRows, whose rows lie a kRows-th of the range apart; those beyond
 // last_row read the last row and are not stored.
 template <class Kernel, int kRows, int kM>
@@ -91,11 +103,12 @@ struct Dot {
     typename Codec::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], a.weight.layout);
     Block open[kRows];
+    const Stream stream(a.weight);
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         for (int i = 0; i < Codec::kBlockBytes; i += 64) {
-          __builtin_prefetch(p[r] + b * Codec::kBlockBytes + i + kPrefetchBytes);
+          stream.fetch(p[r], b * Codec::kBlockBytes + i + kPrefetchBytes);
         }
         Codec::open(row[r], b, open[r]);
       }

@@ -55,6 +55,7 @@ using DecodeKernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t
 // The first so many of kDotRows have step kernels. Beyond 4 rows of x the multiply-adds bound a
 // kernel, however W is decoded.
 constexpr int kNumStepKernels = 4;
+constexpr int kMaxStepRows = kDotRows[kNumStepKernels - 1];
 
 // x [m, k] f32 as the step kernels for `rows` >= m rows take it, up to the last whole step of k.
 struct ArrangeArgs {
@@ -66,11 +67,11 @@ struct ArrangeArgs {
 };
 using ArrangeKernel = void (*)(const ArrangeArgs&);
 
-// Dot kernels that take x in an order of their own (csrc/cpu/steps/): rows of x in steps of
-// `values`, step_floats each, and beyond the last whole step as DotArgs has it. values is 0 where a
-// format has none.
+// Dot kernels that take x in an order of their own (csrc/cpu/steps/): in steps of `values`,
+// step_floats of each row, and beyond the last whole step as DotArgs has it. They are for up to
+// max_rows rows of x, 0 where a format has none.
 struct StepKernels {
-  int values = 0, step_floats = 0;
+  int max_rows = 0, values = 0, step_floats = 0;
   DotKernel dot[kNumStepKernels] = {};
   ArrangeKernel arrange = nullptr;
 };

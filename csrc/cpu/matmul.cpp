@@ -37,7 +37,7 @@ struct DotPlan {
       : kernel(codec.dot[index]), x(elements<float>(x_rows)) {
     const int64_t m = x_rows.size(0), k = x_rows.size(1), rows = kDotRows[index];
     const StepKernels& steps = codec.steps;
-    const int64_t n_steps = steps.values && index < kNumStepKernels ? k / steps.values : 0;
+    const int64_t n_steps = rows <= steps.max_rows ? k / steps.values : 0;
     if (rows == 1 && k % kChunkValues == 0 && n_steps == 0) return;
     const int64_t done = n_steps * steps.values, floats = n_steps * steps.step_floats * rows;
     arranged.resize(floats + rows * round_up(k - done, kChunkValues));

@@ -53,6 +53,8 @@ struct StepParameters {
 template <int kStepValues, int kBits>
 struct AffineStep {
   static constexpr int kValues = kStepValues, kBytes = kStepValues * kBits / 8;
+  // Up to 4 bits get() has a table of f32 as well.
+  static constexpr int kMaxRows = kBits <= 4 ? 2 : kMaxStepRows;
   static constexpr bool kOffset = true;
   struct Step {
     const uint8_t* codes;

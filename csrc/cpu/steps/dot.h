@@ -115,11 +115,12 @@ struct StepDot {
     for (int r = 0; r < kRows; ++r) row[r] = Codec::row(p[r], a.weight.layout);
     const float* x = a.x;
     Step open[kRows];
+    const Stream stream(a.weight);
     for (int64_t step = 0; step < steps; ++step, x += kStepFloats<Codec> * kM) {
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         for (int i = 0; i < S::kBytes; i += 64) {
-          __builtin_prefetch(p[r] + step * S::kBytes + i + kStepPrefetchBytes);
+          stream.fetch(p[r], step * S::kBytes + i + kStepPrefetchBytes);
         }
         S::open(row[r], step, open[r]);
       }

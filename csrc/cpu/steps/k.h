@@ -12,6 +12,7 @@ namespace metalmm::cpu::MM_ISA {
 template <int kBlockBytes>
 struct BlockStep {
   static constexpr int kValues = 256, kBytes = kBlockBytes, kPairs = 8, kPairsOfFold = 2;
+  static constexpr int kMaxRows = kMaxStepRows;
   static constexpr bool kOffset = false;
 };
 

@@ -9,6 +9,7 @@
 //
 // Steps<Codec> is a struct of
 //   kValues, kBytes   of a step. kValues is 0: the format has none
+//   kMaxRows          of x, up to which a step costs less than the codec's own order
 //   kPairs            of vectors; each kPairsOfFold pairs in sequence share their scales
 //   Step              what is computed once per step;  void open(const Row&, int64_t step, Step&)
 //   pair<kPair>       the levels of two vectors, as 32 bf16: those of the first are the low words
