@@ -87,8 +87,7 @@ template <class Codec, int... i>
 constexpr StepKernels step_kernels(Indices<i...>) {
 #if defined(__AVX512F__)
   if constexpr (Steps<Codec>::kValues > 0) {
-    return {Steps<Codec>::kMaxRows,
-            Steps<Codec>::kValues,
+    return {Steps<Codec>::kValues,
             kStepFloats<Codec>,
             {StepDot<Codec, step_rows(kDotRows[i]), kDotRows[i]>::run...},
             arrange<Codec>};

@@ -68,10 +68,10 @@ struct ArrangeArgs {
 using ArrangeKernel = void (*)(const ArrangeArgs&);
 
 // Dot kernels that take x in an order of their own (csrc/cpu/steps/): in steps of `values`,
-// step_floats of each row, and beyond the last whole step as DotArgs has it. They are for up to
-// max_rows rows of x, 0 where a format has none.
+// step_floats of each row, and beyond the last whole step as DotArgs has it. values is 0 where a
+// format has none.
 struct StepKernels {
-  int max_rows = 0, values = 0, step_floats = 0;
+  int values = 0, step_floats = 0;
   DotKernel dot[kNumStepKernels] = {};
   ArrangeKernel arrange = nullptr;
 };

@@ -1,4 +1,4 @@
-// y = x Wᵀ on the CPU, in f32: the three ways to walk it, and which is taken.
+// y = x Wᵀ on the CPU, in f32: the ways to walk it, and which is taken.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,13 +11,16 @@
 namespace metalmm::cpu {
 
 // gemv          each row of x on its own: W is decoded M times
+// gemv_steps    up to kMaxStepRows rows of x share one decoding, in an order that is not K's where
+// the
+//               format has one (StepKernels): the sums are other ones than those of gemv
 // gemv_batched  up to kMaxDotRows rows of x share one decoding of W, in registers
 // gemm          W is decoded into the cache, block by block, and multiplied in register tiles
 // gemm_tiled, gemm_naive: baselines.cpp
-enum class Strategy { kGemv, kGemvBatched, kGemm, kGemmTiled, kGemmNaive };
+enum class Strategy { kGemv, kGemvSteps, kGemvBatched, kGemm, kGemmTiled, kGemmNaive };
 
-constexpr const char* kStrategyNames[] = {"gemv", "gemv_batched", "gemm", "gemm_tiled",
-                                          "gemm_naive"};  // in this order
+constexpr const char* kStrategyNames[] = {"gemv", "gemv_steps", "gemv_batched",
+                                          "gemm", "gemm_tiled", "gemm_naive"};  // in this order
 
 // Throws std::invalid_argument that lists the CPU's strategies.
 Strategy strategy_by_name(std::string_view name);

@@ -49,12 +49,10 @@ struct StepParameters {
   }
 };
 
-// scale * code + bias, both rounded.
+// scale * code + bias
 template <int kStepValues, int kBits>
 struct AffineStep {
   static constexpr int kValues = kStepValues, kBytes = kStepValues * kBits / 8;
-  // Up to 4 bits get() has a table of f32 as well.
-  static constexpr int kMaxRows = kBits <= 4 ? 2 : kMaxStepRows;
   static constexpr bool kOffset = true;
   struct Step {
     const uint8_t* codes;
@@ -70,12 +68,6 @@ struct AffineStep {
   static MM_INLINE F scale(const Step& s) {
     return s.scale;
   }
-  template <int kFold>
-  static MM_INLINE F offset(const Step& s) {
-    return s.offset;
-  }
-  static MM_INLINE F sums_scale(const Step& s) { return s.offset; }
-  static MM_INLINE F weight(F level, F scale, F offset) { return level * scale + offset; }
   static constexpr int sum_of(int value) { return value * kWidth / kValues; }
 };
 
@@ -99,7 +91,10 @@ template <>
 struct Steps<Affine4> : AffineFields<4> {};
 
 #if defined(__AVX512VBMI__)
-// Codes of 3, 5 or 6 bits: 64-bit word i of codes[k] holds 8 of them, from value 16 i + 8 k on. A
+// Rejected: 3 bits, for which get() has a table of f32: 2.6 cycles for 16 weights instead of 3.0 at
+// M = 1, 6.0 instead of 5.1 at M = 4 (Zen 4).
+//
+// Codes of 5 or 6 bits: 64-bit word i of codes[k] holds 8 of them, from value 16 i + 8 k on. A
 // pair is 4 of each word.
 template <int kBits>
 struct AffineStream : AffineStep<128, kBits> {
@@ -120,15 +115,9 @@ struct AffineStream : AffineStep<128, kBits> {
   template <int k>
   static MM_INLINE __m512i words(const uint8_t* p) {
     static constexpr Spread kSpread = spread(k);
-    const __m512i index = load_as<__m512i>(kSpread.byte);
-    if constexpr (kBits == 3) {
-      return _mm512_permutexvar_epi8(index,
-                                     _mm512_maskz_loadu_epi8((uint64_t{1} << Base::kBytes) - 1, p));
-    } else {
-      const __m512i rest = kBits == 5 ? _mm512_castsi128_si512(load_as<__m128i>(p + 64))
-                                      : _mm512_castsi256_si512(load_as<__m256i>(p + 64));
-      return _mm512_permutex2var_epi8(load_as<__m512i>(p), index, rest);
-    }
+    const __m512i rest = kBits == 5 ? _mm512_castsi128_si512(load_as<__m128i>(p + 64))
+                                    : _mm512_castsi256_si512(load_as<__m256i>(p + 64));
+    return _mm512_permutex2var_epi8(load_as<__m512i>(p), load_as<__m512i>(kSpread.byte), rest);
   }
   template <class Row>
   static MM_INLINE void open(const Row& row, int64_t step, Step& s) {
@@ -154,17 +143,10 @@ struct AffineStream : AffineStep<128, kBits> {
   static MM_INLINE F scale(const Step& s) {
     return s.scale;
   }
-  template <int kFold>
-  static MM_INLINE F offset(const Step& s) {
-    return s.offset;
-  }
-  static MM_INLINE F sums_scale(const Step& s) { return s.offset; }
   static constexpr int value_at(int pair, int high, int lane) {
     return lane / 2 * 16 + pair / 2 * 8 + (lane % 2 * 2 + high) * 2 + pair % 2;
   }
 };
-template <>
-struct Steps<Affine3> : AffineStream<3> {};
 template <>
 struct Steps<Affine5> : AffineStream<5> {};
 template <>

@@ -12,15 +12,12 @@ namespace metalmm::cpu::MM_ISA {
 template <int kBlockBytes>
 struct BlockStep {
   static constexpr int kValues = 256, kBytes = kBlockBytes, kPairs = 8, kPairsOfFold = 2;
-  static constexpr int kMaxRows = kMaxStepRows;
   static constexpr bool kOffset = false;
 };
 
-// d scale + offset: the product is exact, so fma rounds as the specification does.
 template <int kBlockBytes>
 struct OffsetStep : BlockStep<kBlockBytes> {
   static constexpr bool kOffset = true;
-  static MM_INLINE F weight(F level, F scale, F offset) { return fma(level, scale, offset); }
 };
 
 // scale code + offset, 16 of each.
@@ -41,18 +38,10 @@ struct Steps<Q2_K> : OffsetStep<84> {
     static constexpr Levels kLevels = integers_from<4>(0);
     return kLevels(right<kPair / 2 * 2>(load_as<__m512i>(s.codes + kPair % 2)));
   }
-  static MM_INLINE __m512i lanes(int fold) {
-    return fours(2 * fold, 2 * fold + 1, 2 * fold + 8, 2 * fold + 9);
-  }
   template <int kFold>
   static MM_INLINE F scale(const Step& s) {
-    return permute(s.scale, lanes(kFold));
+    return permute(s.scale, fours(2 * kFold, 2 * kFold + 1, 2 * kFold + 8, 2 * kFold + 9));
   }
-  template <int kFold>
-  static MM_INLINE F offset(const Step& s) {
-    return permute(s.offset, lanes(kFold));
-  }
-  static MM_INLINE F sums_scale(const Step& s) { return s.offset; }
   static constexpr int value_at(int pair, int high, int lane) {
     const int byte = byte_at(pair % 2, high, lane);
     return byte / 32 * 128 + pair / 2 * 32 + byte % 32;
@@ -60,13 +49,8 @@ struct Steps<Q2_K> : OffsetStep<84> {
   static constexpr int sum_of(int value) { return value / 16; }
 };
 
-// The scales of four groups of 16 values, one after another: those of 64 bytes.
-struct ScaledStep {
-  static MM_INLINE F weight(F level, F scale, F) { return level * scale; }
-};
-
 template <>
-struct Steps<Q3_K> : BlockStep<110>, ScaledStep {
+struct Steps<Q3_K> : BlockStep<110> {
   struct Step {
     __m512i low, high;
     F scale;
@@ -102,19 +86,10 @@ struct Steps<Q3_K> : BlockStep<110>, ScaledStep {
 // 63 chunk 2 and 3. A fold is a nibble of 64 bytes, its pairs the even and the odd bytes.
 template <int kBlockBytes>
 struct SixBitStep : OffsetStep<kBlockBytes> {
-  static MM_INLINE __m512i lanes(int first) { return fours(first, first, first + 2, first + 2); }
-  static constexpr int scale_lane(int fold) { return six_bit_scale(fold / 2 * 4 + fold % 2); }
   template <int kFold, class Step>
   static MM_INLINE F scale(const Step& s) {
-    return permute(s.scales, lanes(scale_lane(kFold)));
-  }
-  template <int kFold, class Step>
-  static MM_INLINE F offset(const Step& s) {
-    return permute(s.scales, lanes(scale_lane(kFold) + kSixBitOffset));
-  }
-  template <class Step>
-  static MM_INLINE F sums_scale(const Step& s) {
-    return s.scales;
+    constexpr int kFirst = six_bit_scale(kFold / 2 * 4 + kFold % 2);
+    return permute(s.offset, fours(kFirst, kFirst, kFirst + 2, kFirst + 2));
   }
   static constexpr int value_at(int pair, int high, int lane) {
     const int byte = byte_at(pair % 2, high, lane);
@@ -127,7 +102,7 @@ template <>
 struct Steps<Q4_K> : SixBitStep<144> {
   struct Step {
     const uint8_t* codes;
-    F scales;
+    F offset;  // beside the scales
   };
   static MM_INLINE void open(const uint8_t* row, int64_t step, Step& s) {
     const uint8_t* b = row + step * kBytes;
@@ -149,7 +124,7 @@ struct Steps<Q5_K> : SixBitStep<176> {
   struct Step {
     const uint8_t* codes;
     __m512i bits;  // the fifth, of all chunks, twice
-    F scales;
+    F offset;      // beside the scales
   };
   static MM_INLINE void open(const uint8_t* row, int64_t step, Step& s) {
     const uint8_t* b = row + step * kBytes;
@@ -168,7 +143,7 @@ struct Steps<Q5_K> : SixBitStep<176> {
 };
 
 template <>
-struct Steps<Q6_K> : BlockStep<210>, ScaledStep {
+struct Steps<Q6_K> : BlockStep<210> {
   struct Step {
     __m512i codes[4];  // of 6 bits in a byte, 64 values each
     F scale;
@@ -201,7 +176,7 @@ struct Steps<Q6_K> : BlockStep<210>, ScaledStep {
 };
 
 template <>
-struct Steps<IQ4_XS> : BlockStep<136>, ScaledStep {
+struct Steps<IQ4_XS> : BlockStep<136> {
   static constexpr int kPairsOfFold = 4;
   struct Step {
     const uint8_t* codes;

@@ -1,25 +1,26 @@
 // Steps: some blocks of a row, decoded to levels in the order that costs least, not in that of K.
-// AVX-512 only; docs/design.md says what a step costs less than get() of a codec does.
+// AVX-512 only.
 //
 // The codes of 64 bytes lie side by side in a register, none of them widened: a shift brings one
 // code of each 16-bit word into its low bits, and a permute of words turns these into the bf16 of
-// their levels, 32 at a time, of which a shift and a mask make two vectors of f32. That is 2
-// operations for 16 weights, where widening bytes, shifting and a table of f32 take 2.5 on two
-// ports. x is arranged once per call as the levels come.
+// their levels, 32 at a time, of which a shift and a mask make two vectors of f32. That is 1.9
+// operations for 16 weights on all four ports, where widening bytes, shifting and a table of f32
+// take 2.5 on two or three. Scales are for sums, a fraction of an operation, and so are offsets. x
+// is arranged once per call as the levels come. Zen 4, M = 1, cycles for 16 weights: q4_k 2.3 (by
+// get() 3.8), q6_k 2.5 (4.3), affine4_g64 2.3 (3.0); docs/design.md says what becomes of rounding.
+// Rejected for the blocks of 32 values, whose 16 bytes lie apart: four blocks put together by
+// masked loads 2.5, by a permute of two loads 2.2, four copies of a block 2.6; q4_0 by get()
+// takes 2.2.
 //
 // Steps<Codec> is a struct of
 //   kValues, kBytes   of a step. kValues is 0: the format has none
-//   kMaxRows          of x, up to which a step costs less than the codec's own order
 //   kPairs            of vectors; each kPairsOfFold pairs in sequence share their scales
 //   Step              what is computed once per step;  void open(const Row&, int64_t step, Step&)
 //   pair<kPair>       the levels of two vectors, as 32 bf16: those of the first are the low words
 //   scale<kFold>      what the levels of a pair are multiplied by, lane by lane
-//   kOffset           whether something is added to that: offset<kFold>, lane by lane
-//   sums_scale        what the sums of x below are multiplied by, in place of the above
-//   weight            scale * level + offset, rounded as the specification rounds
+//   kOffset           whether a Step has an `offset`, whose lanes sums of x are multiplied by
 //   value_at(pair, high, lane)   which value of the step stands there
-//   sum_of(value)     the lane of sums_scale in which x from this value on, kWidth of it, is added
-//   up
+//   sum_of(value)     the lane of offset for x from this value on, kWidth of it
 #pragma once
 
 #include "cpu/codecs/block.h"
