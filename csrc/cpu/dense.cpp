@@ -27,8 +27,9 @@ constexpr int64_t kMinPanelRows = 256;
 bool multiplies_bf16() {
 #if defined(__x86_64__)
   static const bool has = __builtin_cpu_supports("avx512bf16");
+  // METALMM_CPU_ISA rules torch out, too.
   return has && at::globalContext().userEnabledMkldnn() && at::hasMKLDNN() &&
-         std::string_view(current_isa().name) == "avx512";  // METALMM_CPU_ISA rules torch out, too
+         std::string_view(current_isa().name).substr(0, 6) == "avx512";
 #else
   return false;
 #endif

@@ -9,12 +9,15 @@ namespace metalmm::cpu {
 // MM_FOR_EACH_ISA(X): X(name, whether this machine runs it), best first. The build says what it
 // holds.
 #if defined(__x86_64__)
-#define MM_FOR_EACH_ISA(X)                                                                  \
-  X(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&      \
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
-                __builtin_cpu_supports("fma"))                                              \
-  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&                \
-              __builtin_cpu_supports("f16c"))                                               \
+#define MM_HAS_AVX512                                                             \
+  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&      \
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
+      __builtin_cpu_supports("fma")
+#define MM_FOR_EACH_ISA(X)                                                   \
+  X(avx512vbmi, MM_HAS_AVX512&& __builtin_cpu_supports("avx512vbmi"))        \
+  X(avx512, MM_HAS_AVX512)                                                   \
+  X(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && \
+              __builtin_cpu_supports("f16c"))                                \
   X(scalar, true)
 #elif defined(__aarch64__)
 #define MM_FOR_EACH_ISA(X) \

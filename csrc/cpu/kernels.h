@@ -56,8 +56,33 @@ using DecodeKernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t
 using DecodeBf16Kernel = void (*)(const Weight&, int64_t row, int64_t first, int64_t last,
                                   uint16_t* out);
 
+// The first so many of kDotRows have step kernels. Beyond 4 rows of x the multiply-adds bound a
+// kernel, however W is decoded.
+constexpr int kNumStepKernels = 4;
+constexpr int kMaxStepRows = kDotRows[kNumStepKernels - 1];
+
+// x [m, k] f32 as the step kernels for `rows` >= m rows take it, up to the last whole step of k.
+struct ArrangeArgs {
+  const float* x;
+  int64_t x_stride;
+  int64_t m, k;
+  int64_t rows;
+  float* out;
+};
+using ArrangeKernel = void (*)(const ArrangeArgs&);
+
+// Dot kernels that take x in an order of their own (csrc/cpu/steps/): in steps of `values`,
+// step_floats of each row, and beyond the last whole step as DotArgs has it. values is 0 where a
+// format has none.
+struct StepKernels {
+  int values = 0, step_floats = 0;
+  DotKernel dot[kNumStepKernels] = {};
+  ArrangeKernel arrange = nullptr;
+};
+
 struct CodecKernels {
   DotKernel dot[kNumDotKernels];
+  StepKernels steps;
   DecodeKernel decode;
   DecodeBf16Kernel decode_bf16;
 };

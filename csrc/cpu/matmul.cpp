@@ -29,20 +29,40 @@ constexpr int64_t kTaskColumns = 256;
 // Rows of W below which a second thread costs more than it brings: about 10 us of decoding.
 int64_t row_grain(int64_t k) { return std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(k, 1)); }
 
+// A dot kernel and x [M, K] in the order that it takes, for the rows of kDotRows[index].
+struct Prepared {
+  DotKernel kernel;
+  const float* x;
+  std::vector<float> buffer;
+
+  Prepared(const CodecKernels& codec, const at::Tensor& from, int index, bool in_steps)
+      : kernel(codec.dot[index]), x(elements<float>(from)) {
+    const int64_t m = from.size(0), k = from.size(1), rows = kDotRows[index];
+    const StepKernels& steps = codec.steps;
+    const int64_t n_steps = in_steps && steps.values > 0 ? k / steps.values : 0;
+    if (rows == 1 && k % kChunkValues == 0 && n_steps == 0) return;
+    const int64_t done = n_steps * steps.values, floats = n_steps * steps.step_floats * rows;
+    buffer.resize(floats + rows * round_up(k - done, kChunkValues));
+    if (n_steps > 0) {
+      kernel = steps.dot[index];
+      steps.arrange({x, from.stride(0), m, k, rows, buffer.data()});
+    }
+    interleave(x + done, from.stride(0), m, k - done, rows, current_isa().width,
+               buffer.data() + floats);
+    x = buffer.data();
+  }
+};
+
 // y[:, first .. last) for at most kMaxDotRows rows of x.
-void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y) {
+void dot_rows(const CodecKernels& codec, const Weight& w, const at::Tensor& x, at::Tensor y,
+              bool in_steps) {
   const int64_t m = x.size(0), n = y.size(1);
   const int index =
       static_cast<int>(std::lower_bound(kDotRows, kDotRows + kNumDotKernels, m) - kDotRows);
   const int64_t rows = kDotRows[index];
-  const float* packed = elements<float>(x);
-  std::vector<float> buffer;
-  if (rows > 1 || w.k % kChunkValues != 0) {
-    buffer.resize(rows * round_up(w.k, kChunkValues));
-    interleave(packed, x.stride(0), m, w.k, rows, current_isa().width, buffer.data());
-    packed = buffer.data();
-  }
-  const DotKernel kernel = codec.dot[index];
+  const Prepared prepared(codec, x, index, in_steps);
+  const DotKernel kernel = prepared.kernel;
+  const float* packed = prepared.x;
   float* out = y.mutable_data_ptr<float>();
   const int64_t out_stride = y.stride(0);
   parallel_for(0, n, row_grain(w.k), [&](int64_t first, int64_t last) {
@@ -153,7 +173,7 @@ Strategy strategy_by_name(std::string_view name, Activations activations) {
 }
 
 Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
-  if (m == 1) return Strategy::kGemv;
+  if (m <= kMaxStepRows) return Strategy::kGemvSteps;
   if (m <= kMaxBatchedRows) return Strategy::kGemvBatched;
   return dense_is_faster(dtype) ? Strategy::kDense : Strategy::kGemm;
 }
@@ -193,10 +213,11 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
     (chosen == Strategy::kGemmTiled ? gemm_tiled : gemm_naive)(codec.decode, weight, x, y);
     return y;
   }
-  const int64_t most = chosen == Strategy::kGemv ? 1 : kMaxDotRows;
+  const bool in_steps = chosen == Strategy::kGemvSteps;
+  const int64_t most = in_steps ? kMaxStepRows : chosen == Strategy::kGemv ? 1 : kMaxDotRows;
   for (int64_t i = 0; i < m; i += most) {
     const int64_t rows = std::min(most, m - i);
-    dot_rows(codec, weight, x.narrow(0, i, rows), y.narrow(0, i, rows));
+    dot_rows(codec, weight, x.narrow(0, i, rows), y.narrow(0, i, rows), in_steps);
   }
   return y;
 }

@@ -12,14 +12,17 @@
 namespace metalmm::cpu {
 
 // gemv          each row of x on its own: W is decoded M times
+// gemv_steps    up to kMaxStepRows rows of x share one decoding, where the format has one in another
+//               order than K's (StepKernels): the sums are other ones than those of gemv
 // gemv_batched  up to kMaxDotRows rows of x share one decoding of W, in registers
 // gemm          W is decoded into the cache, block by block, and multiplied in register tiles
 // dense         W is decoded in x's dtype, and torch's own matmul multiplies: dense.h
 // gemm_tiled, gemm_naive: baselines.cpp
-enum class Strategy { kGemv, kGemvBatched, kGemm, kDense, kGemmTiled, kGemmNaive };
+enum class Strategy { kGemv, kGemvBatched, kGemm, kGemvSteps, kDense, kGemmTiled, kGemmNaive };
 
-constexpr const char* kStrategyNames[] = {"gemv",  "gemv_batched", "gemm",
-                                          "dense", "gemm_tiled",   "gemm_naive"};  // in this order
+// In this order; those that take int8 activations are first.
+constexpr const char* kStrategyNames[] = {"gemv",  "gemv_batched", "gemm",      "gemv_steps",
+                                          "dense", "gemm_tiled",   "gemm_naive"};
 
 // Throws std::invalid_argument that lists the CPU's strategies for such activations.
 Strategy strategy_by_name(std::string_view name, Activations activations);

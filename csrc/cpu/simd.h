@@ -1,9 +1,9 @@
 // One vector type per instruction set, in a namespace of its own.
 //
-// A translation unit is compiled once per instruction set with MM_ISA naming it (avx512, avx2,
-// neon, scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no inline
-// function of the standard library: the linker keeps one copy of such a function, and it might be
-// the AVX-512 one. MM_SCALAR leaves out NEON, which every aarch64 compiler has on.
+// A translation unit is compiled once per instruction set with MM_ISA naming it (avx512vbmi,
+// avx512, avx2, neon, scalar). Everything included by it lives in metalmm::cpu::MM_ISA and uses no
+// inline function of the standard library: the linker keeps one copy of such a function, and it
+// might be the AVX-512 one. MM_SCALAR leaves out NEON, which every aarch64 compiler has on.
 #pragma once
 
 #include <cstdint>
@@ -159,6 +159,15 @@ MM_INLINE F half(const uint8_t* p) {
   return set1(half_table[load_as<uint16_t>(p)]);
 #else
   return set1(half_to_float(p));
+#endif
+}
+
+// The negative of it.
+MM_INLINE F minus_half(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return set1(half_table[load_as<uint16_t>(p) ^ 0x8000]);
+#else
+  return -half(p);
 #endif
 }
 

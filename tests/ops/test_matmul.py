@@ -30,7 +30,7 @@ from torch_metalmm import _C, formats
 
 ops = torch.ops.metalmm
 
-MS = (0, 1, 2, 3, 7, 8, 16, 17, 33, 130)
+MS = (0, 1, 2, 3, 4, 7, 8, 16, 17, 33, 130)
 NS = (1, 3, 31, 33, 257)
 # Each M once and each N twice, the largest of one with small ones of the other.
 DIAGONAL = [(m, NS[-i % len(NS)]) for i, m in enumerate(MS)]

@@ -121,7 +121,8 @@ _CPU_EDGES = Edges(m=(2, 4, 8, 16, 24, 32, 256), n=(4, 6, 12, 48), k=(32, 512))
 CPU = Backend(
     name="cpu",
     device="cpu",
-    strategies=("gemv", "gemv_batched", "gemm", "dense"),  # test_baselines has the others
+    # test_baselines has the others
+    strategies=("gemv", "gemv_steps", "gemv_batched", "gemm", "dense"),
     absent=partial(absence, "cpu"),
     edges=lambda _: _CPU_EDGES,
 )

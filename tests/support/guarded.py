@@ -67,7 +67,7 @@ def exercise(name: str) -> None:
                 bias = activations(5, dtype=dtype, seed="bias")
                 want = linear(x, values, bias)
                 x, bias = guarded(x, at_end), guarded(bias, at_end)
-                for strategy in (None, "gemv", "gemv_batched", "gemm"):
+                for strategy in (None, "gemv", "gemv_steps", "gemv_batched", "gemm"):
                     check(ops.linear(x, w, bias, name, strategy), want, f"{name} K={k} M={m}")
                     if block > 1:
                         y = ops.linear(x, w, None, name, strategy, activations="int8")

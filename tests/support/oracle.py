@@ -11,14 +11,17 @@ at most K - 1 additions, K roundings at most (adding a zero is exact, so padding
 Decoding adds no error: the engines' f32 weights are the specification's, bit for bit (test_exact),
 and f16 and bf16 activations convert to f32 exactly.
 
-Vector shaders do not decode the weights of a format with an offset, w = d q + m: they add up q x
-and x, and multiply the sums by d and m. Roundings of d q x and of m x are then in proportion to
-each, not to w x, which may be far smaller: both are nearly equal where w is near 0, and an x of 1e5
-there leaves its roundings in y. A term of either sum takes K roundings at most in the sums, and
-those of the scale, of the minimum, of d or m, and of what joins the two: 8 more:
+Vector shaders, and the CPU's kernels of steps, do not decode the weights of a format with an
+offset, w = d q + m: they add up q x and x, and multiply the sums by d and m. Roundings of d q x and
+of m x are then in proportion to each, not to w x, which may be far smaller: both are nearly equal
+where w is near 0, and an x of 1e5 there leaves its roundings in y. A term of either sum takes K
+roundings at most in the sums, and those of the scale, of the minimum, of d or m, and of what joins
+the two: 8 more:
     |y - sum x w| <= gamma(K + 8) sum |x| (|d q| + |m|)
-q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it away: their
-|d q| is |d| (q + 64) (`addends`).
+In shaders q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it
+away: their |d q| is |d| (q + 64) (`addends`).
+Steps add up q x of formats without an offset, too. There w = d q is exact in f32, and a term takes
+fewer than K roundings, one of them for d: the bound is that of decoded weights.
 
 Tiles of half operands, those of the matrix unit for f16 x, hold each w rounded to f16: u_T |w| +
 s_T more for each w, with T = f16 as below (`halved`). Whether they run is for the plan to say.

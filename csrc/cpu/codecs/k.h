@@ -84,32 +84,44 @@ struct Q3_K : BlockCodec<256, 110> {
   }
 };
 
-// scale[0..8) = d s, scale[8..16) = -dmin m: the 6-bit scales and minima of q4_k and q5_k.
+// The 6-bit scales and minima of q4_k and q5_k, as d s and -dmin m: those of chunk c are number
+// six_bit_scale(c), and kSixBitOffset more.
+constexpr int six_bit_scale(int chunk) { return chunk / 4 * 8 + chunk % 4; }
+constexpr int kSixBitOffset = 4;
+
+struct SixBits {
+  uint64_t first, second;
+};
+// The 16 of them, a byte each. In integer registers, whose ports have nothing else to do.
+MM_INLINE SixBits six_bits(const uint8_t* b) {
+  const uint64_t ab = load_as<uint64_t>(b + 4), c = load_as<uint32_t>(b + 12);
+  return {ab & 0x3f3f3f3f3f3f3f3f,
+          ((c | c << 28) & 0x0f0f0f0f0f0f0f0f) | (ab >> 2 & 0x3030303030303030)};
+}
+
+#if defined(__AVX512F__)
+MM_INLINE F six_bit_scales(const uint8_t* b) {
+  const SixBits six = six_bits(b);
+  const __m128i bytes = _mm_insert_epi64(_mm_cvtsi64_si128(six.first), six.second, 1);
+  const I s = reinterpret_cast<I>(_mm512_cvtepu8_epi32(bytes));
+  return to_float(s) *
+         reinterpret_cast<F>(_mm512_mask_blend_ps(0xf0f0, half(b), minus_half(b + 2)));
+}
+#endif
+
 MM_INLINE void open_scales_6bit(const uint8_t* b, GroupScales& k) {
   k.b = b;
-  const F d = half(b), minus_dmin = -half(b + 2);
 #if defined(__AVX512F__)
-  // In registers: four stored words read back as one vector would not forward.
-  const __m128i v = load_as<__m128i>(b);  // d dmin | a | b | c
-  const __m128i a_c_b_c = _mm_shuffle_epi32(v, _MM_SHUFFLE(3, 2, 3, 1));
-  const __m128i a_a_b_b = _mm_shuffle_epi32(v, _MM_SHUFFLE(2, 2, 1, 1));
-  const __m128i low = _mm_and_si128(_mm_srlv_epi32(a_c_b_c, _mm_set_epi32(4, 0, 0, 0)),
-                                    _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
-  const __m128i high =
-      _mm_and_si128(_mm_srli_epi32(a_a_b_b, 2), _mm_set_epi32(0x30303030, 0, 0x30303030, 0));
-  const I s = reinterpret_cast<I>(_mm512_cvtepu8_epi32(_mm_or_si128(low, high)));
-  store(k.scale, to_float(s) * reinterpret_cast<F>(_mm512_mask_blend_ps(0xff00, d, minus_dmin)));
+  store(k.scale, six_bit_scales(b));
 #else
-  const uint32_t a = load_as<uint32_t>(b + 4), m = load_as<uint32_t>(b + 8),
-                 c = load_as<uint32_t>(b + 12);
-  constexpr uint32_t kSix = 0x3f3f3f3f, kLow = 0x0f0f0f0f, kTwo = 0x03030303;
-  const uint32_t words[4] = {a & kSix, (c & kLow) | (a >> 6 & kTwo) << 4, m & kSix,
-                             (c >> 4 & kLow) | (m >> 6 & kTwo) << 4};
-  uint8_t s[16];
-  std::memcpy(s, words, sizeof words);
-  for (int i = 0; i < 8; i += kWidth) {
-    store(k.scale + i, to_float(load_u8(s + i)) * d);
-    store(k.scale + 8 + i, to_float(load_u8(s + 8 + i)) * minus_dmin);
+  const SixBits six = six_bits(b);
+  uint8_t bytes[16];
+  std::memcpy(bytes, &six, sizeof bytes);
+  const float d = half_to_float(b), minus_dmin = -half_to_float(b + 2);
+  for (int i = 0; i < 16; i += kWidth) {
+    F factor;
+    for (int lane = 0; lane < kWidth; ++lane) factor[lane] = (i + lane) / 4 % 2 ? minus_dmin : d;
+    store(k.scale + i, to_float(load_u8(bytes + i)) * factor);
   }
 #endif
 }
@@ -133,7 +145,8 @@ MM_INLINE I nibbles_by_chunk(const uint8_t* qs, int chunk) {
 struct Q4_K : SixBitScales<144> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
-    const Linear16 table(set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
+    const float* scale = k.scale + six_bit_scale(chunk);
+    const Linear16 table(set1(scale[0]), set1(scale[kSixBitOffset]));
     return table(nibbles_by_chunk<kVector>(k.b + 16, chunk));
   }
 };
@@ -145,7 +158,8 @@ struct Q5_K : SixBitScales<176> {
     const Bytes qs = load_bytes(k.b + 48 + chunk / 2 * 32);
     const Bytes low = chunk % 2 ? qs >> 4 : qs & 15;
     const I code = widen<kVector>(low | bit_to(load_bytes(k.b + 16), chunk, 4));
-    return fma(to_float(code), set1(k.scale[chunk]), set1(k.scale[8 + chunk]));
+    const float* scale = k.scale + six_bit_scale(chunk);
+    return fma(to_float(code), set1(scale[0]), set1(scale[kSixBitOffset]));
   }
 };
 

@@ -43,6 +43,12 @@ MM_INLINE I stream_codes(const uint8_t* chunk) {
 #endif
 }
 
+struct AffineRow {
+  const uint8_t *codes, *scales, *biases;
+  int group_shift;  // log2 of the chunks that share a scale
+  ScaleType type;
+};
+
 // scale * code + bias
 template <int kBits>
 struct Affine {
@@ -50,11 +56,7 @@ struct Affine {
   static constexpr int kBlockValues = kChunkValues;
   static constexpr int kBlockBytes = kChunkValues * kBits / 8;
   static constexpr int kMask = (1 << kBits) - 1;
-  struct Row {
-    const uint8_t *codes, *scales, *biases;
-    int group_shift;
-    ScaleType type;
-  };
+  using Row = AffineRow;
   struct Block {
     F scale, bias;
     F table;  // scale * code + bias by the low 4 bits of a lane; codes of up to 4 bits with AVX-512

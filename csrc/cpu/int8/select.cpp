@@ -9,7 +9,9 @@ namespace metalmm::cpu {
 // runs them), best first.
 #if defined(__x86_64__)
 #define MM_FOR_EACH_INT8(X)                                                                  \
+  X(avx512vnni, "avx512vbmi", __builtin_cpu_supports("avx512vnni"))                          \
   X(avx512vnni, "avx512", __builtin_cpu_supports("avx512vnni"))                              \
+  X(avx2, "avx512vbmi", true)                                                                \
   X(avx2, "avx512", true) /* without VNNI the longer vectors bring nothing that is tested */ \
   X(avx2, "avx2", true)                                                                      \
   X(scalar, "scalar", true)
