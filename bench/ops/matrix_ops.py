@@ -27,6 +27,7 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm-naive": "gemm_naive",
     "gemm-tiled": "gemm_tiled",
     "gemm": "gemm",
+    "gemm-dense": "dense",
 }
 ROW_OPS = {"dequantize": dequantize, "embedding": embedding, "swiglu": swiglu}
 PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe

@@ -187,6 +187,7 @@ def test_one_wrong_code_in_a_million_is_found() -> None:
         ("dot", "1000"),
         ("gemv", "64 256"),
         ("gemm-naive", "3 64 256"),
+        ("gemm-dense", "3 64 256"),
         ("dequantize", "64 256"),
         ("embedding", "300 400 256"),
         ("swiglu", "2 64 256"),

@@ -13,9 +13,8 @@ from places import ROOT
 
 from torch_metalmm import _C
 
-MARKED = [f"tests/ops/test_{name}.py" for name in ("exact", "matmul", "layouts", "threads")] + [
-    "tests/cpu/test_int8.py"
-]
+MARKED = [f"tests/ops/test_{name}.py" for name in ("exact", "matmul", "layouts", "threads")]
+MARKED += ["tests/cpu/test_cpu_dense.py", "tests/cpu/test_int8.py"]
 OTHERS = [isa for isa in _C.cpu_isas() if isa != _C.cpu_isa()]
 
 pytestmark = pytest.mark.skipif(CPU not in SELECTED, reason="the cpu engine was not asked for")

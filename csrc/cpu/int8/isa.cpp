@@ -3,6 +3,7 @@
 #include "codecs_k.h"
 #include "codecs_plane.h"
 #include "pack.h"
+#include "cpu/codecs/grid.h"
 
 namespace metalmm::cpu::MM_ISA {
 

@@ -30,7 +30,9 @@ def passes(kind: str, layers: int, format: str) -> list[str]:
 
 
 @pytest.mark.parametrize("format", ["f16", "q8_0"])
-@pytest.mark.parametrize(("kind", "expected"), [("llama", PRE), ("qwen3", PRE), ("gemma3_text", SANDWICH)])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("llama", PRE), ("qwen3", PRE), ("gemma3_text", SANDWICH)]
+)
 def test_passes_of_a_layer(kind: str, expected: list[str], format: str) -> None:
     """Seven with two of attention; Gemma 3 has two norms more."""
     two, three = (passes(kind, layers, format) for layers in (2, 3))
