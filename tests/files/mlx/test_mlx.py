@@ -35,7 +35,9 @@ def small_llama(**config: Any) -> Any:
     return random_model("llama", num_hidden_layers=1, **config)
 
 
-@pytest.mark.parametrize("sizes", [*AFFINE, MXFP4, MXFP8, NVFP4], ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize(
+    "sizes", [*AFFINE, MXFP4, MXFP8, NVFP4], ids=lambda s: "-".join(map(str, s.values()))
+)
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_every_packing(tmp_path: Path, sizes: dict[str, Any], dtype: str) -> None:
     tensors = write(tmp_path / "mlx", small_llama(tie_word_embeddings=True), sizes, dtype)
