@@ -9,7 +9,7 @@ from backends import CPU, ONE_OF_EACH, SELECTED
 from oracle import activations, check, linear_of_int8, random_weight
 from torch import Tensor
 
-from torch_metalmm import formats
+from torch_metalmm import _C, formats
 from torch_metalmm.formats.activations import BLOCK, SMALLEST, quantize
 
 pytestmark = [
@@ -19,8 +19,9 @@ pytestmark = [
 
 linear = torch.ops.metalmm.linear
 STRATEGIES = (None, "gemv", "gemv_batched", "gemm")
-PACKED = tuple(n for n in ONE_OF_EACH if formats.get(n).block_values > 1)
-ALL_PACKED = tuple(n for n in oracle.FORMATS if formats.get(n).block_values > 1)
+PACKED = tuple(n for n in ONE_OF_EACH if _C.has_int8(n))
+ALL_PACKED = tuple(n for n in oracle.FORMATS if _C.has_int8(n))
+EXACT = tuple(n for n in formats.names() if not _C.has_int8(n))
 # Panels of 1 to 16 rows filled and not, two and more of them, a second block of columns.
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 40)
 
@@ -178,8 +179,9 @@ def test_empty_products() -> None:
     assert torch.equal(empty, torch.zeros(3, 5))
 
 
-@pytest.mark.parametrize("name", formats.DTYPES)
-def test_dense_formats_are_exact(name: str) -> None:
-    """They have no integer codes: the result is that of exact activations, bit for bit."""
-    w, x = random_weight(name, 7, 99), activations(5, 99)
+@pytest.mark.parametrize("name", EXACT)
+def test_formats_without_integer_codes_are_exact(name: str) -> None:
+    """The result is that of exact activations, bit for bit."""
+    k = 99 if name in formats.DTYPES else 512
+    w, x = random_weight(name, 7, k), activations(5, k)
     assert torch.equal(linear(x, w, None, name, activations="int8"), linear(x, w, None, name))

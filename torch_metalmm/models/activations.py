@@ -15,8 +15,9 @@ def activations_(model: nn.Module, kind: str | None) -> nn.Module:
     kind: "int8" or None. With "int8" each block of 32 values of x is rounded to 8 bits with a scale
     of its own before it is multiplied, as llama.cpp does: prompts and small batches take less time,
     results have the error of that rounding, 0.4 % of the largest value of each block at most (half
-    of a 127th). Layers of the dense formats f32, f16 and bf16, embeddings, and all layers on other
-    devices read x exactly. The setting travels with save_pretrained and save_packed.
+    of a 127th). Layers of formats without integer codes (the dense ones, those of grids),
+    embeddings, and all layers on other devices read x exactly. The setting travels with
+    save_pretrained and save_packed.
     Returns `model`. ValueError: another kind, or "int8" for a model without a packed linear layer
     that can take it.
     """

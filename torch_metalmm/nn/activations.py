@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import formats
+from .. import _C, formats
 
 KINDS = ("int8",)
 
@@ -23,8 +23,8 @@ def check_kind(kind: object, where: str = "activations") -> None:
 
 
 def takes_int8(format: str) -> bool:
-    """Whether the products of the format can round their input: all but f32, f16 and bf16."""
-    return not hasattr(formats.get(format), "dtype")
+    """Whether the products of the format can round their input: it has integer codes."""
+    return bool(_C.has_int8(formats.get(format).name))
 
 
 class Activations:

@@ -2,8 +2,8 @@
 #include "codecs_block.h"
 #include "codecs_k.h"
 #include "codecs_plane.h"
-#include "pack.h"
 #include "cpu/codecs/grid.h"
+#include "pack.h"
 
 namespace metalmm::cpu::MM_ISA {
 
