@@ -15,7 +15,7 @@ constexpr FormatRow kFormats[] = {
 #define MM_FORMAT(name, Struct) {#name, #Struct},
 #include "metal/formats.def"
 };
-static_assert(sizeof kFormats / sizeof *kFormats <= 32, "bits of Shader::Snippet::formats");
+static_assert(sizeof kFormats / sizeof *kFormats <= 64, "bits of Shader::Snippet::formats");
 
 // The shader that makes a kernel: the longest name that the kernel's begins with.
 const Shader& shader_of(const std::string& kernel) {

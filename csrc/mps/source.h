@@ -11,7 +11,7 @@ namespace metalmm::mps {
 struct Shader {
   struct Snippet {
     int text;          // in kSnippets
-    uint32_t formats;  // bit c: a kernel of the format of row c of formats.def, a Codec, needs it
+    uint64_t formats;  // bit c: a kernel of the format of row c of formats.def, a Codec, needs it
   };
   const char* name;  // of the file, without .metal
   std::vector<Snippet> snippets;
