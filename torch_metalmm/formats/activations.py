@@ -31,7 +31,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"x: K = {x.shape[-1]} is not a multiple of the block of {BLOCK} values")
-    blocks = x.detach().to(torch.float32).unflatten(-1, (-1, BLOCK))
+    shape = (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    blocks = x.detach().to(torch.float32).reshape(shape)
     finite = blocks.isfinite().all(-1)
     largest = torch.where(finite, blocks.abs().amax(-1), 0.0)
     used = largest >= SMALLEST

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import _C, formats
 
+_native: Any = _C  # mypy does not see into the module
 KINDS = ("int8",)
 
 _changes = [0]
@@ -24,7 +25,7 @@ def check_kind(kind: object, where: str = "activations") -> None:
 
 def takes_int8(format: str) -> bool:
     """Whether the products of the format can round their input: it has integer codes."""
-    return bool(_C.has_int8(formats.get(format).name))
+    return bool(_native.has_int8(formats.get(format).name))
 
 
 class Activations:
