@@ -97,8 +97,7 @@ at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at:
   const PackedWeight w = packed(weight, shape.weight);
   const at::Tensor hidden =
       composed::activate(as_f32_rows(gate).contiguous(), shape.activation).mul_(as_f32_rows(up));
-  const at::Tensor y =
-      matmul(hidden, w.rows, w.format, gate.scalar_type(), std::nullopt, rounding);
+  const at::Tensor y = matmul(hidden, w.rows, w.format, gate.scalar_type(), std::nullopt, rounding);
   return finish(y, bias, residual, gate);
 }
 
