@@ -46,8 +46,24 @@ struct Integers<Q3_K> : Grouped<Q3_K, 16, false, 4> {
            field(load_bytes(k.b), 2 - chunk, 4);
   }
 };
+// The codec has four scales, four minima, and the other four of each: here the scales come first.
 template <class Codec>
 struct SixBitIntegers : Grouped<Codec, 32, true, 0> {
+  static MM_INLINE void open(const uint8_t* row, int64_t block, GroupScales& k) {
+    static_assert(six_bit_scale(4) == 8 && kSixBitOffset == 4);
+#if defined(__AVX512F__)
+    k.b = row + block * Codec::kBlockBytes;
+    const F scales = six_bit_scales(k.b);
+    store(k.scale, _mm512_shuffle_f32x4(scales, scales, _MM_SHUFFLE(3, 1, 2, 0)));
+#else
+    Codec::open(row, block, k);
+    for (int i = 4; i < 8; ++i) {
+      const float scale = k.scale[i + 4];
+      k.scale[i + 4] = k.scale[i];
+      k.scale[i] = scale;
+    }
+#endif
+  }
   static MM_INLINE const float* mins(const GroupScales& k) { return k.scale + 8; }
 };
 template <>
