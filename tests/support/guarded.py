@@ -15,12 +15,12 @@ import subprocess
 import sys
 
 import torch
-from backends import ONE_OF_EACH
+from backends import CPU, ONE_OF_EACH
 from oracle import activations, check, linear, linear_of_int8, random_weight, spec
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
-from torch_metalmm import formats
+from torch_metalmm import _C, formats
 
 ops = torch.ops.metalmm
 
@@ -29,6 +29,7 @@ CALLS = [(m, torch.float32) for m in (1, 2, 3, 4, 5, 6, 7, 8, 26)] + [
     (1, torch.bfloat16),
     (26, torch.bfloat16),
 ]
+INT8 = (None, "gemv", "gemv_batched", "gemm")
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -65,14 +66,15 @@ def exercise(name: str) -> None:
             for m, dtype in CALLS if at_end else CALLS[-2:]:
                 x = activations(m, k, dtype=dtype, seed=m)
                 bias = activations(5, dtype=dtype, seed="bias")
-                want = linear(x, values, bias)
+                at = f"{name} {dtype} K={k} M={m}"
                 x, bias = guarded(x, at_end), guarded(bias, at_end)
-                for strategy in (None, "gemv", "gemv_steps", "gemv_batched", "gemm"):
-                    check(ops.linear(x, w, bias, name, strategy), want, f"{name} K={k} M={m}")
-                    if block > 1:
-                        y = ops.linear(x, w, None, name, strategy, activations="int8")
-                        rounded = linear_of_int8(x, name, packed).store(dtype)
-                        check(y, rounded, f"{name} int8 K={k} M={m}")
+                for strategy in (None, *CPU.strategies):
+                    halved = CPU.halves(strategy, dtype, name, (m, 5, k))
+                    want = linear(x, values, bias, halved)
+                    check(ops.linear(x, w, bias, name, strategy), want, f"{at} {strategy}")
+                for strategy in INT8 if _C.has_int8(name) else ():
+                    y = ops.linear(x, w, None, name, strategy, activations="int8")
+                    check(y, linear_of_int8(x, name, packed).store(dtype), f"{at} int8 {strategy}")
             ids = guarded(torch.tensor([4, 0, 4]), at_end)
             assert torch.equal(ops.embedding(ids, w, name, k), values[[4, 0, 4]])
             assert torch.equal(ops.dequantize(w, name, k), values)
