@@ -23,7 +23,7 @@ struct TQ1_0 {
   }
   static METAL_FUNC uint power(uint h, uint i) {
     const uint n = h < 10 ? h / 2 : h < 15 ? h - 10 : i;
-    return n == 0 ? 1 : n == 1 ? 3 : n == 2 ? 9 : n == 3 ? 27 : 81;
+    return n < 4 ? 0x1B090301u >> 8 * n & 255 : 81;  // a chain of choices becomes a table in memory
   }
   // Digit n of a byte is the integer part of 3 / 256 times the low byte of 3^n times the byte: two
   // bytes side by side, 16 bits for each.
