@@ -261,11 +261,15 @@ void check_ids(const at::Tensor& ids, int64_t rows) {
                     " is out of range; the table has ", rows, " rows");
 }
 
-const Format& check_quantize(const at::Tensor& w, std::string_view format) {
-  const Format& f = check_format(format);
-  TORCH_CHECK_VALUE(f.packs, "format: ", f.name,
+void check_packs(const char* name, const Format& f) {
+  TORCH_CHECK_VALUE(f.packs, name, ": ", f.name,
                     " is only read here: choosing its codes needs an importance matrix of the "
                     "activations; load a file in it, or quantize to another format");
+}
+
+const Format& check_quantize(const at::Tensor& w, std::string_view format) {
+  const Format& f = check_format(format);
+  check_packs("format", f);
   const Size k = check_activations("w", w);
   TORCH_CHECK_VALUE(w.dim() == 2, "w: shape ", w.sym_sizes(), "; must be [N, K]");
   check_k("w", f, k);

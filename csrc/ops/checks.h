@@ -117,6 +117,9 @@ at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);
 
 // The parts of a check. `name` is the argument, x a tensor whose device is that of the call.
 const Format& check_format(std::string_view name);
+
+// ValueError for a format that `quantize` does not make; name: the argument's.
+void check_packs(const char* name, const Format& f);
 void check_activation_dtype(const char* name, const at::Tensor& t);
 // The numbers of a call are doubles, which engines take as f32.
 void check_f32(const char* name, double number);

@@ -8,8 +8,9 @@ import pytest
 import torch
 from attention_oracle import Traits, attention
 from backends import Backend
-from cache_cases import CACHE_FORMATS, Call, layer
-from oracle import DTYPES, activations, check
+from cache_cases import CACHE_FORMATS, Call, layer, pack
+from inputs import activations, random_weight
+from oracle import DTYPES, check
 from random_calls import attend, check_call, has_kernels, random_call, rounds_to_half
 from torch import Tensor
 
@@ -65,8 +66,12 @@ def test_every_format(name: str, backend: Backend) -> None:
     """Keys of every format whose block divides the head, with values of f16; and the other way."""
     block = formats.get(name).block_values
     dim = 64 if block <= 64 else block
+
+    def rows(name: str, x: Tensor) -> Tensor:
+        return pack(name, x) if formats.get(name).packs else random_weight(name, *x.shape)
+
     for names, queries in product(((name, "f16"), ("f16", name)), (1, 3, 17)):
-        cache = layer((1, 2, 70, dim), 67, names)
+        cache = layer((1, 2, 70, dim), 67, names, packed_rows=rows)
         q = activations(1, 4, queries, dim, seed="q")
         checked(Call(q, cache, Traits()), backend, f"{names} S={queries}")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from backends import Backend
 from cache_cases import CACHE_FORMATS, as_stored, pack
-from oracle import DTYPES, activations, generator
+from inputs import activations, generator
+from oracle import DTYPES
 from torch import Tensor
 
 from torch_metalmm import formats
@@ -48,6 +49,10 @@ def test_rows_are_those_of_the_specification(name: str, backend: Backend) -> Non
     keys, values = (backend.put(stored(name, 2, 3, 11, dim)) for _ in range(2))
     memory = keys.data_ptr(), values.data_ptr()
     put = backend.put
+    if not formats.get(name).packs:
+        with pytest.raises(ValueError, match=f"format_k: {name} is only read here"):
+            ops.cache_append(keys, values, put(k), put(v), put(slots), name, name)
+        return
     assert ops.cache_append(keys, values, put(k), put(v), put(slots), name, name) is None
     assert (keys.data_ptr(), values.data_ptr()) == memory
     for got, rows in ((keys, k), (values, v)):

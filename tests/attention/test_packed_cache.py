@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import pack, unpack
-from oracle import activations
+from inputs import activations
 from tiny_models import tiny_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -205,6 +205,8 @@ def test_what_it_is_made_of() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown 'q9'"):
         PackedCache(config(), "q9")
+    with pytest.raises(ValueError, match="format: iq2_xs is only read here"):
+        PackedCache(config(), "iq2_xs")
     number: Any = 5
     with pytest.raises(ValueError, match="format: 5; must be None or the name of a format"):
         PackedCache(config(), number)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from backends import Backend
 from cache_cases import CACHE_FORMATS, as_stored
-from oracle import DTYPES, activations, generator
+from inputs import activations, generator
+from oracle import DTYPES
 from torch import Tensor
 
 from torch_metalmm import formats

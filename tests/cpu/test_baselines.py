@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inputs
 import oracle
 import pytest
 import torch
@@ -14,8 +15,8 @@ STRATEGIES = ("gemm_naive", "gemm_tiled")
 @pytest.mark.parametrize("forced", STRATEGIES)
 @pytest.mark.parametrize("name", formats.names())
 def test_one_hot_rows_give_the_decoded_weight(name: str, forced: str) -> None:
-    k = oracle.long_k(name)
-    w = oracle.random_weight(name, 5, k)
+    k = inputs.long_k(name)
+    w = inputs.random_weight(name, 5, k)
     got = torch.ops.metalmm.linear(torch.eye(k), w, None, name, forced)
     assert torch.equal(got.t(), oracle.spec(name, w, k))
 
@@ -25,6 +26,6 @@ def test_one_hot_rows_give_the_decoded_weight(name: str, forced: str) -> None:
 @pytest.mark.parametrize("n", (1, 31, 32, 33))
 def test_results_are_within_the_bound(m: int, n: int, forced: str) -> None:
     for name, k in (("f32", 257), ("q4_0", 288), ("q6_k", 512)):
-        w, x = oracle.random_weight(name, n, k), oracle.activations(m, k)
+        w, x = inputs.random_weight(name, n, k), inputs.activations(m, k)
         got = torch.ops.metalmm.linear(x, w, None, name, forced)
         oracle.check(got, oracle.linear(x, oracle.spec(name, w, k)), f"{name} {forced}")

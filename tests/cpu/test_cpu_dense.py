@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 
+import inputs
 import oracle
 import pytest
 import torch
 from backends import CPU, SELECTED
-from oracle import FORMATS, Value, activations, check, long_k, random_weight, spec
+from inputs import activations, long_k, random_weight
+from oracle import FORMATS, Value, check, spec
 
 from torch_metalmm import _C
 
@@ -52,7 +54,7 @@ def test_not_under_another_instruction_set(isa: str) -> None:
 
 def any_bytes(name: str, n: int, k: int) -> torch.Tensor:
     shape = (n, random_weight(name, 1, k).shape[1])
-    return torch.randint(0, 256, shape, generator=oracle.generator("any", name), dtype=torch.uint8)
+    return torch.randint(0, 256, shape, generator=inputs.generator("any", name), dtype=torch.uint8)
 
 
 @pytest.mark.isa
@@ -80,7 +82,7 @@ def test_nan_and_infinity_stay_what_they_are() -> None:
 @pytest.mark.parametrize("name", oracle.KINDS)
 def test_the_ops_keep_their_bounds(name: str, m: int) -> None:
     """Of bf16 x, where it is chosen: linear, swiglu and swiglu_linear."""
-    k, dtype = oracle.short_k(name), torch.bfloat16
+    k, dtype = inputs.short_k(name), torch.bfloat16
     halved = CPU.halves(None, dtype, name, (m, 21, k))
     assert (halved is dtype) == FASTER
     gate, up = (random_weight(name, 21, k, seed=i) for i in range(2))

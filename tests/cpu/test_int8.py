@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inputs
 import oracle
 import pytest
 import torch
 from backends import CPU, ONE_OF_EACH, SELECTED
-from oracle import activations, check, linear_of_int8, random_weight
+from inputs import activations, random_weight
+from oracle import check, linear_of_int8
 from torch import Tensor
 
 from torch_metalmm import _C, formats
@@ -63,10 +65,10 @@ def test_codes_and_scales_are_those_of_the_specification(strategy: str | None) -
 @pytest.mark.parametrize("name", PACKED)
 def test_integers_have_exact_sums(name: str, strategy: str | None) -> None:
     """x of integers, 127 the largest of each block, is its own codes; W of integers is exact."""
-    k, n = oracle.long_k(name), 19
-    w = oracle.integer_weight(name, n, k)
+    k, n = inputs.long_k(name), 19
+    w = inputs.integer_weight(name, n, k)
     for m in (1, 3, 8, 20):
-        x = torch.randint(-3, 4, (m, k), generator=oracle.generator(name, m)).float()
+        x = torch.randint(-3, 4, (m, k), generator=inputs.generator(name, m)).float()
         x[:, ::BLOCK] = 127
         want = oracle.y64(x, oracle.spec(name, w, k)).float()
         assert float(want.abs().max()) < 2**23, "halves are exact in f32"
@@ -78,7 +80,7 @@ def test_integers_have_exact_sums(name: str, strategy: str | None) -> None:
 def test_results_are_within_the_bound(name: str, strategy: str | None) -> None:
     """Every loop short, full and over: W of 1 to 100 rows, K of one block and of many."""
     block = formats.get(name).block_values
-    for n, k in ((1, block), (3, 3 * block), (50, oracle.long_k(name)), (100, 2 * block)):
+    for n, k in ((1, block), (3, 3 * block), (50, inputs.long_k(name)), (100, 2 * block)):
         w = random_weight(name, n, k)
         for m in ROWS if n == 50 else (1, 6, 18):
             x = activations(m, k)
@@ -89,7 +91,7 @@ def test_results_are_within_the_bound(name: str, strategy: str | None) -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_outliers_stay_within_their_block(name: str) -> None:
     """1e5 beside numbers of 1 costs the digits of its own 32 values."""
-    k = oracle.long_k(name)
+    k = inputs.long_k(name)
     w, x = random_weight(name, 9, k), activations(5, k)
     x[:, 40] = 1e5
     for strategy in STRATEGIES:
@@ -100,7 +102,7 @@ def test_outliers_stay_within_their_block(name: str) -> None:
 @pytest.mark.parametrize("name", ALL_PACKED)
 def test_every_format(name: str) -> None:
     """Groups and scales of affine formats are variables of the kernels."""
-    k = oracle.long_k(name)
+    k = inputs.long_k(name)
     w = random_weight(name, 13, k)
     for m in (1, 6, 18):
         x = activations(m, k)
@@ -110,7 +112,7 @@ def test_every_format(name: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 @pytest.mark.parametrize("name", PACKED)
 def test_the_batch_changes_no_bit_of_a_row(name: str, strategy: str) -> None:
-    k = oracle.long_k(name)
+    k = inputs.long_k(name)
     w, x = random_weight(name, 14, k), activations(40, k)
     alone = torch.cat([linear(r, w, None, name, strategy, activations="int8") for r in x.split(1)])
     for m in ROWS:
@@ -119,7 +121,7 @@ def test_the_batch_changes_no_bit_of_a_row(name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("name", ("q4_0", "q6_k", "affine4_g64"))
 def test_threads_change_no_bit(name: str) -> None:
-    k = oracle.long_k(name)
+    k = inputs.long_k(name)
     w, x = random_weight(name, 300, k), activations(300, k)
     before = torch.get_num_threads()
     try:
@@ -137,7 +139,7 @@ def test_threads_change_no_bit(name: str) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_spoils_its_row_alone(bad: float, strategy: str | None) -> None:
     for name in ("q4_0", "q4_k", "affine8_g32"):
-        k = oracle.long_k(name)
+        k = inputs.long_k(name)
         w = random_weight(name, 14, k)
         for m in (1, 3, 8, 20):
             x = activations(m, k)
@@ -152,7 +154,7 @@ def test_what_is_not_finite_spoils_its_row_alone(bad: float, strategy: str | Non
 def test_layouts_and_dtypes(dtype: torch.dtype) -> None:
     """x is rounded from its own dtype; strides of x and W change no bit."""
     for name in ("q4_0", "q6_k", "affine5_g64"):
-        k = oracle.long_k(name)
+        k = inputs.long_k(name)
         packed = random_weight(name, 9, k)
         x = activations(6, k, dtype=dtype)
         want = linear(x, packed, None, name, activations="int8")

@@ -12,9 +12,10 @@ from functools import cache
 import pytest
 import torch
 from format_cases import same_bits
+from inputs import activations, random_weight
 from kernel_cases import PER_KERNEL, Case, case, emulate, planned_kernels
 from layer_oracle import activated
-from oracle import Value, activations, random_weight
+from oracle import Value
 from plan_cases import DTYPES, STRATEGIES, strategy_of
 from torch import Tensor
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from inputs import activations, random_weight, short_k
 from layer_oracle import normalized
-from oracle import DTYPES, KINDS, Value, activations, check, random_weight, short_k, spec
+from oracle import DTYPES, KINDS, Value, check, spec
 
 from torch_metalmm import _C
 from torch_metalmm.testing import emulated

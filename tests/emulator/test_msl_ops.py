@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Value, activations, check
+from inputs import activations
+from oracle import Value, check
 
 from torch_metalmm import _C, formats
 from torch_metalmm.testing import MetalSource, emulated

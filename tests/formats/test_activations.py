@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from oracle import U, activations
+from inputs import activations
+from oracle import U
 
 from torch_metalmm.formats.activations import BLOCK, SMALLEST, dequantize, quantize
 

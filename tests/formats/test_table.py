@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from backends import Backend
-from oracle import random_weight
+from inputs import random_weight
 from places import ROOT
 
 from torch_metalmm import _C, formats

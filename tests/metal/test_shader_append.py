@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cache_cases import pack
-from oracle import DTYPES, activations, generator
+from inputs import activations, generator
+from oracle import DTYPES
 from plan_cases import stored
 from shaders import execute
 from torch import Tensor

@@ -10,7 +10,8 @@ import pytest
 import shaders
 import torch
 from backends import ONE_OF_EACH, around
-from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
+from inputs import activations, random_weight
+from oracle import DTYPES, FORMATS, Value, check, spec
 from places import ROOT
 from shaders import NAMES, alignment_of, launch, memory_of
 from torch import Tensor

@@ -9,7 +9,8 @@ import re
 import oracle
 import pytest
 import torch
-from oracle import DTYPES, FORMATS, Value, activations, check, random_weight, spec
+from inputs import activations, random_weight
+from oracle import DTYPES, FORMATS, Value, check, spec
 from plan_cases import STRATEGIES, codecs, pieces, strategies_used
 from shaders import alignment_of, execute, linear, memory_of
 from torch import Tensor

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from inputs import activations, random_weight
 from layer_oracle import normalized
-from oracle import DTYPES, TINY, Value, activations, check, gamma, random_weight, spec
+from oracle import DTYPES, TINY, Value, check, gamma, spec
 from shaders import execute, memory_of
 from torch import Tensor
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from inputs import activations
 from layer_oracle import normalized, rotated
-from oracle import DTYPES, Value, activations, check
+from oracle import DTYPES, Value, check
 from shaders import execute, memory_of
 from torch import Tensor
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import DTYPES, FORMATS, activations, check, random_weight, spec
+from inputs import activations, random_weight
+from oracle import DTYPES, FORMATS, check, spec
 from plan_cases import STRATEGIES, WIDTH_BITS
 from shaders import alignment_of, execute, memory_of
 from test_shader_gemm import expected

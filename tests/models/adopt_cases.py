@@ -6,7 +6,8 @@ from typing import Any
 
 import oracle
 from gguf import GGMLQuantizationType as Type
-from oracle import activations, check, random_weight
+from inputs import activations, random_weight
+from oracle import check
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, adopt_, formats

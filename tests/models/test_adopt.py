@@ -11,7 +11,8 @@ import oracle
 import pytest
 import torch
 from adopt_cases import BLOCKS, Type, adopted, computes, packed
-from oracle import activations, check, spec
+from inputs import activations
+from oracle import check, spec
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
 from transformers.integrations.gguf.utils import (

@@ -9,7 +9,8 @@ import pytest
 import torch
 from adopt_cases import Type, X, adopted, computes, packed
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
-from oracle import activations, check, spec
+from inputs import activations
+from oracle import check, spec
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.filterwarnings("error")]

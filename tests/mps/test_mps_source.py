@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import random_weight
+from inputs import random_weight
 from places import ROOT
 from plan_cases import DTYPES, STRATEGIES, codecs, formats_of, strategy_rows
 from shaders import SLOTS, args_of

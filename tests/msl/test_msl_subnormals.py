@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inputs import SCALE_BYTES, generator, random_weight
 from msl_kernels import kernel
-from oracle import SCALE_BYTES, flushed, flushed_spec, generator, random_weight, spec
+from oracle import flushed, flushed_spec, spec
 from torch import Tensor
 
 from torch_metalmm import formats

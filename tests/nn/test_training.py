@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import Backend, leaf
-from oracle import activations, random_weight
+from inputs import activations, random_weight
 from places import ROOT
 from torch import Tensor, nn
 
@@ -61,7 +61,7 @@ def test_only_what_is_asked_for_is_recorded(backend: Backend) -> None:
 MEMORY = """
 import sys, torch
 sys.path[:0] = ["tests/support", "."]
-from oracle import random_weight
+from inputs import random_weight
 from torch_metalmm.tools.generate import peak_memory
 ops = torch.ops.metalmm
 n, k = 65536, 4096  # dense, 1 GiB

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oracle import activations, random_weight
+from inputs import activations, random_weight
 from torch import Tensor
 
 from torch_metalmm import formats

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from cache_calls import cache_calls
-from oracle import activations, random_weight
+from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
 

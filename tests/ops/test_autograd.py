@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend, leaf
-from oracle import (
-    DTYPES,
-    KINDS,
-    Value,
-    activations,
-    check,
-    gamma,
-    integer_weight,
-    random_weight,
-    spec,
-)
+from inputs import activations, integer_weight, random_weight
+from oracle import DTYPES, KINDS, Value, check, gamma, spec
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 

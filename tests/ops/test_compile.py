@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from backends import Backend, leaf
-from oracle import DTYPES, Value, activations, check, random_weight, spec
+from inputs import activations, random_weight
+from oracle import DTYPES, Value, check, spec
 from torch import Tensor, nn
 
 from torch_metalmm import QuantEmbedding, QuantLinear

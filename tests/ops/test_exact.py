@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend
-from oracle import (
-    DTYPES,
-    FORMATS,
-    flushed_spec,
-    generator,
-    integer_weight,
-    long_k,
-    random_weight,
-    spec,
-    y64,
-)
+from inputs import generator, integer_weight, long_k, random_weight
+from oracle import DTYPES, FORMATS, flushed_spec, spec, y64
 
 from torch_metalmm import formats
 

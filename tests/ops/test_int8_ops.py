@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import inputs
 import oracle
 import pytest
 import torch
 from backends import Backend
-from oracle import Value, activations, check, linear_of_int8, random_weight, spec
+from inputs import activations, random_weight
+from oracle import Value, check, linear_of_int8, spec
 from torch import Tensor
 
 ops = torch.ops.metalmm
@@ -114,7 +116,7 @@ def test_swiglu_of_int8(backend: Backend) -> None:
 def test_swiglu_linear_rounds_the_hidden_values(backend: Backend) -> None:
     """relu2(gate) up of small integers is exact: what is rounded is that product."""
     skip_others(backend)
-    generator, w = oracle.generator("hidden"), random_weight("q6_k", N, K)
+    generator, w = inputs.generator("hidden"), random_weight("q6_k", N, K)
     gate, up = (torch.randint(-9, 10, (5, K), generator=generator).float() for _ in range(2))
     y = ops.swiglu_linear(gate, up, w, None, "q6_k", "relu2", activations="int8")
     check(y, linear_of_int8(gate.relu().square() * up, "q6_k", w), "relu2")
@@ -123,7 +125,7 @@ def test_swiglu_linear_rounds_the_hidden_values(backend: Backend) -> None:
 def test_norm_linear_rounds_the_norm(backend: Backend) -> None:
     """Rows whose norm is themselves, exactly: of as many 1 as -1, with eps = 0."""
     skip_others(backend)
-    x = torch.where(torch.rand(5, K, generator=oracle.generator("norm")) < 0.5, -1.0, 1.0)
+    x = torch.where(torch.rand(5, K, generator=inputs.generator("norm")) < 0.5, -1.0, 1.0)
     w, factors = random_weight("q6_k", N, K), activations(K, seed="factors")
     y = ops.norm_linear(x, factors, 0.0, 0.0, w, None, "q6_k", activations="int8")
     check(y, linear_of_int8(x * factors, "q6_k", w), "norm")

@@ -7,16 +7,9 @@ import math
 import pytest
 import torch
 from backends import Backend
+from inputs import activations, random_weight
 from layer_oracle import ACTIVATIONS, activated, inverse_rms, normalized, rotated
-from oracle import (
-    DTYPES,
-    KINDS,
-    Value,
-    activations,
-    check,
-    random_weight,
-    spec,
-)
+from oracle import DTYPES, KINDS, Value, check, spec
 from plan_cases import strategies_used
 from torch import Tensor
 

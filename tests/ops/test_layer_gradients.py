@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend, leaf
+from inputs import activations, random_weight
 from layer_oracle import ACTIVATIONS
-from oracle import U, activations, random_weight, spec
+from oracle import U, spec
 from torch import Tensor
 
 ops = torch.ops.metalmm

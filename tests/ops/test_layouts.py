@@ -15,7 +15,8 @@ import oracle
 import pytest
 import torch
 from backends import ONE_OF_EACH, Backend
-from oracle import DTYPES, KINDS, Value, activations, check, random_weight, spec
+from inputs import activations, random_weight
+from oracle import DTYPES, KINDS, Value, check, spec
 from places import TESTS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -12,19 +12,8 @@ import torch
 from backends import Backend, around
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import (
-    DTYPES,
-    FORMATS,
-    KINDS,
-    Value,
-    activations,
-    check,
-    generator,
-    integer_weight,
-    random_weight,
-    spec,
-    y64,
-)
+from inputs import activations, generator, integer_weight, random_weight
+from oracle import DTYPES, FORMATS, KINDS, Value, check, spec, y64
 
 from torch_metalmm import _C, formats
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import Backend
-from oracle import OFFSETS, Value, activations, addends, check, linear_of_offsets, spec
-from oracle import random_weight as random_packed
+from inputs import activations
+from inputs import random_weight as random_packed
+from oracle import OFFSETS, Value, addends, check, linear_of_offsets, spec
 
 ops = torch.ops.metalmm
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from backends import Backend
-from oracle import KINDS, activations, long_k, random_weight
+from inputs import activations, long_k, random_weight
+from oracle import KINDS
 from torch import Tensor
 
 ops = torch.ops.metalmm

@@ -26,8 +26,9 @@ from functools import partial
 
 import pytest
 import torch
+from inputs import long_k, short_k
 from kernel_cases import CHIP
-from oracle import FORMATS, Halved, long_k, short_k
+from oracle import FORMATS, Halved
 from plan_cases import codecs, strategies_used
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from oracle import random_weight
+from inputs import random_weight
 
 from torch_metalmm import load_gguf
 from torch_metalmm.files.gguf.file import GgufFile

@@ -16,7 +16,8 @@ import sys
 
 import torch
 from backends import CPU, ONE_OF_EACH
-from oracle import activations, check, linear, linear_of_int8, random_weight, spec
+from inputs import activations, random_weight
+from oracle import check, linear, linear_of_int8, spec
 from torch import Tensor
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)

@@ -15,7 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from oracle import generator, random_weight, spec
+from inputs import generator, random_weight
+from oracle import spec
 from plan_cases import stored, strategies_used, strategy_of
 from torch import Tensor
 

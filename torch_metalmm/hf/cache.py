@@ -61,6 +61,8 @@ class PackedCache(Cache):
             raise ValueError(f"format: {format!r}; must be None or the name of a format")
         if slots is not None and (type(slots) is not int or slots < 1):
             raise ValueError(f"slots: {slots!r}; must be None or a whole number from 1 on")
+        if format is not None and not formats.get(format).packs:
+            raise ValueError(f"format: {formats.get(format).refusal()}")
         self.format = None if format is None else formats.get(format).name
         self.config = config.get_text_config(decoder=True)
         layers = [

@@ -60,6 +60,8 @@ CacheShape check_append(const at::Tensor& keys, const at::Tensor& values, std::s
                         std::string_view format_v, const at::Tensor& slots, const NewRows& rows) {
   check_int64("slots", slots, 1, rows.x);
   const CacheShape out = check_cache(keys, values, format_k, format_v, rows.dim, rows.x);
+  check_packs("format_k", out.keys);
+  check_packs("format_v", out.values);
   TORCH_CHECK_VALUE(rows.batch == out.batch && rows.kv_heads == out.kv_heads, rows.name, ": shape ",
                     rows.x.sym_sizes(), "; [B, kv_heads] is [", rows.batch, ", ", rows.kv_heads,
                     "], of the cache [", out.batch, ", ", out.kv_heads, "]");

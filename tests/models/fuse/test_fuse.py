@@ -11,7 +11,8 @@ import pytest
 import torch
 from backends import Backend, leaf
 from fuse_cases import Attention, Gated, K, Model, decoded, fused
-from oracle import DTYPES, Value, activations, check, spec
+from inputs import activations
+from oracle import DTYPES, Value, check, spec
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_, quantize_, unfuse_

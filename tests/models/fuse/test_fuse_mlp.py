@@ -10,7 +10,8 @@ import pytest
 import torch
 from backends import Backend
 from fuse_cases import Gated, Halves, K, N, decoded, fused, packed
-from oracle import DTYPES, Halved, Value, activations, check
+from inputs import activations
+from oracle import DTYPES, Halved, Value, check
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_

@@ -15,7 +15,7 @@ import torch
 from fuse_cases import packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import activations
+from inputs import activations
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_

@@ -12,7 +12,8 @@ import oracle
 import pytest
 import torch
 from fuse_cases import Attention, K, decoded, fused
-from oracle import activations, check
+from inputs import activations
+from oracle import check
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

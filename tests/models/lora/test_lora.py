@@ -13,8 +13,9 @@ import peft
 import pytest
 import torch
 from backends import Backend
+from inputs import activations
 from lora_cases import FORMATS, QUIET, SCALING, Block, adapted, delta, lora, randomize
-from oracle import Value, activations, check
+from oracle import Value, check
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from inputs import activations
 from lora_cases import FORMATS, QUIET, SCALING, Block, adapted, delta, lora, randomize
-from oracle import Value, activations, check, gamma
+from oracle import Value, check, gamma
 from peft import PeftModel, get_peft_model
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn

@@ -7,8 +7,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from inputs import activations
 from lora_cases import QUIET, Block, lora
-from oracle import activations
 from peft import get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from tiny_models import tiny_llama

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from error_cases import Case
-from oracle import activations, random_weight
+from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from attention_oracle import Traits
-from oracle import activations
+from inputs import activations
 from torch import Tensor
 
 from torch_metalmm import formats

@@ -9,7 +9,8 @@ import torch
 from attention_oracle import Traits, attention
 from backends import Backend
 from cache_cases import CACHE_FORMATS, Call, Layer, layer
-from oracle import FORMATS, activations, check, generator, random_weight
+from inputs import activations, generator, random_weight
+from oracle import FORMATS, check
 from plan_cases import stored
 from torch import Tensor
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracle import activations, random_weight, spec
+from inputs import activations, random_weight
+from oracle import spec
 from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_
