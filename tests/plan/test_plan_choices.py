@@ -60,7 +60,8 @@ def test_w_is_decoded_once_for_64_rows_of_x(chip: str) -> None:
     tiles as there can be, as large as each other. Threadgroup memory as the rows need it."""
     for dtype in ("f16", "f32", "bf16"):
         for m in (17, 24, 25, 32, 33, 47, 64, 65, 96, 130, 512):
-            plan = _C.plan(m=m, n=14336, k=2048, format="q4_k", dtype=dtype, chip=chip)
+            sizes = {"m": m, "n": 14336, "k": 2048, "format": "q4_k", "dtype": dtype}
+            plan = _C.plan(**sizes, chip=chip, strategy="gemm")
             one = plan["passes"][0]
             rows, tiles = one["constants"]["batch"], one["grid"][0]
             assert tiles == -(-m // 64) and rows % 8 == 0
