@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torch_metalmm import formats
+from torch_metalmm import _C, formats
 from torch_metalmm.formats.activations import BLOCK
 
 from .devices import CPU, Device
@@ -29,8 +29,8 @@ class MetalMM:
             spec = formats.get(name)
             if problem.shape.k % spec.block_values == 0:
                 yield self._variant(problem, spec.name)
-                exact = problem.setting.dtype is torch.float32
-                if problem.setting.device == CPU and exact and spec.block_values > 1:
+                on_cpu = problem.setting.device == CPU and problem.setting.dtype is torch.float32
+                if on_cpu and _C.has_int8(spec.name):
                     yield self._variant(problem, spec.name, "int8")
 
     def _variant(self, problem: Problem, name: str, activations: str | None = None) -> Variant:

@@ -172,7 +172,8 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   if (s.family == Family::Matmul) {
     if (p.n % s.n) out |= kBoundsN;
     if (p.m % rows_of_x(strategy, p)) out |= kBoundsM;
-    if (p.k % s.k) out |= kBoundsK;
+    // A tile loads its first step before it knows of another: of no K there is none to load.
+    if (p.k % s.k || p.k == 0) out |= kBoundsK;
     const int64_t value_bytes = dtype_bytes(p.dtype);
     if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
       out |= kBoundsAlignedX;

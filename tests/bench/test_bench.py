@@ -72,8 +72,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_cell_of_a_run_is_checked_and_timed(quick: Path) -> None:
     cells = [r for r in map(json.loads, quick.read_text().splitlines()) if r["kind"] == "matmul"]
+    own = [f"metalmm {name}{how}" for name in ("q4_0", "q4_k") for how in ("", " int8")]
     assert {(c["variant"], c["m"]) for c in cells} == {
-        (v, m) for v in ("metalmm q4_0", "metalmm q4_k", "F.linear f32") for m in (1, 8, 64)
+        (v, m) for v in (*own, "F.linear f32") for m in (1, 8, 64)
     }
     for cell in cells:
         assert cell["ok"] and cell["us"] > 0 and cell["percent_read"] > 0
@@ -93,7 +94,7 @@ def test_time_against_m_of_several_variants(quick: Path, tmp_path: Path, bench: 
     done = bench("--sweep-m", "--quick", *engines, "--markdown", "--json", str(out))
     assert done.returncode == 0, done.stderr
     cells = [json.loads(line) for line in out.read_text().splitlines()][1:]
-    variants = ("metalmm q4_0", "metalmm f16", "F.linear f32")
+    variants = ("metalmm q4_0", "metalmm q4_0 int8", "metalmm f16", "F.linear f32")
     assert [(c["variant"], c["m"]) for c in cells] == [
         (v, m) for v in variants for m in (1, 2, 3, 8)
     ]
@@ -130,7 +131,7 @@ def test_lines_of_every_format_differ() -> None:
 def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is that of the device's own numbers; on the CPU the engine says."""
     problem = {"n": 2048, "k": 4096, "format": "q4_0", "dtype": "f16"}
-    assert Device("cpu").strategy(**problem) == "gemv"
+    assert Device("cpu").strategy(**problem) == "gemv_steps"
     assert Device("cpu").strategy(**problem, m=512) == "gemm"
     assert Device("cpu").strategy(**problem, m=512, strategy="dense") == "dense"
     for cores, wanted in ((132, "gemv_large_k"), (8, "gemv")):

@@ -109,9 +109,9 @@ def test_a_model_of_transformers_with_a_tied_head(tmp_path: Path) -> None:
 
 def test_what_has_no_format_is_left_with_a_warning() -> None:
     model = nn.ModuleDict({"a": gguf_linear(Type.Q8_0), "b": gguf_linear(Type.Q8_0)})
-    model.b.ggml_type = int(Type.IQ2_XS)
+    model.b.ggml_type = int(Type.Q8_K)
     model["experts"] = GgufExperts(2, 256, 256, int(Type.Q8_0), int(Type.Q8_0), nn.SiLU())
-    with pytest.warns(UserWarning, match="no format iq2_xs: b; experts stacked.*: experts"):
+    with pytest.warns(UserWarning, match="no format q8_k: b; experts stacked.*: experts"):
         adopt_(model)
     assert type(model.a) is QuantLinear
     assert type(model.b) is GgufLinear and type(model.experts) is GgufExperts

@@ -75,7 +75,9 @@ def test_every_kernel_gets_the_snippets_of_its_format() -> None:
         text = SHADERS[shader_of(kernel)].text(rows.index(format_of(kernel)))
         assert _C.metal_source(kernel) == only(kernel) + text
         assert text.isascii()
-        assert len(text) < 48_000
+        # Grids are lines of numbers, which only their formats have.
+        grid = sum(len(line) for line in text.splitlines() if line.count("0x") > 2)
+        assert len(text) - grid < 48_000 and grid < 24_000
         assert "#pragma once" not in text
         # <cstdint> is for hosts: abi.h asks for it where __METAL_VERSION__ is not defined.
         for what in set(re.findall(r"#\s*include\s*(.*)", text)) - {"<cstdint>"}:

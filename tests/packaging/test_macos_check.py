@@ -59,8 +59,15 @@ def test_every_file_of_the_module_is_there(tmp_path: Path) -> None:
     rooms = ("plan", "ops", "gpu", "cpu", "mps", "emulator", "cuda", "python")
     plain = {f for room in rooms for f in (ROOT / "csrc" / room).glob("*.cpp")}
     assert plain <= {file for file, _ in found} and "shaders.cpp" in names
-    isas = [defines for file, defines in found if file.name == "isa.cpp"]
-    assert isas == [("-DMM_ISA=neon",), ("-DMM_ISA=scalar", "-DMM_SCALAR")]
+    isas = [(f.parent.name, *defines) for f, defines in found if f.name == "isa.cpp"]
+    scalar = ("-DMM_ISA=scalar", "-DMM_SCALAR")
+    assert sorted(isas) == [
+        ("cpu", "-DMM_ISA=neon"),
+        ("cpu", *scalar),
+        ("int8", "-DMM_ISA=neon"),
+        ("int8", "-DMM_ISA=neon_dot"),
+        ("int8", *scalar),
+    ]
     assert all(file.is_file() for file, _ in found)
 
 

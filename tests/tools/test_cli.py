@@ -282,7 +282,7 @@ def test_missing_extras_and_demo_model_say_what_to_install(
         assert hint in failure(capsys, *arguments)
 
 
-@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("mode", ["nvfp8", "mxfp6"])
 def test_mlx_checkpoints_that_are_not_loaded_say_why(
     capsys: pytest.CaptureFixture[str], hf_folder: Path, tmp_path: Path, mode: str
 ) -> None:
