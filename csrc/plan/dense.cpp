@@ -47,11 +47,12 @@ Pass decode_pass(const Problem& p, int64_t rows) {
 struct DenseFrom {
   Accelerator accelerator;
   DType dtype;
-  int64_t min_m;
+  int64_t packed_m, readable_m;
 };
 
 constexpr DenseFrom kDenseFrom[] = {
-#define MM_DENSE_FROM(accelerator, dtype, min_m) {Accelerator::accelerator, DType::dtype, min_m},
+#define MM_DENSE_FROM(accelerator, dtype, packed_m, readable_m) \
+  {Accelerator::accelerator, DType::dtype, packed_m, readable_m},
 #include "tuning.def"
 };
 
@@ -62,8 +63,9 @@ std::string str(int64_t v) { return std::to_string(v); }
 std::string why_dense(const Problem& p, const Gpu& gpu) {
   if (p.op != Op::kLinear || p.has_norm) return "";
   for (const DenseFrom& d : kDenseFrom) {
-    if (d.accelerator != gpu.accelerator || d.dtype != p.dtype || p.m < d.min_m) continue;
-    return "M = " + str(p.m) + " is at least " + str(d.min_m) + ", and torch's matmul reaches " +
+    const int64_t least = is_readable(p) ? d.readable_m : d.packed_m;
+    if (d.accelerator != gpu.accelerator || d.dtype != p.dtype || p.m < least) continue;
+    return "M = " + str(p.m) + " is at least " + str(least) + ", and torch's matmul reaches " +
            (d.accelerator == Accelerator::kNeural ? "the neural accelerators"
                                                   : "the tensor cores at full rate");
   }

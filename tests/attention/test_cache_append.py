@@ -92,9 +92,10 @@ def test_a_view_of_a_larger_cache(backend: Backend) -> None:
     k = activations(2, 2, 2, 64)
     slots = torch.tensor([4, 0])
     put = backend.put
-    ops.cache_append(part, part, put(k), put(k), put(slots), "q4_0", "q4_0")
+    rows, at = put(k), put(slots)
+    ops.cache_append(part, part, rows, rows, at, "q4_0", "q4_0")
     whole.copy_(before)
-    ops.cache_append(part, alone, put(k), put(k), put(slots), "q4_0", "q4_0")
+    ops.cache_append(part, alone, rows, rows, at, "q4_0", "q4_0")
     assert torch.equal(alone, part)
     before[:, ::2, 2:9][:, :, slots.to(before.device)] = put(pack("q4_0", k))
     assert torch.equal(whole, before)

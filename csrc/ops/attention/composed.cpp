@@ -25,12 +25,17 @@ at::Tensor visible(const at::Tensor& length, int64_t queries, int64_t slots, int
 // f16 bytes of d [N], [N, 2].
 at::Tensor half_bytes(const at::Tensor& d) { return d.to(at::kHalf).unsqueeze(-1).view(at::kByte); }
 
+// t / divisor with one rounding: of a number, CUDA's division multiplies by the reciprocal.
+at::Tensor divided(const at::Tensor& t, double divisor) {
+  return t / at::full({1}, divisor, t.options());
+}
+
 at::Tensor inverse_or_0(const at::Tensor& d) {
   return at::where(d == 0, at::zeros_like(d), at::ones_like(d) / d).unsqueeze(-1);
 }
 
 at::Tensor q8_0(const at::Tensor& x) {
-  const at::Tensor d = x.abs().amax(-1) / 127;
+  const at::Tensor d = divided(x.abs().amax(-1), 127);
   const at::Tensor v = at::nan_to_num(x * inverse_or_0(d), -128.0);
   const at::Tensor whole = v.trunc();
   const at::Tensor away = at::copysign(((v - whole).abs() >= 0.5).to(at::kFloat), v);
@@ -45,7 +50,7 @@ at::Tensor q4_0(const at::Tensor& x) {
   const at::Tensor first =
       at::where(size == largest, index, at::full_like(index, x.size(-1) - 1)).amin(-1, true);
   const at::Tensor top = x.gather(-1, first).squeeze(-1);
-  const at::Tensor d = at::where(top == 0, at::zeros_like(top), top) / -8;
+  const at::Tensor d = divided(at::where(top == 0, at::zeros_like(top), top), -8);
   const at::Tensor q =
       at::nan_to_num(x * inverse_or_0(d) + 8.5, 0.0).trunc().clamp(0, 15).to(at::kByte);
   const auto halves = q.chunk(2, -1);
