@@ -71,8 +71,9 @@ def format_of(kernel: str, strategy: str, pick: random.Random) -> str:
 
 @cache
 def gemm_rows(name: str) -> int:
-    """The fewest rows of x that plan() gives to gemm."""
-    plans = (_C.plan(m=m, n=64, k=1024, format=name, chip=CHIP) for m in range(1, 100))
+    """The fewest rows of x that plan() gives to gemm; of f32, which torch's matmul never takes."""
+    sizes = {"n": 64, "k": 1024, "format": name, "dtype": "f32", "chip": CHIP}
+    plans = (_C.plan(m=m, **sizes) for m in range(1, 100))
     return next(m for m, plan in enumerate(plans, 1) if "gemm" in strategies_used(plan))
 
 
