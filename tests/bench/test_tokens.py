@@ -18,6 +18,7 @@ from bench.problem import Setting
 from bench.report.token_tables import all_tables
 from bench.shapes import parse_shape
 from torch_metalmm import _C, QuantLinear, formats
+from torch_metalmm.nn.activations import set_activations
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
@@ -126,6 +127,9 @@ def test_passes_are_those_of_the_chip(packed: Any) -> None:
     )
     calls = shares.watched(lambda: layer(torch.zeros(1, 16384)))
     plan = _C.plan(m=1, n=64, k=16384, format="q4_0", dtype="f32", chip="m4-max")
+    assert shares.recorded_passes(calls, "m4-max") == len(plan["passes"])
+    set_activations(layer, "int8")  # of the CPU: a chip has no other than exact ones
+    calls = shares.watched(lambda: layer(torch.zeros(1, 16384)))
     assert shares.recorded_passes(calls, "m4-max") == len(plan["passes"])
     assert layer(torch.zeros(1, 16384)).abs().max() == 0  # the CPU's kernels are back
 
