@@ -181,22 +181,16 @@ constexpr Int part_slots(Int seen) {
   return even > kMinPartSlots ? (even + 31) / 32 * 32 : kMinPartSlots;
 }
 
-// attention_split: a lane has 16 values of a slot's row, kSlots slots a step.
+// attention_split: a simdgroup has 4 slots a group of lanes at a time, a lane 8 values of each.
 struct AttentionSplitGeometry {
-  MM_CONST int kRows = 4, kSlots = 2, kSimdgroups = 4;
+  MM_CONST int kRows = 4, kSimdgroups = 4;
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   // Most rows of q of a head of keys. Beyond, their matrices pay for padding them.
   MM_CONST int kMostRows = 4 * kRows;
-  MM_CONST int kPieceStride = kHeadStep + 4;  // floats: pieces of neighbours in different banks
-  // Lanes of a row, a power of two.
-  static constexpr int lanes(int k) {
-    return k > 128 ? 16 : k > 64 ? 8 : k > 32 ? 4 : k > 16 ? 2 : 1;
-  }
-  // Rows of q; then, in their place, sums, largest score and sum of weights of every simdgroup.
+  // Sums, largest score and sum of weights of every simdgroup.
   static constexpr int threadgroup_bytes(int k, int rows) {
     return rows * (k + 2) * kSimdgroups * 4;
   }
-  static_assert(kPieceStride * 4 <= kHeadStep * kSimdgroups * 4, "q fits");
 };
 
 // attention_tile: a simdgroup has 8 rows of q; kSlots slots a step, of which kStep values of each
@@ -209,10 +203,12 @@ struct AttentionTileGeometry {
   }
 };
 
-// attention_join: a threadgroup a row of q, a thread every kThreads-th value.
+// attention_join: a threadgroup a row of q, a simdgroup every 4th part.
 struct AttentionJoinGeometry {
-  MM_CONST int kThreads = 128;
-  MM_CONST int kThreadgroupBytes = kMaxParts * 4;
+  MM_CONST int kSimdgroups = 4, kThreads = kSimdgroups * kSimdWidth;
+  MM_CONST int kLoads = 4;                                    // of a lane at a time
+  MM_CONST int kMostSums = kSimdgroups * kMaxHeadValues / 4;  // float4, of all simdgroups
+  MM_CONST int kThreadgroupBytes = (4 * kMostSums + kMaxParts) * 4;
 };
 
 // dot: one threadgroup.

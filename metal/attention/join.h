@@ -1,8 +1,9 @@
 // attention_join: the parts of every row of q as one result.
 //
-// Owner    a threadgroup owns a row of q; a thread every 128th of its values.
-// Traffic  the sums of all parts that saw a slot once, their totals once a thread.
-// Needs    a float of threadgroup memory a part, one barrier.
+// Owner    A threadgroup owns a row of q. A simdgroup adds every 4th part, 4 values a lane; a
+//          thread then adds what the simdgroups have of every 128th value.
+// Traffic  The sums of all parts that have slots once, their totals once a simdgroup.
+// Needs    A float of threadgroup memory a part, fc_k floats a simdgroup; two barriers.
 #pragma once
 
 #include "scores.h"
@@ -13,30 +14,69 @@ template <class T>
 struct AttentionJoin {
   using G = AttentionJoinGeometry;
 
+  // What the parts have in all, in every lane; their factors, by the first simdgroup; parts up to
+  // the last one with a slot.
+  static METAL_FUNC Total join_totals(Partials p, ulong row, threadgroup float* factors,
+                                      thread uint& count, Position at) {
+    float top = -INFINITY;
+    uint used = 0;
+    for (uint i = at.lane; i < p.parts; i += kSimdWidth) {
+      const float2 part = *Partials::total_of(p, row, i);
+      top = max(top, part.x);
+      if (part.x != -INFINITY || part.y != 0.0f) used = i + 1;
+    }
+    top = simd_max(top);
+    count = simd_max(used);
+    float sum = 0.0f;
+    for (uint i = at.lane; i < count; i += kSimdWidth) {
+      const float2 part = *Partials::total_of(p, row, i);
+      const float factor = weight_of(part.x, top);
+      sum = fma(part.y, factor, sum);
+      if (at.sg == 0) factors[i] = factor;
+    }
+    return {top, simd_sum(sum)};
+  }
+
+  // Sums of 4 values of every kSimdgroups-th part: as many loads under way before the first is
+  // used.
+  static METAL_FUNC float4 add_parts(Partials p, ulong row, threadgroup const float* factors,
+                                     uint count, uint d4, uint sg) {
+    float4 sum = 0.0f;
+    for (uint first = sg; first < count; first += G::kLoads * G::kSimdgroups) {
+      float4 values[G::kLoads];
+      float weights[G::kLoads];
+      MM_UNROLL
+      for (uint j = 0; j < G::kLoads; ++j) {
+        const uint i = first + j * G::kSimdgroups, own = min(i, count - 1);
+        values[j] = reinterpret_cast<device const float4*>(Partials::sums_of(p, row, own))[d4];
+        weights[j] = i < count ? factors[own] : 0.0f;
+      }
+      MM_UNROLL
+      for (uint j = 0; j < G::kLoads; ++j) sum = fma(float4(weights[j]), values[j], sum);
+    }
+    return sum;
+  }
+
   static METAL_FUNC void run(device const float* partial, device const T* sinks, device T* y,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
     const Partials p = Partials::at(const_cast<device float*>(partial), args);
     const ulong row = at.tg.x;
     const uint query = row % args.positions, head = row / args.positions % args.heads;
     const QueryRow to = {uint(row / args.positions / args.heads), head, query};
-    threadgroup float* factors = reinterpret_cast<threadgroup float*>(memory);
-    Total all = {-INFINITY, 0.0f};
-    for (uint i = 0; i < args.parts; ++i) {
-      const float2 part = *Partials::total_of(p, row, i);
-      all = joined(all, {part.x, part.y});
-    }
-    for (uint i = at.index; i < args.parts; i += G::kThreads) {
-      const float2 part = *Partials::total_of(p, row, i);
-      factors[i] = part.x == -INFINITY && part.y == 0.0f ? 0.0f : weight_of(part.x, all.top);
+    threadgroup float* factors = reinterpret_cast<threadgroup float*>(memory + G::kMostSums);
+    uint count;
+    const Total all = join_totals(p, row, factors, count, at);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d4 = at.lane; d4 < fc_k / 4; d4 += kSimdWidth) {
+      memory[at.sg * (fc_k / 4) + d4] = add_parts(p, row, factors, count, d4, at.sg);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const Total total = with_sink(all, sinks, head);
+    threadgroup const float* sums = reinterpret_cast<threadgroup const float*>(memory);
     for (uint d = at.index; d < fc_k; d += G::kThreads) {
       float sum = 0.0f;
-      for (uint i = 0; i < args.parts; ++i) {
-        if (factors[i] == 0.0f) continue;  // it saw nothing, and may be most of the parts
-        sum = fma(factors[i], Partials::sums_of(p, row, i)[d], sum);
-      }
+      MM_UNROLL
+      for (uint s = 0; s < G::kSimdgroups; ++s) sum += sums[s * fc_k + d];
       y[row_of_y(args, to) * fc_k + d] = T(quotient(sum, all.top, total));
     }
   }

@@ -1,23 +1,24 @@
 // attention_split: few rows of q against a part of the cache.
 //
 // Owner    A threadgroup owns a part of the slots and up to 4 rows of q of one head of keys; its 4
-//          simdgroups take 2 slots a group of lanes in turn. The lanes of a simdgroup are groups of
-//          lanes(fc_k), a power of two; a lane owns 16 values of the slots of its group, and 16
-//          sums of values for each row of q.
-//                       values  0..15  16..31 ... 112..127     (a head of 128 values)
-//            slot t             lane 0 lane 1 ... lane 7
-//            slot t + 1         lane 8 ...
-//          Every group has a largest score of its own; groups, then simdgroups, are joined at the
-//          end.
+//          simdgroups take steps of 4 slots a group of lanes in turn. The lanes of a simdgroup are
+//          groups of lanes(fc_k), a power of two; a lane owns 8 values of the slots of its group,
+//          of the rows of q, and of their sums.
+//                       values  0..7   8..15 ... 120..127     (a head of 128 values, not packed)
+//            slot t             lane 0 lane 1 ... lane 15
+//            slot t + 1         lane 16 ...
+//          Of the 16 scores of a group and a step each is finished by one lane. Every group has a
+//          largest score of its own; groups, then simdgroups, are joined at the end.
 // Traffic  Keys and values once for up to 4 rows of q. A head of keys with more rows of q has
 //          threadgroups side by side that read the same slots, the later ones from the cache.
-// Cost     Of a slot and a row of q, by a simdgroup of heads of 128 values: 8 fma, 1 load of q from
-//          threadgroup memory, 1.5 shuffles and sums, 1 exponential; of a slot, what decoding 256
-//          values costs.
-// Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q, 64 + 16 registers for sums
-//          and scores.
+//          Values of a step and keys of the next are under way while scores are multiplied.
+// Cost     Of a slot and a row of q, by a simdgroup of heads of 128 values: 8 fma, 1 sum, 2
+//          shuffles, 1/8 exponential; of a slot, what decoding 256 values costs.
+// Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q; of registers 32 for q, 32
+//          for sums, 32 for what is under way.
 #pragma once
 
+#include "../formats/eight.h"
 #include "scores.h"
 
 namespace metalmm {
@@ -25,144 +26,244 @@ namespace metalmm {
 template <class Format, class T>
 struct AttentionSplit {
   using G = AttentionSplitGeometry;
+  using Own = Eight<Format>;
+  using Raw = typename Own::Raw;
+  MM_CONST int kSlots = 4, kRows = G::kRows, kRun = Own::Layout::kRun;
 
-  // What a group of lanes knows of a row of q; a lane has 16 of the sums.
-  struct State {
-    Total total;
-    float sums[kHeadStep];
+  // What a lane has of the rows of q: values, or sums of values.
+  struct Pieces {
+    float v[kRows][8];
   };
 
-  // The slots of a simdgroup, and the piece of each that a lane owns.
+  // The slots of a simdgroup, and what of each a lane owns.
   struct Walk {
     Row keys, values;  // of slot 0
     long stride;
     uint last;  // no slot from here on
-    uint group, groups, lanes;
+    uint lane, lanes, group, groups;
     uint piece;
-    bool owns;  // of the 8 lanes for a head of 80 values, 3 own no piece
+    bool owns;  // of the 16 lanes for a head of 80 values, 6 own nothing
   };
+
+  // Lanes of a slot: a power of two. Of the 16 scores of a step 8 lanes finish two each.
+  static METAL_FUNC uint lanes_of_slot() { return fc_k > 128 ? 32 : fc_k > 64 ? 16 : 8; }
+  static METAL_FUNC bool has_two() { return lanes_of_slot() == 8; }
+
+  // Rows that are multiplied: a power of two. A lane counts rows and slots from those whose score
+  // it finishes: its row j is row j ^ row_of(lane). Then lane ^ i has as row 0 what is row i here,
+  // and a sum over lanes is one of neighbours, without a choice.
+  static METAL_FUNC uint lane_rows() { return fc_batch > 2 ? 4 : fc_batch; }
+  static METAL_FUNC uint row_of(uint lane, uint j = 0) { return (lane & (lane_rows() - 1)) ^ j; }
+  static METAL_FUNC uint slot_of(uint lane, uint u = 0) {
+    return (has_two() ? lane / 4 % 2 * 2 : lane / 4 % 4) ^ u;
+  }
 
   static METAL_FUNC Walk walk(AttentionOperands<T> in, constant KernelArgs& args, uint last,
                               Position at) {
-    const uint lanes = G::lanes(fc_k), own = at.lane % lanes, pieces = fc_k / kHeadStep;
+    const uint lanes = lanes_of_slot(), own = at.lane % lanes, pieces = fc_k / 8;
     const long head = long(at.tg.z) * args.sequence_stride + long(at.tg.y) * args.head_stride;
-    return {in.keys + head, in.values + head,     weight_stride<Format>(args.w_stride),
-            last,           at.lane / lanes,      kSimdWidth / lanes,
-            lanes,          min(own, pieces - 1), own < pieces};
+    return {in.keys + head,
+            in.values + head,
+            weight_stride<Format>(args.w_stride),
+            last,
+            own,
+            lanes,
+            at.lane / lanes,
+            kSimdWidth / lanes,
+            min(own, pieces - 1),
+            own < pieces};
   }
 
-  // Slot u of a step of the group that begins at `first`; behind the last, that one again.
+  // Slot u of the lane's 4 of the step that begins at `first`; behind the last, that one again.
+  static METAL_FUNC uint any_slot(Walk w, uint first, uint u) {
+    return first + slot_of(w.lane, u) * w.groups + w.group;
+  }
   static METAL_FUNC uint slot(Walk w, uint first, uint u) {
-    return min(first + u * w.groups + w.group, w.last - 1);
+    return min(any_slot(w, first, u), w.last - 1);
+  }
+  static METAL_FUNC bool is_behind(Walk w, uint first, uint u) {
+    return any_slot(w, first, u) >= w.last;
   }
 
-  // The 16 values of a lane of every row of q, in threadgroup memory. Rows beyond the last repeat
-  // it.
-  static METAL_FUNC void load_queries(AttentionOperands<T> in, constant KernelArgs& args,
-                                      threadgroup float* queries, uint r0, Position at) {
-    const uint lanes = G::lanes(fc_k), rows = rows_of_head(args);
-    for (uint i = at.index; i < fc_batch * fc_k; i += G::kThreads) {
-      const uint r = i / fc_k, k = i % fc_k;
-      const QueryRow row = query_row(args, at.tg.z, at.tg.y, min(r0 + r, rows - 1));
-      queries[(r * lanes + k / kHeadStep) * G::kPieceStride + k % kHeadStep] =
-          float(in.q[row_of_q(args, row) * fc_k + k]);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  // Row r of the head of keys, or the last one.
+  static METAL_FUNC QueryRow row_at(constant KernelArgs& args, Position at, uint r) {
+    return query_row(args, at.tg.z, at.tg.y, min(r, rows_of_head(args) - 1));
   }
 
-  static METAL_FUNC float dot(threadgroup const float* q, thread const float (&w)[kHeadStep]) {
-    float sum = 0.0f;
+  static METAL_FUNC void fetch(Walk w, Row rows, uint first, thread Raw (&raw)[kSlots]) {
     MM_UNROLL
-    for (int i = 0; i < kHeadStep / 4; ++i) {
-      const float4 v = reinterpret_cast<threadgroup const float4*>(q)[i];
-      MM_UNROLL
-      for (int j = 0; j < 4; ++j) sum = fma(v[j], w[4 * i + j], sum);
+    for (uint u = 0; u < kSlots; ++u) {
+      raw[u] = Own::fetch(rows + slot(w, first, u) * w.stride, w.piece);
     }
-    return sum;
   }
 
-  // Products of the rows with the keys of the group's slots, in every lane of the group.
-  static METAL_FUNC void multiply(Walk w, threadgroup const float* queries, uint first,
-                                  thread float (&s)[G::kRows][G::kSlots]) {
+  // The lane's values of its rows of q; rows beyond the last repeat it.
+  static METAL_FUNC void load_queries(AttentionOperands<T> in, constant KernelArgs& args, Walk w,
+                                      uint r0, Position at, thread Pieces& q) {
     MM_UNROLL
-    for (uint u = 0; u < G::kSlots; ++u) {
-      float key[kHeadStep];
-      decode<Format>(w.keys + slot(w, first, u) * w.stride, w.piece * kHeadStep, key);
+    for (uint j = 0; j < kRows; ++j) {
+      if (j >= lane_rows()) continue;
+      const QueryRow row = row_at(args, at, r0 + row_of(w.lane, j));
+      device const T* from = in.q + row_of_q(args, row) * fc_k;
       MM_UNROLL
-      for (uint r = 0; r < G::kRows; ++r) {
-        if (r >= fc_batch) continue;
-        const float sum = dot(queries + (r * w.lanes + w.piece) * G::kPieceStride, key);
-        s[r][u] = w.owns ? sum : 0.0f;
-      }
-    }
-    MM_UNROLL
-    for (uint r = 0; r < G::kRows; ++r) {
-      if (r >= fc_batch) continue;
-      MM_UNROLL
-      for (uint u = 0; u < G::kSlots; ++u) {
-        for (uint o = 1; o < w.lanes; o *= 2) s[r][u] += simd_shuffle_xor(s[r][u], ushort(o));
+      for (int i = 0; i < 8; i += kRun) {
+        float run[kRun];
+        load_x(from, Own::Layout::value(w.piece, i), fc_k, run);
+        MM_UNROLL
+        for (int n = 0; n < kRun; ++n) q.v[j][i + n] = w.owns ? run[n] : 0.0f;
       }
     }
   }
 
-  // Scores become weights; sums and total of the row are those of the new largest score.
+  // a of this lane and of lane ^ o, or b of both.
+  static METAL_FUNC float keep_one(bool takes_b, float a, float b, uint o) {
+    return (takes_b ? b : a) + simd_shuffle_xor(takes_b ? a : b, ushort(o));
+  }
+
+  // Products of the rows with a key: of the lane's row 0, summed over the 4 lanes around.
+  static METAL_FUNC float multiply(Walk w, thread const Raw& raw, thread const Pieces& q) {
+    float key[8], s[kRows];
+    Own::unpack(raw, w.piece, key);
+    const float scale = Own::scale(raw);
+    MM_UNROLL
+    for (uint j = 0; j < kRows; ++j) {
+      s[j] = 0.0f;
+      if (j >= lane_rows()) continue;
+      MM_UNROLL
+      for (int i = 0; i < 8; ++i) s[j] = i == 0 ? q.v[j][0] * key[0] : fma(q.v[j][i], key[i], s[j]);
+      s[j] *= scale;
+    }
+    float others = s[0], upper = s[2];
+    if (lane_rows() > 1) others = s[1];
+    s[0] += simd_shuffle_xor(others, ushort(1));
+    if (lane_rows() > 2) {
+      upper += simd_shuffle_xor(s[3], ushort(1));
+    } else {
+      upper = s[0];
+    }
+    return s[0] + simd_shuffle_xor(upper, ushort(2));
+  }
+
+  // The lane's scores: of its row 0 and its slot 0, where lanes are few of its slot 1, too.
+  static METAL_FUNC void add_up(thread const float (&s)[kSlots], thread float (&own)[2]) {
+    if (has_two()) {
+      own[0] = s[0] + simd_shuffle_xor(s[2], ushort(4));
+      own[1] = s[1] + simd_shuffle_xor(s[3], ushort(4));
+      return;
+    }
+    own[0] = s[0] + simd_shuffle_xor(s[1], ushort(4));
+    own[1] = s[2] + simd_shuffle_xor(s[3], ushort(4));
+    own[0] += simd_shuffle_xor(own[1], ushort(8));
+    if (lanes_of_slot() > 16) own[0] += simd_shuffle_xor(own[0], ushort(16));
+  }
+  // What lanes have of this lane's slot u and row j.
+  static METAL_FUNC float of_slot(thread const float (&own)[2], uint u, uint j) {
+    return has_two() ? simd_shuffle_xor(own[u % 2], ushort(j | u / 2 * 4))
+                     : simd_shuffle_xor(own[0], ushort(j | u * 4));
+  }
+
+  // Scores become weights; sums and total those of the new largest score. Rejected: sums scaled
+  // only where some lane's largest score has grown, which takes 10 registers more for 34
+  // instructions of 545.
   static METAL_FUNC void weigh(Walk w, constant KernelArgs& args, Scores row, uint first,
-                               thread float (&s)[G::kSlots], thread State& state) {
-    float top = state.total.top;
+                               thread float (&own)[2], thread Total& total, thread Pieces& sums) {
+    const uint count = has_two() ? 2 : 1;
+    float top = -INFINITY;
     MM_UNROLL
-    for (uint u = 0; u < G::kSlots; ++u) {
-      const bool is_last = first + u * w.groups + w.group >= w.last;
-      s[u] = is_last ? -INFINITY : Scores::finish(row, args, slot(w, first, u), s[u]);
-      top = max(top, s[u]);
+    for (uint u = 0; u < 2; ++u) {
+      if (u >= count) continue;
+      own[u] =
+          is_behind(w, first, u) ? -INFINITY : Scores::finish(row, args, slot(w, first, u), own[u]);
+      top = max(top, own[u]);
     }
-    const float factor = weight_of(state.total.top, top);
-    float sum = 0.0f;
+    top = max(top, simd_shuffle_xor(top, ushort(4)));
+    if (!has_two()) top = max(top, simd_shuffle_xor(top, ushort(8)));
+    top = max(total.top, top);
+    const float factor = weight_of(total.top, top);
+    total = {top, total.sum * factor};
+    scale(factor, sums);
     MM_UNROLL
-    for (uint u = 0; u < G::kSlots; ++u) {
-      s[u] = weight_of(s[u], top);
-      sum += s[u];
+    for (uint u = 0; u < 2; ++u) {
+      if (u >= count) continue;
+      own[u] = weight_of(own[u], total.top);
+      total.sum += own[u];  // of the lane's slots alone
     }
-    state.total = {top, fma(state.total.sum, factor, sum)};
-    if (factor == 1.0f) return;  // the largest score is seldom a new one
-    MM_UNROLL
-    for (int i = 0; i < kHeadStep; ++i) state.sums[i] *= factor;
   }
 
-  static METAL_FUNC void add_values(Walk w, uint first,
-                                    thread const float (&p)[G::kRows][G::kSlots],
-                                    thread State (&rows)[G::kRows]) {
+  // sums = factor sums; the factor of a row from the lane that finishes its scores.
+  static METAL_FUNC void scale(float factor, thread Pieces& sums) {
     MM_UNROLL
-    for (uint u = 0; u < G::kSlots; ++u) {
-      float value[kHeadStep];
-      decode<Format>(w.values + slot(w, first, u) * w.stride, w.piece * kHeadStep, value);
-      if (first + u * w.groups + w.group >= w.last) {  // of weight 0, which Inf would make NaN
-        MM_UNROLL
-        for (int i = 0; i < kHeadStep; ++i) value[i] = 0.0f;
-      }
+    for (uint j = 0; j < kRows; ++j) {
+      if (j >= lane_rows()) continue;
+      const float f = simd_shuffle_xor(factor, ushort(j));
       MM_UNROLL
-      for (uint r = 0; r < G::kRows; ++r) {
-        if (r >= fc_batch) continue;
+      for (int i = 0; i < 8; ++i) sums.v[j][i] *= f;
+    }
+  }
+
+  // Values behind the last slot become zeros: their weight is 0, which Inf would make NaN.
+  static METAL_FUNC void drop_behind(Walk w, uint first, thread Raw (&raw)[kSlots]) {
+    MM_UNROLL
+    for (uint u = 0; u < kSlots; ++u) {
+      if (is_behind(w, first, u)) Own::drop(raw[u]);
+    }
+  }
+
+  static METAL_FUNC void add_values(Walk w, thread const Raw (&raw)[kSlots],
+                                    thread const float (&own)[2], thread Pieces& sums) {
+    MM_UNROLL
+    for (uint u = 0; u < kSlots; ++u) {
+      float value[8];
+      Own::unpack(raw[u], w.piece, value);
+      const float scale = Own::scale(raw[u]);
+      MM_UNROLL
+      for (uint j = 0; j < kRows; ++j) {
+        if (j >= lane_rows()) continue;
+        const float weight = of_slot(own, u, j) * scale;
         MM_UNROLL
-        for (int i = 0; i < kHeadStep; ++i) {
-          rows[r].sums[i] = fma(p[r][u], value[i], rows[r].sums[i]);
-        }
+        for (int i = 0; i < 8; ++i) sums.v[j][i] = fma(weight, value[i], sums.v[j][i]);
       }
     }
   }
 
-  // The groups of a simdgroup as one: every lane has the total, and its 16 sums.
-  static METAL_FUNC void join_groups(Walk w, thread State& row) {
-    const float own = row.total.top;
-    float top = own;
+  // All slots of a simdgroup.
+  static METAL_FUNC void add(Walk w, constant KernelArgs& args, Scores row, Span span, uint sg,
+                             thread const Pieces& q, thread Total& total, thread Pieces& sums) {
+    const uint step = kSlots * w.groups, stride = G::kSimdgroups * step;
+    uint t = span.first + sg * step;
+    if (t >= span.last) return;
+    Raw keys[kSlots], values[kSlots];
+    fetch(w, w.keys, t, keys);
+    for (; t < span.last; t += stride) {
+      float s[kSlots], own[2];
+      fetch(w, w.values, t, values);
+      MM_UNROLL
+      for (uint u = 0; u < kSlots; ++u) s[u] = multiply(w, keys[u], q);
+      fetch(w, w.keys, t + stride, keys);
+      add_up(s, own);
+      weigh(w, args, row, t, own, total, sums);
+      drop_behind(w, t, values);
+      add_values(w, values, own, sums);
+    }
+  }
+
+  // The groups of a simdgroup as one.
+  static METAL_FUNC void join_groups(Walk w, thread Total& total, thread Pieces& sums) {
+    total.sum += simd_shuffle_xor(total.sum, ushort(4));
+    if (!has_two()) total.sum += simd_shuffle_xor(total.sum, ushort(8));
+    float top = total.top;
     for (uint o = w.lanes; o < kSimdWidth; o *= 2) top = max(top, simd_shuffle_xor(top, ushort(o)));
-    const float factor = weight_of(own, top);
-    row.total = {top, row.total.sum * factor};
-    MM_UNROLL
-    for (int i = 0; i < kHeadStep; ++i) row.sums[i] *= factor;
+    const float factor = weight_of(total.top, top);
+    total = {top, total.sum * factor};
+    scale(factor, sums);
     for (uint o = w.lanes; o < kSimdWidth; o *= 2) {
-      row.total.sum += simd_shuffle_xor(row.total.sum, ushort(o));
+      total.sum += simd_shuffle_xor(total.sum, ushort(o));
       MM_UNROLL
-      for (int i = 0; i < kHeadStep; ++i) row.sums[i] += simd_shuffle_xor(row.sums[i], ushort(o));
+      for (uint j = 0; j < kRows; ++j) {
+        if (j >= lane_rows()) continue;
+        MM_UNROLL
+        for (int i = 0; i < 8; ++i) sums.v[j][i] += simd_shuffle_xor(sums.v[j][i], ushort(o));
+      }
     }
   }
 
@@ -171,39 +272,47 @@ struct AttentionSplit {
     return memory + (s * fc_batch + r) * (fc_k + 2);
   }
 
-  static METAL_FUNC void share(Walk w, thread const State (&rows)[G::kRows],
+  static METAL_FUNC void share(Walk w, Total total, thread const Pieces& sums,
                                threadgroup float* memory, uint sg) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the queries are read
     MM_UNROLL
-    for (uint r = 0; r < G::kRows; ++r) {
-      if (r >= fc_batch || w.group != 0 || !w.owns) continue;
+    for (uint j = 0; j < kRows; ++j) {
+      const uint r = row_of(w.lane, j);
+      if (j >= lane_rows() || r >= fc_batch || w.group != 0 || !w.owns) continue;
       threadgroup float* to = joint(memory, sg, r);
       MM_UNROLL
-      for (int i = 0; i < kHeadStep; ++i) to[w.piece * kHeadStep + i] = rows[r].sums[i];
-      if (w.piece == 0) {
-        to[fc_k] = rows[r].total.top;
-        to[fc_k + 1] = rows[r].total.sum;
-      }
+      for (int i = 0; i < 8; ++i) to[Own::Layout::value(w.piece, i)] = sums.v[j][i];
+    }
+    if (w.group == 0 && w.lane < fc_batch) {
+      threadgroup float* to = joint(memory, sg, w.lane) + fc_k;
+      to[0] = total.top;
+      to[1] = total.sum;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
+  // A simdgroup stores a row.
   static METAL_FUNC void store(AttentionResult<T> result, constant KernelArgs& args,
                                threadgroup float* memory, uint r0, uint part, Position at) {
-    const uint rows = min(fc_batch, rows_of_head(args) - r0);
-    for (uint i = at.index; i < rows * fc_k; i += G::kThreads) {
-      const uint r = i / fc_k, d = i % fc_k;
-      Total all = {-INFINITY, 0.0f};
-      for (uint s = 0; s < G::kSimdgroups; ++s) {
-        threadgroup const float* from = joint(memory, s, r) + fc_k;
-        all = joined(all, {from[0], from[1]});
-      }
+    static_assert(G::kSimdgroups >= kRows, "a simdgroup for every row");
+    const uint r = at.sg;
+    if (r >= min(fc_batch, rows_of_head(args) - r0)) return;
+    float factors[G::kSimdgroups];
+    Total all = {-INFINITY, 0.0f};
+    MM_UNROLL
+    for (uint s = 0; s < G::kSimdgroups; ++s) all.top = max(all.top, joint(memory, s, r)[fc_k]);
+    MM_UNROLL
+    for (uint s = 0; s < G::kSimdgroups; ++s) {
+      threadgroup const float* from = joint(memory, s, r) + fc_k;
+      factors[s] = weight_of(from[0], all.top);
+      all.sum = fma(from[1], factors[s], all.sum);
+    }
+    const QueryRow row = query_row(args, at.tg.z, at.tg.y, r0 + r);
+    for (uint d = at.lane; d < fc_k; d += kSimdWidth) {
       float sum = 0.0f;
+      MM_UNROLL
       for (uint s = 0; s < G::kSimdgroups; ++s) {
-        threadgroup const float* from = joint(memory, s, r);
-        sum = fma(from[d], weight_of(from[fc_k], all.top), sum);
+        sum = fma(joint(memory, s, r)[d], factors[s], sum);
       }
-      const QueryRow row = query_row(args, at.tg.z, at.tg.y, r0 + r);
       AttentionResult<T>::store(result, args, row, part, d, sum, all);
     }
   }
@@ -213,34 +322,16 @@ struct AttentionSplit {
     threadgroup float* floats = reinterpret_cast<threadgroup float*>(memory);
     const uint rows = rows_of_head(args), row_groups = (rows + fc_batch - 1) / fc_batch;
     const uint part = at.tg.x / row_groups, r0 = at.tg.x % row_groups * fc_batch;
-    load_queries(in, args, floats, r0, at);
     const uint filled = filled_slots(in.length, args);
     const Span span = slots_of_part(args, filled, part);
     const Walk w = walk(in, args, span.last, at);
-    State states[G::kRows];
-    Scores scores[G::kRows];
-    MM_UNROLL
-    for (uint r = 0; r < G::kRows; ++r) {
-      if (r >= fc_batch) continue;
-      states[r] = {{-INFINITY, 0.0f}, {}};
-      const QueryRow row = query_row(args, at.tg.z, at.tg.y, min(r0 + r, rows - 1));
-      scores[r] = Scores::of_row(in, args, filled, row);
-    }
-    const uint step = G::kSlots * w.groups;
-    for (uint t = span.first + at.sg * step; t < span.last; t += G::kSimdgroups * step) {
-      float s[G::kRows][G::kSlots];
-      multiply(w, floats, t, s);
-      MM_UNROLL
-      for (uint r = 0; r < G::kRows; ++r) {
-        if (r < fc_batch) weigh(w, args, scores[r], t, s[r], states[r]);
-      }
-      add_values(w, t, s, states);
-    }
-    MM_UNROLL
-    for (uint r = 0; r < G::kRows; ++r) {
-      if (r < fc_batch) join_groups(w, states[r]);
-    }
-    share(w, states, floats, at.sg);
+    Pieces q, sums = {};
+    load_queries(in, args, w, r0, at, q);
+    Total total = {-INFINITY, 0.0f};
+    const Scores scores = Scores::of_row(in, args, filled, row_at(args, at, r0 + row_of(w.lane)));
+    add(w, args, scores, span, at.sg, q, total, sums);
+    join_groups(w, total, sums);
+    share(w, total, sums, floats, at.sg);
     store({y, in.sinks}, args, floats, r0, part, at);
   }
 };
