@@ -2,13 +2,13 @@
 //
 // Owner    A threadgroup owns a part of the slots and up to 4 rows of q of one head of keys; its 4
 //          simdgroups take steps of 4 slots a group of lanes in turn. The lanes of a simdgroup are
-//          groups of lanes(fc_k), a power of two; a lane owns 8 values of the slots of its group,
-//          of the rows of q, and of their sums.
+//          groups of lanes_of_slot(), a power of two; a lane owns 8 values of the slots of its
+//          group, of the rows of q, and of their sums.
 //                       values  0..7   8..15 ... 120..127     (a head of 128 values, not packed)
 //            slot t             lane 0 lane 1 ... lane 15
 //            slot t + 1         lane 16 ...
-//          Of the 16 scores of a group and a step each is finished by one lane. Every group has a
-//          largest score of its own; groups, then simdgroups, are joined at the end.
+//          One lane finishes each of the 16 scores of a group and a step. Every group has a largest
+//          score of its own; groups, then simdgroups, are joined at the end.
 // Traffic  Keys and values once for up to 4 rows of q. A head of keys with more rows of q has
 //          threadgroups side by side that read the same slots, the later ones from the cache.
 //          Values of a step and keys of the next are under way while scores are multiplied.
