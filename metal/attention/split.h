@@ -18,7 +18,7 @@
 //          for sums, 32 for what is under way.
 #pragma once
 
-#include "../formats/eight.h"
+#include "eight.h"
 #include "scores.h"
 
 namespace metalmm {

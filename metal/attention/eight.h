@@ -9,8 +9,8 @@
 //   drop(raw)                  makes the values of a piece zeros
 #pragma once
 
-#include "codebook.h"
-#include "dense.h"
+#include "../formats/codebook.h"
+#include "../formats/dense.h"
 
 namespace metalmm {
 
