@@ -261,13 +261,14 @@ def _quantize(args: argparse.Namespace) -> None:
     from ..files.folder import is_packed, replaceable_weights
     from ..files.mlx.load import is_mlx
     from ..files.owned import prepare_folder
+    from ..files.quantized import is_quantized
     from ..hf.packed import save_packed
     from ..models.quantize import quantize_
     from .generate import load_model
 
     spec = _spec(args.format, args.pattern)
-    is_gguf = args.source.is_file()
-    if not spec and not is_gguf:
+    is_packed_already = args.source.is_file() or is_quantized(args.source)
+    if not spec and not is_packed_already:
         raise ValueError("give --format, --pattern or both")
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source folder {args.source}")
@@ -277,7 +278,7 @@ def _quantize(args: argparse.Namespace) -> None:
     if is_packed(args.output) and not args.force:
         raise FileExistsError(f"{args.output} holds a packed model; --force replaces it")
     try:
-        load = load_model if is_gguf or is_mlx(args.source) else _load_dense
+        load = load_model if is_packed_already or is_mlx(args.source) else _load_dense
         model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
         if spec:
             quantize_(model, spec)
