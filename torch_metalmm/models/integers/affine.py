@@ -20,6 +20,10 @@ from ...formats._bits import codes_to_stream, stream_to_codes
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
 
 
+class NoFormat(ValueError):
+    """Nothing is wrong with the tensors, but no affine format has their values."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """A weight W[N, K] as QuantLinear.from_packed takes it, and the order of its columns."""
@@ -54,14 +58,14 @@ def words(tensor: Tensor, bits: int, count: int) -> Tensor:
 def group_size(group: int, k: int) -> int:
     """The size of the affine groups that a group of so many values falls into.
 
-    ValueError: 32 does not divide the group, or the group does not divide K.
+    ValueError: the group does not divide K. NoFormat: 32 does not divide the group.
     """
     if group <= 0 or k % group:
         raise ValueError(f"groups of {group} values do not divide K = {k}")
     for size in _GROUPS:
         if group % size == 0:
             return size
-    raise ValueError(f"groups of {group} values have no affine format: a multiple of 32 has one")
+    raise NoFormat(f"groups of {group} values have no affine format: a multiple of 32 has one")
 
 
 def times_zero(scales: Tensor, zeros: Tensor) -> Tensor:
@@ -92,7 +96,7 @@ def affine_rows(codes: Codes, scales: Tensor, biases: Tensor, order: Tensor | No
     of the dtype of the scales the format keeps that dtype (a symmetric quantizer's zero is a power
     of two), else both are f32. A group of more than 128 values becomes several of the same scale.
     order: the columns of the result are those of `codes` in this order, int64 [K].
-    ValueError: a size without an affine format, a scale that is NaN, infinite or no float.
+    NoFormat: no affine format has the sizes. ValueError: a scale is NaN, infinite or no float.
     """
     n, k, groups = codes.n, codes.k, scales.shape[1]
     if k == 0 or groups == 0 or k % groups:
@@ -108,7 +112,7 @@ def affine_rows(codes: Codes, scales: Tensor, biases: Tensor, order: Tensor | No
         scales, biases = scales.float(), biases.float()
     bits = next((b for b in _BITS if b >= codes.bits), None)
     if bits is None:
-        raise ValueError(f"codes of {codes.bits} bits have no affine format, 8 bits are the most")
+        raise NoFormat(f"codes of {codes.bits} bits have no affine format, 8 bits are the most")
     spec = formats.affine(bits, size, scales.dtype)
     copies = k // groups // size
     planes = [t.to(scales.dtype).repeat_interleave(copies, 1) for t in (scales, biases)]

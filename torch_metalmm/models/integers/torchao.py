@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .affine import Rows, affine_rows, from_stream
+from .affine import NoFormat, Rows, affine_rows, from_stream
 from .checks import check
 
 
@@ -22,7 +22,7 @@ def torchao_rows(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     [G, N]. ValueError: tensors that contradict each other, a size without an affine format.
     """
     if "act_pre_scale" in t:
-        raise ValueError("act_pre_scale multiplies activations, which is not done here")
+        raise NoFormat("act_pre_scale multiplies activations, which is not done here")
     qdata = check(t, "qdata", (torch.uint8, torch.int8), (n, k // 2))
     scale = check(t, "scale", None, (None, n)).t()
     zero = check(t, "zero_point", None, (scale.shape[1], n)).t()
