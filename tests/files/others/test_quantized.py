@@ -22,6 +22,7 @@ from torch_metalmm.tools.cli import main
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
 
 N, K = 96, 256
+SIZES_OF_ANY = {"dynamic": {"+:.*": {}}}  # GPTQModel says so: bits are those of the tensors
 F16, BF16 = torch.float16, torch.bfloat16
 BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "torchao": (4,)}
 BITS |= {"compressed-tensors": tuple(range(1, 9)), "hqq": (2, 3, 4, 8)}
@@ -34,9 +35,9 @@ CASES = [
 CASES += [(name, 4, group) for name in BITS for group in (64, 256)]
 
 
-def decoded(rows: Rows) -> Tensor:
+def decoded(rows: Rows, k: int = K) -> Tensor:
     """W in the order of the layer's inputs, by the specification."""
-    w = get(rows.format).dequantize(rows.weight, K)
+    w = get(rows.format).dequantize(rows.weight, k)
     return w if rows.input_order is None else w[:, rows.input_order.argsort()]
 
 
@@ -197,3 +198,16 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(command) == 0, capsys.readouterr().err
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert same_bytes(again, load_quantized(tmp_path / "theirs")[0])
+
+
+RECORDED = load_file(Path(__file__).with_name("decoded_by_packages.safetensors"))
+
+
+@pytest.mark.parametrize("case", sorted({name.partition("/")[0] for name in RECORDED}))
+def test_what_the_packages_decode(case: str) -> None:
+    """record_packages.py: the dtype of W is that in which the library computes it."""
+    tensors = {n.partition("/")[2]: t for n, t in RECORDED.items() if n.startswith(f"{case}/")}
+    want = tensors.pop("W")
+    method = method_of(layouts(4, 32)[case.split()[0]].config | SIZES_OF_ANY)
+    w = decoded(method.pack(tensors, *want.shape), want.shape[1])
+    assert torch.equal(w.to(want.dtype), want)
