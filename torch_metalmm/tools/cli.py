@@ -19,6 +19,7 @@ from ..engines import DEVICES, check_device
 from ..extras import HF, require
 from . import info
 from .doctor.report import LIMIT, examine
+from .imatrix import add_imatrix
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
+    measure = commands.add_parser("imatrix", help="measure which columns of weights matter")
+    add_imatrix(measure)
+    _add_common(measure)
+    measure.set_defaults(run=_imatrix)
     about = commands.add_parser("info", help="formats and versions")
     about.set_defaults(run=_info)
     return parser
@@ -291,6 +296,13 @@ def _quantize(args: argparse.Namespace) -> None:
         raise
     size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
+
+
+def _imatrix(args: argparse.Namespace) -> None:
+    _start(args)
+    from .imatrix import run
+
+    run(args, _dtype(args.dtype))
 
 
 def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
