@@ -195,3 +195,50 @@ def test_tensors_that_contradict_each_other() -> None:
     model.b = gptq_1(layer).to("meta")
     with pytest.raises(ValueError, match="b: its weight is on the meta device"):
         adopt_(model)
+
+
+class Int8(Tensor):
+    """torchao's IntxUnpackedToInt8Tensor and Int8Tensor, too."""
+
+    qdata: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    activation_quantization: str | None
+
+
+def int8_linear(layer: Layer) -> nn.Linear:
+    theirs = nn.Linear(K, N, bias=False)
+    theirs.weight = nn.Parameter(torch.zeros(N, K), requires_grad=False)
+    theirs.weight.__class__ = Int8
+    theirs.weight.qdata = (layer.codes - 8).to(torch.int8)
+    theirs.weight.scale, theirs.weight.zero_point = layer.scales, (layer.zeros - 8).to(torch.int8)
+    return theirs
+
+
+def test_torchao_with_a_byte_for_each_code() -> None:
+    """The bits are those that the codes take; without zeros they are 0."""
+    layer = random_layer(N, K, 4, 64, dtype=torch.bfloat16)
+    ours = adopted(int8_linear(layer))
+    assert ours.format == "affine4_g64_f32" and torch.equal(ours.dequantize(), layer.weight())
+    theirs = int8_linear(layer)
+    theirs.weight.zero_point = None
+    ours = adopted(theirs)
+    assert ours.format == "affine4_g64_bf16"
+    want = (layer.codes - 8) * layer.scales.float()[:, layer.groups]
+    assert torch.equal(ours.dequantize(), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("activation_quantization", "int8_asym_per_token", "activation_quantization is set.*: a"),
+        ("zero_point", torch.full((N, 4), 0.5), "zero_point must be of integers.*: a"),
+    ],
+)
+def test_torchao_that_stays(name: str, value: Any, message: str) -> None:
+    theirs = int8_linear(random_layer(N, K, 4, 64))
+    setattr(theirs.weight, name, value)
+    model = nn.ModuleDict({"a": theirs})
+    with pytest.warns(UserWarning, match=message):
+        adopt_(model)
+    assert model.a is theirs

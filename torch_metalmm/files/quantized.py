@@ -30,9 +30,10 @@ def load_quantized(
 
     The quantization_config of config.json names the method: gptq (2, 3, 4, 8 bits, version 1 and
     2, act-order), awq (gemm), compressed-tensors (pack-quantized), hqq (axis 1) or torchao
-    (Int4Tensor). None of these libraries is needed. Quantized layers become QuantLinear in an
-    affine format with the same values: no weight is rounded, so that w is what the method's formula
-    gives in f32 arithmetic, where the libraries round it to f16 or bf16. 32 divides a group.
+    (Int4Tensor, IntxUnpackedToInt8Tensor, Int8Tensor). None of these libraries is needed. Quantized
+    layers become QuantLinear in an affine format with the same values: with scales in f16 or bf16 w
+    is what the method's formula gives in f32 arithmetic, which the libraries round to f16 or bf16.
+    32 divides a group.
     dtype is that of activations and unpacked weights, by default that of the checkpoint's unpacked
     tensors. The model is frozen and in eval mode.
 

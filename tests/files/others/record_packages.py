@@ -2,10 +2,10 @@
 
     PYTHONPATH=<hqq's source> python tests/files/others/record_packages.py <folder of the packages>
 
-By hand, on a CPU, with the unpacked wheels of auto-gptq 0.7.1, autoawq 0.2.7.post3 and
-compressed-tensors 0.20.0, the source of hqq 0.2.8, and what they import (loguru, termcolor). Only
-their decoding is run: qweight and the like are random words. The zeros of GPTQ leave out the field
-of all ones, which the kernels of AutoGPTQ read differently.
+By hand, on a CPU, with the unpacked wheels of auto-gptq 0.7.1, autoawq 0.2.7.post3,
+compressed-tensors 0.20.0 and torchao 0.18.0, the source of hqq 0.2.8, and what they import (loguru,
+termcolor). Where only their decoding is run, qweight and the like are random words. The zeros of
+GPTQ leave out the field of all ones, which the kernels of AutoGPTQ read differently.
 """
 
 from __future__ import annotations
@@ -110,6 +110,20 @@ def hqq(bits: int) -> dict[str, Tensor]:
     return t | {"W_q": codes, "packing": packing, "axis": torch.tensor(1), "W": decoded}
 
 
+def torchao(bits: int, symmetric: bool) -> dict[str, Tensor]:
+    """A byte for each code; Int4Tensor is not decoded on a CPU."""
+    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerGroup, quantize_
+
+    layer = torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
+    layer.weight.data = (torch.rand(N, K, generator=_random) - 0.3).bfloat16()
+    mapping = MappingType.SYMMETRIC if symmetric else MappingType.ASYMMETRIC
+    kind = getattr(torch, f"int{bits}")
+    quantize_(layer, IntxWeightOnlyConfig(kind, PerGroup(GROUP), mapping))
+    held = {name: getattr(layer.weight, name) for name in ("qdata", "scale", "zero_point")}
+    t = {f"_weight_{name}": tensor for name, tensor in held.items()}
+    return t | {"W": layer.weight.dequantize()}
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     sys.path.insert(0, str(root))
@@ -119,6 +133,8 @@ def main() -> None:
         layers[f"compressed-tensors {bits} symmetric"] = compressed(bits, True, bf16)
         layers[f"compressed-tensors {bits}"] = compressed(bits, False, f16)
     layers |= {f"hqq {bits}": hqq(bits) for bits in (1, 2, 3, 4, 5, 8)}
+    layers |= {f"torchao {bits}": torchao(bits, False) for bits in (3, 4, 8)}
+    layers["torchao 4 symmetric"] = torchao(4, True)
     named = {f"{layer}/{name}": t for layer, ts in layers.items() for name, t in ts.items()}
     save_file({name: t.contiguous() for name, t in named.items()}, OUT)
 

@@ -94,6 +94,20 @@ def test_a_scale_whose_bias_overflows_f16() -> None:
     assert rows.format == "affine4_g128_f32" and torch.equal(decoded(rows), layer.weight())
 
 
+@pytest.mark.parametrize("name", ["gptq", "compressed-tensors"])
+def test_scales_of_f32_are_rounded_three_times(name: str) -> None:
+    """Both products and their sum: one more product of two roundings at most."""
+    layer = random_layer(N, K, 4, 64, dtype=torch.float32)
+    layer.scales *= 0.9  # more bits than f16 has
+    scales, u = layer.scales.double()[:, layer.groups], 2.0**-24
+    codes, zeros = layer.codes.double(), layer.zeros.double()[:, layer.groups]
+    exact = scales * (codes - zeros)
+    parts = scales * (codes + zeros)
+    w = decoded(pack(name, 4, 64, layer)).double()
+    assert ((w - exact).abs() <= u * (1 + u) * (parts + exact.abs())).all()
+    assert not torch.equal(w, exact)
+
+
 @pytest.mark.parametrize("bits", BITS["hqq"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 def test_zeros_of_hqq_that_are_fractions(bits: int, dtype: torch.dtype) -> None:

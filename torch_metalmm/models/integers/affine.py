@@ -2,7 +2,8 @@
 
 No weight is rounded: scale (q - zero) becomes scale q + bias, bias = -scale zero. With a scale in
 f16 or bf16 and a zero of up to 8 bits each of these products and sums has at most 21 significant
-bits, so that f32 holds them all. With a scale in f32 the bias and the sum are rounded, once each.
+bits, so that f32 holds them all. With a scale in f32 both products and the sum are rounded: w is
+within 2**-24 (|scale q| + |scale zero| + |w|), but for terms of 2**-48, of its value.
 """
 
 from __future__ import annotations

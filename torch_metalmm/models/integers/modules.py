@@ -35,11 +35,8 @@ def integer_rows(module: Any) -> Packable | None:
     if isinstance(meta, dict) and isinstance(getattr(module, "W_q", None), Tensor):
         return _hqq(module.W_q, meta)
     weight = t.get("weight")
-    if all(isinstance(getattr(weight, a, None), Tensor) for a in ("qdata", "scale", "zero_point")):
-        names = ("qdata", "scale", "zero_point", "act_pre_scale")
-        parts = {name: getattr(weight, name, None) for name in names}
-        given = {name: part for name, part in parts.items() if part is not None}
-        return _of_size(module, partial(torchao_rows, given))
+    if weight is not None and (parts := _torchao(weight)) is not None:
+        return _of_size(module, partial(torchao_rows, parts))
     if "weight_packed" in t:
         return _of_size(module, partial(compressed_rows, t))
     if not {"qweight", "qzeros", "scales"} <= t.keys():
@@ -75,6 +72,23 @@ def check_computes(module: Any, rows: Rows, k: int) -> None:
             return
         raise NoFormat("it computes with other weights than its tensors say in their layout")
     raise NoFormat("it does not run here, so that the layout of its codes cannot be confirmed")
+
+
+def _torchao(weight: Tensor) -> dict[str, Tensor] | None:
+    """The tensors that a weight of torchao holds; None: it is none, or one of floats."""
+    names = ("qdata", "scale", "zero_point", "act_pre_scale")
+    parts = {name: getattr(weight, name, None) for name in names}
+    held = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    if not {"qdata", "scale"} <= held.keys():
+        return None
+    qdata = held["qdata"]
+    a_byte_each = qdata.dtype == torch.int8 and qdata.shape == weight.shape
+    if qdata.dtype not in (torch.uint8, torch.int8) or not ("zero_point" in held or a_byte_each):
+        return None
+    for name in ("activation_quantization", "act_quant_kwargs"):
+        if getattr(weight, name, None) is not None:
+            raise NoFormat(f"{name} is set: activations are quantized too, which is not done here")
+    return held
 
 
 def _of_size(module: Any, pack: Callable[[int, int], Rows]) -> Packable | None:
