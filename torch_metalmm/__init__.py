@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .files.gguf.load import load_gguf
     from .files.mlx.load import load_mlx
     from .files.mlx.save import save_mlx
+    from .files.quantized import load_quantized
     from .hf.cache import PackedCache
     from .hf.config import MetalMMConfig
     from .hf.packed import load_packed, save_packed
@@ -41,6 +42,7 @@ __all__ = [
     "load_gguf",
     "load_mlx",
     "load_packed",
+    "load_quantized",
     "merge_errors",
     "quantize_",
     "save_mlx",
@@ -59,6 +61,7 @@ _MODULE_OF = {
     "load_gguf": "files.gguf.load",
     "load_mlx": "files.mlx.load",
     "load_packed": "hf.packed",
+    "load_quantized": "files.quantized",
     "merge_errors": "models.lora.report",
     "quantize_": "models.quantize",
     "save_mlx": "files.mlx.save",

@@ -12,6 +12,7 @@ CALLS = {
     "load_gguf": "('x.gguf')",
     "load_packed": "('x')",
     "load_mlx": "('x')",
+    "load_quantized": "('x')",
     "save_packed": "(model, None, 'x')",
     "save_mlx": "(model, None, 'x')",
     "MetalMMConfig": "('q8_0')",

@@ -43,7 +43,8 @@ def check_packed(path: Path) -> None:
     method = _quant_method(values)
     if method != QUANT_METHOD:
         is_mlx = method is None and ("quantization" in values or "quantization_config" in values)
-        mlx = "; load_mlx reads MLX checkpoints" if is_mlx else ""
+        other = "; load_quantized reads those of other libraries" if method is not None else ""
+        mlx = "; load_mlx reads MLX checkpoints" if is_mlx else other
         raise ValueError(
             f"{path} is not a packed model: its quantization_config has the quant_method "
             f"{method!r}, not {QUANT_METHOD!r}{mlx}"

@@ -39,6 +39,26 @@ def load_config(path: Path) -> Any:
     return config
 
 
+def config_of(path: Path, values: dict[str, Any]) -> Any:
+    """The transformers config of these values of a config.json, without choices as in load_config.
+
+    ValueError: transformers has no such model, or the values ask for more layers than there are
+    tensors, or for kernels of a repository.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: transformers has no model_type {kind!r}")
+    check_counts(path, values)
+    with blaming(path, "transformers makes no config of it"):
+        config = CONFIG_MAPPING[kind].from_dict(
+            {k: v for k, v in values.items() if k != "auto_map"}
+        )
+    forget_kernels(path, config)
+    return config
+
+
 def forget_kernels(path: Path, config: Any) -> None:
     """Take choices of attention and experts that are not local out of the config and its parts.
 

@@ -1,7 +1,8 @@
 """Taking over the quantized layers of other libraries, in place and without decoding them.
 
 The layers are known by the tensors they store, not by their classes, so no other library is
-imported here: GGML blocks with the number of their type, or MLX's codes, scales and biases.
+imported here: GGML blocks with the number of their type, MLX's codes, scales and biases, integers
+with scales and zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .. import formats
 from ..nn import QuantEmbedding, QuantLinear
 from .attach import attach, is_transformers_model
 from .ggml import type_names
+from .integers.affine import NoFormat, Rows
+from .integers.modules import check_computes, integer_rows
 from .replace import replaceable, summary
 
 _DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
@@ -32,12 +35,11 @@ class _Unsupported(Exception):
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a layer holds: its format, its weight as from_packed takes it, and what goes with it."""
+    """What a layer of K inputs holds: its weight, made when asked for, and its bias."""
 
-    format: str
-    weight: Callable[[], Tensor]
+    k: int
+    rows: Callable[[], Rows]
     bias: Tensor | None
-    input_order: Tensor | None = None
 
 
 @dataclass
@@ -56,13 +58,14 @@ def adopt_(
 
     Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding), diffusers (GGUFLinear) and
     ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers' MetalLinear does;
-    and frozen dense subclasses of nn.Linear that compute what nn.Linear computes. GGML and dense
-    bytes are shared, not copied; the three tensors of an affine layer become one. Layers that share
-    a weight still share it. filter_fn(name, module) -> False leaves a layer alone.
+    the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao's Int4Tensor, as load_quantized
+    reads them; and frozen dense subclasses of nn.Linear that compute what nn.Linear computes. GGML
+    and dense bytes are shared, not copied; other tensors become one. Layers that share a weight
+    still share it. filter_fn(name, module) -> False leaves a layer alone.
 
-    A layer stays, with a warning, if its type has no format here, or if the model reads its weight
-    itself. Where no layer stays, a transformers model can be saved as any packed one. Returns
-    `model`.
+    A layer stays, with a warning, if its type has no format here, if the model reads its weight
+    itself, or if it is GPTQ's or AWQ's and does not compute here what its tensors say. Where no
+    layer stays, a transformers model can be saved as any packed one. Returns `model`.
     ValueError, before anything is changed: tensors that contradict each other or their layer, a
     weight on the meta device, patches (ComfyUI's LoRA) not merged into the weight.
     """
@@ -116,21 +119,22 @@ def _replace(model: nn.Module, jobs: list[_Job]) -> None:
     while jobs:
         job = jobs.pop(0)
         new = _layer(job.module, job.stored)
-        new.weight = weights.setdefault(id(job.module.weight), new.weight)
+        own = job.module._parameters.get("weight")
+        new.weight = weights.setdefault(id(job.module if own is None else own), new.weight)
         for name in job.names:
             model.set_submodule(name, new)
 
 
 def _layer(module: Any, stored: _Stored) -> QuantLinear | QuantEmbedding:
     new: QuantLinear | QuantEmbedding
+    rows = stored.rows()
     if hasattr(module, "num_embeddings"):
         new = QuantEmbedding.from_packed(
-            stored.weight(), module.embedding_dim, stored.format, dtype=module.compute_dtype
+            rows.weight, stored.k, rows.format, dtype=module.compute_dtype
         )
     else:
-        weight, k = stored.weight(), module.in_features
-        new = QuantLinear.from_packed(weight, k, stored.format, stored.bias)
-        new.input_order = stored.input_order
+        new = QuantLinear.from_packed(rows.weight, stored.k, rows.format, stored.bias)
+        new.input_order = rows.input_order
     return new.train(module.training)
 
 
@@ -141,8 +145,12 @@ def _stored(module: Any) -> _Stored | None:
     """
     if isinstance(getattr(module, "gate_up_type", None), int):
         raise _Unsupported("experts stacked in one tensor")
+    if isinstance(module, QuantLinear | QuantEmbedding):
+        return None
+    if (integers := _integers(module)) is not None:
+        return integers
     weight = module._parameters.get("weight")
-    if weight is None or isinstance(module, QuantLinear | QuantEmbedding):
+    if weight is None:
         return None
     if torch.nn.parameter.is_lazy(weight) or _shape(module) is None:
         return None
@@ -158,8 +166,8 @@ def _shape(module: Any) -> tuple[int, int] | None:
     return None
 
 
-def _refuse_meta(weight: Tensor) -> None:
-    if weight.is_meta:
+def _refuse_meta(weight: Tensor | None) -> None:
+    if weight is not None and weight.is_meta:
         raise ValueError("its weight is on the meta device and has no data")
 
 
@@ -185,7 +193,7 @@ def _ggml(module: Any, weight: Tensor) -> _Stored | None:
     plain = _checked(plain, _format_of(kind), n, k)
     order = module._buffers.get("input_permutation")
     values = None if bias is None else _values(bias)
-    return _Stored(_format_of(kind), lambda: plain, values, order)
+    return _Stored(k, lambda: Rows(_format_of(kind), plain, order), values)
 
 
 def _ggml_type(module: Any, weight: Tensor) -> int | None:
@@ -250,6 +258,24 @@ def _plain(t: Tensor) -> Tensor:
         return torch.Tensor.detach(t).as_subclass(Tensor)
 
 
+# ---- integers with scales
+
+
+def _integers(module: Any) -> _Stored | None:
+    try:
+        found = integer_rows(module)
+        if found is None:
+            return None
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            _refuse_meta(tensor)
+        rows = found.pack()  # and once more to replace it: the packed bytes of all layers are many
+        if hasattr(module, "qweight"):
+            check_computes(module, rows, found.k)
+    except NoFormat as error:
+        raise _Unsupported(str(error)) from None
+    return _Stored(found.k, found.pack, getattr(module, "bias", None))
+
+
 # ---- MLX affine
 
 
@@ -270,7 +296,7 @@ def _affine(module: Any, weight: Tensor) -> _Stored | None:
     shape = spec.pack(*(t.to("meta") for t in planes)).shape  # checks them against each other
     if shape != (n, spec.row_bytes(k)):
         raise ValueError(f"its weight is {list(weight.shape)}, the layer is [{n}, {k}]")
-    return _Stored(spec.name, lambda: spec.pack(*planes), module.bias)
+    return _Stored(k, lambda: Rows(spec.name, spec.pack(*planes)), module.bias)
 
 
 # ---- dense
@@ -284,7 +310,8 @@ def _dense(module: Any, weight: Tensor) -> _Stored | None:
         return None
     if weight.is_meta or not _computes_linear(module):
         return None
-    return _Stored(_DENSE[weight.dtype], weight.detach, module.bias)
+    name = _DENSE[weight.dtype]
+    return _Stored(module.in_features, lambda: Rows(name, weight.detach()), module.bias)
 
 
 def _computes_linear(module: nn.Linear) -> bool:

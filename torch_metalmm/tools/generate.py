@@ -25,14 +25,17 @@ def demo_model() -> Path:
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a GGUF file, a packed folder or an MLX checkpoint."""
+    """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's."""
     if path.is_dir():
         from ..files.folder import is_packed
         from ..files.mlx.load import is_mlx, load_mlx
+        from ..files.quantized import is_quantized, load_quantized
         from ..hf.packed import load_packed
 
         if is_mlx(path):
             return load_mlx(path, device, dtype)
+        if is_quantized(path):
+            return load_quantized(path, device, dtype)
         if (path / "config.json").exists() and not is_packed(path):
             raise ValueError(
                 f"{path} is not packed; run `metalmm quantize {path} --format q4_k --output ...`"

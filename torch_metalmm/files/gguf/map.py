@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ _TOKENIZER_ARRAYS = {
     "tokenizer.ggml.merges": 8,
     "tokenizer.ggml.precompiled_charsmap": 64,
 }
+_STORED_AS = {"mistral": "llama", "cohere": "command-r"}  # model_type: llama.cpp's architecture
 _LONGEST_TOKEN = 1 << 13  # bytes, merges have two; transformers' time goes with the square
 _LONGEST_ARRAY = 1 << 12  # of other arrays, which have an element for each layer
 
@@ -129,6 +131,23 @@ def tensor_map(file: GgufFile, model: Any, config_values: dict[str, Any]) -> Ten
     if file.architecture in GGUF_ARCHS:
         return _ConversionMap(GGUF_ARCHS[file.architecture](model.config))
     return _ProcessorMap(file, model, config_values)
+
+
+def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
+    """{layer of the transformers model: its weight's name in GGUF files}, of those that have one.
+
+    ValueError: gguf knows no architecture of the model's type.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = model.config.get_text_config().model_type.removesuffix("_text")
+    spellings = (kind, kind.replace("_", "-"), kind.replace("_", ""), _STORED_AS.get(kind))
+    arch = next((a for a, name in MODEL_ARCH_NAMES.items() if name in spellings), None)
+    if arch is None:
+        raise ValueError(f"gguf has no architecture for models of the type {kind!r}")
+    known = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
+    named = {layer: known.get_name(layer) for layer in layers}
+    return {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
 
 
 class _ProcessorMap(TensorMap):

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from ...extras import HF, require
-from ...models.attach import attach
-from ...models.replace import is_conv1d, packable, replaceable, summary, weight_shape
-from ...models.skeleton import empty_model, put_dense, put_packed, tied_names
+from ...models.integers.affine import Rows
+from ...models.replace import summary, weight_shape
+from ...models.skeleton import empty_model
 from ..blame import blaming
+from ..fill import fill, finish
 from ..folder import read_config, read_tokenizer
-from ..headers import Found, read_headers
-from ..limits import check_counts
-from ..untrusted import forget_kernels
+from ..source import Source
+from ..untrusted import config_of
 from .layout import PREFIXES, Quantization, pack
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
@@ -62,19 +61,20 @@ def load_mlx(
     if not files:
         raise FileNotFoundError(f"{path} has no model*.safetensors")
     config = _config(path, values)
+    mlx, ours = PREFIXES.get(config.model_type, ("", ""))
     with blaming(path, "no model fits its config"):
-        source = _Source(files, config)
-        model = empty_model(config, dtype or source.dense_dtype() or config.dtype or torch.float32)
+        source = Source(
+            files, config, lambda n: ours + n.removeprefix(mlx) if n.startswith(mlx) else n
+        )
+        found = source.dense_dtype((".scales", ".biases"))
+        model = empty_model(config, dtype or found or config.dtype or torch.float32)
     with source:
-        _fill(path, model, source, quantization, device)
-    model.to(device)  # buffers, which were made on the CPU
-    if (path / "generation_config.json").exists():
-        from transformers import GenerationConfig
-
-        with blaming(path, "transformers makes nothing of its generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(path)
-    attach(model)
-    return model.requires_grad_(False), read_tokenizer(path)
+        owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
+        _check_layers(path, source, owners, quantization)
+        leaves = ("weight", "scales", "biases")
+        packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
+        fill(path, model, source, packed, partial(_packed, path, source, quantization), device)
+    return finish(path, model), read_tokenizer(path)
 
 
 def is_mlx(path: Path) -> bool:
@@ -103,110 +103,16 @@ def pop_quantization(path: Path, values: dict[str, Any]) -> Quantization | None:
 
 
 def _config(path: Path, values: dict[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    kind = values.get("model_type")
     if "model_file" in values:
         raise ValueError(f"{path} needs its own code, {values['model_file']!r}, which is not run")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(f"{path}: transformers has no model_type {kind!r}")
-    if kind in _OTHER_NUMBERS:
+    kind = values.get("model_type")
+    if isinstance(kind, str) and kind in _OTHER_NUMBERS:
         raise ValueError(f"{path}: {kind} is not loaded from MLX, where {_OTHER_NUMBERS[kind]}")
-    values.pop("auto_map", None)
-    check_counts(path, values)
-    with blaming(path, "transformers makes no config of it"):
-        config = CONFIG_MAPPING[kind].from_dict(values)
-    forget_kernels(path, config)
-    return config
-
-
-class _Source:
-    """The tensors of the files, by the model's names and by the checkpoint's."""
-
-    def __init__(self, files: list[str], config: Any) -> None:
-        self._opened = ExitStack()
-        self._files: dict[str, Any] = {}
-        self._found: dict[str, Found] = {}
-        self.keys: dict[str, str] = {}  # name in the model: name in the checkpoint
-        mlx, ours = PREFIXES.get(config.model_type, ("", ""))
-        tied = config.get_text_config().tie_word_embeddings
-        for key, found in read_headers(files).items():
-            self._found[key] = found
-            unused = key.endswith("rotary_emb.inv_freq") or (tied and key.startswith("lm_head."))
-            if not unused:  # as mlx-lm drops them
-                name = ours + key.removeprefix(mlx) if key.startswith(mlx) else key
-                self.keys[name] = key
-
-    def dense_dtype(self) -> torch.dtype | None:
-        """The commonest dtype of the tensors that are not quantized."""
-        dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        counts = Counter(
-            dtypes[found.dtype]
-            for key, found in self._found.items()
-            if found.dtype in dtypes and not key.endswith((".scales", ".biases"))
-        )
-        return counts.most_common(1)[0][0] if counts else None
-
-    def dims(self, key: str) -> int:
-        """The number of dimensions of the tensor with that name in the checkpoint."""
-        return len(self._found[key].shape)
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.close()
-
-    def read(self, name: str) -> Tensor:
-        """The tensor with that name in the model."""
-        from safetensors import safe_open
-
-        key = self.keys[name]
-        file = self._found[key].file
-        if file not in self._files:
-            self._files[file] = self._opened.enter_context(safe_open(file, framework="pt"))
-        tensor: Tensor = self._files[file].get_tensor(key)
-        return tensor
-
-
-def _fill(
-    path: Path,
-    model: Any,
-    source: _Source,
-    quantization: Quantization | None,
-    device: torch.device | str,
-) -> None:
-    wanted, ties = model.state_dict(), tied_names(model)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    packed = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
-    _check_layers(path, source, packed, quantization)
-    left = set(source.keys)
-    for owner in sorted(packed):
-        format, weight = _packed(path, model, source, owner, quantization)
-        put_packed(model, ties[f"{owner}.weight"], weight.to(device), format)
-        left -= {f"{owner}.{leaf}" for leaf in ("weight", "scales", "biases")}
-    if extra := sorted(left - wanted.keys()):
-        raise ValueError(f"{path} has tensors the model does not: {', '.join(extra[:6])}")
-    for name in sorted(left):
-        value = source.read(name)
-        if is_conv1d(model.get_submodule(name.rpartition(".")[0])) and value.dim() == 2:
-            value = value.t().contiguous()
-        if value.shape != wanted[name].shape:
-            raise ValueError(
-                f"{path}: {source.keys[name]} is {list(value.shape)}, the model has "
-                f"{list(wanted[name].shape)}"
-            )
-        if wanted[name].is_floating_point() and not value.is_floating_point():
-            raise ValueError(f"{path}: {source.keys[name]} is {value.dtype}, not a float dtype")
-        put_dense(model, ties.get(name, [name]), value, device)
-    given = left | {f"{owner}.weight" for owner in packed}
-    filled = {name for target in given for name in ties.get(target, [target])}
-    if missing := sorted(parameters - filled):
-        raise ValueError(f"{path} has no tensor for {', '.join(missing[:6])}")
+    return config_of(path, values)
 
 
 def _check_layers(
-    path: Path, source: _Source, packed: set[str], quantization: Quantization | None
+    path: Path, source: Source, packed: set[str], quantization: Quantization | None
 ) -> None:
     """ValueError where the config and the scales tell of different layers."""
     names = {source.keys[f"{owner}.scales"].removesuffix(".scales") for owner in packed}
@@ -227,17 +133,11 @@ def _check_layers(
 
 
 def _packed(
-    path: Path, model: Any, source: _Source, owner: str, quantization: Quantization | None
-) -> tuple[str, Tensor]:
-    """(format, packed bytes) of a quantized layer, which the model can pack."""
+    path: Path, source: Source, quantization: Quantization | None, owner: str, module: nn.Module
+) -> Rows:
+    """The packed bytes of a quantized layer."""
     assert quantization is not None
     key = source.keys[f"{owner}.scales"].removesuffix(".scales")
-    try:
-        module = model.get_submodule(owner)
-    except AttributeError:
-        raise ValueError(f"{path}: the model has no layer {key}") from None
-    if not packable(module) or not replaceable(model, owner):
-        raise ValueError(f"{path}: {key} is a {type(module).__name__}, which cannot be packed")
     if f"{owner}.weight" not in source.keys:
         raise ValueError(f"{path}: {key}.weight is missing")
     codes, scales = source.read(f"{owner}.weight"), source.read(f"{owner}.scales")
@@ -247,7 +147,7 @@ def _packed(
         format = quantization.of(key, codes, scales, k).format(scales.dtype)
         if codes.shape[0] != n:
             raise ValueError(f"{key}.weight is {list(codes.shape)}, the model has {n} rows")
-        return format, pack(format, codes, scales, biases)
+        return Rows(format, pack(format, codes, scales, biases))
     except ValueError as error:
         said = str(error)
         raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None

@@ -1,0 +1,245 @@
+"""load_quantized on folders that lie, lack something or are of another layout: a clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_files import change_config, layouts, write
+from safetensors.torch import load_file, save_file
+
+from torch_metalmm import load_quantized
+
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
+
+UP = "model.layers.0.mlp.up_proj"  # [512, 256]
+Change = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each method, 4 bits in groups of 64."""
+    root = tmp_path_factory.mktemp("good")
+    for name, layout in layouts(4, 64).items():
+        write(root / name, layout, 4, 64, symmetric=name == "compressed-tensors")
+    return root
+
+
+def says(**changes: Any) -> Change:
+    """Change entries of quantization_config."""
+
+    def change(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())["quantization_config"]
+        change_config(folder, quantization_config=values | changes)
+
+    return change
+
+
+def up(leaf: str, change: Any) -> Change:
+    """Replace a tensor of up_proj by change(tensor); None removes it."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        old = tensors.pop(f"{UP}.{leaf}", None)
+        if change is not None:
+            tensors[f"{UP}.{leaf}"] = change(old).contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def several(*changes: Change) -> Change:
+    def change(folder: Path) -> None:
+        for each in changes:
+            each(folder)
+
+    return change
+
+
+def config(**changes: Any) -> Change:
+    return lambda folder: change_config(folder, **changes)
+
+
+def rename(old: str, new: str) -> Change:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        named = {name.replace(old, new): t for name, t in tensors.items()}
+        save_file(named, folder / "model.safetensors")
+
+    return change
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def grouped(**changes: Any) -> Change:
+    return says(config_groups={"group_0": {"weights": {"num_bits": 4}} | changes})
+
+
+CASES: dict[str, tuple[str, Change, str]] = {
+    "no config": ("gptq", lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "not quantized": ("gptq", config(quantization_config=...), "must have a quantization_config"),
+    "a list": ("gptq", config(quantization_config=[1]), r"quantization_config, got \[1\]"),
+    "of MLX": ("gptq", says(quant_method=None), "quant_method None: use load_mlx"),
+    "packed": ("gptq", says(quant_method="metalmm"), "'metalmm': use load_packed"),
+    "bitsandbytes": (
+        "gptq",
+        says(quant_method="bitsandbytes"),
+        "quantized by 'bitsandbytes', which has no format here.*dequantize it, and pack it",
+    ),
+    "method is a list": ("gptq", says(quant_method=["gptq"]), "no format here"),
+    "no weights": (
+        "gptq",
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"has no \*.safetensors",
+    ),
+    "truncated": ("gptq", truncate, "cannot read .*model.safetensors"),
+    "unknown model": ("gptq", config(model_type="evil"), "no model_type 'evil'"),
+    "dense": ("gptq", rename(".qweight", ".weight"), "has no tensor <layer>.qweight"),
+    "marlin": ("gptq", says(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; read"),
+    "is marlin": ("gptq", says(is_marlin_format=True), "is_marlin_format is True"),
+    "gemv": ("awq", says(version="gemv"), "version is 'gemv'; read here: 'gemm'"),
+    "llm-awq": ("awq", says(backend="llm-awq"), "backend is 'llm-awq'"),
+    "bits lie": ("gptq", says(bits=3), "config says bits 3, its tensors have 4"),
+    "bits are text": ("gptq", says(bits="4"), "config says bits '4', its tensors have 4"),
+    "group lies": ("awq", says(group_size=128), "config says group_size 128, its .* have 64"),
+    "no scales": ("gptq", up("scales", None), "up_proj: scales is missing"),
+    "no zeros": ("gptq", up("qzeros", None), "up_proj: qzeros is missing"),
+    "no codes": ("gptq", up("qweight", None), "tensors the model does not: .*up_proj.qzeros"),
+    "codes are floats": ("gptq", up("qweight", torch.Tensor.float), "qweight must be torch.int32"),
+    "5 bits": ("gptq", up("qweight", lambda t: t.repeat(2, 1)[:40]), "5 bits a code, GPTQ has"),
+    "no whole bits": ("gptq", up("qweight", lambda t: t[:-1]), "bits must be a positive integer"),
+    "empty codes": ("gptq", up("qweight", lambda t: t[:0]), "bits must be a positive integer"),
+    "other rows": ("gptq", up("qweight", lambda t: t[:, 1:]), r"must be torch.int32 \[any, 512\]"),
+    "zeros of others": ("gptq", up("qzeros", lambda t: t[1:]), r"qzeros must .*\[4, 64\], got"),
+    "three groups": ("gptq", up("scales", lambda t: t[:3]), r"qzeros must be torch.int32 \[3, 64"),
+    "groups of 16": (
+        "gptq",
+        several(
+            up("scales", lambda t: t.repeat(4, 1)),
+            up("qzeros", lambda t: t.repeat(4, 1)),
+            up("g_idx", lambda t: torch.arange(256, dtype=torch.int32) // 16),
+        ),
+        "groups of 16 values have no affine format",
+    ),
+    "scales are integers": ("awq", up("scales", lambda t: t.int()), "scales must be float"),
+    "NaN": ("awq", up("scales", lambda t: t * torch.nan), "scales must be finite floats"),
+    "infinite": ("hqq", up("scale", lambda t: t / 0), "scales must be finite floats"),
+    "group is negative": ("gptq", up("g_idx", lambda t: t - 1), "g_idx does not give each of 4"),
+    "group is too high": ("gptq", up("g_idx", lambda t: t + 2**30), "g_idx does not give each"),
+    "uneven groups": ("gptq", up("g_idx", lambda t: t * 0), "does not give each of 4 groups 64"),
+    "g_idx is short": ("gptq", up("g_idx", lambda t: t[1:]), r"g_idx must be .*\[256\]"),
+    "awq rows": ("awq", up("qweight", lambda t: t[1:]), r"qweight must .*\[256, 64\]"),
+    "awq zeros": ("awq", up("qzeros", lambda t: t[:, 1:]), r"qzeros must be .*\[4, 64\]"),
+    "no layer": ("awq", rename("up_proj", "evil"), "the model has no layer .*mlp.evil"),
+    "experts": (
+        "awq",
+        rename("mlp.up_proj", "mlp.experts.0.w1"),
+        "no layer .*experts.0.w1; transformers stacks experts in one tensor",
+    ),
+    "a norm": ("awq", rename("mlp.up_proj", "input_layernorm"), "LlamaRMSNorm, which cannot be"),
+    "extra tensor": ("awq", rename("norm.weight", "evil"), "does not: .*evil"),
+    "naive": ("compressed-tensors", says(format="naive-quantized"), "format is 'naive-quantized'"),
+    "of a group": ("compressed-tensors", grouped(format="nvfp4-pack-quantized"), "is 'nvfp4-pack"),
+    "no object": ("compressed-tensors", says(config_groups=[1]), "must be an object of objects"),
+    "activations": (
+        "compressed-tensors",
+        grouped(input_activations={"num_bits": 8}),
+        "input_activations are quantized too",
+    ),
+    "rotations": (
+        "compressed-tensors",
+        says(transform_config={"config_groups": {"u": {}}}),
+        "transform_config rotates activations",
+    ),
+    "sparse": (
+        "compressed-tensors",
+        says(sparsity_config={"format": "sparse-24-bitmask"}),
+        "the format of sparsity_config is 'sparse-24-bitmask'",
+    ),
+    "sparse by a list": (
+        "compressed-tensors",
+        says(sparsity_config=[1]),
+        "its quantization: .*list",
+    ),
+    "shape lies": ("compressed-tensors", up("weight_shape", lambda t: t * 2), "weight_shape is"),
+    "9 bits": (
+        "compressed-tensors",
+        up("weight_packed", lambda t: t.repeat(1, 3)[:, :72]),
+        "9 bits a code, at most 8",
+    ),
+    "no scale": ("compressed-tensors", up("weight_scale", None), "weight_scale is missing"),
+    "points": (
+        "compressed-tensors",
+        up("weight_zero_point", lambda _: torch.zeros(3, 4, dtype=torch.int32)),
+        r"weight_zero_point must be torch.int32 \[64, 4\]",
+    ),
+    "axis": ("hqq", up("axis", lambda t: t * 0), "axis must be 1: groups of other axes run"),
+    "no axis": ("hqq", up("axis", None), "axis must be 1"),
+    "packing": ("hqq", up("packing", lambda t: t + 1), "packing is '5cju`v9', known are"),
+    "no packing": ("hqq", up("packing", None), "packing must be a name"),
+    "zeros are codes": ("hqq", up("quant_zero", lambda t: t + 1), "quant_zero is set: scales"),
+    "hqq shape": ("hqq", up("shape", lambda t: t.flip(0)), r"shape is \[256, 512\], the layer"),
+    "W_q is cut": ("hqq", up("W_q", lambda t: t[1:]), r"W_q must be torch.uint8 \[1024, 64\]"),
+    "W_q is of bits": (
+        "hqq",
+        several(
+            up("W_q", lambda t: t[:, :63]),
+            up("packing", lambda t: torch.tensor([ord(c) for c in "3bit_32"], dtype=torch.uint8)),
+        ),
+        "up_proj: .*size",
+    ),
+    "W_q is odd": (
+        "hqq",
+        up("packing", lambda t: torch.tensor([ord(c) for c in "3bit_32"], dtype=torch.uint8)),
+        r"W_q must be torch.int32 \[205, 64\]",
+    ),
+    "qdata": ("torchao", up("_weight_qdata", lambda t: t[:, 1:]), r"must be .*\[512, 128\]"),
+    "tiles": (
+        "torchao",
+        up("_weight_qdata", lambda t: torch.zeros(64, 2, 32, 4, dtype=torch.int32)),
+        r"qdata must be torch.uint8 or torch.int8 \[512, 128\], got torch.int32 \[64, 2, 32, 4\]",
+    ),
+    "factors": (
+        "torchao",
+        up("_weight_act_pre_scale", lambda _: torch.ones(256)),
+        "act_pre_scale multiplies activations, which is not done here",
+    ),
+    "activations of 8": (
+        "torchao",
+        says(quant_type={"default": {"_type": "Float8DynamicActivationInt4WeightConfig"}}),
+        "quant_type quantizes activations too",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hostile_folders(good: Path, tmp_path: Path, case: str) -> None:
+    name, spoil, message = CASES[case]
+    folder = tmp_path / "spoiled"
+    shutil.copytree(good / name, folder)
+    spoil(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        load_quantized(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", layouts(4, 64))
+def test_the_folders_are_good_before(good: Path, name: str) -> None:
+    load_quantized(good / name)
+
+
+def test_code_beside_the_weights_is_not_run(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "evil"
+    shutil.copytree(good / "awq", folder)
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    change_config(folder, auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    load_quantized(folder)
+    assert not (folder / "ran").exists()

@@ -1,0 +1,109 @@
+"""Giving an empty model what a checkpoint holds: packed rows, and dense tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.attach import attach
+from ..models.integers.affine import Rows
+from ..models.replace import is_conv1d, packable, replaceable
+from ..models.skeleton import put_dense, put_packed, set_input_order, tied_names
+from ..nn import QuantLinear
+from .blame import blaming
+from .source import Source
+
+
+def fill(
+    path: Path,
+    model: Any,
+    source: Source,
+    packed: Mapping[str, Iterable[str]],
+    rows: Callable[[str, nn.Module], Rows],
+    device: torch.device | str,
+) -> None:
+    """Put everything of the source into the model, which is on the meta device.
+
+    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}.
+    ValueError: a layer cannot be packed, a tensor does not fit, is too many or is missing.
+    """
+    wanted, ties = model.state_dict(), tied_names(model)
+    left = set(source.keys)
+    for owner in sorted(packed):
+        made = rows(owner, _layer(path, model, source, owner, packed[owner]))
+        names = ties[f"{owner}.weight"]
+        put_packed(model, names, made.weight.to(device), made.format)
+        if made.input_order is not None:
+            if not all(
+                isinstance(model.get_submodule(n.removesuffix(".weight")), QuantLinear)
+                for n in names
+            ):
+                raise ValueError(f"{path}: {owner} orders its columns, which an embedding cannot")
+            set_input_order(model, names, made.input_order.to(device))
+        left.difference_update(packed[owner])
+    if extra := sorted(left - wanted.keys()):
+        raise ValueError(f"{path} has tensors the model does not: {', '.join(extra[:6])}")
+    for name in sorted(left):
+        _put_dense(path, model, source, name, wanted[name], ties.get(name, [name]), device)
+    given = left | {f"{owner}.weight" for owner in packed}
+    filled = {name for target in given for name in ties.get(target, [target])}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if missing := sorted(parameters & wanted.keys() - filled):
+        raise ValueError(f"{path} has no tensor for {', '.join(missing[:6])}")
+    model.to(device)  # buffers, which were made on the CPU
+
+
+def finish(path: Path, model: Any) -> Any:
+    """The filled model, frozen, with the folder's generation_config.json."""
+    if (path / "generation_config.json").exists():
+        from transformers import GenerationConfig
+
+        with blaming(path, "transformers makes nothing of its generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    attach(model)
+    return model.requires_grad_(False)
+
+
+def _layer(path: Path, model: Any, source: Source, owner: str, tensors: Iterable[str]) -> nn.Module:
+    """The layer of that name, which can be packed."""
+    key = _shown(source, owner, tensors)
+    try:
+        module: nn.Module = model.get_submodule(owner)
+    except AttributeError:
+        stacked = "; transformers stacks experts in one tensor" if ".experts." in owner else ""
+        raise ValueError(f"{path}: the model has no layer {key}{stacked}") from None
+    if not packable(module) or not replaceable(model, owner):
+        raise ValueError(f"{path}: {key} is a {type(module).__name__}, which cannot be packed")
+    return module
+
+
+def _shown(source: Source, owner: str, tensors: Iterable[str]) -> str:
+    """The checkpoint's name of a layer."""
+    name = min(tensors)
+    return source.keys[name].removesuffix(name.removeprefix(owner))
+
+
+def _put_dense(
+    path: Path,
+    model: Any,
+    source: Source,
+    name: str,
+    wanted: torch.Tensor,
+    names: list[str],
+    device: torch.device | str,
+) -> None:
+    value = source.read(name)
+    if is_conv1d(model.get_submodule(name.rpartition(".")[0])) and value.dim() == 2:
+        value = value.t().contiguous()
+    if value.shape != wanted.shape:
+        raise ValueError(
+            f"{path}: {source.keys[name]} is {list(value.shape)}, the model has "
+            f"{list(wanted.shape)}"
+        )
+    if wanted.is_floating_point() and not value.is_floating_point():
+        raise ValueError(f"{path}: {source.keys[name]} is {value.dtype}, not a float dtype")
+    put_dense(model, names, value, device)

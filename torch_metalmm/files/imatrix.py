@@ -1,0 +1,164 @@
+"""llama.cpp's importance matrices: GGUF files, and the .dat files of before July 2025."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..extras import require
+from .gguf.file import GgufFile
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_I32 = struct.Struct("<i")
+_MAX_NAME = 1 << 12
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A weight's columns: Σ x² f32 [matrices, K] over counts f32 [matrices] rows of x."""
+
+    sums: np.ndarray
+    counts: np.ndarray
+
+    def means(self) -> np.ndarray:
+        """The mean of x², f32 [matrices, K]: 1 for a matrix that saw no x, as in llama.cpp."""
+        counts = self.counts[:, None]
+        return np.where(counts > 0, self.sums / np.maximum(counts, 1), 1).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """{name of a weight in GGUF files ("blk.0.attn_q.weight"): Entry}, and where they come from."""
+
+    entries: Mapping[str, Entry]
+    datasets: tuple[str, ...] = field(default=())
+    chunks: int = 0
+    chunk_size: int = 512  # tokens
+
+
+def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
+    """The matrix in a GGUF or .dat file; the bytes say which it is.
+
+    A .dat file has no counts of rows, only of chunks: its sums are means times chunks, and each
+    count is the number of chunks, with a chunk_size of 1.
+    OSError. ValueError: the file is neither, truncated, or its tensors do not fit each other.
+    """
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    return _read_gguf(path) if magic == b"GGUF" else _read_dat(Path(path))
+
+
+def write_imatrix(path: str | os.PathLike[str], matrix: Imatrix) -> None:
+    """Write a GGUF file, or a .dat file if the path ends so; llama-quantize reads both.
+
+    A .dat file keeps one dataset, and for each weight the means times the number of chunks.
+    """
+    if os.fspath(path).endswith(".dat"):
+        Path(path).write_bytes(_dat(matrix))
+        return
+    require("write_imatrix", "gguf")
+    from gguf import GGUFWriter
+
+    class Writer(GGUFWriter):
+        def add_architecture(self) -> None:
+            """There is none."""
+
+    writer = Writer(os.fspath(path), "")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", list(matrix.datasets))
+    writer.add_uint32("imatrix.chunk_count", matrix.chunks)
+    writer.add_uint32("imatrix.chunk_size", matrix.chunk_size)
+    for name, entry in sorted(matrix.entries.items()):
+        writer.add_tensor(name + _SUMS, np.ascontiguousarray(entry.sums, np.float32))
+        writer.add_tensor(name + _COUNTS, entry.counts.astype(np.float32)[:, None])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _read_gguf(path: str | os.PathLike[str]) -> Imatrix:
+    file = GgufFile(path)
+    if file.metadata.get("general.type") != "imatrix":
+        raise ValueError(f"{file.path}: general.type must be 'imatrix'")
+    entries = {}
+    for name in file.tensors:
+        if not name.endswith(_SUMS):
+            continue
+        owner = name.removesuffix(_SUMS)
+        counts = file.tensors.get(owner + _COUNTS)
+        sums = file.tensors[name]
+        kinds = {sums.format, counts.format} if counts is not None else set()
+        if counts is None or kinds != {"f32"} or counts.shape != (*sums.shape[:-1], 1):
+            raise ValueError(f"{file.path}: {owner} must have in_sum2 and counts, f32, of one size")
+        values = file.dense(name).reshape(-1, sums.shape[-1]).numpy()
+        entries[owner] = _checked(
+            file.path, owner, values, file.dense(counts.name).flatten().numpy()
+        )
+    facts = {key: file.metadata.get(f"imatrix.{key}", 0) for key in ("chunk_count", "chunk_size")}
+    return Imatrix(entries, _datasets(file), facts["chunk_count"], facts["chunk_size"])
+
+
+def _datasets(file: GgufFile) -> tuple[str, ...]:
+    from gguf import GGUFReader
+
+    found = GGUFReader(file.path).get_field("imatrix.datasets")
+    return () if found is None else tuple(found.contents())
+
+
+def _checked(path: str, name: str, sums: np.ndarray, counts: np.ndarray) -> Entry:
+    for what, values in (("in_sum2", sums), ("counts", counts)):
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise ValueError(f"{path}: {what} of {name} must be finite and not negative")
+    return Entry(sums, counts)
+
+
+def _dat(matrix: Imatrix) -> bytes:
+    parts = [_I32.pack(len(matrix.entries))]
+    for name, entry in sorted(matrix.entries.items()):
+        calls = max(1, -(-int(entry.counts.max(initial=0)) // matrix.chunk_size))
+        values = (entry.means() * np.float32(calls)).astype("<f4")
+        parts += [_I32.pack(len(name.encode())), name.encode()]
+        parts += [_I32.pack(calls), _I32.pack(values.size), values.tobytes()]
+    dataset = (matrix.datasets[-1] if matrix.datasets else "").encode()
+    return b"".join([*parts, _I32.pack(matrix.chunks), _I32.pack(len(dataset)), dataset])
+
+
+def _read_dat(path: Path) -> Imatrix:
+    data, at = path.read_bytes(), 0
+
+    def take(count: int, what: str) -> bytes:
+        nonlocal at
+        if not 0 <= count <= len(data) - at:
+            raise ValueError(
+                f"{path} is no importance matrix: {what} runs past the end of the file"
+            )
+        at += count
+        return data[at - count : at]
+
+    def number(what: str) -> int:
+        return int(_I32.unpack(take(4, what))[0])
+
+    entries = {}
+    for _ in range(number("its number of entries")):
+        length = number("the length of a name")
+        if not 0 < length <= _MAX_NAME:
+            raise ValueError(f"{path} is no importance matrix: a name of {length} bytes")
+        name = take(length, "a name").decode(errors="replace")
+        calls, count = number(name), number(name)
+        if calls < 1 or count < 1:
+            raise ValueError(f"{path}: {name} has {count} values of {calls} chunks")
+        values = np.frombuffer(take(4 * count, name), "<f4").reshape(1, -1)
+        entries[name] = _checked(str(path), name, values, np.array([calls], np.float32))
+    if not entries:
+        raise ValueError(f"{path} is no importance matrix: it has no entries")
+    chunks, dataset = 0, ""
+    if at < len(data):  # older files end here
+        chunks = number("its number of chunks")
+        dataset = take(number("the length of its dataset"), "its dataset").decode(errors="replace")
+    return Imatrix(entries, (dataset,) if dataset else (), chunks, 1)

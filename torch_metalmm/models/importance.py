@@ -1,0 +1,64 @@
+"""How much each column of a layer's weight matters: sums of squares of the inputs it multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import QuantLinear
+from .replace import packable, weight_shape
+
+
+@dataclass
+class Sums:
+    """Σ x² of each column over the rows of x that a layer has seen, and how many rows that was.
+
+    Of layers with an input_order the columns are those of the packed weight.
+    """
+
+    squares: Tensor  # f64 [K], on the CPU
+    rows: int = 0
+
+
+@contextmanager
+def importance(model: nn.Module) -> Iterator[dict[str, Sums]]:
+    """Collect the sums of every packable linear layer of the model while it runs.
+
+        with importance(model) as sums:
+            model(ids)
+
+    Gives {name: Sums}, complete when the block ends; layers that never ran have rows = 0. Fused
+    layers run their own forward meanwhile. Embeddings and stacked experts are not seen.
+    ValueError at the end of the block: an input was NaN or infinite.
+    """
+    sums: dict[str, Sums] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if packable(module) and not isinstance(module, nn.Embedding):
+            sums[name] = Sums(torch.zeros(weight_shape(module)[1], dtype=torch.float64))
+            hooks.append(module.register_forward_pre_hook(_adder(sums[name]), with_kwargs=True))
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, found in sums.items():
+        if not bool(torch.isfinite(found.squares).all()):
+            raise ValueError(f"{name} was given an input that is NaN or infinite")
+
+
+def _adder(sums: Sums) -> Any:
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        order = module.input_order if isinstance(module, QuantLinear) else None
+        squares = rows.square().sum(0).cpu().double()  # f64 only here: Apple's GPUs have none
+        sums.squares += squares if order is None else squares[order.cpu()]
+        sums.rows += len(rows)
+
+    return add

@@ -1,0 +1,1 @@
+"""Integers with a scale and a zero, as other libraries store weights, as affine rows."""
