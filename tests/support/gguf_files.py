@@ -205,6 +205,26 @@ def random_model(
     return write_gguf(path, architecture, tensors, values)
 
 
+def split(
+    path: Path, architecture: str, tensors_each: int, empty_first: bool = False
+) -> list[Path]:
+    """The file's model as the gguf package splits it, beside the file; the parts in order."""
+    target = path.with_name(f"{path.stem}-split.gguf")
+    writer = gguf.GGUFWriter(
+        target, architecture, split_max_tensors=tensors_each, small_first_shard=empty_first
+    )
+    for key, value in ARCHITECTURES[architecture].items():
+        _add_value(writer, f"{architecture}.{key}", value)
+    _add_tokenizer(writer, architecture)
+    for name, (data, format) in tensors_of(path):
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[format.upper()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(path.parent.glob(f"{path.stem}-split-*.gguf"))
+
+
 def tensors_of(path: Path) -> list[tuple[str, tuple[np.ndarray, str]]]:
     """The tensors of a file in the form write_gguf takes."""
     file = GgufFile(path)

@@ -265,6 +265,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _quantize(args: argparse.Namespace) -> None:
     from ..files.folder import is_packed, replaceable_weights
+    from ..files.gguf.split import is_gguf
     from ..files.mlx.load import is_mlx
     from ..files.owned import prepare_folder
     from ..files.quantized import is_quantized
@@ -273,7 +274,7 @@ def _quantize(args: argparse.Namespace) -> None:
     from .generate import load_model
 
     spec = _spec(args.format, args.pattern)
-    is_packed_already = args.source.is_file() or is_quantized(args.source)
+    is_packed_already = is_gguf(args.source) or is_quantized(args.source)
     if not spec and not is_packed_already:
         raise ValueError("give --format, --pattern or both")
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):

@@ -26,7 +26,9 @@ def demo_model() -> Path:
 
 def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's."""
-    if path.is_dir():
+    from ..files.gguf.split import is_gguf
+
+    if path.is_dir() and not is_gguf(path):
         from ..files.folder import is_packed
         from ..files.mlx.load import is_mlx, load_mlx
         from ..files.quantized import is_quantized, load_quantized

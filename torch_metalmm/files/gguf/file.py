@@ -79,7 +79,7 @@ class GgufFile:
         if not os.path.exists(self.path):
             raise FileNotFoundError(f"no such GGUF file: {self.path}")
         if os.path.getsize(self.path) < 24:
-            raise self._error("it is shorter than a GGUF header")
+            raise self.error("it is shorter than a GGUF header")
         self._map = self._map_privately()
         self._array = np.frombuffer(self._map, np.uint8)
         self._bytes = self._array.data
@@ -90,16 +90,16 @@ class GgufFile:
         try:
             self._parse()
         except (struct.error, OverflowError):
-            raise self._error("it is truncated: its header runs past the end of the file") from None
+            raise self.error("it is truncated: its header runs past the end of the file") from None
         except UnicodeDecodeError:
-            raise self._error("a key or name in its header is not UTF-8 text") from None
+            raise self.error("a key or name in its header is not UTF-8 text") from None
 
     @property
     def architecture(self) -> str:
         """general.architecture. ValueError if the file does not state it."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
-            raise self._error("its metadata has no general.architecture")
+            raise self.error("its metadata has no general.architecture")
         return name
 
     def packed(self, name: str) -> Tensor:
@@ -109,7 +109,7 @@ class GgufFile:
         """
         entry = self.tensors[name]
         if self._map.size() < entry.offset + entry.nbytes:
-            raise self._error(
+            raise self.error(
                 f"it was truncated to {self._map.size()} bytes while open; tensor {name!r} ends at "
                 f"byte {entry.offset + entry.nbytes}"
             )
@@ -158,25 +158,26 @@ class GgufFile:
             except OSError as error:
                 raise OSError(error.errno, f"cannot map it: {error.strerror}", self.path) from None
 
-    def _error(self, what: str) -> ValueError:
+    def error(self, what: str) -> ValueError:
+        """What to raise where the file is not as it must be."""
         return ValueError(f"cannot read {self.path}: {what}")
 
     def _parse(self) -> None:
         size = len(self._bytes)
         if bytes(self._bytes[:4]) != _MAGIC:
-            raise self._error("it does not start with the GGUF magic, so it is not a GGUF file")
+            raise self.error("it does not start with the GGUF magic, so it is not a GGUF file")
         version, n_tensors, n_values = struct.unpack_from("<IQQ", self._bytes, 4)
         if version & 0xFFFF == 0:
-            raise self._error("it is big-endian; only little-endian files are supported")
+            raise self.error("it is big-endian; only little-endian files are supported")
         if version not in _VERSIONS:
-            raise self._error(f"it is GGUF version {version}; versions 2 and 3 are supported")
+            raise self.error(f"it is GGUF version {version}; versions 2 and 3 are supported")
         # The smallest entries: an empty key with a 1-byte value, an empty name with one dimension.
         if n_values > size // 13 or n_tensors > size // 32:
-            raise self._error(
+            raise self.error(
                 f"it claims {n_values} metadata values and {n_tensors} tensors in {size} bytes"
             )
         if n_values > _MAX_VALUES or n_tensors > _MAX_TENSORS:
-            raise self._error(
+            raise self.error(
                 f"it has {n_values} metadata values and {n_tensors} tensors; "
                 f"at most {_MAX_VALUES} and {_MAX_TENSORS} are read"
             )
@@ -192,7 +193,7 @@ class GgufFile:
         types = type_names()
         for name, shape, type_id, offset in raw:
             if offset % alignment:
-                raise self._error(
+                raise self.error(
                     f"tensor {name!r} has the offset {offset}, no multiple of the alignment "
                     f"{alignment}"
                 )
@@ -202,7 +203,7 @@ class GgufFile:
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", 32)
         if value < _MIN_ALIGNMENT or value & (value - 1):
-            raise self._error(
+            raise self.error(
                 f"general.alignment = {value} is not a power of two of at least {_MIN_ALIGNMENT}"
             )
         return int(value)
@@ -210,7 +211,7 @@ class GgufFile:
     def _check_disjoint(self) -> None:
         for one, other in pairwise(sorted(self.tensors.values(), key=lambda t: t.offset)):
             if one.offset + one.nbytes > other.offset:
-                raise self._error(f"the tensors {one.name!r} and {other.name!r} overlap")
+                raise self.error(f"the tensors {one.name!r} and {other.name!r} overlap")
 
     def _string(self, pos: int) -> tuple[str, int]:
         (length,) = _U64.unpack_from(self._bytes, pos)
@@ -218,7 +219,7 @@ class GgufFile:
         if end > len(self._bytes):
             raise struct.error
         if length > _MAX_TEXT:
-            raise self._error(
+            raise self.error(
                 f"the text at byte {pos + 8} has {length} bytes; at most {_MAX_TEXT} are read"
             )
         return str(self._bytes[pos + 8 : end], "utf-8"), end
@@ -229,9 +230,9 @@ class GgufFile:
         (kind,) = _U32.unpack_from(self._bytes, pos)
         pos += 4
         if key in self._spans:
-            raise self._error(f"the metadata key {key!r} appears twice")
+            raise self.error(f"the metadata key {key!r} appears twice")
         if key == "general.alignment" and kind != _U32_VALUE:
-            raise self._error(f"{key} has the type {kind}; it must be a 32-bit unsigned integer")
+            raise self.error(f"{key} has the type {kind}; it must be a 32-bit unsigned integer")
         if kind == _STRING:
             self.metadata[key], pos = self._string(pos)
         elif kind == _ARRAY:
@@ -240,7 +241,7 @@ class GgufFile:
             (self.metadata[key],) = struct.unpack_from("<" + _SCALARS[kind], self._bytes, pos)
             pos += struct.calcsize("<" + _SCALARS[kind])
         else:
-            raise self._error(f"the metadata value {key!r} has the unknown type {kind}")
+            raise self.error(f"the metadata value {key!r} has the unknown type {kind}")
         self._spans[key] = (start, pos)
         return pos
 
@@ -248,11 +249,11 @@ class GgufFile:
         kind, count = struct.unpack_from("<IQ", self._bytes, pos)
         pos += 12
         if kind not in _SCALARS and kind != _STRING:
-            raise self._error(f"the array {key!r} has elements of the unsupported type {kind}")
+            raise self.error(f"the array {key!r} has elements of the unsupported type {kind}")
         width = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
         left = len(self._bytes) - pos
         if count * width > left:
-            raise self._error(f"it is truncated: {key!r} has {count} elements, {left} bytes follow")
+            raise self.error(f"it is truncated: {key!r} has {count} elements, {left} bytes follow")
         if kind != _STRING:
             return ArrayEntry(count, width), pos + count * width
         unpack, data, longest = _U64.unpack_from, self._bytes, 0
@@ -266,7 +267,7 @@ class GgufFile:
         name, pos = self._string(pos)
         (n_dims,) = _U32.unpack_from(self._bytes, pos)
         if not 1 <= n_dims <= _MAX_DIMS:
-            raise self._error(f"tensor {name!r} has {n_dims} dimensions")
+            raise self.error(f"tensor {name!r} has {n_dims} dimensions")
         dims = struct.unpack_from(f"<{n_dims}Q", self._bytes, pos + 4)
         pos += 4 + 8 * n_dims
         type_id, offset = struct.unpack_from("<IQ", self._bytes, pos)
@@ -274,18 +275,18 @@ class GgufFile:
 
     def _add_tensor(self, name: str, shape: tuple[int, ...], kind: str, offset: int) -> None:
         if name in self.tensors:
-            raise self._error(f"the tensor {name!r} appears twice")
+            raise self.error(f"the tensor {name!r} appears twice")
         if kind not in _formats_in_files():
-            raise self._error(
+            raise self.error(
                 f"tensor {name!r} has the type {kind.upper()}, which has no format here; "
                 f"supported: {', '.join(f.upper() for f in _formats_in_files())}"
             )
         spec = formats.get(kind)
         if 0 in shape or shape[-1] % spec.block_values:
-            raise self._error(f"tensor {name!r} has the shape {list(shape)}, impossible for {kind}")
+            raise self.error(f"tensor {name!r} has the shape {list(shape)}, impossible for {kind}")
         nbytes = prod(shape[:-1]) * spec.row_bytes(shape[-1])
         if offset + nbytes > len(self._bytes):
-            raise self._error(
+            raise self.error(
                 f"it is truncated: tensor {name!r} ends at byte {offset + nbytes} of "
                 f"{len(self._bytes)}"
             )

@@ -28,6 +28,7 @@ from ..limits import MAX_LAYERS
 from .file import GgufFile
 from .layout import Layout, TensorMap
 from .map import model_config, tensor_map, tokenizer
+from .split import open_gguf
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 _MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
@@ -40,6 +41,8 @@ def load_gguf(
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a GGUF file, for every architecture that transformers maps.
 
+    A split file is given by any of its parts, or by the folder that has them and no other model.
+
     Each 2-D weight of a Linear, Conv1D (GPT-2) or Embedding becomes a QuantLinear or
     QuantEmbedding: on the CPU a view of the memory-mapped file, copied only where the architecture
     reorders rows (Llama's q and k); on another device a copy. Files larger than memory load, and
@@ -50,18 +53,18 @@ def load_gguf(
     A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
 
-    FileNotFoundError, ImportError (transformers or gguf missing), or ValueError, before any weight
-    is read: not a GGUF file, truncated, a tensor type without a format here, tensors that overlap
-    or are not aligned, an architecture transformers does not map, a missing tensor or one of
-    another shape than the model's, metadata too large for a model. ValueError, too, where the file
-    is truncated while it is read.
+    FileNotFoundError, IsADirectoryError, ImportError (transformers or gguf missing), or ValueError,
+    before any weight is read: not a GGUF file, truncated, parts that are not one model's, a tensor
+    type without a format here, tensors that overlap or are not aligned, an architecture that cannot
+    be mapped, a missing tensor or one of another shape than the model's, metadata too large for a
+    model. ValueError, too, where the file is truncated while it is read.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     require("load_gguf", "gguf", *HF)
 
-    file = GgufFile(path)
-    _check_whole(file)
+    file = open_gguf(path)
+    _check_sizes(file)
     with blaming(file.path, "transformers makes no config of its metadata"):
         config, values = model_config(file)
     with blaming(file.path, "no model fits its metadata"):
@@ -103,13 +106,8 @@ class _Plan:
     unused: list[str] = field(default_factory=list)
 
 
-def _check_whole(file: GgufFile) -> None:
-    """ValueError for a part of a split file, and for sizes that its tensors contradict."""
-    parts = file.metadata.get("split.count", 0)
-    if not isinstance(parts, int) or parts > 1:
-        raise ValueError(
-            f"{file.path} is one of {parts!r} parts; join them with llama-gguf-split --merge"
-        )
+def _check_sizes(file: GgufFile) -> None:
+    """ValueError for sizes that the tensors contradict."""
     blocks = file.metadata.get(f"{file.architecture}.block_count", 0)
     most = min(len(file.tensors), MAX_LAYERS)
     if not isinstance(blocks, int) or blocks > most:
