@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from gguf_files import ARCHITECTURES, RARE, load_quietly, random_model
+from gguf_models import CASES, architecture_of
 from places import ROOT
 from torch import Tensor, nn
 
@@ -122,21 +123,22 @@ def check_everything_else_is_packed(model: nn.Module, has_exceptions: bool) -> N
 def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
-    from torch_metalmm.files.gguf.map import _ProcessorMap, model_config, tensor_map
+    from torch_metalmm.files.gguf.map import ProcessorMap, model_config, tensor_map
     from torch_metalmm.models.skeleton import empty_model
 
     path = random_model(folder / f"names-{architecture}.gguf", architecture)
     file = GgufFile(path)
     config, values = model_config(file)
     model = empty_model(config, torch.float32)
-    mapping = tensor_map(file, model, values)
-    if isinstance(mapping, _ProcessorMap):
+    mapping = tensor_map(file.architecture, model, values)
+    if isinstance(mapping, ProcessorMap):
         assert mapping._names == get_gguf_hf_weights_map(model, mapping._processor)
 
 
 def test_supported_architectures_are_the_tested_ones() -> None:
     # deci needs a model class that transformers does not have; gpt-oss misses its experts' names.
-    assert set(supported_architectures()) == set(ARCHITECTURES)
+    converted = {architecture_of(case) for case in CASES}
+    assert set(supported_architectures()) == set(ARCHITECTURES) | converted
 
 
 # The demo model

@@ -85,7 +85,9 @@ def test_a_tensor_type_without_a_format(tmp_path: Path, tiny_llama: Path) -> Non
 def test_an_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     path = write_gguf(tmp_path / "x.gguf", "rwkv7", embedding, {})
-    with pytest.raises(ValueError, match="cannot map .* 'rwkv7'; supported: .*llama.*qwen3"):
+    with pytest.raises(
+        ValueError, match="no model is known for .* 'rwkv7'; supported: .*llama.*qwen3"
+    ):
         load_gguf(path)
 
 

@@ -39,7 +39,7 @@ def load_gguf(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a GGUF file, for every architecture that transformers maps.
+    """(model, tokenizer) of a GGUF file, for every architecture in supported_architectures().
 
     A split file is given by any of its parts, or by the folder that has them and no other model.
 
@@ -70,7 +70,7 @@ def load_gguf(
     with blaming(file.path, "no model fits its metadata"):
         with torch.device("meta"):
             outline = empty_model(config, dtype)
-        mapping = tensor_map(file, outline, values)
+        mapping = tensor_map(file.architecture, outline, values)
     _check_shapes(file, outline.state_dict(), mapping)
     _check_buffers(file, outline)
     _plan(file, outline, mapping)  # finds what is missing; packs less than the model with buffers
@@ -79,7 +79,8 @@ def load_gguf(
     with blaming(file.path, "no model fits its metadata"):
         model = empty_model(config, dtype)
     plan = _plan(file, model, mapping)
-    if "rope_parameters" in values and _ROPE_DIVISORS in plan.unused:
+    scaling = values.get("rope_parameters", {}).get("rope_type")
+    if scaling == "llama3" and _ROPE_DIVISORS in plan.unused:
         plan.unused.remove(_ROPE_DIVISORS)  # they are in the config
     _warn(file, plan, dtype)
     _fill(model, file, mapping, plan, device)

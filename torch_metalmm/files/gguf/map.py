@@ -1,7 +1,8 @@
 """What transformers knows about GGUF files: config, tokenizer, tensor names and layouts.
 
 Everything here calls transformers' own tables and converters; the work is to call them on a file's
-header, so that no tensor has to be read to learn where it goes.
+header, so that no tensor has to be read to learn where it goes. Of architectures that transformers
+has no tables for, architectures.py has the configs, and the gguf package the names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .architectures import ARCHITECTURES, config_values
 from .file import GgufFile
 from .layout import TensorMap
 
@@ -34,10 +36,11 @@ _LONGEST_ARRAY = 1 << 12  # of other arrays, which have an element for each laye
 
 
 def supported_architectures() -> list[str]:
-    """The values of general.architecture that transformers maps, sorted."""
+    """The values of general.architecture that can be loaded, sorted."""
     from gguf import MODEL_ARCH_NAMES
 
-    return sorted(a for a in MODEL_ARCH_NAMES.values() if _is_supported(a))
+    known = MODEL_ARCH_NAMES.values()
+    return sorted(a for a in known if a in ARCHITECTURES or _is_transformers(a))
 
 
 def model_config(file: GgufFile) -> tuple[Any, dict[str, Any]]:
@@ -53,18 +56,21 @@ def model_config(file: GgufFile) -> tuple[Any, dict[str, Any]]:
     from transformers.integrations.gguf.reader import read_gguf_metadata
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if not _is_supported(file.architecture):
+    if file.architecture not in supported_architectures():
         raise ValueError(
-            f"{file.path}: transformers cannot map the GGUF architecture {file.architecture!r}; "
+            f"{file.path}: no model is known for the GGUF architecture {file.architecture!r}; "
             f"supported: {', '.join(supported_architectures())}"
         )
-    with tempfile.NamedTemporaryFile(suffix=".gguf") as header:
-        file.write_header(header.file, _config_keys(file), file.tensors, empty=[_TOKENS])
-        header.flush()
-        if file.architecture in GGUF_CONFIG_ARCHS:
-            values = get_gguf_config(*read_gguf_metadata(header.name))
-        else:
-            values = load_gguf_checkpoint(header.name)["config"]  # type: ignore[no-untyped-call]
+    if not _is_transformers(file.architecture):
+        values = config_values(file)
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as header:
+            file.write_header(header.file, _config_keys(file), file.tensors, empty=[_TOKENS])
+            header.flush()
+            if file.architecture in GGUF_CONFIG_ARCHS:
+                values = get_gguf_config(*read_gguf_metadata(header.name))
+            else:
+                values = load_gguf_checkpoint(header.name)["config"]  # type: ignore[no-untyped-call]
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
@@ -124,13 +130,13 @@ def _tokenizer_keys(file: GgufFile) -> list[str]:
     return ["general.architecture", *scalars, *found]
 
 
-def tensor_map(file: GgufFile, model: Any, config_values: dict[str, Any]) -> TensorMap:
-    """The map for the file's architecture; transformers has an old and a new kind."""
+def tensor_map(architecture: str, model: Any, values: dict[str, Any]) -> TensorMap:
+    """The map for the architecture; transformers has an old and a new kind."""
     from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
-    if file.architecture in GGUF_ARCHS:
-        return _ConversionMap(GGUF_ARCHS[file.architecture](model.config))
-    return _ProcessorMap(file, model, config_values)
+    if architecture in GGUF_ARCHS:
+        return _ConversionMap(GGUF_ARCHS[architecture](model.config))
+    return ProcessorMap(architecture, model, values)
 
 
 def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
@@ -150,20 +156,21 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
     return {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
 
 
-class _ProcessorMap(TensorMap):
+class ProcessorMap(TensorMap):
     """The architectures of modeling_gguf_pytorch_utils: a name table and a TensorProcessor."""
 
-    def __init__(self, file: GgufFile, model: Any, config_values: dict[str, Any]) -> None:
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
+    def __init__(self, architecture: str, model: Any, values: dict[str, Any]) -> None:
+        from transformers import modeling_gguf_pytorch_utils as theirs
 
         super().__init__()
-        kind = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor: Any = kind(config=config_values)  # type: ignore[no-untyped-call]
-        self._names = get_gguf_hf_weights_map(_Shallow(model), self._processor)
+        known = _is_transformers(architecture)
+        kind = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)
+        if not known:
+            kind = getattr(theirs, ARCHITECTURES[architecture].processor)
+        self._processor: Any = kind(config=values)  # type: ignore[no-untyped-call]
+        self._names = theirs.get_gguf_hf_weights_map(
+            _Shallow(model), self._processor, model_type=None if known else architecture
+        )
         self._needed: dict[str, set[str]] = {}  # by target, names without ".weight"
         for name, target in self._names.items():
             self._needed.setdefault(target, set()).add(name.removesuffix(".weight"))
@@ -263,7 +270,8 @@ class _Shallow:
         ]
 
 
-def _is_supported(architecture: str) -> bool:
+def _is_transformers(architecture: str) -> bool:
+    """Whether transformers makes configs of this architecture's files."""
     from transformers import CONFIG_MAPPING
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
@@ -280,19 +288,20 @@ def _add_rope_scaling(file: GgufFile, values: dict[str, Any]) -> None:
 
     transformers' loader ignores these divisors, so that long contexts go wrong.
     """
-    if "rope_freqs.weight" not in file.tensors or "rope_theta" not in values:
+    theta = values.get("rope_theta", values.get("rope_parameters", {}).get("rope_theta"))
+    if "rope_freqs.weight" not in file.tensors or theta is None:
         return
     divisors = file.dense("rope_freqs.weight").flatten().double()
     # Llama 3.1 to 3.3: 8192 positions, factors 1 and 4; only the overall factor differs.
     context, low, high, factor = 8192, 1.0, 4.0, float(divisors.max())
     steps = torch.arange(divisors.numel(), dtype=torch.float64) / divisors.numel()
-    turns = context / (2 * torch.pi * float(values["rope_theta"]) ** steps)
+    turns = context / (2 * torch.pi * float(theta) ** steps)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if factor > 1 and torch.allclose(divisors, expected, rtol=1e-4):
         values["rope_parameters"] = {
             "rope_type": "llama3",
-            "rope_theta": values["rope_theta"],
+            "rope_theta": theta,
             "factor": factor,
             "low_freq_factor": low,
             "high_freq_factor": high,

@@ -1,0 +1,81 @@
+"""Architectures that transformers does not read: random models of transformers, converted here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gguf import GGUFReader
+from gguf_files import load_quietly, tensors_of, write_gguf
+from gguf_models import CASES, convert, random_hf
+from test_gguf import check_equals_reference
+
+from torch_metalmm import QuantEmbedding, QuantLinear, load_gguf
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.usefixtures("quiet_transformers"),
+]
+
+TIED = ("command-r", "command-r+", "cohere2", "gemma", "granite", "smollm3")
+
+# The text of these is another model of transformers.
+TEXT = {
+    transformers.Qwen2VLForConditionalGeneration: transformers.Qwen2ForCausalLM,
+    transformers.Qwen3VLForConditionalGeneration: transformers.Qwen3ForCausalLM,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_converted_model_equals_its_original(tmp_path: Path, case: str) -> None:
+    original = random_hf(case, tied=case in TIED)
+    path = convert(original, case, tmp_path / "model.gguf")
+    model, tokenizer, warned = load_quietly(path)
+    assert warned == []
+    assert type(model) is TEXT.get(type(original), type(original))
+    seen = [m for name, m in original.named_modules() if ".visual." not in name]
+    layers = [m for m in seen if isinstance(m, torch.nn.Linear | torch.nn.Embedding)]
+    packed = [m for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)]
+    assert len(packed) == len(layers)
+    ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
+    greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    with torch.inference_mode():
+        made = model.generate(ids, **greedy)
+        assert torch.equal(made, original.generate(ids, **greedy))
+    check_equals_reference(model, original, ids)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "message"),
+    [
+        ("logit_scale", {}, "granite.logit_scale is missing"),
+        ("embedding_scale", {}, "granite.embedding_scale is missing"),
+        ("block_count", {}, "granite.block_count is missing"),
+        ("attention.head_count", {}, "granite.attention.head_count is missing"),
+        ("attention.head_count_kv", {"attention.head_count_kv": [2, 2, 2, 2]}, "or a list"),
+        ("", {"expert_count": 4}, "granite.expert_count is known for other architectures only"),
+        ("", {"attention.sliding_window": 4}, "granite.attention.sliding_window is known for"),
+        ("", {"rope.dimension_count": "x"}, "no config of its metadata"),
+        ("attention.head_count", {"attention.head_count": 0}, "no config of its metadata"),
+    ],
+)
+def test_metadata_that_makes_no_such_model(
+    tmp_path: Path, removed: str, added: dict[str, Any], message: str
+) -> None:
+    path = convert(random_hf("granite", True), "granite", tmp_path / "good.gguf", ("f32",))
+    values = metadata_of(path, "granite")
+    if removed:
+        del values[removed]
+    bad = write_gguf(tmp_path / "bad.gguf", "granite", dict(tensors_of(path)), values | added)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_gguf(bad)
+    assert str(bad) in str(caught.value)
+
+
+def metadata_of(path: Path, architecture: str) -> dict[str, Any]:
+    fields = GGUFReader(path).fields.values()
+    prefix = f"{architecture}."
+    return {f.name.removeprefix(prefix): f.contents() for f in fields if f.name.startswith(prefix)}

@@ -1,0 +1,216 @@
+"""GGUF architectures by their keys: what transformers does not read, and what save_gguf writes.
+
+A row says under which names a file and a transformers config state the same value. Read this way a
+row gives the config of a file; read the other way, the metadata of a model. What every decoder has,
+the width of its heads and its rotation, is not in the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .file import GgufFile
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_RMS = _SIZES | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_NORM = _SIZES | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+_KV_HEADS, _KEY_LENGTH = "attention.head_count_kv", "attention.key_length"
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+# Parts of a rotation's scaling, under rope.scaling., and in rope_parameters.
+_SCALING = {
+    "type": "rope_type",
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_LLAMA, _GEMMA = "LlamaTensorProcessor", "Gemma2TensorProcessor"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A value of general.architecture, and the model of transformers that it is.
+
+    keys: {key without the architecture's prefix: attribute of the config}. flags: {attribute that
+    is whether the file has a tensor: its name}. processor: of transformers, which undoes what
+    llama.cpp's converter did to values: it interleaves rows of q and k, or adds 1 to norms.
+    writes: whether a model of this type is saved as this architecture.
+    """
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=lambda: _RMS)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    processor: str = "TensorProcessor"
+    writes: bool = True
+
+
+ARCHITECTURES = {
+    # Read by transformers
+    "llama": Architecture("llama"),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma2": Architecture("gemma2", _RMS | _WINDOW | _CAPS),
+    "gemma3": Architecture("gemma3_text", _RMS | _WINDOW),
+    "starcoder2": Architecture(
+        "starcoder2", _SIZES | {"attention.layer_norm_epsilon": "norm_epsilon"}
+    ),
+    # Read by these rows
+    "arcee": Architecture("arcee", processor=_LLAMA),
+    "command-r": Architecture(
+        "cohere",
+        _NORM | {"logit_scale": "logit_scale"},
+        {"use_qk_norm": "blk.0.attn_q_norm.weight"},
+    ),
+    "cohere2": Architecture("cohere2", _NORM | _WINDOW | {"logit_scale": "logit_scale"}),
+    "ernie4_5": Architecture("ernie4_5"),
+    "gemma": Architecture("gemma", processor=_GEMMA),
+    "glm4": Architecture("glm4", flags={"attention_bias": "blk.0.attn_q.bias"}),
+    "granite": Architecture("granite", _RMS | _GRANITE, processor=_LLAMA),
+    "mistral3": Architecture(
+        "ministral3",
+        _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
+        processor=_LLAMA,
+    ),
+    "olmo": Architecture("olmo", _SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
+    "olmo2": Architecture("olmo2"),
+    "phi2": Architecture("phi", _NORM),
+    "qwen2vl": Architecture("qwen2", writes=False),  # for text its rotation in 3 parts is that of 1
+    "qwen3vl": Architecture("qwen3", writes=False),
+    "seed_oss": Architecture("seed_oss", flags={"attention_bias": "blk.0.attn_q.bias"}),
+    "smollm3": Architecture("smollm3", processor=_LLAMA),
+}
+# Values that make another model of what a row describes.
+_OTHERS = ("expert_count", *_WINDOW)
+# Values without which a model would silently have its class's default.
+_NEEDED = (*_SIZES, *_GRANITE, "attention.layer_norm_rms_epsilon", *_WINDOW, "logit_scale")
+
+
+def config_values(file: GgufFile) -> dict[str, Any]:
+    """The config of a file whose architecture has a row.
+
+    ValueError: a value is missing, or is one of a model that no row describes.
+    """
+    row, prefix = ARCHITECTURES[file.architecture], f"{file.architecture}."
+    for key in _OTHERS:
+        if key not in row.keys and file.metadata.get(prefix + key):
+            raise ValueError(f"{file.path}: {prefix + key} is known for other architectures only")
+    values: dict[str, Any] = {
+        "model_type": row.model_type,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rotation(file, prefix),
+    }
+    for key, name in {**row.keys, _KV_HEADS: "num_key_value_heads"}.items():
+        value = file.metadata.get(prefix + key)
+        if value is None and (key in _NEEDED or prefix + key in file.arrays):
+            raise ValueError(f"{file.path}: {prefix + key} is missing, or a list")
+        if value is not None:
+            _put(values, name, value)
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    values["head_dim"] = _head_dim(file, prefix)
+    values |= {name: tensor in file.tensors for name, tensor in row.flags.items()}
+    for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
+        values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return values
+
+
+def metadata(config: Any) -> tuple[str, dict[str, Any]]:
+    """(architecture, its values by their full keys) of a transformers config.
+
+    ValueError: no row is of its model type, or its rotation has no name in GGUF.
+    """
+    kind = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    found = [name for name, row in ARCHITECTURES.items() if row.writes and row.model_type == kind]
+    if not found:
+        known = sorted(row.model_type for row in ARCHITECTURES.values() if row.writes)
+        raise ValueError(
+            f"model: GGUF files of {config.model_type} models are not written; those of "
+            f"{', '.join(known)} are"
+        )
+    (architecture,) = found
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = {"vocab_size": config.vocab_size, _KEY_LENGTH: head, "attention.value_length": head}
+    values[_KV_HEADS] = config.num_key_value_heads
+    for key, name in ARCHITECTURES[architecture].keys.items():
+        values[key] = _get(config, name)
+    if architecture == "olmo":
+        values["attention.layer_norm_epsilon"] = (
+            1e-5  # its norms have no weights, and this is theirs
+        )
+    values |= _rotation_values(config, head)
+    return architecture, {
+        f"{architecture}.{key}": value for key, value in values.items() if value is not None
+    }
+
+
+def _head_dim(file: GgufFile, prefix: str) -> int:
+    """attention.key_length, or what the heads have of the width."""
+    given = file.metadata.get(prefix + _KEY_LENGTH)
+    if given is None:
+        given = file.metadata[prefix + "embedding_length"]
+        given //= file.metadata[prefix + "attention.head_count"]
+    return int(given)
+
+
+def _rotation(file: GgufFile, prefix: str) -> dict[str, Any]:
+    """rope_parameters. The defaults are those of llama.cpp."""
+    rope = {"rope_theta": file.metadata.get(prefix + "rope.freq_base", 10000.0)}
+    turned = file.metadata.get(prefix + "rope.dimension_count")
+    if turned is not None and f"{prefix}attention.head_count" in file.metadata:
+        rope["partial_rotary_factor"] = turned / _head_dim(file, prefix)
+    for key, name in _SCALING.items():
+        value = file.metadata.get(f"{prefix}rope.scaling.{key}")
+        if value is not None:
+            rope[name] = "default" if value == "none" else value
+    log = file.metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
+    if log is not None:
+        rope["mscale_all_dim"] = rope["mscale"] = log
+    return {"rope_type": "default"} | rope
+
+
+def _rotation_values(config: Any, head: int) -> dict[str, Any]:
+    """The keys of the config's rotation. ValueError: it has no name in GGUF."""
+    rope = dict(config.rope_parameters)
+    rope = rope.get("full_attention", rope)  # llama.cpp knows Gemma 3's other one by itself
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise ValueError(f"model: no key of GGUF says rope_type = {kind!r}")
+    turned = int(head * rope.get("partial_rotary_factor", 1.0))
+    values = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": turned}
+    if kind in ("linear", "yarn"):
+        for key, name in _SCALING.items():
+            values[f"rope.scaling.{key}"] = rope.get(name)
+        values["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")
+    return values
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    *outer, last = path.split(".")
+    for name in outer:
+        values = values[name]
+    values[last] = value
+
+
+def _get(config: Any, path: str) -> Any:
+    first, *rest = path.split(".")
+    value: Any = getattr(config, first, None)
+    for name in rest:
+        value = value.get(name)
+    return value
