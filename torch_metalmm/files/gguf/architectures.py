@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .file import GgufFile
 
 _SIZES = {
@@ -69,9 +72,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3"),
     "gemma2": Architecture("gemma2", _RMS | _WINDOW | _CAPS),
     "gemma3": Architecture("gemma3_text", _RMS | _WINDOW),
-    "starcoder2": Architecture(
-        "starcoder2", _SIZES | {"attention.layer_norm_epsilon": "norm_epsilon"}
-    ),
+    "phi3": Architecture("phi3", _RMS | _WINDOW),
     # Read by these rows
     "arcee": Architecture("arcee", processor=_LLAMA),
     "command-r": Architecture(
@@ -160,6 +161,26 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
     }
 
 
+def llama3_divisors(config: Any) -> Tensor | None:
+    """What Llama 3's scaling divides each frequency of the rotation by; None without it."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return None
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return divisors(head // 2, rope)
+
+
+def divisors(count: int, rope: dict[str, Any]) -> Tensor:
+    """The divisors of `count` frequencies, float64, by rope_parameters of the type llama3."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    steps = torch.arange(count, dtype=torch.float64) / count
+    context = rope["original_max_position_embeddings"]
+    turns = context / (2 * torch.pi * float(rope["rope_theta"]) ** steps)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    found: Tensor = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return found
+
+
 def _head_dim(file: GgufFile, prefix: str) -> int:
     """attention.key_length, or what the heads have of the width."""
     given = file.metadata.get(prefix + _KEY_LENGTH)
@@ -194,7 +215,7 @@ def _rotation_values(config: Any, head: int) -> dict[str, Any]:
         raise ValueError(f"model: no key of GGUF says rope_type = {kind!r}")
     turned = int(head * rope.get("partial_rotary_factor", 1.0))
     values = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": turned}
-    if kind in ("linear", "yarn"):
+    if kind in ("linear", "yarn"):  # Llama 3's is a tensor
         for key, name in _SCALING.items():
             values[f"rope.scaling.{key}"] = rope.get(name)
         values["rope.scaling.yarn_log_multiplier"] = rope.get("mscale_all_dim")

@@ -27,10 +27,9 @@ from ..blame import blaming
 from ..limits import MAX_LAYERS
 from .file import GgufFile
 from .layout import Layout, TensorMap
-from .map import model_config, tensor_map, tokenizer
+from .map import ROPE_DIVISORS, model_config, tensor_map, tokenizer
 from .split import open_gguf
 
-_ROPE_DIVISORS = "rope_freqs.weight"
 _MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
 
 
@@ -80,8 +79,8 @@ def load_gguf(
         model = empty_model(config, dtype)
     plan = _plan(file, model, mapping)
     scaling = values.get("rope_parameters", {}).get("rope_type")
-    if scaling == "llama3" and _ROPE_DIVISORS in plan.unused:
-        plan.unused.remove(_ROPE_DIVISORS)  # they are in the config
+    if scaling == "llama3" and ROPE_DIVISORS in plan.unused:
+        plan.unused.remove(ROPE_DIVISORS)  # they are in the config
     _warn(file, plan, dtype)
     _fill(model, file, mapping, plan, device)
     _set_end_tokens(model, file)

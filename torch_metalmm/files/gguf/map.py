@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .architectures import ARCHITECTURES, config_values
+from .architectures import ARCHITECTURES, config_values, divisors
 from .file import GgufFile
 from .layout import TensorMap
+from .vocabulary import PRE
 
+ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3, one for each frequency
 _TOKENS = "tokenizer.ggml.tokens"
 # What a tokenizer is made of besides scalars; at most this many elements for each token. Llama 3
 # has 2.2 merges for each; T5's character map is one array of bytes.
@@ -103,6 +105,7 @@ def tokenizer(file: GgufFile, config: Any) -> Any:
         with open(os.path.join(folder, "model.gguf"), "wb") as header:
             file.write_header(header, _tokenizer_keys(file), [])
         made = kind.from_pretrained(folder, gguf_file="model.gguf")
+    made.init_kwargs[PRE] = file.metadata.get("tokenizer.ggml.pre")
     made.name_or_path = made.init_kwargs["name_or_path"] = file.path
     return made
 
@@ -175,6 +178,10 @@ class ProcessorMap(TensorMap):
         for name, target in self._names.items():
             self._needed.setdefault(target, set()).add(name.removesuffix(".weight"))
         self._given: set[str] = set()
+
+    def names(self) -> dict[str, str]:
+        """{name in the file: name in the model}."""
+        return {name: target for name, target in self._names.items() if isinstance(target, str)}
 
     def target(self, name: str) -> str | None:
         # Stacked experts are listed without ".weight".
@@ -289,21 +296,13 @@ def _add_rope_scaling(file: GgufFile, values: dict[str, Any]) -> None:
     transformers' loader ignores these divisors, so that long contexts go wrong.
     """
     theta = values.get("rope_theta", values.get("rope_parameters", {}).get("rope_theta"))
-    if "rope_freqs.weight" not in file.tensors or theta is None:
+    if ROPE_DIVISORS not in file.tensors or theta is None:
         return
-    divisors = file.dense("rope_freqs.weight").flatten().double()
+    given = file.dense(ROPE_DIVISORS).flatten().double()
     # Llama 3.1 to 3.3: 8192 positions, factors 1 and 4; only the overall factor differs.
-    context, low, high, factor = 8192, 1.0, 4.0, float(divisors.max())
-    steps = torch.arange(divisors.numel(), dtype=torch.float64) / divisors.numel()
-    turns = context / (2 * torch.pi * float(theta) ** steps)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if factor > 1 and torch.allclose(divisors, expected, rtol=1e-4):
-        values["rope_parameters"] = {
-            "rope_type": "llama3",
-            "rope_theta": theta,
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": context,
-        }
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": float(given.max())}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    expected = divisors(given.numel(), rope)
+    if rope["factor"] > 1 and torch.allclose(given, expected, rtol=1e-4):
+        values["rope_parameters"] = rope

@@ -1,0 +1,201 @@
+"""Writing a transformers model as a GGUF file that llama.cpp reads, packed weights bit for bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...extras import HF, require
+from ...formats import DTYPES
+from ...models.attach import is_transformers_model, quantized_by_another
+from ...models.ggml import type_names
+from ...models.replace import is_conv1d
+from ...models.skeleton import empty_like
+from ...nn import QuantEmbedding, QuantLinear
+from .architectures import llama3_divisors, metadata
+from .file import GgufFile
+from .layout import TensorMap
+from .map import ROPE_DIVISORS, ProcessorMap, model_config
+from .vocabulary import vocabulary
+
+# Attributes of a config that change no logits, or that transformers derives from others.
+_UNSAID = (
+    *("architectures", "dtype", "transformers_version", "quantization_config"),
+    *("use_cache", "initializer_range", "pretraining_tp", "tie_word_embeddings", "model_type"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_bidirectional_attention"),
+)
+
+
+def save_gguf(
+    model: Any, tokenizer: Any, path: str | os.PathLike[str], replace: bool = False
+) -> None:
+    """Write a transformers model as one GGUF file, and its tokenizer unless that is None.
+
+    Packed layers keep their bytes, their rows in the order that llama.cpp has for q and k; dense
+    matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The file is
+    complete before it appears under its name.
+    FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
+    ValueError, before anything is written: no transformers model, or of a type that is not among
+    those written; a layer in a format that GGUF has not, or that gathers its input; a tensor or a
+    tokenizer that has no place there. ValueError, and no file: a value of the config that readers
+    of the file would not find.
+    """
+    require("save_gguf", "gguf", *HF)
+    if not is_transformers_model(model) or quantized_by_another(model):
+        raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder; give the name of a file")
+    if target.exists() and not replace:
+        raise FileExistsError(f"{target} exists; replace=True replaces it")
+    architecture, values = metadata(model.config)
+    if tokenizer is not None:
+        values |= vocabulary(tokenizer, model)
+    tensors = _tensors(model, architecture)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=target.parent) as folder:
+        made = Path(folder, "model.gguf")
+        _write(made, architecture, values, tensors)
+        _check_config(made, model.config)
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(made, target)
+
+
+def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:
+    """{name in the file: (the tensor or its packed bytes, its format)}."""
+    outline = empty_like(model, torch.float32)
+    mapping = ProcessorMap(architecture, outline, model.config.to_dict())
+    state = model.state_dict(keep_vars=True)
+    names = {target: name for name, target in mapping.names().items()}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tensors = {}
+    for target, value in state.items():
+        owner, _, leaf = target.rpartition(".")
+        module = model.get_submodule(owner)
+        if module is head and leaf == "weight" and value is embedding.weight:
+            continue  # a file without output.weight has a tied head
+        if target not in names:
+            raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
+        name = names[target]
+        if isinstance(module, QuantLinear | QuantEmbedding) and leaf == "weight":
+            stored = _packed(mapping, name, target, module)
+        elif value.dim() == 2 and not name.endswith("norm.weight"):
+            dense = value.detach().t() if is_conv1d(module) else value.detach()
+            stored = _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
+        else:
+            stored = _others(mapping, name, target, value.detach().float().cpu()), "f32"
+        tensors[name] = stored
+    divisors = llama3_divisors(model.config)
+    if divisors is not None:
+        tensors[ROPE_DIVISORS] = divisors.float(), "f32"
+    return tensors
+
+
+def _packed(
+    mapping: TensorMap, name: str, target: str, module: QuantLinear | QuantEmbedding
+) -> tuple[Tensor, str]:
+    """The layer's bytes, rows in the order of the file."""
+    if getattr(module, "input_order", None) is not None:
+        raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
+    if module.format not in type_names().values():
+        raise ValueError(
+            f"{target} is {module.format}, which GGUF has not: quantize_ the model to a GGML format"
+        )
+    k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
+    return _matrix(mapping, name, target, module.weight.detach(), k), module.format
+
+
+def _matrix(
+    mapping: TensorMap, name: str, target: str, rows: Tensor, k: int | None = None
+) -> Tensor:
+    """Rows in the order of the file. ValueError: the file has more than another order of them."""
+    layout = mapping.layout(name, (len(rows), rows.shape[1] if k is None else k))
+    if layout is None or layout.transposed or layout.columns is not None:
+        raise ValueError(f"{target} is not a matrix of a GGUF file, row by row")
+    rows = rows.cpu().contiguous()
+    return rows if layout.rows is None else _placed(rows, layout.rows)
+
+
+def _others(mapping: TensorMap, name: str, target: str, value: Tensor) -> Tensor:
+    """What of the file becomes this vector, found by what becomes of 0, 1, 2, and so on."""
+    if value.dim() == 2:  # one norm for each head
+        return value
+    numbers = np.arange(len(value), dtype=np.float32)
+    made = mapping.convert(name, numbers)
+    found = next(iter(made.values())).numpy() if len(made) == 1 else None
+    if found is not None and np.array_equal(found, numbers - 1):
+        return value + 1
+    if found is not None and np.array_equal(np.sort(found), numbers):
+        return _placed(value, found.astype(np.int64))
+    raise ValueError(f"{target} is not stored in GGUF files in a way that can be undone")
+
+
+def _placed(rows: Tensor, order: np.ndarray) -> Tensor:
+    """out[order[i]] = rows[i]: the inverse of what a load does."""
+    moved = rows.view(len(rows), -1).view(torch.uint8).numpy()[order.argsort()]
+    return torch.from_numpy(moved).view(rows.dtype).view(rows.shape)
+
+
+def _name_of(dtype: torch.dtype, target: str) -> str:
+    found = [name for name, known in DTYPES.items() if known == dtype]
+    if not found:
+        raise ValueError(f"{target} is {dtype}, which is neither packed nor a float of GGUF")
+    return found[0]
+
+
+def _write(
+    path: Path, architecture: str, values: dict[str, Any], tensors: dict[str, tuple[Tensor, str]]
+) -> None:
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(path, architecture)
+    if any(format not in DTYPES for _, format in tensors.values()):
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+    add: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in values.items():
+        add[type(value)](key, value)
+    for name, (tensor, format) in tensors.items():
+        kind = GGMLQuantizationType[format.upper()]
+        data = tensor.contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _check_config(path: Path, config: Any) -> None:
+    """ValueError: who reads the file finds another value than the config has."""
+    asked, found = config.to_dict(), model_config(GgufFile(path))[0].to_dict()
+    for key, value in sorted(asked.items()):
+        if key in _UNSAID or key.startswith("_") or "dropout" in key:
+            continue
+        if not _same(value, found.get(key)):
+            raise ValueError(
+                f"model: its config has {key} = {value!r}, and who reads a GGUF file of a "
+                f"{config.model_type} model finds {found.get(key)!r}"
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether values are equal as f32, which is what a file has; None and absent are the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        missing = {"partial_rotary_factor": 1.0}
+        keys = one.keys() | other.keys()
+        return all(_same(one.get(k, missing.get(k)), other.get(k, missing.get(k))) for k in keys)
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return bool(np.float32(one) == np.float32(other))
+    return bool(one == other)

@@ -1,0 +1,59 @@
+"""What `metalmm quantize` reads and writes: dense models, packed folders and GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """(model, tokenizer or None) of a Hugging Face model folder."""
+    from transformers import AutoModel
+
+    from ..files.blame import blaming
+    from ..files.folder import check_dense, read_tokenizer
+    from ..files.untrusted import load_config
+    from ..models.skeleton import named_class
+
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} is neither a .gguf file nor a folder with a config.json")
+    check_dense(folder)
+    config = load_config(folder)
+    kind = named_class(config) or AutoModel
+    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
+    with blaming(folder, "its files make no such model"):
+        model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
+    return model.to(device), read_tokenizer(folder)
+
+
+def to_file(output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
+    """Write what `make` makes as a GGUF file."""
+    from ..files.gguf.save import save_gguf
+
+    if output.exists() and not force:
+        raise FileExistsError(f"{output} exists; --force replaces it")
+    save_gguf(*make(), output, replace=force)
+
+
+def to_folder(output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
+    """Write what `make` makes as a packed folder; a new folder is gone again if that fails."""
+    from ..files.folder import is_packed, replaceable_weights
+    from ..files.owned import prepare_folder
+    from ..hf.packed import save_packed
+
+    is_new = not output.exists()
+    prepare_folder(output, replaceable_weights)
+    if is_packed(output) and not force:
+        raise FileExistsError(f"{output} holds a packed model; --force replaces it")
+    try:
+        save_packed(*make(), output)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # the folder has files of others meanwhile
+                output.rmdir()
+        raise
