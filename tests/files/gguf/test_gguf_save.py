@@ -28,6 +28,10 @@ TIED = ("command-r", "command-r+", "cohere2", "gemma")  # which have no output.w
 AGAIN = [c for c in CASES if not c.endswith("vl")]  # whose text is saved as Qwen2, Qwen3
 
 
+def wide(architecture: str) -> dict[str, Any]:
+    return ARCHITECTURES[architecture] | {"attention.key_length": 256}
+
+
 def fields_of(path: Path) -> dict[str, Any]:
     fields = GGUFReader(path).fields.items()
     return {key: f.contents() for key, f in fields if not key.startswith("GGUF.")}
@@ -60,8 +64,10 @@ def check_same_model(made: Path, source: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", READ_BY_TRANSFORMERS)
 def test_a_saved_file_is_the_one_that_was_read(
-    tmp_path: Path, architecture: str, tied: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, tied: bool
 ) -> None:
+    if architecture.startswith("gemma"):  # whose heads are of 256 values; transformers assumes it
+        monkeypatch.setitem(ARCHITECTURES, architecture, wide(architecture))
     path = random_model(tmp_path / "a.gguf", architecture, tied)
     model, tokenizer, _ = load_quietly(path)
     save_gguf(model, tokenizer, tmp_path / "b.gguf")
@@ -202,8 +208,9 @@ def test_added_tokens_ends_and_the_template(tmp_path: Path, tiny: tuple[Any, Any
     assert tokens.tokenize("the he") == tokenizer.tokenize("the he")
 
 
-def test_scores_say_the_order_of_merges(tmp_path: Path) -> None:
+def test_scores_say_the_order_of_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp merges the neighbours of the highest score first."""
+    monkeypatch.setitem(ARCHITECTURES, "gemma2", wide("gemma2"))
     model, tokenizer, _ = load_quietly(random_model(tmp_path / "a.gguf", "gemma2"))
     fields = saved((model, tokenizer), tmp_path)
     scores = dict(
@@ -255,6 +262,9 @@ def test_what_gguf_has_no_place_for(tmp_path: Path, tiny: tuple[Any, Any]) -> No
     refuses("up_proj.weight is torch.float64, which is neither", small, None)
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     refuses("no key of GGUF says rope_type = 'dynamic'", transformers.LlamaForCausalLM(config))
+    narrow, _, _ = load_quietly(random_model(tmp_path / "tiny.gguf", "gemma2"))
+    refuses("no key of GGUF says query_pre_attn_scalar = 256, not 64", narrow)
+    random_model(tmp_path / "tiny.gguf", "llama")
     gathers, _, _ = load_quietly(tmp_path / "tiny.gguf")
     gathers.model.layers[0].mlp.down_proj.input_order = torch.arange(512)
     refuses("down_proj.weight: its layer gathers its input", gathers)

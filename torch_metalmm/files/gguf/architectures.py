@@ -135,7 +135,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 def metadata(config: Any) -> tuple[str, dict[str, Any]]:
     """(architecture, its values by their full keys) of a transformers config.
 
-    ValueError: no row is of its model type, or its rotation has no name in GGUF.
+    ValueError: no row is of its model type, or no key says its rotation or the scale of its scores.
     """
     kind = {"mistral": "llama"}.get(config.model_type, config.model_type)
     found = [name for name, row in ARCHITECTURES.items() if row.writes and row.model_type == kind]
@@ -147,6 +147,9 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
         )
     (architecture,) = found
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scale = getattr(config, "query_pre_attn_scalar", head)
+    if scale != head:  # llama.cpp has 1 / sqrt(head_dim) for Gemma, but in the models of 27 B
+        raise ValueError(f"model: no key of GGUF says query_pre_attn_scalar = {scale}, not {head}")
     values = {"vocab_size": config.vocab_size, _KEY_LENGTH: head, "attention.value_length": head}
     values[_KV_HEADS] = config.num_key_value_heads
     for key, name in ARCHITECTURES[architecture].keys.items():
