@@ -104,6 +104,15 @@ def _plug_into_transformers() -> None:
         warnings.warn(f"this transformers cannot load packed models: {error}", stacklevel=2)
 
 
+def _plug_into_gguf() -> None:
+    try:
+        from .hf import gguf  # noqa: F401  # from_pretrained(gguf_file=...) names load_gguf
+    except (ImportError, AttributeError) as error:
+        import warnings
+
+        warnings.warn(f"this transformers reads GGUF files otherwise: {error}", stacklevel=2)
+
+
 def _plug_into_saving() -> None:
     from .hf import save  # noqa: F401  # save_pretrained of packed models becomes its own
 
@@ -149,6 +158,7 @@ when_imported("torch", _register_ops)
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 when_imported("transformers.quantizers.auto", _plug_into_transformers)
 when_imported("transformers.modeling_utils", _plug_into_saving)
+when_imported("transformers.modeling_utils", _plug_into_gguf)
 when_imported("transformers.modeling_utils", _plug_into_attention)
 when_imported("diffusers.models.modeling_utils", _plug_into_diffusers)
 when_imported("transformers.modeling_utils", _plug_into_models)

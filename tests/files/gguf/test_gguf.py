@@ -16,7 +16,7 @@ from gguf_models import CASES, architecture_of
 from places import ROOT
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear, load_packed
+from torch_metalmm import MetalMMConfig, QuantEmbedding, QuantLinear, load_packed
 from torch_metalmm.files.gguf.file import GgufFile
 from torch_metalmm.files.gguf.map import supported_architectures
 from torch_metalmm.tools.cli import main
@@ -139,6 +139,15 @@ def test_supported_architectures_are_the_tested_ones() -> None:
     # deci needs a model class that transformers does not have; gpt-oss misses its experts' names.
     converted = {architecture_of(case) for case in CASES}
     assert set(supported_architectures()) == set(ARCHITECTURES) | converted
+
+
+def test_from_pretrained_with_our_config_names_load_gguf(folder: Path) -> None:
+    path = random_model(folder / "both.gguf", "llama")
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        with pytest.raises(ValueError, match=r"keep both.gguf packed .*load_gguf\(path\) keeps"):
+            kind.from_pretrained(
+                folder, gguf_file=path.name, quantization_config=MetalMMConfig("q8_0")
+            )
 
 
 # The demo model
