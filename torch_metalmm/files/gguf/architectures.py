@@ -98,6 +98,7 @@ ARCHITECTURES = {
     "seed_oss": Architecture("seed_oss", flags={"attention_bias": "blk.0.attn_q.bias"}),
     "smollm3": Architecture("smollm3", processor=_LLAMA),
 }
+STORED_AS = {"mistral": "llama", "cohere": "command-r"}  # model_type: llama.cpp's architecture
 # Values that make another model of what a row describes.
 _OTHERS = ("expert_count", *_WINDOW)
 # Values without which a model would silently have its class's default.
@@ -137,8 +138,12 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
 
     ValueError: no row is of its model type, or no key says its rotation or the scale of its scores.
     """
-    kind = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    found = [name for name, row in ARCHITECTURES.items() if row.writes and row.model_type == kind]
+    kind = config.model_type
+    found = [
+        name
+        for name, row in ARCHITECTURES.items()
+        if name == STORED_AS.get(kind) or (row.writes and row.model_type == kind)
+    ]
     if not found:
         known = sorted(row.model_type for row in ARCHITECTURES.values() if row.writes)
         raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .architectures import ARCHITECTURES, config_values, divisors
+from .architectures import ARCHITECTURES, STORED_AS, config_values, divisors
 from .file import GgufFile
 from .layout import TensorMap
 from .vocabulary import PRE
@@ -32,7 +32,6 @@ _TOKENIZER_ARRAYS = {
     "tokenizer.ggml.merges": 8,
     "tokenizer.ggml.precompiled_charsmap": 64,
 }
-_STORED_AS = {"mistral": "llama", "cohere": "command-r"}  # model_type: llama.cpp's architecture
 _LONGEST_TOKEN = 1 << 13  # bytes, merges have two; transformers' time goes with the square
 _LONGEST_ARRAY = 1 << 12  # of other arrays, which have an element for each layer
 
@@ -150,7 +149,7 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = model.config.get_text_config().model_type.removesuffix("_text")
-    spellings = (kind, kind.replace("_", "-"), kind.replace("_", ""), _STORED_AS.get(kind))
+    spellings = (kind, kind.replace("_", "-"), kind.replace("_", ""), STORED_AS.get(kind))
     arch = next((a for a, name in MODEL_ARCH_NAMES.items() if name in spellings), None)
     if arch is None:
         raise ValueError(f"gguf has no architecture for models of the type {kind!r}")
