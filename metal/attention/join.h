@@ -2,7 +2,7 @@
 //
 // Owner    A threadgroup owns a row of q. A simdgroup adds every 4th part, 4 values a lane; a
 //          thread then adds what the simdgroups have of every 128th value.
-// Traffic  The sums of all parts that have slots once, their totals once a simdgroup.
+// Traffic  The sums of all parts up to the last one with a score, their totals twice a simdgroup.
 // Needs    A float of threadgroup memory a part, fc_k floats a simdgroup; two barriers.
 #pragma once
 
@@ -14,8 +14,10 @@ template <class T>
 struct AttentionJoin {
   using G = AttentionJoinGeometry;
 
-  // What the parts have in all, in every lane; their factors, by the first simdgroup; parts up to
-  // the last one with a slot.
+  // The total of all parts, in every lane of every simdgroup; `factors` of the parts, written by
+  // the first simdgroup; `count`: parts up to the last one with a score. What is behind is not
+  // read: the cache may be mostly empty. A part before it without a score is added with weight 0,
+  // as its slots are where there is one part.
   static METAL_FUNC Total join_totals(Partials p, ulong row, threadgroup float* factors,
                                       thread uint& count, Position at) {
     float top = -INFINITY;
@@ -37,8 +39,8 @@ struct AttentionJoin {
     return {top, simd_sum(sum)};
   }
 
-  // Sums of 4 values of every kSimdgroups-th part: as many loads under way before the first is
-  // used.
+  // Sums of 4 values of every kSimdgroups-th part. The loads of kLoads parts are under way before
+  // the first is used.
   static METAL_FUNC float4 add_parts(Partials p, ulong row, threadgroup const float* factors,
                                      uint count, uint d4, uint sg) {
     float4 sum = 0.0f;
@@ -49,10 +51,12 @@ struct AttentionJoin {
       for (uint j = 0; j < G::kLoads; ++j) {
         const uint i = first + j * G::kSimdgroups, own = min(i, count - 1);
         values[j] = reinterpret_cast<device const float4*>(Partials::sums_of(p, row, own))[d4];
-        weights[j] = i < count ? factors[own] : 0.0f;
+        weights[j] = factors[own];
       }
       MM_UNROLL
-      for (uint j = 0; j < G::kLoads; ++j) sum = fma(float4(weights[j]), values[j], sum);
+      for (uint j = 0; j < G::kLoads; ++j) {
+        if (first + j * G::kSimdgroups < count) sum = fma(float4(weights[j]), values[j], sum);
+      }
     }
     return sum;
   }

@@ -7,15 +7,18 @@
 //                       values  0..7   8..15 ... 120..127     (a head of 128 values, not packed)
 //            slot t             lane 0 lane 1 ... lane 15
 //            slot t + 1         lane 16 ...
-//          One lane finishes each of the 16 scores of a group and a step. Every group has a largest
-//          score of its own; groups, then simdgroups, are joined at the end.
+//          A lane finishes one of the 16 scores of a group and a step; of 8 lanes each finishes
+//          two, of 32 two the same. Every group has a largest score of its own; groups, then
+//          simdgroups, are joined at the end.
 // Traffic  Keys and values once for up to 4 rows of q. A head of keys with more rows of q has
 //          threadgroups side by side that read the same slots, the later ones from the cache.
-//          Values of a step and keys of the next are under way while scores are multiplied.
-// Cost     Of a slot and a row of q, by a simdgroup of heads of 128 values: 8 fma, 1 sum, 2
-//          shuffles, 1/8 exponential; of a slot, what decoding 256 values costs.
+//          Values of a step are under way while its keys are multiplied, keys of the next step
+//          while the values are added.
+// Cost     For a slot and a row of q, by a simdgroup of heads of 128 values: 8 fma, half a sum, 1.2
+//          shuffles, 2 products with scales and factors, 1/16 exponential; for a slot, what
+//          decoding 8 values a lane costs, of keys or of values.
 // Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q; of registers 32 for q, 32
-//          for sums, 32 for what is under way.
+//          for sums, 32 for what is under way (f32: 64).
 #pragma once
 
 #include "eight.h"
@@ -39,8 +42,8 @@ struct AttentionSplit {
   struct Walk {
     Row keys, values;  // of slot 0
     long stride;
-    uint last;  // no slot from here on
-    uint lane, lanes, group, groups;
+    uint last;                        // no slot from here on
+    uint lane, lanes, group, groups;  // the lane of its group
     uint piece;
     bool owns;  // of the 16 lanes for a head of 80 values, 6 own nothing
   };
@@ -74,10 +77,11 @@ struct AttentionSplit {
             own < pieces};
   }
 
-  // Slot u of the lane's 4 of the step that begins at `first`; behind the last, that one again.
+  // Slot u of the lane's 4 of the step that begins at `first`.
   static METAL_FUNC uint any_slot(Walk w, uint first, uint u) {
     return first + slot_of(w.lane, u) * w.groups + w.group;
   }
+  // The same, or the last slot.
   static METAL_FUNC uint slot(Walk w, uint first, uint u) {
     return min(any_slot(w, first, u), w.last - 1);
   }
@@ -110,14 +114,9 @@ struct AttentionSplit {
         float run[kRun];
         load_x(from, Own::Layout::value(w.piece, i), fc_k, run);
         MM_UNROLL
-        for (int n = 0; n < kRun; ++n) q.v[j][i + n] = w.owns ? run[n] : 0.0f;
+        for (int n = 0; n < kRun; ++n) q.v[j][i + n] = run[n];
       }
     }
-  }
-
-  // a of this lane and of lane ^ o, or b of both.
-  static METAL_FUNC float keep_one(bool takes_b, float a, float b, uint o) {
-    return (takes_b ? b : a) + simd_shuffle_xor(takes_b ? a : b, ushort(o));
   }
 
   // Products of the rows with a key: of the lane's row 0, summed over the 4 lanes around.
@@ -132,6 +131,7 @@ struct AttentionSplit {
       MM_UNROLL
       for (int i = 0; i < 8; ++i) s[j] = i == 0 ? q.v[j][0] * key[0] : fma(q.v[j][i], key[i], s[j]);
       s[j] *= scale;
+      if (fc_k / 8 != lanes_of_slot() && !w.owns) s[j] = 0.0f;
     }
     float others = s[0], upper = s[2];
     if (lane_rows() > 1) others = s[1];
@@ -156,6 +156,7 @@ struct AttentionSplit {
     own[0] += simd_shuffle_xor(own[1], ushort(8));
     if (lanes_of_slot() > 16) own[0] += simd_shuffle_xor(own[0], ushort(16));
   }
+
   // What lanes have of this lane's slot u and row j.
   static METAL_FUNC float of_slot(thread const float (&own)[2], uint u, uint j) {
     return has_two() ? simd_shuffle_xor(own[u % 2], ushort(j | u / 2 * 4))
@@ -164,7 +165,7 @@ struct AttentionSplit {
 
   // Scores become weights; sums and total those of the new largest score. Rejected: sums scaled
   // only where some lane's largest score has grown, which takes 10 registers more for 34
-  // instructions of 545.
+  // instructions of 543.
   static METAL_FUNC void weigh(Walk w, constant KernelArgs& args, Scores row, uint first,
                                thread float (&own)[2], thread Total& total, thread Pieces& sums) {
     const uint count = has_two() ? 2 : 1;
@@ -181,7 +182,7 @@ struct AttentionSplit {
     top = max(total.top, top);
     const float factor = weight_of(total.top, top);
     total = {top, total.sum * factor};
-    scale(factor, sums);
+    rescale(factor, sums);
     MM_UNROLL
     for (uint u = 0; u < 2; ++u) {
       if (u >= count) continue;
@@ -191,7 +192,7 @@ struct AttentionSplit {
   }
 
   // sums = factor sums; the factor of a row from the lane that finishes its scores.
-  static METAL_FUNC void scale(float factor, thread Pieces& sums) {
+  static METAL_FUNC void rescale(float factor, thread Pieces& sums) {
     MM_UNROLL
     for (uint j = 0; j < kRows; ++j) {
       if (j >= lane_rows()) continue;
@@ -255,7 +256,7 @@ struct AttentionSplit {
     for (uint o = w.lanes; o < kSimdWidth; o *= 2) top = max(top, simd_shuffle_xor(top, ushort(o)));
     const float factor = weight_of(total.top, top);
     total = {top, total.sum * factor};
-    scale(factor, sums);
+    rescale(factor, sums);
     for (uint o = w.lanes; o < kSimdWidth; o *= 2) {
       total.sum += simd_shuffle_xor(total.sum, ushort(o));
       MM_UNROLL

@@ -228,14 +228,26 @@ def test_a_nan_reaches_the_result(way: str, softcap: float, backend: Backend) ->
         t.copy_(saved)
 
 
+@pytest.mark.parametrize("slots", [37, 320])  # one part, and five of a GPU
 @pytest.mark.parametrize("way", STRATEGIES)
-def test_an_infinity_of_the_last_slot_stays_one(way: str, backend: Backend) -> None:
-    """Whatever is read behind the last slot."""
-    cache = layer((1, 1, 40, 64), 37, ("f32", "f32"))
-    cache.values[0, 0, 36, 5] = torch.inf
+def test_an_infinity_of_the_last_slot_stays_one(way: str, slots: int, backend: Backend) -> None:
+    """Whatever is read behind the last slot, or behind the last part."""
+    cache = layer((1, 1, slots + 3, 64), slots, ("f32", "f32"))
+    cache.values[0, 0, slots - 1, 5] = torch.inf
     q = activations(1, 1, 1, 64, seed="q")
     y = attend(Call(q, cache, Traits()), backend, way).cpu()
     assert y[0, 0, 0, 5] == torch.inf and y.isfinite().sum() == 63
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("size", [16, 64, 80])
+def test_a_score_of_minus_infinity_hides_its_slot(size: int, way: str, backend: Backend) -> None:
+    """Also where lanes of a GPU have no values of the head."""
+    cache = layer((1, 1, 40, size), 37, ("f32", "f32"))
+    cache.keys[0, 0, 3, size - 1] = -torch.inf
+    q = activations(1, 1, 1, size, seed="q")
+    q[..., size - 1] = 1
+    assert attend(Call(q, cache, Traits()), backend, way).isfinite().all()
 
 
 @pytest.mark.parametrize("way", [None, *STRATEGIES])
