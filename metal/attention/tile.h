@@ -8,8 +8,8 @@
 // Traffic  Keys and values once for 32 rows of q, but for the slots that none of them sees; rows of
 //          q once per 32 slots, from the cache.
 // Cost     For 32 slots, 32 rows and 8 values, by a simdgroup: 1 + 4 matrices loaded and
-//          4 multiplied for the scores, as many for the sums. A weight takes an exponential, a slot the decoding
-//          of 2 fc_k values over 128 threads.
+//          4 multiplied for the scores, as many for the sums. A weight takes an exponential, a
+//          slot the decoding of 2 fc_k values over 128 threads.
 // Needs    (32 + 32) rows of 72 operands of threadgroup memory; half operands for f16 q,
 //          which round keys, values and weights to 11 bits, else float ones.
 #pragma once
