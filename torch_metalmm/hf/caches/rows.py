@@ -54,7 +54,7 @@ class Slots:
 class PackedRows:
     """Rows [B, kv_heads, T, row] of a format in the place of a tensor [B, kv_heads, T, D].
 
-    Where `length` is given, an int64 tensor, the rows from there on are empty.
+    Where `length` is given, an int64 tensor, the rows from there on are empty; without it none is.
     """
 
     def __init__(
