@@ -95,7 +95,7 @@ Pass reduce_pass(Problem problem, const Parts& parts);
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
 
-// What rows decoded for torch, or a mask made for it, may take at a time. Large enough that torch's
+// What rows decoded for torch may take at a time. Large enough that torch's
 // matmul of a panel hides its launch and fills the machine: 8192 rows of 4096 halves are 256 tiles
 // of 128 x 128 at M = 512, two for each of an H200's 132 multiprocessors. Small beside the model:
 // a panel is what torch needs beyond the packed rows, once per stream, not once per layer.

@@ -8,15 +8,19 @@
 namespace metalmm {
 namespace {
 
+// What a mask may take at a time: more than rows that are decoded, as the queries of a mask are all
+// that fills the machine. At 131072 slots 341 queries, 3 tiles of 128 for each head of q.
+constexpr int64_t kMaskBytes = 2 * kPanelBytes;
+
 struct SdpaFrom {
   Accelerator accelerator;
   DType dtype;
-  int64_t queries, slots;
+  int64_t queries, slots, rows;
 };
 
 constexpr SdpaFrom kSdpaFrom[] = {
-#define MM_SDPA_FROM(accelerator, dtype, queries, slots) \
-  {Accelerator::accelerator, DType::dtype, queries, slots},
+#define MM_SDPA_FROM(accelerator, dtype, queries, slots, rows) \
+  {Accelerator::accelerator, DType::dtype, queries, slots, rows},
 #include "plan/tuning.def"
 };
 
@@ -35,6 +39,15 @@ int64_t mask_bytes(const Problem& p) {
   return product(product(rows, p.n), 1 + dtype_bytes(p.dtype));
 }
 
+// Rows of q of a panel; where one is all, as many as anyone asks.
+int64_t rows_of_panel(const Problem& p) {
+  const AttentionSizes& a = p.attention;
+  const SdpaPanels panels = sdpa_panels(p);
+  const int64_t heads = product(panels.sequences, panels.heads);
+  if (heads == product(a.batch, a.kv_heads) && panels.queries == a.queries) return INT64_MAX;
+  return product(product(heads, a.heads / a.kv_heads), panels.queries);
+}
+
 }  // namespace
 
 std::string why_sdpa(const Problem& p, const Gpu& gpu) {
@@ -43,6 +56,7 @@ std::string why_sdpa(const Problem& p, const Gpu& gpu) {
     if (from.accelerator != gpu.accelerator || from.dtype != p.dtype) continue;
     if (a.queries < from.queries || !has_sdpa(p)) continue;
     if (!a.filled && p.n > product(a.queries, from.slots)) continue;
+    if (rows_of_panel(p) < from.rows) continue;
     return str(a.queries) + " queries are at least " + str(from.queries) +
            ", and torch's attention reaches the tensor cores at full rate";
   }
@@ -67,7 +81,7 @@ SdpaPanels sdpa_panels(const Problem& p) {
   out.is_causal = is_plain && hides_later && a.queries == p.n;
   out.is_masked = !is_plain || (hides_later && !out.is_causal);
   if (out.is_masked) {
-    const int64_t most = kPanelBytes / std::max<int64_t>(mask_bytes(p), 1);
+    const int64_t most = kMaskBytes / std::max<int64_t>(mask_bytes(p), 1);
     out.queries = std::clamp<int64_t>(most, 1, std::max<int64_t>(a.queries, 1));
   }
   if (is_readable(p)) return out;
