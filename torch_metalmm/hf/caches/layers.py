@@ -20,8 +20,7 @@ Room = tuple[str | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 FIRST, STEP = 256, 4096  # slots of a new cache; the most that it grows by
 SLACK = 256  # slots of a sliding window beyond those that it needs
-# Up to so many queries the op's kernels read a length of the device, which the layers share. More
-# may be torch's, which has no such argument: they get slots that all hold rows.
+# Up to so many queries kernels read a length of the device. More may be torch's: all slots hold rows.
 FEW_QUERIES = 16
 DTYPE_NAMES = {dtype: name for name, dtype in formats.DTYPES.items()}
 
@@ -112,8 +111,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.end += count
         keys, values = self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
         if isinstance(keys, PackedRows) and count <= FEW_QUERIES:
-            keys.length = self.slots.of(keys.shape[2], 0, self.device)[1]
+            keys.length = self._length(keys.rows)
         return keys, values
+
+    def _length(self, rows: Tensor) -> Tensor:
+        return self.slots.of(rows.shape[2], 0, rows.device)[1]
 
     def prepare(self, k: Tensor, v: Tensor) -> None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -307,12 +309,9 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         self._make_room(count)
         first = self._first_seen()
         format, keys, values, slots, k, v, length = super().room(count)
-        if first == 0:
-            return format, keys, values, slots, k, v, length
-        seen = self.end - first  # masks begin with the first of them
-        k, v = (rows.narrow(2, first, seen) for rows in (keys, values))
-        if length is not None:
-            length = self.slots.of(seen, 0, keys.device)[1]
+        if first > 0:  # masks begin with the first of them
+            k, v = (rows.narrow(2, first, self.end - first) for rows in (keys, values))
+            length = None if length is None else self._length(k)
         return format, keys, values, slots, k, v, length
 
     def _capacity(self, rows: int, slots: int) -> int:
