@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ... import formats
-from .rows import PackedRows, Slots, lasting
+from .rows import FEW_QUERIES, PackedRows, Slots, lasting
 
 ops = torch.ops.metalmm
 
@@ -20,8 +20,6 @@ Room = tuple[str | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 FIRST, STEP = 256, 4096  # slots of a new cache; the most that it grows by
 SLACK = 256  # slots of a sliding window beyond those that it needs
-# Up to so many queries kernels read a length of the device. More may be torch's: all slots hold rows.
-FEW_QUERIES = 16
 DTYPE_NAMES = {dtype: name for name, dtype in formats.DTYPES.items()}
 
 
@@ -111,11 +109,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.end += count
         keys, values = self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
         if isinstance(keys, PackedRows) and count <= FEW_QUERIES:
-            keys.length = self._length(keys.rows)
+            keys.length = self.slots.length(keys.rows)
         return keys, values
-
-    def _length(self, rows: Tensor) -> Tensor:
-        return self.slots.of(rows.shape[2], 0, rows.device)[1]
 
     def prepare(self, k: Tensor, v: Tensor) -> None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -311,7 +306,7 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         format, keys, values, slots, k, v, length = super().room(count)
         if first > 0:  # masks begin with the first of them
             k, v = (rows.narrow(2, first, self.end - first) for rows in (keys, values))
-            length = None if length is None else self._length(k)
+            length = None if length is None else self.slots.length(k)
         return format, keys, values, slots, k, v, length
 
     def _capacity(self, rows: int, slots: int) -> int:

@@ -15,6 +15,9 @@ from ... import formats
 ops = torch.ops.metalmm
 
 _OWN = ("rows", "format", "dtype", "length", "shape", "device")
+# Up to so many queries the op's kernels read a length of the device, which the layers share. More
+# may be torch's, which has no such argument: they get slots that all hold rows.
+FEW_QUERIES = 16
 _MOST_HELD = 8  # kinds of layers, times two lengths of each
 
 
@@ -41,6 +44,10 @@ class Slots:
                 self._held.clear()
             self._held[key] = found
         return found
+
+    def length(self, rows: Tensor) -> Tensor:
+        """That of rows [B, kv_heads, T, row] which are all filled."""
+        return self.of(rows.shape[2], 0, rows.device)[1]
 
     @staticmethod
     def _made(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
