@@ -155,7 +155,9 @@ class Data:
 
     def ours(self, format: str) -> Variant:
         dtype, caches = self.setting.dtype, self.caches(format)
-        q, length, name = self.q.to(self.setting.device.type, dtype), self.length, "metalmm"
+        q, name = self.q.to(self.setting.device.type, dtype), "metalmm"
+        # As PackedCache gives them: a token a length of the device, a prompt filled slots.
+        length = self.length if self.cell.queries == 1 else None
         forced: dict[str, str] = {}
         if self.setting.strategy is not None:
             forced["strategy"] = self.setting.strategy

@@ -1,25 +1,26 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "operands.h"
 #include "ops/attention/checks.h"
 #include "ops/attention/composed.h"
+#include "ops/attention/sdpa.h"
+#include "plan/passes.h"
 
 namespace metalmm::gpu {
 namespace {
 
-// f32 [B, kv_heads, slots, D] of the first slots of a cache.
-at::Tensor decoded(const Engine& e, const at::Tensor& rows, const Format& format, int64_t slots,
-                   int64_t dim) {
-  const at::Tensor used = rows.narrow(2, 0, slots);
-  if (used.scalar_type() != at::kByte) return used;
-  if (used.numel() == 0) {
-    return at::zeros({rows.size(0), rows.size(1), slots, dim}, rows.options().dtype(at::kFloat));
-  }
-  const at::Tensor all = used.reshape({-1, used.size(3)});
-  return dequantize(e, all, format.name, dim, at::kFloat)
-      .view({rows.size(0), rows.size(1), slots, dim});
+// Rows [B, kv_heads, T, row] as values [B, kv_heads, T, D]; packed ones in this dtype.
+at::Tensor decoded(const Engine& e, const at::Tensor& rows, const Format& format, int64_t dim,
+                   at::ScalarType dtype) {
+  if (rows.scalar_type() != at::kByte) return rows;
+  std::vector<int64_t> sizes = rows.sizes().vec();
+  sizes.back() = dim;
+  if (rows.numel() == 0) return at::zeros(sizes, rows.options().dtype(dtype));
+  return dequantize(e, rows.reshape({-1, rows.size(3)}), format.name, dim, dtype).view(sizes);
 }
 
 // Rows of a cache whose values lie side by side, where shaders can read them.
@@ -36,24 +37,13 @@ struct Call {
   Problem problem;
   Operands operands;
 
-  Call(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-       const AttentionShape& shape, const at::Tensor& length, const AttentionOptions& options,
-       int64_t slots) {
-    problem.op = Op::kAttention;
-    problem.n = slots;
-    problem.k = q.size(3);
+  Call(Problem asked, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+       const AttentionShape& shape, const OptionalTensor& length, const AttentionOptions& options)
+      : problem(std::move(asked)) {
     problem.format = &shape.cache.keys;
-    problem.dtype = dtype_of(q.scalar_type());
-    problem.attention.batch = q.size(0);
-    problem.attention.heads = q.size(1);
-    problem.attention.kv_heads = keys.size(1);
-    problem.attention.queries = q.size(2);
-    problem.attention.window = options.window;
-    problem.attention.scale = static_cast<float>(scale_of(options, q.size(3)));
-    problem.attention.softcap = static_cast<float>(options.softcap);
-    problem.attention.causal = options.causal;
     operands[kSlotX] = q.contiguous();
-    operands[kSlotIds] = length;
+    operands[kSlotIds] =
+        length.has_value() ? *length : at::full({}, problem.n, q.options().dtype(at::kLong));
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     set_cache(readable(keys, shape.cache.keys), readable(values, shape.cache.values));
     if (options.mask.has_value()) set_mask(*options.mask);
@@ -62,10 +52,8 @@ struct Call {
 
   at::Tensor run(const Engine& e, std::optional<AttentionWay> way) const {
     std::optional<StrategyId> strategy;
-    if (way.has_value()) {
-      strategy =
-          *way == AttentionWay::kSplit ? StrategyId::attention_split : StrategyId::attention_tile;
-    }
+    if (way == AttentionWay::kSplit) strategy = StrategyId::attention_split;
+    if (way == AttentionWay::kTile) strategy = StrategyId::attention_tile;
     launch(e, problem, operands, strategy);
     return operands[kSlotY];
   }
@@ -95,13 +83,11 @@ struct Call {
     problem.attention.mask_sequence_stride = stride(0);
     problem.attention.mask_head_stride = stride(1);
     problem.attention.mask_stride = stride(2);
-    (is_bool ? problem.attention.bool_mask : problem.attention.float_mask) = true;
     operands[kSlotC] = mask;
   }
 
   void set_sinks(const at::Tensor& sinks, at::ScalarType dtype) {
     const bool same = sinks.scalar_type() == dtype;
-    problem.attention.sinks = true;
     problem.attention.float_sinks = !same;
     operands[kSlotBias] = (same ? sinks : sinks.to(at::kFloat)).contiguous();
   }
@@ -111,26 +97,40 @@ struct Call {
 
 at::Tensor attention(const Engine& e, const at::Tensor& q, const at::Tensor& keys,
                      const at::Tensor& values, std::string_view format_k, std::string_view format_v,
-                     const at::Tensor& length, const OptionalTensor& mask,
+                     const OptionalTensor& length, const OptionalTensor& mask,
                      std::optional<double> scale, double softcap, int64_t window,
                      const OptionalTensor& sinks, bool causal, OptionalName strategy) {
   const AttentionOptions options{mask, scale, softcap, window, sinks, causal, strategy};
   const AttentionShape shape =
       check_attention(q, keys, values, format_k, format_v, length, options);
-  if (q.is_cpu()) check_length(length, keys, mask);
+  if (q.is_cpu() && length.has_value()) check_length(*length, keys, mask);
   const int64_t slots = mask.has_value() ? std::min(keys.size(2), mask->size(3)) : keys.size(2);
   const bool has_kernels = shape.cache.keys.codec == shape.cache.values.codec &&
                            has_attention(shape.cache.keys, q.size(3)) && slots > 0 && q.numel() > 0;
   std::optional<AttentionWay> way = find_way(options);
-  if (!way.has_value() || *way != AttentionWay::kTorch) {
-    TORCH_CHECK_VALUE(!way.has_value() || has_kernels || slots == 0 || q.numel() == 0,
-                      "strategy: ", *strategy, " has no kernel for heads of ", q.size(3),
-                      " values of ", format_k, " and ", format_v, "; allowed: torch");
-    if (has_kernels) return Call(q, keys, values, shape, length, options, slots).run(e, way);
+  const Problem problem = attention_problem(q, shape, options, slots, !length.has_value());
+  if (way == AttentionWay::kSdpa ||
+      (!way.has_value() && !why_sdpa(problem, e.gpu(q.device())).empty())) {
+    const auto decode = [&](const at::Tensor& rows, const Format& format) {
+      return decoded(e, rows, format, q.size(3), q.scalar_type());
+    };
+    const at::Tensor y = composed::sdpa(problem, q, {keys, shape.cache.keys},
+                                        {values, shape.cache.values}, length, options, decode);
+    if (y.defined()) return y;
+    way = AttentionWay::kTile;  // plan() would name sdpa
   }
-  return composed::attention(q, decoded(e, keys, shape.cache.keys, slots, q.size(3)),
-                             decoded(e, values, shape.cache.values, slots, q.size(3)), length,
-                             options);
+  const bool is_kernel_forced = strategy.has_value() && way != AttentionWay::kTorch;
+  TORCH_CHECK_VALUE(!is_kernel_forced || has_kernels || slots == 0 || q.numel() == 0,
+                    "strategy: ", strategy.value_or(""), " has no kernel for heads of ", q.size(3),
+                    " values of ", format_k, " and ", format_v, "; allowed: torch, sdpa");
+  if (has_kernels && way != AttentionWay::kTorch) {
+    return Call(problem, q, keys, values, shape, length, options).run(e, way);
+  }
+  const auto first = [&](const at::Tensor& rows, const Format& format) {
+    return decoded(e, rows.narrow(2, 0, slots), format, q.size(3), at::kFloat);
+  };
+  return composed::attention(q, first(keys, shape.cache.keys), first(values, shape.cache.values),
+                             length, options);
 }
 
 }  // namespace metalmm::gpu

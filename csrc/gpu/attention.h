@@ -17,10 +17,11 @@ at::Tensor rope_append(const Engine& e, const at::Tensor& qkv, const at::Tensor&
                        const OptionalTensor& v, const OptionalTensor& q_norm,
                        const OptionalTensor& k_norm, double eps, double offset, bool interleaved);
 
-// Nor is length: the slots that are read are those below it that the cache and the mask have.
+// Nor is length, where there is one: the slots that are read are those below it that the cache and
+// the mask have.
 at::Tensor attention(const Engine& e, const at::Tensor& q, const at::Tensor& keys,
                      const at::Tensor& values, std::string_view format_k, std::string_view format_v,
-                     const at::Tensor& length, const OptionalTensor& mask,
+                     const OptionalTensor& length, const OptionalTensor& mask,
                      std::optional<double> scale, double softcap, int64_t window,
                      const OptionalTensor& sinks, bool causal, OptionalName strategy);
 

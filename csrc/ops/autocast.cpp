@@ -59,7 +59,7 @@ Tensor swiglu_linear(const Tensor& gate, const Tensor& up, const Tensor& w,
 // The cache keeps its format, and scores are f32.
 template <c10::DeviceType kDevice>
 Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name format_k,
-                 Name format_v, const Tensor& length, const OptionalTensor& mask,
+                 Name format_v, const OptionalTensor& length, const OptionalTensor& mask,
                  std::optional<double> scale, double softcap, int64_t window,
                  const OptionalTensor& sinks, bool causal, OptionalName strategy) {
   const Lowered<kDevice> lower;

@@ -81,7 +81,7 @@ Shape rope_append(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor
 }
 
 Shape attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                std::string_view format_k, std::string_view format_v, const at::Tensor& length,
+                std::string_view format_k, std::string_view format_v, const OptionalTensor& length,
                 const OptionalTensor& mask, std::optional<double> scale, double softcap,
                 int64_t window, const OptionalTensor& sinks, bool causal, OptionalName strategy) {
   const AttentionShape s = check_attention(q, keys, values, format_k, format_v, length,

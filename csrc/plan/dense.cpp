@@ -8,12 +8,6 @@
 namespace metalmm {
 namespace {
 
-// What a panel may take. Large enough that torch's matmul of a panel hides its launch and fills the
-// machine: 8192 rows of 4096 halves are 256 tiles of 128 x 128 at M = 512, two for each of an
-// H200's 132 multiprocessors. Small beside the model: the panel is what `dense` needs beyond the
-// packed weights, once per stream, not once per layer.
-constexpr int64_t kPanelBytes = int64_t{64} << 20;
-
 // Panels are of so many rows, or of a multiple, so that each begins as W does: where 16 divides the
 // address of the first row it divides that of row 16 i, whatever the stride.
 constexpr int64_t kRowsMultiple = 16;
@@ -25,11 +19,6 @@ int64_t rows_of_panel(const Problem& p) {
       std::max(kPanelBytes / row_bytes / kRowsMultiple, int64_t{1}) * kRowsMultiple;
   if (p.n <= most) return p.n;
   return ceil_div(ceil_div(p.n, ceil_div(p.n, most)), kRowsMultiple) * kRowsMultiple;
-}
-
-// Whether rows of W are rows of values of x's dtype as they lie.
-bool is_readable(const Problem& p) {
-  return p.format->layout == Layout::kDense && p.format->name == to_string(p.dtype);
 }
 
 Pass decode_pass(const Problem& p, int64_t rows) {
@@ -59,6 +48,10 @@ constexpr DenseFrom kDenseFrom[] = {
 std::string str(int64_t v) { return std::to_string(v); }
 
 }  // namespace
+
+bool is_readable(const Problem& p) {
+  return p.format->layout == Layout::kDense && p.format->name == to_string(p.dtype);
+}
 
 std::string why_dense(const Problem& p, const Gpu& gpu) {
   if (p.op != Op::kLinear || p.has_norm) return "";

@@ -22,6 +22,15 @@ struct Pass {
   KernelArgs args{};
 };
 
+// What of attention torch computes at a time (sdpa): of how many sequences and heads of keys, whose
+// rows are decoded for it where they are not as q is, and of how many queries. 0: none of it.
+struct SdpaPanels {
+  int64_t sequences = 0, heads = 0, queries = 0;
+  // What the queries see: all slots; with is_causal query i the slots up to i; or what a mask of
+  // bools, made for each panel, says.
+  bool is_causal = false, is_masked = false;
+};
+
 struct Plan {
   std::vector<Pass> passes;  // in order; each sees what the one before wrote
   // Torch's matmul multiplies (dense): each of the first `panels` passes decodes the next
@@ -29,6 +38,7 @@ struct Plan {
   // the panel is multiplied before the next pass. Without such a pass W is multiplied where it
   // lies. 0: nothing is multiplied but by the passes.
   int64_t panel_rows = 0, panels = 0;
+  SdpaPanels sdpa;  // without passes: each panel is decoded by a plan of its own
   size_t workspace_bytes =
       0;               // scratch bound to kSlotPartial (and to kSlotY of the pass that fills it)
   std::string reason;  // why this strategy, in words

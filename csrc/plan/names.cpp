@@ -85,7 +85,7 @@ std::vector<StrategyId> strategies_of(Op op) {
     case Op::kRopeAppend:
       return {S::rope_append};
     case Op::kAttention:
-      return {S::attention_split, S::attention_tile};
+      return {S::attention_split, S::attention_tile, S::sdpa};
     case Op::kAdd:
       return {S::elementwise_add};
     case Op::kSub:

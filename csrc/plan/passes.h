@@ -95,6 +95,15 @@ Pass reduce_pass(Problem problem, const Parts& parts);
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
 
+// What rows decoded for torch may take at a time. Large enough that torch's
+// matmul of a panel hides its launch and fills the machine: 8192 rows of 4096 halves are 256 tiles
+// of 128 x 128 at M = 512, two for each of an H200's 132 multiprocessors. Small beside the model:
+// a panel is what torch needs beyond the packed rows, once per stream, not once per layer.
+constexpr int64_t kPanelBytes = int64_t{64} << 20;
+
+// Whether rows of the format are rows of values of the problem's dtype as they lie.
+bool is_readable(const Problem& problem);
+
 // Why torch's matmul takes the problem (tuning.def); empty where a kernel does.
 std::string why_dense(const Problem& problem, const Gpu& gpu);
 // plan() of linear by torch's matmul.
@@ -103,6 +112,16 @@ Plan plan_dense(const Problem& problem, const std::string& why);
 // plan() of kAttention, and what of it can be planned.
 Plan plan_attention(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);
 void check_attention(const Problem& problem);
+
+// Why torch's scaled_dot_product_attention takes kAttention (tuning.def); empty where a kernel
+// does.
+std::string why_sdpa(const Problem& problem, const Gpu& gpu);
+// Whether it has all that is asked for: no soft cap, no sinks, no mask that is added.
+bool has_sdpa(const Problem& problem);
+// Throws std::invalid_argument: what it has not.
+void check_sdpa(const Problem& problem);
+// How it takes it. Of the problem's format is_readable() alone is asked.
+SdpaPanels sdpa_panels(const Problem& problem);
 
 // Throws std::invalid_argument: v does not fit 32 bits.
 uint32_t u32(int64_t v, const char* what);

@@ -88,6 +88,7 @@ struct AttentionSizes {
   float scale = 1, softcap = 0;
   bool causal = true, bool_mask = false, float_mask = false, sinks = false;
   bool float_sinks = false;  // sinks are f32, not of dtype
+  bool filled = false;       // the host knows that all n slots hold rows
 };
 
 constexpr int64_t kPacked = -1;  // a stride: rows follow each other

@@ -4,11 +4,13 @@
 
 #include <string>
 
+#include "cpu/attention/attention.h"
 #include "cpu/int8/matmul.h"
 #include "cpu/kernels.h"
 #include "cpu/matmul.h"
 #include "ops/dtypes.h"
 #include "plan/format.h"
+#include "plan_fields.h"
 
 namespace py = pybind11;
 
@@ -80,6 +82,17 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("m"), py::arg("dtype"),
       "What linear on the CPU takes for m rows of x of this dtype on this machine.");
+  m.def(
+      "cpu_attention",
+      [](const std::string& format, const std::string& dtype, const py::dict& attention) {
+        metalmm::Problem p;
+        p.format = &metalmm::format_by_name(format);
+        p.dtype = metalmm::dtype_by_name(dtype);
+        p.attention = metalmm::read_attention(attention);
+        return std::string(metalmm::kAttentionWays[static_cast<int>(metalmm::cpu::choose_way(p))]);
+      },
+      py::arg("format"), py::arg("dtype"), py::arg("attention"),
+      "What attention on the CPU takes; `attention` as of plan().");
   m.def(
       "has_int8",
       [](const std::string& format) {

@@ -194,6 +194,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   for (const Pass& pass : made.passes) passes.append(to_dict(pass));
   out["passes"] = passes;
   out["dense"] = product_of(made, p);
+  out["sdpa"] = panels_of(made.sdpa);
   out["workspace_bytes"] = made.workspace_bytes;
   out["reason"] = made.reason;
   return out;
@@ -264,10 +265,11 @@ void bind_plan(py::module_& m) {
         "attention"_a = py::dict(), "gpu"_a = py::dict(),
         "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, chip, the "
         "row of the table that was planned for (the nearest one of a chip that it does not have), "
-        "and dense: None, or, where torch's matmul multiplies, m, n, k, format, dtype, the panels "
-        "that the first passes decode and the rows of each; without panels W lies as it is read. "
-        "`gpu` "
-        "changes cores, max_threadgroup_memory or max_threads of the chip. ValueError: what "
+        "dense: None, or, where torch's matmul multiplies, m, n, k, format, dtype, the panels "
+        "that the first passes decode and the rows of each; without panels W lies as it is read; "
+        "and sdpa: None, or of how many sequences, heads of keys and queries torch's attention is "
+        "called at a time, and whether with is_causal or a mask. `gpu` changes cores, "
+        "max_threadgroup_memory or max_threads of the chip. ValueError: what "
         "plan.h says.");
   m.def("kernel_names", &all_kernel_names,
         "Every function of the shader library: strategies, formats and dtypes multiplied out.");

@@ -77,7 +77,8 @@ inline AttentionSizes read_attention(const py::dict& given) {
                                                {"bool_mask", &A::bool_mask},
                                                {"float_mask", &A::float_mask},
                                                {"sinks", &A::sinks},
-                                               {"float_sinks", &A::float_sinks}};
+                                               {"float_sinks", &A::float_sinks},
+                                               {"filled", &A::filled}};
   A out;
   set_fields("attention", given, fields, out);
   return out;
@@ -94,6 +95,18 @@ inline py::object product_of(const Plan& made, const Problem& p) {
   out["k"] = p.k;
   out["format"] = p.format->name;
   out["dtype"] = to_string(p.dtype);
+  return out;
+}
+
+// What torch's attention is given at a time; None where it computes nothing.
+inline py::object panels_of(const SdpaPanels& s) {
+  if (s.queries == 0) return py::none();
+  py::dict out;
+  out["sequences"] = s.sequences;
+  out["heads"] = s.heads;
+  out["queries"] = s.queries;
+  out["is_causal"] = s.is_causal;
+  out["is_masked"] = s.is_masked;
   return out;
 }
 

@@ -43,6 +43,10 @@ def line(plan: dict[str, Any]) -> str:
         decoded = " + ".join(f"{count} x {text}" for text, count in panels.items()) or "W"
         multiplied = f"{decoded} -> torch's matmul of {dense['rows']} rows"
         passes[: dense["panels"]] = [multiplied]
+    if sdpa := plan["sdpa"]:
+        traits = [name for name in ("is_causal", "is_masked") if sdpa[name]]
+        panels = "x".join(str(sdpa[name]) for name in ("sequences", "heads", "queries"))
+        passes.append(" ".join(("torch's attention of", panels, *traits)))
     workspace = f" ; workspace {plan['workspace_bytes']}" if plan["workspace_bytes"] else ""
     return " ; ".join(passes) + workspace
 
@@ -104,6 +108,13 @@ def golden_lines() -> list[str]:
                 "attention", n=slots, k=128, format="q8_0", chip="m4-max", attention=sizes
             )
             out.append(f"attention {queries} of {slots} slots: {line(plan)}")
+    out += ["", "# cuda, 32 heads of q, 8 of keys, all slots filled"]
+    for name in ("f16", "q8_0"):
+        for queries, slots in ((16, 8704), (17, 17), (512, 512), (512, 8704), (512, 131072)):
+            sizes = {"heads": 32, "kv_heads": 8, "queries": queries, "filled": True}
+            asked = {"n": slots, "k": 128, "format": name, "chip": _C.CUDA}
+            plan = _C.plan("attention", **asked, attention=sizes)
+            out.append(f"attention {name} {queries} of {slots} slots: {line(plan)}")
     return out
 
 

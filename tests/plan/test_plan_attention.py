@@ -102,13 +102,94 @@ def test_threadgroup_memory_fits_every_head() -> None:
         ({"attention": {"bool_mask": True, "float_mask": True}}, "mask: of bools or of f32"),
         ({"attention": {"rows": 2}}, "attention: unknown 'rows'; allowed: batch, heads"),
         ({"n": 2**31}, "2147483648 slots"),
-        ({"strategy": "gemm"}, "strategy: gemm does not compute attention; allowed: attention_spl"),
+        ({"strategy": "gemm"}, "strategy: gemm does not .*; allowed: attention_split, .*, sdpa$"),
+        (
+            {"strategy": "sdpa", "attention": {"softcap": 2.0}},
+            "strategy: sdpa computes attention without soft cap; allowed: attention_split",
+        ),
+        ({"strategy": "sdpa", "attention": {"sinks": True}}, "without sinks"),
+        ({"strategy": "sdpa", "attention": {"float_mask": True}}, "without mask that is added"),
         ({"gpu": {"max_threadgroup_memory": 1024}}, "gpu: attention_split needs 8320 bytes"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(**changes)
+
+
+def sdpa(dtype: str = "f16", **changes: Any) -> dict[str, Any] | None:
+    """What torch's attention is given on an NVIDIA GPU; None where a kernel computes."""
+    found: dict[str, Any] | None = plan(**{"chip": _C.CUDA, "dtype": dtype} | changes)["sdpa"]
+    return found
+
+
+def test_many_queries_are_torchs_on_an_nvidia_gpu() -> None:
+    """Of halves, where the host knows the length or the cache has few slots; of no Mac."""
+    known = {"filled": True}
+    for name in stored():
+        for dtype in DTYPES:
+            taken = [n for n in (1, 16, 17, 512) if sdpa(dtype, queries=n, attention=known)]
+            assert taken == ([] if dtype == "f32" else [17, 512]), name
+    assert sdpa(queries=100, n=400) and not sdpa(queries=100, n=401)
+    assert sdpa(queries=512, n=2**16, attention=known)
+    assert not sdpa(queries=512, n=2**17, attention=known)  # panels of 4 x 341 rows of q
+    dense: dict[str, Any] = {"queries": 512, "n": 2**17, "format": "f16"}
+    assert sdpa(**dense, attention=known)
+    by_head = {"bool_mask": True, "mask_head_stride": 1}  # of 32 x 10
+    assert not sdpa(**dense, attention=known | by_head)
+    assert not any(plan(queries=512, attention=known, chip=chip)["sdpa"] for chip in CHIPS)
+    for trait in ({"softcap": 2.0}, {"sinks": True}, {"float_mask": True}):
+        assert not sdpa(queries=512, attention=known | trait)
+
+
+def test_a_mask_is_made_where_something_is_hidden() -> None:
+    """What is a prompt into an empty cache, or hides nothing, has none."""
+    for n, traits, wanted in (
+        (512, {}, "is_causal"),
+        (512, {"window": 512}, "is_causal"),
+        (512, {"causal": False}, ""),
+        (8192, {"causal": False}, ""),
+        (8192, {}, "is_masked"),
+        (100, {}, "is_masked"),
+        (512, {"window": 511}, "is_masked"),
+        (512, {"causal": False, "bool_mask": True}, "is_masked"),
+        (512, {"filled": False}, "is_masked"),
+    ):
+        found = sdpa(queries=512, n=n, attention={"filled": True} | traits)
+        assert found and [k for k in ("is_causal", "is_masked") if found[k]] == wanted.split()
+
+
+@pytest.mark.parametrize(
+    ("changes", "panels"),
+    [
+        ({"format": "f16"}, (3, 8, 512)),
+        ({"format": "f16", "n": 131072}, (3, 8, 341)),  # a mask of 3 bytes a slot
+        ({"format": "f16", "n": 131072, "mask": (0, 1)}, (3, 8, 10)),
+        ({"format": "f16", "n": 131072, "mask": (1, 1)}, (3, 8, 3)),
+        ({"n": 512}, (3, 8, 512)),
+        ({"n": 8192}, (2, 8, 512)),  # decoded keys and values of 4 MB a head
+        ({"n": 16384}, (1, 8, 512)),
+        ({"n": 16385}, (1, 7, 512)),
+        ({"n": 10**6}, (1, 1, 44)),
+        ({"format": "f32", "n": 8192}, (2, 8, 512)),
+    ],
+)
+def test_panels_of_torchs_attention(changes: dict[str, Any], panels: tuple[int, int, int]) -> None:
+    """A mask, with what torch makes of it, of at most 128 MB; rows that are decoded, of 64 MB."""
+    by_sequence, by_head = changes.pop("mask", (0, 0))
+    sizes = {"filled": True, "batch": 3, "mask_head_stride": by_head}
+    sizes |= {"mask_sequence_stride": by_sequence, "bool_mask": by_head > 0}
+    found = sdpa(queries=512, attention=sizes, strategy="sdpa", **changes)
+    assert found and tuple(found[k] for k in ("sequences", "heads", "queries")) == panels
+
+
+def test_the_reason_says_what_torch_is_given() -> None:
+    made = plan(queries=512, chip=_C.CUDA, attention={"filled": True})
+    assert made["reason"] == (
+        "sdpa: 512 queries are at least 17, and torch's attention reaches the tensor cores at full "
+        "rate; a mask for 512 queries at a time, rows of 1 sequences and 8 heads decoded at a time"
+    )
+    assert made["passes"] == [] and made["workspace_bytes"] == 0
 
 
 def test_nothing_asked_is_no_pass() -> None:

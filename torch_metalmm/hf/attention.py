@@ -1,7 +1,8 @@
 """attn_implementation="metalmm": attention of any model of transformers by the op `attention`.
 
-It reads a PackedCache where that lies, and the dense keys and values of every other cache. Many
-queries of dense keys, a gradient, dropout and what the op does not know go to torch's SDPA.
+It reads a PackedCache where that lies, and the dense keys and values of every other cache; many
+queries it gives to torch's SDPA where that is the faster. A gradient, dropout and what the op does
+not know go to transformers' attention function of SDPA.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from .caches import ATTENTION
 from .caches.layers import DTYPE_NAMES
 from .caches.rows import PackedRows
 
-# Queries up to which the op walks a dense cache once; torch's SDPA takes more at a time.
-FEW_QUERIES = 16
 # Arguments of attention_forward that say more than the op's scale and soft cap.
 _TRAITS = ("s_aux", "position_bias", "cache")
 _NUMBERS = frozenset(("dropout", "scaling", "softcap", "is_causal"))
@@ -75,18 +74,13 @@ def attention_forward(
     """Attention of query [B, heads, S, D] as an attention function of transformers returns it."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     has_traits = softcap is not None or sinks is not None
-    is_packed = isinstance(key, PackedRows) or isinstance(value, PackedRows)
     known = (
         _is_known(query, key, value)
         and dropout == 0
         and kwargs.get("position_bias") is None
         and kwargs.get("cache") is None
     )
-    if (
-        not known
-        or not (has_traits or is_packed or query.shape[2] <= FEW_QUERIES)
-        or (not has_traits and _records_grad(query, key, value))
-    ):
+    if not known or (not has_traits and _records_grad(query, key, value)):
         if has_traits:
             raise ValueError("metalmm attention: no dropout or bias beside a soft cap or sinks")
         key, value = (t.decoded() if isinstance(t, PackedRows) else t for t in (key, value))
@@ -98,10 +92,9 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and queries > 1 and attention_mask is None
     length = key.length if isinstance(key, PackedRows) else None
-    if length is None:
+    if is_causal and slots > queries and not isinstance(key, PackedRows):
         # Without a mask, several queries are the first of the cache: what is behind is empty.
-        count = min(slots, queries) if is_causal else slots
-        length = torch.tensor(count, device=query.device)
+        key, value = (t[:, :, :queries] for t in (key, value))
     if attention_mask is not None and attention_mask.shape[2] != queries:
         attention_mask = attention_mask.expand(-1, -1, queries, -1)
     (keys, format_k), (values, format_v) = _rows(key), _rows(value)

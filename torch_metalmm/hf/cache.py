@@ -32,7 +32,6 @@ from transformers.cache_utils import (  # noqa: E402
     get_layer_types_and_kwargs,
 )
 
-from .attention import FEW_QUERIES  # noqa: E402
 from .caches import ATTENTION  # noqa: E402
 from .caches.file import File, write  # noqa: E402
 from .caches.layers import PackedLayer, PackedSlidingLayer, Room  # noqa: E402
@@ -120,13 +119,11 @@ class PackedCache(Cache):
         file.fill(cache.layers, cache.config, device)
         return cache
 
-    def room(
-        self, number: int, x: Tensor, kv_heads: int, head_size: int, has_traits: bool
-    ) -> Room | None:
+    def room(self, number: int, x: Tensor, kv_heads: int, head_size: int) -> Room | None:
         """Room for the keys of x [B, S, ...], whose attention is the op, in the layer `number`.
 
         None, before anything changed: update() and the attention function are to be called, because
-        another has a say in what these do, or because the function calls torch's.
+        another has a say in what these do.
         """
         layer: Any = self.layers[number]
         if type(layer) not in _LAYERS or type(self) is not PackedCache:
@@ -134,8 +131,6 @@ class PackedCache(Cache):
         if self.offloading or "update" in self.__dict__:
             return None
         shape = x.shape
-        if shape[1] > FEW_QUERIES and not has_traits and layer.format in _DENSE:
-            return None
         if not layer.takes(shape[0], kv_heads, head_size):
             like = x.new_empty(shape[0], kv_heads, 0, head_size)
             layer.prepare(like, like)
@@ -144,4 +139,3 @@ class PackedCache(Cache):
 
 
 _LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer))
-_DENSE = frozenset((None, *formats.DTYPES))  # None: the model's dtype, before there are rows

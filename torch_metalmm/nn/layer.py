@@ -157,7 +157,7 @@ class FusedLayer:
         if length > 1 and mask is None and not getattr(r.attention, "is_causal", True):
             return None
         number = r.attention.layer_idx if r.number is None else r.number
-        found = find(number, x, r.kv_heads, r.head_size, options["softcap"] > 0)
+        found = find(number, x, r.kv_heads, r.head_size)
         if found is None:
             return None
         format, keys, values, slots, k, v, end = found

@@ -1,6 +1,9 @@
 #include "attention.h"
 
+#include "cpu/dense.h"
 #include "ops/attention/composed.h"
+#include "ops/attention/sdpa.h"
+#include "plan/passes.h"
 #include "scores.h"
 
 namespace metalmm::cpu {
@@ -9,7 +12,7 @@ namespace {
 // Queries from which the products as matrices pay for decoding keys and values apart.
 constexpr int64_t kSplitQueries = 16;
 
-// [B, kv_heads, capacity, D]
+// Rows [B, kv_heads, T, row] as values [B, kv_heads, T, D]; packed ones in f32.
 at::Tensor decoded(const at::Tensor& rows, const Format& format, int64_t dim) {
   if (rows.scalar_type() != at::kByte) return rows;
   const at::Tensor flat = rows.reshape({-1, rows.size(3)});
@@ -23,6 +26,13 @@ void add_mask(const Values* mask, Span span, float* s) {
 }
 
 }  // namespace
+
+AttentionWay choose_way(const Problem& p) {
+  if (p.attention.queries <= kSplitQueries) return AttentionWay::kSplit;
+  const bool is_fast =
+      p.dtype == DType::kF32 || (p.dtype == DType::kBF16 && dense_is_faster(at::kBFloat16));
+  return is_fast && is_readable(p) && has_sdpa(p) ? AttentionWay::kSdpa : AttentionWay::kTile;
+}
 
 void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float* s) const {
   const int64_t n = at.last - at.first;
@@ -45,20 +55,29 @@ void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                     std::string_view format_k, std::string_view format_v, const at::Tensor& length,
-                     const OptionalTensor& mask, std::optional<double> scale, double softcap,
-                     int64_t window, const OptionalTensor& sinks, bool causal,
-                     OptionalName strategy) {
+                     std::string_view format_k, std::string_view format_v,
+                     const OptionalTensor& length, const OptionalTensor& mask,
+                     std::optional<double> scale, double softcap, int64_t window,
+                     const OptionalTensor& sinks, bool causal, OptionalName strategy) {
   const AttentionOptions options{mask, scale, softcap, window, sinks, causal, strategy};
   const AttentionShape shape =
       check_attention(q, keys, values, format_k, format_v, length, options);
-  const int64_t slots = check_length(length, keys, mask);
+  const int64_t slots = length.has_value() ? check_length(*length, keys, mask) : keys.size(2);
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
-  const AttentionWay way = find_way(options).value_or(
-      queries <= kSplitQueries ? AttentionWay::kSplit : AttentionWay::kTile);
+  const Problem problem = attention_problem(q, shape, options, slots, true);
+  const AttentionWay way = find_way(options).value_or(choose_way(problem));
   if (way == AttentionWay::kTorch) {
     return composed::attention(q, decoded(keys, shape.cache.keys, dim),
                                decoded(values, shape.cache.values, dim), length, options);
+  }
+  if (way == AttentionWay::kSdpa) {
+    const auto decode = [&](const at::Tensor& rows, const Format& format) {
+      return decoded(rows, format, dim);
+    };
+    const at::Tensor y =
+        composed::sdpa(problem, q, {keys, shape.cache.keys}, {values, shape.cache.values},
+                       std::nullopt, options, decode);
+    if (y.defined()) return y;
   }
   at::Tensor out = at::empty({batch, queries, heads, dim}, q.options().dtype(at::kFloat));
   if (out.numel() == 0 || slots == 0) return out.zero_().to(q.scalar_type());

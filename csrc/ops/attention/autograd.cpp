@@ -18,7 +18,7 @@ void bump_versions(const Tensor& keys, const Tensor& values) {
 }  // namespace
 
 Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name format_k,
-                 Name format_v, const Tensor& length, const OptionalTensor& mask,
+                 Name format_v, const OptionalTensor& length, const OptionalTensor& mask,
                  std::optional<double> scale, double softcap, int64_t window,
                  const OptionalTensor& sinks, bool causal, OptionalName strategy) {
   const AttentionOptions options{mask, scale, softcap, window, sinks, causal, strategy};
@@ -29,7 +29,7 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name
                         "q: requires grad, but attention has no gradient through packed rows; pass "
                         "q.detach(), call it under torch.no_grad(), or use a cache of floats");
     }
-    if (holds_values(length)) check_length(length, keys, mask);
+    if (length.has_value() && holds_values(*length)) check_length(*length, keys, mask);
     return composed::attention(q, keys, values, length, options);
   }
   at::AutoDispatchBelowADInplaceOrView guard;

@@ -8,7 +8,7 @@ namespace metalmm::gradients {
 // Through keys and values of a dense format, and what they are multiplied by, a gradient is that of
 // composed::attention; a packed cache has none.
 Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name format_k,
-                 Name format_v, const Tensor& length, const OptionalTensor& mask,
+                 Name format_v, const OptionalTensor& length, const OptionalTensor& mask,
                  std::optional<double> scale, double softcap, int64_t window,
                  const OptionalTensor& sinks, bool causal, OptionalName strategy);
 

@@ -51,10 +51,10 @@ inline Tensor call_rope_append(const Tensor& qkv, const Tensor& cos, const Tenso
 }
 
 inline Tensor call_attention(const Tensor& q, const Tensor& keys, const Tensor& values,
-                             Name format_k, Name format_v, const Tensor& length,
+                             Name format_k, Name format_v, const OptionalTensor& length,
                              const AttentionOptions& o) {
   static auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name, const Tensor&,
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, Name, Name, const OptionalTensor&,
                      const OptionalTensor&, std::optional<double>, double, int64_t,
                      const OptionalTensor&, bool, OptionalName)>("metalmm::attention");
   return op.call(q, keys, values, format_k, format_v, length, o.mask, o.scale, o.softcap, o.window,

@@ -1,9 +1,12 @@
 #include "checks.h"
 
 #include <cmath>
+#include <iterator>
 #include <limits>
 
+#include "ops/dtypes.h"
 #include "ops/tensors.h"
+#include "plan/passes.h"
 
 namespace metalmm {
 namespace {
@@ -110,7 +113,7 @@ RopeAppendShape check_rope_append(const at::Tensor& qkv, const at::Tensor& cos,
 
 AttentionShape check_attention(const at::Tensor& q, const at::Tensor& keys,
                                const at::Tensor& values, std::string_view format_k,
-                               std::string_view format_v, const at::Tensor& length,
+                               std::string_view format_v, const OptionalTensor& length,
                                const AttentionOptions& o) {
   check_activation_dtype("q", q);
   check_dims("q", q, "[B, heads, S, D]");
@@ -121,8 +124,13 @@ AttentionShape check_attention(const at::Tensor& q, const at::Tensor& keys,
   TORCH_CHECK_VALUE(out.cache.kv_heads >= 1 && out.heads % out.cache.kv_heads == 0,
                     "q: ", out.heads, " heads; must be a multiple of the ", out.cache.kv_heads,
                     " of the cache");
-  check_int64("length", length, 0, q);
-  if (o.mask.has_value()) check_mask(*o.mask, out, q);
+  if (length.has_value()) check_int64("length", *length, 0, q);
+  if (o.mask.has_value()) {
+    check_mask(*o.mask, out, q);
+    TORCH_CHECK_VALUE(length.has_value() || o.mask->sym_size(3) >= out.cache.capacity,
+                      "mask: ", o.mask->sym_size(3), " columns; without a length all ",
+                      out.cache.capacity, " slots are read");
+  }
   if (o.sinks.has_value()) {
     check_device("sinks", *o.sinks, q);
     check_activation_dtype("sinks", *o.sinks);
@@ -139,11 +147,40 @@ AttentionShape check_attention(const at::Tensor& q, const at::Tensor& keys,
   return out;
 }
 
+Problem attention_problem(const at::Tensor& q, const AttentionShape& shape,
+                          const AttentionOptions& o, int64_t slots, bool filled) {
+  Problem p;
+  p.op = Op::kAttention;
+  p.n = slots;
+  p.k = q.size(3);
+  p.dtype = find_dtype(q.scalar_type()).value();
+  p.format = &shape.cache.keys;
+  if (is_readable(p)) p.format = &shape.cache.values;
+  AttentionSizes& a = p.attention;
+  a.batch = q.size(0);
+  a.heads = q.size(1);
+  a.kv_heads = shape.cache.kv_heads.expect_int();
+  a.queries = q.size(2);
+  a.window = o.window;
+  a.scale = static_cast<float>(scale_of(o, q.size(3)));
+  a.softcap = static_cast<float>(o.softcap);
+  a.causal = o.causal;
+  a.sinks = o.sinks.has_value();
+  a.filled = filled;
+  if (!o.mask.has_value()) return p;
+  const auto stride = [&](int64_t d) { return o.mask->size(d) == 1 ? 0 : o.mask->stride(d); };
+  a.mask_sequence_stride = stride(0);
+  a.mask_head_stride = stride(1);
+  a.mask_stride = stride(2);
+  (o.mask->scalar_type() == at::kBool ? a.bool_mask : a.float_mask) = true;
+  return p;
+}
+
 std::optional<AttentionWay> find_way(const AttentionOptions& options) {
-  constexpr const char* kNames[] = {"attention_split", "attention_tile", "torch"};
   if (!options.strategy.has_value()) return std::nullopt;
   return static_cast<AttentionWay>(or_value_error([&] {
-    return find_name("strategy", *options.strategy, 3, [&](int i) { return kNames[i]; });
+    return find_name("strategy", *options.strategy, static_cast<int>(std::size(kAttentionWays)),
+                     [](int i) { return kAttentionWays[i]; });
   }));
 }
 

@@ -3,6 +3,7 @@
 
 #include "calls.h"
 #include "ops/checks.h"
+#include "plan/plan.h"
 
 namespace metalmm {
 
@@ -34,11 +35,17 @@ struct AttentionShape {
 };
 AttentionShape check_attention(const at::Tensor& q, const at::Tensor& keys,
                                const at::Tensor& values, std::string_view format_k,
-                               std::string_view format_v, const at::Tensor& length,
+                               std::string_view format_v, const OptionalTensor& length,
                                const AttentionOptions& options);
 
+// The call as plan() takes it, without what a kernel needs to know of memory, over so many slots.
+// filled: all of them hold rows. The format is that of keys, unless only values are to be decoded.
+Problem attention_problem(const at::Tensor& q, const AttentionShape& shape,
+                          const AttentionOptions& options, int64_t slots, bool filled);
+
 // How attention is computed: the strategies that the op has on every engine.
-enum class AttentionWay { kSplit, kTile, kTorch };
+enum class AttentionWay { kSplit, kTile, kTorch, kSdpa };
+constexpr const char* kAttentionWays[] = {"attention_split", "attention_tile", "torch", "sdpa"};
 // ValueError that lists them.
 std::optional<AttentionWay> find_way(const AttentionOptions& options);
 

@@ -11,17 +11,6 @@ namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
-// Which of T slots each of S queries sees, [S, T]; t and own are the slots and the queries' own.
-at::Tensor visible(const at::Tensor& length, int64_t queries, int64_t slots, int64_t window,
-                   bool causal) {
-  const at::Tensor t = at::arange(slots, length.options()).unsqueeze(0);
-  const at::Tensor own = (at::arange(queries, length.options()) + (length - queries)).unsqueeze(1);
-  at::Tensor out = (t < length).expand({queries, slots});
-  if (causal) out = out & (t <= own);
-  if (window > 0) out = out & (t > own - window);
-  return out;
-}
-
 // f16 bytes of d [N], [N, 2].
 at::Tensor half_bytes(const at::Tensor& d) { return d.to(at::kHalf).unsqueeze(-1).view(at::kByte); }
 
@@ -60,8 +49,13 @@ at::Tensor q4_0(const at::Tensor& x) {
 
 }  // namespace
 
+at::Tensor visible(const at::Tensor& t, const at::Tensor& own, int64_t window, bool causal) {
+  const at::Tensor after = t > own - (window > 0 ? window : kMaxK);
+  return causal ? after & (t <= own) : after;
+}
+
 at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                     const at::Tensor& given_length, const AttentionOptions& o) {
+                     const OptionalTensor& given_length, const AttentionOptions& o) {
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
   const int64_t kv_heads = keys.size(1), group = heads / kv_heads;
   const int64_t slots = o.mask.has_value() ? std::min(keys.size(2), o.mask->size(3)) : keys.size(2);
@@ -69,10 +63,14 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tens
     return stored(q.transpose(1, 2), q.scalar_type())
         .masked_fill(at::ones({}, q.options().dtype(at::kBool)), 0);
   }
-  const at::Tensor length = given_length.clamp(0, slots);  // as shaders take it
+  const at::Tensor length = given_length.has_value()
+                                ? given_length->clamp(0, slots)  // as shaders take it
+                                : at::full({}, slots, q.options().dtype(at::kLong));
+  const at::Tensor t = at::arange(slots, length.options());
+  const at::Tensor own = (at::arange(queries, length.options()) + (length - queries)).unsqueeze(1);
   const at::Tensor k = keys.narrow(2, 0, slots).to(at::kFloat);
-  const at::Tensor seen = visible(length, queries, slots, o.window, o.causal);
-  const at::Tensor held = (at::arange(slots, length.options()) < length).unsqueeze(-1);
+  const at::Tensor seen = visible(t, own, o.window, o.causal) & (t < length);
+  const at::Tensor held = (t < length).unsqueeze(-1);
   const at::Tensor v0 = values.narrow(2, 0, slots).to(at::kFloat);
   const at::Tensor v = at::where(held, v0, at::zeros_like(v0));  // nobody wrote the others
   at::Tensor s = at::matmul(q.to(at::kFloat).reshape({batch, kv_heads, group * queries, dim}),

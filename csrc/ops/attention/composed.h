@@ -9,7 +9,11 @@ namespace metalmm::composed {
 
 // Keys and values [B, kv_heads, T, D] of any float dtype; in f32, rounded once, differentiable.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                     const at::Tensor& length, const AttentionOptions& options);
+                     const OptionalTensor& length, const AttentionOptions& options);
+
+// Which of the slots t queries see whose own slots are `own`: int64 tensors, and bools of their
+// common shape.
+at::Tensor visible(const at::Tensor& t, const at::Tensor& own, int64_t window, bool causal);
 
 // x f32 [N, K] -> the rows of the format, uint8 [N, row_bytes(K)], with the bytes of quantize; a
 // tensor that is not defined where no composition is written. A block with NaN or Inf decodes to no

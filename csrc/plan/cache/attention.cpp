@@ -4,6 +4,7 @@
 #include <string>
 
 #include "metal/geometry.h"
+#include "plan/names.h"
 #include "plan/passes.h"
 
 namespace metalmm {
@@ -117,15 +118,35 @@ Pass join_of(const Problem& p, const Pass& first) {
   return out;
 }
 
-StrategyId choose(const Problem& p, std::optional<StrategyId> forced, std::string* reason) {
+// plan() by torch's attention.
+Plan plan_sdpa(const Problem& p, const std::string& why) {
+  check_sdpa(p);
+  Plan out;
+  out.sdpa = sdpa_panels(p);
+  const auto& [sequences, heads, queries, is_causal, is_masked] = out.sdpa;
+  out.reason = "sdpa: " + why + "; " +
+               (is_masked ? "a mask for " + str(queries) + " queries at a time"
+                          : (is_causal ? "causal, no mask" : "all slots, no mask")) +
+               (is_readable(p) ? ""
+                               : ", rows of " + str(sequences) + " sequences and " + str(heads) +
+                                     " heads decoded at a time");
+  return out;
+}
+
+StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
+                  std::string* reason) {
   if (forced) {
-    if (forced != S::attention_split && forced != S::attention_tile) {
+    const auto all = strategies_of(Op::kAttention);
+    if (std::find(all.begin(), all.end(), *forced) == all.end()) {
       reject("strategy: " + std::string(to_string(*forced)) +
-             " does not compute attention; allowed: attention_split, attention_tile");
+             " does not compute attention; allowed: " +
+             join_names(static_cast<int>(all.size()), [&](int i) { return to_string(all[i]); }));
     }
     *reason = "forced";
     return *forced;
   }
+  *reason = why_sdpa(p, gpu);
+  if (!reason->empty()) return S::sdpa;
   const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kMostRows;
   const bool is_split = rows <= most;
   *reason = str(rows) + " rows of q for a head of keys are " + (is_split ? "at most " : "over ") +
@@ -168,7 +189,8 @@ Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> 
     return out;
   }
   check_sizes(p);
-  const StrategyId strategy = choose(p, forced, &out.reason);
+  const StrategyId strategy = choose(p, gpu, forced, &out.reason);
+  if (strategy == S::sdpa) return plan_sdpa(p, out.reason);
   if (bytes_of(strategy, p) > gpu.max_threadgroup_memory) {
     reject("gpu: " + std::string(to_string(strategy)) + " needs " + str(bytes_of(strategy, p)) +
            " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from torch_metalmm import PackedCache, fuse_
-from torch_metalmm.hf.attention import FEW_QUERIES, op_options
+from torch_metalmm.hf.attention import op_options
+from torch_metalmm.hf.caches.rows import FEW_QUERIES
 
 NEAR = 2 * 10 * 96**0.5 * 2.0**-24  # as in test_layers.py
 HEADS_OF_16 = ("phi3", "olmo2", "helium")  # q8_0 needs 32

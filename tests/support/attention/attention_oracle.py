@@ -20,6 +20,13 @@ sink, with a product each in N and a quotient before or after it:
 
 Matrices of halves round k, v and the weights of N, not those of W: by 2^-11 in proportion, 2^-25
 where the half is subnormal.
+
+Torch's scaled_dot_product_attention rounds the same, to the dtype of q. Beside that it may multiply
+q and k each by a root of the scale, of 2 roundings: 6 u of each term of a score with their product.
+It may take powers of 2, by a scale of two roundings more, from which a product with the largest
+score, rounded on its own, is taken away: 4 roundings of a score. Its exponentials are within 20 ulp
+(fexp_u20), 42 roundings of a weight with the product. The walk takes at least 32 slots at a time,
+and at each turn an exponential and a product: 42 / 32 of a rounding for each slot.
 """
 
 from __future__ import annotations
@@ -28,14 +35,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oracle import TINY, U, Value, gamma
+from oracle import STORE, TINY, Halved, U, Value, gamma
 from torch import Tensor
 
 PARTS = 68  # and what is added or divided once
 EXP_ROUNDINGS = 5
 CAP_ROUNDINGS = 8
 LOWEST = 86.0  # exp(-LOWEST) and what is larger is no subnormal number
-HALF, HALF_TINY = 2.0**-11, 2.0**-25  # of a value that is rounded to f16
+SDPA_EXP_ROUNDINGS = 42
+SDPA_SLOT_ROUNDINGS = 42 / 32
+SDPA_TERM_ROUNDINGS, SDPA_SCORE_ROUNDINGS = 6, 4
 UNBOUNDED = 1e30  # of scores that a mask absorbs: any mean of the values
 
 
@@ -66,19 +75,31 @@ def visible(queries: int, slots: int, t: Traits) -> Tensor:
     return out
 
 
-def as_half(x: Tensor) -> Tensor:
-    """The error of f64 values that are rounded to f16."""
-    return x.abs() * HALF + HALF_TINY
+def matrices(halved: Halved) -> torch.dtype:
+    """To which k, v and the weights are rounded."""
+    if isinstance(halved, torch.dtype):
+        return halved
+    return torch.float16 if halved else torch.float32
 
 
-def scores(q: Tensor, k: Tensor, t: Traits, halves: bool) -> tuple[Value, Tensor]:
+def of_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of f64 values that are rounded to dtype; of its own values none."""
+    u, spacing = STORE[dtype]
+    return torch.where(x.to(dtype).double() == x, 0.0, x.abs() * u + spacing)
+
+
+def scores(q: Tensor, k: Tensor, t: Traits, halved: Halved) -> tuple[Value, Tensor]:
     """Scores [B, H, S, T] and which of them count; k [B, H, T, D], a head for each of q."""
     dim, slots = q.shape[-1], k.shape[2]
     scale = dim**-0.5 if t.scale is None else t.scale
     columns = k.double().mT
-    error = as_half(columns) if halves else torch.zeros_like(columns)
-    s = Value.of(q).matmul(Value(columns, error))
-    s = Value(s.exact * scale, s.error * abs(scale)).rounded(2)
+    keys = Value(columns, of_rounding(columns, matrices(halved)))
+    s = Value.of(q).matmul(keys)
+    roundings = 2
+    if isinstance(halved, torch.dtype):
+        s.error += gamma(SDPA_TERM_ROUNDINGS) * (q.double().abs() @ keys.size())
+        roundings += SDPA_SCORE_ROUNDINGS
+    s = Value(s.exact * scale, s.error * abs(scale)).rounded(roundings)
     if t.softcap:
         s = Value(torch.tanh(s.exact / t.softcap) * t.softcap, s.error).rounded(CAP_ROUNDINGS)
     seen = visible(q.shape[2], slots, t).expand(s.exact.shape)
@@ -93,17 +114,17 @@ def scores(q: Tensor, k: Tensor, t: Traits, halves: bool) -> tuple[Value, Tensor
     return s, seen
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, t: Traits, halves: bool = False) -> Value:
+def attention(q: Tensor, k: Tensor, v: Tensor, t: Traits, halved: Halved = False) -> Value:
     """softmax(scores) v, [B, S, H, D] in f32; k and v f32 [B, kv_heads, length, D].
 
-    halves: they are multiplied by matrices of halves.
+    halved: by matrices of halves; a dtype: by torch's scaled_dot_product_attention in it.
     """
     group, slots = q.shape[1] // k.shape[1], k.shape[2]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     zero = torch.zeros(q.shape, dtype=torch.float64).transpose(1, 2)
     if slots == 0:
         return Value(zero, zero)
-    s, seen = scores(q, k, t, halves)
+    s, seen = scores(q, k, t, halved)
     exact, error = s.exact.masked_fill(~seen, -torch.inf), s.error.masked_fill(~seen, 0)
     if t.sinks is not None:
         sinks = t.sinks.double().view(1, -1, 1, 1).expand(*exact.shape[:3], 1)
@@ -116,8 +137,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, t: Traits, halves: bool = False) 
     gap = torch.where(exact == -torch.inf, torch.inf, top - exact)
     w = torch.exp(-gap)
     off = error + U * (gap + error + top_error)
-    chain = gamma(slots + PARTS)
-    eps = (1 + gamma(EXP_ROUNDINGS)) * (1 + chain) * torch.exp(off.clamp(max=700)) - 1
+    of_exp, of_slot = EXP_ROUNDINGS, 1.0
+    if isinstance(halved, torch.dtype):
+        of_exp, of_slot = SDPA_EXP_ROUNDINGS, 1 + SDPA_SLOT_ROUNDINGS
+    chain = gamma(of_slot * slots + PARTS)
+    eps = (1 + gamma(of_exp)) * (1 + chain) * torch.exp(off.clamp(max=700)) - 1
     w_error = torch.where(gap - error - top_error - off > LOWEST, 0.0, w * eps) + 8 * TINY
     w_error = torch.where(exact == -torch.inf, 0.0, w_error)
     w = torch.where(exact == -torch.inf, 0.0, w)
@@ -125,8 +149,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, t: Traits, halves: bool = False) 
     y = torch.where(total > 0, (w @ v) / total, 0.0)
     rest = total - total_error
     n_error = w_error @ v.abs()
-    if halves:
-        n_error = n_error + (w * HALF + HALF_TINY) @ v.abs() + w @ as_half(v) * (1 + HALF)
+    u, spacing = STORE[matrices(halved)]
+    n_error += (w * u + spacing) @ v.abs() + w @ of_rounding(v, matrices(halved)) * (1 + u)
     y_error = (n_error + y.abs() * total_error) / rest
     y_error = torch.where(rest > 0, y_error.nan_to_num(UNBOUNDED), UNBOUNDED).masked_fill(
         total == 0, 0.0

@@ -53,6 +53,16 @@ def cache_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dic
         ),
         "attention": (ops.attention, (q, dense, dense.flip(2), "f32", "f32", length), {}),
         "attention, all": (ops.attention, (q, dense, dense.flip(2), "f32", "f32", length), traits),
+        "attention without a length": (
+            ops.attention,
+            (q, dense, dense.flip(2), "f32", "f32", None),
+            {},
+        ),
+        "attention of packed rows by sdpa": (
+            ops.attention,
+            (q, rows, rows.flip(2), "q4_0", "q4_0", length),
+            {"mask": traits["mask"], "window": 3, "strategy": "sdpa"},
+        ),
         "attention of packed rows": (
             ops.attention,
             (q, rows, rows.flip(2), "q4_0", "q4_0", length),

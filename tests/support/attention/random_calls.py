@@ -10,7 +10,7 @@ from attention_oracle import Traits, attention
 from backends import Backend
 from cache_cases import CACHE_FORMATS, Call, Layer, layer
 from inputs import activations, generator, random_weight
-from oracle import FORMATS, check
+from oracle import FORMATS, Halved, check
 from plan_cases import stored
 from torch import Tensor
 
@@ -21,6 +21,7 @@ LENGTHS = (0, 1, 2, 31, 63, 64, 65, 129, 255, 256, 257, 300, 513, 700)
 QUERIES = (1, 1, 1, 2, 3, 4, 8, 15, 16, 17, 40)
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 WINDOWS = (0, 0, 0, 0, 1, 5, 70, 300, 2**63 - 1)
+DTYPE_NAMES = {dtype: name for name, dtype in formats.DTYPES.items()}
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -29,14 +30,45 @@ def has_kernels(c: Call) -> bool:
     return c.cache.format_k in stored() and c.cache.format_k == c.cache.format_v
 
 
-def rounds_to_half(c: Call, backend: Backend, strategy: str | None) -> bool:
-    """Whether an engine of shaders multiplies matrices of halves, as plan() says."""
-    if not backend.chip() or c.q.dtype != torch.float16 or strategy == "torch":
+def has_sdpa(c: Call) -> bool:
+    """Whether torch's scaled_dot_product_attention has an argument for each trait."""
+    mask = c.traits.mask
+    is_added = mask is not None and mask.dtype != torch.bool
+    return c.traits.softcap == 0 and c.traits.sinks is None and not is_added
+
+
+def halved(c: Call, backend: Backend, strategy: str | None) -> Halved:
+    """What the engine rounds, by its own choice of a strategy: as attention_oracle.py has it."""
+    if strategy == "torch" or c.q.numel() == 0:
         return False
-    heads, kv_heads, queries = c.q.shape[1], c.cache.keys.shape[1], c.q.shape[2]
-    sizes = {"heads": heads, "kv_heads": kv_heads, "queries": queries}
-    plan = _C.plan("attention", n=64, k=c.q.shape[3], chip="m1", attention=sizes, strategy=strategy)
-    return has_kernels(c) and plan["passes"][0]["kernel"].startswith("attention_tile")
+    if strategy == "sdpa":
+        return c.q.dtype
+    t, mask, dtype = c.traits, c.traits.mask, DTYPE_NAMES[c.q.dtype]
+    of_cache = (c.cache.format_k, c.cache.format_v)
+    to_decode = next((f for f in of_cache if f != dtype), dtype)
+    sizes = {"batch": len(c.q), "heads": c.q.shape[1], "kv_heads": c.cache.keys.shape[1]}
+    sizes |= {"queries": c.q.shape[2], "window": t.window, "softcap": t.softcap}
+    sizes |= {"causal": t.causal, "sinks": t.sinks is not None}
+    sizes |= {"bool_mask": mask is not None and mask.dtype == torch.bool}
+    sizes |= {"float_mask": mask is not None and mask.dtype != torch.bool}
+    if not backend.chip():
+        if strategy is None and _C.cpu_attention(to_decode, dtype, sizes) == "sdpa":
+            return c.q.dtype
+        return False
+    slots = c.cache.keys.shape[2] if mask is None else min(c.cache.keys.shape[2], mask.shape[3])
+    sizes |= {"filled": is_filled(c)}
+    asked = {"n": slots, "k": c.q.shape[3], "dtype": dtype, "chip": backend.chip()}
+    asked |= {"format": to_decode if to_decode in stored() else "q8_0"}  # has no say in the choice
+    plan = _C.plan("attention", **asked, attention=sizes, strategy=strategy)
+    if plan["sdpa"]:
+        return c.q.dtype
+    tiles = has_kernels(c) and plan["passes"][0]["kernel"].startswith("attention_tile")
+    return tiles and c.q.dtype == torch.float16
+
+
+def is_filled(c: Call) -> bool:
+    """Whether attend() gives no length: half of the calls whose slots are all filled."""
+    return c.cache.length == c.cache.keys.shape[2] and c.cache.length % 2 == 1
 
 
 def attend(c: Call, backend: Backend, strategy: str | None = None) -> Tensor:
@@ -48,7 +80,7 @@ def attend(c: Call, backend: Backend, strategy: str | None = None) -> Tensor:
         put(cache.values),
         cache.format_k,
         cache.format_v,
-        backend.put(torch.tensor(cache.length)),
+        None if is_filled(c) else backend.put(torch.tensor(cache.length)),
         **c.traits.kwargs(put),
         strategy=strategy,
     )
@@ -64,10 +96,11 @@ def check_call(c: Call, backend: Backend, what: str, strategy: str | None = None
     what += f": {described(c)}"
     y = attend(c, backend, strategy)
     assert y.dtype == c.q.dtype and y.stride() == torch.empty(y.shape).stride(), what
-    halves = rounds_to_half(c, backend, strategy)
-    want = attention(c.q, c.cache.k, c.cache.v, c.traits, halves)
+    rounded = halved(c, backend, strategy)
+    want = attention(c.q, c.cache.k, c.cache.v, c.traits, rounded)
     worst = check(y, want.store(c.q.dtype), what)
-    if len(c.q) > 1 and (not backend.chip() or (has_kernels(c) and strategy != "torch")):
+    is_torchs = isinstance(rounded, torch.dtype) or strategy == "torch"
+    if len(c.q) > 1 and not is_torchs and (not backend.chip() or has_kernels(c)):
         for i in range(len(c.q)):
             alone = attend(sequence(c, i), backend, strategy)
             assert torch.equal(alone, y[i : i + 1]), f"{what}, sequence {i}"

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ... import formats
-from .rows import PackedRows, Slots, lasting
+from .rows import FEW_QUERIES, PackedRows, Slots, lasting
 
 ops = torch.ops.metalmm
 
 # The format; keys and values, and the slots of new rows in them; keys and values that the queries
-# of these rows see, and their length.
-Room = tuple[str | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# of these rows see, and how many of their slots hold rows, None: all.
+Room = tuple[str | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 FIRST, STEP = 256, 4096  # slots of a new cache; the most that it grows by
 SLACK = 256  # slots of a sliding window beyond those that it needs
@@ -107,7 +107,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         first = self._first_seen()
         self._write(key_states, value_states)
         self.end += count
-        return self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
+        keys, values = self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
+        if isinstance(keys, PackedRows) and count <= FEW_QUERIES:
+            keys.length = self.slots.length(keys.rows)
+        return keys, values
 
     def prepare(self, k: Tensor, v: Tensor) -> None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -164,7 +167,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.end = end + count
         keys, values = self.keys, self.values
         slots, length = self.slots.of(end, count, keys.device)
-        return self.format, keys, values, slots, keys, values, length
+        if count <= FEW_QUERIES:
+            return self.format, keys, values, slots, keys, values, length
+        k, v = (rows.narrow(2, 0, end + count) for rows in (keys, values))
+        return self.format, keys, values, slots, k, v, None
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:
         assert self.format is not None
@@ -172,10 +178,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.format in formats.DTYPES:
             return seen if seen.dtype == self.dtype else seen.to(self.dtype)
         packed = PackedRows(seen, self.format, self.dims[which], self.dtype)
-        if not self.returns_packed:
-            return packed.decoded()
-        packed.length = self.slots.of(seen.shape[2], 0, seen.device)[1]
-        return packed
+        return packed if self.returns_packed else packed.decoded()
 
     # ---- as a file has them
 
@@ -300,12 +303,11 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def room(self, count: int) -> Room:
         self._make_room(count)
         first = self._first_seen()
-        format, keys, values, slots, _, _, length = super().room(count)
-        if first == 0:
-            return format, keys, values, slots, keys, values, length
-        seen = self.end - first  # masks begin with the first of them
-        k, v = (rows.narrow(2, first, seen) for rows in (keys, values))
-        return format, keys, values, slots, k, v, self.slots.of(seen, 0, keys.device)[1]
+        format, keys, values, slots, k, v, length = super().room(count)
+        if first > 0:  # masks begin with the first of them
+            k, v = (rows.narrow(2, first, self.end - first) for rows in (keys, values))
+            length = None if length is None else self.slots.length(k)
+        return format, keys, values, slots, k, v, length
 
     def _capacity(self, rows: int, slots: int) -> int:
         most = max(rows, self.sliding_window - 1 + SLACK)

@@ -15,6 +15,9 @@ from ... import formats
 ops = torch.ops.metalmm
 
 _OWN = ("rows", "format", "dtype", "length", "shape", "device")
+# Up to so many queries the op's kernels read a length of the device, which the layers share. More
+# may be torch's, which has no such argument: they get slots that all hold rows.
+FEW_QUERIES = 16
 _MOST_HELD = 8  # kinds of layers, times two lengths of each
 
 
@@ -42,6 +45,10 @@ class Slots:
             self._held[key] = found
         return found
 
+    def length(self, rows: Tensor) -> Tensor:
+        """That of rows [B, kv_heads, T, row] which are all filled."""
+        return self.of(rows.shape[2], 0, rows.device)[1]
+
     @staticmethod
     def _made(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         both = torch.arange(first, first + count + 1, device=device)
@@ -54,7 +61,7 @@ class Slots:
 class PackedRows:
     """Rows [B, kv_heads, T, row] of a format in the place of a tensor [B, kv_heads, T, D].
 
-    Where `length` is given, an int64 tensor, the rows from there on are empty.
+    Where `length` is given, an int64 tensor, the rows from there on are empty; without it none is.
     """
 
     def __init__(

@@ -1,0 +1,28 @@
+// Attention by torch's scaled_dot_product_attention, on any device, without a copy to the host.
+#pragma once
+
+#include <functional>
+
+#include "calls.h"
+#include "ops/checks.h"
+#include "plan/plan.h"
+
+namespace metalmm::composed {
+
+// Rows of a cache, [B, kv_heads, capacity, row].
+struct CacheRows {
+  const at::Tensor& rows;
+  const Format& format;
+};
+// Some of them as values [b, h, T, D]: packed ones in the dtype of q, others as they are.
+using Decode = std::function<at::Tensor(const at::Tensor&, const Format&)>;
+
+// attention of a call that attention_problem() describes, q [B, heads, S, D], over its first
+// problem.n slots; rounded to the dtype of q, and so are weights. Where `length` is a tensor, slots
+// behind it are hidden and what they hold is not read. Without a strategy: a tensor that is not
+// defined where torch would store all scores. ValueError: the strategy has not what is asked for.
+at::Tensor sdpa(const Problem& problem, const at::Tensor& q, const CacheRows& keys,
+                const CacheRows& values, const OptionalTensor& length,
+                const AttentionOptions& options, const Decode& decode);
+
+}  // namespace metalmm::composed
