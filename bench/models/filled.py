@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from torch_metalmm import formats
 
 from . import llama_cpp_model
-from .systems import Graph, Transformers, lengths
+from .systems import Graph, Transformers, counts
 
 CHUNK = 512  # tokens of a prompt that llama.cpp takes at a time
 MULTIPLE = 16  # slots of a cache of constant size
@@ -140,7 +140,7 @@ class Constant(Growing):
         return self.step.feed(tokens)
 
     def rewind(self, tokens: int) -> None:
-        for length in lengths(self.cache):
+        for length in counts(self.cache):
             length.sub_(tokens)
 
 

@@ -106,9 +106,10 @@ class Static(Transformers):
         return self._step(ids)[0, -1].float()
 
 
-def lengths(cache: Any) -> list[Tensor]:
-    """How many tokens each layer of a cache of constant size holds: StaticCache's, or ours."""
-    names = ("cumulative_length", "length")
+def counts(cache: Any) -> list[Tensor]:
+    """What each layer of a cache of constant size counts, all of which moves with a token: the
+    length of StaticCache's; the last slot and the length of ours."""
+    names = ("cumulative_length", "last_and_length")
     return [getattr(layer, next(n for n in names if hasattr(layer, n))) for layer in cache.layers]
 
 
@@ -144,7 +145,7 @@ class Graph(Static):
 
     def make_step(self) -> Step:
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        before = [length.clone() for length in lengths(self.cache)]
+        before = [length.clone() for length in counts(self.cache)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -155,7 +156,7 @@ class Graph(Static):
         with torch.cuda.graph(graph):
             logits = self.run(ids)
         # What was fed to warm up is masked out again, and overwritten by the next tokens.
-        for length, was in zip(lengths(self.cache), before, strict=True):
+        for length, was in zip(counts(self.cache), before, strict=True):
             length.copy_(was)
 
         def replay(given: Tensor) -> Tensor:

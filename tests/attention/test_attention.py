@@ -231,7 +231,7 @@ def test_a_nan_reaches_the_result(way: str, softcap: float, backend: Backend) ->
 
 
 @pytest.mark.parametrize("slots", [37, 320])  # one part, and five of a GPU
-@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("way", STRATEGIES[:3])
 def test_an_infinity_of_the_last_slot_stays_one(way: str, slots: int, backend: Backend) -> None:
     """Whatever is read behind the last slot, or behind the last part."""
     cache = layer((1, 1, slots + 3, 64), slots, ("f32", "f32"))
@@ -241,7 +241,7 @@ def test_an_infinity_of_the_last_slot_stays_one(way: str, slots: int, backend: B
     assert y[0, 0, 0, 5] == torch.inf and y.isfinite().sum() == 63
 
 
-@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("way", STRATEGIES[:3])
 @pytest.mark.parametrize("size", [16, 64, 80])
 def test_a_score_of_minus_infinity_hides_its_slot(size: int, way: str, backend: Backend) -> None:
     """Also where lanes of a GPU have no values of the head."""

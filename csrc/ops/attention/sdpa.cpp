@@ -3,6 +3,7 @@
 #include <ATen/SDPBackend.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "composed.h"
 #include "ops/tensors.h"
@@ -23,6 +24,17 @@ at::Tensor part(const at::Tensor& t, int64_t dim, Range at) {
 // Of a mask, whose dimensions may be 1 for all.
 at::Tensor part_of_mask(const at::Tensor& mask, int64_t dim, Range at) {
   return mask.size(dim) == 1 ? mask : part(mask, dim, at);
+}
+
+// Torch's kernels of NVIDIA GPUs read 16 bytes at a time: a view that begins between makes them
+// give NaN, or fault (torch 2.11).
+at::Tensor aligned(const at::Tensor& t) {
+  if (!t.is_cuda()) return t;
+  bool is_aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) {
+    if (t.size(i) > 1 && t.stride(i) * t.element_size() % 16 != 0) is_aligned = false;
+  }
+  return is_aligned && t.stride(-1) == 1 ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
 struct Call {
@@ -63,11 +75,12 @@ struct Call {
   }
 
   // y [b, heads, S, D] of these queries, or no tensor.
-  at::Tensor of_queries(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+  at::Tensor of_queries(const at::Tensor& given, const at::Tensor& k, const at::Tensor& v,
                         const at::Tensor& mask, Range queries) const {
     const Range slots = slots_of(queries);
-    if (slots.count() == 0) return at::zeros_like(q);
-    const at::Tensor keys = part(k, 2, slots), values = part(v, 2, slots);
+    if (slots.count() == 0) return at::zeros_like(given);
+    const at::Tensor q = aligned(given);
+    const at::Tensor keys = aligned(part(k, 2, slots)), values = aligned(part(v, 2, slots));
     OptionalTensor seen;
     if (panels.is_masked) seen = open(mask, queries, slots, q.options().dtype(at::kLong));
     const bool is_grouped = q.size(1) != keys.size(1);
