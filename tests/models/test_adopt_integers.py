@@ -94,6 +94,16 @@ def test_act_order(kind: str) -> None:
     computes(ours, layer.weight(), BIAS.float())
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_zeros_of_0_in_version_1(bits: int) -> None:
+    """A zero of 0 borrows from the next code of its word."""
+    layer = random_layer(32, K, bits, 64)
+    layer.zeros[::5] = 0
+    theirs = Theirs(layer, gptq(layer, 1), infeatures=K, outfeatures=32, bits=bits)
+    theirs.bias = torch.zeros(32)
+    assert torch.equal(adopted(theirs).dequantize(), layer.weight())
+
+
 class Int4(Tensor):
     """torchao's Int4Tensor is a Tensor that holds others."""
 

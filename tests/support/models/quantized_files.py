@@ -83,10 +83,17 @@ def words(codes: Tensor, bits: int) -> Tensor:
 
 
 def gptq(layer: Layer, version: int) -> Tensors:
-    stored = layer.zeros.t().long() - {1: 1, 2: 0}[version]
+    """As GPTQModel writes version 1: 1 for each code, subtracted from words of 2, 4 and 8 bits."""
+    bits, zeros = layer.bits, layer.zeros.t().long()
+    if version == 1 and bits == 3:
+        zeros = (zeros - 1) % 8
+    qzeros = words(zeros, bits)
+    if version == 1 and bits != 3:
+        ones = sum(1 << at for at in range(0, 32, bits))
+        qzeros = torch.from_numpy((qzeros.numpy().view(np.uint32) - np.uint32(ones)).view(np.int32))
     return {
-        "qweight": words(layer.codes, layer.bits).t().contiguous(),
-        "qzeros": words(stored, layer.bits),
+        "qweight": words(layer.codes, bits).t().contiguous(),
+        "qzeros": qzeros,
         "scales": layer.scales.t().contiguous(),
         "g_idx": layer.groups.to(torch.int32),
     }

@@ -15,6 +15,9 @@ from .affine import Codes, Rows, affine_rows, columns, from_stream, times_zero, 
 from .checks import check, integer
 
 GPTQ_BITS = (2, 3, 4, 8)
+# 1 in each code of a word, where codes do not straddle words. GPTQModel subtracts it from whole
+# words to make version 1, so that a zero of 0 borrows from the next code.
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 # Column c of eight is nibble _AWQ[c] of its word.
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -24,7 +27,8 @@ def gptq_rows(t: Mapping[str, Tensor], n: int, k: int, stored_minus_one: bool) -
 
     t: qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales float [G, N], and
     perhaps g_idx int [K], the group of each column. bits and group size are what the shapes say.
-    stored_minus_one: version 1, where qzeros holds zero - 1 (a field of all ones is a zero of 0).
+    stored_minus_one: version 1, where qzeros holds zero - 1: of 2, 4 and 8 bits subtracted from
+    int32 words, which wrap; of 3 bits from each code, modulo 8.
     ValueError: tensors that contradict each other, a size without an affine format.
     """
     check(t, "qweight", torch.int32, (None, n))
@@ -34,8 +38,10 @@ def gptq_rows(t: Mapping[str, Tensor], n: int, k: int, stored_minus_one: bool) -
     scales = check(t, "scales", None, (None, n)).t()
     groups = scales.shape[1]
     qzeros = check(t, "qzeros", torch.int32, (groups, -(-n * bits // 32)))
+    if stored_minus_one and bits in _ONES:
+        qzeros = qzeros + _ONES[bits]
     zeros = words(qzeros, bits, n).t()
-    if stored_minus_one:
+    if stored_minus_one and bits not in _ONES:
         zeros = (zeros + 1) & (2**bits - 1)
     order = None
     if "g_idx" in t:
