@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn import QuantLinear
 from .replace import packable, weight_shape
 
 
 @dataclass
 class Sums:
-    """Σ x² of each column over the rows of x that a layer has seen, and how many rows that was.
-
-    Of layers with an input_order the columns are those of the packed weight.
-    """
+    """Σ x² of each column over the rows of x that a layer has seen, and how many rows that was."""
 
     squares: Tensor  # f64 [K], on the CPU
     rows: int = 0
@@ -33,7 +29,8 @@ def importance(model: nn.Module) -> Iterator[dict[str, Sums]]:
             model(ids)
 
     Gives {name: Sums}, complete when the block ends; layers that never ran have rows = 0. Fused
-    layers run their own forward meanwhile. Embeddings and stacked experts are not seen.
+    layers run their own forward meanwhile. Embeddings and stacked experts are not seen. Columns are
+    in the order of x, also where a layer's input_order gives its packed weight another.
     ValueError at the end of the block: an input was NaN or infinite.
     """
     sums: dict[str, Sums] = {}
@@ -56,9 +53,7 @@ def _adder(sums: Sums) -> Any:
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        order = module.input_order if isinstance(module, QuantLinear) else None
-        squares = rows.square().sum(0).cpu().double()  # f64 only here: Apple's GPUs have none
-        sums.squares += squares if order is None else squares[order.cpu()]
+        sums.squares += rows.square().sum(0).cpu().double()  # not earlier: Apple's GPUs have no f64
         sums.rows += len(rows)
 
     return add

@@ -24,11 +24,16 @@ def demo_model() -> Path:
     )
 
 
-def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's."""
+def reads_gguf(path: Path) -> bool:
+    """Whether load_model takes the path for a GGUF file, or for the folder of a split one."""
     from ..files.gguf.split import is_gguf
 
-    if path.is_dir() and not is_gguf(path):
+    return not path.is_dir() or is_gguf(path)
+
+
+def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's."""
+    if not reads_gguf(path):
         from ..files.folder import is_packed
         from ..files.mlx.load import is_mlx, load_mlx
         from ..files.quantized import is_quantized, load_quantized

@@ -30,7 +30,8 @@ def add_imatrix(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, dtype: torch.dtype | None) -> None:
     """Do what the arguments say. ValueError, OSError: as the loaders, or the text is too short."""
     from ..files.imatrix import write_imatrix
-    from .generate import load_model
+    from ..files.quantized import is_quantized
+    from .generate import load_model, reads_gguf
 
     if args.chunk < 2:
         raise ValueError(f"--chunk must be at least 2, got {args.chunk}")
@@ -38,14 +39,28 @@ def run(args: argparse.Namespace, dtype: torch.dtype | None) -> None:
     model, tokenizer = load_model(args.model, args.device, dtype)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
-    write_imatrix(args.output, measure(model, tokenizer, text, args.chunk, str(args.text)))
+    as_packed = reads_gguf(args.model)
+    if not as_packed and not is_quantized(args.model) and (ordered := sorted(_orders(model))):
+        raise ValueError(
+            f"{args.model}: {ordered[0]} has an input_order, and the folder does not say whether a "
+            "GGUF file has its columns so; give the file or folder that it was packed from"
+        )
+    dataset = str(args.text)
+    write_imatrix(
+        args.output, measure(model, tokenizer, text, args.chunk, dataset, as_packed=as_packed)
+    )
 
 
-def measure(model: Any, tokenizer: Any, text: str, chunk: int, dataset: str) -> Imatrix:
+def measure(
+    model: Any, tokenizer: Any, text: str, chunk: int, dataset: str, *, as_packed: bool
+) -> Imatrix:
     """The importance matrix of the text, in whole chunks of so many tokens.
 
     As llama.cpp's: each chunk begins with the token that begins a text, and the output head is left
-    out, whose quantization is chosen apart. ValueError: the text is shorter than a chunk.
+    out, whose quantization is chosen apart. as_packed: the columns of a layer with an input_order
+    are those of its packed weight, as in the GGUF file that it came from; else those of its input,
+    as in the file that the model would be converted to. ValueError: the text is shorter than a
+    chunk.
     """
     import numpy as np
     import torch
@@ -60,14 +75,22 @@ def measure(model: Any, tokenizer: Any, text: str, chunk: int, dataset: str) -> 
         for ids in tqdm(chunks, desc="chunks", disable=None):
             model(ids[None].to(model.device), use_cache=False)
     names = gguf_names(model, sums)
+    orders = _orders(model) if as_packed else {}
     entries = {
         names[layer]: Entry(
-            found.squares.float().numpy()[None], np.array([found.rows], dtype=np.float32)
+            found.squares[orders.get(layer, slice(None))].float().numpy()[None],
+            np.array([found.rows], dtype=np.float32),
         )
         for layer, found in sums.items()
         if found.rows and names.get(layer, "output.weight") != "output.weight"
     }
     return Imatrix(entries, (dataset,), len(chunks), chunk)
+
+
+def _orders(model: Any) -> dict[str, Tensor]:
+    """{layer: the order of its packed columns, int64 [K] on the CPU} of layers that have one."""
+    found = {n: getattr(m, "input_order", None) for n, m in model.named_modules()}
+    return {name: order.cpu() for name, order in found.items() if order is not None}
 
 
 def _chunks(tokenizer: Any, text: str, chunk: int) -> list[Tensor]:

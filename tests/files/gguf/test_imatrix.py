@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import random_model
+from quantized_files import layouts, write
 
-from torch_metalmm import load_gguf
+from torch_metalmm import QuantLinear, load_gguf, load_quantized
 from torch_metalmm.files.gguf.map import gguf_names
 from torch_metalmm.files.imatrix import Entry, Imatrix, read_imatrix, write_imatrix
 from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.imatrix import measure
 
 pytestmark = [pytest.mark.filterwarnings("error")]
 
@@ -148,23 +150,25 @@ def test_hostile_gguf_files(tmp_path: Path) -> None:
         read_imatrix(tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_command(tmp_path: Path, architecture: str, capsys: Any) -> None:
-    """Two chunks of 16 tokens: the sums of the inputs that each layer was given."""
-    path = random_model(tmp_path / "m.gguf", architecture)
-    (tmp_path / "text").write_text("Three rivers run through it, and none of them is long. " * 2)
-    command = ["imatrix", "--model", str(path), "--text", str(tmp_path / "text"), "--chunk", "16"]
-    assert main([*command, "--output", str(tmp_path / "x.gguf")]) == 0, capsys.readouterr().err
-    found = read_imatrix(tmp_path / "x.gguf")
+TEXT = "Three rivers run through it, and none of them is long. " * 2
 
-    model, tokenizer = load_gguf(path)
-    ids = tokenizer((tmp_path / "text").read_text(), return_tensors="pt").input_ids[0]
+
+def command(model: Path, tmp_path: Path) -> list[str]:
+    """The arguments for chunks of 16 tokens of TEXT, and x.gguf."""
+    (tmp_path / "text").write_text(TEXT)
+    names = ["--model", str(model), "--text", str(tmp_path / "text")]
+    return ["imatrix", *names, "--output", str(tmp_path / "x.gguf"), "--chunk", "16"]
+
+
+def is_measured(found: Imatrix, model: Any, tokenizer: Any) -> None:
+    """Two chunks and more of 16 tokens: the sums of the inputs that each layer was given."""
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[0]
     chunks = len(ids) // 16
     assert found.chunks == chunks >= 2 and found.chunk_size == 16
     seen: dict[str, list[torch.Tensor]] = {}
     names = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if isinstance(module, torch.nn.Linear | QuantLinear) and name != "lm_head":
             names[name] = gguf_names(model, [name])[name]
             module.register_forward_hook(
                 lambda _, x, y, name=name: seen.setdefault(name, []).append(x[0][0])
@@ -176,7 +180,7 @@ def test_the_command(tmp_path: Path, architecture: str, capsys: Any) -> None:
         for chunk in whole:
             model(chunk[None])
     assert found.entries.keys() == set(names.values()) and len(names) == 7 * len(model.model.layers)
-    layers = "blk.1.ffn_down.weight", "blk.0.attn_output.weight"
+    layers = "blk.0.ffn_down.weight", "blk.0.attn_output.weight"
     assert set(layers) <= found.entries.keys()
     for name, owner in names.items():
         x = torch.cat(seen[name])
@@ -184,6 +188,46 @@ def test_the_command(tmp_path: Path, architecture: str, capsys: Any) -> None:
         slack = (len(x) + 2) * 2.0**-24 * want  # 2 roundings and the sums of each chunk, in f32
         sums = torch.from_numpy(found.entries[owner].sums[0].copy()).double()
         assert found.entries[owner].counts == len(x) and ((sums - want).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_command(tmp_path: Path, architecture: str, capsys: Any) -> None:
+    path = random_model(tmp_path / "m.gguf", architecture)
+    assert main(command(path, tmp_path)) == 0, capsys.readouterr().err
+    is_measured(read_imatrix(tmp_path / "x.gguf"), *load_gguf(path))
+
+
+def test_layers_that_order_their_columns(tmp_path: Path, capsys: Any) -> None:
+    """Act-order: the columns of x, as in the model that is converted; a packed one is refused."""
+    folder = tmp_path / "gptq"
+    write(folder, layouts(4, 64)["gptq"], 4, 64, shuffled=True)
+    load_gguf(random_model(tmp_path / "m.gguf", "llama"))[1].save_pretrained(folder)
+    assert main(command(folder, tmp_path)) == 0, capsys.readouterr().err
+    model, tokenizer = load_quantized(folder)
+    assert model.model.layers[0].mlp.down_proj.input_order is not None
+    is_measured(read_imatrix(tmp_path / "x.gguf"), model, tokenizer)
+
+    (tmp_path / "x.gguf").unlink()
+    model.save_pretrained(tmp_path / "packed")
+    tokenizer.save_pretrained(tmp_path / "packed")
+    assert main(command(tmp_path / "packed", tmp_path)) == 1
+    assert "packed: model.layers.0.mlp.down_proj has an input_order" in capsys.readouterr().err
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_columns_of_gguf_files_keep_their_order(tmp_path: Path) -> None:
+    """A layer of a GGUF file that orders its columns has x's columns in that order."""
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    layer = model.model.layers[0].mlp.down_proj
+    order = torch.randperm(layer.in_features, generator=torch.Generator().manual_seed(0))
+    layer.input_order = order
+    of_x, of_file = (
+        measure(model, tokenizer, TEXT, 16, "text", as_packed=packed).entries
+        for packed in (False, True)
+    )
+    for name, entry in of_x.items():
+        sums = entry.sums[:, order.numpy()] if name == "blk.0.ffn_down.weight" else entry.sums
+        assert np.array_equal(of_file[name].sums, sums)
 
 
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
