@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,14 @@ def method_of(quantization: Mapping[str, Any]) -> Method:
 
 
 def _gptq(quantization: Mapping[str, Any]) -> Method:
-    layout = quantization.get("checkpoint_format") or "gptq"
-    _check("checkpoint_format", layout, "gptq", "gptq_v2")
+    layouts = {key: quantization.get(key) for key in ("checkpoint_format", "format")}
+    stated = {key: layout for key, layout in layouts.items() if layout}
+    for key, layout in stated.items():
+        _check(key, layout, "gptq", "gptq_v2")
+    if len(set(stated.values())) > 1:
+        raise ValueError(f"checkpoint_format and format disagree: {stated}")
+    layout = next(iter(stated.values()), "gptq")
+    _check("pack_dtype", quantization.get("pack_dtype") or "int32", "int32")
     _check("is_marlin_format", quantization.get("is_marlin_format") or False, False)
     pack = partial(gptq_rows, stored_minus_one=layout == "gptq")
     return Method(_GPTQ_LEAVES, _as_stated(quantization, pack))
@@ -81,7 +87,78 @@ def _compressed(quantization: Mapping[str, Any]) -> Method:
     sparse = (quantization.get("sparsity_config") or {}).get("format", "dense")
     _check("the format of sparsity_config", sparse, "dense")
     leaves = ("packed", "scale", "zero_point", "shape", "g_idx")
-    return Method(tuple(f"weight_{leaf}" for leaf in leaves), compressed_rows)
+    stated = [_scheme(group.get("weights")) for group in groups.values()]
+    return Method(tuple(f"weight_{leaf}" for leaf in leaves), _as_one_of(stated))
+
+
+class _Scheme(NamedTuple):
+    """What a group of config_groups says of its weights; None: nothing."""
+
+    bits: int | None
+    strategy: str | None
+    group_size: int | None
+
+    def fits(self, t: Mapping[str, Tensor], n: int, k: int) -> bool:
+        """Whether a layer's tensors, which fit each other, have these sizes."""
+        scales = t["weight_scale"]
+        count = 1 if scales.numel() == 1 else scales.shape[1]
+        sizes = {"group": self.group_size, "channel": k, "tensor": k}
+        size = None if self.strategy is None else sizes[self.strategy]
+        one = self.strategy != "tensor" or scales.numel() == 1
+        bits = t["weight_packed"].shape[1] * 32 // k
+        return self.bits in (None, bits) and size in (None, k // count) and one
+
+    def pads(self, packed: Tensor, n: int, k: int) -> bool:
+        """Whether no code straddles words, so that some bits of each are not used."""
+        if self.bits is None or 32 % self.bits == 0:
+            return False
+        return tuple(packed.shape) == (n, -(-k // (32 // self.bits)))
+
+    def __str__(self) -> str:
+        size = f" of {self.group_size}" if self.strategy == "group" else ""
+        return f"num_bits {self.bits}, strategy {self.strategy}{size}"
+
+
+def _scheme(weights: Any) -> _Scheme:
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"the weights of config_groups must be an object, got {weights!r}")
+    _check("the type of weights", weights.get("type") or "int", "int")
+    bits, size = weights.get("num_bits"), weights.get("group_size")
+    if bits is not None and (type(bits) is not int or not 1 <= bits <= 8):
+        raise ValueError(f"num_bits must be an integer from 1 to 8, got {bits!r}")
+    strategy = weights.get("strategy")
+    if strategy is None and size is not None:  # as compressed-tensors completes it
+        strategy = "channel" if size == -1 else "group"
+    if strategy is not None:
+        _check("strategy", strategy, "group", "channel", "tensor")
+    if strategy == "group" and (type(size) is not int or size < 1):
+        raise ValueError(f"strategy 'group' takes a positive integer group_size, got {size!r}")
+    return _Scheme(bits, strategy, size)
+
+
+def _as_one_of(stated: Sequence[_Scheme]) -> Pack:
+    """compressed_rows of layers that have the sizes of one of the groups.
+
+    Which group is a layer's, targets say by classes and patterns; the tensors suffice here.
+    """
+
+    def packed(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
+        words = t["weight_packed"]
+        if any(scheme.pads(words, n, k) for scheme in stated):
+            raise ValueError(
+                f"weight_packed {list(words.shape)} has padded words, as older releases of "
+                "compressed-tensors wrote them; read here: codes without gaps"
+            )
+        rows = compressed_rows(t, n, k)
+        if stated and not any(scheme.fits(t, n, k) for scheme in stated):
+            bits, scales = words.shape[1] * 32 // k, list(t["weight_scale"].shape)
+            said = " or ".join(map(str, stated))
+            raise ValueError(
+                f"the config says {said}; its tensors have {bits} bits, scales {scales}"
+            )
+        return rows
+
+    return packed
 
 
 def _hqq(quantization: Mapping[str, Any]) -> Method:

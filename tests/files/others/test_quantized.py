@@ -22,7 +22,6 @@ from torch_metalmm.tools.cli import main
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
 
 N, K = 96, 256
-SIZES_OF_ANY = {"dynamic": {"+:.*": {}}}  # GPTQModel says so: bits are those of the tensors
 F16, BF16 = torch.float16, torch.bfloat16
 BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "torchao": (4,)}
 BITS |= {"compressed-tensors": tuple(range(1, 9)), "hqq": (2, 3, 4, 8)}
@@ -197,6 +196,31 @@ def test_layers_of_their_own_sizes(tmp_path: Path) -> None:
     assert formats == {"affine4_g128_f32", "affine8_g32_f32"}
 
 
+def test_groups_of_several_sizes(tmp_path: Path) -> None:
+    """compressed-tensors: each layer has the sizes of one of the config_groups."""
+    layout = layouts(4, 64)["compressed-tensors"]
+    write(tmp_path, layout, 4, 64)
+    groups = layout.config["config_groups"]
+    others = {"group_1": {"weights": {"num_bits": 8, "strategy": "channel"}}}
+    change_config(tmp_path, quantization_config=layout.config | {"config_groups": others})
+    with pytest.raises(ValueError, match="says num_bits 8, strategy channel; its tensors have 4"):
+        load_quantized(tmp_path)
+    both = layout.config | {"config_groups": others | groups}
+    change_config(tmp_path, quantization_config=both)
+    formats = {format for format, _ in packed_bytes(load_quantized(tmp_path)[0]).values()}
+    assert formats == {"affine4_g64_f32"}
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
+def test_the_layout_may_be_under_format(name: str) -> None:
+    """Newer configs of GPTQModel have `format` alone, or both keys."""
+    layer, layout = random_layer(N, K, 4, 64), layouts(4, 64)[name]
+    given = {k: v for k, v in layout.config.items() if k != "checkpoint_format"}
+    for keys in ({"format": name}, {"format": name, "checkpoint_format": name}):
+        rows = method_of(given | keys | {"pack_dtype": "int32"}).pack(layout.tensors(layer), N, K)
+        assert torch.equal(decoded(rows), layer.weight())
+
+
 def test_dtype(tmp_path: Path) -> None:
     write(tmp_path, layouts(4, 128)["awq"], 4, 128)
     model, _ = load_quantized(tmp_path, dtype=BF16)
@@ -220,6 +244,7 @@ def test_what_the_packages_decode(case: str) -> None:
     """record_packages.py: the dtype of W is that in which the library computes it."""
     tensors = {n.partition("/")[2]: t for n, t in RECORDED.items() if n.startswith(f"{case}/")}
     want = tensors.pop("W")
-    method = method_of(layouts(4, 32)[case.split()[0]].config | SIZES_OF_ANY)
+    name, bits = case.split()[:2]
+    method = method_of(layouts(int(bits), 32)[name].config)
     w = decoded(method.pack(tensors, *want.shape), want.shape[1])
     assert torch.equal(w.to(want.dtype), want)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from quantized_files import change_config, layouts, write
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from torch_metalmm import load_quantized
 
@@ -53,6 +54,19 @@ def up(leaf: str, change: Any) -> Change:
     return apply
 
 
+def every(leaf: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Replace this tensor of every layer."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            if name.endswith(leaf):
+                tensors[name] = change(tensor).contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
 def several(*changes: Change) -> Change:
     def change(folder: Path) -> None:
         for each in changes:
@@ -83,6 +97,11 @@ def grouped(**changes: Any) -> Change:
     return says(config_groups={"group_0": {"weights": {"num_bits": 4}} | changes})
 
 
+def weights(**changes: Any) -> Change:
+    stated = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+    return grouped(weights=stated | changes)
+
+
 CASES: dict[str, tuple[str, Change, str]] = {
     "no config": ("gptq", lambda f: (f / "config.json").unlink(), "has no config.json"),
     "not quantized": ("gptq", config(quantization_config=...), "must have a quantization_config"),
@@ -104,6 +123,13 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "unknown model": ("gptq", config(model_type="evil"), "no model_type 'evil'"),
     "dense": ("gptq", rename(".qweight", ".weight"), "has no tensor <layer>.qweight"),
     "marlin": ("gptq", says(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; read"),
+    "marlin as format": ("gptq", says(format="marlin"), "format is 'marlin'; read"),
+    "two layouts": (
+        "gptq",
+        says(checkpoint_format="gptq", format="gptq_v2"),
+        "checkpoint_format and format disagree: .*'gptq_v2'",
+    ),
+    "words of 64 bits": ("gptq", says(pack_dtype="int64"), "pack_dtype is 'int64'; read here"),
     "is marlin": ("gptq", says(is_marlin_format=True), "is_marlin_format is True"),
     "gemv": ("awq", says(version="gemv"), "version is 'gemv'; read here: 'gemm'"),
     "llm-awq": ("awq", says(backend="llm-awq"), "backend is 'llm-awq'"),
@@ -153,6 +179,41 @@ CASES: dict[str, tuple[str, Change, str]] = {
         "compressed-tensors",
         grouped(input_activations={"num_bits": 8}),
         "input_activations are quantized too",
+    ),
+    "no weights of a group": ("compressed-tensors", grouped(weights=None), "must be an object"),
+    "floats": ("compressed-tensors", weights(type="float"), "the type of weights is 'float'"),
+    "blocks": ("compressed-tensors", weights(strategy="block"), "strategy is 'block'; read here"),
+    "9 bits said": (
+        "compressed-tensors",
+        weights(num_bits=9),
+        "num_bits must be an integer from 1",
+    ),
+    "no group": (
+        "compressed-tensors",
+        weights(group_size=None),
+        "'group' takes a positive integer group_size, got None",
+    ),
+    "other bits": (
+        "compressed-tensors",
+        weights(num_bits=8),
+        r"the config says num_bits 8, strategy group of 64; its tensors have 4 bits",
+    ),
+    "other groups": (
+        "compressed-tensors",
+        weights(group_size=32),
+        r"strategy group of 32; its tensors have 4 bits, scales \[256, 8\]",
+    ),
+    "channels": ("compressed-tensors", weights(strategy="channel"), "strategy channel; its"),
+    "a tensor": ("compressed-tensors", weights(strategy="tensor"), "strategy tensor; its"),
+    "group size alone": (
+        "compressed-tensors",
+        weights(strategy=None, group_size=-1),
+        "strategy channel; its",
+    ),
+    "7 bits padded to 8": (
+        "compressed-tensors",
+        several(weights(num_bits=7), every("weight_packed", lambda t: t.repeat(1, 2))),
+        "has padded words, as older releases",
     ),
     "rotations": (
         "compressed-tensors",
