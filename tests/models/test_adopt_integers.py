@@ -7,6 +7,7 @@ as these do: from the codes that the tensors were made of.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,11 @@ def awq_gemm(layer: Layer) -> Theirs:
     return Theirs(layer, awq(layer), w_bit=4, **SIZES)
 
 
+def awq_of_gptqmodel(layer: Layer) -> Theirs:
+    """GPTQModel's, whose attributes are those of its layers of GPTQ."""
+    return Theirs(layer, awq(layer), qzero_format=lambda: 1, bits=4, **SIZES)
+
+
 def compressed_linear(layer: Layer) -> Theirs:
     return Theirs(layer, compressed(layer), **SIZES)
 
@@ -70,6 +76,7 @@ KINDS: dict[str, Callable[[Layer], Theirs]] = {
     "GPTQ 1": gptq_1,
     "GPTQ 2": gptq_2,
     "AWQ": awq_gemm,
+    "AWQ of GPTQModel": awq_of_gptqmodel,
     "compressed-tensors": compressed_linear,
     "HQQ": hqq_linear,
 }
@@ -101,6 +108,15 @@ def test_zeros_of_0_in_version_1(bits: int) -> None:
     layer.zeros[::5] = 0
     theirs = Theirs(layer, gptq(layer, 1), infeatures=K, outfeatures=32, bits=bits)
     theirs.bias = torch.zeros(32)
+    assert torch.equal(adopted(theirs).dequantize(), layer.weight())
+
+
+def test_subnormal_weights() -> None:
+    """Scales of bf16 that are subnormal in f16, in which the layer computes: up to 3% is lost."""
+    layer = random_layer(N, K, 4, 64, dtype=torch.bfloat16)
+    layer.scales *= 2.0**-14
+    theirs = gptq_1(layer)
+    theirs.bias = torch.zeros(N)
     assert torch.equal(adopted(theirs).dequantize(), layer.weight())
 
 
@@ -157,6 +173,32 @@ def in_planes(layer: Layer) -> Theirs:
     return theirs
 
 
+def awq_gemv(layer: Layer) -> Theirs:
+    """AutoAWQ's gemv: [N, K / 8], and scales [N, ...] of padded groups."""
+    t = {"qweight": torch.zeros(N, K // 8, dtype=torch.int32)}
+    t |= {"qzeros": torch.zeros(N, 1, dtype=torch.int32), "scales": torch.ones(N, 8).half()}
+    return Theirs(layer, t, w_bit=4, **SIZES)
+
+
+def awq_gemv_fast(layer: Layer) -> Theirs:
+    theirs = awq_gemv(layer)
+    theirs.qweight = torch.zeros(N // 4, K, dtype=torch.int16)
+    return theirs
+
+
+def padded_words(layer: Layer) -> Theirs:
+    """Older releases of compressed-tensors: four codes of 7 bits a word, as of 8 bits."""
+    theirs = compressed_linear(random_layer(N, K, 8, 64))
+    theirs.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(num_bits=7))
+    return theirs
+
+
+def no_shape(layer: Layer) -> Theirs:
+    theirs = hqq_linear(layer)
+    del theirs.meta["shape"]
+    return theirs
+
+
 def other_axis(layer: Layer) -> Theirs:
     theirs = hqq_linear(layer)
     theirs.meta["axis"] = 0
@@ -173,6 +215,10 @@ STAY: dict[str, tuple[Callable[[Layer], nn.Module], str]] = {
     "shuffled": (shuffled_codes, "computes with other weights than its tensors say.*: a"),
     "does not run": (on_a_gpu_alone, "does not run here, so that the layout.*: a"),
     "planes": (in_planes, "its codes are in planes.*: a"),
+    "gemv": (awq_gemv, "qweight has the shape of neither GPTQ's nor AWQ's gemm: a"),
+    "gemv_fast": (awq_gemv_fast, "qweight has the shape of neither GPTQ's nor AWQ's gemm: a"),
+    "padded": (padded_words, r"weight_packed \[24, 64\] has not 7 bits a code without gaps: a"),
+    "no shape": (no_shape, "meta of HQQ has the shape None, not that of a matrix: a"),
     "axis": (other_axis, "HQQ is read with axis 1.*: a"),
     "factors": (scaled_activations, "act_pre_scale multiplies activations.*: a"),
 }

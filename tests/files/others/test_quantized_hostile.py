@@ -155,7 +155,21 @@ CASES: dict[str, tuple[str, Change, str]] = {
         ),
         "groups of 16 values have no affine format",
     ),
-    "scales are integers": ("awq", up("scales", lambda t: t.int()), "scales must be float"),
+    "scales are integers": (
+        "awq",
+        up("scales", lambda t: t.int()),
+        "scales must be torch.float16 or",
+    ),
+    "scales are float8": (
+        "gptq",
+        up("scales", lambda t: t.to(torch.float8_e4m3fn)),
+        r"scales must be torch.float16 or .*, got torch.float8_e4m3fn \[4, 512\]",
+    ),
+    "zeros are float8": (
+        "hqq",
+        up("zero", lambda t: t.to(torch.float8_e5m2)),
+        "zero must be torch.float16 or .*, got torch.float8_e5m2",
+    ),
     "NaN": ("awq", up("scales", lambda t: t * torch.nan), "scales must be finite floats"),
     "infinite": ("hqq", up("scale", lambda t: t / 0), "scales must be finite floats"),
     "group is negative": ("gptq", up("g_idx", lambda t: t - 1), "g_idx does not give each of 4"),
@@ -186,7 +200,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "9 bits said": (
         "compressed-tensors",
         weights(num_bits=9),
-        "num_bits must be an integer from 1",
+        "num_bits must be an integer",
     ),
     "no group": (
         "compressed-tensors",

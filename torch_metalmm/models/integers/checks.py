@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # others (float8) have scales of their own
+
 
 def check(
     tensors: Mapping[str, Tensor],
@@ -14,20 +16,19 @@ def check(
     dtypes: torch.dtype | Sequence[torch.dtype] | None,
     shape: Sequence[int | None],
 ) -> Tensor:
-    """tensors[name] if it has one of the dtypes (None: any float) and this shape (None: any size).
+    """tensors[name] if it has one of the dtypes (None: f16, bf16, f32) and this shape.
 
-    ValueError: it is missing, or is something else.
+    A size of None may be any. ValueError: it is missing, or is something else.
     """
     tensor = tensors.get(name)
     if tensor is None:
         raise ValueError(f"{name} is missing")
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-    right = tensor.is_floating_point() if allowed is None else tensor.dtype in allowed
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes or _FLOATS
     sizes = len(shape) == tensor.dim() and all(
         want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
     )
-    if not right or not sizes:
-        kinds = "float" if allowed is None else " or ".join(map(str, allowed))
+    if tensor.dtype not in allowed or not sizes:
+        kinds = " or ".join(map(str, allowed))
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} must be {kinds} [{wanted}], got {tensor.dtype} {list(tensor.shape)}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import formats
 from .affine import NoFormat, Rows
 from .compressed import compressed_rows
 from .gptq import awq_rows, gptq_rows
@@ -38,15 +39,10 @@ def integer_rows(module: Any) -> Packable | None:
     if weight is not None and (parts := _torchao(weight)) is not None:
         return _of_size(module, partial(torchao_rows, parts))
     if "weight_packed" in t:
-        return _of_size(module, partial(compressed_rows, t))
-    if not {"qweight", "qzeros", "scales"} <= t.keys():
-        return None
-    if hasattr(module, "w_bit"):
-        return _of_size(module, partial(awq_rows, t))
-    if getattr(module, "planar", False):
-        raise NoFormat("its codes are in planes, GPTQModel's gptq_p, which is not read here")
-    version = getattr(module, "qzero_format", lambda: 1)()  # GPTQModel makes version 2 of 1
-    return _of_size(module, partial(gptq_rows, t, stored_minus_one=version == 1))
+        return _of_size(module, partial(_compressed, module, t))
+    if {"qweight", "qzeros", "scales"} <= t.keys():
+        return _of_size(module, partial(_words, module, t))
+    return None
 
 
 def check_computes(module: Any, rows: Rows, k: int) -> None:
@@ -57,6 +53,8 @@ def check_computes(module: Any, rows: Rows, k: int) -> None:
     columns = torch.linspace(0, k - 1, _PROBES, device=rows.weight.device).long()
     w: Tensor = torch.ops.metalmm.dequantize(rows.weight, rows.format, k)
     order = torch.arange(k, device=w.device) if rows.input_order is None else rows.input_order
+    spec = formats.get(rows.format)
+    assert isinstance(spec, formats.Affine)
     bias = getattr(module, "bias", None)
     offset = torch.zeros(w.shape[0], device=w.device) if bias is None else bias.detach().float()
     want = w[:, order.argsort()[columns]].t() + offset
@@ -68,10 +66,42 @@ def check_computes(module: Any, rows: Rows, k: int) -> None:
                 y = module(x).float()
         except Exception:  # other code, on a device or dtype that it may not have
             continue
-        if bool(((y - want).abs() <= _ROUNDINGS * (want.abs() + 2 * offset.abs())).all()):
+        # Subnormal numbers are rounded by half the smallest one: the scale, |q - zero| times, w, y.
+        least = max(_smallest(dtype), _smallest(module.scales.dtype))
+        slack = _ROUNDINGS * (want.abs() + 2 * offset.abs()) + (2**spec.bits + 2) * least / 2
+        if bool(((y - want).abs() <= slack).all()):
             return
         raise NoFormat("it computes with other weights than its tensors say in their layout")
     raise NoFormat("it does not run here, so that the layout of its codes cannot be confirmed")
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """The smallest subnormal number."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _compressed(module: Any, t: dict[str, Tensor], n: int, k: int) -> Rows:
+    weights = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+    bits, packed = getattr(weights, "num_bits", None), t["weight_packed"]
+    if isinstance(bits, int) and tuple(packed.shape) != (n, k * bits // 32):
+        raise NoFormat(
+            f"weight_packed {list(packed.shape)} has not {bits} bits a code without gaps"
+        )
+    return compressed_rows(t, n, k)
+
+
+def _words(module: Any, t: dict[str, Tensor], n: int, k: int) -> Rows:
+    """GPTQ's or AWQ's words, told apart by their shapes: libraries share names and attributes."""
+    qweight, scales = t["qweight"], t["scales"]
+    if getattr(module, "planar", False):
+        raise NoFormat("its codes are in planes, GPTQModel's gptq_p, which is not read here")
+    if qweight.dtype == torch.int32 and scales.dim() == 2 and scales.shape[1] == n:
+        if tuple(qweight.shape) == (k, n // 8):
+            return awq_rows(t, n, k)
+        if qweight.dim() == 2 and qweight.shape[1] == n:
+            version = getattr(module, "qzero_format", lambda: 1)()  # GPTQModel makes 2 of 1
+            return gptq_rows(t, n, k, stored_minus_one=version == 1)
+    raise NoFormat("its qweight has the shape of neither GPTQ's nor AWQ's gemm")
 
 
 def _torchao(weight: Tensor) -> dict[str, Tensor] | None:
@@ -100,7 +130,10 @@ def _of_size(module: Any, pack: Callable[[int, int], Rows]) -> Packable | None:
 
 
 def _hqq(codes: Tensor, meta: dict[str, Any]) -> Packable:
-    n, k = meta["shape"]
+    shape = meta.get("shape")
+    if not isinstance(shape, tuple | list) or len(shape) != 2:
+        raise NoFormat(f"meta of HQQ has the shape {shape!r}, not that of a matrix")
+    n, k = shape
 
     def pack() -> Rows:
         if meta.get("axis") != 1 or meta.get("quant_scale") or meta.get("quant_zero"):
