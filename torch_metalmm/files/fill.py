@@ -29,13 +29,18 @@ def fill(
     """Put everything of the source into the model, which is on the meta device.
 
     packed: {name of a layer: the tensors of the source that rows(name, layer) reads}.
-    ValueError: a layer cannot be packed, a tensor does not fit, is too many or is missing.
+    ValueError: a layer cannot be packed, has a dense weight beside its packed one, or a tensor does
+    not fit, is too many or is missing.
     """
     wanted, ties = model.state_dict(), tied_names(model)
     left = set(source.keys)
     for owner in sorted(packed):
-        made = rows(owner, _layer(path, model, source, owner, packed[owner]))
+        layer = _layer(path, model, source, owner, packed[owner])
         names = ties[f"{owner}.weight"]
+        if dense := sorted(left.intersection(names).difference(packed[owner])):
+            shown = ", ".join(source.keys[name] for name in dense)
+            raise ValueError(f"{path}: {owner} is quantized, and has a dense weight too: {shown}")
+        made = rows(owner, layer)
         put_packed(model, names, made.weight.to(device), made.format)
         if made.input_order is not None:
             if not all(

@@ -38,15 +38,15 @@ def load_quantized(
     tensors. The model is frozen and in eval mode.
 
     OSError: a file is missing. ValueError: another method, a layout, axis or group size without a
-    format here, tensors that contradict the config or the model, experts that transformers stacks,
-    an architecture that transformers has not. Nothing in the folder is executed.
+    format here, tensors that contradict the config or the model, a layer both quantized and dense,
+    files of weights that no index names, experts that transformers stacks, an architecture that
+    transformers has not. Nothing in the folder is executed.
     """
     require("load_quantized", *HF)
     path = Path(folder)
     values = read_config(path)
     with blaming(path, "its quantization"):
         method = method_of(_quantization(values))
-    check_index(path)
     files = _files(path)
     config = config_of(path, {k: v for k, v in values.items() if k != "quantization_config"})
     with blaming(path, "no model fits its config"):
@@ -87,11 +87,17 @@ def _quantization(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[str]:
-    """The weights: model*.safetensors, or the only file of another name (as AutoGPTQ wrote it)."""
+    """The weights: model*.safetensors, or else *.safetensors (AutoGPTQ's names).
+
+    ValueError: they are several, and no index names one of them; it may hold other weights.
+    """
+    named = check_index(path)
     for pattern in ("model*.safetensors", "*.safetensors"):
-        files = sorted(str(file) for file in path.glob(pattern) if file.is_file())
+        files = sorted(file for file in path.glob(pattern) if file.is_file())
+        if len(files) > 1 and (unknown := [f.name for f in files if f.name not in named]):
+            raise ValueError(f"{path} has {len(files)} {pattern}; no index names {unknown[0]}")
         if files:
-            return files
+            return [str(file) for file in files]
     raise FileNotFoundError(f"{path} has no *.safetensors; weights are read from no other files")
 
 

@@ -29,8 +29,8 @@ class Source:
         tied = config.get_text_config().tie_word_embeddings
         for key, found in read_headers(files).items():
             self._found[key] = found
-            unused = key.endswith("rotary_emb.inv_freq") or (tied and key.startswith("lm_head."))
-            if not unused:  # as mlx-lm and transformers drop them
+            unused = key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
+            if not unused:  # as mlx-lm and transformers drop them; a quantized head says untied
                 self.keys[rename(key)] = key
 
     def dense_dtype(self, but: tuple[str, ...]) -> torch.dtype | None:

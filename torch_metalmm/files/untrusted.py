@@ -82,8 +82,12 @@ def forget_kernels(path: Path, config: Any) -> None:
                 forget_kernels(path, part)
 
 
-def check_index(path: Path) -> None:
-    """ValueError: an index of shards is none, or names files that are not in the folder."""
+def check_index(path: Path) -> set[str]:
+    """The files that the indices of shards name; not all need exist.
+
+    ValueError: an index is none, or names files that are not in the folder.
+    """
+    named: set[str] = set()
     for index in sorted(path.glob("*.safetensors.index*.json")):
         if not index.is_file():  # a save was killed; see staging.py
             continue
@@ -93,6 +97,8 @@ def check_index(path: Path) -> None:
             raise ValueError(f"{index} has no weight_map of tensors to files: {error!r}") from None
         for shard in shards:
             _check_name(index, shard)
+            named.add(shard)
+    return named
 
 
 def check_inside(folder: str, files: list[str]) -> None:

@@ -1,14 +1,18 @@
-"""load_quantized: folders of GPTQ, AWQ, compressed-tensors, HQQ and torchao, without a rounding."""
+"""load_quantized: folders of GPTQ, AWQ, compressed-tensors, HQQ and torchao; exact weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import transformers
 from hf_models import logits, packed_bytes, same_bytes, tokens
+from inputs import activations
+from oracle import check
 from quantized_files import Layer, change_config, layouts, random_layer, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -147,20 +151,19 @@ FOLDERS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_folders(tmp_path: Path, case: str) -> None:
-    """Weights bit for bit, logits but for the order of sums, the same greedy tokens; a save."""
+    """Weights bit for bit, layers but for the order of sums, the same greedy tokens; a save."""
     name, bits, group, options = FOLDERS[case]
     dense = write(tmp_path / "theirs", layouts(bits, group)[name], bits, group, **options)
+    dense.requires_grad_(False)
     model, tokenizer = load_quantized(tmp_path / "theirs")
     assert tokenizer is None and not any(p.requires_grad for p in model.parameters())
     assert len(packed_bytes(model)) == 7
     for layer in packed_bytes(model):
-        assert torch.equal(
-            model.get_submodule(layer).dequantize(), dense.get_submodule(layer).weight
-        )
-    rounded, greedy = logits(dense), tokens(dense)
-    exact = logits(dense.double())  # sums in another order: 8 times what rounding to f32 changes
-    assert (logits(model) - exact).abs().max() <= 8 * (rounded - exact).abs().max()
-    assert torch.equal(tokens(model), greedy)
+        ours, theirs = model.get_submodule(layer), dense.get_submodule(layer)
+        assert torch.equal(ours.dequantize(), theirs.weight)
+        x = activations(3, theirs.in_features)
+        check(ours(x), oracle.linear(x, theirs.weight, theirs.bias), layer)
+    assert torch.equal(tokens(model), tokens(dense))
     model.save_pretrained(tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert same_bytes(model, again) and torch.equal(logits(model), logits(again))
@@ -177,6 +180,21 @@ def test_a_bias_of_zeros_that_the_model_has_not(tmp_path: Path) -> None:
     save_file(tensors | {name: torch.ones(256)}, tmp_path / "gptq_model-4bit-128g.safetensors")
     with pytest.raises(ValueError, match="down_proj: it has a bias, the model's layer has none"):
         load_quantized(tmp_path)
+
+
+def test_shards_that_an_index_names(tmp_path: Path) -> None:
+    write(tmp_path, layouts(4, 128)["gptq"], 4, 128)
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = packed_bytes(load_quantized(tmp_path)[0])
+    (tmp_path / "model.safetensors").unlink()
+    files = {name: f"gptq-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, tmp_path / file)
+    index = tmp_path / "gptq.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    again = packed_bytes(load_quantized(tmp_path)[0])
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name][1], whole[name][1]) for name in whole)
 
 
 def test_layers_of_their_own_sizes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import change_config, layouts, write
+from quantized_files import change_config, layouts, random_layer, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -86,6 +86,30 @@ def rename(old: str, new: str) -> Change:
         save_file(named, folder / "model.safetensors")
 
     return change
+
+
+def tied_head(folder: Path) -> None:
+    """A quantized head [320, 256] of a model whose head is its embedding."""
+    head = layouts(4, 64)["gptq"].tensors(random_layer(320, 256, 4, 64))
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"lm_head.{leaf}": t for leaf, t in head.items()}
+    save_file(tensors, folder / "model.safetensors")
+    change_config(folder, tie_word_embeddings=True)
+
+
+def copied(*names: str) -> Change:
+    """Other files of the same weights."""
+
+    def change(folder: Path) -> None:
+        for name in names:
+            shutil.copy(folder / "model.safetensors", folder / name)
+
+    return change
+
+
+def of_other_names(folder: Path) -> None:
+    copied("a.safetensors", "b.safetensors")(folder)
+    (folder / "model.safetensors").unlink()
 
 
 def truncate(folder: Path) -> None:
@@ -178,6 +202,26 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "g_idx is short": ("gptq", up("g_idx", lambda t: t[1:]), r"g_idx must be .*\[256\]"),
     "awq rows": ("awq", up("qweight", lambda t: t[1:]), r"qweight must .*\[256, 64\]"),
     "awq zeros": ("awq", up("qzeros", lambda t: t[:, 1:]), r"qzeros must be .*\[4, 64\]"),
+    "dense too": (
+        "gptq",
+        up("weight", lambda _: torch.zeros(512, 256)),
+        "up_proj is quantized, and has a dense weight too: .*up_proj.weight",
+    ),
+    "a tied head": (
+        "gptq",
+        tied_head,
+        "lm_head is quantized, and has a dense weight too: model.embed_tokens.weight",
+    ),
+    "several files": (
+        "gptq",
+        copied("model-4bit.safetensors"),
+        r"has 2 model\*.safetensors; no index names model-4bit.safetensors",
+    ),
+    "several of other names": (
+        "gptq",
+        of_other_names,
+        r"has 2 \*.safetensors; no index names a.safetensors",
+    ),
     "no layer": ("awq", rename("up_proj", "evil"), "the model has no layer .*mlp.evil"),
     "experts": (
         "awq",
