@@ -57,7 +57,11 @@ def write_imatrix(path: str | os.PathLike[str], matrix: Imatrix) -> None:
     """Write a GGUF file, or a .dat file if the path ends so; llama-quantize reads both.
 
     A .dat file keeps one dataset, and for each weight the means times the number of chunks.
+    ValueError, before the file is made: chunks or chunk_size are no integers of at least 0 and 1.
     """
+    for what, value, least in (("chunks", matrix.chunks, 0), ("chunk_size", matrix.chunk_size, 1)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{what} must be an integer of at least {least}, got {value!r}")
     if os.fspath(path).endswith(".dat"):
         Path(path).write_bytes(_dat(matrix))
         return
@@ -100,15 +104,27 @@ def _read_gguf(path: str | os.PathLike[str]) -> Imatrix:
         entries[owner] = _checked(
             file.path, owner, values, file.dense(counts.name).flatten().numpy()
         )
-    facts = {key: file.metadata.get(f"imatrix.{key}", 0) for key in ("chunk_count", "chunk_size")}
-    return Imatrix(entries, _datasets(file), facts["chunk_count"], facts["chunk_size"])
+    chunks, size = _number(file, "chunk_count", 0), _number(file, "chunk_size", 1)
+    return Imatrix(entries, _datasets(file), chunks, size)
+
+
+def _number(file: GgufFile, key: str, least: int) -> int:
+    value = file.metadata.get(f"imatrix.{key}")
+    if type(value) is not int or value < least:
+        raise ValueError(
+            f"{file.path}: imatrix.{key} must be an integer of at least {least}, got {value!r}"
+        )
+    return value
 
 
 def _datasets(file: GgufFile) -> tuple[str, ...]:
     from gguf import GGUFReader
 
     found = GGUFReader(file.path).get_field("imatrix.datasets")
-    return () if found is None else tuple(found.contents())
+    names = [] if found is None else found.contents()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file.path}: imatrix.datasets must be an array of strings")
+    return tuple(names)
 
 
 def _checked(path: str, name: str, sums: np.ndarray, counts: np.ndarray) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,46 @@ def test_hostile_gguf_files(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "x.gguf", Imatrix({Q: Entry(-made.entries[Q].sums, bad.counts[:1])}))
     with pytest.raises(ValueError, match="in_sum2 of .*attn_q.weight must be finite and not neg"):
         read_imatrix(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "add", "value", "message"),
+    [
+        ("chunk_size", "add_uint32", 0, "chunk_size must be an integer of at least 1, got 0"),
+        ("chunk_size", "add_string", "512", "chunk_size must be .*, got '512'"),
+        ("chunk_size", "add_bool", True, "chunk_size must be .*, got True"),
+        ("chunk_count", "add_int32", -1, "chunk_count must be an integer of at least 0, got -1"),
+        ("chunk_count", "add_float32", 2.0, "chunk_count must be .*, got 2.0"),
+        ("chunk_count", None, None, "chunk_count must be .*, got None"),
+        ("datasets", "add_string", "wiki", "datasets must be an array of strings"),
+        ("datasets", "add_array", [1, 2], "datasets must be an array of strings"),
+    ],
+)
+def test_hostile_facts(tmp_path: Path, key: str, add: str | None, value: Any, message: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "imatrix")
+    writer.add_type("imatrix")
+    for name, least in (("chunk_count", 0), ("chunk_size", 1)):
+        if name != key:
+            writer.add_uint32(f"imatrix.{name}", least)
+    if add is not None:
+        getattr(writer, add)(f"imatrix.{key}", value)
+    writer.add_tensor(f"{Q}.in_sum2", np.ones((1, 64), np.float32))
+    writer.add_tensor(f"{Q}.counts", np.ones((1, 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=message) as caught:
+        read_imatrix(tmp_path / "x.gguf")
+    assert str(tmp_path / "x.gguf") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x.dat", "x.gguf"])
+@pytest.mark.parametrize("changes", [{"chunk_size": 0}, {"chunk_size": 1.5}, {"chunks": -1}])
+def test_facts_that_are_not_written(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} must be an integer of at least"):
+        write_imatrix(tmp_path / name, dataclasses.replace(matrix(), **changes))
+    assert not (tmp_path / name).exists()
 
 
 TEXT = "Three rivers run through it, and none of them is long. " * 2
