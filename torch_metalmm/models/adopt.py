@@ -58,10 +58,11 @@ def adopt_(
 
     Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding), diffusers (GGUFLinear) and
     ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers' MetalLinear does;
-    the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao's Int4Tensor, as load_quantized
-    reads them; and frozen dense subclasses of nn.Linear that compute what nn.Linear computes. GGML
-    and dense bytes are shared, not copied; other tensors become one. Layers that share a weight
-    still share it. filter_fn(name, module) -> False leaves a layer alone.
+    the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao (Int4Tensor, Int8Tensor,
+    IntxUnpackedToInt8Tensor), as load_quantized reads them; and frozen dense subclasses of
+    nn.Linear that compute what nn.Linear computes. GGML and dense bytes are shared, not copied;
+    other tensors become one. Layers that share a weight still share it.
+    filter_fn(name, module) -> False leaves a layer alone.
 
     A layer stays, with a warning, if its type has no format here, if the model reads its weight
     itself, or if it is GPTQ's or AWQ's and does not compute here what its tensors say. Where no

@@ -36,7 +36,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Codes:
-    """Unsigned codes of a W[N, K], some rows at a time: all of them take more memory than W."""
+    """Unsigned codes of a W[N, K], asked for some rows at a time.
+
+    from_stream decodes no more than these, for all codes take 2 to 4 times the memory of their
+    stream. AWQ's and HQQ's rows lie across words, and are slices of codes decoded at once.
+    """
 
     n: int
     k: int

@@ -16,7 +16,7 @@ from torch import Tensor
 from .affine import Codes, NoFormat, Rows, affine_rows, from_stream, times_zero
 from .checks import check
 
-# Of a zero_point of integers: the dtype of the scales is one of them.
+# What a zero_point of integers may have: the dtype of the scales is one of them.
 _NUMBERS = (torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
 
 
