@@ -7,7 +7,7 @@ import re
 from .. import _C
 
 FAMILIES = {"dense": "dense", "block": "GGML", "affine": "MLX affine"}
-NOT_GGML = {"mxfp8": "MLX"}  # blocks that ggml has not
+NOT_GGML = {"mxfp8": "MLX"}  # blocks that ggml does not have
 
 
 def markdown() -> str:

@@ -240,3 +240,9 @@ def _paired(row: Case, name: str, rows: np.ndarray) -> np.ndarray:
     heads = HEADS if name.endswith("attn_q") else KV_HEADS
     split = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def fields_of(path: Path) -> dict[str, Any]:
+    """The metadata, values by their keys."""
+    fields = gguf.GGUFReader(path).fields.items()
+    return {key: f.contents() for key, f in fields if not key.startswith("GGUF.")}

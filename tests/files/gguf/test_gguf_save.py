@@ -11,7 +11,7 @@ import torch
 import transformers
 from gguf import GGUFReader
 from gguf_files import ARCHITECTURES, load_quietly, random_model, tensors_of, write_gguf
-from gguf_models import CASES, convert, random_hf
+from gguf_models import CASES, convert, fields_of, random_hf
 from tokenizers import Regex, pre_tokenizers
 
 from torch_metalmm import load_gguf, quantize_, save_gguf
@@ -30,11 +30,6 @@ AGAIN = [c for c in CASES if not c.endswith("vl")]  # whose text is saved as Qwe
 
 def wide(architecture: str) -> dict[str, Any]:
     return ARCHITECTURES[architecture] | {"attention.key_length": 256}
-
-
-def fields_of(path: Path) -> dict[str, Any]:
-    fields = GGUFReader(path).fields.items()
-    return {key: f.contents() for key, f in fields if not key.startswith("GGUF.")}
 
 
 def check_same_file(made: Path, source: Path) -> None:
@@ -254,7 +249,7 @@ def test_what_gguf_has_no_place_for(tmp_path: Path, tiny: tuple[Any, Any]) -> No
     small = transformers.LlamaForCausalLM(config)
     refuses("beyond the model's 64 rows", small)
     refuses(
-        "model.layers.0.mlp.up_proj.weight is affine4_g64, which GGUF has not",
+        "model.layers.0.mlp.up_proj.weight is affine4_g64, which GGUF does not have",
         quantize_(transformers.LlamaForCausalLM(config), {"*.up_proj": "affine4_g64"}),
         None,
     )

@@ -7,6 +7,7 @@ the width of its heads and its rotation, is not in the rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,11 @@ _SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+# Keys that readers want as FLOAT32, whatever numbers a config has; all others are UINT32.
+_FLOATS = re.compile(
+    r"attention\.(scale|clamp_kqv|temperature_scale|layer_norm_(rms_)?epsilon)|.*_(scale|softcapping)"
+    r"|rope\.freq_base|rope\.scaling\.(factor|yarn_.*)"
+)
 _LLAMA, _GEMMA = "LlamaTensorProcessor", "Gemma2TensorProcessor"
 
 
@@ -136,7 +142,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 def metadata(config: Any) -> tuple[str, dict[str, Any]]:
     """(architecture, its values by their full keys) of a transformers config.
 
-    ValueError: no row is of its model type, or no key says its rotation or the scale of its scores.
+    ValueError: no row is of its model type, or no key says its rotation, its mask or the scale of
+    its scores, or a value is not of its key's type.
     """
     kind = config.model_type
     found = [
@@ -155,6 +162,8 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
     scale = getattr(config, "query_pre_attn_scalar", head)
     if scale != head:  # llama.cpp has 1 / sqrt(head_dim) for Gemma, but in the models of 27 B
         raise ValueError(f"model: no key of GGUF says query_pre_attn_scalar = {scale}, not {head}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError("model: no key of GGUF says use_bidirectional_attention")
     values = {"vocab_size": config.vocab_size, _KEY_LENGTH: head, "attention.value_length": head}
     values[_KV_HEADS] = config.num_key_value_heads
     for key, name in ARCHITECTURES[architecture].keys.items():
@@ -165,15 +174,40 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
         )
     values |= _rotation_values(config, head)
     return architecture, {
-        f"{architecture}.{key}": value for key, value in values.items() if value is not None
+        f"{architecture}.{key}": _typed(key, value)
+        for key, value in values.items()
+        if value is not None
     }
 
 
-def llama3_divisors(config: Any) -> Tensor | None:
-    """What Llama 3's scaling divides each frequency of the rotation by; None without it."""
+def _typed(key: str, value: Any) -> float | int | str:
+    """The value as Python's counterpart of its key's type. ValueError: it cannot be one."""
+    if isinstance(value, str):  # rope.scaling.type
+        return value
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise ValueError(f"model: GGUF's {key} is a number, and its config has {value!r}")
+    if _FLOATS.fullmatch(key):
+        return float(value)
+    if not (float(value).is_integer() and 0 <= value < 1 << 32):
+        raise ValueError(f"model: GGUF's {key} is UINT32, and its config has {value!r}")
+    return int(value)
+
+
+def llama3_divisors(config: Any, architecture: str) -> Tensor | None:
+    """What Llama 3's scaling divides each frequency of the rotation by; None without it.
+
+    ValueError: llama.cpp does not read them in files of the architecture.
+    """
+    from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
+
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
         return None
+    arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    if MODEL_TENSOR.ROPE_FREQS not in MODEL_TENSORS[arch]:
+        raise ValueError(
+            f"model: GGUF files of {architecture} models have no tensor for rope_type = 'llama3'"
+        )
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return divisors(head // 2, rope)
 
@@ -210,7 +244,8 @@ def _rotation(file: GgufFile, prefix: str) -> dict[str, Any]:
             rope[name] = "default" if value == "none" else value
     log = file.metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
     if log is not None:
-        rope["mscale_all_dim"] = rope["mscale"] = log
+        # llama.cpp scales by mscale 1 over that of this key, so other values of mscale are refused
+        rope["mscale_all_dim"], rope["mscale"] = log, 1.0
     return {"rope_type": "default"} | rope
 
 

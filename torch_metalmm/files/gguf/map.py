@@ -170,8 +170,9 @@ class ProcessorMap(TensorMap):
         if not known:
             kind = getattr(theirs, ARCHITECTURES[architecture].processor)
         self._processor: Any = kind(config=values)  # type: ignore[no-untyped-call]
+        own = STORED_AS.get(model.config.model_type) if known else architecture
         self._names = theirs.get_gguf_hf_weights_map(
-            _Shallow(model), self._processor, model_type=None if known else architecture
+            _Shallow(model), self._processor, model_type=own
         )
         self._needed: dict[str, set[str]] = {}  # by target, names without ".weight"
         for name, target in self._names.items():

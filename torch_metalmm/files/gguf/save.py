@@ -25,11 +25,12 @@ from .layout import TensorMap
 from .map import ROPE_DIVISORS, ProcessorMap, model_config
 from .vocabulary import vocabulary
 
-# Attributes of a config that change no logits, or that transformers derives from others.
+# Attributes that config classes know, and that change no logits, are written elsewhere, or of which
+# transformers makes others: max_window_layers becomes layer_types, which are compared.
 _UNSAID = (
-    *("architectures", "dtype", "transformers_version", "quantization_config"),
-    *("use_cache", "initializer_range", "pretraining_tp", "tie_word_embeddings", "model_type"),
+    *("use_cache", "initializer_range", "pretraining_tp", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_bidirectional_attention"),
+    *("max_window_layers", "resid_pdrop", "embd_pdrop"),
 )
 
 
@@ -42,10 +43,10 @@ def save_gguf(
     matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The file is
     complete before it appears under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
-    ValueError, before anything is written: no transformers model, or of a type that is not among
-    those written; a layer in a format that GGUF has not, or that gathers its input; a tensor or a
-    tokenizer that has no place there. ValueError, and no file: a value of the config that readers
-    of the file would not find.
+    ValueError, before anything is written: no transformers model, without an output head, or of a
+    type that is not among those written; a layer in a format that GGUF does not have, or that
+    gathers its input; a tensor or a tokenizer that has no place there. ValueError, and no file: a
+    value of the config that readers of the file would not find.
     """
     require("save_gguf", "gguf", *HF)
     if not is_transformers_model(model) or quantized_by_another(model):
@@ -56,6 +57,11 @@ def save_gguf(
     if target.exists() and not replace:
         raise FileExistsError(f"{target} exists; replace=True replaces it")
     architecture, values = metadata(model.config)
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"model: {type(model).__name__} has no output head, which readers of a GGUF file would "
+            "take to be tied to the embedding"
+        )
     if tokenizer is not None:
         values |= vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture)
@@ -92,7 +98,7 @@ def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:
         else:
             stored = _others(mapping, name, target, value.detach().float().cpu()), "f32"
         tensors[name] = stored
-    divisors = llama3_divisors(model.config)
+    divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
         tensors[ROPE_DIVISORS] = divisors.float(), "f32"
     return tensors
@@ -106,7 +112,8 @@ def _packed(
         raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
     if module.format not in type_names().values():
         raise ValueError(
-            f"{target} is {module.format}, which GGUF has not: quantize_ the model to a GGML format"
+            f"{target} is {module.format}, which GGUF does not have: quantize_ the model to "
+            "a GGML format"
         )
     k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
     return _matrix(mapping, name, target, module.weight.detach(), k), module.format
@@ -158,6 +165,7 @@ def _write(
     writer = GGUFWriter(path, architecture)
     if any(format not in DTYPES for _, format in tensors.values()):
         writer.add_quantization_version(GGML_QUANT_VERSION)
+    # Numbers have their keys' types already
     add: dict[type, Callable[[str, Any], None]] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -179,9 +187,13 @@ def _write(
 
 def _check_config(path: Path, config: Any) -> None:
     """ValueError: who reads the file finds another value than the config has."""
+    from transformers import PretrainedConfig
+
     asked, found = config.to_dict(), model_config(GgufFile(path))[0].to_dict()
+    # Checkpoints have more, which no model reads; but models ask for head_dim without their config.
+    read = {"head_dim", *type(config)().to_dict()} - PretrainedConfig().to_dict().keys()
     for key, value in sorted(asked.items()):
-        if key in _UNSAID or key.startswith("_") or "dropout" in key:
+        if key not in read or key in _UNSAID or key.startswith("_") or "dropout" in key:
             continue
         if not _same(value, found.get(key)):
             raise ValueError(
@@ -194,7 +206,8 @@ def _same(one: Any, other: Any) -> bool:
     """Whether values are equal as f32, which is what a file has; None and absent are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         missing = {"partial_rotary_factor": 1.0}
-        keys = one.keys() | other.keys()
+        # Of a rotation: the older name of rope_type, and what the config itself has.
+        keys = (one.keys() | other.keys()) - {"type", "max_position_embeddings"}
         return all(_same(one.get(k, missing.get(k)), other.get(k, missing.get(k))) for k in keys)
     if isinstance(one, float | int) and isinstance(other, float | int):
         return bool(np.float32(one) == np.float32(other))
