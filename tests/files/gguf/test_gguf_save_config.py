@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from gguf import GGUFReader, GGUFValueType
 from gguf_files import load_quietly, random_model
@@ -127,7 +126,8 @@ def test_a_mistral_model_is_a_llama_model(tmp_path: Path) -> None:
     assert again.config.model_type == "llama"
     state = again.state_dict()
     assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    for name, value in model.state_dict().items():  # a packed layer has the bytes
+        assert state[name].numpy().tobytes() == value.numpy().tobytes(), name
 
 
 def test_attributes_that_models_read_are_compared(tmp_path: Path) -> None:
