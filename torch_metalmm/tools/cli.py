@@ -288,7 +288,7 @@ def _quantize(args: argparse.Namespace) -> None:
         return model, tokenizer
 
     if args.output.suffix == ".gguf":
-        to_file(args.output, args.force, make)
+        to_file(args.source, args.output, args.force, spec.values(), make)
         size = args.output.stat().st_size
     else:
         to_folder(args.output, args.force, make)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,34 @@ def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[An
     return model.to(device), read_tokenizer(folder)
 
 
-def to_file(output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
-    """Write what `make` makes as a GGUF file."""
-    from ..files.gguf.save import save_gguf
+def to_file(
+    source: Path,
+    output: Path,
+    force: bool,
+    formats: Iterable[str | None],
+    make: Callable[[], tuple[Any, Any]],
+) -> None:
+    """Write what `make` makes of the source, in `formats`, as a GGUF file.
 
-    if output.exists() and not force:
-        raise FileExistsError(f"{output} exists; --force replaces it")
-    save_gguf(*make(), output, replace=force)
+    ValueError, before anything is made: GGUF does not have a format, or the file is one of those
+    that the source is made of. ValueError: the source has no tokenizer.
+    """
+    from ..files.gguf.save import check_target, save_gguf
+    from ..files.gguf.split import is_gguf, part_paths
+    from ..models.ggml import type_names
+
+    check_target(output, force, "--force")
+    if output.exists() and is_gguf(source):
+        read = part_paths(source)
+        if any(output.samefile(path) for path in read):
+            raise ValueError(f"--output {output} is one of the {len(read)} files of the source")
+    for format in formats:
+        if format is not None and format not in type_names().values():
+            raise ValueError(f"--output {output}: GGUF does not have the format {format}")
+    model, tokenizer = make()
+    if tokenizer is None:
+        raise ValueError(f"{source} has no tokenizer, without which no program reads a GGUF file")
+    save_gguf(model, tokenizer, output, replace=force)
 
 
 def to_folder(output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:

@@ -205,3 +205,30 @@ def test_folders_of_no_model_and_of_two(whole: Path, parts: list[Path], tmp_path
     message = r"has 2 GGUF models; give the path of one: other.gguf, tiny-split-00001-of-00003.gguf"
     with pytest.raises(ValueError, match=message):
         load_gguf(parts[0].parent)
+
+
+def test_a_folder_of_two_sets_of_one_name(parts: list[Path], whole: Path) -> None:
+    """Which are two models, though their names differ only in how many parts there are."""
+    folder = parts[0].parent
+    for part in parts:
+        part.rename(folder / part.name.replace("tiny-split", "tiny"))
+    copy = folder / "tiny.gguf"
+    copy.write_bytes(whole.read_bytes())
+    for part in split(copy, "llama", 10):
+        part.rename(folder / part.name.replace("tiny-split", "tiny"))
+    copy.unlink()
+    assert len(list(folder.iterdir())) == 5
+    with pytest.raises(ValueError, match="has 2 GGUF models; give the path of one: tiny-00001-of"):
+        load_gguf(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_replaces_no_part_of_its_source(
+    parts: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [part.read_bytes() for part in parts]
+    for source in (parts[0], parts[0].parent):
+        command = ["quantize", str(source), "--output", str(parts[1]), "--format", "q8_0"]
+        assert main([*command, "--force"]) == 1
+        assert "00002-of-00003.gguf is one of the 3 files of the source" in capsys.readouterr().err
+    assert [part.read_bytes() for part in parts] == before

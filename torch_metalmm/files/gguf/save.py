@@ -37,8 +37,10 @@ _UNSAID = (
 def save_gguf(
     model: Any, tokenizer: Any, path: str | os.PathLike[str], replace: bool = False
 ) -> None:
-    """Write a transformers model as one GGUF file, and its tokenizer unless that is None.
+    """Write a transformers model as one GGUF file, with its tokenizer.
 
+    tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
+    programs for text refuse.
     Packed layers keep their bytes, their rows in the order that llama.cpp has for q and k; dense
     matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The file is
     complete before it appears under its name.
@@ -51,11 +53,7 @@ def save_gguf(
     require("save_gguf", "gguf", *HF)
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
-    target = Path(path)
-    if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder; give the name of a file")
-    if target.exists() and not replace:
-        raise FileExistsError(f"{target} exists; replace=True replaces it")
+    target = check_target(path, replace, "replace=True")
     architecture, values = metadata(model.config)
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -65,13 +63,33 @@ def save_gguf(
     if tokenizer is not None:
         values |= vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=target.parent) as folder:
+    try:
+        # Not staging's prefix: saves of folders remove what is left under theirs.
+        temporary = tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.parent)
+    except OSError as error:  # which names the temporary folder
+        raise type(error)(error.errno, error.strerror, str(target)) from error
+    with temporary as folder:
         made = Path(folder, "model.gguf")
         _write(made, architecture, values, tensors)
         _check_config(made, model.config)
         with made.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(made, target)
+
+
+def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:
+    """The path, if a file can be written there. `option` is what allows to replace one.
+
+    FileNotFoundError, IsADirectoryError or FileExistsError.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder; give the name of a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
+    if target.exists() and not replace:
+        raise FileExistsError(f"{target} exists; {option} replaces it")
+    return target
 
 
 def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:

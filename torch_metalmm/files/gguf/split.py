@@ -43,12 +43,19 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
     return SplitFile(_paths(file, parts))
 
 
+def part_paths(path: str | os.PathLike[str]) -> list[Path]:
+    """The files that open_gguf reads as one. Its errors."""
+    file = open_gguf(path)
+    return file.parts if isinstance(file, SplitFile) else [Path(file.path)]
+
+
 class SplitFile(GgufFile):
     """The parts of a split file as one: the metadata of the first, the tensors of all of them."""
 
     def __init__(self, parts: list[Path]) -> None:
         """The errors of GgufFile for every part. ValueError: the parts are not one model's."""
         super().__init__(parts[0])
+        self.parts = parts
         _check_part(self, self, 0, len(parts))
         self._homes: dict[str, GgufFile] = {}  # of the tensors of other parts
         for number, path in enumerate(parts[1:], 1):
@@ -73,10 +80,10 @@ class SplitFile(GgufFile):
 
 def _only_model(folder: Path) -> Path:
     """The one GGUF file, or the first part there is of the one split file, in the folder."""
-    models: dict[str, Path] = {}
+    models: dict[tuple[str, str | None], Path] = {}  # by its name, and how many parts it has
     for file in sorted(folder.glob("*.gguf")):
         split = _NAME.fullmatch(file.name)
-        models.setdefault(split["model"] if split else file.name, file)
+        models.setdefault((split["model"], split["parts"]) if split else (file.name, None), file)
     if not models:
         raise IsADirectoryError(f"{folder} is a folder without GGUF files, not a GGUF file")
     if len(models) > 1:

@@ -21,7 +21,11 @@ _NORMALIZERS: tuple[Any, ...] = (None, {"type": "NFC"})
 # Normalizers and pre-tokenizers of SentencePiece's tokenizers, by which a space becomes "\u2581".
 _SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 _PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, _SPACE]}
-_AFTER = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+_AFTER: dict[str, Any] = {
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+}
 _AFTER |= {"invert": False}
 _META = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": "first"}
 _SPACES: tuple[Any, ...] = (
