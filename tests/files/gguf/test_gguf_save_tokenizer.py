@@ -144,6 +144,7 @@ def test_spaces_with_byte_fallback(tmp_path: Path, spaces: tuple[Any, Any]) -> N
     for normalizer, splitting, prefixed in (
         (SPACE, None, False),
         (SPACE, after, False),
+        (normalizers.Sequence([SPACE]), None, False),
         (prepend, None, True),
         (None, first, True),
         (None, never, False),

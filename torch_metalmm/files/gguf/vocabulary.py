@@ -30,6 +30,7 @@ _AFTER |= {"invert": False}
 _META = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": "first"}
 _SPACES: tuple[Any, ...] = (
     *((_SPACE, None), (_SPACE, _AFTER), (_PREPEND, None)),
+    ({"type": "Sequence", "normalizers": [_SPACE]}, None),
     *((None, _META | {"prepend_scheme": when}) for when in ("first", "always", "never")),
 )
 _NAME = re.compile(r"\w+", re.ASCII)  # of a template, in a key
