@@ -211,7 +211,9 @@ def attention_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.
     )
     length = torch.tensor(pick.randint(1, slots))
     window, softcap = pick.choice((0, 70)), pick.choice((0.0, 30.0))
-    sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "queries": queries}
+    softcap = 30.0 if tiles else softcap  # which torch's attention does not have
+    sizes: dict[str, Any] = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads}
+    sizes |= {"queries": queries, "softcap": softcap}
     problem = {"op": "attention", "n": slots, "k": dim, "format": name, "attention": sizes}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
