@@ -53,7 +53,7 @@ enum Slot : MM_U32 {
   kSlotNorm2 = 9,    // of the heads of k
   kSlotCos = 10,
   kSlotSin = 11,
-  kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope
+  kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h
   kSlotY3 = 13,       // v of rope
   kSlotPartial = 14,  // f32 partial results [parts, M, N] that the reduction pass reads
   kSlotArgs = 15,     // constant KernelArgs&
@@ -68,6 +68,8 @@ enum SlotBits : MM_U32 {
   kBindEpilogue = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotC) | slot_bit(kSlotArgs),
   kBindMatmul = kBindEpilogue | slot_bit(kSlotX) | slot_bit(kSlotWeight),
   kBindGemv = kBindMatmul | slot_bit(kSlotNorm),
+  kBindArranged = kBindMatmul | slot_bit(kSlotY2),
+  kBindArrange = slot_bit(kSlotX) | slot_bit(kSlotY2) | slot_bit(kSlotArgs),
   kBindSwigluUp = kBindGemv | slot_bit(kSlotWeight2),
   kBindSwigluDown = kBindMatmul | slot_bit(kSlotX2),
   kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
@@ -91,7 +93,7 @@ enum FunctionConstant : MM_U32 {
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits
-  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and gemm_small, rows of q of
+  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6

@@ -110,6 +110,13 @@ struct Result {
       (MM_IN(T, x, kSlotX), MM_IN(T, norm, kSlotNorm), MM_IN(uchar, weight, kSlotWeight), \
        MM_RESULT(T)),                                                                     \
       metalmm::Kernel<metalmm::Struct, T>::run({x, norm}, weight, {y, bias, c}, args, memory, at))
+// The same of x that may lie in the order of tile/arranged.h: run(x, arranged, weight, ...).
+#define MM_ARRANGED(dtype, T, strategy, format, Struct, Kernel)                                   \
+  MM_KERNEL(strategy##_##format##_##dtype,                                                        \
+            (MM_IN(T, x, kSlotX), MM_IN(T, arranged, kSlotY2), MM_IN(uchar, weight, kSlotWeight), \
+             MM_RESULT(T)),                                                                       \
+            metalmm::Kernel<metalmm::Struct, T>::run(x, arranged, weight, {y, bias, c}, args,     \
+                                                     memory, at))
 // Kernel<Struct, T>::run(operands, y, args, memory, at) of a cache as strategy_format_dtype.
 #define MM_ATTENTION(dtype, T, strategy, format, Struct, Kernel)                                \
   MM_KERNEL(strategy##_##format##_##dtype,                                                      \

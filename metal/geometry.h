@@ -92,6 +92,13 @@ constexpr bool rounds_to_half(bool x_is_f16) {
 constexpr int panel_run(int operand_bytes) { return 16 / operand_bytes; }
 constexpr int panel_pair_bytes() { return kFragment * 2 * 16 + 32; }
 
+// Rows of a tile, at most `most`: M spread evenly over the tiles, in whole fragments.
+template <class Int>
+constexpr Int even_tiles(Int m, Int most) {
+  const Int tiles = (m + most - 1) / most, rows = (m + tiles - 1) / tiles;
+  return (rows + kFragment - 1) / kFragment * kFragment;
+}
+
 // gemm: a simdgroup has 8 rows of W, decoded into its registers, by all rows of x of the tile,
 // which lie in threadgroup memory, two stages of them.
 struct GemmTile {
@@ -100,29 +107,26 @@ struct GemmTile {
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
   MM_CONST int kBytesPerRow = 2 * panel_pair_bytes() / 2;  // of x: two stages of half a pair
   static constexpr int threadgroup_bytes(bool) { return kM * kBytesPerRow; }
-  // M spread evenly over its tiles.
   template <class Int>
   static constexpr Int batch_of(Int m, bool, int) {
-    const Int tiles = (m + kM - 1) / kM, rows = (m + tiles - 1) / tiles;
-    return (rows + kFragment - 1) / kFragment * kFragment;
+    return even_tiles(m, Int(kM));
   }
 };
 
-// gemm_small: the simdgroups own the same kN rows of W and share K, each decodes into registers. 8
-// rows of x or, of halves, kM. 16 rows of floats need more than the 128 registers that a lane of an
-// Apple GPU has.
+// gemm_small: the simdgroups own the same kN rows of W and share K, each decodes into registers. Up
+// to kM rows of halves, 8 of floats: 16 of floats spill 0.4 to 1.9 KB at the 128 registers that a
+// lane of an Apple GPU has. More than 8 are read in an order of their own (tile/arranged.h), which
+// a pass before it writes.
 struct GemmSmallTile {
-  MM_CONST int kN = 16, kM = 16, kK = 128, kSimdgroups = 4;
+  MM_CONST int kN = 16, kM = 32, kK = 128, kSimdgroups = 4;
   MM_CONST bool kTakesBatch = true, kOnMatrixUnit = true;
-  static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kM / 2; }
-  MM_CONST int kBytesPerRow = 0;
+  static constexpr int rows(bool x_is_f16) { return x_is_f16 ? kM : kFragment; }
   MM_CONST int kThreads = kSimdgroups * kSimdWidth;
-  static constexpr int threadgroup_bytes(bool x_is_f16) {
-    return kSimdgroups * kN * rows(x_is_f16) * 4;
-  }
+  MM_CONST int kBytesPerRow = kSimdgroups * kN * 4;  // of x
+  static constexpr int threadgroup_bytes(bool x_is_f16) { return rows(x_is_f16) * kBytesPerRow; }
   template <class Int>
   static constexpr Int batch_of(Int m, bool x_is_f16, int) {
-    return m <= kFragment ? kFragment : rows(x_is_f16);
+    return even_tiles(m, Int(rows(x_is_f16)));
   }
 };
 
@@ -153,6 +157,7 @@ struct FlatGeometry {
 };
 using DecodeItems = FlatGeometry<16>;  // embedding (count rows), dequantize (N rows)
 using ResultItems = FlatGeometry<1>;   // split_reduce: M * N items
+using ArrangeItems = FlatGeometry<8>;  // arrange_x: x of whole steps and tiles
 using ProbeItems = FlatGeometry<4>;    // elementwise, act_mul: ceil(count / 4) items
 
 // rms_norm and add_rms_norm: a threadgroup a row.

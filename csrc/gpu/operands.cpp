@@ -52,7 +52,12 @@ void launch(const Engine& e, const Problem& p, const Operands& o,
     const at::Tensor& operand = o[static_cast<Slot>(slot)];
     if (operand.defined()) buffers[slot] = buffer_of(operand);
   }
-  at::Tensor workspace;
+  at::Tensor arranged, workspace;
+  if (made.arranged_bytes) {
+    const auto bytes = static_cast<int64_t>(made.arranged_bytes);
+    arranged = at::empty({bytes}, o[kSlotY].options().dtype(at::kByte));
+    buffers[kSlotY2] = buffer_of(arranged);
+  }
   if (made.workspace_bytes) {
     const auto bytes = static_cast<int64_t>(made.workspace_bytes);
     workspace = at::empty({bytes / 4}, o[kSlotY].options().dtype(at::kFloat));

@@ -33,6 +33,9 @@ struct SdpaPanels {
 
 struct Plan {
   std::vector<Pass> passes;  // in order; each sees what the one before wrote
+  // The pass that computes. What is before it puts x in an order of its own, in scratch of so many
+  // bytes bound to kSlotY2; what is behind it joins what it left.
+  size_t main = 0, arranged_bytes = 0;
   // Torch's matmul multiplies (dense): each of the first `panels` passes decodes the next
   // panel_rows rows of W, the last one perhaps fewer, to a panel [rows, K] bound to its kSlotY, and
   // the panel is multiplied before the next pass. Without such a pass W is multiplied where it

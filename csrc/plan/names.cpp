@@ -65,6 +65,7 @@ std::vector<StrategyId> strategies_of(Op op) {
   switch (op) {
     case Op::kLinear:
       binds(kBindGemv);
+      binds(kBindArranged);
       binds(kBindMatmul);
       out.push_back(S::dense);
       out.push_back(S::split_reduce);

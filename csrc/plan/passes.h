@@ -92,6 +92,15 @@ Parts cut(StrategyId strategy, const Problem& problem, int64_t most);
 Pass main_pass(StrategyId strategy, const Problem& problem, const Parts& parts, bool is_split);
 Pass reduce_pass(Problem problem, const Parts& parts);
 
+// Rows of x up to which gemv_batched was measured to be the faster: MM_BATCHED of tuning.def.
+std::optional<int64_t> measured_batched_max_m(const Problem& problem, const Gpu& gpu);
+
+// Whether `main`, a pass of the strategy, takes x in an order that another pass writes; that pass;
+// the bytes of x that it writes.
+bool takes_arranged(StrategyId strategy, const Pass& main);
+Pass arrange_pass(const Problem& problem, const Pass& main);
+size_t arranged_bytes(const Problem& problem, const Pass& arrange);
+
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
 

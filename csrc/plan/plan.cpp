@@ -85,8 +85,10 @@ std::string str(int64_t v) { return std::to_string(v); }
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
 // what the table allows where those are kRows. Where they are fewer, one pass: a second one, which
 // reads W again, is behind the tiles on every chip (docs/chip-model.md).
-int64_t batched_max_m(const Tuning& t, const Format& f) {
-  const int values = piece_of(f.codec).values, rows = batched_rows(values);
+int64_t batched_max_m(const Problem& p, const Gpu& gpu) {
+  const Tuning& t = tuning_of(gpu);
+  if (const auto most = measured_batched_max_m(p, gpu)) return *most;
+  const int values = piece_of(p.format->codec).values, rows = batched_rows(values);
   const int64_t most = t.batched_max_m * rows / GemvBatched::kRows;
   return rows == GemvBatched::kRows ? most : std::min<int64_t>(most, batched_pass(values));
 }
@@ -120,7 +122,7 @@ Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
 Choice choose_linear(const Problem& p, const Gpu& gpu) {
   const Tuning& t = tuning_of(gpu);
   if (p.m <= 1) return choose_gemv(p, gpu, t);
-  const int64_t batched = batched_max_m(t, *p.format);
+  const int64_t batched = batched_max_m(p, gpu);
   if (p.m <= batched) {
     return {S::gemv_batched, "M = " + str(p.m) + " is in 2 ... " + str(batched) +
                                  ": every weight is decoded once for up to " + str(kBatchPerPass) +
@@ -296,7 +298,13 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   }
   const bool is_split = is_split_forced || parts.count > 1;
   out.reason = std::string(to_string(choice.strategy)) + ": " + choice.reason;
-  out.passes.push_back(main_pass(choice.strategy, problem, parts, is_split));
+  Pass main = main_pass(choice.strategy, problem, parts, is_split);
+  if (takes_arranged(choice.strategy, main)) {
+    out.passes.push_back(arrange_pass(problem, main));
+    out.arranged_bytes = arranged_bytes(problem, out.passes.front());
+    out.main = 1;
+  }
+  out.passes.push_back(std::move(main));
   if (is_split) {
     const int64_t results = product(parts.count, product(problem.m, problem.n));
     out.workspace_bytes = static_cast<size_t>(product(results, sizeof(float)));
@@ -315,7 +323,7 @@ bool norm_is_fused(const Problem& p, const Gpu& gpu) {
   if (most && weights > most) return false;
   if (p.m <= 1) return true;
   const int64_t rows = batched_rows(piece_of(p.format->codec).values);
-  return p.m <= std::min<int64_t>(rows, batched_max_m(tuning_of(gpu), *p.format));
+  return p.m <= std::min<int64_t>(rows, batched_max_m(p, gpu));
 }
 
 bool is_fused(Op op, int64_t m) {

@@ -193,6 +193,8 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   py::list passes;
   for (const Pass& pass : made.passes) passes.append(to_dict(pass));
   out["passes"] = passes;
+  out["main"] = made.main;
+  out["arranged_bytes"] = made.arranged_bytes;
   out["dense"] = product_of(made, p);
   out["sdpa"] = panels_of(made.sdpa);
   out["workspace_bytes"] = made.workspace_bytes;
@@ -263,7 +265,8 @@ void bind_plan(py::module_& m) {
         "norm"_a = false, "norm_weight"_a = false, "eps"_a = 0.0f, "offset"_a = 0.0f,
         "activation"_a = "silu", "rope"_a = py::dict(), "append"_a = py::dict(),
         "attention"_a = py::dict(), "gpu"_a = py::dict(),
-        "The passes of a problem on a chip, as a dict: passes, workspace_bytes, reason, chip, the "
+        "The passes of a problem on a chip, as a dict: passes, main (the one that computes), "
+        "arranged_bytes (of x), workspace_bytes, reason, chip, the "
         "row of the table that was planned for (the nearest one of a chip that it does not have), "
         "dense: None, or, where torch's matmul multiplies, m, n, k, format, dtype, the panels "
         "that the first passes decode and the rows of each; without panels W lies as it is read; "

@@ -1,6 +1,6 @@
 // gemm_small: y = x W^T for few rows of x; W is decoded into the registers of the matrix unit.
 //
-// Owner    A threadgroup owns 16 rows of W by fc_batch rows of x, 8 or 16; its simdgroups take
+// Owner    A threadgroup owns 16 rows of W by fc_batch rows of x, 8 to 32; its simdgroups take
 //          steps of 128 values of K in turn and add up in threadgroup memory. A simdgroup holds two
 //          8 x 8 matrices of f32 sums for 8 rows of x. 16 products of matrices cover a step: column
 //          c of the W matrix and row c of the x matrix of product j are value
@@ -10,19 +10,19 @@
 //            x   a lane holds row c, columns q and q + 1: it loads 8 values twice of two rows of x;
 //                the lane of row c + 1 or c - 1 loads the 8 beside them
 // Traffic  W is read M / fc_batch times, x once per 16 rows of W (from the cache, but for the
-//          first). Per 128 values of K a lane decodes 64 weights and loads 32 of x for 8 rows of x,
-//          for 32 products.
+//          first), more than 8 rows of it as arrange_x wrote them. Per 128 values of K a lane
+//          decodes 64 weights and loads 32 of x for 8 rows of x, for 32 products.
 // Cost     Per weight of q4_0 1.8 bitwise, 2 fma, 1.1 shifts and conversions, 0.3 selects and 0.5
 //          multiplications of matrices (clang 22, f32 x, 8 rows). Loads as in gemm.
-// Needs    kSimdgroups * 16 * 16 floats of threadgroup memory, one barrier. Operands are those of
+// Needs    kSimdgroups * 16 * fc_batch floats of threadgroup memory, one barrier. Operands are
+// those of
 //          gemm: half for f16 x, which rounds W to 11 bits; float for f32 and bf16 x.
 //
 // Rejected: simdgroups with 16 rows of W each and all of K: with N = 14336 that is 896 simdgroups,
 // 7 a core of an H200, each of which waits for memory 32 times.
 #pragma once
 
-#include "../tile/load.h"
-#include "../tile/mma.h"
+#include "../tile/arranged.h"
 #include "../tile/store.h"
 
 namespace metalmm {
@@ -33,7 +33,8 @@ struct GemmSmall {
   using E = typename MatrixOperand<T>::type;
   using XRow = device const T*;
 
-  static METAL_FUNC void run(device const T* x, device const uchar* weight, Result<T> result,
+  static METAL_FUNC void run(device const T* x, device const T* arranged,
+                             device const uchar* weight, Result<T> result,
                              constant KernelArgs& args, threadgroup float4* memory, Position at) {
     constexpr int kMatrices = Tile::kN / kFragment;
     constexpr int kBatches = Tile::rows(is_same<T, half>::value) / kFragment;
@@ -41,12 +42,7 @@ struct GemmSmall {
 
     const uint n = at.tg.y * Tile::kN, m = at.tg.x * fc_batch;
     const uint row = fragment_row(at.lane), column = fragment_column(at.lane);
-    XRow x_rows[kBatches][2];
-    MM_UNROLL
-    for (int b = 0; b < kBatches; ++b) {
-      x_rows[b][0] = x_row(x, args, m + b * kFragment + column);
-      x_rows[b][1] = x_row(x, args, m + b * kFragment + column + 1);
-    }
+    const XRow x_rows[2] = {x_row(x, args, m + column), x_row(x, args, m + column + 1)};
     Row w_rows[kMatrices];
     MM_UNROLL
     for (int i = 0; i < kMatrices; ++i) {
@@ -60,13 +56,24 @@ struct GemmSmall {
     for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStride) {
       // A multiple of 32, visibly: both halves of a block are then read once.
       const uint first = (k + kProducts * column) / kChunkValues * kChunkValues;
-      const uint run = k + row / 2 * kChunkValues + row % 2 * kRun;
       MM_UNROLL
       for (uint half_step = 0; half_step < 2; ++half_step) {
         E xs[kBatches][2][kRun];
-        MM_UNROLL
-        for (uint b = 0; b < kBatches; ++b) {
-          if (is_used(b)) load_two(x_rows[b], run + half_step * 2 * kRun, range.end, xs[b]);
+        if (fc_batch > kFragment) {
+          MM_UNROLL
+          for (uint b = 0; b < kBatches; ++b) {
+            MM_UNROLL
+            for (uint r = 0; r < 2; ++r) {
+              if (!is_used(b)) continue;
+              load_vectors(arranged + Arranged::run(m, b, k / Tile::kK, half_step, r, at.lane),
+                           xs[b][r]);
+            }
+          }
+        } else {
+          MM_UNROLL
+          for (uint r = 0; r < 2; ++r) {
+            load_x(x_rows[r], k + Arranged::place(half_step, r, at.lane).k, range.end, xs[0][r]);
+          }
         }
         MM_UNROLL
         for (int i = 0; i < kMatrices; ++i) {
@@ -83,16 +90,9 @@ struct GemmSmall {
   }
 
  private:
-  MM_CONST int kProducts = 16, kRun = 8;
+  MM_CONST int kProducts = 16, kRun = Arranged::kRun;
 
   static METAL_FUNC bool is_used(uint batch) { return batch == 0 || batch * kFragment < fc_batch; }
-
-  // The run of a lane at k of two rows of x, zero from `end` on.
-  static METAL_FUNC void load_two(thread const XRow (&rows)[2], uint k, uint end,
-                                  thread E (&xs)[2][kRun]) {
-    MM_UNROLL
-    for (int r = 0; r < 2; ++r) load_x(rows[r], k, end, xs[r]);
-  }
 
   // acc += 8 rows of W * 8 rows of x over 64 values of K.
   static METAL_FUNC void multiply(thread const E (&w)[kProducts], thread const E (&xs)[2][kRun],
@@ -113,23 +113,23 @@ struct GemmSmall {
   static METAL_FUNC void store_sums(Result<T> result, constant KernelArgs& args,
                                     threadgroup float2* sums, Position at,
                                     thread simdgroup_float8x8 (&acc)[kBatches][kMatrices]) {
-    constexpr uint kAll = kBatches * kMatrices;
+    const uint all = fc_batch / kFragment * kMatrices;
     MM_UNROLL
     for (uint b = 0; b < kBatches; ++b) {
       MM_UNROLL
       for (uint i = 0; i < kMatrices; ++i) {
         if (is_used(b)) {
-          const uint to = (at.sg * kAll + b * kMatrices + i) * kSimdWidth + at.lane;
+          const uint to = (at.sg * all + b * kMatrices + i) * kSimdWidth + at.lane;
           sums[to] = float2(acc[b][i].thread_elements()[0], acc[b][i].thread_elements()[1]);
         }
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint t = at.sg; t < fc_batch / kFragment * kMatrices; t += Tile::kSimdgroups) {
+    for (uint t = at.sg; t < all; t += Tile::kSimdgroups) {
       float2 sum = sums[t * kSimdWidth + at.lane];
       MM_UNROLL
       for (uint s = 1; s < Tile::kSimdgroups; ++s) {
-        sum += sums[(s * kAll + t) * kSimdWidth + at.lane];
+        sum += sums[(s * all + t) * kSimdWidth + at.lane];
       }
       const uint n = at.tg.y * Tile::kN + t % kMatrices * kFragment + fragment_row(at.lane);
       const uint m = at.tg.x * fc_batch + t / kMatrices * kFragment + fragment_column(at.lane);

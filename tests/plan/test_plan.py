@@ -47,8 +47,10 @@ def line(plan: dict[str, Any]) -> str:
         traits = [name for name in ("is_causal", "is_masked") if sdpa[name]]
         panels = "x".join(str(sdpa[name]) for name in ("sequences", "heads", "queries"))
         passes.append(" ".join(("torch's attention of", panels, *traits)))
-    workspace = f" ; workspace {plan['workspace_bytes']}" if plan["workspace_bytes"] else ""
-    return " ; ".join(passes) + workspace
+    for scratch in ("arranged", "workspace"):
+        if plan[f"{scratch}_bytes"]:
+            passes.append(f"{scratch} {plan[f'{scratch}_bytes']}")
+    return " ; ".join(passes)
 
 
 def golden_lines() -> list[str]:
@@ -249,6 +251,27 @@ def check_dense(p: dict[str, Any], plan: dict[str, Any]) -> None:
         check_flat(sizes, one, _C.strategy("dequantize"), reduces=False)
 
 
+def check_arranged(p: dict[str, Any], plan: dict[str, Any]) -> None:
+    """A pass before the tiles of more than 8 rows writes all of x, rounded up to whole tiles and
+    steps, in runs of 8 values."""
+    assert plan["main"] == (plan["arranged_bytes"] > 0)
+    main = plan["passes"][plan["main"]]
+    row = _C.strategy(strategy_of(main["kernel"]))
+    batch = main["constants"]["batch"]
+    takes = strategy_of(main["kernel"]) == "gemm_small" and batch > 8 and p["k"] > 0
+    assert bool(plan["main"]) == takes
+    if takes:
+        runs = main["grid"][0] * batch * (-(-p["k"] // row["k"]) * row["k"] // 8)
+        one = plan["passes"][0]
+        assert one["kernel"] == f"arrange_x_{p['dtype']}" and one["args"]["count"] == runs
+        assert covers(one["grid"][0], one["group"][0], runs) and one["grid"][1:] == [1, 1]
+        assert plan["arranged_bytes"] == runs * 8 * formats.DTYPES[p["dtype"]].itemsize
+        assert one["args"]["x_stride"] == main["args"]["x_stride"]
+        assert one["constants"]["batch"] == batch and one["constants"]["k"] == p["k"]
+        aligned = _C.BOUNDS_BITS["aligned_x"]
+        assert (one["constants"]["bounds"] ^ main["constants"]["bounds"]) & aligned == 0
+
+
 @settings(max_examples=1000)
 @given(problems())
 def test_invariants(p: dict[str, Any]) -> None:
@@ -266,7 +289,9 @@ def test_invariants(p: dict[str, Any]) -> None:
         check_dense(p, plan)
         return
     assert p["strategy"] != "dense" or not plan["passes"]
-    for i, one in enumerate(plan["passes"]):
+    if plan["passes"]:
+        check_arranged(p, plan)
+    for i, one in enumerate(plan["passes"], -plan["main"]):
         assert one["kernel"] in KERNELS
         assert all(size > 0 for size in one["grid"])
         name = strategy_of(one["kernel"])
@@ -275,22 +300,22 @@ def test_invariants(p: dict[str, Any]) -> None:
         assert row["threads"] <= gpu["max_threads"] and row["threads"] % _C.SIMD_WIDTH == 0
         if row["family"] == "matmul":
             check_matmul(p, one, row)
-            last = len(plan["passes"]) == 1
+            last = one is plan["passes"][-1]
             sums = not last or (p["y_f32"] and p["dtype"] != "f32")
             bits = _C.EPILOGUE_BITS["partial"] if sums else epilogue(p)
             assert one["constants"]["epilogue"] == bits + functions(p)
         elif row["family"] == "groups":
             assert one["grid"] == [p["m"], 1, 1]
-        elif row["family"] != "single":
+        elif row["family"] != "single" and i >= 0:
             check_flat(p, one, row, reduces=i == 1)
         if p["strategy"] and i == 0 and p["strategy"] != "split_reduce":
             assert name == _C.strategy(p["strategy"])["kernels"]
-    parts = plan["passes"][0]["args"]["parts"] if plan["passes"] else 1
+    parts = plan["passes"][plan["main"]]["args"]["parts"] if plan["passes"] else 1
     is_split = bool(plan["passes"]) and (parts > 1 or p["strategy"] == "split_reduce")
-    assert len(plan["passes"]) == (2 if is_split else bool(plan["passes"]))
+    assert len(plan["passes"]) == plan["main"] + (2 if is_split else bool(plan["passes"]))
     assert plan["workspace_bytes"] == (4 * parts * p["m"] * p["n"] if is_split else 0)
     if p["strategy"] == "split_reduce" and parts == 1 and plan["passes"]:
-        step = _C.strategy(strategy_of(plan["passes"][0]["kernel"]))["k"]
+        step = _C.strategy(strategy_of(plan["passes"][plan["main"]]["kernel"]))["k"]
         assert p["k"] <= max(step, formats.get(p["format"]).block_values)
 
 

@@ -73,9 +73,12 @@ def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **proble
         **problem,
     )
     partial = torch.full((max(plan["workspace_bytes"] // 4, 1),), torch.nan)
+    arranged = torch.full((max(plan["arranged_bytes"], 1),), 0xFF, dtype=torch.uint8)
     absent = torch.full((1,), torch.nan)
     bound = {s: absent if t is None else t for s, t in buffers.items()}
     bound = dict.fromkeys(SLOTS, absent) | bound | {"partial": partial}
+    if plan["main"]:
+        bound["y2"] = arranged
     *splits, last = plan["passes"]
     for one in splits:
         launch(one, bound | {"y": partial})

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
-_ROW = re.compile(r"^MM_STRATEGY\((\w+), *Matmul, *\w+, *kBind(Matmul|Gemv), *(\w+)\)", re.M)
+_ROW = re.compile(r"^MM_STRATEGY\((\w+), *Matmul, *\w+, *kBind(Matmul|Gemv|Arranged), *(\w+)\)", re.M)
 _COLUMNS = 100  # of a line of clang-format
 
 

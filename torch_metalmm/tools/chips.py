@@ -129,7 +129,7 @@ def strategy_of(kernel: str) -> str:
 
 def chosen(plan: Mapping[str, Any]) -> str:
     """The strategy of a plan of `linear` that has a result."""
-    return "dense" if plan["dense"] else strategy_of(plan["passes"][0]["kernel"])
+    return "dense" if plan["dense"] else strategy_of(plan["passes"][plan["main"]]["kernel"])
 
 
 def _dense_cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
@@ -160,15 +160,16 @@ def cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
     """The prediction for a plan of `linear` that has a result."""
     if plan["dense"]:
         return _dense_cost(plan, chip)
-    first = plan["passes"][0]
-    args, kernel = first["args"], first["kernel"]
+    main = plan["passes"][plan["main"]]
+    args, kernel = main["args"], main["kernel"]
     strategy = strategy_of(kernel)
     codec, dtype = kernel[len(strategy) + 1 :].rsplit("_", 1)
     geometry = _C.strategy(strategy)
-    cycles = cycles_per_weight(strategy, codec, dtype, first["constants"]["batch"] or geometry["m"])
+    cycles = cycles_per_weight(strategy, codec, dtype, main["constants"]["batch"] or geometry["m"])
     m, n, k = args["m"], args["n"], args["k"]
-    moved = n * args["w_stride"] + m * (k + n) * DTYPE_BYTES[dtype] + 2 * plan["workspace_bytes"]
-    turns = ceil(prod(first["grid"]) / chip.cores)
+    scratch = plan["arranged_bytes"] + plan["workspace_bytes"]
+    moved = n * args["w_stride"] + m * (k + n) * DTYPE_BYTES[dtype] + 2 * scratch
+    turns = ceil(prod(main["grid"]) / chip.cores)
     lanes = chip.lanes_per_core * chip.clock_mhz  # of a core, per microsecond
     return Prediction(
         memory=moved / (chip.bandwidth_gb_s * 1e3 * REACHED),

@@ -155,7 +155,7 @@ def _byte_lines(
     plan: dict[str, Any], m: int, n: int, k: int, fmt: formats.Format, dtype: str
 ) -> list[str]:
     row_bytes, value, dense = fmt.row_bytes(k), DTYPE_BYTES[dtype], plan["dense"]
-    tiles_m, tiles_n, _ = (1, 1, 1) if dense else plan["passes"][0]["grid"]
+    tiles_m, tiles_n, _ = (1, 1, 1) if dense else plan["passes"][plan["main"]]["grid"]
     panels = max(dense["panels"], 1) if dense else tiles_n
     rows = [
         ("weights", n * row_bytes, f"{row_bytes} a row; read {_times(tiles_m)}"),
@@ -165,6 +165,8 @@ def _byte_lines(
     if dense and dense["panels"]:
         panel = dense["rows"] * k * value
         rows.append(("panel", panel, f"{dtype}, written and read {_times(panels)}"))
+    if plan["arranged_bytes"]:
+        rows.append(("x in order", plan["arranged_bytes"], f"written once, read {_times(tiles_n)}"))
     if plan["workspace_bytes"]:
         rows.append(("partials", plan["workspace_bytes"], "f32, written and read once"))
     width = max(len(f"{count:,}") for _, count, _ in rows)

@@ -4,5 +4,5 @@
 #include "../../entry.h"
 #include "../../formats/all.h"
 
-#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_MATMUL, gemm_small, name, Struct, GemmSmall)
+#define MM_FORMAT(name, Struct) MM_EACH_DTYPE(MM_ARRANGED, gemm_small, name, Struct, GemmSmall)
 #include "../../formats/each.h"
