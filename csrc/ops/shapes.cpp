@@ -118,7 +118,8 @@ Shape expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Ten
                     const OptionalTensor& bias, std::string_view format,
                     const OptionalTensor& scores, OptionalName strategy, OptionalName activations) {
   const ExpertShape e = check_expert_linear(x, weight, ids, bias, format, scores);
-  check_strategy(strategy, x, check_activations(activations, x));
+  check_expert_strategy(strategy, x, check_activations(activations, x),
+                        scores.has_value() ? Op::kExpertDown : Op::kExpertLinear);
   if (scores.has_value()) return {e.tokens, e.weight.n};
   return {e.tokens, e.choices, e.weight.n};
 }
@@ -134,11 +135,10 @@ Shape expert_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
                     std::string_view activation, bool interleaved, const OptionalTensor& up_weight,
                     std::optional<double> limit, double alpha, OptionalName strategy,
                     OptionalName activations) {
-  const ExpertShape e =
-      check_expert_swiglu(x, weight, ids, bias, format,
-                          {activation, interleaved, up_weight, limit, alpha})
-          .experts;
-  check_strategy(strategy, x, check_activations(activations, x));
+  const ExpertShape e = check_expert_swiglu(x, weight, ids, bias, format,
+                                            {activation, interleaved, up_weight, limit, alpha})
+                            .experts;
+  check_expert_strategy(strategy, x, check_activations(activations, x), Op::kExpertUp);
   return {e.tokens, e.choices, e.weight.n};
 }
 

@@ -75,15 +75,13 @@ How how_of(const at::Tensor& x, OptionalName strategy, OptionalName activations)
 at::Tensor products(const at::Tensor& x, const PackedWeight& w, const Groups& groups,
                     int64_t choices, const How& how) {
   const at::Tensor rows = as_rows(x, x.scalar_type());
-  const at::Tensor row_of = x.dim() == 2 && choices > 1
-                                ? groups.order.div(choices, "floor")
-                                : groups.order;
+  const at::Tensor row_of =
+      x.dim() == 2 && choices > 1 ? groups.order.div(choices, "floor") : groups.order;
   at::Tensor out = at::empty({groups.order.size(0), w.rows.size(1)}, x.options().dtype(at::kFloat));
   for (const Group& g : groups.of) {
     const int64_t count = g.last - g.first;
-    const at::Tensor chosen =
-        count == 1 ? rows.narrow(0, elements<int64_t>(row_of)[g.first], 1)
-                   : rows.index_select(0, row_of.narrow(0, g.first, count));
+    const at::Tensor chosen = count == 1 ? rows.narrow(0, elements<int64_t>(row_of)[g.first], 1)
+                                         : rows.index_select(0, row_of.narrow(0, g.first, count));
     scatter(matmul(chosen, w.rows.select(0, g.expert), w.format, how.x_dtype, how.strategy,
                    how.activations),
             groups, g, out);
@@ -160,7 +158,8 @@ at::Tensor expert_input_grad(const at::Tensor& grad, const at::Tensor& weight,
   const at::Tensor rows = as_rows(grad, at::kFloat);
   at::Tensor out = at::empty({rows.size(0), w.k}, rows.options());
   for (const Group& g : groups.of) {
-    const at::Tensor of_group = rows.index_select(0, groups.order.narrow(0, g.first, g.last - g.first));
+    const at::Tensor of_group =
+        rows.index_select(0, groups.order.narrow(0, g.first, g.last - g.first));
     const at::Tensor experts_rows = w.rows.select(0, g.expert);
     scatter(times_decoded(of_group, w.k,
                           [&](int64_t first, int64_t last) {

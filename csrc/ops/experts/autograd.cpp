@@ -28,8 +28,7 @@ struct ExpertLinear : torch::autograd::Function<ExpertLinear> {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto kept = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
     // x is only read for the gradient of scores.
-    ctx->save_for_backward(
-        {needs_grad(scores) ? x : Tensor(), w, ids, kept(bias), kept(scores)});
+    ctx->save_for_backward({needs_grad(scores) ? x : Tensor(), w, ids, kept(bias), kept(scores)});
     // needs_input_grad() counts the tensors that are there.
     ctx->saved_data["of_bias"] = needs_grad(bias);
     ctx->saved_data["of_scores"] = needs_grad(scores);
@@ -43,7 +42,8 @@ struct ExpertLinear : torch::autograd::Function<ExpertLinear> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &w = saved[1], &ids = saved[2], &bias = saved[3], &scores = saved[4];
+    const Tensor &x = saved[0], &w = saved[1], &ids = saved[2], &bias = saved[3],
+                 &scores = saved[4];
     const std::string format = ctx->saved_data["format"].toStringRef();
     const Tensor grad = grads[0].to(at::kFloat);
     // Of y[t, c].

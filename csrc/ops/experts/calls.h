@@ -37,10 +37,10 @@ inline Tensor call_expert_input_grad(const Tensor& grad, const Tensor& w, const 
 inline Tensor call_expert_swiglu(const Tensor& x, const Tensor& w, const Tensor& ids,
                                  const OptionalTensor& bias, Name format, const GateOptions& o,
                                  OptionalName strategy, OptionalName activations) {
-  static auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&,
-                                  const OptionalTensor&, Name, Name, bool, const OptionalTensor&,
-                                  std::optional<double>, double, OptionalName, OptionalName)>(
-      "metalmm::expert_swiglu");
+  static auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, Name, Name,
+                     bool, const OptionalTensor&, std::optional<double>, double, OptionalName,
+                     OptionalName)>("metalmm::expert_swiglu");
   return op.call(x, w, ids, bias, format, o.activation, o.interleaved, o.up_weight, o.limit,
                  o.alpha, strategy, activations);
 }

@@ -41,8 +41,8 @@ ExpertShape check_choices(const char* name, const at::Tensor& x, const at::Tenso
 }
 
 void check_dims(const char* name, const at::Tensor& x, bool takes_tokens) {
-  TORCH_CHECK_VALUE(x.dim() == 3 || (takes_tokens && x.dim() == 2), name, ": shape ",
-                    x.sym_sizes(), "; must be ", takes_tokens ? "[T, K] or [T, C, K]" : "[T, C, N]");
+  TORCH_CHECK_VALUE(x.dim() == 3 || (takes_tokens && x.dim() == 2), name, ": shape ", x.sym_sizes(),
+                    "; must be ", takes_tokens ? "[T, K] or [T, C, K]" : "[T, C, N]");
 }
 
 }  // namespace
@@ -52,8 +52,8 @@ ExpertShape check_expert_linear(const at::Tensor& x, const at::Tensor& weight,
                                 std::string_view format, const OptionalTensor& scores) {
   const c10::SymInt k = check_rows("x", x);
   check_dims("x", x, true);
-  ExpertShape out = check_choices(
-      "x", x, ids, check_weight("weight", weight, format, k, x, true), weight.sym_size(0));
+  ExpertShape out = check_choices("x", x, ids, check_weight("weight", weight, format, k, x, true),
+                                  weight.sym_size(0));
   check_addend("bias", bias, {out.experts, out.weight.n}, x);
   check_addend("scores", scores, {out.tokens, out.choices}, x);
   return out;
@@ -66,7 +66,8 @@ GatedShape check_expert_swiglu(const at::Tensor& x, const at::Tensor& weight, co
                  check_gate(o)};
   ExpertShape& e = out.experts;
   if (o.up_weight.has_value()) {
-    TORCH_CHECK_VALUE(!o.interleaved, "interleaved: True; rows of gate and up alternate in one "
+    TORCH_CHECK_VALUE(!o.interleaved,
+                      "interleaved: True; rows of gate and up alternate in one "
                       "weight, but up_weight is given");
     check_weight("up_weight", *o.up_weight, format, e.weight.k, x, true);
     TORCH_CHECK_VALUE(o.up_weight->sym_sizes().slice(0, 2) == weight.sym_sizes().slice(0, 2),
@@ -86,9 +87,9 @@ ExpertShape check_expert_input_grad(const at::Tensor& grad, const at::Tensor& we
                                     const c10::SymInt& in_features) {
   const c10::SymInt n = check_rows("grad", grad);
   check_dims("grad", grad, false);
-  ExpertShape out =
-      check_choices("grad", grad, ids, check_weight("weight", weight, format, in_features, grad, true),
-                    weight.sym_size(0));
+  ExpertShape out = check_choices("grad", grad, ids,
+                                  check_weight("weight", weight, format, in_features, grad, true),
+                                  weight.sym_size(0));
   TORCH_CHECK_VALUE(n == out.weight.n, "grad: last size ", n, "; weight has ", out.weight.n,
                     " rows an expert");
   return out;
