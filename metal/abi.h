@@ -98,7 +98,8 @@ enum FunctionConstant : MM_U32 {
   kConstantK = 0,      // uint: K, known at pipeline creation so that loops have a fixed trip count
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
-  kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits
+  kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
+                           // of experts ExpertBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and gemm_small, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -116,10 +117,14 @@ enum EpilogueBits : MM_U32 {
   kEpilogueNorm = 16,        // x is normalised: acc is multiplied by rsqrt(mean of x^2 + eps)
   kEpilogueNormWeight = 32,  // and x by a weight,
   kEpilogueNormOffset = 64,  // to which an offset is added
-  kEpilogueLimit = 128,        // gate and up are clamped,
-  kEpilogueOai = 256,          // and multiplied as swiglu_oai has it, whatever the activation
-  kEpilogueFloatScores = 512,  // scores are f32, whatever x is
-  kEpilogueActivation = 1024   // times an Activation: the highest bits, of a kernel that has one
+  kEpilogueActivation = 128  // times an Activation: the highest bits, of a kernel that has one
+};
+
+// Of expert_up and expert_down, beside kEpilogueBias and an Activation.
+enum ExpertBits : MM_U32 {
+  kExpertLimit = 2,        // gate and up are clamped,
+  kExpertOai = 4,          // and multiplied as swiglu_oai has it, whatever the activation
+  kExpertFloatScores = 64  // scores are f32, whatever x is
 };
 
 // silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared

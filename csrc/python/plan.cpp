@@ -25,18 +25,14 @@ constexpr const char* kConstantNames[] = {"k",        "group", "scale_type",
                                           "epilogue", "batch", "bounds"};
 static_assert(sizeof kSlotNames / sizeof *kSlotNames == kSlotCount);
 static_assert(sizeof kConstantNames / sizeof *kConstantNames == kConstantCount);
-constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {
-    {"bias", kEpilogueBias},
-    {"c", kEpilogueC},
-    {"alpha", kEpilogueAlpha},
-    {"partial", kEpiloguePartial},
-    {"norm", kEpilogueNorm},
-    {"norm_weight", kEpilogueNormWeight},
-    {"norm_offset", kEpilogueNormOffset},
-    {"limit", kEpilogueLimit},
-    {"oai", kEpilogueOai},
-    {"float_scores", kEpilogueFloatScores},
-    {"activation", kEpilogueActivation}};
+constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogueBias},
+                                                              {"c", kEpilogueC},
+                                                              {"alpha", kEpilogueAlpha},
+                                                              {"partial", kEpiloguePartial},
+                                                              {"norm", kEpilogueNorm},
+                                                              {"norm_weight", kEpilogueNormWeight},
+                                                              {"norm_offset", kEpilogueNormOffset},
+                                                              {"activation", kEpilogueActivation}};
 constexpr std::pair<const char*, uint32_t> kRopeBits[] = {
     {"norm_q", kRopeNormQ},  {"norm_k", kRopeNormK},
     {"offset", kRopeOffset}, {"interleaved", kRopeInterleaved},
@@ -46,6 +42,8 @@ constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
     {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
     {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks}};
+constexpr std::pair<const char*, uint32_t> kExpertBits[] = {
+    {"limit", kExpertLimit}, {"oai", kExpertOai}, {"float_scores", kExpertFloatScores}};
 constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
     {"n", kBoundsN},
     {"m", kBoundsM},
@@ -249,6 +247,7 @@ void bind_abi(py::module_& m) {
   m.attr("EPILOGUE_BITS") = bits(kEpilogueBits);
   m.attr("ROPE_BITS") = bits(kRopeBits);
   m.attr("ATTENTION_BITS") = bits(kAttentionBits);
+  m.attr("EXPERT_BITS") = bits(kExpertBits);
   m.attr("BOUNDS_BITS") = bits(kBoundsBits);
   std::string layout = "<";  // little-endian, without padding
   each_arg({}, [&](const char*, auto value) { layout += code_of(value); });

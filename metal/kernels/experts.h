@@ -57,12 +57,12 @@ struct ExpertGemm {
 
 // Gate and up as one. Comparisons, not min and max: a NaN stays one.
 METAL_FUNC float gated(float gate, float up, constant KernelArgs& args) {
-  if (fc_epilogue & kEpilogueLimit) {
+  if (fc_epilogue & kExpertLimit) {
     const float limit = args.softcap;
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : (up < -limit ? -limit : up);
   }
-  if (fc_epilogue & kEpilogueOai) return gate / (1.0f + exp(-args.alpha * gate)) * (up + 1.0f);
+  if (fc_epilogue & kExpertOai) return gate / (1.0f + exp(-args.alpha * gate)) * (up + 1.0f);
   return ActMul::of(gate, up);
 }
 
@@ -149,7 +149,7 @@ struct ExpertDown {
 
  private:
   static METAL_FUNC float score_of(device const uchar* scores, uint choice) {
-    if (fc_epilogue & kEpilogueFloatScores) {
+    if (fc_epilogue & kExpertFloatScores) {
       return reinterpret_cast<device const float*>(scores)[choice];
     }
     return float(reinterpret_cast<device const T*>(scores)[choice]);

@@ -32,6 +32,7 @@ class Call:
     problem: dict[str, Any]
     before: tuple[Call, ...] = ()
     y_values: int | None = None  # of the last plan, where these are not the result
+    gathered: tuple[str, ...] = ()  # slots of what torch's ops make before the last plan
     made: dict[str, int] = field(default_factory=dict)
 
 
@@ -191,7 +192,7 @@ def experts(name: str, strategy: str, dtype: torch.dtype) -> Call:
         problem |= {"op": "expert_tiles", "m": 24, "y_f32": True, "experts": sizes}
         run = lambda: ops.expert_linear(x, w, ids, None, name, strategy=strategy)  # noqa: E731
         del problem["x_stride"]
-        return Call(run, {"weight": w}, problem, y_values=24 * N)
+        return Call(run, {"weight": w}, problem, y_values=24 * N, gathered=("x", "ids"))
     if strategy == "expert_up":
         gate, up = w[:, : N // 2], w[:, N // 2 : N // 2 * 2]
         bias = torch.zeros(7, N // 2 * 2, dtype=dtype)[4:]

@@ -64,7 +64,7 @@ def test_invariants(p: dict[str, Any]) -> None:
         assert (p["n"] - 1) * args["count"] + args["rotated"] == last == 2 * p["n"] - 1
     epilogue = one["constants"]["epilogue"]
     assert (epilogue & _C.EPILOGUE_BITS["bias"] > 0) == p["bias"]
-    assert (epilogue & _C.EPILOGUE_BITS["limit"] > 0) == (e["limit"] > 0)
+    assert (epilogue & _C.EXPERT_BITS["limit"] > 0) == (e["limit"] > 0)
 
 
 @pytest.mark.parametrize("experts", [1, 8, 128])

@@ -73,8 +73,8 @@ void set_experts(const Problem& p, KernelArgs& a) {
 uint32_t expert_bits(const Problem& p) {
   if (!is_of_experts(p.op)) return 0;
   const ExpertSizes& e = p.experts;
-  return (e.limit > 0 ? kEpilogueLimit : 0u) | (e.is_oai ? kEpilogueOai : 0u) |
-         (e.float_scores ? kEpilogueFloatScores : 0u);
+  return (e.limit > 0 ? kExpertLimit : 0u) | (e.is_oai ? kExpertOai : 0u) |
+         (e.float_scores ? kExpertFloatScores : 0u);
 }
 
 }  // namespace metalmm
