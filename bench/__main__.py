@@ -17,7 +17,7 @@ from torch_metalmm import formats
 from . import machine, shapes, tables
 from .devices import CPU, Device
 from .models import cache_cost, quality
-from .ops import attention, matmul, matrix_ops, norm
+from .ops import attention, experts, matmul, matrix_ops, norm
 from .options import DTYPES, parse
 from .problem import COLD_FACTOR, Setting
 from .report import report
@@ -120,6 +120,17 @@ def run_norm(args: argparse.Namespace) -> Iterator[Record]:
     yield from norm.run(wanted, names, ms, setting, args.repetitions, status)
 
 
+def run_experts(args: argparse.Namespace) -> Iterator[Record]:
+    sizes = experts.Sizes.parse(args.experts)
+    names = norm.named(args.formats)
+    of = [shapes.Shape("an expert", n, k) for n, k in ((sizes.n, sizes.k), (sizes.k, sizes.n))]
+    check_formats(names, of)
+    found, roof_record = measure_roof(args)
+    yield roof_record
+    tokens = shapes.parse_ints(args.tokens)
+    yield from experts.run(sizes, names, tokens, setting_of(args), found, args.repetitions, status)
+
+
 def run_attention(args: argparse.Namespace) -> Iterator[Record]:
     setting = setting_of(args)
     heads, counts = attention.Heads.parse(args.heads), shapes.parse_counts
@@ -169,6 +180,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "matrix-ops": run_matrix_op,
     "op-overhead": run_overhead,
     "norm": run_norm,
+    "experts": run_experts,
     "attention": run_attention,
     "tokens": run_tokens,
     "quality": run_quality,

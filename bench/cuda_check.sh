@@ -64,6 +64,11 @@ time_norms() {
   python3 -m bench norm --device cuda --repetitions 10 --markdown --json "$OUT/norm.jsonl"
 }
 
+time_experts() {
+  python3 -m bench experts --device cuda --formats q4_0,q4_k,q8_0,mxfp4,affine4_g64 --repetitions 10 --markdown \
+    --json "$OUT/experts.jsonl"
+}
+
 time_attention() {
   python3 -m bench attention --device cuda --compile --repetitions 10 --seconds 0.2 --markdown \
     --json "$OUT/attention.jsonl"
@@ -83,9 +88,10 @@ for step in "${@:-build test sanitize time}"; do
       time) time_formats ;;
       tokens) time_tokens ;;
       norm) time_norms ;;
+      experts) time_experts ;;
       attention) time_attention ;;
       contexts) time_contexts ;;
-      *) echo "cuda_check: unknown step '$s'; build, test, sanitize, time, tokens, norm, attention or contexts" >&2; exit 2 ;;
+      *) echo "cuda_check: unknown step '$s'; build, test, sanitize, time, tokens, norm, experts, attention or contexts" >&2; exit 2 ;;
     esac
   done
 done

@@ -21,7 +21,7 @@ from .ops import matrix_ops
 Record = dict[str, Any]
 MEASURES = (
     *("matmul", "matrix-ops", "op-overhead", "norm", "attention", "tokens", "quality"),
-    *("cache", "roof"),
+    *("experts", "cache", "roof"),
 )
 COMMANDS = (*MEASURES, "report", "plot", "cells", "chips", "registers", "tiles")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -51,6 +51,8 @@ NORMAL: Record = {
     "prefill": 512,
     "filled": "0,8k",
     "context": "32",
+    "experts": "128x8x768x2048",
+    "tokens": "1,4,512",
 }
 GPU_FORMATS = "q4_0,q4_k,affine4_g64"
 NORM_SHAPES = "kv,attn,up-8b,down-8b,head-8b"
@@ -58,6 +60,7 @@ ATTENTION = {"context": "1k,8k,32k,128k", "formats": "f16,q8_0,q4_0"}
 QUICK_ATTENTION = {"context": "70,300", "formats": "f32,q8_0", "heads": "8x2x64", "prefill": 24}
 QUICK_ATTENTION |= {"filled": "0,100", "batch": "1,2"}
 QUICK_CACHE = {"context": "24,40"}
+QUICK_EXPERTS = {"experts": "8x2x64x256", "tokens": "1,16"}
 CACHE = {"context": "128,2k,8k", "formats": "q4_0", "repetitions": 10}
 OWN: dict[str, dict[str, Record]] = {  # of a command, on a device
     "attention": {
@@ -122,6 +125,12 @@ def parser() -> argparse.ArgumentParser:
     norm.add_argument("--shapes", help=f"NxK or of {', '.join(shapes.NAMED)}")
     norm.add_argument("--m", help="rows of x, as 1,4,8-16 (1)")
     norm.add_argument("--dtype", choices=DTYPES, help="of x (cpu f32, else f16)")
+    moe = sub.add_parser(
+        "experts", parents=on_device, help="products of experts that tokens choose"
+    )
+    moe.add_argument("--experts", help="EXPERTSxCHOSENxNxK, gate and up N by K (128x8x768x2048)")
+    moe.add_argument("--tokens", help="rows of x, as 1,4,512")
+    moe.add_argument("--dtype", choices=DTYPES, help="of x (cpu f32, else f16)")
     attention_options(
         sub.add_parser("attention", parents=on_device, help="the op on caches, beside torch's SDPA")
     )
@@ -214,6 +223,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     own = {} if quick else OWN.get(args.command, {}).get(getattr(args, "device", ""), {})
     if quick and args.command == "attention":
         own = QUICK_ATTENTION
+    if quick and args.command == "experts":
+        own = QUICK_EXPERTS
     if getattr(args, "cache", None):
         own = own | (QUICK_CACHE if quick else CACHE)
     for name, value in {**(QUICK if quick else NORMAL), **own}.items():

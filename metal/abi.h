@@ -22,19 +22,23 @@ struct KernelArgs {
   MM_I64 w_stride;   // row n of weight; slot of a cache
   MM_I64 w2_stride;  // row n of weight2
   // Of a cache, bytes; of x and x2 of rope_append, values. The mask of attention is x2: 0 repeats.
+  // Of experts, bytes from one to the next: head_stride of weight, sequence_stride of weight2.
   MM_I64 head_stride, sequence_stride;
   MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
   MM_U32 m, n, k;     // k of rope and of attention: values of a head
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
-  MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope
+  MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope,
+                      // from a bias of gate of an expert to the next
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
+  // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
+  // share a row of x.
   MM_U32 heads, kv_heads, rotated, positions;
-  MM_U32 window;      // attention: slots that a query sees, its own included
-  float alpha, beta;  // attention: of a score
-  float softcap;
+  MM_U32 window;      // attention: slots that a query sees, its own included; biases of an expert
+  float alpha, beta;  // attention: of a score; alpha of swiglu_oai
+  float softcap;      // and the limit of gate and up of experts
   float eps, offset;  // of a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
 };
 
@@ -47,8 +51,9 @@ enum Slot : MM_U32 {
   kSlotBias = 3,     // sinks of attention
   kSlotC = 4,        // mask of attention
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
-  kSlotX2 = 6,       // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v
-  kSlotIds = 7,      // int64; slots of rope_append, length of a cache
+  // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts
+  kSlotX2 = 6,
+  kSlotIds = 7,  // int64; slots of rope_append, length of a cache; experts of choices or of tiles
   kSlotNorm = 8,     // weight of a norm [K]; of the heads of q
   kSlotNorm2 = 9,    // of the heads of k
   kSlotCos = 10,
@@ -72,6 +77,9 @@ enum SlotBits : MM_U32 {
   kBindArrange = slot_bit(kSlotX) | slot_bit(kSlotY2) | slot_bit(kSlotArgs),
   kBindSwigluUp = kBindGemv | slot_bit(kSlotWeight2),
   kBindSwigluDown = kBindMatmul | slot_bit(kSlotX2),
+  kBindExperts = kBindMatmul | slot_bit(kSlotIds),
+  kBindExpertUp = kBindExperts | slot_bit(kSlotWeight2),
+  kBindExpertDown = kBindExperts | slot_bit(kSlotX2),
   kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
   kBindDequantize = slot_bit(kSlotWeight) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
   kBindEmbedding = kBindDequantize | slot_bit(kSlotIds),
@@ -92,7 +100,8 @@ enum FunctionConstant : MM_U32 {
   kConstantK = 0,      // uint: K, known at pipeline creation so that loops have a fixed trip count
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
-  kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits
+  kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
+                           // of experts ExpertBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -111,6 +120,13 @@ enum EpilogueBits : MM_U32 {
   kEpilogueNormWeight = 32,  // and x by a weight,
   kEpilogueNormOffset = 64,  // to which an offset is added
   kEpilogueActivation = 128  // times an Activation: the highest bits, of a kernel that has one
+};
+
+// Of expert_up and expert_down, beside kEpilogueBias and an Activation.
+enum ExpertBits : MM_U32 {
+  kExpertLimit = 2,        // gate and up are clamped,
+  kExpertOai = 4,          // and multiplied as swiglu_oai has it, whatever the activation
+  kExpertFloatScores = 64  // scores are f32, whatever x is
 };
 
 // silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared

@@ -117,6 +117,13 @@ struct Result {
              MM_RESULT(T)),                                                                       \
             metalmm::Kernel<metalmm::Struct, T>::run(x, arranged, weight, {y, bias, c}, args,     \
                                                      memory, at))
+// The same of experts: run(x, ids, weight, result, args, memory, at).
+#define MM_EXPERTS(dtype, T, strategy, format, Struct, Kernel)                             \
+  MM_KERNEL(                                                                               \
+      strategy##_##format##_##dtype,                                                       \
+      (MM_IN(T, x, kSlotX), MM_IN(long, ids, kSlotIds), MM_IN(uchar, weight, kSlotWeight), \
+       MM_RESULT(T)),                                                                      \
+      metalmm::Kernel<metalmm::Struct, T>::run(x, ids, weight, {y, bias, c}, args, memory, at))
 // Kernel<Struct, T>::run(operands, y, args, memory, at) of a cache as strategy_format_dtype.
 #define MM_ATTENTION(dtype, T, strategy, format, Struct, Kernel)                                \
   MM_KERNEL(strategy##_##format##_##dtype,                                                      \

@@ -12,7 +12,8 @@ KINDS = ("packed", "ours", "attention", "others")
 
 
 def all_tables(records: Sequence[Record]) -> list[Table]:
-    return tokens_tables(records) + layer_tables(records) + norm_tables(records)
+    of_ops = norm_tables(records) + experts_tables(records)
+    return tokens_tables(records) + layer_tables(records) + of_ops
 
 
 def by_model(records: Sequence[Record], kind: str) -> dict[str, list[Record]]:
@@ -114,6 +115,27 @@ def norm_tables(records: Sequence[Record]) -> list[Table]:
             row += [_ratio(r["residual_ratio"]), _quartiles(r["residual_ratio"])]
         else:
             row += ["WRONG", *[ABSENT] * 7]
+        table.rows.append([*row, percent(100 * r["worst"])])
+    return [table]
+
+
+def experts_tables(records: Sequence[Record]) -> list[Table]:
+    """Experts: bytes read of those chosen beside the roof, prompts beside linear."""
+    cells = [r for r in records if r["kind"] == "experts"]
+    if not cells:
+        return []
+    columns = ["format", "tokens", "gate and up", "GB/s", "down", "GB/s", "roof"]
+    columns += ["linear of the same work", "of one expert", "error of bound"]
+    table = Table(f"µs, {cells[0]['sizes']}, x in {cells[0]['dtype']}", columns)
+    for r in cells:
+        row = [r["format"], str(r["tokens"])]
+        if r["ok"]:
+            row += [digits(r["swiglu_us"]), digits(r["swiglu_gbs"]), digits(r["down_us"])]
+            row += [digits(r["down_gbs"]), digits(r["roof_gbs"])]
+            for name in ("of_same_work", "of_one_expert"):
+                row.append(_ratio(r[name]) if name in r else ABSENT)
+        else:
+            row += ["WRONG", *[ABSENT] * 6]
         table.rows.append([*row, percent(100 * r["worst"])])
     return [table]
 

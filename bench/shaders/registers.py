@@ -95,13 +95,24 @@ def _plans_of_caches(name: str, dtype: str) -> Iterable[Pass]:
         yield from _C.plan("rope_append", m=queries, **asked, rope=rope)["passes"]
 
 
+def _plans_of_experts(name: str, dtype: str) -> Iterable[Pass]:
+    """8 of 128 experts, of a token and of a prompt, in the tiles with most rows."""
+    asked = {"n": 768, "k": 4096, "format": name, "dtype": dtype, "chip": "m1"}
+    for op, m, choices in (("linear", 8, 1), ("up", 8, 1), ("down", 1, 8), ("tiles", 6400, 1)):
+        sizes = {"experts": 128, "choices": choices, "sharing": 8, "tile_rows": 64, "is_oai": True}
+        tiles = op == "tiles"
+        bias = {"bias": not tiles, "y_f32": tiles}
+        yield from _C.plan(f"expert_{op}", m=m, **asked, **bias, experts=sizes)["passes"]
+
+
 def chosen() -> dict[str, Pass]:
     """{kernel that plan() chooses for a chip of the table: the pass with most rows of x}."""
     out: dict[str, Pass] = {}
     for name in codecs().values():
         for dtype in DTYPES:
             plans = (_plans(op, name, dtype) for op in OPS)
-            for one in chain(*plans, _plans_of_caches(name, dtype)):
+            others = (_plans_of_caches(name, dtype), _plans_of_experts(name, dtype))
+            for one in chain(*plans, *others):
                 best = out.setdefault(one["kernel"], one)
                 if one["constants"]["batch"] > best["constants"]["batch"]:
                     out[one["kernel"]] = one

@@ -15,6 +15,21 @@ std::atomic<StrategyCheck>& check_of(c10::DeviceType type) {
   return checks.at(static_cast<size_t>(type));
 }
 
+// Whether nothing is left to check of a strategy: none is asked for, x is on meta, or the engine of
+// its device has strategies of its own.
+bool is_checked_by_engine(OptionalName name, const at::Tensor& x, Activations activations) {
+  if (!name.has_value() || x.is_meta()) return true;
+  const StrategyCheck check = check_of(x.device().type());
+  if (check) or_value_error([&] { check(*name, activations); });
+  return check != nullptr;
+}
+
+std::optional<StrategyId> find_among(const std::vector<StrategyId>& able, OptionalName name,
+                                     const at::Tensor& x) {
+  if (!name.has_value()) return std::nullopt;
+  return able[check_name("strategy", *name, able, c10::DeviceTypeName(x.device().type(), true))];
+}
+
 }  // namespace
 
 StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check) {
@@ -22,12 +37,11 @@ StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check) {
 }
 
 void check_strategy(OptionalName name, const at::Tensor& x, Activations activations) {
-  if (!name.has_value() || x.is_meta()) return;
-  if (const StrategyCheck check = check_of(x.device().type())) {
-    or_value_error([&] { check(*name, activations); });
-  } else {
-    find_strategy(name, x);
-  }
+  if (!is_checked_by_engine(name, x, activations)) find_strategy(name, x);
+}
+
+void check_expert_strategy(OptionalName name, const at::Tensor& x, Activations activations, Op op) {
+  if (!is_checked_by_engine(name, x, activations)) find_expert_strategy(name, x, op);
 }
 
 Activations check_activations(OptionalName name, const at::Tensor& x) {
@@ -42,9 +56,11 @@ Activations check_activations(OptionalName name, const at::Tensor& x) {
 }
 
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {
-  if (!name.has_value()) return std::nullopt;
-  const std::vector<StrategyId> able = strategies_of(Op::kLinear);
-  return able[check_name("strategy", *name, able, c10::DeviceTypeName(x.device().type(), true))];
+  return find_among(strategies_of(Op::kLinear), name, x);
+}
+
+std::optional<StrategyId> find_expert_strategy(OptionalName name, const at::Tensor& x, Op op) {
+  return find_among({strategies_of(op)[0], strategies_of(Op::kExpertTiles)[0]}, name, x);
 }
 
 }  // namespace metalmm

@@ -35,4 +35,8 @@ Activations check_activations(OptionalName name, const at::Tensor& x);
 // The strategy of plan() of that name. ValueError that lists those of a linear layer.
 std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x);
 
+// The same of products of experts that are not in tiles, `op`, or are. check_: as check_strategy.
+std::optional<StrategyId> find_expert_strategy(OptionalName name, const at::Tensor& x, Op op);
+void check_expert_strategy(OptionalName name, const at::Tensor& x, Activations activations, Op op);
+
 }  // namespace metalmm

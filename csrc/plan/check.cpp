@@ -71,17 +71,21 @@ void check(const Problem& p) {
     }
   }
   const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
+  const bool has_bias = has_epilogue || (is_of_experts(p.op) && p.op != Op::kExpertTiles);
   const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
-  if (!has_epilogue && (p.has_bias || p.alpha != 1 || (p.has_c && p.op != Op::kRmsNorm))) {
-    reject("bias, c, alpha: " + op + " has none; linear and swiglu_down have, rms_norm has c");
+  if ((!has_bias && p.has_bias) ||
+      (!has_epilogue && (p.alpha != 1 || (p.has_c && p.op != Op::kRmsNorm)))) {
+    reject("bias, c, alpha: " + op +
+           " has not; linear and swiglu_down have, rms_norm has c, experts but in tiles bias");
   }
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
     reject("norm: of x of linear and swiglu_up, not of " + op);
   }
   if (p.has_norm_weight && !p.has_norm && !is_norm) reject("norm: a weight, but no norm");
-  if (p.y_f32 && (p.op != Op::kLinear || p.has_bias || p.has_c || p.alpha != 1)) {
-    reject("y_f32: only of linear without bias, c and alpha");
+  if (p.y_f32 && ((p.op != Op::kLinear && p.op != Op::kExpertTiles) || p.has_bias || p.has_c ||
+                  p.alpha != 1)) {
+    reject("y_f32: only of linear and expert_tiles without bias, c and alpha");
   }
   if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
     reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
@@ -91,6 +95,7 @@ void check(const Problem& p) {
   }
   if (p.op == Op::kRope || p.op == Op::kRopeAppend) check_rope(p);
   if (has_weight(p.op)) check_weights(p);
+  if (is_of_experts(p.op)) check_experts(p);
   if (p.op == Op::kRopeAppend) check_append(p);
   if (p.op == Op::kAttention) check_attention(p);
 }

@@ -10,10 +10,11 @@ constexpr const char* kDTypes[] = {
 #define MM_DTYPE(name, ...) #name,
 #include "dtypes.def"
 };
-constexpr const char* kOps[] = {"linear",     "swiglu_up",   "swiglu_down",  "embedding",
-                                "dequantize", "rope_append", "attention",    "add",
-                                "sub",        "mul",         "div",          "dot",
-                                "act_mul",    "rms_norm",    "add_rms_norm", "rope"};
+constexpr const char* kOps[] = {"linear",      "swiglu_up",   "swiglu_down",  "expert_linear",
+                                "expert_down", "expert_up",   "expert_tiles", "embedding",
+                                "dequantize",  "rope_append", "attention",    "add",
+                                "sub",         "mul",         "div",          "dot",
+                                "act_mul",     "rms_norm",    "add_rms_norm", "rope"};
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
@@ -77,6 +78,14 @@ std::vector<StrategyId> strategies_of(Op op) {
       binds(kBindSwigluDown);
       out.push_back(S::split_reduce);
       break;
+    case Op::kExpertLinear:
+      return {S::expert_gemv};
+    case Op::kExpertDown:
+      return {S::expert_down};
+    case Op::kExpertUp:
+      return {S::expert_up};
+    case Op::kExpertTiles:
+      return {S::expert_gemm};
     case Op::kEmbedding:
       binds(kBindEmbedding);
       break;

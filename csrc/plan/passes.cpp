@@ -127,12 +127,14 @@ uint32_t functions_of(const Problem& p) {
   if (p.has_norm_weight) {
     out |= kEpilogueNormWeight | (p.offset != 0 ? kEpilogueNormOffset : 0u);
   }
-  return out | kEpilogueActivation * static_cast<uint32_t>(p.activation);
+  return out | expert_bits(p) | kEpilogueActivation * static_cast<uint32_t>(p.activation);
 }
+
+bool has_two_weights(Op op) { return op == Op::kSwigluUp || op == Op::kExpertUp; }
 
 KernelArgs args_of(const Problem& p, const Parts& parts) {
   KernelArgs a{};
-  const bool is_linear = p.op <= Op::kSwigluDown;
+  const bool is_linear = p.op <= Op::kExpertTiles;
   const int64_t heads = p.op == Op::kRope ? heads_of(p.rope) : 1, x2_heads = p.rope.kv_heads;
   a.x_stride = or_packed(p.x_stride, product(heads, p.k));
   a.x2_stride = or_packed(p.x2_stride, p.op == Op::kRope ? product(x2_heads, p.k) : a.x_stride);
@@ -156,7 +158,8 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   if (!has_weight(p.op)) return a;
   const int64_t row_bytes = p.format->row_bytes(p.k);
   a.w_stride = or_packed(p.w_stride, row_bytes);
-  if (p.op == Op::kSwigluUp) a.w2_stride = or_packed(p.w2_stride, row_bytes);
+  if (has_two_weights(p.op)) a.w2_stride = or_packed(p.w2_stride, row_bytes);
+  if (is_of_experts(p.op)) set_experts(p, a);
   return a;
 }
 
@@ -235,7 +238,7 @@ uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
            rows_aligned(p.w_alignment, p.n, a.w2_stride, bytes);
   };
   uint32_t out = 0;
-  const bool is_packed = a.w_stride == row && (p.op != Op::kSwigluUp || a.w2_stride == row);
+  const bool is_packed = a.w_stride == row && (!has_two_weights(p.op) || a.w2_stride == row);
   if (is_packed || p.n <= 1) out |= kBoundsPackedRows;
   if (p.format->layout == Layout::kDense && begin_at(16)) out |= kBoundsAlignedWeight;
   if (p.format->layout == Layout::kBlock && p.format->alignment == 2) {
@@ -274,6 +277,7 @@ void check_sizes(const Problem& p) {
 int64_t rows_of_x(StrategyId strategy, const Problem& p) {
   const StrategyInfo& s = info_of(strategy);
   if (!s.batch_of || p.m <= 0) return s.m;
+  if (p.op == Op::kExpertTiles) return p.experts.tile_rows;
   return s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
 }
 

@@ -118,6 +118,11 @@ std::string why_dense(const Problem& problem, const Gpu& gpu);
 // plan() of linear by torch's matmul.
 Plan plan_dense(const Problem& problem, const std::string& why);
 
+// What of an op on experts can be planned, and what of it kernels are told.
+void check_experts(const Problem& problem);
+void set_experts(const Problem& problem, KernelArgs& args);
+uint32_t expert_bits(const Problem& problem);
+
 // plan() of kAttention, and what of it can be planned.
 Plan plan_attention(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);
 void check_attention(const Problem& problem);

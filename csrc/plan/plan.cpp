@@ -149,6 +149,15 @@ Choice choose(const Problem& p, const Gpu& gpu) {
       return {S::swiglu_up, "gate and up in one pass over x"};
     case Op::kSwigluDown:
       return {S::swiglu_down, "act(gate) * up is computed as x is loaded"};
+    case Op::kExpertLinear:
+      return {S::expert_gemv, "each choice reads W of its expert"};
+    case Op::kExpertDown:
+      return {S::expert_down,
+              "the choices of a row, weighted, are summed where they are multiplied"};
+    case Op::kExpertUp:
+      return {S::expert_up, "gate and up of a choice in one pass over x"};
+    case Op::kExpertTiles:
+      return {S::expert_gemm, "rows by expert, " + str(p.experts.tile_rows) + " a tile"};
     case Op::kEmbedding:
       return {S::embedding, "only the rows asked for are decoded"};
     case Op::kDequantize:

@@ -48,6 +48,11 @@ enum class Op : int {
   kLinear,      // m, n, k
   kSwigluUp,    // m, n, k: y = act(x W^T) * (x W2^T), W and W2 of the same format
   kSwigluDown,  // m, n, k: y = (act(x) * x2) W^T
+  // Products of experts that ids choose, and `experts`. m rows of y, of
+  kExpertLinear,  // a choice each
+  kExpertDown,    // a sum of choices each, weighted by x2
+  kExpertUp,      // gated, W and W2 of the same format, a choice each
+  kExpertTiles,   // rows by expert: ids has one for a tile of rows, or -1 for a tile of none
   kEmbedding,   // m ids, k values a row; n rows in the table
   kDequantize,  // n, k
   kRopeAppend,  // m rows of x, n slots of k values a head, `rope` and `append`
@@ -64,6 +69,7 @@ enum class Op : int {
   kCount
 };
 
+constexpr bool is_of_experts(Op op) { return op >= Op::kExpertLinear && op <= Op::kExpertTiles; }
 constexpr bool has_weight(Op op) { return op < Op::kAdd; }
 // rms_norm, add_rms_norm, rope: what takes rows of x and has no W.
 constexpr bool is_of_rows(Op op) { return op >= Op::kRmsNorm; }
@@ -101,6 +107,20 @@ struct AppendSizes {
   int64_t x2_head_stride = kPacked, x2_sequence_stride = kPacked;
 };
 
+// The sizes of the ops on experts, and what their operands are.
+struct ExpertSizes {
+  int64_t experts = 1;
+  int64_t choices = 1;      // kExpertDown: that a row of y sums
+  int64_t sharing = 1;      // choices, one after the other, that share a row of x
+  int64_t tile_rows = 8;    // kExpertTiles: a multiple of 8 up to 64, which divides m
+  int64_t stride = kPacked, stride2 = kPacked;  // W of an expert to that of the next, bytes
+  bool alternates = false;  // biases of gate and up do; else those of gate are first
+  bool is_oai = false;      // kExpertUp: gate sigmoid(alpha gate) (up + 1)
+  bool float_scores = false;  // x2 is f32, not of dtype
+  float limit = 0;            // kExpertUp: gate is at most that, |up| too; 0: none
+  float alpha = 1;
+};
+
 struct Problem {
   Op op = Op::kLinear;
   int64_t m = 1, n = 1, k = 1;
@@ -122,8 +142,9 @@ struct Problem {
   RopeSizes rope;
   AppendSizes append;
   AttentionSizes attention;
+  ExpertSizes experts;
   float alpha = 1, beta = 0;  // c is not read when beta is 0
-  // linear without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
+  // linear and expert_tiles without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
   bool y_f32 = false;
 };
 
@@ -145,6 +166,12 @@ bool has_append(const Format& format);
 // Whether linear normalises x as it multiplies it; if not, rms_norm is a pass before it. plan()
 // runs what it is asked.
 bool norm_is_fused(const Problem& problem, const Gpu& gpu);
+
+// Whether rows by expert, in tiles, pay for `choices` of `experts`: what reads W of an expert for
+// each row that chose it reads it several times.
+bool experts_are_tiled(int64_t choices, int64_t experts);
+// Rows of a tile.
+int64_t expert_tile_rows(int64_t choices, int64_t experts);
 
 // Whether there are kernels for heads of k values of a cache of this format.
 bool has_attention(const Format& format, int64_t k);

@@ -42,6 +42,8 @@ constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
     {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
     {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks}};
+constexpr std::pair<const char*, uint32_t> kExpertBits[] = {
+    {"limit", kExpertLimit}, {"oai", kExpertOai}, {"float_scores", kExpertFloatScores}};
 constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
     {"n", kBoundsN},
     {"m", kBoundsM},
@@ -156,7 +158,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
                  int64_t w_stride, int64_t w2_stride, int64_t x_alignment, int64_t w_alignment,
                  bool y_f32, bool norm, bool norm_weight, float eps, float offset,
                  const std::string& activation, const py::dict& rope, const py::dict& append,
-                 const py::dict& attention, const py::dict& gpu) {
+                 const py::dict& attention, const py::dict& experts, const py::dict& gpu) {
   Problem p;
   p.op = op_by_name(op);
   p.m = m;
@@ -184,6 +186,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   p.rope = read_rope(rope);
   p.append = read_append(append);
   p.attention = read_attention(attention);
+  p.experts = read_experts(experts);
   std::optional<StrategyId> forced;
   if (strategy) forced = strategy_by_name(*strategy);
   const Gpu planned_for = read_gpu(chip, gpu);
@@ -246,6 +249,7 @@ void bind_abi(py::module_& m) {
   m.attr("EPILOGUE_BITS") = bits(kEpilogueBits);
   m.attr("ROPE_BITS") = bits(kRopeBits);
   m.attr("ATTENTION_BITS") = bits(kAttentionBits);
+  m.attr("EXPERT_BITS") = bits(kExpertBits);
   m.attr("BOUNDS_BITS") = bits(kBoundsBits);
   std::string layout = "<";  // little-endian, without padding
   each_arg({}, [&](const char*, auto value) { layout += code_of(value); });
@@ -264,7 +268,7 @@ void bind_plan(py::module_& m) {
         "w2_stride"_a = kPacked, "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false,
         "norm"_a = false, "norm_weight"_a = false, "eps"_a = 0.0f, "offset"_a = 0.0f,
         "activation"_a = "silu", "rope"_a = py::dict(), "append"_a = py::dict(),
-        "attention"_a = py::dict(), "gpu"_a = py::dict(),
+        "attention"_a = py::dict(), "experts"_a = py::dict(), "gpu"_a = py::dict(),
         "The passes of a problem on a chip, as a dict: passes, main (the one that computes), "
         "arranged_bytes (of x), workspace_bytes, reason, chip, the "
         "row of the table that was planned for (the nearest one of a chip that it does not have), "
@@ -313,6 +317,9 @@ void bind_plan(py::module_& m) {
   m.def(
       "is_fused", [](const std::string& op, int64_t m_) { return is_fused(op_by_name(op), m_); },
       "op"_a, "m"_a, "Whether the fused half of SwiGLU pays at m rows of x.");
+  m.def("experts_are_tiled", &experts_are_tiled, "choices"_a, "experts"_a,
+        "Whether rows by expert, in tiles, pay for so many choices of so many experts.");
+  m.def("expert_tile_rows", &expert_tile_rows, "choices"_a, "experts"_a, "Rows of such a tile.");
   m.def(
       "norm_is_fused",
       [](int64_t m_, const std::string& format, const std::string& chip, int64_t n, int64_t k,

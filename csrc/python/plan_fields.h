@@ -84,6 +84,18 @@ inline AttentionSizes read_attention(const py::dict& given) {
   return out;
 }
 
+inline ExpertSizes read_experts(const py::dict& given) {
+  using E = ExpertSizes;
+  static const std::vector<Field<E>> fields = {
+      {"experts", &E::experts},       {"choices", &E::choices}, {"sharing", &E::sharing},
+      {"tile_rows", &E::tile_rows},   {"stride", &E::stride},   {"stride2", &E::stride2},
+      {"alternates", &E::alternates}, {"is_oai", &E::is_oai},   {"float_scores", &E::float_scores},
+      {"limit", &E::limit},           {"alpha", &E::alpha}};
+  E out;
+  set_fields("experts", given, fields, out);
+  return out;
+}
+
 // What torch's matmul multiplies; None where it does not.
 inline py::object product_of(const Plan& made, const Problem& p) {
   if (made.panel_rows == 0) return py::none();

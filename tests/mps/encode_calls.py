@@ -31,6 +31,8 @@ class Call:
     operands: dict[str, Tensor]
     problem: dict[str, Any]
     before: tuple[Call, ...] = ()
+    y_values: int | None = None  # of the last plan, where these are not the result
+    gathered: tuple[str, ...] = ()  # slots of what torch's ops make before the last plan
     made: dict[str, int] = field(default_factory=dict)
 
 
@@ -178,6 +180,42 @@ def attention(name: str, dtype: torch.dtype, queries: int) -> Call:
     return Call(run, operands, problem | {"w_stride": row})
 
 
+def experts(name: str, strategy: str, dtype: torch.dtype) -> Call:
+    """Two tokens of two choices, of a part of a larger tensor of experts."""
+    row = formats.get(name).row_bytes(K)
+    w = torch.zeros(4, N + 3, row, dtype=torch.uint8)[1:, :N]
+    x, ids = rows(2, K, dtype), torch.zeros(6, dtype=torch.int64)[2:].view(2, 2)
+    sizes: dict[str, Any] = {"experts": 3, "sharing": 2, "stride": w.stride(0)}
+    problem = {"n": N, "k": K, "format": name, "w_stride": row, "x_stride": x.stride(0)}
+    if strategy == "expert_gemm":
+        sizes |= {"tile_rows": 8}
+        problem |= {"op": "expert_tiles", "m": 24, "y_f32": True, "experts": sizes}
+        run = lambda: ops.expert_linear(x, w, ids, None, name, strategy=strategy)  # noqa: E731
+        del problem["x_stride"]
+        return Call(run, {"weight": w}, problem, y_values=24 * N, gathered=("x", "ids"))
+    if strategy == "expert_up":
+        gate, up = w[:, : N // 2], w[:, N // 2 : N // 2 * 2]
+        bias = torch.zeros(7, N // 2 * 2, dtype=dtype)[4:]
+        sizes |= {"stride2": w.stride(0), "limit": 7.0, "is_oai": True, "alpha": 1.5}
+        problem |= {"op": "expert_up", "m": 4, "n": N // 2, "w2_stride": row}
+        both, how = w[:, : N // 2 * 2], {"limit": 7.0, "alpha": 1.5}
+        run = lambda: ops.expert_swiglu(x, both, ids, bias, name, "swiglu_oai", **how)  # noqa: E731
+        operands = {"x": x, "weight": gate, "weight2": up, "ids": ids, "bias": bias}
+        return Call(run, operands, problem | {"experts": sizes, "bias": True})
+    bias, operands = torch.zeros(7, N, dtype=dtype)[4:], {"x": x, "weight": w, "ids": ids}
+    scores = torch.zeros(3, 2, dtype=dtype)[1:] if strategy == "expert_down" else None
+    problem |= {"op": "expert_linear", "m": 4}
+    if scores is not None:
+        operands["x2"] = scores
+        sizes |= {"choices": 2, "float_scores": dtype == torch.float32}
+        problem |= {"op": "expert_down", "m": 2}
+    run = lambda: ops.expert_linear(x, w, ids, bias, name, scores)  # noqa: E731
+    return Call(run, operands | {"bias": bias}, problem | {"experts": sizes, "bias": True})
+
+
+EXPERTS = ("expert_gemv", "expert_down", "expert_up", "expert_gemm")
+
+
 def gemm(name: str, dtype: torch.dtype) -> Call:
     x, w, c = rows(3, K, dtype), packed(name), torch.zeros(5, N, dtype=dtype)[2:]
     problem = {"m": 3, "n": N, "k": K, "c": True, "alpha": 0.5, "beta": 2.0, **strides(x, w)}
@@ -222,6 +260,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "rope_append": rope_append,
     "attention_split": lambda f, t: attention(f, t, 1),
     "attention_tile": lambda f, t: attention(f, t, 40),
+    **{s: lambda f, t, s=s: experts(f, s, t) for s in EXPERTS},
     "gemm op": gemm,
     "embedding": embedding,
     "dequantize": dequantize,

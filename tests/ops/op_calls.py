@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from cache_calls import cache_calls
+from expert_calls import expert_calls
 from inputs import activations, random_weight
 
 ops = torch.ops.metalmm
@@ -21,49 +22,62 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
     x3 = activations(3, 2, k, dtype=dtype).transpose(0, 1)
     ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
     g = activations(3, n, dtype=dtype, seed="g")
-    return cache_calls(dtype) | {
-        "linear": (ops.linear, (x, w, None, "q4_0"), {}),
-        "linear, bias": (ops.linear, (x3, w, bias, "q4_0"), {}),
-        "linear, strategy": (ops.linear, (x, w, bias, "q4_0", "gemm"), {}),
-        "linear, 1-D": (ops.linear, (x[0], w, None, "q4_0"), {}),
-        "linear, no rows": (ops.linear, (x[:0], w, None, "q4_0"), {}),
-        "linear, no columns": (ops.linear, (x, w[:0], None, "q4_0"), {}),
-        "linear, columns first": (ops.linear, (x.T.contiguous().T, w, None, "q4_0"), {}),
-        "linear, dense": (ops.linear, (x, dense, None, "f32"), {}),
-        "linear_input_grad": (ops.linear_input_grad, (g, w, "q4_0", k), {}),
-        "swiglu": (ops.swiglu, (x3, w, w.flip(0), "q4_0", "q4_0"), {}),
-        "swiglu, two formats": (ops.swiglu, (x, w, dense, "q4_0", "f32"), {}),
-        "swiglu_linear": (ops.swiglu_linear, (x, x.flip(0), w, None, "q4_0"), {}),
-        "swiglu_linear, bias": (ops.swiglu_linear, (x3, x3.flip(0), w, bias, "q4_0"), {}),
-        "linear, residual": (ops.linear, (x, w, bias, "q4_0", None, c), {}),
-        "norm_linear": (ops.norm_linear, (x, None, 1e-5, 0.0, w, None, "q4_0"), {}),
-        "norm_linear, all": (ops.norm_linear, (x, x[0], 1e-5, 1.0, w, bias, "q4_0", c), {}),
-        "swiglu, norm": (ops.swiglu, (x, w, w, "q4_0", "q4_0", "gelu", x[0], 1e-5, 1.0), {}),
-        "swiglu_linear, all": (
-            ops.swiglu_linear,
-            (x, x.flip(0), w, bias, "q4_0", "gelu_tanh", c),
-            {},
-        ),
-        "rms_norm": (ops.rms_norm, (x3, None, 1e-5), {}),
-        "rms_norm, all": (ops.rms_norm, (x, x[0], 1e-5, 1.0, x.flip(0)), {}),
-        "add_rms_norm": (ops.add_rms_norm, (x, x.flip(0), x[0], 1e-5), {}),
-        "rope": (ops.rope, (x3, x3[:1, :, :16], x3[:1, :, 16:32], 2, 1), {}),
-        "rope, all": (
-            ops.rope,
-            (x3[..., :48], x3[..., :8], x3[..., 8:16], 2, 1, x3[..., 48:], x[0, :16], x[1, :16]),
-            {"eps": 1e-5, "offset": 1.0, "interleaved": True},
-        ),
-        "gemv": (ops.gemv, (x[0], w, "q4_0"), {}),
-        "gemv, c": (ops.gemv, (x[0], w, "q4_0", c[0], -0.5, 2.0, "gemv"), {}),
-        "gemm": (ops.gemm, (x, w, "q4_0"), {}),
-        "gemm, c": (ops.gemm, (x, w, "q4_0", c, 3.0, -1.5), {}),
-        "dequantize": (ops.dequantize, (w, "q4_0"), {}),
-        "dequantize, dtype": (ops.dequantize, (w, "q4_0", k), {"dtype": dtype}),
-        "dequantize, dense": (ops.dequantize, (dense, "f32"), {"dtype": dtype}),
-        "quantize": (ops.quantize, (activations(3, k, dtype=dtype), "q8_0"), {}),
-        "embedding": (ops.embedding, (ids, w, "q4_0"), {}),
-        "embedding, int32": (ops.embedding, (ids.int(), w, "q4_0", k), {"dtype": dtype}),
-        "embedding, scalar": (ops.embedding, (ids[0, 0], w, "q4_0"), {}),
-        "probe": (ops.probe, (x3, x3.flip(0), "div"), {}),
-        "probe, dot": (ops.probe, (x, x.flip(0), "dot"), {}),
-    }
+    return (
+        cache_calls(dtype)
+        | expert_calls(dtype)
+        | {
+            "linear": (ops.linear, (x, w, None, "q4_0"), {}),
+            "linear, bias": (ops.linear, (x3, w, bias, "q4_0"), {}),
+            "linear, strategy": (ops.linear, (x, w, bias, "q4_0", "gemm"), {}),
+            "linear, 1-D": (ops.linear, (x[0], w, None, "q4_0"), {}),
+            "linear, no rows": (ops.linear, (x[:0], w, None, "q4_0"), {}),
+            "linear, no columns": (ops.linear, (x, w[:0], None, "q4_0"), {}),
+            "linear, columns first": (ops.linear, (x.T.contiguous().T, w, None, "q4_0"), {}),
+            "linear, dense": (ops.linear, (x, dense, None, "f32"), {}),
+            "linear_input_grad": (ops.linear_input_grad, (g, w, "q4_0", k), {}),
+            "swiglu": (ops.swiglu, (x3, w, w.flip(0), "q4_0", "q4_0"), {}),
+            "swiglu, two formats": (ops.swiglu, (x, w, dense, "q4_0", "f32"), {}),
+            "swiglu_linear": (ops.swiglu_linear, (x, x.flip(0), w, None, "q4_0"), {}),
+            "swiglu_linear, bias": (ops.swiglu_linear, (x3, x3.flip(0), w, bias, "q4_0"), {}),
+            "linear, residual": (ops.linear, (x, w, bias, "q4_0", None, c), {}),
+            "norm_linear": (ops.norm_linear, (x, None, 1e-5, 0.0, w, None, "q4_0"), {}),
+            "norm_linear, all": (ops.norm_linear, (x, x[0], 1e-5, 1.0, w, bias, "q4_0", c), {}),
+            "swiglu, norm": (ops.swiglu, (x, w, w, "q4_0", "q4_0", "gelu", x[0], 1e-5, 1.0), {}),
+            "swiglu_linear, all": (
+                ops.swiglu_linear,
+                (x, x.flip(0), w, bias, "q4_0", "gelu_tanh", c),
+                {},
+            ),
+            "rms_norm": (ops.rms_norm, (x3, None, 1e-5), {}),
+            "rms_norm, all": (ops.rms_norm, (x, x[0], 1e-5, 1.0, x.flip(0)), {}),
+            "add_rms_norm": (ops.add_rms_norm, (x, x.flip(0), x[0], 1e-5), {}),
+            "rope": (ops.rope, (x3, x3[:1, :, :16], x3[:1, :, 16:32], 2, 1), {}),
+            "rope, all": (
+                ops.rope,
+                (
+                    x3[..., :48],
+                    x3[..., :8],
+                    x3[..., 8:16],
+                    2,
+                    1,
+                    x3[..., 48:],
+                    x[0, :16],
+                    x[1, :16],
+                ),
+                {"eps": 1e-5, "offset": 1.0, "interleaved": True},
+            ),
+            "gemv": (ops.gemv, (x[0], w, "q4_0"), {}),
+            "gemv, c": (ops.gemv, (x[0], w, "q4_0", c[0], -0.5, 2.0, "gemv"), {}),
+            "gemm": (ops.gemm, (x, w, "q4_0"), {}),
+            "gemm, c": (ops.gemm, (x, w, "q4_0", c, 3.0, -1.5), {}),
+            "dequantize": (ops.dequantize, (w, "q4_0"), {}),
+            "dequantize, dtype": (ops.dequantize, (w, "q4_0", k), {"dtype": dtype}),
+            "dequantize, dense": (ops.dequantize, (dense, "f32"), {"dtype": dtype}),
+            "quantize": (ops.quantize, (activations(3, k, dtype=dtype), "q8_0"), {}),
+            "embedding": (ops.embedding, (ids, w, "q4_0"), {}),
+            "embedding, int32": (ops.embedding, (ids.int(), w, "q4_0", k), {"dtype": dtype}),
+            "embedding, scalar": (ops.embedding, (ids[0, 0], w, "q4_0"), {}),
+            "probe": (ops.probe, (x3, x3.flip(0), "div"), {}),
+            "probe, dot": (ops.probe, (x, x.flip(0), "dot"), {}),
+        }
+    )

@@ -17,13 +17,14 @@ from backends import Backend
 from cache_calls import CACHE_CASES
 from error_cases import CASES as BASE
 from error_cases import Case, K, arguments, ops
+from expert_calls import EXPERT_CASES
 from layer_error_cases import LAYER_CASES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_metalmm import _C, formats
 
-CASES = BASE | LAYER_CASES | CACHE_CASES
+CASES = BASE | LAYER_CASES | CACHE_CASES | EXPERT_CASES
 TRACED = [label for label, case in CASES.items() if not case.data]
 
 

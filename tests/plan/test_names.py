@@ -24,6 +24,7 @@ def numbered(names: tuple[str, ...]) -> dict[str, int]:
         ("Slot", "kSlot", numbered(_C.SLOTS)),
         ("FunctionConstant", "kConstant", numbered(_C.CONSTANTS)),
         ("EpilogueBits", "kEpilogue", _C.EPILOGUE_BITS),
+        ("ExpertBits", "kExpert", _C.EXPERT_BITS),
         ("RopeBits", "kRope", _C.ROPE_BITS),
         ("BoundsBits", "kBounds", _C.BOUNDS_BITS),
     ],

@@ -27,7 +27,8 @@ GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
-OPS = [op for op in _C.ops() if op != "attention"]  # test_plan_attention.py has it
+# test_plan_attention.py and test_plan_experts.py have the others.
+OPS = [op for op in _C.ops() if op != "attention" and not op.startswith("expert_")]
 
 
 def line(plan: dict[str, Any]) -> str:
@@ -110,6 +111,18 @@ def golden_lines() -> list[str]:
                 "attention", n=slots, k=128, format="q8_0", chip="m4-max", attention=sizes
             )
             out.append(f"attention {queries} of {slots} slots: {line(plan)}")
+    out += ["", "# m4-max, experts of 768 rows of 2048 values in q4_k, 8 of 128 chosen"]
+    for op, m, choices, extra in (
+        ("expert_up", 8, 1, {"sharing": 8, "limit": 7.0, "is_oai": True}),
+        ("expert_linear", 8, 1, {"sharing": 8}),
+        ("expert_down", 1, 8, {}),
+        ("expert_tiles", 40 * 228, 1, {"tile_rows": 40}),
+    ):
+        sizes = {"experts": 128, "choices": choices} | extra
+        asked = {"m": m, "n": 768, "k": 2048, "format": "q4_k", "chip": "m4-max"}
+        y_f32 = op == "expert_tiles"
+        plan = _C.plan(op, **asked, experts=sizes, bias=not y_f32, y_f32=y_f32)
+        out.append(f"{op} {m}x768x2048: {line(plan)}")
     out += ["", "# cuda, 32 heads of q, 8 of keys, all slots filled"]
     for name in ("f16", "q8_0"):
         for queries, slots in ((16, 8704), (17, 17), (512, 512), (512, 8704), (512, 131072)):

@@ -5,5 +5,6 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 sys.path[:0] = [
-    str(folder) for folder in (_HERE, _HERE / "attention", _HERE / "macos", _HERE / "models")
+    str(folder)
+    for folder in (_HERE, *(_HERE / name for name in ("attention", "experts", "macos", "models")))
 ]

@@ -80,6 +80,19 @@ def integer_weight(name: str, n: int, k: int, seed: object = 0) -> Tensor:
     return blocks.reshape(n, f.row_bytes(k))
 
 
+def uniform(dtype: torch.dtype, *shape: int, seed: object) -> Tensor:
+    """Multiples of 2^-20 in [-4, 4)."""
+    whole = torch.randint(-(2**22), 2**22, shape, generator=generator("uniform", seed))
+    return (whole.float() / 2**20).to(dtype)
+
+
+def packed_weight(name: str, n: int, k: int, seed: object) -> Tensor:
+    """uint8 [n, row_bytes]."""
+    if formats.get(name).block_values == 1:
+        return formats.get(name).quantize(uniform(torch.float32, n, k, seed=seed))
+    return random_weight(name, n, k, seed)
+
+
 def long_k(name: str) -> int:
     """A K that takes the loops of every engine more than twice round and leaves a ragged rest."""
     block = formats.get(name).block_values

@@ -15,7 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from inputs import generator, random_weight
+from expert_kernels import expert_call
+from inputs import packed_weight, uniform
 from oracle import spec
 from plan_cases import stored, strategies_used, strategy_of
 from torch import Tensor
@@ -48,19 +49,6 @@ class Case:
     run: Callable[[Callable[[Tensor], Tensor]], Tensor]
     x: tuple[Tensor, ...] = ()
     weights: tuple[Tensor, ...] = ()
-
-
-def uniform(dtype: torch.dtype, *shape: int, seed: object) -> Tensor:
-    """Multiples of 2^-20 in [-4, 4)."""
-    whole = torch.randint(-(2**22), 2**22, shape, generator=generator("uniform", seed))
-    return (whole.float() / 2**20).to(dtype)
-
-
-def packed_weight(name: str, n: int, k: int, seed: object) -> Tensor:
-    """uint8 [n, row_bytes]."""
-    if formats.get(name).block_values == 1:
-        return formats.get(name).quantize(uniform(torch.float32, n, k, seed=seed))
-    return random_weight(name, n, k, seed)
 
 
 def format_of(kernel: str, strategy: str, pick: random.Random) -> str:
@@ -106,6 +94,8 @@ def case(kernel: str, number: int) -> Case:
     name = format_of(kernel, strategy, pick)
     k = values_of_k(formats.get(name).block_values, number, pick)
     n = pick.randint(1, 70)
+    if strategy.startswith("expert_"):
+        return Case(kernel, *expert_call(kernel, strategy, name, (n, k), dtype, pick))
     if strategy in ("embedding", "dequantize"):
         return rows_case(kernel, strategy, name, (n, k), dtype, pick)
     least = {"gemv_batched": 2, "act_mul": gemm_rows(name)}.get(strategy, 1)

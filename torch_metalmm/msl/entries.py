@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
-_ROW = re.compile(r"^MM_STRATEGY\((\w+), *Matmul, *\w+, *kBind(Matmul|Gemv|Arranged), *(\w+)\)", re.M)
+_SLOTS = r"kBind(Matmul|Gemv|Arranged|Experts)"
+_ROW = re.compile(rf"^MM_STRATEGY\((\w+), *Matmul, *\w+, *{_SLOTS}, *(\w+)\)", re.M)
 _COLUMNS = 100  # of a line of clang-format
 
 

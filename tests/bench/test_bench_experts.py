@@ -1,0 +1,46 @@
+"""`python -m bench experts`: what is checked, and what stands beside what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.ops.experts import Cell, Sizes
+from bench.problem import Setting
+
+pytestmark = pytest.mark.usefixtures("own_threads")
+
+
+def test_a_token_and_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token has bytes and a roof; a prompt, linear of as many products."""
+    out = tmp_path / "out.jsonl"
+    options = ["--quick", "--threads", "1", "--repetitions", "1", "--json", str(out)]
+    assert main(["experts", "--formats", "q4_0,q8_0", "--markdown", *options]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    cells = [r for r in records if r["kind"] == "experts"]
+    assert [(r["format"], r["tokens"]) for r in cells] == [
+        (name, count) for name in ("q4_0", "q8_0") for count in (1, 16)
+    ]
+    for r in cells:
+        assert r["ok"] and r["swiglu_us"] > 0 and r["down_us"] > 0 and r["roof_gbs"] > 0
+        assert ("of_same_work" in r) == ("of_one_expert" in r) == (r["tokens"] == 16)
+    token = cells[0]
+    chosen = 2 * 128 * (256 // 32 * 18)  # two experts of 128 rows of 256 values
+    assert token["swiglu_gbs"] == pytest.approx(chosen / token["swiglu_us"] / 1e3)
+    assert "linear of the same work" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["swiglu", "down"])
+def test_a_wrong_product_is_found(name: str) -> None:
+    cell = Cell(Sizes(4, 2, 64, 256), "q8_0", 3, Setting(threads=1, cold_bytes=1))
+    calls = cell.calls()
+    assert cell.worst(calls) <= 1 < cell.worst(calls | {name: lambda i: 1.01 * calls[name](i)})
+
+
+@pytest.mark.parametrize("text", ["8x2x64", "8x2x0x256", "axbxcxd"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="--experts"):
+        Sizes.parse(text)

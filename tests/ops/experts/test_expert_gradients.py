@@ -1,0 +1,145 @@
+"""Gradients through the ops on experts, and torch.compile of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import Backend, leaf
+from expert_cases import Experts, chosen, decoded, rows, weights
+from inputs import activations
+from oracle import DTYPES, U, Value, check
+from torch import Tensor
+
+ops = torch.ops.metalmm
+
+SIZES = Experts(experts=4, n=6, k=64, tokens=5, choices=3)
+
+
+def in_float64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor, scores: Tensor | None) -> Tensor:
+    of_choices = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
+    y = torch.einsum("tck,tcnk->tcn", of_choices, w[ids]) + bias[ids]
+    return y if scores is None else (y * scores[..., None]).sum(1)
+
+
+def swiglu64(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
+    gate, up = in_float64(x, w, ids, bias, None)[..., ::2], None
+    up = in_float64(x, w, ids, bias, None)[..., 1::2]
+    gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def compare(got: list[Tensor], want: list[Tensor], terms: int, what: str) -> None:
+    """Within `terms` roundings of f32 of the largest value, and that of the dtype."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        size = b.abs().max().expand_as(b)
+        limit = Value(b, terms * U * size).store(a.dtype)
+        check(a, Value(b, limit.error + limit.error.max()), f"{what}, {i}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("scored", [False, True])
+def test_gradients_of_a_product(
+    dtype: torch.dtype, apart: bool, scored: bool, backend: Backend
+) -> None:
+    """Of x, bias and scores; each in its own dtype, in sums of f32."""
+    packed, ids = weights("q5_0", SIZES), chosen(SIZES)
+    w = decoded("q5_0", packed, SIZES.k).double()
+    given = [rows(SIZES, dtype, apart), activations(4, 6, seed="bias")]
+    given += [activations(5, 3, dtype=dtype, seed="scores")] if scored else []
+    mine = [leaf(t, backend) for t in given]
+    exact = [t.double().requires_grad_() for t in given]
+    y = ops.expert_linear(
+        mine[0], backend.put(packed), backend.put(ids), mine[1], "q5_0", *mine[2:]
+    )
+    want = in_float64(exact[0], w, ids, exact[1], exact[2] if scored else None)
+    g = activations(*want.shape, dtype=dtype, seed="g")
+    got = torch.autograd.grad(y, mine, backend.put(g))
+    assert [t.dtype for t in got] == [t.dtype for t in given]
+    # Terms of a sum: at most T C products of N, K or E.
+    compare(list(got), list(torch.autograd.grad(want, exact, g.double())), 15 * 64, "linear")
+
+
+def test_gradients_of_gate_and_up(backend: Backend) -> None:
+    packed, ids = weights("q8_0", SIZES), chosen(SIZES)
+    w = decoded("q8_0", packed, SIZES.k).double()
+    given = [rows(SIZES, torch.float32) / 8, activations(4, 6, seed="bias")]
+    mine = [leaf(t, backend) for t in given]
+    exact = [t.double().requires_grad_() for t in given]
+    y = ops.expert_swiglu(
+        mine[0], backend.put(packed), backend.put(ids), mine[1], "q8_0", "swiglu_oai", True,
+        limit=2.0, alpha=1.702,
+    )  # fmt: skip
+    want = swiglu64(exact[0], w, ids, exact[1])
+    g = activations(*want.shape, seed="g")
+    got = torch.autograd.grad(y, mine, backend.put(g))
+    compare(list(got), list(torch.autograd.grad(want, exact, g.double())), 4 * 15 * 64, "swiglu")
+
+
+def test_second_gradients(backend: Backend) -> None:
+    packed, ids = weights("q8_0", SIZES), chosen(SIZES)
+    w = decoded("q8_0", packed, SIZES.k).double()
+    x, scores = rows(SIZES, torch.float32), activations(5, 3, seed="scores")
+
+    def second(y_of, *inputs: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y_of(*inputs).square().sum(), inputs, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
+
+    put = backend.put(packed), backend.put(ids)
+    got = second(
+        lambda x, s: ops.expert_linear(x, *put, None, "q8_0", s), leaf(x, backend),
+        leaf(scores, backend),
+    )  # fmt: skip
+    none = torch.zeros(4, 6, dtype=torch.float64)
+    want = second(
+        lambda x, s: in_float64(x, w, ids, none, s), x.double().requires_grad_(),
+        scores.double().requires_grad_(),
+    )  # fmt: skip
+    compare(got, want, 15 * 64 * 8, "second")
+
+
+def test_a_weight_that_requires_grad(backend: Backend) -> None:
+    w = backend.put(torch.zeros(4, 6, 64)).requires_grad_()
+    x, ids = backend.put(rows(SIZES, torch.float32)), backend.put(chosen(SIZES))
+    for call in (
+        lambda: ops.expert_linear(x, w, ids, None, "f32"),
+        lambda: ops.expert_swiglu(x, w, ids, None, "f32"),
+        lambda: ops.expert_swiglu(x, w.detach(), ids, None, "f32", up_weight=w),
+        lambda: ops.expert_input_grad(x.view(5, 1, 64), w, ids[:, :1], "f32", 64),
+    ):
+        with pytest.raises(ValueError, match=r"weight: requires grad, .* pass weight.detach\(\)"):
+            call()
+
+
+def test_autocast(backend: Backend) -> None:
+    """x is lowered, the rest is not."""
+    device = torch.device(backend.device).type
+    packed, ids = backend.put(weights("q8_0", SIZES)), backend.put(chosen(SIZES))
+    x, scores = backend.put(rows(SIZES, torch.float32)), backend.put(torch.ones(5, 3))
+    with torch.autocast(device, torch.bfloat16):
+        y = ops.expert_linear(x, packed, ids, None, "q8_0", scores)
+        z = ops.expert_swiglu(x, packed, ids, None, "q8_0")
+    assert torch.equal(y, ops.expert_linear(x.bfloat16(), packed, ids, None, "q8_0", scores))
+    assert torch.equal(z, ops.expert_swiglu(x.bfloat16(), packed, ids, None, "q8_0"))
+
+
+def test_compiled(backend: Backend) -> None:
+    """One graph, forward and backward, of any number of tokens."""
+    torch._dynamo.reset()
+    packed, scores = backend.put(weights("q8_0", SIZES)), activations(9, 3, seed="scores")
+
+    def layer(x: Tensor, ids: Tensor, s: Tensor) -> Tensor:
+        h = ops.expert_swiglu(x, packed, ids, None, "q8_0", "silu")
+        h = torch.nn.functional.pad(h, (0, 61))
+        return ops.expert_linear(h, packed, ids, None, "q8_0", s)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (2, 5, 9):
+        sizes = Experts(4, 6, 64, tokens, 3)
+        ids, s = backend.put(chosen(sizes)), backend.put(scores[:tokens])
+        x, x2 = (leaf(rows(sizes, torch.float32), backend) for _ in range(2))
+        y, want = compiled(x, ids, s), layer(x2, ids, s)
+        assert torch.equal(y, want)
+        y.sum().backward()
+        want.sum().backward()
+        assert torch.equal(x.grad, x2.grad)
