@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from torch_metalmm import PackedCache
+
 Step = Callable[[Tensor], Tensor]
 LENGTH = 64
 
@@ -51,6 +53,19 @@ class Transformers:
         self.cache = out.past_key_values
         logits: Tensor = out.logits[0, -1].float()
         return logits
+
+
+class Packed(Transformers):
+    """A model that attends by our op, and a PackedCache in its dtype, whose rows stay in place."""
+
+    def __init__(self, name: str, model: nn.Module, exact: bool = True) -> None:
+        super().__init__(name, model, exact)
+        module: Any = model
+        module.set_attn_implementation("metalmm")
+        self.reset()
+
+    def reset(self) -> None:
+        self.cache = PackedCache(self.model.config)
 
 
 class Static(Transformers):

@@ -25,7 +25,7 @@ from torch_metalmm import activations_, formats, fuse_
 from ..devices import Device
 from ..timing import PAUSE_SECONDS, Timing
 from . import llama_cpp_model, llamas, mlx_model, shares
-from .systems import Compiled, Graph, System, Transformers
+from .systems import Compiled, Graph, Packed, System, Transformers
 
 CHECKED_TOKENS = 32
 BEYOND = 16  # tokens that a cache of constant size has room for beyond those of a round
@@ -130,6 +130,8 @@ class Builder:
                 rounded = activations_(copy.deepcopy(fused), self.args.activations)
                 title = f"{plain}, fuse_, {self.args.activations} x"
                 yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
+                cached = Packed(f"{title}, PackedCache", copy.deepcopy(rounded), False)
+                yield Entry(cached, model, title)
 
     def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         if self.device.type == "cuda" and not self.args.no_graph:

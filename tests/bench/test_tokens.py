@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from bench.__main__ import main, parse
 from bench.devices import CPU
 from bench.models import llama_cpp_model, llamas, mlx_model, shares
-from bench.models.systems import Static, Transformers
+from bench.models.systems import Packed, Static, Transformers
 from bench.ops.norm import Cell
 from bench.problem import Setting
 from bench.report.token_tables import all_tables
@@ -91,6 +92,17 @@ def test_a_cache_of_constant_size_gives_the_same_logits(packed: Any) -> None:
         system.feed(range(5))
         system.feed([6])
     torch.testing.assert_close(growing.feed([7]), static.feed([7]))
+
+
+def test_a_packed_cache_gives_the_same_logits(packed: Any) -> None:
+    growing, cached = Transformers("a", packed), Packed("b", copy.deepcopy(packed))
+    for system in (growing, cached):
+        system.feed(range(5))
+    given, wanted = cached.feed([7]), growing.feed([7])
+    torch.testing.assert_close(given, wanted)
+    cached.reset()
+    cached.feed(range(1, 6))
+    assert not torch.equal(cached.feed([7]), given)  # the rows of before are gone
 
 
 def test_the_defaults_of_a_device() -> None:

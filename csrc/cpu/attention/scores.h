@@ -20,7 +20,9 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 class CacheRows {
  public:
   CacheRows(const at::Tensor& rows, const Format& format, int64_t dim)
-      : bytes_(as_bytes(rows)), format_(format), dim_(dim) {}
+      : bytes_(as_bytes(rows)), format_(format) {
+    if (bytes_.numel()) first_ = make_weight(bytes_.select(0, 0).select(0, 0), format, dim);
+  }
 
   const Format& format() const { return format_; }
   const CodecKernels& kernels() const { return kernels_of(format_); }
@@ -29,7 +31,7 @@ class CacheRows {
     return bytes_.select(0, batch).select(0, kv_head).narrow(0, first, slots);
   }
   Weight weight(int64_t batch, int64_t kv_head) const {
-    Weight out = make_weight(bytes_.select(0, 0).select(0, 0), format_, dim_);
+    Weight out = first_;
     out.data += batch * bytes_.stride(0) + kv_head * bytes_.stride(1);
     return out;
   }
@@ -42,7 +44,7 @@ class CacheRows {
 
   at::Tensor bytes_;
   const Format& format_;
-  int64_t dim_;
+  Weight first_{};  // the head 0 of the batch's first
 };
 
 // Slots [first, last).
