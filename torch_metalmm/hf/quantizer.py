@@ -22,12 +22,14 @@ from ..files.untrusted import check_inside
 from ..models.activations import activations_
 from ..models.attach import plug_in
 from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
+from ..models.experts import Stack, unpack_into
 from ..models.replace import is_conv1d, weight_shape
 from ..models.skeleton import empty_like
-from ..nn import QuantEmbedding, QuantLinear
-from ..nn.activations import set_activations
+from ..nn import QuantEmbedding, QuantExperts, QuantLinear
+from ..nn.activations import Activations, set_activations
+from ..nn.experts import GATE
 from ..nn.packed import quantize_weight
-from .config import MetalMMConfig, stored_config
+from .config import MetalMMConfig, site_names, stored_config
 from .tensors import find_tensors
 
 _SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
@@ -126,18 +128,28 @@ class MetalMMQuantizer(HfQuantizer):
 
     def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
         """Put back the dense layers that the checkpoint lacks: transformers will draw them."""
-        new = [j for j in self._jobs if not any(f"{n}.weight" in found for n, _ in j.sites)]
-        for job in new:
+        new = [j for j in self._jobs if not any(name in found for name in j.parameters)]
+        homes = {id(j.sites[0][1].home) for j in new if isinstance(j.sites[0][1], Stack)}
+        for job in [*self._jobs]:
+            first = job.sites[0][1]
+            if job not in new and not (isinstance(first, Stack) and id(first.home) in homes):
+                continue
             self._jobs.remove(job)
             for name, module in job.sites:
+                if isinstance(module, Stack):
+                    name, module = name.rpartition(".")[0], module.home.module
                 model.set_submodule(name, module)
 
     # While they come
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        if self.pre_quantized:
+            return False
         owner, _, leaf = param_name.rpartition(".")
-        packed = isinstance(model.get_submodule(owner), QuantLinear | QuantEmbedding)
-        return packed and leaf == "weight" and not self.pre_quantized
+        layer = model.get_submodule(owner)
+        if isinstance(layer, QuantExperts):
+            return leaf in layer.formats
+        return isinstance(layer, QuantLinear | QuantEmbedding) and leaf == "weight"
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self._jobs)
@@ -171,7 +183,11 @@ class MetalMMQuantizer(HfQuantizer):
         originals = empty_like(model, dtype)
         weights: dict[int, nn.Parameter] = {}
         for name, packed in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(packed, QuantLinear | QuantEmbedding):
+            if isinstance(packed, QuantExperts):
+                dense = originals.get_submodule(name)
+                unpack_into(dense, packed, dtype)
+                model.set_submodule(name, dense.train(packed.training))
+            elif isinstance(packed, QuantLinear | QuantEmbedding):
                 dense = originals.get_submodule(name)
                 if id(packed.weight) not in weights:
                     decoded = packed.dequantize(dtype)
@@ -196,7 +212,7 @@ class _Pack(ConversionOps):
     """A dense weight from a checkpoint -> the bytes of the layer that waits for it."""
 
     def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = {f"{name}.weight": job for job in jobs for name, _ in job.sites}
+        self._jobs = {name: job for job in jobs for name in job.parameters}
 
     def convert(
         self,
@@ -217,10 +233,13 @@ def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
     dense = job.sites[0][1]
     _check_shape(name, tuple(weight.shape), dense)
     check_weight(name, weight, job.format)
+    if isinstance(dense, Stack):
+        packed = quantize_weight(dense.rows(weight), job.format)
+        return packed.unflatten(0, dense.shape[:2])
     return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
 
 
-def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module | Stack) -> None:
     assert isinstance(dense.weight, Tensor)
     want = tuple(dense.weight.shape)
     if shape != want:
@@ -230,8 +249,7 @@ def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module) -> None:
 def _check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
     """ValueError if a weight that is to be packed is not float or not of the model's shape."""
     for job in jobs:
-        for site, dense in job.sites:
-            name = f"{site}.weight"
+        for name, (_, dense) in zip(job.parameters, job.sites, strict=True):
             tensor = found.get(name)
             if tensor is None or tensor.converted:
                 continue
@@ -243,10 +261,9 @@ def _check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
 def _check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
     """ValueError if the bytes of a packed layer are missing, or not those of its format."""
     for job in jobs:
-        names = [f"{site}.weight" for site, _ in job.sites]
-        if not any(name in found for name in names):
-            raise ValueError(f"the checkpoint has no tensor for the packed {names[0]}")
-        for name in names:
+        if not any(name in found for name in job.parameters):
+            raise ValueError(f"the checkpoint has no tensor for the packed {job.parameters[0]}")
+        for name in job.parameters:
             tensor, want = found.get(name), tuple(model.get_parameter(name).shape)
             if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
                 raise ValueError(
@@ -281,14 +298,17 @@ def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
     """The layers that a stored model has packed. ValueError: one of them cannot be packed."""
     table = _in_model(model, config.modules)
     tie(model, table)
-    jobs = plan(model, lambda name, module: table.get(name))
+    apart = {name.removesuffix(f".{GATE}") for name in table if name.endswith(f".{GATE}")}
+    jobs = plan(model, lambda name, module: table.get(name), apart=apart)
     for job in jobs:
         if job.format != job.asked:
             k = weight_shape(job.sites[0][1])[1]
             raise ValueError(f"quantization_config: {job.name} has K = {k}, no {job.asked} row")
     placed = {name for job in jobs for name, _ in job.sites}
     if wrong := sorted(name for name, format in table.items() if format and name not in placed):
-        kind = type(model.get_submodule(wrong[0])).__name__
+        owner = wrong[0].rpartition(".")[0]
+        known = dict(model.named_modules(remove_duplicate=False))
+        kind = type(known.get(wrong[0], known[owner])).__name__
         raise ValueError(f"quantization_config: {wrong[0]}, a {kind}, cannot be packed")
     if not placed:
         named = ", ".join(list(config.modules)[:3])
@@ -304,7 +324,7 @@ def _in_model(model: Any, names: Any) -> dict[str, Any]:
     given = dict(names) if isinstance(names, dict) else dict.fromkeys(names)
     prefix = f"{model.base_model_prefix}."
     result = {}
-    for name, _ in model.named_modules(remove_duplicate=False):
+    for name in site_names(model):
         for stored in (name, prefix + name, name.removeprefix(prefix)):
             if stored in given:
                 result[name] = given[stored]
@@ -333,7 +353,7 @@ def _set_activations(model: Any, asked: str | dict[str, str | None] | None) -> N
         return
     for name, kind in _in_model(model, asked).items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, QuantLinear):
+        if not isinstance(layer, Activations):
             raise ValueError(f"quantization_config: {name} in activations is no packed layer")
         set_activations(layer, kind)
 
