@@ -283,7 +283,7 @@ def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[i
     file = GgufFile(path)
     config, values = model_config(file)
     model = empty_model(config, torch.float32)
-    mapping = tensor_map(file.architecture, model, values)
+    mapping = tensor_map(file, model, values)
     untied = "output.weight" in file.tensors
     names = _names(mapping, model, architecture)
     state = model.state_dict()

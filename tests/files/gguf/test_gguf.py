@@ -130,7 +130,7 @@ def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
     file = GgufFile(path)
     config, values = model_config(file)
     model = empty_model(config, torch.float32)
-    mapping = tensor_map(file.architecture, model, values)
+    mapping = tensor_map(file, model, values)
     if isinstance(mapping, ProcessorMap):
         assert mapping._names == get_gguf_hf_weights_map(model, mapping._processor)
 

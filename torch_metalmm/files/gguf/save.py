@@ -95,7 +95,7 @@ def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Pa
 def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:
     """{name in the file: (the tensor or its packed bytes, its format)}."""
     outline = empty_like(model, torch.float32)
-    mapping = ProcessorMap(architecture, outline, model.config.to_dict())
+    mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
     state = model.state_dict(keep_vars=True)
     names = {target: name for name, target in mapping.names().items()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
