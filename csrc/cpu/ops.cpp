@@ -6,6 +6,7 @@
 
 #include "attention/attention.h"
 #include "cpu/quantize/quantize.h"
+#include "experts/experts.h"
 #include "matmul.h"
 #include "ops/checks.h"
 #include "ops/composed.h"

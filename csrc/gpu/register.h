@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "ops.h"
 #include "ops/strategies.h"
 

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "attention/calls.h"
+#include "experts/calls.h"
 #include "op_calls.h"
 
 namespace metalmm {
@@ -67,6 +68,26 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name
                         {mask, scale, softcap, window, sinks, causal, strategy});
 }
 
+// Scores are multiplied in f32, whatever their dtype.
+template <c10::DeviceType kDevice>
+Tensor expert_linear(const Tensor& x, const Tensor& w, const Tensor& ids,
+                     const OptionalTensor& bias, Name format, const OptionalTensor& scores,
+                     OptionalName strategy, OptionalName activations) {
+  const Lowered<kDevice> lower;
+  return call_expert_linear(lower(x), w, ids, bias, format, scores, strategy, activations);
+}
+
+template <c10::DeviceType kDevice>
+Tensor expert_swiglu(const Tensor& x, const Tensor& w, const Tensor& ids,
+                     const OptionalTensor& bias, Name format, Name activation, bool interleaved,
+                     const OptionalTensor& up_weight, std::optional<double> limit, double alpha,
+                     OptionalName strategy, OptionalName activations) {
+  const Lowered<kDevice> lower;
+  return call_expert_swiglu(lower(x), w, ids, bias, format,
+                            {activation, interleaved, up_weight, limit, alpha}, strategy,
+                            activations);
+}
+
 template <auto kCall, c10::DeviceType kDevice>
 Tensor scaled(const Tensor& x, const Tensor& w, Name format, const OptionalTensor& c, double alpha,
               double beta, OptionalName strategy) {
@@ -81,6 +102,8 @@ void register_all(torch::Library& m) {
   m.impl("swiglu", swiglu<kDevice>);
   m.impl("swiglu_linear", swiglu_linear<kDevice>);
   m.impl("attention", attention<kDevice>);
+  m.impl("expert_linear", expert_linear<kDevice>);
+  m.impl("expert_swiglu", expert_swiglu<kDevice>);
   m.impl("gemv", scaled<call_gemv, kDevice>);
   m.impl("gemm", scaled<call_gemm, kDevice>);
 }

@@ -10,6 +10,7 @@
 
 #include "attention/autograd.h"
 #include "composed.h"
+#include "experts/autograd.h"
 #include "gradients.h"
 #include "op_calls.h"
 #include "tensors.h"
@@ -45,11 +46,6 @@ void addend_grads(AutogradContext* ctx, const Tensor& grad, Tensor* bias, Tensor
   };
   if (ctx->saved_data.count("bias_type")) *bias = bias_grad(grad, type("bias_type"));
   if (ctx->saved_data.count("residual_type")) *residual = grad.to(type("residual_type"));
-}
-
-void check_frozen(const char* name, const Tensor& w) {
-  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !w.requires_grad(), name,
-                    ": requires grad, but weights of metalmm ops are frozen; pass weight.detach()");
 }
 
 struct Linear : torch::autograd::Function<Linear> {
@@ -185,10 +181,6 @@ struct Scaled : torch::autograd::Function<Scaled<kCall>> {
     return out;
   }
 };
-
-std::optional<std::string> owned(OptionalName name) {
-  return name.has_value() ? std::optional<std::string>(*name) : std::nullopt;
-}
 
 // The Autograd kernels. Without a gradient to record they cost one check and one redispatch.
 Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, Name format,
@@ -327,6 +319,9 @@ constexpr auto* gemm = scaled<call_gemm, kGemm>;
 
 using gradients::attention;
 using gradients::cache_append;
+using gradients::expert_input_grad;
+using gradients::expert_linear;
+using gradients::expert_swiglu;
 using gradients::rope_append;
 
 }  // namespace

@@ -17,40 +17,7 @@ std::string allowed_dtypes() {
   return join_names(kNumDTypes, [](int i) { return kTorchDTypes[i]; });
 }
 
-// x, f32 / f16 / bf16 with at least one dimension. Returns its last size, K.
-Size check_activations(const char* name, const at::Tensor& x) {
-  check_activation_dtype(name, x);
-  TORCH_CHECK_VALUE(x.dim() >= 1, name, ": must have at least one dimension, [..., K]");
-  return x.sym_size(-1);
-}
-
-// A weight for rows of k values on the device of x.
-WeightShape check_weight(const char* name, const at::Tensor& weight, std::string_view format_name,
-                         const Size& k, const at::Tensor& x) {
-  const Format& format = check_format(format_name);
-  check_k(name, format, k);
-  check_device(name, weight, x);
-  TORCH_CHECK_VALUE(weight.dim() == 2, name, ": shape ", weight.sym_sizes(),
-                    "; must be [N, row_bytes]");
-  const bool is_packed = weight.scalar_type() == at::kByte;
-  TORCH_CHECK_VALUE(is_packed || is_dense(format, weight.scalar_type()), name, ": dtype ",
-                    weight.scalar_type(), "; allowed: uint8 rows of ", format.name);
-  const Size row = is_packed ? format.row_bytes(k) : k;
-  TORCH_CHECK_VALUE(weight.sym_size(1) == row, name, ": shape ", weight.sym_sizes(), "; a row of ",
-                    k, " values in ", format.name, " has ", row, is_packed ? " bytes" : " values");
-  return {format, weight.sym_size(0), k};
-}
-
-// A floating tensor of exactly this shape on the device of x, or nothing.
-void check_addend(const char* name, const OptionalTensor& t, c10::SymIntArrayRef shape,
-                  const at::Tensor& x) {
-  if (!t.has_value()) return;
-  check_device(name, *t, x);
-  check_activation_dtype(name, *t);
-  TORCH_CHECK_VALUE(t->sym_sizes() == shape, name, ": shape ", t->sym_sizes(), "; must be ", shape);
-}
-
-// The same for a tensor of the sizes of x, the last one replaced by n.
+// check_addend of the sizes of x, the last one replaced by n.
 void check_rows_addend(const char* name, const OptionalTensor& t, const at::Tensor& x,
                        const Size& n) {
   if (!t.has_value()) return;
@@ -116,21 +83,51 @@ void check_device(const char* name, const at::Tensor& t, const at::Tensor& x) {
                     x.device(), "; all tensors of a call must be on one device");
 }
 
+Size check_rows(const char* name, const at::Tensor& x) {
+  check_activation_dtype(name, x);
+  TORCH_CHECK_VALUE(x.dim() >= 1, name, ": must have at least one dimension, [..., K]");
+  return x.sym_size(-1);
+}
+
+WeightShape check_weight(const char* name, const at::Tensor& weight, std::string_view format_name,
+                         const Size& k, const at::Tensor& x, bool of_experts) {
+  const Format& format = check_format(format_name);
+  check_k(name, format, k);
+  check_device(name, weight, x);
+  TORCH_CHECK_VALUE(weight.dim() == (of_experts ? 3 : 2), name, ": shape ", weight.sym_sizes(),
+                    "; must be ", of_experts ? "[E, N, row_bytes]" : "[N, row_bytes]");
+  const bool is_packed = weight.scalar_type() == at::kByte;
+  TORCH_CHECK_VALUE(is_packed || is_dense(format, weight.scalar_type()), name, ": dtype ",
+                    weight.scalar_type(), "; allowed: uint8 rows of ", format.name);
+  const Size row = is_packed ? format.row_bytes(k) : k;
+  TORCH_CHECK_VALUE(weight.sym_size(-1) == row, name, ": shape ", weight.sym_sizes(), "; a row of ",
+                    k, " values in ", format.name, " has ", row, is_packed ? " bytes" : " values");
+  return {format, weight.sym_size(-2), k};
+}
+
+void check_addend(const char* name, const OptionalTensor& t, c10::SymIntArrayRef shape,
+                  const at::Tensor& x) {
+  if (!t.has_value()) return;
+  check_device(name, *t, x);
+  check_activation_dtype(name, *t);
+  TORCH_CHECK_VALUE(t->sym_sizes() == shape, name, ": shape ", t->sym_sizes(), "; must be ", shape);
+}
+
 PackedWeight packed(const at::Tensor& weight, const WeightShape& checked) {
   const int64_t k = checked.k.expect_int();
   if (weight.scalar_type() != at::kByte) {
     // Not contiguous(): to torch rows of one value, or none, are contiguous whatever their stride.
     const at::Tensor rows =
-        weight.stride(1) == 1 ? weight.contiguous() : weight.clone(at::MemoryFormat::Contiguous);
+        weight.stride(-1) == 1 ? weight.contiguous() : weight.clone(at::MemoryFormat::Contiguous);
     return {checked.format, rows.view(at::kByte), k};
   }
-  const bool dense = weight.stride(1) == 1 || weight.numel() == 0;
+  const bool dense = weight.stride(-1) == 1 || weight.numel() == 0;
   return {checked.format, dense ? weight : weight.contiguous(), k};
 }
 
 WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                          std::string_view format, const OptionalTensor& residual) {
-  const WeightShape w = check_weight("weight", weight, format, check_activations("x", x), x);
+  const WeightShape w = check_weight("weight", weight, format, check_rows("x", x), x);
   check_addend("bias", bias, {w.n}, x);
   check_rows_addend("residual", residual, x, w.n);
   return w;
@@ -138,7 +135,7 @@ WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const Op
 
 void check_norm(const char* name, const at::Tensor& x, const OptionalTensor& weight, double eps,
                 double offset) {
-  check_addend(name, weight, {check_activations("x", x)}, x);
+  check_addend(name, weight, {check_rows("x", x)}, x);
   check_norm_numbers(name, weight.has_value(), eps, offset);
 }
 
@@ -187,7 +184,7 @@ RopeShape check_rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Ten
 
 WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
                              std::string_view format, const Size& in_features) {
-  const Size n = check_activations("grad", grad);
+  const Size n = check_rows("grad", grad);
   const WeightShape w = check_weight("weight", weight, format, in_features, grad);
   TORCH_CHECK_VALUE(n == w.n, "grad: last size ", n, "; weight has ", w.n, " rows");
   return w;
@@ -198,7 +195,7 @@ GateUpShape check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight,
                          std::string_view format_up, std::string_view activation,
                          const OptionalTensor& norm_weight, std::optional<double> eps,
                          double offset) {
-  const Size k = check_activations("x", x);
+  const Size k = check_rows("x", x);
   const GateUpShape out{check_weight("gate_weight", gate_weight, format_gate, k, x),
                         check_weight("up_weight", up_weight, format_up, k, x),
                         or_value_error([&] { return activation_by_name(activation); })};
@@ -214,7 +211,7 @@ DownShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
                               const at::Tensor& weight, const OptionalTensor& bias,
                               std::string_view format, std::string_view activation,
                               const OptionalTensor& residual) {
-  const Size k = check_activations("gate", gate);
+  const Size k = check_rows("gate", gate);
   check_addend("up", up, gate.sym_sizes(), gate);
   const DownShape out{check_weight("weight", weight, format, k, gate),
                       or_value_error([&] { return activation_by_name(activation); })};
@@ -225,7 +222,7 @@ DownShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
 
 WeightShape check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
                          const OptionalTensor& c, double alpha, double beta, int64_t dim) {
-  const Size k = check_activations("x", x);
+  const Size k = check_rows("x", x);
   TORCH_CHECK_VALUE(x.dim() == dim, "x: shape ", x.sym_sizes(), "; must have ", dim, " dimensions");
   const WeightShape w = check_weight("weight", weight, format, k, x);
   check_rows_addend("c", c, x, w.n);
@@ -252,13 +249,13 @@ WeightShape check_embedding(const at::Tensor& ids, const at::Tensor& weight,
   return w;
 }
 
-void check_ids(const at::Tensor& ids, int64_t rows) {
+void check_ids(const at::Tensor& ids, int64_t count, const char* in, const char* what) {
   if (!ids.numel() || !ids.is_cpu()) return;
   const at::Tensor flat = ids.to(at::kLong).contiguous();
   const int64_t *first = elements<int64_t>(flat), *last = first + flat.numel();
-  const auto bad = std::find_if(first, last, [=](int64_t i) { return i < 0 || i >= rows; });
+  const auto bad = std::find_if(first, last, [=](int64_t i) { return i < 0 || i >= count; });
   TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad,
-                    " is out of range; the table has ", rows, " rows");
+                    " is out of range; ", in, " has ", count, " ", what);
 }
 
 void check_packs(const char* name, const Format& f) {
@@ -270,7 +267,7 @@ void check_packs(const char* name, const Format& f) {
 const Format& check_quantize(const at::Tensor& w, std::string_view format) {
   const Format& f = check_format(format);
   check_packs("format", f);
-  const Size k = check_activations("w", w);
+  const Size k = check_rows("w", w);
   TORCH_CHECK_VALUE(w.dim() == 2, "w: shape ", w.sym_sizes(), "; must be [N, K]");
   check_k("w", f, k);
   return f;

@@ -28,8 +28,8 @@ struct WeightShape {
   c10::SymInt n, k;
 };
 
-// A checked weight as an engine takes it: uint8 [N, row_bytes(k)] with dense rows. A dense format
-// is given as that, or as [N, k] of its dtype.
+// A checked weight as an engine takes it: uint8 [N, row_bytes(k)] with dense rows, of experts [E, N,
+// row_bytes(k)]. A dense format is given as that, or as [N, k] of its dtype.
 struct PackedWeight {
   const Format& format;
   at::Tensor rows;
@@ -103,8 +103,10 @@ WeightShape check_dequantize(const at::Tensor& weight, std::string_view format,
 WeightShape check_embedding(const at::Tensor& ids, const at::Tensor& weight,
                             std::string_view format, const OptionalSize& in_features);
 
-// Whether each id is in the table: for ids on the CPU only, elsewhere it would wait for the device.
-void check_ids(const at::Tensor& ids, int64_t rows);
+// Whether each id is in range: for ids on the CPU only, elsewhere it would wait for the device.
+// What there are `count` of, and in what, is for the message.
+void check_ids(const at::Tensor& ids, int64_t count, const char* in = "the table",
+               const char* what = "rows");
 
 // w f32 / f16 / bf16 [N, K], K a multiple of the block.
 const Format& check_quantize(const at::Tensor& w, std::string_view format);
@@ -121,6 +123,14 @@ const Format& check_format(std::string_view name);
 // ValueError for a format that `quantize` does not make; name: the argument's.
 void check_packs(const char* name, const Format& f);
 void check_activation_dtype(const char* name, const at::Tensor& t);
+// x, f32 / f16 / bf16 with at least one dimension. Returns its last size, K.
+c10::SymInt check_rows(const char* name, const at::Tensor& x);
+// A weight for rows of k values on the device of x; of experts with one more dimension, the first.
+WeightShape check_weight(const char* name, const at::Tensor& weight, std::string_view format,
+                         const c10::SymInt& k, const at::Tensor& x, bool of_experts = false);
+// A floating tensor of exactly this shape on the device of x, or nothing.
+void check_addend(const char* name, const OptionalTensor& t, c10::SymIntArrayRef shape,
+                  const at::Tensor& x);
 // The numbers of a call are doubles, which engines take as f32.
 void check_f32(const char* name, double number);
 void check_k(const char* name, const Format& f, const c10::SymInt& k);

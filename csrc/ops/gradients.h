@@ -1,9 +1,11 @@
-// Whether a call of an op records a gradient.
+// What the Autograd kernels share; first of all, whether a call of an op records a gradient.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include <optional>
+#include <string>
+#include <string_view>
 
 namespace metalmm {
 
@@ -26,6 +28,17 @@ bool records_grad(const char* op, const T&... tensors) {
       ": has no forward-mode derivative (jvp, jacfwd, dual tensors), only a backward; use "
       "torch.autograd.functional.jvp or jacobian");
   return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+}
+
+// ValueError where a packed weight is to be trained.
+inline void check_frozen(const char* name, const at::Tensor& w) {
+  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !w.requires_grad(), name,
+                    ": requires grad, but weights of metalmm ops are frozen; pass weight.detach()");
+}
+
+// A name that outlives the call.
+inline std::optional<std::string> owned(std::optional<std::string_view> name) {
+  return name.has_value() ? std::optional<std::string>(*name) : std::nullopt;
 }
 
 }  // namespace metalmm

@@ -9,6 +9,7 @@
 
 #include "attention/checks.h"
 #include "checks.h"
+#include "experts/checks.h"
 #include "strategies.h"
 
 namespace metalmm {
@@ -111,6 +112,34 @@ Shape swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tens
   const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
   check_activations(activations, gate);
   return with_last(gate, shape.weight.n);
+}
+
+Shape expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
+                    const OptionalTensor& bias, std::string_view format,
+                    const OptionalTensor& scores, OptionalName strategy, OptionalName activations) {
+  const ExpertShape e = check_expert_linear(x, weight, ids, bias, format, scores);
+  check_strategy(strategy, x, check_activations(activations, x));
+  if (scores.has_value()) return {e.tokens, e.weight.n};
+  return {e.tokens, e.choices, e.weight.n};
+}
+
+Shape expert_input_grad(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& ids,
+                        std::string_view format, c10::SymInt in_features) {
+  check_expert_input_grad(grad, weight, ids, format, in_features);
+  return with_last(grad, std::move(in_features));
+}
+
+Shape expert_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
+                    const OptionalTensor& bias, std::string_view format,
+                    std::string_view activation, bool interleaved, const OptionalTensor& up_weight,
+                    std::optional<double> limit, double alpha, OptionalName strategy,
+                    OptionalName activations) {
+  const ExpertShape e =
+      check_expert_swiglu(x, weight, ids, bias, format,
+                          {activation, interleaved, up_weight, limit, alpha})
+          .experts;
+  check_strategy(strategy, x, check_activations(activations, x));
+  return {e.tokens, e.choices, e.weight.n};
 }
 
 template <int64_t kDim>

@@ -21,12 +21,12 @@ StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check) {
   return check_of(type).exchange(check);
 }
 
-void check_strategy(OptionalName name, const at::Tensor& x, Activations activations) {
+void check_strategy(OptionalName name, const at::Tensor& x, Activations activations, Op op) {
   if (!name.has_value() || x.is_meta()) return;
   if (const StrategyCheck check = check_of(x.device().type())) {
     or_value_error([&] { check(*name, activations); });
   } else {
-    find_strategy(name, x);
+    find_strategy(name, x, op);
   }
 }
 
@@ -41,9 +41,9 @@ Activations check_activations(OptionalName name, const at::Tensor& x) {
   return Activations::kInt8;
 }
 
-std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x) {
+std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x, Op op) {
   if (!name.has_value()) return std::nullopt;
-  const std::vector<StrategyId> able = strategies_of(Op::kLinear);
+  const std::vector<StrategyId> able = strategies_of(op);
   return able[check_name("strategy", *name, able, c10::DeviceTypeName(x.device().type(), true))];
 }
 

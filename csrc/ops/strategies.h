@@ -26,13 +26,14 @@ StrategyCheck set_strategy_check(c10::DeviceType type, StrategyCheck check);
 
 // As the engine of x's device checks it; meta is none, and takes any name. ValueError.
 void check_strategy(OptionalName name, const at::Tensor& x,
-                    Activations activations = Activations::kExact);
+                    Activations activations = Activations::kExact, Op op = Op::kLinear);
 
 // Activations by name: nothing is exact. ValueError where no such name is, or where the engine of
 // x's device rounds none; meta is no engine, and takes each.
 Activations check_activations(OptionalName name, const at::Tensor& x);
 
-// The strategy of plan() of that name. ValueError that lists those of a linear layer.
-std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x);
+// The strategy of plan() of that name. ValueError that lists those of the op.
+std::optional<StrategyId> find_strategy(OptionalName name, const at::Tensor& x,
+                                        Op op = Op::kLinear);
 
 }  // namespace metalmm
