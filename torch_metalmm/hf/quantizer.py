@@ -21,8 +21,8 @@ from ..files.headers import Found
 from ..files.untrusted import check_inside
 from ..models.activations import activations_
 from ..models.attach import plug_in
-from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from ..models.experts import Stack, unpack_into
+from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from ..models.replace import is_conv1d, weight_shape
 from ..models.skeleton import empty_like
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear

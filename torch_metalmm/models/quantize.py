@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import formats
-from ..nn import QuantEmbedding, QuantLinear
 from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
 from .attach import attach, is_transformers_model, quantized_by_another

@@ -100,6 +100,13 @@ class QuantExperts(Activations, nn.Module):
         setattr(self, stack, weight)
         self.formats[stack] = spec.name
 
+    def rows_of_both(self, merged: Tensor) -> tuple[Tensor, Tensor]:
+        """What of gate_up_proj or its bias, [E, 2 N, ...], is gate's and what up's; views."""
+        if GATE in self.formats:
+            gate, up = merged.chunk(2, 1)
+            return gate, up
+        return self.gate.split(merged, 1)
+
     def dequantize(self, stack: str, dtype: torch.dtype | None = None) -> Tensor:
         """The matrices [E, rows, K] of a stack, a new dense tensor of `dtype` (default float32)."""
         weight = self.get_parameter(stack)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from .file import GgufFile
-from .rows import ARCHITECTURES, GRANITE, SIZES, STORED_AS, WINDOW, WITH_EXPERTS, row_of
+from .rows import (
+    ARCHITECTURES,
+    GRANITE,
+    SIZES,
+    STORED_AS,
+    WINDOW,
+    WITH_EXPERTS,
+    Architecture,
+    row_of,
+)
 
 _KV_HEADS, _KEY_LENGTH = "attention.head_count_kv", "attention.key_length"
 _EXPERTS = "expert_count"
@@ -78,8 +87,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     return values
 
 
-def metadata(config: Any) -> tuple[str, dict[str, Any]]:
-    """(architecture, its values by their full keys) of a transformers config.
+def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
+    """(architecture, its row, its values by their full keys) of a transformers config.
 
     ValueError: no row is of its model type, or no key says its rotation, its mask or the scale of
     its scores, or a value is not of its key's type.
@@ -111,7 +120,7 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
             1e-5  # its norms have no weights, and this is theirs
         )
     values |= _rotation_values(config, head)
-    return architecture, {
+    return architecture, row, {
         f"{architecture}.{key}": _typed(key, value)
         for key, value in values.items()
         if value is not None

@@ -7,15 +7,16 @@ architectures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...models.experts import Home, homes
-from ...nn.experts import DOWN, GATE, GATE_UP, UP
+from ... import formats
+from ...models.experts import Home, dense_format, homes
+from ...models.ggml import type_names
+from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
 from .file import GgufFile
 from .map import layer_of
 
@@ -79,11 +80,6 @@ def experts_of(file: GgufFile, model: Any) -> list[Experts]:
     return found
 
 
-def names_of(name: str, stacks: Iterable[str], kind: str = "weight") -> dict[str, str]:
-    """{stack: its tensor's name} of the experts with that name in the model."""
-    return {stack: _name(name, stack, kind) for stack in stacks}
-
-
 def _name(name: str, stack: str, kind: str = "weight") -> str:
     return f"blk.{layer_of(f'{name}.')}.{_LEAVES[stack]}.{kind}"
 
@@ -122,3 +118,50 @@ def put_experts(model: Any, file: GgufFile, item: Experts, device: torch.device 
     for stack, tensor in item.stacks.items():
         name, format = f"{item.name}.{stack}", file.tensors[tensor].format
         item.home.stacks[stack].put(model, [name], file.packed(tensor).to(device), format)
+
+
+def stored_experts(name: str, home: Home) -> dict[str, tuple[Tensor, str]]:
+    """{name in a file: (tensor, format)} of a module of experts, gate and up apart.
+
+    The home is one with gate and up apart, if its module is dense. ValueError: a format that GGUF
+    does not have.
+    """
+    tensors: dict[str, tuple[Tensor, str]] = {}
+    for stack, part in home.stacks.items():
+        if part.format is None:
+            format = dense_format(part.weight)
+            value = part.dense().unflatten(0, part.shape[:2]).to(formats.DTYPES[format])
+        else:
+            check_format(f"{name}.{stack}", part.format)
+            format, value = part.format, part.weight.detach()
+        _add(tensors, home.made, name, stack, "weight", value.cpu(), format)
+    for bias, rows in home.made.named_parameters():
+        if bias.endswith("_bias"):
+            value = rows.detach().float().cpu()
+            _add(tensors, home.made, name, bias.removesuffix("_bias"), "bias", value, "f32")
+    return tensors
+
+
+def _add(
+    tensors: dict[str, tuple[Tensor, str]],
+    made: QuantExperts,
+    name: str,
+    stack: str,
+    kind: str,
+    value: Tensor,
+    format: str,
+) -> None:
+    """Add what is stored of a weight or bias, that of gate and up as two."""
+    if stack != GATE_UP:
+        tensors[_name(name, stack, kind)] = value, format
+        return
+    for part, half in zip((GATE, UP), made.rows_of_both(value), strict=True):
+        tensors[_name(name, part, kind)] = half, format
+
+
+def check_format(name: str, format: str) -> None:
+    """ValueError: GGUF does not have the format."""
+    if format not in type_names().values():
+        raise ValueError(
+            f"{name} is {format}, which GGUF does not have: quantize_ the model to a GGML format"
+        )

@@ -15,14 +15,16 @@ from torch import Tensor
 from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
-from ...models.ggml import type_names
+from ...models.experts import homes
 from ...models.replace import is_conv1d
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
 from .architectures import llama3_divisors, metadata
+from .experts import check_format, stored_experts
 from .file import GgufFile
 from .layout import TensorMap
 from .map import ROPE_DIVISORS, ProcessorMap, model_config
+from .rows import Architecture
 from .vocabulary import vocabulary
 
 # Attributes that config classes know, and that change no logits, are written elsewhere, or of which
@@ -41,7 +43,7 @@ def save_gguf(
 
     tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
     programs for text refuse.
-    Packed layers keep their bytes, their rows in the order that llama.cpp has for q and k; dense
+    Packed layers and experts keep their bytes, their rows in the order that llama.cpp has for q and k; dense
     matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The file is
     complete before it appears under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
@@ -54,7 +56,7 @@ def save_gguf(
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
     target = check_target(path, replace, "replace=True")
-    architecture, values = metadata(model.config)
+    architecture, row, values = metadata(model.config)
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"model: {type(model).__name__} has no output head, which readers of a GGUF file would "
@@ -62,7 +64,7 @@ def save_gguf(
         )
     if tokenizer is not None:
         values |= vocabulary(tokenizer, model)
-    tensors = _tensors(model, architecture)
+    tensors = _tensors(model, architecture, row)
     try:
         # Not staging's prefix: saves of folders remove what is left under theirs.
         temporary = tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.parent)
@@ -92,16 +94,22 @@ def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Pa
     return target
 
 
-def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:
+def _tensors(
+    model: Any, architecture: str, row: Architecture
+) -> dict[str, tuple[Tensor, str]]:
     """{name in the file: (the tensor or its packed bytes, its format)}."""
     outline = empty_like(model, torch.float32)
     mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
     state = model.state_dict(keep_vars=True)
-    names = {target: name for name, target in mapping.names().items()}
+    names = {target: _full(name) for name, target in mapping.names().items()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tensors = {}
+    tensors, experts = {}, homes(model, apart=dict(model.named_modules()))
+    for owner, home in experts.items():
+        tensors |= stored_experts(owner, home)
     for target, value in state.items():
         owner, _, leaf = target.rpartition(".")
+        if owner in experts:
+            continue
         module = model.get_submodule(owner)
         if module is head and leaf == "weight" and value is embedding.weight:
             continue  # a file without output.weight has a tied head
@@ -122,17 +130,18 @@ def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:
     return tensors
 
 
+def _full(name: str) -> str:
+    """The name in the file; tables of transformers have names of parameters without their kind."""
+    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+
+
 def _packed(
     mapping: TensorMap, name: str, target: str, module: QuantLinear | QuantEmbedding
 ) -> tuple[Tensor, str]:
     """The layer's bytes, rows in the order of the file."""
     if getattr(module, "input_order", None) is not None:
         raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
-    if module.format not in type_names().values():
-        raise ValueError(
-            f"{target} is {module.format}, which GGUF does not have: quantize_ the model to "
-            "a GGML format"
-        )
+    check_format(target, module.format)
     k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
     return _matrix(mapping, name, target, module.weight.detach(), k), module.format
 
@@ -195,7 +204,8 @@ def _write(
         add[type(value)](key, value)
     for name, (tensor, format) in tensors.items():
         kind = GGMLQuantizationType[format.upper()]
-        data = tensor.contiguous().view(torch.uint8).numpy()
+        packed = tensor.dtype == torch.uint8  # parts of a stack are copied when they are written
+        data = (tensor if packed else tensor.contiguous().view(torch.uint8)).numpy()
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
