@@ -126,7 +126,8 @@ def weight_shape(module: nn.Module | Stack) -> tuple[int, int]:
         return module.out_features, module.in_features
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return weight.shape[1], weight.shape[0]
+    n, k = weight.shape
+    return (k, n) if is_conv1d(module) else (n, k)
 
 
 def is_conv1d(module: nn.Module) -> bool:

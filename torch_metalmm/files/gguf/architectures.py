@@ -120,11 +120,15 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
             1e-5  # its norms have no weights, and this is theirs
         )
     values |= _rotation_values(config, head)
-    return architecture, row, {
-        f"{architecture}.{key}": _typed(key, value)
-        for key, value in values.items()
-        if value is not None
-    }
+    return (
+        architecture,
+        row,
+        {
+            f"{architecture}.{key}": _typed(key, value)
+            for key, value in values.items()
+            if value is not None
+        },
+    )
 
 
 def _typed(key: str, value: Any) -> float | int | str | bool:

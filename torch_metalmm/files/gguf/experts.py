@@ -55,9 +55,7 @@ def experts_of(file: GgufFile, model: Any) -> list[Experts]:
 
     ValueError: a tensor of them is missing or has another shape, or they are one by one.
     """
-    apart = [
-        name for name, _ in model.named_modules() if _name(name, GATE_UP) not in file.tensors
-    ]
+    apart = [name for name, _ in model.named_modules() if _name(name, GATE_UP) not in file.tensors]
     found = []
     for name, home in homes(model, apart).items():
         made = home.made

@@ -215,7 +215,7 @@ class ProcessorMap(TensorMap):
             self._given.add(name.removesuffix(".weight"))
             complete = [t for t in self._open if self._needed.get(t, set()) <= self._given]
             return {target: self._open.pop(target) for target in complete}
-        target = self._names.get(done.name)
+        target = self.target(done.name)
         made = done.weights
         if min(made.strides, default=0) < 0:  # torch has no such tensors
             made = np.ascontiguousarray(made)

@@ -136,7 +136,9 @@ ARCHITECTURES = {
         processor=_QWEN2_MOE,
     ),
     "qwen2vl": Architecture("qwen2", writes=False),  # for text its rotation in 3 parts is that of 1
-    "qwen3moe": Architecture("qwen3_moe", _EXPERTS | _WIDTH, processor=_QWEN2_MOE, has={"norm_topk_prob": True}),
+    "qwen3moe": Architecture(
+        "qwen3_moe", _EXPERTS | _WIDTH, processor=_QWEN2_MOE, has={"norm_topk_prob": True}
+    ),
     "qwen3vl": Architecture("qwen3", writes=False),
     "seed_oss": Architecture("seed_oss", flags={"attention_bias": "blk.0.attn_q.bias"}),
     "smollm3": Architecture("smollm3", processor=_LLAMA),

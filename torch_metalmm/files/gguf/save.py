@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
-from ...models.replace import is_conv1d
+from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
 from .architectures import llama3_divisors, metadata
@@ -94,9 +94,7 @@ def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Pa
     return target
 
 
-def _tensors(
-    model: Any, architecture: str, row: Architecture
-) -> dict[str, tuple[Tensor, str]]:
+def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tuple[Tensor, str]]:
     """{name in the file: (the tensor or its packed bytes, its format)}."""
     outline = empty_like(model, torch.float32)
     mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
@@ -115,19 +113,28 @@ def _tensors(
             continue  # a file without output.weight has a tied head
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
-        name = names[target]
-        if isinstance(module, QuantLinear | QuantEmbedding) and leaf == "weight":
-            stored = _packed(mapping, name, target, module)
-        elif value.dim() == 2 and not name.endswith("norm.weight"):
-            dense = value.detach().t() if is_conv1d(module) else value.detach()
-            stored = _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
-        else:
-            stored = _others(mapping, name, target, value.detach().float().cpu()), "f32"
-        tensors[name] = stored
+        tensors[names[target]] = _stored(mapping, names[target], target, module, value.detach())
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
         tensors[ROPE_DIVISORS] = divisors.float(), "f32"
     return tensors
+
+
+def _stored(
+    mapping: TensorMap, name: str, target: str, module: Any, value: Tensor
+) -> tuple[Tensor, str]:
+    """What the file has for a parameter of the module, and its format."""
+    matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
+    if matrix and mapping.shape({name: weight_shape(module)[1:]}) == (1, *weight_shape(module)[1:]):
+        return dense_weight(module)[0].float().cpu(), "f32"  # a matrix of one row is a vector there
+    if matrix and isinstance(module, QuantLinear | QuantEmbedding):
+        return _packed(mapping, name, target, module)
+    if value.dim() == 2 and not name.endswith("norm.weight"):
+        if name.endswith("ffn_gate_inp.weight"):  # llama.cpp reads routers in f32 only
+            value = value.float()
+        dense = value.t() if is_conv1d(module) else value
+        return _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
+    return _others(mapping, name, target, value.float().cpu()), "f32"
 
 
 def _full(name: str) -> str:
@@ -150,7 +157,8 @@ def _matrix(
     mapping: TensorMap, name: str, target: str, rows: Tensor, k: int | None = None
 ) -> Tensor:
     """Rows in the order of the file. ValueError: the file has more than another order of them."""
-    layout = mapping.layout(name, (len(rows), rows.shape[1] if k is None else k))
+    k = rows.shape[1] if k is None else k
+    layout = mapping.layout(name, (len(rows), k))
     if layout is None or layout.transposed or layout.columns is not None:
         raise ValueError(f"{target} is not a matrix of a GGUF file, row by row")
     rows = rows.cpu().contiguous()
