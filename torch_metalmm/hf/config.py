@@ -26,17 +26,17 @@ class MetalMMConfig(QuantizationConfigMixin):
 
         AutoModel.from_pretrained(folder, quantization_config=MetalMMConfig("q4_k"))
 
-    format: what every Linear, Conv1D, Embedding and stack of experts gets that nothing else names, output head and
-    embeddings included, as in quantize_, llama.cpp and MLX; None leaves these layers dense.
+    format: what every Linear, Conv1D, Embedding and stack of experts gets that nothing else names,
+    output head and embeddings included, as quantize_, llama.cpp and MLX do; None: they stay dense.
     modules: {pattern: format or None}, patterns as in quantize_; the first that matches counts.
     skip: layers to leave dense: a name, or a part of one between dots, or a glob of either
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
     activations: "int8", as activations_ says it; or {name of a layer: "int8" or None}.
 
-    In config.json of a stored model, modules has the exact name and format of every packed layer and
-    of every stack of experts (gate_proj and up_proj where a file had these apart),
-    None for a dense one that the model's config ties to a packed one, and input_order the names of
-    those that gather their input (see QuantLinear).
+    In config.json of a stored model, modules has the exact name and format of every packed layer
+    and stack of experts (gate_proj and up_proj where a file had these apart), None for a dense one
+    that the model's config ties to a packed one, and input_order the names of those that gather
+    their input (see QuantLinear).
     ValueError: an unknown format or key, a value of the wrong type, nothing to pack.
     """
 

@@ -12,7 +12,7 @@ from .attach import attach, is_transformers_model, quantized_by_another
 
 
 def activations_(model: nn.Module, kind: str | None) -> nn.Module:
-    """Round the input of the model's packed linear layers and experts to int8 on the CPU, or read it exactly.
+    """Round the input of packed linear layers and experts to int8 on the CPU, or read it exactly.
 
     kind: "int8" or None. With "int8" each block of 32 values of x is rounded to 8 bits with a scale
     of its own before it is multiplied, as llama.cpp does: prompts and small batches take less time,

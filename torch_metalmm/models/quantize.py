@@ -60,9 +60,9 @@ def quantize_(
     or {pattern: format}, a layer taking the first pattern that matches its whole name: a glob where
     `*` also crosses dots ("*.mlp.*", "lm_head"), or, after "re:", a regular expression; None as the
     format leaves the layer dense, as does matching nothing; or spec(name, module) -> format | None.
-    filter_fn(name, module) -> False leaves a layer dense. A stack of experts has a format of its own,
-    by its name ("*.experts.down_proj") or that of its module; a function gets the module. Where
-    only one of a module's stacks is given a format, the others are rows of their own dtype.
+    filter_fn(name, module) -> False leaves a layer dense. A stack of experts has a format of its
+    own, by its name ("*.experts.down_proj") or that of its module; a function gets the module.
+    Where only one of a module's stacks is given a format, the others are rows of their own dtype.
 
     A weight that several layers share (tied embeddings) stays one tensor: it takes the first
     pattern that matches any of their names, or the format that spec gives any of them, and stays
@@ -200,16 +200,17 @@ def _told(site: _Site) -> tuple[str, nn.Module]:
 
 
 def _other_stacks(groups: list[_Sites], jobs: list[Job]) -> list[Job]:
-    """Jobs for the stacks that nothing is asked for, of dense experts of which another is packed."""
+    """Jobs for the stacks that nothing is asked for, of experts of which another is packed."""
     asked = [job.sites[0][1] for job in jobs]
     homes = {id(stack.home) for stack in asked if isinstance(stack, Stack)}
     taken, others = {id(stack) for stack in asked}, []
     for sites in groups:
         stack = sites[0][1]
-        if isinstance(stack, Stack) and id(stack.home) in homes and id(stack) not in taken:
-            if stack.format is None:
-                same = dense_format(stack.weight)
-                others.append(Job(sites, same, same))
+        if not isinstance(stack, Stack) or id(stack.home) not in homes or id(stack) in taken:
+            continue
+        if stack.format is None:
+            same = dense_format(stack.weight)
+            others.append(Job(sites, same, same))
     return others
 
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture, whose weights stay packed: a stack [E, N, row_bytes] for each product."""
+"""The experts of a mixture with packed weights: a stack [E, N, row_bytes] for each product."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class QuantExperts(Activations, nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """formats: {stack: format}, in one of the three forms. biases: names of parameters, of dtype.
+        """formats: {stack: format}, in one of the three forms. biases: names, of this dtype.
 
         ValueError: other stacks, an unknown format, a K that is no multiple of its block.
         """
@@ -82,7 +82,7 @@ class QuantExperts(Activations, nn.Module):
         return (h, n) if stack == DOWN else (2 * n if stack == GATE_UP else n, h)
 
     def put(self, stack: str, weight: Tensor, format: str) -> None:
-        """Give a stack other bytes, uint8 [E, rows, row_bytes] (or in 2 dimensions); none is copied.
+        """Give a stack other bytes, uint8 [E, rows, row_bytes] or [E rows, row_bytes]; no copy.
 
         ValueError: they do not fit the format.
         """
@@ -213,7 +213,7 @@ class SortedExperts(QuantExperts):
     top_k: int
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """hidden_states [E T, H], of which at most top_k of a token's E rows are not 0; [E T, H]."""
+        """hidden_states [E T, H], at most top_k of a token's E rows not 0; [E T, H]."""
         e, h = self.num_experts, self.hidden_dim
         by_token = hidden_states.view(e, -1, h).transpose(0, 1)  # [T, E, H]
         # NaN counts as the largest, so that it is not lost.

@@ -1,4 +1,4 @@
-"""The architectures whose files are converted here: models of transformers, and what files state."""
+"""The architectures whose files are converted here: transformers' models, and what files state."""
 
 from __future__ import annotations
 

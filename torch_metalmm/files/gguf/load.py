@@ -44,12 +44,12 @@ def load_gguf(
     A split file is given by any of its parts, or by the folder that has them and no other model.
 
     Each 2-D weight of a Linear, Conv1D (GPT-2) or Embedding becomes a QuantLinear or
-    QuantEmbedding: on the CPU a view of the memory-mapped file, copied only where the architecture
-    reorders rows (Llama's q and k); on another device a copy. So do stacks of experts, in QuantExperts. Files larger than memory load, and
-    writing to a weight never reaches the file. The file must not be truncated while the model is
-    used: a read beyond its end kills the process (SIGBUS). A tied output head shares the
-    embedding's bytes. Everything else (norms, biases, convolutions) is decoded to
-    `dtype`, the dtype of the activations too.
+    QuantEmbedding, and stacks of experts QuantExperts: on the CPU views of the memory-mapped file,
+    copied only where the architecture reorders rows (Llama's q and k); on another device copies.
+    Files larger than memory load, and writing to a weight never reaches the file. The file must not
+    be truncated while the model is used: a read beyond its end kills the process (SIGBUS). A tied
+    output head shares the embedding's bytes. Everything else (norms, biases, convolutions) is
+    decoded to `dtype`, the dtype of the activations too.
     A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
 

@@ -27,6 +27,7 @@ from .map import ROPE_DIVISORS, ProcessorMap, model_config
 from .rows import Architecture
 from .vocabulary import vocabulary
 
+_NO_TOKENS = "tokenizer.ggml.model"
 # Attributes that config classes know, and that change no logits, are written elsewhere, or of which
 # transformers makes others: max_window_layers becomes layer_types, which are compared.
 _UNSAID = (
@@ -42,10 +43,10 @@ def save_gguf(
     """Write a transformers model as one GGUF file, with its tokenizer.
 
     tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
-    programs for text refuse.
-    Packed layers and experts keep their bytes, their rows in the order that llama.cpp has for q and k; dense
-    matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The file is
-    complete before it appears under its name.
+    programs for text refuse; its library reads them.
+    Packed layers and experts keep their bytes, their rows in the order that llama.cpp has for q and
+    k; dense matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The
+    file is complete before it appears under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
     ValueError, before anything is written: no transformers model, without an output head, or of a
     type that is not among those written; a layer in a format that GGUF does not have, or that
@@ -62,8 +63,7 @@ def save_gguf(
             f"model: {type(model).__name__} has no output head, which readers of a GGUF file would "
             "take to be tied to the embedding"
         )
-    if tokenizer is not None:
-        values |= vocabulary(tokenizer, model)
+    values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture, row)
     try:
         # Not staging's prefix: saves of folders remove what is left under theirs.

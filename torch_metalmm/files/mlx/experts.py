@@ -160,7 +160,7 @@ def stored_experts(
 ) -> tuple[dict[str, Tensor], dict[str, Packing]]:
     """(tensors, packings of the quantized ones) of a module of experts, by mlx-lm's names.
 
-    kind: the model's type. ValueError: a format that MLX does not have, or a type that is not known.
+    kind: the model's type. ValueError: a format that MLX does not have, a type that is not known.
     """
     place = f"{of_block(name, kind)}.{_MODULES.get(kind, 'switch_mlp')}"
     tensors: dict[str, Tensor] = {}

@@ -44,11 +44,11 @@ def load_mlx(
 
     Quantized layers become QuantLinear and QuantEmbedding with the same values, bit for bit: affine
     with 2 to 8 bits, groups of 32, 64, 128 and scales of any float dtype, mxfp4, mxfp8 and nvfp4
-    (the last two where K is a multiple of 64). Experts become QuantExperts. A layer that transformers
-    computes with itself, as routers do, is decoded. dtype is that of activations and unpacked weights,
-    by default that of the checkpoint's unpacked tensors. Every model*.safetensors of the folder is
-    read; its index is not, since it is often that of the model before quantization. The model is
-    frozen and in eval mode.
+    (the last two where K is a multiple of 64). Experts become QuantExperts. A layer whose weight
+    transformers multiplies by itself, as routers do, is decoded. dtype is that of activations and
+    unpacked weights, by default that of the checkpoint's unpacked tensors. Every model*.safetensors
+    of the folder is read; its index is not, since it is often that of the model before
+    quantization. The model is frozen and in eval mode.
 
     OSError: a file is missing. ValueError: not such a checkpoint, a mode or size without a format
     here, tensors that contradict the config or the model, an architecture of which MLX stores other
