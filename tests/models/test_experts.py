@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from expert_models import (
-    CHOSEN,
     EXPERTS,
     FFN,
     IDS,
@@ -39,6 +38,7 @@ from torch_metalmm import (
 pytestmark = [
     pytest.mark.filterwarnings("error"),
     pytest.mark.filterwarnings("ignore:K is not a multiple"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # PEFT
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
@@ -68,9 +68,7 @@ def test_a_packed_model_equals_its_decoded_one(kind: str) -> None:
     reference = decoded(dense, packed)
     check_equals(packed, reference)
     assert torch.equal(greedy(packed), greedy(reference))
-    with pytest.MonkeyPatch.context() as patch:  # prompts are long, tokens few: both ways of the op
-        patch.setattr("expert_models.IDS", IDS[:, :1])
-        check_equals(packed, reference, IDS[:1, :1])
+    check_equals(packed, reference, IDS[:1, :1])  # few rows: another kernel
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Llama4Text", "DeepseekV3"])
@@ -89,7 +87,7 @@ def test_packing_while_loading_and_saves(kind: str, tmp_path: Path) -> None:
     assert same_state(model, packed)
     back = model.dequantize()
     assert not experts_of(back)
-    assert torch.equal(logits(back), logits(decoded(dense, packed)))
+    assert same_state(back, decoded(dense, packed))
 
 
 def test_formats_of_stacks() -> None:
@@ -194,10 +192,14 @@ def test_state_dicts_and_copies() -> None:
     with pytest.raises(RuntimeError, match=rf"{name} must be uint8 \[{EXPERTS}, {H}, 68\] \(q8_0"):
         model.load_state_dict(state)
     assert same_state(copy.deepcopy(model), model)
-    half = copy.deepcopy(quantize_(expert_model("GptOss"), "q8_0", progress=False)).half()
-    first = half.model.layers[0].mlp.experts
-    assert first.down_proj.dtype == torch.uint8 and first.down_proj_bias.dtype == torch.float16
-    assert logits(half).dtype == torch.float16
+    experts = quantize_(expert_model("GptOss"), "q8_0", progress=False).model.layers[0].mlp.experts
+    half = copy.deepcopy(experts).half()
+    assert half.down_proj.dtype == torch.uint8 and half.down_proj_bias.dtype == torch.float16
+    args = torch.randn(3, H), torch.tensor([[0, 1], [2, 2], [5, 3]]), torch.rand(3, 2)
+    near = half(args[0].half(), args[1], args[2].half()).float()
+    # Each of the four products, the sum and the inputs is rounded to f16, of values of its size.
+    want = experts(*args)
+    assert (near - want).abs().max() <= 16 * 2.0**-11 * want.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
@@ -263,4 +265,3 @@ def test_bad_bytes() -> None:
     experts = model.model.layers[0].mlp.experts
     with pytest.raises(ValueError, match=rf"down_proj must be uint8 \[{EXPERTS}, {H}, 36\] \(q4_0"):
         experts.put("down_proj", experts.down_proj, "q4_0")
-    assert CHOSEN < EXPERTS

@@ -47,7 +47,7 @@ class _Stored:
 
 @dataclass
 class _Job:
-    """One layer, the names it has in the model, and what it holds, or the experts that replace it."""
+    """One layer, the names it has in the model, and what it holds, or the experts in its place."""
 
     module: Any
     stored: _Stored | QuantExperts
@@ -59,8 +59,8 @@ def adopt_(
 ) -> nn.Module:
     """Replace the quantized layers that other libraries made by packed ones, in place.
 
-    Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding, GgufExperts), diffusers (GGUFLinear) and
-    ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers' MetalLinear does;
+    Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding, GgufExperts), diffusers
+    (GGUFLinear) and ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers' MetalLinear does;
     the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao (Int4Tensor, Int8Tensor,
     IntxUnpackedToInt8Tensor), as load_quantized reads them; and frozen dense subclasses of
     nn.Linear that compute what nn.Linear computes. GGML and dense bytes are shared, not copied;
