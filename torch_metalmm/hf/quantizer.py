@@ -234,8 +234,7 @@ def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
     _check_shape(name, tuple(weight.shape), dense)
     check_weight(name, weight, job.format)
     if isinstance(dense, Stack):
-        packed = quantize_weight(dense.rows(weight), job.format)
-        return packed.unflatten(0, dense.shape[:2])
+        return quantize_weight(dense.rows(weight), job.format).view(*dense.shape[:2], -1)
     return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
 
 

@@ -60,10 +60,10 @@ def adopt_(
     """Replace the quantized layers that other libraries made by packed ones, in place.
 
     Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding, GgufExperts), diffusers
-    (GGUFLinear) and ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers' MetalLinear does;
-    the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao (Int4Tensor, Int8Tensor,
-    IntxUnpackedToInt8Tensor), as load_quantized reads them; and frozen dense subclasses of
-    nn.Linear that compute what nn.Linear computes. GGML and dense bytes are shared, not copied;
+    (GGUFLinear) and ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers'
+    MetalLinear does; the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao (Int4Tensor,
+    Int8Tensor, IntxUnpackedToInt8Tensor), as load_quantized reads them; and frozen dense subclasses
+    of nn.Linear that compute what it computes. GGML and dense bytes are shared, not copied;
     other tensors become one. Layers that share a weight still share it.
     filter_fn(name, module) -> False leaves a layer alone.
 

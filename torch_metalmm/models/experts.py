@@ -184,5 +184,6 @@ def unpack_into(dense: nn.Module, packed: QuantExperts, dtype: torch.dtype) -> N
     for name in structure.biases:
         bias = packed.get_parameter(name)
         if apart and name == f"{GATE_UP}_bias":
-            bias = nn.Parameter(structure.gate.merge(*bias.chunk(2, -1)))
+            gate, up = bias.chunk(2, -1)
+            bias = nn.Parameter(structure.gate.merge(gate, up))
         setattr(dense, name, bias)

@@ -79,7 +79,10 @@ def _sizes(
         return None
     e, h, n = (down[0], down[2], down[1]) if transposed else down
     rows = 2 * n if stacks == MERGED else n
-    want = {stacks[0]: (e, h, rows) if transposed else (e, rows, h), DOWN: down}
+    want: dict[str, tuple[int, ...]] = {
+        stacks[0]: (e, h, rows) if transposed else (e, rows, h),
+        DOWN: down,
+    }
     want |= {f"{stacks[0]}_bias": (e, rows), f"{DOWN}_bias": (e, h)}
     return (e, h, n) if all(want[name] == shape for name, shape in shapes.items()) else None
 
@@ -144,7 +147,9 @@ def _small(module: nn.Module, structure: Structure) -> tuple[Any, dict[str, Tens
     known[2 * structure.intermediate] = 2 * n
     rows = 2 * n if structure.stacks == MERGED else n
     first = structure.stacks[0]
-    small = {first: (e, h, rows) if structure.transposed else (e, rows, h)}
+    small: dict[str, tuple[int, ...]] = {
+        first: (e, h, rows) if structure.transposed else (e, rows, h)
+    }
     small |= {DOWN: (e, n, h) if structure.transposed else (e, h, n)}
     small |= {f"{first}_bias": (e, rows), f"{DOWN}_bias": (e, h)}
     tensors = {

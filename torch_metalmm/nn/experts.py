@@ -113,7 +113,7 @@ class QuantExperts(Activations, nn.Module):
         out: Tensor = torch.ops.metalmm.dequantize(
             weight.flatten(0, 1), self.formats[stack], self.shape(stack)[1], dtype=dtype
         )
-        return out.unflatten(0, weight.shape[:2])
+        return out.view(*weight.shape[:2], -1)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index [T, C] int, top_k_weights [T, C] float; [T, H].
@@ -148,7 +148,7 @@ class QuantExperts(Activations, nn.Module):
             ]
             return gate.of(*parts)
         first = GATE if GATE in p else GATE_UP
-        options = {"limit": gate.limit, "alpha": gate.alpha, **kind}
+        options: dict[str, Any] = {"limit": gate.limit, "alpha": gate.alpha, **kind}
         if first == GATE:
             options["up_weight"] = p[UP]
         inner: Tensor = _expert_swiglu(

@@ -35,19 +35,19 @@ class Gate:
     def split(self, merged: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
         """gate and up of what has both along `dim`; views."""
         if self.interleaved:
-            gate, up = merged.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+            dim %= merged.dim()
+            pairs = merged.view(*merged.shape[:dim], -1, 2, *merged.shape[dim + 1 :])
+            gate, up = pairs.unbind(dim + 1)
         else:
             gate, up = merged.chunk(2, dim)
         return gate, up
 
     def merge(self, gate: Tensor, up: Tensor, dim: int = -1) -> Tensor:
         """The inverse of split, a copy."""
-        if self.interleaved:
-            after = dim if dim < 0 else dim + 1
-            return torch.stack((gate, up), after).flatten(
-                *((dim - 1, dim) if dim < 0 else (dim, after))
-            )
-        return torch.cat((gate, up), dim)
+        if not self.interleaved:
+            return torch.cat((gate, up), dim)
+        dim %= gate.dim()
+        return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
         """The same in torch's ops."""

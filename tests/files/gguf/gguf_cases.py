@@ -154,7 +154,12 @@ CASES = {
     "smollm3": Case("SmolLM3", {"pad_token_id": 2}, theta=5e6, interleaved=True),
 }
 EXPERTS = {
-    "dots1": Case("Dots1", {"head_dim": HEAD, **_ROUTED}, _ROUTED_FILE, aliases=_CORRECTED),
+    "dots1": Case(
+        "Dots1",
+        {"head_dim": HEAD, "num_key_value_heads": HEADS, **_ROUTED},
+        _ROUTED_FILE | {"attention.head_count_kv": HEADS},
+        aliases=_CORRECTED,
+    ),
     "glm4moe": Case(
         "Glm4Moe",
         {"head_dim": HEAD, "attention_bias": True, "use_qk_norm": True, **_ROUTED},
@@ -210,8 +215,13 @@ EXPERTS = {
     ),
     "olmoe": Case(
         "Olmoe",
-        {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0},
-        {"attention.clamp_kqv": 2.0, **_EXPERTS},
+        {
+            "num_key_value_heads": HEADS,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "clip_qkv": 2.0,
+        },
+        {"attention.head_count_kv": HEADS, "attention.clamp_kqv": 2.0, **_EXPERTS},
     ),
     "qwen2moe": Case(
         "Qwen2Moe",

@@ -76,7 +76,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
             given = file.metadata[prefix + key]
             raise ValueError(f"{file.path}: {prefix + key} is {given!r}; it must be {number}")
     for path, constant in row.has.items():
-        _put(values, path, constant)
+        if "truncate" not in path or values["rope_parameters"]["rope_type"] == "yarn":
+            _put(values, path, constant)
     # Layers that predict tokens beyond the next, which transformers' models do not have.
     values["num_hidden_layers"] -= file.metadata.get(f"{prefix}nextn_predict_layers", 0)
     values.setdefault("num_key_value_heads", values["num_attention_heads"])

@@ -90,7 +90,9 @@ def _check(file: GgufFile, item: Experts) -> None:
     """ValueError: a tensor is missing or not of the model's shape."""
     made = item.home.made
     e = made.num_experts
-    wanted = {tensor: (e, *made.shape(stack)) for stack, tensor in item.stacks.items()}
+    wanted: dict[str, tuple[int, ...]] = {
+        tensor: (e, *made.shape(stack)) for stack, tensor in item.stacks.items()
+    }
     for bias, tensors in item.biases.items():
         rows = made.get_parameter(bias).shape[1] // len(tensors)
         wanted |= dict.fromkeys(tensors, (e, rows))
@@ -128,7 +130,7 @@ def stored_experts(name: str, home: Home) -> dict[str, tuple[Tensor, str]]:
     for stack, part in home.stacks.items():
         if part.format is None:
             format = dense_format(part.weight)
-            value = part.dense().unflatten(0, part.shape[:2]).to(formats.DTYPES[format])
+            value = part.dense().view(part.shape).to(formats.DTYPES[format])
         else:
             check_format(f"{name}.{stack}", part.format)
             format, value = part.format, part.weight.detach()

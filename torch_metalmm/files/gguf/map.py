@@ -179,7 +179,7 @@ class ProcessorMap(TensorMap):
         super().__init__()
         known = row is None or not row.reads
         kind = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)
-        if not known:
+        if row is not None and not known:
             kind = getattr(theirs, row.processor)
         self._processor: Any = kind(config=values)  # type: ignore[no-untyped-call]
         own = STORED_AS.get(model.config.model_type) if known else architecture

@@ -101,7 +101,8 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
     state = model.state_dict(keep_vars=True)
     names = {target: _full(name) for name, target in mapping.names().items()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tensors, experts = {}, homes(model, apart=dict(model.named_modules()))
+    tensors: dict[str, tuple[Tensor, str]] = {}
+    experts = homes(model, apart=dict(model.named_modules()))
     for owner, home in experts.items():
         tensors |= stored_experts(owner, home)
     for target, value in state.items():
@@ -231,6 +232,8 @@ def _check_config(path: Path, config: Any) -> None:
     for key, value in sorted(asked.items()):
         if key not in read or key in _UNSAID or key.startswith("_") or "dropout" in key:
             continue
+        if key == "head_dim" and value is None:
+            value = config.hidden_size // config.num_attention_heads
         if not _same(value, found.get(key)):
             raise ValueError(
                 f"model: its config has {key} = {value!r}, and who reads a GGUF file of a "

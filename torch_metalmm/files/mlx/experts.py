@@ -123,11 +123,10 @@ def _rows(
             raise ValueError(
                 f"{key}: scales and biases are not those of {e} experts of {rows} rows"
             )
-        flat = [None if p is None else p.flatten(0, 1) for p in planes]
-        codes, scales = flat[0], flat[1]
-        assert codes is not None and scales is not None
-        format = quantization.of(key, codes, scales, k).format(scales.dtype)
-        return format, pack(format, codes, scales, flat[2])
+        scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
+        assert scales is not None
+        format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)
+        return format, pack(format, codes.flatten(0, 1), scales, biases)
     except ValueError as error:
         said = str(error)
         raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None
@@ -168,7 +167,7 @@ def stored_experts(
     for stack, part in home.stacks.items():
         format = part.format or dense_format(part.weight)
         if part.format is None:
-            parts = {"weight": part.dense().unflatten(0, part.shape[:2])}
+            parts = {"weight": part.dense().view(part.shape)}
             planes = {stack: parts}
         else:
             planes = {
@@ -178,11 +177,11 @@ def stored_experts(
         for leaf, tensors_of in planes.items():
             if "scales" in tensors_of:
                 packings[f"{place}.{leaf}"] = packing_of(format)
-            tensors |= {f"{place}.{leaf}.{part}": t for part, t in tensors_of.items()}
+            tensors |= {f"{place}.{leaf}.{kind_of}": t for kind_of, t in tensors_of.items()}
     for bias, value in home.made.named_parameters():
         if bias.endswith("_bias"):
-            for leaf, part in _split(home.made, bias.removesuffix("_bias"), value.detach()):
-                tensors[f"{place}.{leaf}.bias"] = part
+            for leaf, rows in _split(home.made, bias.removesuffix("_bias"), value.detach()):
+                tensors[f"{place}.{leaf}.bias"] = rows
     return tensors, packings
 
 
@@ -214,4 +213,4 @@ def _planes(name: str, rows: Tensor, format: str, k: int) -> dict[str, Tensor]:
             f"{name} is {format}, which MLX has not: quantize_ the model to an affine format, "
             "mxfp4, mxfp8 or nvfp4 first"
         )
-    return {leaf: t.unflatten(0, rows.shape[:2]) for leaf, t in parts.items()}
+    return {leaf: t.view(*rows.shape[:2], -1) for leaf, t in parts.items()}
