@@ -29,10 +29,9 @@ from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.activations import Activations, set_activations
 from ..nn.experts import GATE
 from ..nn.packed import quantize_weight
+from .checks import check_floats, check_order, check_shape, check_sources, check_stored
 from .config import MetalMMConfig, site_names, stored_config
 from .tensors import find_tensors
-
-_SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
 
 
 def attach(model: Any) -> None:
@@ -118,12 +117,12 @@ class MetalMMQuantizer(HfQuantizer):
         if self._files is None or not all(f.endswith(".safetensors") for f in self._files):
             return weight_conversions
         found = find_tensors(self._files, model, weight_conversions)
-        _check_floats(model, found)
+        check_floats(model, found)
         if self.pre_quantized:
-            _check_stored(model, self._jobs, found)
+            check_stored(model, self._jobs, found)
         else:
             self._leave_new_layers_dense(model, found)
-            _check_sources(self._jobs, found)
+            check_sources(self._jobs, found)
         return weight_conversions
 
     def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
@@ -168,7 +167,7 @@ class MetalMMQuantizer(HfQuantizer):
             if isinstance(module, QuantEmbedding):
                 module.reset_scale()
             elif isinstance(module, QuantLinear):
-                _check_order(name, module.input_order)
+                check_order(name, module.input_order)
         model._weight_conversions = []  # the file gets the model's own names
         self._record(model)
 
@@ -231,66 +230,11 @@ class _Pack(ConversionOps):
 
 def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
     dense = job.sites[0][1]
-    _check_shape(name, tuple(weight.shape), dense)
+    check_shape(name, tuple(weight.shape), dense)
     check_weight(name, weight, job.format)
     if isinstance(dense, Stack):
         return quantize_weight(dense.rows(weight), job.format).view(*dense.shape[:2], -1)
     return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
-
-
-def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module | Stack) -> None:
-    assert isinstance(dense.weight, Tensor)
-    want = tuple(dense.weight.shape)
-    if shape != want:
-        raise ValueError(f"{name} is {list(shape)} in the checkpoint, the model has {list(want)}")
-
-
-def _check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
-    """ValueError if a weight that is to be packed is not float or not of the model's shape."""
-    for job in jobs:
-        for name, (_, dense) in zip(job.parameters, job.sites, strict=True):
-            tensor = found.get(name)
-            if tensor is None or tensor.converted:
-                continue
-            if tensor.dtype not in _SOURCES:
-                raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, only floats are packed")
-            _check_shape(name, tensor.shape, dense)
-
-
-def _check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
-    """ValueError if the bytes of a packed layer are missing, or not those of its format."""
-    for job in jobs:
-        if not any(name in found for name in job.parameters):
-            raise ValueError(f"the checkpoint has no tensor for the packed {job.parameters[0]}")
-        for name in job.parameters:
-            tensor, want = found.get(name), tuple(model.get_parameter(name).shape)
-            if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
-                raise ValueError(
-                    f"{tensor.file}: {name} must be U8 {list(want)} ({job.format}), "
-                    f"got {tensor.dtype} {list(tensor.shape)}"
-                )
-    for name, layer in model.named_modules():
-        if getattr(layer, "input_order", None) is not None:
-            order = found.get(f"{name}.input_order")
-            if order is None or (order.dtype, order.shape) != ("I64", (layer.in_features,)):
-                raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
-
-
-def _check_floats(model: Any, found: dict[str, Found]) -> None:
-    """ValueError: a tensor beside the packed layers is of integers, and the model's is not."""
-    for name, value in model.state_dict().items():
-        tensor = found.get(name)
-        if tensor is None or not value.is_floating_point() or tensor.converted:
-            continue
-        if not tensor.dtype.startswith(("F", "BF")):
-            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
-
-
-def _check_order(name: str, order: Tensor | None) -> None:
-    if order is None or order.is_meta:
-        return
-    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
-        raise ValueError(f"{name}.input_order is no order of its {len(order)} inputs")
 
 
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:

@@ -219,9 +219,8 @@ EXPERTS = {
             "num_key_value_heads": HEADS,
             "num_experts": 8,
             "num_experts_per_tok": 3,
-            "clip_qkv": 2.0,
         },
-        {"attention.head_count_kv": HEADS, "attention.clamp_kqv": 2.0, **_EXPERTS},
+        {"attention.head_count_kv": HEADS, **_EXPERTS},
     ),
     "qwen2moe": Case(
         "Qwen2Moe",

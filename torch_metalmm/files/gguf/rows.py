@@ -126,7 +126,7 @@ ARCHITECTURES = {
     ),
     "olmo": Architecture("olmo", SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
     "olmo2": Architecture("olmo2"),
-    "olmoe": Architecture("olmoe", _EXPERTS | {"attention.clamp_kqv": "clip_qkv"}),
+    "olmoe": Architecture("olmoe", _EXPERTS),  # llama.cpp clips nothing
     "phi2": Architecture("phi", _NORM),
     "qwen2moe": Architecture(
         "qwen2_moe",
