@@ -106,7 +106,9 @@ def test_gate_and_up_in_one_tensor(good: Path, tmp_path: Path) -> None:
     experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
     assert {tuple(m.formats) for m in experts} == {("gate_up_proj", "down_proj")}
     assert all(mapped(path, m.get_parameter("gate_up_proj")) for m in experts)
-    check_equals_reference(model, apart.dequantize(), torch.tensor([[5, 6, 7]]))
+    reference = apart.dequantize()
+    reference.set_experts_implementation("eager")  # the others take no float64
+    check_equals_reference(model, reference, torch.tensor([[5, 6, 7]]))
 
 
 @pytest.mark.parametrize("case", EXPERTS)

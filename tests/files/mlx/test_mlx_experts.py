@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}  # mlx-lm rounds the ends of GPT-OSS's scaling
 # kind -> what mlx-lm computes otherwise, and its name of the first stack
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "Mixtral": ({}, "block_sparse_moe.switch_mlp"),
@@ -28,7 +29,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3Moe": ({"norm_topk_prob": True}, "mlp.switch_mlp"),
     "Olmoe": ({"norm_topk_prob": True}, "mlp.switch_mlp"),
     "Glm4Moe": ({"attention_bias": True, "use_qk_norm": True}, "mlp.switch_mlp"),
-    "GptOss": ({}, "mlp.experts"),
+    "GptOss": ({"rope_parameters": PLAIN}, "mlp.experts"),
 }
 
 

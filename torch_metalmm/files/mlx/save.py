@@ -124,6 +124,9 @@ def _mlx_config(model: Any, layers: dict[str, Packing]) -> dict[str, Any]:
     values: dict[str, Any] = config.to_dict()
     values.pop("quantization_config", None)
     values |= _older_names(values, values.get("rope_parameters") or {})
+    for name, stored in type(config).attribute_map.items():  # num_experts of num_local_experts
+        if stored in values:
+            values.setdefault(name, values[stored])
     if layers:
         values["quantization"] = values["quantization_config"] = config_entry(layers)
     return values
@@ -134,8 +137,8 @@ def _older_names(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]
     older: dict[str, Any] = {
         key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
     }
-    if rope.get("rope_type", "default") != "default":
-        older["rope_scaling"] = rope
+    scaled = rope.get("rope_type", "default") != "default"
+    older["rope_scaling"] = rope if scaled else None
     if "full_attention" in rope and "sliding_attention" in rope:  # Gemma 3
         older["rope_theta"] = rope["full_attention"]["rope_theta"]
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
