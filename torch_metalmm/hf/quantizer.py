@@ -185,6 +185,7 @@ class MetalMMQuantizer(HfQuantizer):
             if isinstance(packed, QuantExperts):
                 dense = originals.get_submodule(name)
                 unpack_into(dense, packed, dtype)
+                _share_config(model, name, dense)
                 model.set_submodule(name, dense.train(packed.training))
             elif isinstance(packed, QuantLinear | QuantEmbedding):
                 dense = originals.get_submodule(name)
@@ -205,6 +206,16 @@ class MetalMMQuantizer(HfQuantizer):
             self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         else:
             self.quantization_config = model.config.quantization_config = config
+
+
+def _share_config(model: Any, name: str, experts: Any) -> None:
+    """Let dense experts read the model's own config, which names their implementation."""
+    while name:
+        name = name.rpartition(".")[0]
+        config = getattr(model.get_submodule(name), "config", None)
+        if type(config) is type(getattr(experts, "config", None)):
+            experts.config = config
+            return
 
 
 class _Pack(ConversionOps):

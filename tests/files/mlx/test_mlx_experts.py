@@ -91,7 +91,7 @@ def test_routers_that_mlx_quantized_are_decoded(tmp_path: Path) -> None:
     assert (logits(model) - mlx_logits(tmp_path / "mlx")).abs().max() <= error_of("Qwen3Moe")
 
 
-@pytest.mark.parametrize("format", ["affine4_g64", "mxfp4", "affine8_g32_bf16"])
+@pytest.mark.parametrize("format", ["affine4_g64_f32", "mxfp4", "affine8_g32_f32"])
 def test_packed_here_and_run_by_mlx_lm(tmp_path: Path, format: str) -> None:
     model = quantize_(expert_model(norm_topk_prob=True), format, progress=False)
     save_mlx(model, None, tmp_path)
