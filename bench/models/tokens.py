@@ -46,6 +46,8 @@ class Reference:
     def __init__(self, source: llamas.Source, tokens: Sequence[int]) -> None:
         self.tokens = tokens
         self.model = None if source.is_large else source.dense(torch.float64).cpu()
+        if self.model is not None and source.experts:
+            self.model.config._experts_implementation = "eager"  # the others take no float64
         self._wanted: tuple[object, Tensor] = (None, torch.empty(0))
 
     def error(self, system: System, weights: nn.Module) -> float:
