@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .models.fuse.apply import fuse_, unfuse_
     from .models.lora.report import merge_errors
     from .models.quantize import quantize_
-    from .nn import QuantEmbedding, QuantLinear
+    from .nn import QuantEmbedding, QuantExperts, QuantLinear
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ __all__ = [
     "MetalMMConfig",
     "PackedCache",
     "QuantEmbedding",
+    "QuantExperts",
     "QuantLinear",
     "activations_",
     "adopt_",
@@ -56,6 +57,7 @@ _MODULE_OF = {
     "MetalMMConfig": "hf.config",
     "PackedCache": "hf.cache",
     "QuantEmbedding": "nn",
+    "QuantExperts": "nn",
     "QuantLinear": "nn",
     "activations_": "models.activations",
     "adopt_": "models.adopt",
@@ -127,6 +129,15 @@ def _plug_into_attention() -> None:
         warnings.warn(f"this transformers has other attention: {error}", stacklevel=2)
 
 
+def _plug_into_experts() -> None:
+    try:
+        from .hf import experts  # noqa: F401  # it registers the experts implementation "metalmm"
+    except (ImportError, AttributeError) as error:
+        import warnings
+
+        warnings.warn(f"this transformers has other experts: {error}", stacklevel=2)
+
+
 def _plug_into_diffusers() -> None:
     from .hf import diffusers  # noqa: F401  # save_pretrained refuses packed layers
 
@@ -160,6 +171,7 @@ when_imported("transformers.quantizers.auto", _plug_into_transformers)
 when_imported("transformers.modeling_utils", _plug_into_saving)
 when_imported("transformers.modeling_utils", _plug_into_gguf)
 when_imported("transformers.modeling_utils", _plug_into_attention)
+when_imported("transformers.modeling_utils", _plug_into_experts)
 when_imported("diffusers.models.modeling_utils", _plug_into_diffusers)
 when_imported("transformers.modeling_utils", _plug_into_models)
 when_imported("sentence_transformers", _plug_into_sentences)

@@ -1,28 +1,17 @@
-"""llama.cpp on the packed weights of a transformers Llama: the same bytes, as a GGUF file."""
+"""llama.cpp on the packed weights of a transformers model: the same bytes, as a GGUF file."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
+from torch_metalmm import save_gguf
 
 NAME = "llama.cpp"
 # Of a cache: formats by the numbers that ggml has for them.
@@ -39,51 +28,6 @@ def missing(format: str, device: str) -> str | None:
     if format.upper() not in gguf.GGMLQuantizationType.__members__:
         return "llama.cpp has no such format"
     return "llama.cpp is built for the CPU here" if device == "cuda" else None
-
-
-def _interleave_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of q or k as llama.cpp rotates them: (2i, 2i + 1) for transformers' (i, i + d/2)."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def _tensors(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    yield "token_embd", model.model.embed_tokens
-    yield "output_norm", model.model.norm
-    yield "output", model.lm_head
-    for i, layer in enumerate(model.model.layers):
-        for ours, theirs in _LAYER.items():
-            yield f"blk.{i}.{theirs}", layer.get_submodule(ours)
-
-
-def write_gguf(model: Any, path: Path) -> None:
-    """The model's weights without a vocabulary."""
-    import gguf
-
-    c = model.config
-    w = gguf.GGUFWriter(path, "llama")
-    w.add_context_length(c.max_position_embeddings)
-    w.add_embedding_length(c.hidden_size)
-    w.add_block_count(c.num_hidden_layers)
-    w.add_feed_forward_length(c.intermediate_size)
-    w.add_head_count(c.num_attention_heads)
-    w.add_head_count_kv(c.num_key_value_heads)
-    w.add_layer_norm_rms_eps(c.rms_norm_eps)
-    w.add_rope_dimension_count(c.hidden_size // c.num_attention_heads)
-    w.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    w.add_vocab_size(c.vocab_size)
-    w.add_tokenizer_model("no_vocab")
-    heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}
-    for name, module in _tensors(model):
-        data = module.weight.detach().cpu()
-        if name.endswith(tuple(heads)):
-            data = _interleave_halves(data, heads[name[-6:]])
-        packed = getattr(module, "format", None)
-        kind = gguf.GGMLQuantizationType[packed.upper()] if packed else None
-        w.add_tensor(f"{name}.weight", data.contiguous().numpy(), raw_dtype=kind)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
 
 
 class LlamaCpp:
@@ -158,6 +102,6 @@ def load(
     """
     path = folder / f"{format}.gguf"
     if not path.exists():
-        write_gguf(packed, path)
+        save_gguf(packed, None, path)
     name = f"llama.cpp {format}" + (f", cache {cache}" if cache else "")
     return LlamaCpp(name, path, threads, room, packed.config.vocab_size, batch or room, cache)

@@ -1,4 +1,4 @@
-"""The models of `python -m bench tokens`: SmolLM2, and Llamas of random weights by their shapes."""
+"""The models of `python -m bench tokens`: SmolLM2, random Llamas and mixtures by their shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear, load_gguf, quantize_
+from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, load_gguf, quantize_
+from torch_metalmm.models.experts import homes
 from torch_metalmm.models.quantize import resolve_format
 from torch_metalmm.models.skeleton import parameters_on_meta
 from torch_metalmm.tools.generate import demo_model
@@ -36,6 +37,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_size: int = 0  # hidden / heads where it is 0
+    model_class = "LlamaForCausalLM"
 
     def config(self) -> Any:
         from transformers import LlamaConfig
@@ -62,11 +64,61 @@ class Shape:
         return 2 * self.vocabulary * self.hidden + self.layers * (attention + mlp) + norms
 
 
-SHAPES = {
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes of a Qwen3 mixture of experts, `intermediate` those of an expert."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    experts: int
+    chosen: int
+    model_class = "Qwen3MoeForCausalLM"
+
+    def config(self) -> Any:
+        from transformers import Qwen3MoeConfig
+
+        return Qwen3MoeConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            moe_intermediate_size=self.intermediate,
+            num_experts=self.experts,
+            num_experts_per_tok=self.chosen,
+            norm_topk_prob=True,
+            vocab_size=self.vocabulary,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.hidden // self.heads,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    @property
+    def parameters(self) -> int:
+        size = self.hidden // self.heads
+        attention = 2 * (self.heads + self.kv_heads) * size * self.hidden + 2 * size
+        expert = 3 * self.hidden * self.intermediate
+        layer = attention + self.experts * (expert + self.hidden) + 2 * self.hidden
+        return (2 * self.vocabulary + 1) * self.hidden + self.layers * layer
+
+
+# How transformers multiplies by dense experts; many tokens by batched_mm would copy each expert's
+# weights for each of them.
+EXPERTS = ("eager", "grouped_mm", "batched_mm")
+
+SHAPES: dict[str, Shape | Mixture] = {
     "tiny": Shape(256, 2, 512, 512, 4, 4),
     "168m": Shape(1024, 8, 2816, 32000, 16, 16),
     "1b": Shape(2048, 16, 8192, 128256, 32, 8),  # Llama 3.2 1B
     "8b": Shape(4096, 32, 14336, 128256, 32, 8),  # Llama 3.1 8B
+    "tiny-moe": Mixture(256, 2, 256, 512, 4, 2, 4, 2),
+    "moe": Mixture(2048, 24, 1024, 32000, 16, 4, 32, 4),
 }
 NAMES = (*SHAPES, SMOLLM2)
 
@@ -83,6 +135,7 @@ class Source:
     title: str
     is_large: bool
     vocabulary: int
+    experts: tuple[str, ...]  # the implementations of a dense mixture
     packed: Callable[[str], Module]
     dense: Callable[[torch.dtype], Module]
 
@@ -93,7 +146,9 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
     if name == SMOLLM2:
         return _of_dense(name, "SmolLM2-135M-Instruct", _smollm2(), device, dtype)
     shape = SHAPES[name]
-    title = f"random Llama, {shape.parameters / 1e6:.0f} M parameters"
+    mixture = isinstance(shape, Mixture)
+    kind = f"mixture, {shape.chosen} of {shape.experts} experts" if mixture else "Llama"
+    title = f"random {kind}, {shape.parameters / 1e6:.0f} M parameters"
     if shape.parameters < LARGE:
         return _of_dense(name, title, random_llama(shape), device, dtype)
     return Source(
@@ -101,6 +156,7 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
         title,
         True,
         shape.vocabulary,
+        EXPERTS if mixture else (),
         lambda format: packed_llama(shape, format, device, dtype),
         lambda to: _filled(_empty(shape, to, device), device),
     )
@@ -126,28 +182,37 @@ def check_name(name: str) -> None:
         raise ValueError(f"model {name!r}; must be of {', '.join(NAMES)}")
 
 
-def random_llama(shape: Shape) -> Module:
-    """LlamaForCausalLM in f32 on the CPU, seeded."""
-    from transformers import LlamaForCausalLM
+def random_llama(shape: Shape | Mixture) -> Module:
+    """The model of the shape in f32 on the CPU, seeded."""
+    import transformers
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(shape.config()).eval().requires_grad_(False)
+    model: Module = getattr(transformers, shape.model_class)(shape.config())
+    return model.eval().requires_grad_(False)
 
 
-def packed_llama(shape: Shape, format: str, device: str, dtype: torch.dtype) -> Module:
-    """A Llama of random packed weights, which are made on the device.
+def packed_llama(shape: Shape | Mixture, format: str, device: str, dtype: torch.dtype) -> Module:
+    """A model of random packed weights, which are made on the device.
 
     A weight is PATTERN_ROWS quantized rows, each many times and in random order.
     """
     model = _empty(shape, dtype, device)
     picks = torch.Generator(device).manual_seed(0)
+
+    def rows(n: int, k: int) -> tuple[Tensor, str]:
+        used = resolve_format(format, k)
+        picked = torch.randint(PATTERN_ROWS, (n,), generator=picks, device=device)
+        return pattern(k, used).to(device)[picked], used
+
+    for path, home in homes(model).items():
+        for leaf, stack in home.stacks.items():
+            e, n, k = stack.shape
+            stack.put(model, [f"{path}.{leaf}"], *rows(e * n, k))
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear | nn.Embedding):
             continue
         n, k = module.weight.shape
-        used = resolve_format(format, k)
-        rows = pattern(k, used).to(device)
-        weight = rows[torch.randint(PATTERN_ROWS, (n,), generator=picks, device=device)]
+        weight, used = rows(n, k)
         new: nn.Module
         if isinstance(module, nn.Embedding):
             new = QuantEmbedding.from_packed(weight, k, used, None, dtype)
@@ -164,12 +229,12 @@ def pattern(k: int, format: str) -> Tensor:
     return cast(Tensor, torch.ops.metalmm.quantize(values, format))
 
 
-def _empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
+def _empty(shape: Shape | Mixture, dtype: torch.dtype, device: str) -> Module:
     """The model with its parameters on meta and its buffers on the device."""
-    from transformers import LlamaForCausalLM
+    import transformers
 
     with parameters_on_meta():
-        model = LlamaForCausalLM._from_config(shape.config(), dtype=dtype)
+        model = getattr(transformers, shape.model_class)._from_config(shape.config(), dtype=dtype)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -211,6 +276,7 @@ def _of_dense(name: str, title: str, dense: Module, device: str, dtype: torch.dt
         title,
         False,
         dense.config.vocab_size,
+        EXPERTS if hasattr(dense.config, "num_experts") else (),
         packed,
         lambda to: copy.deepcopy(dense).to(to).to(device),
     )
@@ -224,6 +290,14 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
 def _decoded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     packed = [(n, m) for n, m in model.named_modules() if hasattr(m, "dequantize")]
     packed = [(n, m) for n, m in packed if hasattr(m, "format")]
+    experts = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantExperts)]
     names = {f"{n}.weight" for n, _ in packed}
+    names |= {f"{n}.{stack}" for n, m in experts for stack in m.formats}
     yield from ((n, p) for n, p in model.named_parameters() if n not in names)
     yield from ((f"{n}.weight", cast(Any, m).dequantize()) for n, m in packed)
+    yield from ((f"{n}.{s}", m.dequantize(s)) for n, m in experts for s in m.formats)
+
+
+def sharing(model: Module) -> Module:
+    """A copy of the model that has the same weights."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,13 @@ class Transformers:
     is_eager = True  # each step calls the ops from Python
     prefills = True  # in a form of its own
 
-    def __init__(self, name: str, model: nn.Module, exact: bool = True) -> None:
-        self.name, self.model, self.exact = name, model, exact
+    def __init__(
+        self, name: str, model: nn.Module, exact: bool = True, experts: str | None = None
+    ) -> None:
+        """experts: how a mixture multiplies by its dense experts, for a token."""
+        self.name, self.model, self.exact, self.experts = name, model, exact, experts
+        if experts == "batched_mm":  # which has a copy of the weights for each token
+            self.prefills = False
         self.weight_bytes = sum(p.nbytes for p in model.parameters())
         self.device = next(model.parameters()).device
         self.cache: Any = None
@@ -49,10 +54,18 @@ class Transformers:
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.device)
+        self.choose(ids)
         out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.cache = out.past_key_values
         logits: Tensor = out.logits[0, -1].float()
         return logits
+
+    def choose(self, ids: Tensor) -> None:
+        """Let the model, which may be that of other systems too, multiply as this one does."""
+        if self.experts is not None:
+            many = self.experts == "batched_mm" and ids.shape[1] > 1
+            config = cast(Any, self.model).config
+            config._experts_implementation = "grouped_mm" if many else self.experts
 
 
 class Packed(Transformers):
@@ -102,6 +115,7 @@ class Static(Transformers):
     def run(self, ids: Tensor) -> Tensor:
         """The model's own logits [1, 1, vocabulary]."""
         model: Any = self.model
+        self.choose(ids)
         out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits
         return logits

@@ -6,7 +6,6 @@ Each system is checked, all are timed in turns, and then it is found where its t
 
 from __future__ import annotations
 
-import copy
 import random
 import tempfile
 import time
@@ -47,6 +46,8 @@ class Reference:
     def __init__(self, source: llamas.Source, tokens: Sequence[int]) -> None:
         self.tokens = tokens
         self.model = None if source.is_large else source.dense(torch.float64).cpu()
+        if self.model is not None and source.experts:
+            self.model.config._experts_implementation = "eager"  # the others take no float64
         self._wanted: tuple[object, Tensor] = (None, torch.empty(0))
 
     def error(self, system: System, weights: nn.Module) -> float:
@@ -112,11 +113,15 @@ class Builder:
 
     def dense(self) -> Iterator[Entry]:
         dtypes = [torch.float16] if self.device.type != "cpu" else [torch.float32, torch.bfloat16]
+        if self.source.experts:  # whose grouped_mm is of bf16
+            dtypes = [torch.bfloat16] if self.source.is_large else [torch.float32]
         for dtype in dtypes:
             model = self.source.dense(dtype)
             short = str(dtype).replace("torch.float", "f").replace("torch.bfloat", "bf")
             exact = dtype is torch.float32
-            yield Entry(Transformers(f"transformers {short}", model, exact), model)
+            for experts in self.source.experts or (None,):
+                name = f"transformers {short}" + (f", {experts}" if experts else "")
+                yield Entry(Transformers(name, model, exact, experts), model)
 
     def packed(self, name: str) -> Iterator[Entry]:
         exact, name = self.dtype is torch.float32, formats.get(name).name
@@ -124,10 +129,10 @@ class Builder:
         plain = f"metalmm {name}"
         yield Entry(Transformers(plain, model, exact), model)
         if not self.args.no_fuse:
-            fused = fuse_(copy.deepcopy(model))
+            fused = fuse_(llamas.sharing(model))
             yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
             if self.args.activations:
-                rounded = activations_(copy.deepcopy(fused), self.args.activations)
+                rounded = activations_(llamas.sharing(fused), self.args.activations)
                 title = f"{plain}, fuse_, {self.args.activations} x"
                 yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
                 cached = Packed(f"{title}, PackedCache", copy.deepcopy(rounded), False)
@@ -151,10 +156,12 @@ class Builder:
         tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
         length = -(-tokens // BEYOND) * BEYOND
         for e in entries:
-            if isinstance(e.system, Transformers):
+            # A graph of eager dense experts cannot be: their loop waits for the device.
+            if isinstance(e.system, Transformers) and e.system.experts in (None, "grouped_mm"):
                 name = f"{e.system.name}, {word}"
                 plain = e.plain and f"{e.plain}, {word}"
                 system = form(name, e.system.model, e.system.exact, length)
+                system.experts = e.system.experts
                 yield Entry(system, e.weights, plain)
 
     def peers(self, name: str, packed: Any) -> Iterator[Entry]:

@@ -27,7 +27,7 @@ from transformers.integrations.metal_quantization import (
     _affine_quantize_tensor,
 )
 
-from torch_metalmm import QuantEmbedding, QuantLinear, adopt_, formats, quantize_
+from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, adopt_, formats, quantize_
 
 pytestmark = [pytest.mark.filterwarnings("error")]
 
@@ -110,11 +110,32 @@ def test_a_model_of_transformers_with_a_tied_head(tmp_path: Path) -> None:
 def test_what_has_no_format_is_left_with_a_warning() -> None:
     model = nn.ModuleDict({"a": gguf_linear(Type.Q8_0), "b": gguf_linear(Type.Q8_0)})
     model.b.ggml_type = int(Type.Q8_K)
-    model["experts"] = GgufExperts(2, 256, 256, int(Type.Q8_0), int(Type.Q8_0), nn.SiLU())
-    with pytest.warns(UserWarning, match="no format q8_k: b; experts stacked.*: experts"):
+    kind = int(Type.Q8_0)
+    model["experts"] = GgufExperts(2, 256, 256, kind, kind, nn.Tanh())
+    with pytest.warns(UserWarning, match="no format q8_k: b; experts of an activation.*: experts"):
         adopt_(model)
     assert type(model.a) is QuantLinear
     assert type(model.b) is GgufLinear and type(model.experts) is GgufExperts
+
+
+def test_experts_share_their_bytes() -> None:
+    kinds = {"gate_up_proj": Type.Q4_K, "down_proj": Type.Q6_K}
+    theirs = GgufExperts(3, 256, 512, *map(int, kinds.values()), nn.GELU(approximate="tanh"))
+    g = torch.Generator().manual_seed(0)
+    for name, kind in kinds.items():
+        shape = theirs.get_parameter(name).shape
+        values = torch.randn(shape[0] * shape[1], 512 if name == "down_proj" else 256, generator=g)
+        packed = torch.ops.metalmm.quantize(values / 16, kind.name.lower())
+        setattr(theirs, name, nn.Parameter(packed.view(shape), requires_grad=False))
+    model = adopt_(nn.Sequential(theirs))
+    experts = model[0]
+    assert type(experts) is QuantExperts and experts.formats == {
+        "gate_up_proj": "q4_k",
+        "down_proj": "q6_k",
+    }
+    assert experts.gate.activation == "gelu_tanh"
+    for name in kinds:
+        assert experts.get_parameter(name).data_ptr() == theirs.get_parameter(name).data_ptr()
 
 
 # ---- transformers' MetalLinear

@@ -1,102 +1,267 @@
-"""Mixtures of experts: experts stacked in one tensor stay dense, and whoever loads them is told."""
+"""Mixtures of experts: stacked experts stay packed, whatever their class makes of them."""
 
 from __future__ import annotations
 
-import json
-from importlib import import_module
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 import torch
 import transformers
-from mlx.utils import tree_flatten
+from expert_models import (
+    EXPERTS,
+    FFN,
+    IDS,
+    MODELS,
+    H,
+    check_equals,
+    decoded,
+    expert_model,
+    greedy,
+    logits,
+)
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
-from torch_metalmm import MetalMMConfig, load_mlx, quantize_, save_mlx
-
-mlx_lm = pytest.importorskip("mlx_lm.utils")  # it needs Python 3.11
-
-pytestmark = [pytest.mark.filterwarnings("error")]
-
-EXPERTS, H, FFN = 4, 128, 64
-LEFT = (
-    r"left dense, (\d+)% of the weights: experts stacked in one tensor, for which there is no "
-    r"packed layer: model.layers.\*.mlp.experts.gate_up_proj \(2\), .*down_proj \(2\)"
+from torch_metalmm import (
+    MetalMMConfig,
+    QuantExperts,
+    activations_,
+    fuse_,
+    load_packed,
+    quantize_,
+    save_packed,
 )
 
-
-def model() -> Any:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=320,
-        hidden_size=H,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=FFN,
-        experts_implementation="eager",
-    )
-    torch.manual_seed(0)
-    return transformers.Qwen3MoeForCausalLM(config).eval()
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.filterwarnings("ignore:K is not a multiple"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # PEFT
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 
-def load(folder: Path, **options: Any) -> Any:
-    kind = transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, experts_implementation="eager", **options)
+def experts_of(model: nn.Module) -> dict[str, QuantExperts]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantExperts)}
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        out: torch.Tensor = model(torch.tensor([[5, 6, 7]])).logits
-    return out
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
 
 
-def test_experts_stay_dense_with_a_warning(tmp_path: Path) -> None:
-    dense = model()
+def load(kind: Any, folder: Path, **options: Any) -> Any:
+    model = type(kind) if isinstance(kind, nn.Module) else kind
+    return model.from_pretrained(folder, experts_implementation="eager", **options)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_packed_model_equals_its_decoded_one(kind: str) -> None:
+    dense = expert_model(kind)
+    packed = quantize_(copy.deepcopy(dense), "q8_0", progress=False)
+    stacked = {n.rpartition(".")[0] for n, p in dense.named_parameters() if p.dim() == 3}
+    assert experts_of(packed).keys() == stacked != set()
+    assert packed.num_parameters() == dense.num_parameters()
+    assert packed.state_dict().keys() == dense.state_dict().keys()
+    reference = decoded(dense, packed)
+    check_equals(packed, reference)
+    assert torch.equal(greedy(packed), greedy(reference))
+    check_equals(packed, reference, IDS[:1, :1])  # few rows: another kernel
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Llama4Text", "DeepseekV3"])
+def test_packing_while_loading_and_saves(kind: str, tmp_path: Path) -> None:
+    """from_pretrained merges the experts of a checkpoint, and packs them as quantize_ does."""
+    dense = expert_model(kind)
     dense.save_pretrained(tmp_path / "dense")
-    with pytest.warns(UserWarning, match=LEFT) as said:
-        quantize_(dense, "q8_0", progress=False)
-    # 2 layers of 3 H FFN for each expert, among all matrices of the model
-    left = 2 * EXPERTS * 3 * H * FFN
-    packed = sum(
-        m.in_features * m.out_features
-        for m in dense.modules()
-        if hasattr(m, "format") and hasattr(m, "in_features")
-    )
-    packed += 320 * H
-    assert f"{left / (left + packed):.0%}" in str(said[0].message)
-    with pytest.warns(UserWarning, match=LEFT):
-        loaded = load(tmp_path / "dense", quantization_config=MetalMMConfig("q8_0"))
-    assert torch.equal(logits(loaded), logits(dense))
+    packed = quantize_(copy.deepcopy(dense), "q8_0", progress=False)
+    loaded = load(dense, tmp_path / "dense", quantization_config=MetalMMConfig("q8_0"))
+    assert same_state(loaded, packed)
     loaded.save_pretrained(tmp_path / "packed")
-    again, want = load(tmp_path / "packed").state_dict(), dense.state_dict()
-    assert again.keys() == want.keys() and all(torch.equal(again[n], want[n]) for n in want)
+    again = load(dense, tmp_path / "packed")
+    assert same_state(again, packed) and torch.equal(logits(again), logits(packed))
+    save_packed(packed, None, tmp_path / "folder")
+    model, _ = load_packed(tmp_path / "folder")
+    assert same_state(model, packed)
+    back = model.dequantize()
+    assert not experts_of(back)
+    assert same_state(back, decoded(dense, packed))
 
 
-def test_who_does_not_ask_for_them_is_not_told(tmp_path: Path) -> None:
-    quantize_(model(), {"*.self_attn.*": "q8_0", "lm_head": "q8_0"}, progress=False)
-    quantize_(model(), lambda name, module: "q8_0", progress=False)
-    model().save_pretrained(tmp_path)
-    config = MetalMMConfig("q8_0", skip=["experts"])
-    load(tmp_path, quantization_config=config)
-
-
-def test_mlx_checkpoints_of_experts_are_refused(tmp_path: Path) -> None:
-    ours = model()
-    with pytest.raises(ValueError, match="mlx-lm has other names for experts stacked in one"):
-        save_mlx(ours, None, tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
-    config = ours.config.to_dict() | {"rope_theta": 1e4, "num_experts": EXPERTS}
-    qwen3_moe = import_module("mlx_lm.models.qwen3_moe")
-    theirs = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(config))
-    theirs, config = mlx_lm.quantize_model(theirs, config, 64, 4)
-    tmp_path.joinpath("config.json").write_text(json.dumps(config))
-    mx.save_safetensors(
-        str(tmp_path / "model.safetensors"), dict(tree_flatten(theirs.parameters()))
+def test_formats_of_stacks() -> None:
+    """A stack has the format of the first pattern for it or its module; 64 values take no q4_k."""
+    model = quantize_(
+        expert_model(), {"*.0.mlp.experts.down_proj": "q5_0", "*.0.mlp.experts": "q4_0"}
     )
-    message = r"has experts stacked in one tensor, for which there is no packed layer: model.layers"
+    experts = experts_of(model)
+    assert [m.formats for m in experts.values()] == [{"gate_up_proj": "q4_0", "down_proj": "q5_0"}]
+    with pytest.warns(UserWarning, match=r"q4_k -> q5_0: .*experts.gate_up_proj \(2\)"):
+        model = quantize_(expert_model(), {"*.experts": "q4_k"})
+    assert model.model.layers[0].mlp.experts.formats == dict.fromkeys(
+        ("gate_up_proj", "down_proj"), "q5_0"
+    )
+
+
+def test_one_stack_alone(tmp_path: Path) -> None:
+    """The other is rows of its own dtype."""
+    dense = expert_model("GptOss").to(torch.bfloat16)
+    model = quantize_(copy.deepcopy(dense), {"*.experts.down_proj": "q8_0"}, progress=False)
+    for module in experts_of(model).values():
+        assert module.formats == {"gate_up_proj": "bf16", "down_proj": "q8_0"}
+    first = model.model.layers[0].mlp.experts
+    assert torch.equal(
+        first.dequantize("gate_up_proj", torch.bfloat16).transpose(1, 2),
+        dense.model.layers[0].mlp.experts.gate_up_proj,
+    )
+    save_packed(model, None, tmp_path)
+    assert same_state(load_packed(tmp_path)[0], model)
+
+
+def test_who_is_not_asked_for(tmp_path: Path) -> None:
+    model = quantize_(expert_model(), "q8_0", lambda name, module: "experts" not in name)
+    assert not experts_of(model)
+    seen: list[tuple[str, type]] = []
+
+    def spec(name: str, module: nn.Module) -> str | None:
+        seen.append((name, type(module)))
+        return None
+
+    quantize_(expert_model(), spec)
+    kind = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts
+    assert ("model.layers.1.mlp.experts.down_proj", kind) in seen
+    expert_model().save_pretrained(tmp_path)
+    for skip in ("experts", "gate_up_proj"):
+        config = MetalMMConfig("q8_0", skip=[skip])
+        loaded = load(transformers.Qwen3MoeForCausalLM, tmp_path, quantization_config=config)
+        formats = [m.formats for m in experts_of(loaded).values()]
+        mixed = {"gate_up_proj": "f32", "down_proj": "q8_0"}
+        assert formats == ([] if skip == "experts" else [mixed, mixed])
+
+
+def test_packed_again() -> None:
+    dense = expert_model()
+    model = quantize_(copy.deepcopy(dense), "q8_0", progress=False)
+    want = quantize_(decoded(dense, model), "q4_0", progress=False)
+    assert same_state(quantize_(model, "q4_0", progress=False), want)
+
+
+LEFT = r"left dense, (\d+)% of the weights: stacked experts that compute what no packed layer does"
+
+
+def _tanh(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return gate.tanh() * up
+
+
+def _swapped(self: Any, gate_up: Tensor) -> Tensor:
+    up, gate = gate_up.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("gate", [_tanh, _swapped])
+def test_experts_of_another_gate_stay_dense(
+    gate: Callable[..., Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the tensors look like, the class is run."""
+    kind = transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts
+    monkeypatch.setattr(kind, "_apply_gate", gate)
+    config = transformers.DeepseekV4Config(
+        hidden_size=H, intermediate_size=FFN, num_local_experts=EXPERTS
+    )
+    config._experts_implementation = "eager"
+    model = nn.Sequential(kind(config), nn.Linear(H, H))
+    nn.init.normal_(model[0].gate_up_proj)
+    nn.init.normal_(model[0].down_proj)
+    with pytest.warns(UserWarning, match=LEFT + r": 0.gate_up_proj, 0.down_proj"):
+        quantize_(model, "q8_0")
+    assert type(model[0]) is kind
+
+
+def test_state_dicts_and_copies() -> None:
+    model = quantize_(expert_model(), "q8_0", progress=False)
+    other = quantize_(expert_model(), "q4_0", progress=False)
+    with pytest.raises(
+        RuntimeError, match=r"gate_up_proj is stored as q8_0, this layer holds q4_0"
+    ):
+        other.load_state_dict(model.state_dict())
+    state = model.state_dict()
+    name = "model.layers.0.mlp.experts.down_proj"
+    state[name] = state[name][:-1]
+    with pytest.raises(RuntimeError, match=rf"{name} must be uint8 \[{EXPERTS}, {H}, 68\] \(q8_0"):
+        model.load_state_dict(state)
+    assert same_state(copy.deepcopy(model), model)
+    experts = quantize_(expert_model("GptOss"), "q8_0", progress=False).model.layers[0].mlp.experts
+    half = copy.deepcopy(experts).half()
+    assert half.down_proj.dtype == torch.uint8 and half.down_proj_bias.dtype == torch.float16
+    args = torch.randn(3, H), torch.tensor([[0, 1], [2, 2], [5, 3]]), torch.rand(3, 2)
+    near = half(args[0].half(), args[1], args[2].half()).float()
+    # Each of the four products, the sum and the inputs is rounded to f16, of values of its size.
+    want = experts(*args)
+    assert (near - want).abs().max() <= 16 * 2.0**-11 * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
+def test_fuse_and_adapters(kind: str) -> None:
+    """fuse_ does with attention what it does beside dense experts; LoRA trains attention."""
+    model = quantize_(expert_model(kind), "q8_0", progress=False)
+    want = logits(model)
+    fused = fuse_(copy.deepcopy(model))
+    assert type(fused.model.layers[0].self_attn.q_proj) is not type(
+        model.model.layers[0].self_attn.q_proj
+    )
+    check_equals(fused, decoded(expert_model(kind), model))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    assert torch.equal(logits(adapted), want)
+    adapted(IDS).logits.sum().backward()
+    grads = [p.grad for n, p in adapted.named_parameters() if "lora_B" in n]
+    assert len(grads) == 4 and all(g is not None and bool(g.abs().sum() > 0) for g in grads)
+    assert all(p.grad is None for n, p in adapted.named_parameters() if "experts" in n)
+
+
+def test_the_implementation_of_that_name() -> None:
+    model = expert_model()
+    model.set_experts_implementation("metalmm")
+    with pytest.raises(
+        ValueError, match=r"those of Qwen3MoeExperts are dense: pack them with quan"
+    ):
+        logits(model)
+    packed = quantize_(expert_model(), "q8_0", progress=False)
+    want = logits(packed)
+    packed.set_experts_implementation("metalmm")
+    assert torch.equal(logits(packed), want)
+
+
+def test_activations_of_experts(tmp_path: Path) -> None:
+    model = activations_(quantize_(expert_model(), "q8_0", progress=False), "int8")
+    assert {m.activations for m in experts_of(model).values()} == {"int8"}
+    exact = copy.deepcopy(model)
+    for module in experts_of(exact).values():
+        module._activations = None
+    assert not torch.equal(logits(model), logits(exact))
+    save_packed(model, None, tmp_path)
+    again, _ = load_packed(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        ({"down_proj": "q8_0"}, r"formats: stacks \('down_proj',\); allowed: \('gate_up_proj'"),
+        ({"gate_up_proj": "q8_0", "down_proj": "q9"}, "q9"),
+        ({"gate_up_proj": "q4_k", "down_proj": "q8_0"}, "K = 128 is not a multiple of the block"),
+    ],
+)
+def test_bad_formats(formats: dict[str, str], message: str) -> None:
+    from torch_metalmm.nn.gate import Gate
+
     with pytest.raises(ValueError, match=message):
-        load_mlx(tmp_path)
+        QuantExperts(EXPERTS, H, FFN, formats, Gate())
+
+
+def test_bad_bytes() -> None:
+    model = quantize_(expert_model(), "q8_0", progress=False)
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(ValueError, match=rf"down_proj must be uint8 \[{EXPERTS}, {H}, 36\] \(q4_0"):
+        experts.put("down_proj", experts.down_proj, "q4_0")

@@ -245,6 +245,16 @@ def load_quietly(path: Path, **options: Any) -> tuple[Any, Any, list[str]]:
     return model, tokenizer, [str(w.message) for w in caught]
 
 
+def mapped(path: Path, tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes are those of the file, mapped into this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(path.resolve()) in line:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if start <= tensor.data_ptr() < end:
+                return True
+    return False
+
+
 def _random_tensor(
     name: str, shape: tuple[int, ...], formats: Iterator[str]
 ) -> tuple[np.ndarray, str]:
@@ -283,7 +293,7 @@ def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[i
     file = GgufFile(path)
     config, values = model_config(file)
     model = empty_model(config, torch.float32)
-    mapping = tensor_map(file.architecture, model, values)
+    mapping = tensor_map(file, model, values)
     untied = "output.weight" in file.tensors
     names = _names(mapping, model, architecture)
     state = model.state_dict()

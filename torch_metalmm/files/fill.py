@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..models.attach import attach
 from ..models.integers.affine import Rows
 from ..models.replace import is_conv1d, packable, replaceable
 from ..models.skeleton import put_dense, put_packed, set_input_order, tied_names
-from ..nn import QuantLinear
+from ..nn import QuantExperts, QuantLinear
 from .blame import blaming
 from .source import Source
 
@@ -25,10 +25,13 @@ def fill(
     packed: Mapping[str, Iterable[str]],
     rows: Callable[[str, nn.Module], Rows],
     device: torch.device | str,
+    done: Container[str] = (),
 ) -> None:
     """Put everything of the source into the model, which is on the meta device.
 
-    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}.
+    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}. A router, a
+    module that multiplies by a weight of its own, gets what the rows decode to.
+    done: names of parameters that the model has already.
     ValueError: a layer cannot be packed, has a dense weight beside its packed one, or a tensor does
     not fit, is too many or is missing.
     """
@@ -41,6 +44,10 @@ def fill(
             shown = ", ".join(source.keys[name] for name in dense)
             raise ValueError(f"{path}: {owner} is quantized, and has a dense weight too: {shown}")
         made = rows(owner, layer)
+        left.difference_update(packed[owner])
+        if not packable(layer):
+            put_dense(model, names, _decoded(made), device)
+            continue
         put_packed(model, names, made.weight.to(device), made.format)
         if made.input_order is not None:
             if not all(
@@ -49,7 +56,6 @@ def fill(
             ):
                 raise ValueError(f"{path}: {owner} orders its columns, which an embedding cannot")
             set_input_order(model, names, made.input_order.to(device))
-        left.difference_update(packed[owner])
     if extra := sorted(left - wanted.keys()):
         raise ValueError(f"{path} has tensors the model does not: {', '.join(extra[:6])}")
     for name in sorted(left):
@@ -57,7 +63,7 @@ def fill(
     given = left | {f"{owner}.weight" for owner in packed}
     filled = {name for target in given for name in ties.get(target, [target])}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if missing := sorted(parameters & wanted.keys() - filled):
+    if missing := sorted(n for n in parameters & wanted.keys() - filled if n not in done):
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:6])}")
     model.to(device)  # buffers, which were made on the CPU
 
@@ -81,9 +87,28 @@ def _layer(path: Path, model: Any, source: Source, owner: str, tensors: Iterable
     except AttributeError:
         stacked = "; transformers stacks experts in one tensor" if ".experts." in owner else ""
         raise ValueError(f"{path}: the model has no layer {key}{stacked}") from None
-    if not packable(module) or not replaceable(model, owner):
+    packs = packable(module) and replaceable(model, owner)
+    if not packs and not _is_router(model, owner):
         raise ValueError(f"{path}: {key} is a {type(module).__name__}, which cannot be packed")
     return module
+
+
+def _is_router(model: nn.Module, owner: str) -> bool:
+    """Whether the module chooses among packed experts beside it."""
+    module = model.get_submodule(owner)
+    weight = module._parameters.get("weight")
+    beside = model.get_submodule(owner.rpartition(".")[0]).children()
+    return (
+        weight is not None
+        and weight.dim() == 2
+        and any(isinstance(c, QuantExperts) for c in beside)
+    )
+
+
+def _decoded(rows: Rows) -> torch.Tensor:
+    """The values of a packed weight."""
+    dense: torch.Tensor = torch.ops.metalmm.dequantize(rows.weight, rows.format)
+    return dense if rows.input_order is None else dense[:, rows.input_order.argsort()]
 
 
 def _shown(source: Source, owner: str, tensors: Iterable[str]) -> str:

@@ -13,8 +13,9 @@ from ..extras import require
 from ..files.folder import QUANT_METHOD
 from ..models.activations import stored_activations
 from ..models.quantize import Spec
-from ..nn import QuantEmbedding, QuantLinear
+from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.activations import check_kind
+from ..nn.experts import GATE, GATE_UP, UP
 
 require("MetalMMConfig", "transformers")
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -25,16 +26,17 @@ class MetalMMConfig(QuantizationConfigMixin):
 
         AutoModel.from_pretrained(folder, quantization_config=MetalMMConfig("q4_k"))
 
-    format: what every Linear, Conv1D and Embedding gets that nothing else names, output head and
-    embeddings included, as in quantize_, llama.cpp and MLX; None leaves these layers dense.
+    format: what every Linear, Conv1D, Embedding and stack of experts gets that nothing else names,
+    output head and embeddings included, as quantize_, llama.cpp and MLX do; None: they stay dense.
     modules: {pattern: format or None}, patterns as in quantize_; the first that matches counts.
     skip: layers to leave dense: a name, or a part of one between dots, or a glob of either
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
     activations: "int8", as activations_ says it; or {name of a layer: "int8" or None}.
 
-    In config.json of a stored model, modules has the exact name and format of every packed layer,
-    None for a dense one that the model's config ties to a packed one, and input_order the names of
-    those that gather their input (see QuantLinear).
+    In config.json of a stored model, modules has the exact name and format of every packed layer
+    and stack of experts (gate_proj and up_proj where a file had these apart), None for a dense one
+    that the model's config ties to a packed one, and input_order the names of those that gather
+    their input (see QuantLinear).
     ValueError: an unknown format or key, a value of the wrong type, nothing to pack.
     """
 
@@ -76,7 +78,7 @@ class MetalMMConfig(QuantizationConfigMixin):
 
     def skip_filter(self, model: nn.Module) -> Any:
         """skip as the filter_fn of quantize_. ValueError: an entry names no module of the model."""
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        names = site_names(model)
         for entry in self.skip:
             if not any(_names_part_of(entry, name) for name in names):
                 raise ValueError(f"skip: the model has no module named {entry!r}")
@@ -85,15 +87,20 @@ class MetalMMConfig(QuantizationConfigMixin):
 
 def stored_config(model: nn.Module) -> MetalMMConfig | None:
     """The config that says which layers of `model` are packed; None if no layer is."""
-    packed = {
+    packed: dict[str, Any] = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, QuantLinear | QuantEmbedding)
+        if isinstance(module, QuantLinear | QuantEmbedding | QuantExperts)
     }
     if not packed:
         return None
     gathers = [n for n, m in packed.items() if getattr(m, "input_order", None) is not None]
-    modules: dict[str, str | None] = {n: m.format for n, m in packed.items()}
+    modules: dict[str, str | None] = {}
+    for name, module in packed.items():
+        if isinstance(module, QuantExperts):
+            modules |= {f"{name}.{stack}": format for stack, format in module.formats.items()}
+        else:
+            modules[name] = module.format
     # The config's ties: loading takes pairs that are not tied out of all_tied_weights_keys.
     expand: Any = getattr(model, "get_expanded_tied_weights_keys", None)
     ties: dict[str, str] = {} if expand is None else expand(all_submodels=True)
@@ -103,6 +110,17 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
             modules |= dict.fromkeys(owners - packed.keys())
     kinds = stored_activations(model)
     return MetalMMConfig(modules=modules, input_order=gathers, activations=kinds)
+
+
+def site_names(model: nn.Module) -> list[str]:
+    """The names of what may be packed, and of what holds it: modules, and stacks of experts."""
+    names = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        stacks = [leaf for leaf, p in module._parameters.items() if p is not None and p.dim() == 3]
+        if GATE_UP in stacks:
+            stacks += [GATE, UP]
+        names += [name, *(f"{name}.{leaf}" for leaf in stacks)]
+    return names
 
 
 def _names_part_of(entry: str, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 
 from ..models.replace import weight_shape
-from ..nn import QuantEmbedding, QuantLinear
+from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.fused import MergedLinear
 
 _num_parameters = PreTrainedModel.num_parameters
@@ -23,6 +23,10 @@ def _values(model: PreTrainedModel) -> dict[int, int]:
     """{id of a packed parameter: the number of weights in it}."""
     values = {}
     for module in model.modules():
+        if isinstance(module, QuantExperts):
+            for stack in module.formats:
+                n, k = module.shape(stack)
+                values[id(module._parameters[stack])] = module.num_experts * n * k
         weight = module._parameters.get("weight")
         if weight is not None and isinstance(module, MergedLinear):
             values[id(weight)] = weight.shape[0] * module.in_features

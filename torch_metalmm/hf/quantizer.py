@@ -21,16 +21,17 @@ from ..files.headers import Found
 from ..files.untrusted import check_inside
 from ..models.activations import activations_
 from ..models.attach import plug_in
+from ..models.experts import Stack, unpack_into
 from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from ..models.replace import is_conv1d, weight_shape
 from ..models.skeleton import empty_like
-from ..nn import QuantEmbedding, QuantLinear
-from ..nn.activations import set_activations
+from ..nn import QuantEmbedding, QuantExperts, QuantLinear
+from ..nn.activations import Activations, set_activations
+from ..nn.experts import GATE
 from ..nn.packed import quantize_weight
-from .config import MetalMMConfig, stored_config
+from .checks import check_floats, check_order, check_shape, check_sources, check_stored
+from .config import MetalMMConfig, site_names, stored_config
 from .tensors import find_tensors
-
-_SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
 
 
 def attach(model: Any) -> None:
@@ -116,28 +117,38 @@ class MetalMMQuantizer(HfQuantizer):
         if self._files is None or not all(f.endswith(".safetensors") for f in self._files):
             return weight_conversions
         found = find_tensors(self._files, model, weight_conversions)
-        _check_floats(model, found)
+        check_floats(model, found)
         if self.pre_quantized:
-            _check_stored(model, self._jobs, found)
+            check_stored(model, self._jobs, found)
         else:
             self._leave_new_layers_dense(model, found)
-            _check_sources(self._jobs, found)
+            check_sources(self._jobs, found)
         return weight_conversions
 
     def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
         """Put back the dense layers that the checkpoint lacks: transformers will draw them."""
-        new = [j for j in self._jobs if not any(f"{n}.weight" in found for n, _ in j.sites)]
-        for job in new:
+        new = [j for j in self._jobs if not any(name in found for name in j.parameters)]
+        homes = {id(j.sites[0][1].home) for j in new if isinstance(j.sites[0][1], Stack)}
+        for job in [*self._jobs]:
+            first = job.sites[0][1]
+            if job not in new and not (isinstance(first, Stack) and id(first.home) in homes):
+                continue
             self._jobs.remove(job)
             for name, module in job.sites:
+                if isinstance(module, Stack):
+                    name, module = name.rpartition(".")[0], module.home.module
                 model.set_submodule(name, module)
 
     # While they come
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        if self.pre_quantized:
+            return False
         owner, _, leaf = param_name.rpartition(".")
-        packed = isinstance(model.get_submodule(owner), QuantLinear | QuantEmbedding)
-        return packed and leaf == "weight" and not self.pre_quantized
+        layer = model.get_submodule(owner)
+        if isinstance(layer, QuantExperts):
+            return leaf in layer.formats
+        return isinstance(layer, QuantLinear | QuantEmbedding) and leaf == "weight"
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self._jobs)
@@ -156,7 +167,7 @@ class MetalMMQuantizer(HfQuantizer):
             if isinstance(module, QuantEmbedding):
                 module.reset_scale()
             elif isinstance(module, QuantLinear):
-                _check_order(name, module.input_order)
+                check_order(name, module.input_order)
         model._weight_conversions = []  # the file gets the model's own names
         self._record(model)
 
@@ -171,7 +182,12 @@ class MetalMMQuantizer(HfQuantizer):
         originals = empty_like(model, dtype)
         weights: dict[int, nn.Parameter] = {}
         for name, packed in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(packed, QuantLinear | QuantEmbedding):
+            if isinstance(packed, QuantExperts):
+                dense = originals.get_submodule(name)
+                unpack_into(dense, packed, dtype)
+                _share_config(model, name, dense)
+                model.set_submodule(name, dense.train(packed.training))
+            elif isinstance(packed, QuantLinear | QuantEmbedding):
                 dense = originals.get_submodule(name)
                 if id(packed.weight) not in weights:
                     decoded = packed.dequantize(dtype)
@@ -192,11 +208,21 @@ class MetalMMQuantizer(HfQuantizer):
             self.quantization_config = model.config.quantization_config = config
 
 
+def _share_config(model: Any, name: str, experts: Any) -> None:
+    """Let dense experts read the model's own config, which names their implementation."""
+    while name:
+        name = name.rpartition(".")[0]
+        config = getattr(model.get_submodule(name), "config", None)
+        if type(config) is type(getattr(experts, "config", None)):
+            experts.config = config
+            return
+
+
 class _Pack(ConversionOps):
     """A dense weight from a checkpoint -> the bytes of the layer that waits for it."""
 
     def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = {f"{name}.weight": job for job in jobs for name, _ in job.sites}
+        self._jobs = {name: job for job in jobs for name in job.parameters}
 
     def convert(
         self,
@@ -215,80 +241,28 @@ class _Pack(ConversionOps):
 
 def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
     dense = job.sites[0][1]
-    _check_shape(name, tuple(weight.shape), dense)
+    check_shape(name, tuple(weight.shape), dense)
     check_weight(name, weight, job.format)
+    if isinstance(dense, Stack):
+        return quantize_weight(dense.rows(weight), job.format).view(*dense.shape[:2], -1)
     return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
-
-
-def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module) -> None:
-    assert isinstance(dense.weight, Tensor)
-    want = tuple(dense.weight.shape)
-    if shape != want:
-        raise ValueError(f"{name} is {list(shape)} in the checkpoint, the model has {list(want)}")
-
-
-def _check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
-    """ValueError if a weight that is to be packed is not float or not of the model's shape."""
-    for job in jobs:
-        for site, dense in job.sites:
-            name = f"{site}.weight"
-            tensor = found.get(name)
-            if tensor is None or tensor.converted:
-                continue
-            if tensor.dtype not in _SOURCES:
-                raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, only floats are packed")
-            _check_shape(name, tensor.shape, dense)
-
-
-def _check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
-    """ValueError if the bytes of a packed layer are missing, or not those of its format."""
-    for job in jobs:
-        names = [f"{site}.weight" for site, _ in job.sites]
-        if not any(name in found for name in names):
-            raise ValueError(f"the checkpoint has no tensor for the packed {names[0]}")
-        for name in names:
-            tensor, want = found.get(name), tuple(model.get_parameter(name).shape)
-            if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
-                raise ValueError(
-                    f"{tensor.file}: {name} must be U8 {list(want)} ({job.format}), "
-                    f"got {tensor.dtype} {list(tensor.shape)}"
-                )
-    for name, layer in model.named_modules():
-        if getattr(layer, "input_order", None) is not None:
-            order = found.get(f"{name}.input_order")
-            if order is None or (order.dtype, order.shape) != ("I64", (layer.in_features,)):
-                raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
-
-
-def _check_floats(model: Any, found: dict[str, Found]) -> None:
-    """ValueError: a tensor beside the packed layers is of integers, and the model's is not."""
-    for name, value in model.state_dict().items():
-        tensor = found.get(name)
-        if tensor is None or not value.is_floating_point() or tensor.converted:
-            continue
-        if not tensor.dtype.startswith(("F", "BF")):
-            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
-
-
-def _check_order(name: str, order: Tensor | None) -> None:
-    if order is None or order.is_meta:
-        return
-    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
-        raise ValueError(f"{name}.input_order is no order of its {len(order)} inputs")
 
 
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
     """The layers that a stored model has packed. ValueError: one of them cannot be packed."""
     table = _in_model(model, config.modules)
     tie(model, table)
-    jobs = plan(model, lambda name, module: table.get(name))
+    apart = {name.removesuffix(f".{GATE}") for name in table if name.endswith(f".{GATE}")}
+    jobs = plan(model, lambda name, module: table.get(name), apart=apart)
     for job in jobs:
         if job.format != job.asked:
             k = weight_shape(job.sites[0][1])[1]
             raise ValueError(f"quantization_config: {job.name} has K = {k}, no {job.asked} row")
     placed = {name for job in jobs for name, _ in job.sites}
     if wrong := sorted(name for name, format in table.items() if format and name not in placed):
-        kind = type(model.get_submodule(wrong[0])).__name__
+        owner = wrong[0].rpartition(".")[0]
+        known = dict(model.named_modules(remove_duplicate=False))
+        kind = type(known.get(wrong[0], known[owner])).__name__
         raise ValueError(f"quantization_config: {wrong[0]}, a {kind}, cannot be packed")
     if not placed:
         named = ", ".join(list(config.modules)[:3])
@@ -304,7 +278,7 @@ def _in_model(model: Any, names: Any) -> dict[str, Any]:
     given = dict(names) if isinstance(names, dict) else dict.fromkeys(names)
     prefix = f"{model.base_model_prefix}."
     result = {}
-    for name, _ in model.named_modules(remove_duplicate=False):
+    for name in site_names(model):
         for stored in (name, prefix + name, name.removeprefix(prefix)):
             if stored in given:
                 result[name] = given[stored]
@@ -333,7 +307,7 @@ def _set_activations(model: Any, asked: str | dict[str, str | None] | None) -> N
         return
     for name, kind in _in_model(model, asked).items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, QuantLinear):
+        if not isinstance(layer, Activations):
             raise ValueError(f"quantization_config: {name} in activations is no packed layer")
         set_activations(layer, kind)
 

@@ -6,6 +6,7 @@ PreTrainedModel.save_pretrained itself, in which every such save ends, looks for
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -18,8 +19,10 @@ from ..files.folder import replaceable_weights
 from ..files.owned import obsolete_weights, prepare_folder
 from ..files.staging import is_staging, staged
 from ..models.attach import quantized_by_another
+from ..models.experts import homes
 from ..models.replace import weight_shape
 from ..models.skeleton import can_pack, empty_like, tied_names
+from ..nn import QuantExperts
 from .config import stored_config
 from .quantizer import attach, tie
 
@@ -53,12 +56,20 @@ def _check_layers(model: Any) -> None:
     made = empty_like(model, model.dtype)
     tie(made, config.modules)
     modules, names = dict(made.named_modules(remove_duplicate=False)), tied_names(made)
-    shared = tied_names(model)
+    shared, experts = tied_names(model), homes(made)
+    layers = dict(model.named_modules(remove_duplicate=False))
+    for name in (n for n, m in layers.items() if isinstance(m, QuantExperts)):
+        theirs = experts.get(name)
+        if theirs is None or _of_experts(theirs.made) != _of_experts(layers[name]):
+            raise ValueError(
+                f"{name} could not be loaded again: a {type(model).__name__} of this config has no "
+                f"experts {_of_experts(layers[name])} there; change model.config or the layer"
+            )
     for name, format in config.modules.items():
-        if format is None:
+        if format is None or name not in layers:  # dense, or a stack of experts
             continue
         weight = f"{name}.weight"
-        ours, theirs = model.get_submodule(name), modules.get(name)
+        ours, theirs = layers[name], modules.get(name)
         if theirs is None or not can_pack(made, [weight]):
             problem = "no layer that can be packed"
         elif _shape(ours) != _shape(theirs):
@@ -71,6 +82,14 @@ def _check_layers(model: Any) -> None:
             f"{name} could not be loaded again: a {type(model).__name__} of this config has "
             f"{problem}; change model.config or the layer"
         )
+
+
+def _of_experts(layer: Any) -> str:
+    """What experts are made of; gate and up may be one stack or two."""
+    biases = sorted(name for name in layer._parameters if name.endswith("_bias"))
+    sizes = f"{layer.num_experts} x {layer.hidden_dim} x {layer.intermediate_dim}"
+    gate = dataclasses.replace(layer.gate, interleaved=False)
+    return f"{sizes}, {gate}, {'gated' if layer.is_gated else 'not gated'}, biases {biases}"
 
 
 def _shape(layer: Any) -> str:

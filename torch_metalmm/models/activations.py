@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import nn
 
-from ..nn import QuantLinear
-from ..nn.activations import check_kind, set_activations, takes_int8
+from ..nn import QuantExperts, QuantLinear
+from ..nn.activations import Activations, check_kind, set_activations, takes_int8
 from .attach import attach, is_transformers_model, quantized_by_another
 
 
 def activations_(model: nn.Module, kind: str | None) -> nn.Module:
-    """Round the input of the model's packed linear layers to int8 on the CPU, or read it exactly.
+    """Round the input of packed linear layers and experts to int8 on the CPU, or read it exactly.
 
     kind: "int8" or None. With "int8" each block of 32 values of x is rounded to 8 bits with a scale
     of its own before it is multiplied, as llama.cpp does: prompts and small batches take less time,
@@ -22,8 +24,7 @@ def activations_(model: nn.Module, kind: str | None) -> nn.Module:
     that can take it.
     """
     check_kind(kind)
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
-    able = [m for m in layers if takes_int8(m.format)]
+    able = [m for m in model.modules() if _takes_int8(m)]
     if kind is not None and not able:
         raise ValueError(f"activations: {kind!r}; the model has no packed linear layer for it")
     for layer in able:
@@ -33,12 +34,19 @@ def activations_(model: nn.Module, kind: str | None) -> nn.Module:
     return model
 
 
+def _takes_int8(layer: nn.Module) -> bool:
+    """Whether a product of the packed layer can round its input."""
+    if isinstance(layer, QuantExperts):
+        return any(map(takes_int8, layer.formats.values()))
+    return isinstance(layer, QuantLinear) and takes_int8(layer.format)
+
+
 def stored_activations(model: nn.Module) -> str | dict[str, str | None] | None:
     """The setting as a config has it: of all layers, or by name; None where all read exactly."""
     kinds = {
-        name: layer.activations
+        name: cast(Activations, layer).activations
         for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, QuantLinear) and takes_int8(layer.format)
+        if _takes_int8(layer)
     }
     if len(set(kinds.values())) < 2:
         return next(iter(kinds.values()), None)

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats
-from ..nn import QuantEmbedding, QuantLinear
+from ..nn import QuantEmbedding, QuantExperts, QuantLinear
+from ..nn.experts import DOWN, GATE_UP
+from ..nn.gate import Gate
 from .attach import attach, is_transformers_model
 from .ggml import type_names
 from .integers.affine import NoFormat, Rows
 from .integers.modules import check_computes, integer_rows
 from .replace import replaceable, summary
+from .structure import activation_of
 
 _DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
 # What libraries call the number of a GGML type: on the layer, or on its weight.
@@ -44,10 +47,10 @@ class _Stored:
 
 @dataclass
 class _Job:
-    """One layer, the names it has in the model, and what it holds."""
+    """One layer, the names it has in the model, and what it holds, or the experts in its place."""
 
     module: Any
-    stored: _Stored
+    stored: _Stored | QuantExperts
     names: list[str]
 
 
@@ -56,11 +59,11 @@ def adopt_(
 ) -> nn.Module:
     """Replace the quantized layers that other libraries made by packed ones, in place.
 
-    Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding), diffusers (GGUFLinear) and
-    ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers' MetalLinear does;
-    the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao (Int4Tensor, Int8Tensor,
-    IntxUnpackedToInt8Tensor), as load_quantized reads them; and frozen dense subclasses of
-    nn.Linear that compute what nn.Linear computes. GGML and dense bytes are shared, not copied;
+    Taken over: GGML blocks as transformers (GgufLinear, GgufEmbedding, GgufExperts), diffusers
+    (GGUFLinear) and ComfyUI-GGUF keep them; MLX affine codes, scales and biases as transformers'
+    MetalLinear does; the integers of GPTQ, AWQ, compressed-tensors, HQQ and torchao (Int4Tensor,
+    Int8Tensor, IntxUnpackedToInt8Tensor), as load_quantized reads them; and frozen dense subclasses
+    of nn.Linear that compute what it computes. GGML and dense bytes are shared, not copied;
     other tensors become one. Layers that share a weight still share it.
     filter_fn(name, module) -> False leaves a layer alone.
 
@@ -119,9 +122,13 @@ def _replace(model: nn.Module, jobs: list[_Job]) -> None:
     weights: dict[int, Tensor] = {}  # by the id of the weight that several layers share
     while jobs:
         job = jobs.pop(0)
-        new = _layer(job.module, job.stored)
-        own = job.module._parameters.get("weight")
-        new.weight = weights.setdefault(id(job.module if own is None else own), new.weight)
+        new: Any
+        if isinstance(job.stored, QuantExperts):
+            new = job.stored.train(job.module.training)
+        else:
+            new = _layer(job.module, job.stored)
+            own = job.module._parameters.get("weight")
+            new.weight = weights.setdefault(id(job.module if own is None else own), new.weight)
         for name in job.names:
             model.set_submodule(name, new)
 
@@ -139,14 +146,14 @@ def _layer(module: Any, stored: _Stored) -> QuantLinear | QuantEmbedding:
     return new.train(module.training)
 
 
-def _stored(module: Any) -> _Stored | None:
+def _stored(module: Any) -> _Stored | QuantExperts | None:
     """What the layer holds, None if it is no layer to take over.
 
     ValueError: the layer contradicts itself. _Unsupported: no format here has its values.
     """
     if isinstance(getattr(module, "gate_up_type", None), int):
-        raise _Unsupported("experts stacked in one tensor")
-    if isinstance(module, QuantLinear | QuantEmbedding):
+        return _experts(module)
+    if isinstance(module, QuantLinear | QuantEmbedding | QuantExperts):
         return None
     if (integers := _integers(module)) is not None:
         return integers
@@ -195,6 +202,22 @@ def _ggml(module: Any, weight: Tensor) -> _Stored | None:
     order = module._buffers.get("input_permutation")
     values = None if bias is None else _values(bias)
     return _Stored(k, lambda: Rows(_format_of(kind), plain, order), values)
+
+
+def _experts(module: Any) -> QuantExperts:
+    """The experts of transformers' GgufExperts, whose bytes are shared."""
+    activation = activation_of(module.act_fn)
+    if activation is None:
+        raise _Unsupported("experts of an activation that no op has")
+    kinds = {GATE_UP: module.gate_up_type, DOWN: module.down_type}
+    formats = {stack: _format_of(kind) for stack, kind in kinds.items()}
+    sizes = module.num_experts, module.hidden_dim, module.intermediate_dim
+    made = QuantExperts(*sizes, formats, Gate(activation), device="meta")
+    for stack, format in formats.items():
+        weight = _plain(module.get_parameter(stack))
+        _refuse_meta(weight)
+        made.put(stack, weight, format)
+    return made
 
 
 def _ggml_type(module: Any, weight: Tensor) -> int | None:

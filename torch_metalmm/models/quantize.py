@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,24 +14,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import formats
-from ..nn import QuantEmbedding, QuantLinear
 from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
 from .attach import attach, is_transformers_model, quantized_by_another
+from .experts import Stack, dense_format, homes, unpackable
 from .replace import (
     dense_weight,
     largest_magnitude,
     pack_module,
     packable,
     replaceable,
-    stacked_weights,
     summary,
     weight_shape,
 )
 
 Spec = str | Mapping[str, str | None] | Callable[[str, nn.Module], str | None]
 Filter = Callable[[str, nn.Module], bool]
-_Sites = list[tuple[str, nn.Module]]  # the layers that hold one weight, by name
+_Site = tuple[str, Any]  # a layer, or a Stack of a module of experts, by name
+_Sites = list[_Site]  # what holds one weight
 
 _F16_MAX = 65504.0
 
@@ -53,20 +53,23 @@ def resolve_format(format: str, in_features: int) -> str:
 def quantize_(
     model: nn.Module, spec: Spec, filter_fn: Filter | None = None, progress: bool = True
 ) -> nn.Module:
-    """Replace the Linear, Conv1D (GPT-2) and Embedding layers of `model` by packed ones, in place.
+    """Replace the Linear, Conv1D (GPT-2) and Embedding layers of `model` by packed ones, in place,
+    and the stacked experts of its mixtures.
 
     spec: one format for every layer, embeddings and output head included, as llama.cpp and MLX do;
     or {pattern: format}, a layer taking the first pattern that matches its whole name: a glob where
     `*` also crosses dots ("*.mlp.*", "lm_head"), or, after "re:", a regular expression; None as the
     format leaves the layer dense, as does matching nothing; or spec(name, module) -> format | None.
-    filter_fn(name, module) -> False leaves a layer dense.
+    filter_fn(name, module) -> False leaves a layer dense. A stack of experts has a format of its
+    own, by its name ("*.experts.down_proj") or that of its module; a function gets the module.
+    Where only one of a module's stacks is given a format, the others are rows of their own dtype.
 
     A weight that several layers share (tied embeddings) stays one tensor: it takes the first
     pattern that matches any of their names, or the format that spec gives any of them, and stays
     dense if filter_fn excludes one. A layer whose K the format's block does not divide gets
     resolve_format's choice, with a warning. Layers already packed are decoded and packed again if
     they are given another format. Layers whose weight the model reads itself (T5's `wo`) stay
-    dense, with a warning, and so do experts stacked in one tensor.
+    dense, with a warning, and so do stacked experts that compute what no QuantExperts does.
 
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
@@ -124,8 +127,18 @@ class Job:
         n, k = weight_shape(self.sites[0][1])
         return n * k
 
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the weight in the model's state_dict."""
+        stack = isinstance(self.sites[0][1], Stack)
+        return [name if stack else f"{name}.weight" for name, _ in self.sites]
+
     def put(self, model: nn.Module, weight: Tensor) -> None:
         """Replace the layers in the model by packed ones of this weight, uint8 [N, row_bytes]."""
+        first = self.sites[0][1]
+        if isinstance(first, Stack):
+            first.put(model, [name for name, _ in self.sites], weight, self.format)
+            return
         packed = nn.Parameter(weight, requires_grad=False)
         made: dict[int, nn.Module] = {}
         for name, module in self.sites:
@@ -134,9 +147,12 @@ class Job:
             model.set_submodule(name, made[id(module)])
 
 
-def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[Job]:
+def plan(
+    model: nn.Module, spec: Spec, filter_fn: Filter | None = None, apart: Container[str] = ()
+) -> list[Job]:
     """What quantize_ would do. Weights are not read and may be on the meta device.
 
+    apart: names of experts whose gate and up become stacks of their own.
     ValueError: as quantize_, of all but the weights' values.
     """
     if packable(model):
@@ -147,11 +163,11 @@ def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[
     if any(isinstance(module, LinearPart) for module in model.modules()):
         raise ValueError("model has merged layers; call unfuse_ first")
     chooser = _chooser(spec)
-    groups = _shared_weights(model)
+    groups = _shared_weights(model, apart)
     jobs, read = [], []
     for sites in groups:
         wanted = chooser(sites)
-        excluded = filter_fn is not None and not all(filter_fn(*site) for site in sites)
+        excluded = filter_fn is not None and not all(filter_fn(*_told(site)) for site in sites)
         if wanted is None or excluded:
             continue
         if not all(replaceable(model, name) for name, _ in sites):
@@ -168,6 +184,7 @@ def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[
             f"spec: no layer is named {', '.join(map(repr, unused))}; the layers are "
             f"{', '.join(layers[:8])}{', ...' if len(layers) > 8 else ''}"
         )
+    jobs += _other_stacks(groups, jobs)
     if read:
         warnings.warn(
             f"left dense, because the model reads their weight itself: {summary(read)}",
@@ -176,16 +193,41 @@ def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[
     return jobs
 
 
-def _shared_weights(model: nn.Module) -> list[_Sites]:
+def _told(site: _Site) -> tuple[str, nn.Module]:
+    """What a function of the caller is told of a site: of a stack, its module of experts."""
+    name, module = site
+    return name, module.home.module if isinstance(module, Stack) else module
+
+
+def _other_stacks(groups: list[_Sites], jobs: list[Job]) -> list[Job]:
+    """Jobs for the stacks that nothing is asked for, of experts of which another is packed."""
+    asked = [job.sites[0][1] for job in jobs]
+    homes = {id(stack.home) for stack in asked if isinstance(stack, Stack)}
+    taken, others = {id(stack) for stack in asked}, []
+    for sites in groups:
+        stack = sites[0][1]
+        if not isinstance(stack, Stack) or id(stack.home) not in homes or id(stack) in taken:
+            continue
+        if stack.format is None:
+            same = dense_format(stack.weight)
+            others.append(Job(sites, same, same))
+    return others
+
+
+def _shared_weights(model: nn.Module, apart: Container[str] = ()) -> list[_Sites]:
     """The packable layers grouped by the weight they hold, in the order of the model.
 
     A weight that some other kind of module holds too is left out: it cannot be packed for one only.
     """
-    groups: dict[int, _Sites] = {}
-    blocked: set[int] = set()
+    groups: dict[object, _Sites] = {}
+    blocked: set[object] = set()
+    experts = homes(model, apart)
     for name, module in model.named_modules(remove_duplicate=False):
         if packable(module):
             groups.setdefault(id(module.weight), []).append((name, module))
+        elif name in experts:
+            for leaf, stack in experts[name].stacks.items():
+                groups.setdefault((id(module), leaf), []).append((f"{name}.{leaf}", stack))
         else:
             blocked.update(id(p) for p in module._parameters.values() if p is not None)
     return [sites for key, sites in groups.items() if key not in blocked]
@@ -205,13 +247,19 @@ class _Patterns:
         hits = [
             (pattern, format)
             for pattern, match, format in self.rules
-            if any(match(name) for name, _ in sites)
+            if any(match(name) for site in sites for name in _names(site))
         ]
         self.used.update(pattern for pattern, _ in hits)
         return hits[0][1] if hits else None
 
     def unused(self) -> list[str]:
         return [pattern for pattern, _, _ in self.rules if pattern not in self.used]
+
+
+def _names(site: _Site) -> tuple[str, ...]:
+    """The names that a pattern may match."""
+    name, module = site
+    return (name, name.rpartition(".")[0]) if isinstance(module, Stack) else (name,)
 
 
 def _matcher(pattern: str) -> Callable[[str], object]:
@@ -237,7 +285,7 @@ def _chooser(spec: Any) -> Callable[[_Sites], str | None]:
 
 def _asked(spec: Callable[[str, nn.Module], Any], sites: _Sites) -> str | None:
     asked: dict[str, str] = {}
-    for name, module in sites:
+    for name, module in map(_told, sites):
         choice = spec(name, module)
         if isinstance(choice, str):
             asked[formats.get(choice).name] = name
@@ -253,11 +301,8 @@ def _check(jobs: list[Job]) -> None:
     """ValueError if a weight has no data, NaN or Inf. Reads every weight once, copies none."""
     for job in jobs:
         module = job.sites[0][1]
-        if isinstance(module, QuantLinear | QuantEmbedding):
-            continue
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        check_weight(f"{job.name}.weight", weight, job.format)
+        if getattr(module, "format", None) is None:  # dense
+            check_weight(job.parameters[0], module.weight, job.format)
 
 
 def check_weight(name: str, weight: Tensor, format: str) -> None:
@@ -293,7 +338,7 @@ def warn_stacked(
     if not isinstance(spec, str | Mapping):
         return  # a function may ask modules for what these have not
     chooser, left = _chooser(spec), {}
-    for name, weight in stacked_weights(model).items():
+    for name, weight in unpackable(model).items():
         owner = name.rpartition(".")[0]
         site = owner, model.get_submodule(owner)
         if chooser([site]) is not None and (filter_fn is None or filter_fn(*site)):
@@ -301,7 +346,7 @@ def warn_stacked(
     if left:
         share = sum(left.values()) / (sum(left.values()) + sum(job.values for job in jobs))
         warnings.warn(
-            f"left dense, {share:.0%} of the weights: experts stacked in one tensor, for which "
-            f"there is no packed layer: {summary(list(left))}",
+            f"left dense, {share:.0%} of the weights: stacked experts that compute what no packed "
+            f"layer does: {summary(list(left))}",
             stacklevel=3,
         )

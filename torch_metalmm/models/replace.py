@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.embedding import embedding_scale
+from .experts import Stack
 
 # Linear layers in all but name: transformers' classes that compute x · W (Conv1D), x · Wᵀ + bias.
 _LINEAR_CLASSES = {
@@ -93,17 +94,6 @@ def kept_in_f32(model: nn.Module, name: str) -> bool:
     return not keep.isdisjoint(name.split("."))
 
 
-def stacked_weights(model: nn.Module) -> dict[str, Tensor]:
-    """{name: weight [E, ., .]} of experts stacked in one tensor, which no packed layer holds."""
-    return {
-        f"{name}.{leaf}": p
-        for name, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.")
-        for leaf, p in module._parameters.items()
-        if p is not None and p.dim() == 3 and p.shape[0] > 1 and min(p.shape[1:]) >= 32
-    }
-
-
 def pack_module(module: nn.Module, weight: Tensor, format: str) -> nn.Module:
     """The packed layer with this weight that stands in for `module` (see `packable`).
 
@@ -125,15 +115,19 @@ def pack_module(module: nn.Module, weight: Tensor, format: str) -> nn.Module:
     return new.train(module.training)
 
 
-def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """(N, K) of a packable layer."""
+def weight_shape(module: nn.Module | Stack) -> tuple[int, int]:
+    """(N, K) of a packable layer; of a stack, with the rows of all experts."""
+    if isinstance(module, Stack):
+        e, rows, k = module.shape
+        return e * rows, k
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return weight.shape[1], weight.shape[0]
+    n, k = weight.shape
+    return (k, n) if is_conv1d(module) else (n, k)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -141,8 +135,10 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def dense_weight(module: nn.Module) -> Tensor:
-    """W [N, K] of a packable layer."""
+def dense_weight(module: nn.Module | Stack) -> Tensor:
+    """W [N, K] of a packable layer, or of a stack."""
+    if isinstance(module, Stack):
+        return module.dense()
     if isinstance(module, QuantLinear | QuantEmbedding):
         return module.dequantize()
     weight = module.weight

@@ -1,6 +1,7 @@
-"""The layers: Linear and Embedding with a packed weight, and what fuse_ merges them into."""
+"""The layers: Linear, Embedding, experts with packed weights; what fuse_ merges them into."""
 
 from .embedding import QuantEmbedding
+from .experts import QuantExperts
 from .linear import QuantLinear
 
-__all__ = ["QuantEmbedding", "QuantLinear"]
+__all__ = ["QuantEmbedding", "QuantExperts", "QuantLinear"]

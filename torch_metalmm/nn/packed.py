@@ -91,16 +91,11 @@ class Packed(nn.Module):
         given = state_dict.get(prefix + "weight")
         if given is not None:
             stored = local_metadata.get("format", self.format)
-            if stored != self.format:
-                error_msgs.append(
-                    f"{prefix}weight is stored as {stored}, this layer holds {self.format}"
-                )
-                return
-            if given.dtype != torch.uint8 or given.shape != self.weight.shape:
-                error_msgs.append(
-                    f"{prefix}weight must be uint8 {list(self.weight.shape)} ({self.format}, "
-                    f"K = {self._columns()}), got {given.dtype} {list(given.shape)}"
-                )
+            wrong = check_loaded(
+                f"{prefix}weight", given, self.weight, stored, self.format, self._columns()
+            )
+            if wrong:
+                error_msgs.append(wrong)
                 return
         super()._load_from_state_dict(
             state_dict,
@@ -111,6 +106,20 @@ class Packed(nn.Module):
             unexpected_keys,
             error_msgs,
         )
+
+
+def check_loaded(
+    name: str, given: Tensor, weight: Tensor, stored: str, format: str, k: int
+) -> str | None:
+    """Why bytes of a state dict, stored in one format, are not those of a layer of another."""
+    if stored != format:
+        return f"{name} is stored as {stored}, this layer holds {format}"
+    if given.dtype != torch.uint8 or given.shape != weight.shape:
+        return (
+            f"{name} must be uint8 {list(weight.shape)} ({format}, K = {k}), "
+            f"got {given.dtype} {list(given.shape)}"
+        )
+    return None
 
 
 def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, nn.Parameter]:

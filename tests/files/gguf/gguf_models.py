@@ -7,7 +7,6 @@ values and metadata are stated here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from gguf_cases import CASES, HEAD, OSS_YARN, VISION, YARN, Case, architecture_of
 from gguf_files import CONTEXT, FFN, HEADS, MIXED, H, write_gguf
 from torch import Tensor
 
-from torch_metalmm.formats import get
-
-LAYERS, KV_HEADS, HEAD = 4, 2, H // HEADS
+LAYERS, KV_HEADS = 4, 2
 
 _CONFIG: dict[str, Any] = {
     "hidden_size": H,
@@ -49,118 +47,6 @@ _EPS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model: the class of its config, its own values, and what a file of it has.
-
-    interleaved: the converter turns the halves of each head's q and k into pairs. plus_one: it adds
-    1 to the weights of norms. eps: which of the two keys it has. vision: the parts of the rotation
-    of a model that sees, whose text is what a file has.
-    """
-
-    config: str
-    values: dict[str, Any] = field(default_factory=dict)
-    file: dict[str, Any] = field(default_factory=dict)
-    theta: float = 10000.0
-    turned: int = HEAD
-    interleaved: bool = False
-    plus_one: bool = False
-    eps: str = "rms"
-    vision: dict[str, Any] = field(default_factory=dict)
-
-
-_SCALES = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.125,
-}
-_VISION = {"patch_size": 14, "depth": 1, "embed_dim": 32, "hidden_size": H, "num_heads": 2}
-
-CASES = {
-    "arcee": Case("Arcee", interleaved=True),
-    "command-r": Case("Cohere", {"logit_scale": 0.125}, {"logit_scale": 0.125}, eps="layer"),
-    "command-r+": Case(
-        "Cohere",
-        {"logit_scale": 0.125, "use_qk_norm": True},
-        {"logit_scale": 0.125},
-        eps="layer",
-    ),
-    "cohere2": Case(
-        "Cohere2",
-        {"logit_scale": 0.125, "sliding_window": 8},
-        {"logit_scale": 0.125, "attention.sliding_window": 8},
-        eps="layer",
-    ),
-    "ernie4_5": Case("Ernie4_5", {"head_dim": HEAD}, {"attention.key_length": HEAD}),
-    "gemma": Case("Gemma", {"head_dim": HEAD}, {"attention.key_length": HEAD}, plus_one=True),
-    "glm4": Case(
-        "Glm4",
-        {"head_dim": HEAD, "attention_bias": True, "pad_token_id": 2},
-        theta=5e5,
-        turned=HEAD // 2,
-    ),
-    "granite": Case(
-        "Granite",
-        {**_SCALES, "attention_multiplier": 0.25, "logits_scaling": 8.0},
-        {
-            "embedding_scale": 2.0,
-            "residual_scale": 0.5,
-            "attention.scale": 0.25,
-            "logit_scale": 8.0,
-        },
-        interleaved=True,
-    ),
-    "mistral3": Case(
-        "Ministral3",
-        {"head_dim": HEAD},
-        {
-            "attention.key_length": HEAD,
-            "attention.temperature_scale": 0.125,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 32,
-            "rope.scaling.yarn_beta_fast": 32.0,
-            "rope.scaling.yarn_beta_slow": 1.0,
-            "rope.scaling.yarn_log_multiplier": 1.0,
-        },
-        interleaved=True,
-    ),
-    "olmo": Case(
-        "Olmo", {"clip_qkv": 2.0}, {"attention.clamp_kqv": 2.0}, interleaved=True, eps="layer"
-    ),
-    "olmo2": Case("Olmo2", theta=5e5),
-    "phi2": Case("Phi", turned=HEAD // 2, eps="layer"),
-    "qwen2vl": Case(
-        "Qwen2VL",
-        {},
-        {"rope.dimension_sections": [8, 12, 12, 0]},
-        vision={"mrope_section": [8, 12, 12]},
-    ),
-    "qwen3vl": Case(
-        "Qwen3VL",
-        {"head_dim": HEAD},
-        {"attention.key_length": HEAD, "rope.dimension_sections": [12, 10, 10, 0]},
-        vision={"mrope_section": [12, 10, 10], "mrope_interleaved": True},
-    ),
-    "seed_oss": Case(
-        "SeedOss",
-        {"head_dim": HEAD, "attention_bias": True},
-        {"attention.key_length": HEAD},
-    ),
-    "smollm3": Case("SmolLM3", {"pad_token_id": 2}, theta=5e6, interleaved=True),
-}
-
-
-def architecture_of(case: str) -> str:
-    return case.removesuffix("+")
-
-
 def random_hf(case: str, tied: bool = False, seed: int = 0) -> Any:
     """The case's model in f32, with random weights, biases and norms."""
     row = CASES[case]
@@ -168,18 +54,21 @@ def random_hf(case: str, tied: bool = False, seed: int = 0) -> Any:
     rope = {"rope_type": "default", "rope_theta": row.theta}
     if row.turned != HEAD:
         rope["partial_rotary_factor"] = row.turned / HEAD
-    values["rope_parameters"] = (rope | _YARN) if case == "mistral3" else rope
+    values["rope_parameters"] = rope | {"mistral3": YARN, "gpt-oss": OSS_YARN}.get(case, {})
     kind = getattr(transformers, row.config + "Config")
     if row.vision:
         text = values | {"rope_parameters": rope | row.vision}
-        config = kind(text_config=text, vision_config=_VISION, tie_word_embeddings=tied)
+        config = kind(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
     else:
         config = kind(**values, tie_word_embeddings=tied)
+    config._experts_implementation = "eager"  # the others take no float64
     torch.manual_seed(seed)
     auto = "AutoModelForImageTextToText" if row.vision else "AutoModelForCausalLM"
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        for name, value in model.state_dict().items():
+            if not value.is_floating_point():
+                continue
             value.copy_(torch.randn(value.shape) * 0.05)
             if "norm" in name and name.endswith("weight") and not row.plus_one:
                 value.add_(1)
@@ -200,7 +89,15 @@ def convert(model: Any, case: str, path: Path, kinds: tuple[str, ...] = MIXED) -
         base, _, leaf = name.replace("model.language_model.", "model.").rpartition(".")
         if (tied and name == "lm_head.weight") or ".visual." in name:
             continue
+        if ".experts." in name:
+            tensors |= _experts(row, name, value, formats)
+            continue
         found = names.get_name(base)
+        alias = next((a for end, a in row.aliases.items() if name.endswith(end)), None)
+        if alias is not None:
+            found, _, leaf = f"blk.{name.split('.')[2]}.{alias}".rpartition(".")
+        elif found is None:  # a parameter without a kind
+            found, leaf = names.get_name(name), "weight"
         assert found is not None, name
         tensors[f"{found}.{leaf}"] = _stored(row, found, value, formats)
     key, attribute = _EPS[row.eps]
@@ -220,17 +117,57 @@ def _stored(row: Case, name: str, value: Tensor, formats: Iterator[str]) -> tupl
         made = value.numpy() + np.float32(row.plus_one)
         value.copy_(torch.from_numpy(made - np.float32(row.plus_one)))
         return made, "f32"
+    if name.endswith("ffn_gate_inp"):
+        return value.numpy().copy(), "f32"
+    if name.endswith("ffn_gate_inp_shexp"):
+        return value[0].numpy().copy(), "f32"
     if value.dim() == 1:
         return _paired(row, name, value.numpy().copy()), "f32"
-    format = next(formats)
-    packed = torch.ops.metalmm.quantize(value, format)
-    kind = gguf.GGMLQuantizationType[format.upper()]
-    data = packed.numpy()
-    decoded = gguf.dequantize(data, kind) if get(format).packs else data
-    value.copy_(torch.from_numpy(np.ascontiguousarray(decoded, np.float32)).view(value.shape))
-    data = _paired(row, name, data)
+    data, format, decoded = _rounded(value, next(formats))
+    value.copy_(decoded)
+    return _of_numpy(_paired(row, name, data), format), format
+
+
+def _rounded(value: Tensor, format: str) -> tuple[np.ndarray, str, Tensor]:
+    """(packed bytes, their format, what the gguf package decodes them to) of [..., K]."""
+    rows = value.reshape(-1, value.shape[-1])
+    data = torch.ops.metalmm.quantize(rows, format).numpy()
+    decoded = gguf.dequantize(data, gguf.GGMLQuantizationType[format.upper()])
+    made = torch.from_numpy(np.ascontiguousarray(decoded, np.float32)).view(value.shape)
+    return data.reshape(*value.shape[:-1], -1), format, made
+
+
+def _of_numpy(data: np.ndarray, format: str) -> np.ndarray:
     plain = {"f32": np.float32, "f16": np.float16}.get(format)
-    return (data if plain is None else np.ascontiguousarray(data).view(plain)), format
+    return data if plain is None else np.ascontiguousarray(data).view(plain)
+
+
+def _experts(
+    row: Case, name: str, value: Tensor, formats: Iterator[str]
+) -> dict[str, tuple[np.ndarray, str]]:
+    """What the file has for a tensor of experts, which becomes what that decodes to.
+
+    gate and up have one format in layers of even number, as most files, and two in others.
+    """
+    layer, leaf = int(name.split(".")[2]), name.rpartition(".")[2]
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    stored = value.transpose(1, 2) if row.alternating and kind == "weight" else value
+    if leaf.startswith("gate_up"):
+        n = stored.shape[1] // 2
+        pair = (stored[:, ::2], stored[:, 1::2]) if row.alternating else stored.split(n, 1)
+        parts = {"ffn_gate_exps": pair[0], "ffn_up_exps": pair[1]}
+    else:
+        parts = {"ffn_down_exps": stored}
+    tensors, format = {}, next(formats)
+    for leaf, part in parts.items():
+        if kind == "bias":
+            tensors[f"blk.{layer}.{leaf}.bias"] = part.numpy().copy(), "f32"
+            continue
+        data, _, decoded = _rounded(part, format)
+        part.copy_(decoded)
+        tensors[f"blk.{layer}.{leaf}.weight"] = _of_numpy(data, format), format
+        format = next(formats) if layer % 2 else format
+    return tensors
 
 
 def _paired(row: Case, name: str, rows: np.ndarray) -> np.ndarray:

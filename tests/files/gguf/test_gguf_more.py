@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 from gguf import GGUFReader
-from gguf_files import load_quietly, tensors_of, write_gguf
-from gguf_models import CASES, convert, random_hf
+from gguf_cases import CASES
+from gguf_files import load_quietly, mapped, tensors_of, write_gguf
+from gguf_models import convert, random_hf
 from test_gguf import check_equals_reference
 
-from torch_metalmm import QuantEmbedding, QuantLinear, load_gguf
+from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, load_gguf
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -38,14 +39,27 @@ def test_a_converted_model_equals_its_original(tmp_path: Path, case: str) -> Non
     assert type(model) is TEXT.get(type(original), type(original))
     seen = [m for name, m in original.named_modules() if ".visual." not in name]
     layers = [m for m in seen if isinstance(m, torch.nn.Linear | torch.nn.Embedding)]
+    # The gate of a shared expert is one row of a dense vector in the file.
+    layers = [m for m in layers if getattr(m, "out_features", 0) != 1]
     packed = [m for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)]
     assert len(packed) == len(layers)
+    check_experts(model, original, path)
     ids = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     with torch.inference_mode():
         made = model.generate(ids, **greedy)
         assert torch.equal(made, original.generate(ids, **greedy))
     check_equals_reference(model, original, ids)
+
+
+def check_experts(model: Any, original: Any, path: Path) -> None:
+    """Each stack of experts is a view of the file."""
+    stacked = [n for n, p in original.named_parameters() if p.dim() == 3]
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantExperts)}
+    assert experts.keys() == {n.rpartition(".")[0] for n in stacked}
+    for module in experts.values():
+        assert tuple(module.formats) == ("gate_proj", "up_proj", "down_proj")
+        assert all(mapped(path, module.get_parameter(stack)) for stack in module.formats)
 
 
 @pytest.mark.parametrize(

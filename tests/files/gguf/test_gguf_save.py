@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 from gguf import GGUFReader
+from gguf_cases import CASES
 from gguf_files import ARCHITECTURES, load_quietly, random_model, tensors_of, write_gguf
-from gguf_models import CASES, convert, fields_of, random_hf
+from gguf_models import convert, fields_of, random_hf
 from tokenizers import Regex, pre_tokenizers
 
 from torch_metalmm import load_gguf, quantize_, save_gguf

@@ -1,43 +1,27 @@
-"""GGUF architectures by their keys: what transformers does not read, and what save_gguf writes.
-
-A row says under which names a file and a transformers config state the same value. Read this way a
-row gives the config of a file; read the other way, the metadata of a model. What every decoder has,
-the width of its heads and its rotation, is not in the rows.
-"""
+"""The config of a GGUF file, and the metadata of a model, by the rows of rows.py."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .file import GgufFile
+from .rows import (
+    ARCHITECTURES,
+    GRANITE,
+    SIZES,
+    STORED_AS,
+    WINDOW,
+    WITH_EXPERTS,
+    Architecture,
+    row_of,
+)
 
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-}
-_RMS = _SIZES | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_NORM = _SIZES | {"attention.layer_norm_epsilon": "layer_norm_eps"}
 _KV_HEADS, _KEY_LENGTH = "attention.head_count_kv", "attention.key_length"
-_GRANITE = {
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention.scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_WINDOW = {"attention.sliding_window": "sliding_window"}
-_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_EXPERTS = "expert_count"
 # Parts of a rotation's scaling, under rope.scaling., and in rope_parameters.
 _SCALING = {
     "type": "rope_type",
@@ -51,64 +35,19 @@ _FLOATS = re.compile(
     r"attention\.(scale|clamp_kqv|temperature_scale|layer_norm_(rms_)?epsilon)|.*_(scale|softcapping)"
     r"|rope\.freq_base|rope\.scaling\.(factor|yarn_.*)"
 )
-_LLAMA, _GEMMA = "LlamaTensorProcessor", "Gemma2TensorProcessor"
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A value of general.architecture, and the model of transformers that it is.
-
-    keys: {key without the architecture's prefix: attribute of the config}. flags: {attribute that
-    is whether the file has a tensor: its name}. processor: of transformers, which undoes what
-    llama.cpp's converter did to values: it interleaves rows of q and k, or adds 1 to norms.
-    writes: whether a model of this type is saved as this architecture.
-    """
-
-    model_type: str
-    keys: Mapping[str, str] = field(default_factory=lambda: _RMS)
-    flags: Mapping[str, str] = field(default_factory=dict)
-    processor: str = "TensorProcessor"
-    writes: bool = True
-
-
-ARCHITECTURES = {
-    # Read by transformers
-    "llama": Architecture("llama"),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "gemma2": Architecture("gemma2", _RMS | _WINDOW | _CAPS),
-    "gemma3": Architecture("gemma3_text", _RMS | _WINDOW),
-    "phi3": Architecture("phi3", _RMS | _WINDOW),
-    # Read by these rows
-    "arcee": Architecture("arcee", processor=_LLAMA),
-    "command-r": Architecture(
-        "cohere",
-        _NORM | {"logit_scale": "logit_scale"},
-        {"use_qk_norm": "blk.0.attn_q_norm.weight"},
-    ),
-    "cohere2": Architecture("cohere2", _NORM | _WINDOW | {"logit_scale": "logit_scale"}),
-    "ernie4_5": Architecture("ernie4_5"),
-    "gemma": Architecture("gemma", processor=_GEMMA),
-    "glm4": Architecture("glm4", flags={"attention_bias": "blk.0.attn_q.bias"}),
-    "granite": Architecture("granite", _RMS | _GRANITE, processor=_LLAMA),
-    "mistral3": Architecture(
-        "ministral3",
-        _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
-        processor=_LLAMA,
-    ),
-    "olmo": Architecture("olmo", _SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
-    "olmo2": Architecture("olmo2"),
-    "phi2": Architecture("phi", _NORM),
-    "qwen2vl": Architecture("qwen2", writes=False),  # for text its rotation in 3 parts is that of 1
-    "qwen3vl": Architecture("qwen3", writes=False),
-    "seed_oss": Architecture("seed_oss", flags={"attention_bias": "blk.0.attn_q.bias"}),
-    "smollm3": Architecture("smollm3", processor=_LLAMA),
-}
-STORED_AS = {"mistral": "llama", "cohere": "command-r"}  # model_type: llama.cpp's architecture
 # Values that make another model of what a row describes.
-_OTHERS = ("expert_count", *_WINDOW)
+_OTHERS = (_EXPERTS, *WINDOW)
 # Values without which a model would silently have its class's default.
-_NEEDED = (*_SIZES, *_GRANITE, "attention.layer_norm_rms_epsilon", *_WINDOW, "logit_scale")
+_NEEDED = (
+    *(*SIZES, *GRANITE, "attention.layer_norm_rms_epsilon", *WINDOW, "logit_scale"),
+    *(_EXPERTS, "expert_used_count"),
+)
+_BOOLS = ("expert_weights_norm",)
+
+
+def has_experts(file: GgufFile) -> bool:
+    """Whether the file says that it has experts."""
+    return bool(file.metadata.get(f"{file.architecture}.{_EXPERTS}"))
 
 
 def config_values(file: GgufFile) -> dict[str, Any]:
@@ -116,7 +55,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
     ValueError: a value is missing, or is one of a model that no row describes.
     """
-    row, prefix = ARCHITECTURES[file.architecture], f"{file.architecture}."
+    row, prefix = row_of(file.architecture, has_experts(file)), f"{file.architecture}."
+    assert row is not None
     for key in _OTHERS:
         if key not in row.keys and file.metadata.get(prefix + key):
             raise ValueError(f"{file.path}: {prefix + key} is known for other architectures only")
@@ -131,6 +71,15 @@ def config_values(file: GgufFile) -> dict[str, Any]:
             raise ValueError(f"{file.path}: {prefix + key} is missing, or a list")
         if value is not None:
             _put(values, name, value)
+    for key, number in row.states.items():
+        if file.metadata.get(prefix + key, number) != number:
+            given = file.metadata[prefix + key]
+            raise ValueError(f"{file.path}: {prefix + key} is {given!r}; it must be {number}")
+    for path, constant in row.has.items():
+        if "truncate" not in path or values["rope_parameters"]["rope_type"] == "yarn":
+            _put(values, path, constant)
+    # Layers that predict tokens beyond the next, which transformers' models do not have.
+    values["num_hidden_layers"] -= file.metadata.get(f"{prefix}nextn_predict_layers", 0)
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values["head_dim"] = _head_dim(file, prefix)
     values |= {name: tensor in file.tensors for name, tensor in row.flags.items()}
@@ -139,25 +88,23 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     return values
 
 
-def metadata(config: Any) -> tuple[str, dict[str, Any]]:
-    """(architecture, its values by their full keys) of a transformers config.
+def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
+    """(architecture, its row, its values by their full keys) of a transformers config.
 
     ValueError: no row is of its model type, or no key says its rotation, its mask or the scale of
     its scores, or a value is not of its key's type.
     """
     kind = config.model_type
-    found = [
-        name
-        for name, row in ARCHITECTURES.items()
-        if name == STORED_AS.get(kind) or (row.writes and row.model_type == kind)
-    ]
+    rows = [*ARCHITECTURES.items(), *WITH_EXPERTS.items()]
+    wanted = next((r.model_type for a, r in rows if a == STORED_AS.get(kind)), kind)
+    found = [(name, row) for name, row in rows if row.writes and row.model_type == wanted]
     if not found:
-        known = sorted(row.model_type for row in ARCHITECTURES.values() if row.writes)
+        known = sorted(row.model_type for _, row in rows if row.writes)
         raise ValueError(
             f"model: GGUF files of {config.model_type} models are not written; those of "
             f"{', '.join(known)} are"
         )
-    (architecture,) = found
+    ((architecture, row),) = found
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scale = getattr(config, "query_pre_attn_scalar", head)
     if scale != head:  # llama.cpp has 1 / sqrt(head_dim) for Gemma, but in the models of 27 B
@@ -166,23 +113,30 @@ def metadata(config: Any) -> tuple[str, dict[str, Any]]:
         raise ValueError("model: no key of GGUF says use_bidirectional_attention")
     values = {"vocab_size": config.vocab_size, _KEY_LENGTH: head, "attention.value_length": head}
     values[_KV_HEADS] = config.num_key_value_heads
-    for key, name in ARCHITECTURES[architecture].keys.items():
+    for key, name in row.keys.items():
         values[key] = _get(config, name)
+    values |= row.states
     if architecture == "olmo":
         values["attention.layer_norm_epsilon"] = (
             1e-5  # its norms have no weights, and this is theirs
         )
     values |= _rotation_values(config, head)
-    return architecture, {
-        f"{architecture}.{key}": _typed(key, value)
-        for key, value in values.items()
-        if value is not None
-    }
+    return (
+        architecture,
+        row,
+        {
+            f"{architecture}.{key}": _typed(key, value)
+            for key, value in values.items()
+            if value is not None
+        },
+    )
 
 
-def _typed(key: str, value: Any) -> float | int | str:
+def _typed(key: str, value: Any) -> float | int | str | bool:
     """The value as Python's counterpart of its key's type. ValueError: it cannot be one."""
     if isinstance(value, str):  # rope.scaling.type
+        return value
+    if key in _BOOLS and isinstance(value, bool):
         return value
     if isinstance(value, bool) or not isinstance(value, float | int):
         raise ValueError(f"model: GGUF's {key} is a number, and its config has {value!r}")

@@ -25,6 +25,7 @@ from ...models.skeleton import (
 )
 from ..blame import blaming
 from ..limits import MAX_LAYERS
+from .experts import Experts, experts_of, put_experts
 from .file import GgufFile
 from .layout import Layout, TensorMap
 from .map import ROPE_DIVISORS, model_config, tensor_map, tokenizer
@@ -43,12 +44,12 @@ def load_gguf(
     A split file is given by any of its parts, or by the folder that has them and no other model.
 
     Each 2-D weight of a Linear, Conv1D (GPT-2) or Embedding becomes a QuantLinear or
-    QuantEmbedding: on the CPU a view of the memory-mapped file, copied only where the architecture
-    reorders rows (Llama's q and k); on another device a copy. Files larger than memory load, and
-    writing to a weight never reaches the file. The file must not be truncated while the model is
-    used: a read beyond its end kills the process (SIGBUS). A tied output head shares the
-    embedding's bytes. Everything else (norms, biases, convolutions, stacked experts) is decoded to
-    `dtype`, the dtype of the activations too.
+    QuantEmbedding, and stacks of experts QuantExperts: on the CPU views of the memory-mapped file,
+    copied only where the architecture reorders rows (Llama's q and k); on another device copies.
+    Files larger than memory load, and writing to a weight never reaches the file. The file must not
+    be truncated while the model is used: a read beyond its end kills the process (SIGBUS). A tied
+    output head shares the embedding's bytes. Everything else (norms, biases, convolutions) is
+    decoded to `dtype`, the dtype of the activations too.
     A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
 
@@ -69,8 +70,8 @@ def load_gguf(
     with blaming(file.path, "no model fits its metadata"):
         with torch.device("meta"):
             outline = empty_model(config, dtype)
-        mapping = tensor_map(file.architecture, outline, values)
-    _check_shapes(file, outline.state_dict(), mapping)
+        mapping = tensor_map(file, outline, values)
+    _check_shapes(file, outline, mapping)
     _check_buffers(file, outline)
     _plan(file, outline, mapping)  # finds what is missing; packs less than the model with buffers
     with blaming(file.path, "transformers makes no tokenizer of its metadata"):
@@ -103,6 +104,7 @@ class _Plan:
     packed: list[_Packed] = field(default_factory=list)
     dense: list[str] = field(default_factory=list)
     zeros: list[str] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
 
 
@@ -124,12 +126,14 @@ def _check_sizes(file: GgufFile) -> None:
         )
 
 
-def _check_shapes(file: GgufFile, state: dict[str, Tensor], mapping: TensorMap) -> None:
+def _check_shapes(file: GgufFile, model: Any, mapping: TensorMap) -> None:
     """ValueError for tensors that do not make the model's, by their names and shapes alone."""
+    state: dict[str, Tensor] = model.state_dict()
+    stacks = {name for item in experts_of(file, model) for name in item.tensors}
     makers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, entry in file.tensors.items():
         target = mapping.target(name)
-        if target is not None and target in state:
+        if target is not None and target in state and name not in stacks:
             makers.setdefault(target, {})[name] = entry.shape
     for target, shapes in makers.items():
         made, wanted = mapping.shape(shapes), tuple(state[target].shape)
@@ -156,9 +160,11 @@ def _check_buffers(file: GgufFile, model: nn.Module) -> None:
 def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
     """What becomes of every tensor of the file and of every parameter of the model."""
     state = model.state_dict()
-    targets = {name: mapping.target(name) for name in file.tensors}
+    experts = experts_of(file, model)
+    stacks = {name for item in experts for name in item.tensors}
+    targets = {name: mapping.target(name) for name in file.tensors if name not in stacks}
     given = {target for target in targets.values() if target is not None and target in state}
-    plan = _Plan(_names_to_fill(model, given))
+    plan = _Plan(_names_to_fill(model, given), experts=experts)
     for name, target in targets.items():
         if target is None or target not in state:
             plan.unused.append(name)
@@ -170,6 +176,7 @@ def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
         else:
             plan.packed.append(_Packed(name, names, layout))
     filled = {name for names in plan.names.values() for name in names}
+    filled.update(name for item in experts for name in item.parameters)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in filled:
             continue
@@ -237,6 +244,8 @@ def _fill(
         if item.layout.columns is not None:
             order = torch.from_numpy(item.layout.columns.argsort()).to(device)
             set_input_order(model, item.names, order)
+    for experts in plan.experts:
+        put_experts(model, file, experts, device)
     for name in plan.dense:
         for target, value in mapping.convert(name, file.dense(name).numpy()).items():
             put_dense(model, plan.names[target], value.contiguous(), device)

@@ -8,6 +8,7 @@ has no tables for, architectures.py has the configs, and the gguf package the na
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from typing import Any
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .architectures import ARCHITECTURES, STORED_AS, config_values, divisors
+from .architectures import config_values, divisors, has_experts
 from .file import GgufFile
 from .layout import TensorMap
+from .rows import ARCHITECTURES, STORED_AS, Architecture, row_of
 from .vocabulary import PRE
 
 ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3, one for each frequency
@@ -62,7 +64,8 @@ def model_config(file: GgufFile) -> tuple[Any, dict[str, Any]]:
             f"{file.path}: no model is known for the GGUF architecture {file.architecture!r}; "
             f"supported: {', '.join(supported_architectures())}"
         )
-    if not _is_transformers(file.architecture):
+    row = row_of(file.architecture, has_experts(file))
+    if row is not None and row.reads:
         values = config_values(file)
     else:
         with tempfile.NamedTemporaryFile(suffix=".gguf") as header:
@@ -132,13 +135,14 @@ def _tokenizer_keys(file: GgufFile) -> list[str]:
     return ["general.architecture", *scalars, *found]
 
 
-def tensor_map(architecture: str, model: Any, values: dict[str, Any]) -> TensorMap:
-    """The map for the architecture; transformers has an old and a new kind."""
+def tensor_map(file: GgufFile, model: Any, values: dict[str, Any]) -> TensorMap:
+    """The map for the file's architecture; transformers has an old and a new kind."""
     from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
+    architecture = file.architecture
     if architecture in GGUF_ARCHS:
         return _ConversionMap(GGUF_ARCHS[architecture](model.config))
-    return ProcessorMap(architecture, model, values)
+    return ProcessorMap(architecture, model, values, row_of(architecture, has_experts(file)))
 
 
 def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
@@ -158,22 +162,33 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
     return {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a name of the model is in."""
+    found = re.search(r"\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
 class ProcessorMap(TensorMap):
     """The architectures of modeling_gguf_pytorch_utils: a name table and a TensorProcessor."""
 
-    def __init__(self, architecture: str, model: Any, values: dict[str, Any]) -> None:
+    def __init__(
+        self, architecture: str, model: Any, values: dict[str, Any], row: Architecture | None
+    ) -> None:
         from transformers import modeling_gguf_pytorch_utils as theirs
 
         super().__init__()
-        known = _is_transformers(architecture)
+        known = row is None or not row.reads
         kind = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)
-        if not known:
-            kind = getattr(theirs, ARCHITECTURES[architecture].processor)
+        if row is not None and not known:
+            kind = getattr(theirs, row.processor)
         self._processor: Any = kind(config=values)  # type: ignore[no-untyped-call]
         own = STORED_AS.get(model.config.model_type) if known else architecture
         self._names = theirs.get_gguf_hf_weights_map(
             _Shallow(model), self._processor, model_type=own
         )
+        for end, leaf in row.names.items() if row is not None else ():
+            for target in (t for t in model.state_dict() if t.endswith(end)):
+                self._names[f"blk.{layer_of(target)}.{leaf}"] = target
         self._needed: dict[str, set[str]] = {}  # by target, names without ".weight"
         for name, target in self._names.items():
             self._needed.setdefault(target, set()).add(name.removesuffix(".weight"))
@@ -200,7 +215,7 @@ class ProcessorMap(TensorMap):
             self._given.add(name.removesuffix(".weight"))
             complete = [t for t in self._open if self._needed.get(t, set()) <= self._given]
             return {target: self._open.pop(target) for target in complete}
-        target = self._names.get(done.name)
+        target = self.target(done.name)
         made = done.weights
         if min(made.strides, default=0) < 0:  # torch has no such tensors
             made = np.ascontiguousarray(made)

@@ -10,21 +10,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
-from ...models.ggml import type_names
-from ...models.replace import is_conv1d
+from ...models.experts import homes
+from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
 from .architectures import llama3_divisors, metadata
+from .experts import check_format, stored_experts
 from .file import GgufFile
 from .layout import TensorMap
 from .map import ROPE_DIVISORS, ProcessorMap, model_config
+from .rows import Architecture
 from .vocabulary import vocabulary
 
+_NO_TOKENS = "tokenizer.ggml.model"
 # Attributes that config classes know, and that change no logits, are written elsewhere, or of which
 # transformers makes others: max_window_layers becomes layer_types, which are compared.
 _UNSAID = (
@@ -40,10 +43,10 @@ def save_gguf(
     """Write a transformers model as one GGUF file, with its tokenizer.
 
     tokenizer: a fast one, BPE; None for a file of weights alone, which load_gguf and llama.cpp's
-    programs for text refuse.
-    Packed layers keep their bytes, their rows in the order that llama.cpp has for q and k; dense
-    matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The file is
-    complete before it appears under its name.
+    programs for text refuse; its library reads them.
+    Packed layers and experts keep their bytes, their rows in the order that llama.cpp has for q and
+    k; dense matrices keep their dtype, everything else is f32. load_gguf reads an equal model. The
+    file is complete before it appears under its name.
     FileExistsError: there is such a file, and not `replace`. OSError: it cannot be written.
     ValueError, before anything is written: no transformers model, without an output head, or of a
     type that is not among those written; a layer in a format that GGUF does not have, or that
@@ -54,15 +57,14 @@ def save_gguf(
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
     target = check_target(path, replace, "replace=True")
-    architecture, values = metadata(model.config)
+    architecture, row, values = metadata(model.config)
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"model: {type(model).__name__} has no output head, which readers of a GGUF file would "
             "take to be tied to the embedding"
         )
-    if tokenizer is not None:
-        values |= vocabulary(tokenizer, model)
-    tensors = _tensors(model, architecture)
+    values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
+    tensors = _tensors(model, architecture, row)
     try:
         # Not staging's prefix: saves of folders remove what is left under theirs.
         temporary = tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.parent)
@@ -92,34 +94,53 @@ def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Pa
     return target
 
 
-def _tensors(model: Any, architecture: str) -> dict[str, tuple[Tensor, str]]:
+def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tuple[Tensor, str]]:
     """{name in the file: (the tensor or its packed bytes, its format)}."""
     outline = empty_like(model, torch.float32)
-    mapping = ProcessorMap(architecture, outline, model.config.to_dict())
+    mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
     state = model.state_dict(keep_vars=True)
-    names = {target: name for name, target in mapping.names().items()}
+    names = {target: _full(name) for name, target in mapping.names().items()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tensors = {}
+    tensors: dict[str, tuple[Tensor, str]] = {}
+    experts = homes(model, apart=dict(model.named_modules()))
+    for owner, home in experts.items():
+        tensors |= stored_experts(owner, home)
     for target, value in state.items():
         owner, _, leaf = target.rpartition(".")
+        if owner in experts:
+            continue
         module = model.get_submodule(owner)
         if module is head and leaf == "weight" and value is embedding.weight:
             continue  # a file without output.weight has a tied head
         if target not in names:
             raise ValueError(f"{target} has no place in a GGUF file of a {architecture} model")
-        name = names[target]
-        if isinstance(module, QuantLinear | QuantEmbedding) and leaf == "weight":
-            stored = _packed(mapping, name, target, module)
-        elif value.dim() == 2 and not name.endswith("norm.weight"):
-            dense = value.detach().t() if is_conv1d(module) else value.detach()
-            stored = _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
-        else:
-            stored = _others(mapping, name, target, value.detach().float().cpu()), "f32"
-        tensors[name] = stored
+        tensors[names[target]] = _stored(mapping, names[target], target, module, value.detach())
     divisors = llama3_divisors(model.config, architecture)
     if divisors is not None:
         tensors[ROPE_DIVISORS] = divisors.float(), "f32"
     return tensors
+
+
+def _stored(
+    mapping: TensorMap, name: str, target: str, module: Any, value: Tensor
+) -> tuple[Tensor, str]:
+    """What the file has for a parameter of the module, and its format."""
+    matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
+    if matrix and mapping.shape({name: weight_shape(module)[1:]}) == (1, *weight_shape(module)[1:]):
+        return dense_weight(module)[0].float().cpu(), "f32"  # a matrix of one row is a vector there
+    if matrix and isinstance(module, QuantLinear | QuantEmbedding):
+        return _packed(mapping, name, target, module)
+    if value.dim() == 2 and not name.endswith("norm.weight"):
+        if name.endswith("ffn_gate_inp.weight"):  # llama.cpp reads routers in f32 only
+            value = value.float()
+        dense = value.t() if is_conv1d(module) else value
+        return _matrix(mapping, name, target, dense), _name_of(dense.dtype, target)
+    return _others(mapping, name, target, value.float().cpu()), "f32"
+
+
+def _full(name: str) -> str:
+    """The name in the file; tables of transformers have names of parameters without their kind."""
+    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
 
 
 def _packed(
@@ -128,11 +149,7 @@ def _packed(
     """The layer's bytes, rows in the order of the file."""
     if getattr(module, "input_order", None) is not None:
         raise ValueError(f"{target}: its layer gathers its input, which no GGUF file says")
-    if module.format not in type_names().values():
-        raise ValueError(
-            f"{target} is {module.format}, which GGUF does not have: quantize_ the model to "
-            "a GGML format"
-        )
+    check_format(target, module.format)
     k = module.embedding_dim if isinstance(module, QuantEmbedding) else module.in_features
     return _matrix(mapping, name, target, module.weight.detach(), k), module.format
 
@@ -141,7 +158,8 @@ def _matrix(
     mapping: TensorMap, name: str, target: str, rows: Tensor, k: int | None = None
 ) -> Tensor:
     """Rows in the order of the file. ValueError: the file has more than another order of them."""
-    layout = mapping.layout(name, (len(rows), rows.shape[1] if k is None else k))
+    k = rows.shape[1] if k is None else k
+    layout = mapping.layout(name, (len(rows), k))
     if layout is None or layout.transposed or layout.columns is not None:
         raise ValueError(f"{target} is not a matrix of a GGUF file, row by row")
     rows = rows.cpu().contiguous()
@@ -195,7 +213,8 @@ def _write(
         add[type(value)](key, value)
     for name, (tensor, format) in tensors.items():
         kind = GGMLQuantizationType[format.upper()]
-        data = tensor.contiguous().view(torch.uint8).numpy()
+        packed = tensor.dtype == torch.uint8  # parts of a stack are copied when they are written
+        data = (tensor if packed else tensor.contiguous().view(torch.uint8)).numpy()
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -213,6 +232,8 @@ def _check_config(path: Path, config: Any) -> None:
     for key, value in sorted(asked.items()):
         if key not in read or key in _UNSAID or key.startswith("_") or "dropout" in key:
             continue
+        if key == "head_dim" and value is None:
+            value = config.hidden_size // config.num_attention_heads
         if not _same(value, found.get(key)):
             raise ValueError(
                 f"model: its config has {key} = {value!r}, and who reads a GGUF file of a "

@@ -12,13 +12,15 @@ from torch import nn
 
 from ...extras import HF, require
 from ...models.integers.affine import Rows
-from ...models.replace import summary, weight_shape
+from ...models.replace import weight_shape
 from ...models.skeleton import empty_model
 from ..blame import blaming
 from ..fill import fill, finish
 from ..folder import read_config, read_tokenizer
+from ..headers import read_headers
 from ..source import Source
 from ..untrusted import config_of
+from .experts import put_experts, rename
 from .layout import PREFIXES, Quantization, pack
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
@@ -42,15 +44,15 @@ def load_mlx(
 
     Quantized layers become QuantLinear and QuantEmbedding with the same values, bit for bit: affine
     with 2 to 8 bits, groups of 32, 64, 128 and scales of any float dtype, mxfp4, mxfp8 and nvfp4
-    (the last two where K is a multiple of 64). dtype is that of activations and unpacked weights,
-    by default that of the checkpoint's unpacked tensors. Every model*.safetensors of the folder is
-    read; its index is not, since it is often that of the model before quantization. The model is
-    frozen and in eval mode.
+    (the last two where K is a multiple of 64). Experts become QuantExperts. A layer whose weight
+    transformers multiplies by itself, as routers do, is decoded. dtype is that of activations and
+    unpacked weights, by default that of the checkpoint's unpacked tensors. Every model*.safetensors
+    of the folder is read; its index is not, since it is often that of the model before
+    quantization. The model is frozen and in eval mode.
 
     OSError: a file is missing. ValueError: not such a checkpoint, a mode or size without a format
-    here, tensors that contradict the config or the model, quantized experts in one tensor, an
-    architecture of which MLX stores other numbers than transformers. Nothing in the folder is
-    executed.
+    here, tensors that contradict the config or the model, an architecture of which MLX stores other
+    numbers than transformers. Nothing in the folder is executed.
     """
     require("load_mlx", *HF)
 
@@ -63,17 +65,25 @@ def load_mlx(
     config = _config(path, values)
     mlx, ours = PREFIXES.get(config.model_type, ("", ""))
     with blaming(path, "no model fits its config"):
+        with torch.device("meta"):
+            outline = empty_model(config, torch.float32)
+        of_experts = rename(outline, read_headers(files))
         source = Source(
-            files, config, lambda n: ours + n.removeprefix(mlx) if n.startswith(mlx) else n
+            files,
+            config,
+            lambda n: of_experts(ours + n.removeprefix(mlx) if n.startswith(mlx) else n),
         )
         found = source.dense_dtype((".scales", ".biases"))
         model = empty_model(config, dtype or found or config.dtype or torch.float32)
     with source:
         owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
         _check_layers(path, source, owners, quantization)
+        experts = put_experts(path, model, source, quantization, device)
+        owners = {name for name in owners if f"{name}.scales" in source.keys}
         leaves = ("weight", "scales", "biases")
         packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
-        fill(path, model, source, packed, partial(_packed, path, source, quantization), device)
+        rows = partial(_packed, path, source, quantization)
+        fill(path, model, source, packed, rows, device, experts)
     return finish(path, model), read_tokenizer(path)
 
 
@@ -116,11 +126,6 @@ def _check_layers(
 ) -> None:
     """ValueError where the config and the scales tell of different layers."""
     names = {source.keys[f"{owner}.scales"].removesuffix(".scales") for owner in packed}
-    if stacked := sorted(n for n in names if source.dims(f"{n}.scales") == 3):
-        raise ValueError(
-            f"{path} has experts stacked in one tensor, for which there is no packed layer: "
-            f"{summary(stacked)}"
-        )
     if quantization is None:
         if names:
             raise ValueError(f"{path}: {min(names)} has scales, but config.json no quantization")

@@ -13,11 +13,13 @@ from torch import Tensor
 from ... import formats
 from ...extras import HF, require
 from ...models.attach import is_transformers_model, quantized_by_another
-from ...models.replace import is_conv1d, stacked_weights, summary
+from ...models.experts import homes
+from ...models.replace import is_conv1d
 from ...nn import QuantEmbedding, QuantLinear
 from ..folder import read_config
 from ..owned import CONFIG, INDEX, mlx_weights, obsolete_tokenizer, prepare_folder
 from ..staging import staged
+from .experts import of_block, stored_experts
 from .layout import PREFIXES, Packing, config_entry, packing_of, unpack
 from .load import pop_quantization
 
@@ -29,17 +31,13 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
 
     Layers in affine formats, mxfp4, mxfp8 and nvfp4 keep their bits; dense ones are written in
     their dtype. A save that fails or is killed leaves what was there, as save_packed does.
-    ValueError: a layer has a format that MLX has not, or gathers its input; experts stacked in
-    one tensor; no transformers model.
+    ValueError: a layer has a format that MLX has not, or gathers its input; experts of
+    a type of model whose names mlx-lm has are not known; no transformers model.
     OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
     """
     require("save_mlx", *HF)
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
-    if stacked := stacked_weights(model):
-        raise ValueError(
-            f"mlx-lm has other names for experts stacked in one tensor: {summary(list(stacked))}"
-        )
     tensors, layers = _mlx_tensors(model)
     target = prepare_folder(folder, _replaceable)
     weights = _replaceable(target) or set()
@@ -72,12 +70,25 @@ def _mlx_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Packing]]:
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Packing] = {}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    experts = homes(model, apart=dict(model.named_modules()))
+    for owner, home in experts.items():
+        stacks, packings = stored_experts(owner, home, model.config.model_type)
+        tensors |= {key: t.contiguous().cpu() for key, t in stacks.items()}
+        layers |= packings
+    blocks = {
+        owner.rpartition(".")[0]: of_block(owner, model.config.model_type) for owner in experts
+    }
     for name, value in model.state_dict(keep_vars=True).items():
         owner, _, leaf = name.rpartition(".")
+        if owner in experts:
+            continue
         module = model.get_submodule(owner)
         if module is head and leaf == "weight" and value is embedding.weight:
             continue  # mlx-lm ties it again
         key = mlx + owner.removeprefix(ours) if owner.startswith(ours) else owner
+        block = next((b for b in blocks if key.startswith(f"{b}.")), None)
+        if block is not None:
+            key = blocks[block] + key.removeprefix(block)
         if leaf == "input_order":
             raise ValueError(f"{owner} gathers its input, which no layer of MLX does")
         if leaf == "weight" and isinstance(module, QuantLinear | QuantEmbedding):
@@ -113,6 +124,9 @@ def _mlx_config(model: Any, layers: dict[str, Packing]) -> dict[str, Any]:
     values: dict[str, Any] = config.to_dict()
     values.pop("quantization_config", None)
     values |= _older_names(values, values.get("rope_parameters") or {})
+    for name, stored in type(config).attribute_map.items():  # num_experts of num_local_experts
+        if stored in values:
+            values.setdefault(name, values[stored])
     if layers:
         values["quantization"] = values["quantization_config"] = config_entry(layers)
     return values
@@ -123,8 +137,8 @@ def _older_names(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]
     older: dict[str, Any] = {
         key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
     }
-    if rope.get("rope_type", "default") != "default":
-        older["rope_scaling"] = rope
+    scaled = rope.get("rope_type", "default") != "default"
+    older["rope_scaling"] = rope if scaled else None
     if "full_attention" in rope and "sliding_attention" in rope:  # Gemma 3
         older["rope_theta"] = rope["full_attention"]["rope_theta"]
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...nn import QuantLinear
 from ...nn.fused import Roles, plain, unhooked
+from ...nn.gate import ACTIVATIONS
 from .draw import normal
 from .merge import evaluating
 from .times import MLP
-
-# By their names in the ops.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 def gated_mlp(module: nn.Module) -> MLP | None:
@@ -35,7 +26,7 @@ def gated_mlp(module: nn.Module) -> MLP | None:
         return None
     if not unhooked(module):
         return None
-    candidates = [(roles, act) for roles in _candidates(layers) for act in _ACTIVATIONS]
+    candidates = [(roles, act) for roles in _candidates(layers) for act in ACTIVATIONS]
     if not candidates:
         return None
     for training in (False, True):  # some have a dropout in their forward
@@ -109,5 +100,5 @@ def _of(module: Any, roles: Roles, act: str, x: Tensor, outputs: dict[str, Tenso
         a, b = a.chunk(2, dim=-1) if roles.gate_first else reversed(a.chunk(2, dim=-1))
     else:
         b = outputs[roles.up]
-    y: Tensor = layers[roles.down](_ACTIVATIONS[act](a) * b)
+    y: Tensor = layers[roles.down](ACTIVATIONS[act](a) * b)
     return y

@@ -1,0 +1,255 @@
+"""The architectures whose files are converted here: transformers' models, and what files state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gguf_files import HEADS, H
+
+HEAD = H // HEADS
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: the class of its config, its own values, and what a file of it has.
+
+    interleaved: the converter turns the halves of each head's q and k into pairs. plus_one: it adds
+    1 to the weights of norms. eps: which of the two keys it has. vision: the parts of the rotation
+    of a model that sees, whose text is what a file has. alternating: rows of gate and up alternate,
+    and experts lie [E, K, rows]. aliases: ends of names in the model, and those in the file.
+    """
+
+    config: str
+    values: dict[str, Any] = field(default_factory=dict)
+    file: dict[str, Any] = field(default_factory=dict)
+    theta: float = 10000.0
+    turned: int = HEAD
+    interleaved: bool = False
+    plus_one: bool = False
+    eps: str = "rms"
+    vision: dict[str, Any] = field(default_factory=dict)
+    alternating: bool = False
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+_EXPERTS = {"expert_count": 8, "expert_used_count": 3}
+_WIDTH = {"moe_intermediate_size": 256}
+_ROUTED = _WIDTH | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+_ROUTED_FILE = _EXPERTS | {
+    "expert_feed_forward_length": 256,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "expert_group_count": 2,
+    "expert_group_used_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
+_CORRECTED = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_YARN_FILE = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
+_SCALES = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.125,
+}
+VISION = {"patch_size": 14, "depth": 1, "embed_dim": 32, "hidden_size": H, "num_heads": 2}
+
+CASES = {
+    "arcee": Case("Arcee", interleaved=True),
+    "command-r": Case("Cohere", {"logit_scale": 0.125}, {"logit_scale": 0.125}, eps="layer"),
+    "command-r+": Case(
+        "Cohere",
+        {"logit_scale": 0.125, "use_qk_norm": True},
+        {"logit_scale": 0.125},
+        eps="layer",
+    ),
+    "cohere2": Case(
+        "Cohere2",
+        {"logit_scale": 0.125, "sliding_window": 8},
+        {"logit_scale": 0.125, "attention.sliding_window": 8},
+        eps="layer",
+    ),
+    "ernie4_5": Case("Ernie4_5", {"head_dim": HEAD}, {"attention.key_length": HEAD}),
+    "gemma": Case("Gemma", {"head_dim": HEAD}, {"attention.key_length": HEAD}, plus_one=True),
+    "glm4": Case(
+        "Glm4",
+        {"head_dim": HEAD, "attention_bias": True, "pad_token_id": 2},
+        theta=5e5,
+        turned=HEAD // 2,
+    ),
+    "granite": Case(
+        "Granite",
+        {**_SCALES, "attention_multiplier": 0.25, "logits_scaling": 8.0},
+        {
+            "embedding_scale": 2.0,
+            "residual_scale": 0.5,
+            "attention.scale": 0.25,
+            "logit_scale": 8.0,
+        },
+        interleaved=True,
+    ),
+    "mistral3": Case(
+        "Ministral3",
+        {"head_dim": HEAD},
+        {
+            "attention.key_length": HEAD,
+            "attention.temperature_scale": 0.125,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            **_YARN_FILE,
+        },
+        interleaved=True,
+    ),
+    "olmo": Case(
+        "Olmo", {"clip_qkv": 2.0}, {"attention.clamp_kqv": 2.0}, interleaved=True, eps="layer"
+    ),
+    "olmo2": Case("Olmo2", theta=5e5),
+    "phi2": Case("Phi", turned=HEAD // 2, eps="layer"),
+    "qwen2vl": Case(
+        "Qwen2VL",
+        {},
+        {"rope.dimension_sections": [8, 12, 12, 0]},
+        vision={"mrope_section": [8, 12, 12]},
+    ),
+    "qwen3vl": Case(
+        "Qwen3VL",
+        {"head_dim": HEAD},
+        {"attention.key_length": HEAD, "rope.dimension_sections": [12, 10, 10, 0]},
+        vision={"mrope_section": [12, 10, 10], "mrope_interleaved": True},
+    ),
+    "seed_oss": Case(
+        "SeedOss",
+        {"head_dim": HEAD, "attention_bias": True},
+        {"attention.key_length": HEAD},
+    ),
+    "smollm3": Case("SmolLM3", {"pad_token_id": 2}, theta=5e6, interleaved=True),
+}
+EXPERTS = {
+    "dots1": Case(
+        "Dots1",
+        {"head_dim": HEAD, "num_key_value_heads": HEADS, **_ROUTED},
+        _ROUTED_FILE | {"attention.head_count_kv": HEADS},
+        aliases=_CORRECTED,
+    ),
+    "glm4moe": Case(
+        "Glm4Moe",
+        {"head_dim": HEAD, "attention_bias": True, "use_qk_norm": True, **_ROUTED},
+        _ROUTED_FILE,
+        theta=1e6,
+        turned=HEAD // 2,
+        aliases=_CORRECTED,
+    ),
+    "gpt-oss": Case(
+        "GptOss",
+        {
+            "head_dim": HEAD,
+            "intermediate_size": 256,
+            "sliding_window": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        _EXPERTS
+        | _YARN_FILE
+        | {
+            "attention.key_length": HEAD,
+            "attention.sliding_window": 8,
+            "feed_forward_length": 256,
+            "expert_feed_forward_length": 256,
+        },
+        theta=150000.0,
+        alternating=True,
+    ),
+    "granitemoe": Case(
+        "GraniteMoe",
+        {
+            **_SCALES,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 8.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        {
+            "embedding_scale": 2.0,
+            "residual_scale": 0.5,
+            "attention.scale": 0.25,
+            "logit_scale": 8.0,
+            **_EXPERTS,
+        },
+        interleaved=True,
+        aliases={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
+    ),
+    "llama+": Case(
+        "Mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 3},
+        _EXPERTS,
+        interleaved=True,
+    ),
+    "olmoe": Case(
+        "Olmoe",
+        {
+            "num_key_value_heads": HEADS,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        {"attention.head_count_kv": HEADS, **_EXPERTS},
+    ),
+    "qwen2moe": Case(
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 512,
+            **_WIDTH,
+        },
+        {
+            "expert_feed_forward_length": 256,
+            "expert_shared_feed_forward_length": 512,
+            **_EXPERTS,
+        },
+    ),
+    "qwen3moe": Case(
+        "Qwen3Moe",
+        {
+            "head_dim": HEAD,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            **_WIDTH,
+        },
+        {"attention.key_length": HEAD, "expert_feed_forward_length": 256, **_EXPERTS},
+    ),
+}
+CASES |= EXPERTS
+
+
+def architecture_of(case: str) -> str:
+    return case.removesuffix("+")

@@ -1,0 +1,143 @@
+"""Experts of GGUF files: what is missing or contradicts the model, other layouts, saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from gguf_cases import EXPERTS
+from gguf_files import load_quietly, mapped, tensors_of, write_gguf
+from gguf_models import convert, random_hf
+from test_gguf import check_equals_reference
+from test_gguf_more import metadata_of
+
+from torch_metalmm import QuantExperts, load_gguf, quantize_, save_gguf
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.usefixtures("quiet_transformers"),
+]
+
+Tensors = dict[str, tuple[np.ndarray, str]]
+GATE, UP, DOWN = (f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts") / "good.gguf"
+    return convert(random_hf("qwen3moe"), "qwen3moe", path, ("q8_0",))
+
+
+def without(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.pop(name) and None
+
+
+def cut(name: str, part: Any) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        data, format = tensors[name]
+        tensors[name] = np.ascontiguousarray(data[part]), format
+
+    return change
+
+
+def one_by_one(tensors: Tensors) -> None:
+    for name in [n for n in tensors if "_exps" in n]:
+        data, format = tensors.pop(name)
+        for i, expert in enumerate(data):
+            tensors[name.replace("_exps", f".{i}")] = expert, format
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "message"),
+    [
+        (without(UP), {}, f"no tensor {UP}, for the model's model.layers.1.mlp.experts of 8"),
+        (without(DOWN), {}, f"no tensor {DOWN}, for the model's"),
+        (cut(GATE, slice(0, 7)), {}, rf"tensor '{GATE}' is \[7, 256, 256\], but .*\[8, 256, 256\]"),
+        (cut(UP, np.s_[:, :255]), {}, rf"tensor '{UP}' is \[8, 255, 256\], but the model's"),
+        (cut(DOWN, 0), {}, rf"tensor '{DOWN}' is \[256, 256\], but the model's"),
+        (None, {"expert_count": 9}, r"ffn_gate_inp.weight' is \[8, 256\], but .*\[9, 256\]|exps"),
+        (None, {"expert_feed_forward_length": 512}, r"is \[8, 256, 256\], but .*\[8, 512, 256\]"),
+        (None, {"expert_count": 0}, "no model|missing|no tensor"),
+        (one_by_one, {}, r"has its experts one by one \(blk.0.ffn_down.0.weight\)"),
+    ],
+)
+def test_files_that_do_not_fit(
+    good: Path,
+    tmp_path: Path,
+    change: Callable[[Tensors], None] | None,
+    values: dict[str, Any],
+    message: str,
+) -> None:
+    tensors = dict(tensors_of(good))
+    if change is not None:
+        change(tensors)
+    bad = write_gguf(
+        tmp_path / "bad.gguf", "qwen3moe", tensors, metadata_of(good, "qwen3moe") | values
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        load_gguf(bad)
+    assert str(bad) in str(caught.value)
+
+
+def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
+    """A file of GLM that says softmax, where transformers' model has a sigmoid."""
+    path = convert(random_hf("glm4moe"), "glm4moe", tmp_path / "good.gguf", ("f32",))
+    values = metadata_of(path, "glm4moe") | {"expert_gating_func": 1}
+    bad = write_gguf(tmp_path / "bad.gguf", "glm4moe", dict(tensors_of(path)), values)
+    with pytest.raises(ValueError, match="glm4moe.expert_gating_func is 1; it must be 2"):
+        load_gguf(bad)
+
+
+def test_gate_and_up_in_one_tensor(good: Path, tmp_path: Path) -> None:
+    """A stack of both is the model's own, and a view too."""
+    tensors = dict(tensors_of(good))
+    for name in [n for n in tensors if "ffn_gate_exps" in n]:
+        (gate, format), (up, _) = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        tensors[name.replace("gate", "gate_up")] = np.concatenate((gate, up), 1), format
+    path = write_gguf(tmp_path / "one.gguf", "qwen3moe", tensors, metadata_of(good, "qwen3moe"))
+    model, _, warned = load_quietly(path)
+    apart, _, _ = load_quietly(good)
+    assert warned == []
+    experts = [m for m in model.modules() if isinstance(m, QuantExperts)]
+    assert {tuple(m.formats) for m in experts} == {("gate_up_proj", "down_proj")}
+    assert all(mapped(path, m.get_parameter("gate_up_proj")) for m in experts)
+    reference = apart.dequantize()
+    reference.set_experts_implementation("eager")  # the others take no float64
+    check_equals_reference(model, reference, torch.tensor([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_models_of_transformers_are_saved(tmp_path: Path, case: str, packed: bool) -> None:
+    """Stacks of both, as quantize_ makes them, and dense ones."""
+    original = random_hf(case)
+    if packed:
+        quantize_(original, "q8_0", progress=False)
+    save_gguf(original, None, tmp_path / "a.gguf")
+    found = {t.name: t for t in GGUFReader(tmp_path / "a.gguf").tensors}
+    for name, module in original.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        block = f"blk.{name.split('.')[2]}"
+        for part in ("gate", "up", "down"):
+            stored = found[f"{block}.ffn_{part}_exps.weight"]
+            assert stored.tensor_type.name == ("Q8_0" if packed else "F32")
+            want = _matrices(module, part, EXPERTS[case].alternating)
+            assert np.array_equal(np.array(stored.data), want.numpy())
+
+
+def _matrices(module: Any, part: str, alternating: bool) -> torch.Tensor:
+    """[E, rows, ...] of gate, up or down, as the file has them."""
+    leaf = "down_proj" if part == "down" else "gate_up_proj"
+    value = module.get_parameter(leaf).detach()
+    if alternating and not isinstance(module, QuantExperts):
+        value = value.transpose(1, 2)
+    if part == "down":
+        return value
+    pair = (value[:, ::2], value[:, 1::2]) if alternating else value.chunk(2, 1)
+    return pair[part == "up"]

@@ -1,0 +1,216 @@
+"""The experts of MLX checkpoints: a stack [E, N, ...] each for gate, up and down.
+
+mlx-lm calls the module switch_mlp, or experts, in a block of one name or another; transformers has
+names of its own. Which is which is read from a checkpoint: of a layer, one module has such stacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import formats
+from ...models.experts import Home, dense_format, homes
+from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
+from ..source import Source
+from .layout import Packing, Quantization, pack, packing_of, unpack
+
+_STACK = re.compile(
+    r"(?P<block>.*\.layers\.(?P<layer>\d+)\.\w+)\.(switch_mlp|experts)\.(gate|up|down)_proj\."
+)
+_MODULES = {"dots1": "experts", "gpt_oss": "experts"}
+# model_type: mlx-lm's name of the block that transformers calls mlp
+_BLOCKS = {
+    "dots1": "mlp",
+    "glm4_moe": "mlp",
+    "gpt_oss": "mlp",
+    "mixtral": "block_sparse_moe",
+    "olmoe": "mlp",
+    "qwen2_moe": "mlp",
+    "qwen3_moe": "mlp",
+}
+
+
+def rename(model: Any, keys: Iterable[str]) -> Callable[[str], str]:
+    """The model's name of a tensor, from the checkpoint's, which are `keys`.
+
+    The model is dense and may be on the meta device.
+    """
+    places = {}  # by the number of their layer
+    for name in homes(model):
+        number = re.search(r"\.layers\.(\d+)\.", name)
+        if number is not None:
+            places[number[1]] = name
+    blocks: dict[str, tuple[str, str]] = {}
+    for match in filter(None, map(_STACK.match, keys)):
+        if match["layer"] in places:
+            ours = places[match["layer"]]
+            blocks[match["block"]] = ours.rpartition(".")[0], ours.rpartition(".")[2]
+
+    def renamed(key: str) -> str:
+        match = re.match(r"(.*\.layers\.\d+\.\w+)\.(.*)", key)
+        if match is None or match[1] not in blocks:
+            return key
+        block, experts = blocks[match[1]]
+        rest = re.sub(r"^(switch_mlp|experts)\.(?=\w+_proj\.)", f"{experts}.", match[2])
+        return f"{block}.{rest.replace('router.layer.', 'router.')}"
+
+    return renamed
+
+
+def put_experts(
+    path: Path,
+    model: Any,
+    source: Source,
+    quantization: Quantization | None,
+    device: torch.device | str,
+) -> set[str]:
+    """Give the model its packed experts; their tensors leave source.keys. The parameters' names.
+
+    ValueError: a stack is missing, or does not fit the model or the config.
+    """
+    done: set[str] = set()
+    names = {name for name in dict(model.named_modules()) if f"{name}.{DOWN}.weight" in source.keys}
+    for name, home in homes(model, apart=names).items():
+        if name not in names:
+            continue  # dense, as transformers has it
+        for stack, part in home.stacks.items():
+            format, rows = _rows(path, source, quantization, f"{name}.{stack}", part.shape)
+            part.put(model, [f"{name}.{stack}"], rows.to(device), format)
+        for bias in [n for n, _ in home.made.named_parameters() if n.endswith("_bias")]:
+            _put_bias(path, source, name, home.made, bias, device)
+        done.update(f"{name}.{leaf}" for leaf, _ in home.made.named_parameters())
+    return done
+
+
+def _rows(
+    path: Path,
+    source: Source,
+    quantization: Quantization | None,
+    name: str,
+    shape: tuple[int, int, int],
+) -> tuple[str, Tensor]:
+    """(format, uint8 [E rows, row_bytes]) of a stack."""
+    e, rows, k = shape
+    if f"{name}.weight" not in source.keys:
+        raise ValueError(f"{path} has no tensor for {name}, of {e} experts")
+    key = source.keys[f"{name}.weight"].removesuffix(".weight")
+    codes = _take(source, f"{name}.weight")
+    if codes.dim() != 3 or codes.shape[:2] != (e, rows):
+        raise ValueError(
+            f"{path}: {key}.weight is {list(codes.shape)}, the model has {e} experts of {rows} rows"
+        )
+    if f"{name}.scales" not in source.keys:
+        if codes.shape != shape or not codes.is_floating_point():
+            raise ValueError(
+                f"{path}: {key}.weight is {codes.dtype} {list(codes.shape)}, no floats "
+                f"{list(shape)}, and has no scales"
+            )
+        format = dense_format(codes)
+        return format, codes.to(formats.DTYPES[format]).flatten(0, 1).contiguous().view(torch.uint8)
+    planes: list[Tensor | None] = [codes]
+    for leaf in ("scales", "biases"):
+        given = f"{name}.{leaf}" in source.keys
+        planes.append(_take(source, f"{name}.{leaf}") if given else None)
+    assert quantization is not None and planes[1] is not None
+    try:
+        if any(p is not None and (p.dim() != 3 or p.shape[:2] != (e, rows)) for p in planes):
+            raise ValueError(
+                f"{key}: scales and biases are not those of {e} experts of {rows} rows"
+            )
+        scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
+        assert scales is not None
+        format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)
+        return format, pack(format, codes.flatten(0, 1), scales, biases)
+    except ValueError as error:
+        said = str(error)
+        raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None
+
+
+def _put_bias(
+    path: Path, source: Source, name: str, made: QuantExperts, bias: str, device: Any
+) -> None:
+    own = made.get_parameter(bias)
+    stacks = (GATE, UP) if bias == f"{GATE_UP}_bias" else (bias.removesuffix("_bias"),)
+    parts = []
+    for stack in stacks:
+        if f"{name}.{stack}.bias" not in source.keys:
+            raise ValueError(f"{path} has no tensor for {name}.{stack}.bias")
+        parts.append(_take(source, f"{name}.{stack}.bias"))
+    value = torch.cat(parts, -1)
+    if value.shape != own.shape:
+        raise ValueError(f"{path}: {name}.{bias} is {list(value.shape)}, not {list(own.shape)}")
+    setattr(made, bias, nn.Parameter(value.to(device, own.dtype), requires_grad=False))
+
+
+def _take(source: Source, name: str) -> Tensor:
+    tensor = source.read(name)
+    del source.keys[name]
+    return tensor
+
+
+def stored_experts(
+    name: str, home: Home, kind: str
+) -> tuple[dict[str, Tensor], dict[str, Packing]]:
+    """(tensors, packings of the quantized ones) of a module of experts, by mlx-lm's names.
+
+    kind: the model's type. ValueError: a format that MLX does not have, a type that is not known.
+    """
+    place = f"{of_block(name, kind)}.{_MODULES.get(kind, 'switch_mlp')}"
+    tensors: dict[str, Tensor] = {}
+    packings: dict[str, Packing] = {}
+    for stack, part in home.stacks.items():
+        format = part.format or dense_format(part.weight)
+        if part.format is None:
+            parts = {"weight": part.dense().view(part.shape)}
+            planes = {stack: parts}
+        else:
+            planes = {
+                leaf: _planes(f"{name}.{stack}", rows, format, part.shape[2])
+                for leaf, rows in _split(home.made, stack, part.weight.detach())
+            }
+        for leaf, tensors_of in planes.items():
+            if "scales" in tensors_of:
+                packings[f"{place}.{leaf}"] = packing_of(format)
+            tensors |= {f"{place}.{leaf}.{kind_of}": t for kind_of, t in tensors_of.items()}
+    for bias, value in home.made.named_parameters():
+        if bias.endswith("_bias"):
+            for leaf, rows in _split(home.made, bias.removesuffix("_bias"), value.detach()):
+                tensors[f"{place}.{leaf}.bias"] = rows
+    return tensors, packings
+
+
+def of_block(name: str, kind: str) -> str:
+    """mlx-lm's name of the block that has the experts of that name.
+
+    ValueError: it is not known for models of the type.
+    """
+    if kind not in _BLOCKS:
+        raise ValueError(f"{name}: mlx-lm's names of experts are not known for {kind} models")
+    return f"{name.rsplit('.', 2)[0]}.{_BLOCKS[kind]}"
+
+
+def _split(made: QuantExperts, stack: str, value: Tensor) -> list[tuple[str, Tensor]]:
+    """[(stack in a checkpoint, what it has of the value)]."""
+    if stack != GATE_UP:
+        return [(stack, value)]
+    return list(zip((GATE, UP), made.rows_of_both(value), strict=True))
+
+
+def _planes(name: str, rows: Tensor, format: str, k: int) -> dict[str, Tensor]:
+    """MLX's tensors of packed rows [E, N, row_bytes]."""
+    dtype = formats.DTYPES.get(format)
+    if dtype is not None:
+        return {"weight": rows.contiguous().view(dtype)}
+    parts = unpack(format, rows.flatten(0, 1).contiguous(), k)
+    if parts is None:
+        raise ValueError(
+            f"{name} is {format}, which MLX has not: quantize_ the model to an affine format, "
+            "mxfp4, mxfp8 or nvfp4 first"
+        )
+    return {leaf: t.view(*rows.shape[:2], -1) for leaf, t in parts.items()}
