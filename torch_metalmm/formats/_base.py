@@ -49,11 +49,14 @@ class Format(ABC):
             )
         return k // self.block_values * self.block_bytes
 
-    def quantize(self, w: Tensor) -> Tensor:
+    def quantize(self, w: Tensor, importance: Tensor | None = None) -> Tensor:
         """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
 
-        ValueError if the shape, the dtype or K does not fit, if a row has NaN or Inf, or if the
-        format is only read (`packs`).
+        importance f32 [K], finite and not negative: how much an error in each column costs
+        (_importance.py). Formats whose codes are rounded, not searched, do not read it: dense ones,
+        q8_0, mxfp4, nvfp4, mxfp8, tq1_0 and tq2_0.
+        ValueError if a shape, a dtype or K does not fit, if a row has NaN or Inf, if the importance
+        is not as said, or if the format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an
         infinite scale (from about 1e18 on perhaps a NaN), as ggml does.
         """
@@ -65,6 +68,7 @@ class Format(ABC):
             raise ValueError(f"{self.name}: w must be float32, float16 or bfloat16, got {w.dtype}")
         n, k = w.shape
         out = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=w.device)
+        given = () if importance is None else (self._normalised(importance, k),)
         for rows in row_slices(n, k):
             x = w[rows].detach().to(torch.float32)
             finite = torch.isfinite(x).all(dim=1)
@@ -72,8 +76,20 @@ class Format(ABC):
                 row = rows.start + int((~finite).nonzero()[0])
                 raise ValueError(f"{self.name}: row {row} of w has NaN or Inf")
             if k > 0:
-                out[rows] = self._encode_rows(x)
+                out[rows] = self._encode_rows(x, *given)
         return out
+
+    def _normalised(self, importance: Tensor, k: int) -> Tensor:
+        from ._importance import normalised
+
+        if importance.dtype != torch.float32 or tuple(importance.shape) != (k,):
+            raise ValueError(
+                f"{self.name}: importance must be float32 [{k}], got {importance.dtype} "
+                f"{list(importance.shape)}"
+            )
+        if not bool((torch.isfinite(importance) & (importance >= 0)).all()):
+            raise ValueError(f"{self.name}: importance has an element that is negative, NaN or Inf")
+        return normalised(importance)
 
     def refusal(self) -> str:
         """Why quantize refuses, where it does."""
@@ -101,8 +117,8 @@ class Format(ABC):
             )
 
     @abstractmethod
-    def _encode_rows(self, x: Tensor) -> Tensor:
-        """x f32 [R, K], finite, K > 0 -> uint8 [R, row_bytes]."""
+    def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
+        """x f32 [R, K], finite, K > 0 -> uint8 [R, row_bytes]; importance f32 [K], normalised."""
 
     @abstractmethod
     def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
@@ -115,7 +131,7 @@ class Format(ABC):
 class BlockFormat(Format):
     """A row is a sequence of independent blocks of block_values values in block_bytes bytes."""
 
-    def _encode_rows(self, x: Tensor) -> Tensor:
+    def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
         return self.encode(x.reshape(-1, self.block_values)).reshape(x.shape[0], -1)
 
     def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
