@@ -35,6 +35,8 @@ class Format(ABC):
     fallback: str | None = None
     # False: the codes take more than the weights to choose, and quantize refuses.
     packs = True
+    # Whether quantize reads an importance.
+    weighs = False
 
     @property
     def bits_per_weight(self) -> float:
@@ -53,8 +55,8 @@ class Format(ABC):
         """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
 
         importance f32 [K], finite and not negative: how much an error in each column costs
-        (_importance.py). Formats whose codes are rounded, not searched, do not read it: dense ones,
-        q8_0, mxfp4, nvfp4, mxfp8, tq1_0 and tq2_0.
+        (_importance.py). Formats whose codes are rounded, not searched, do not read it (`weighs`):
+        dense ones, q8_0, mxfp4, nvfp4, mxfp8, tq1_0 and tq2_0.
         ValueError if a shape, a dtype or K does not fit, if a row has NaN or Inf, if the importance
         is not as said, or if the format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an

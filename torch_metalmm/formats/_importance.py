@@ -38,6 +38,7 @@ class WeightedBlock(BlockFormat):
     None, weight = importance. The rules are llama.cpp's, but for `normalised`.
     """
 
+    weighs = True
     spread: float | None
     over_rows = False
 

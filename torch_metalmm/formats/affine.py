@@ -28,6 +28,8 @@ class Affine(Format):
     least sum of w * (decoded - x)^2 is stored: `_search`.
     """
 
+    weighs = True
+
     def __init__(self, bits: int, group: int, dtype: torch.dtype) -> None:
         self.name = f"affine{bits}_g{group}{_SUFFIX[dtype]}"
         self.bits = bits
@@ -107,7 +109,7 @@ class Affine(Format):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best of the trial given, s and bias [R, G] and q [R, G, group], and TRIALS others.
 
-        Trial t: l = clamp(rint(((t / 16 - 1) + n) / (max - min) * (x - min)), 0, n); s and bias are
+        Trial t: l = clamp(rint(((t / 8 - 1) + n) / (max - min) * (x - min)), 0, n); s and bias are
         the weighted least squares of s * l + bias = x, as search_asymmetric's scale' and lo' before
         its `if`; both are rounded to dtype, and q = clamp(rint((x - bias) / s), 0, n). It replaces
         the best if det > 0 and its sum w * e * e, e = (s * q + bias) - x, is less.
@@ -125,7 +127,7 @@ class Affine(Format):
         codes = q.reshape(-1, size).t().contiguous()
         best = error(kept, low, codes)
         for t in range(TRIALS):
-            inv = (f32(t / 16 - 1, x) + high) / (hi - lo)
+            inv = (f32(t / 8 - 1, x) + high) / (hi - lo)
             code = to_code(inv * (xt - lo), 0, high)
             wq = w * code
             s1, s2, sx = ordered_sum(wq), ordered_sum(wq * code), ordered_sum(wq * xt)
