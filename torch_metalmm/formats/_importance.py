@@ -23,7 +23,7 @@ WEIGHTED_TRIALS = (-0.9, 0.05, 36, False)
 
 def normalised(importance: Tensor) -> Tensor:
     """importance f32 [K] / 2**floor(log2(its largest)), at least FLOOR; all 1 where all are 0."""
-    top = importance.max()
+    top = importance.max() if len(importance) else importance.new_zeros(())
     if not bool(top > 0):
         return torch.ones_like(importance)
     _, exponent = torch.frexp(top)  # top = m * 2**exponent, 0.5 <= m < 1
