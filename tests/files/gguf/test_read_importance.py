@@ -131,7 +131,8 @@ def test_the_command_of_gguf_files(tmp_path: Path, capsys: Any) -> None:
     assert "give --format, --pattern or both" in capsys.readouterr().err
     assert main(["quantize", str(source), "--format", "iq4_nl", *out]) == 0
     is_weighed(load_packed(tmp_path / "packed")[0], dense, tmp_path / "x.gguf", "iq4_nl")
-    assert main(["quantize", str(source), "--format", "q4_0", *out[:3], str(source)]) == 1
+    other = ["--output", str(tmp_path / "other"), "--imatrix", str(source)]
+    assert main(["quantize", str(source), "--format", "q4_0", *other]) == 1
     assert "general.type must be 'imatrix'" in capsys.readouterr().err
 
 
