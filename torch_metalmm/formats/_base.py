@@ -10,6 +10,8 @@ from torch import Tensor
 
 VALUES_AT_A_TIME = 1 << 20  # in a conversion: a few tens of MB of temporaries
 
+FLOOR = 2.0**-40  # of the largest, to within a factor of 2: what less importance counts as
+
 # What activations, results and sources are, by the names that formats and kernels have for them.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -18,6 +20,18 @@ def row_slices(n: int, k: int) -> Iterator[slice]:
     """Slices of consecutive rows that cover n rows of k values, about VALUES_AT_A_TIME in each."""
     count = max(1, VALUES_AT_A_TIME // max(1, k))
     return (slice(r, min(n, r + count)) for r in range(0, n, count))
+
+
+def normalised(importance: Tensor) -> Tensor:
+    """importance f32 [K] / 2**floor(log2(its largest)), at least FLOOR; all 1 where all are 0.
+
+    Only proportions count. So no sum of a search overflows for it, or is 0.
+    """
+    top = importance.max() if len(importance) else importance.new_zeros(())
+    if not bool(top > 0):
+        return torch.ones_like(importance)
+    _, exponent = torch.frexp(top)  # top = m * 2**exponent, 0.5 <= m < 1
+    return torch.ldexp(importance.double(), 1 - exponent).float().clamp(min=FLOOR)
 
 
 class Format(ABC):
@@ -54,9 +68,10 @@ class Format(ABC):
     def quantize(self, w: Tensor, importance: Tensor | None = None) -> Tensor:
         """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
 
-        importance f32 [K], finite and not negative: how much an error in each column costs
-        (_importance.py). Formats whose codes are rounded, not searched, do not read it (`weighs`):
-        dense ones, q8_0, mxfp4, nvfp4, mxfp8, tq1_0 and tq2_0.
+        importance f32 [K], finite and not negative: how much the square of an error in each column
+        costs, for instance the mean square of what the column multiplies. Formats whose codes are
+        rounded, not searched, do not read it (`weighs`): dense ones, q8_0, mxfp4, nvfp4, mxfp8,
+        tq1_0 and tq2_0.
         ValueError if a shape, a dtype or K does not fit, if a row has NaN or Inf, if the importance
         is not as said, or if the format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an
@@ -70,7 +85,7 @@ class Format(ABC):
             raise ValueError(f"{self.name}: w must be float32, float16 or bfloat16, got {w.dtype}")
         n, k = w.shape
         out = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=w.device)
-        given = () if importance is None else (self._normalised(importance, k),)
+        given = () if importance is None else (self._checked(importance, k),)
         for rows in row_slices(n, k):
             x = w[rows].detach().to(torch.float32)
             finite = torch.isfinite(x).all(dim=1)
@@ -81,9 +96,7 @@ class Format(ABC):
                 out[rows] = self._encode_rows(x, *given)
         return out
 
-    def _normalised(self, importance: Tensor, k: int) -> Tensor:
-        from ._importance import normalised
-
+    def _checked(self, importance: Tensor, k: int) -> Tensor:
         if importance.dtype != torch.float32 or tuple(importance.shape) != (k,):
             raise ValueError(
                 f"{self.name}: importance must be float32 [{k}], got {importance.dtype} "

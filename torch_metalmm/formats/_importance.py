@@ -1,33 +1,16 @@
-"""Importance of columns: what a quantizer that is given it minimises the error by.
-
-importance f32 [K] >= 0 says how much the square of an error in each column costs, for instance the
-mean square of what the column multiplies. Only proportions count: `normalised` divides by a power
-of two and lifts what is far below the largest, so that no sum of a search overflows or is 0 for it.
-"""
+"""The weights of a search, from the importance of columns."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
 from ._base import BlockFormat
 from ._search import f32, ordered_sum, square_root
 
-FLOOR = 2.0**-40  # of the largest, to within a factor of 2: what less importance counts as
-
 # Of search_asymmetric with an importance: start, increment, last, absolute error.
 WEIGHTED_TRIALS = (-0.9, 0.05, 36, False)
-
-
-def normalised(importance: Tensor) -> Tensor:
-    """importance f32 [K] / 2**floor(log2(its largest)), at least FLOOR; all 1 where all are 0."""
-    top = importance.max() if len(importance) else importance.new_zeros(())
-    if not bool(top > 0):
-        return torch.ones_like(importance)
-    _, exponent = torch.frexp(top)  # top = m * 2**exponent, 0.5 <= m < 1
-    return torch.ldexp(importance.double(), 1 - exponent).float().clamp(min=FLOOR)
 
 
 class WeightedBlock(BlockFormat):
