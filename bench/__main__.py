@@ -16,7 +16,7 @@ from torch_metalmm import formats
 
 from . import machine, shapes, tables
 from .devices import CPU, Device
-from .models import cache_cost, quality
+from .models import cache_cost, quality, weighed
 from .ops import attention, experts, matmul, matrix_ops, norm
 from .options import DTYPES, parse
 from .problem import COLD_FACTOR, Setting
@@ -163,6 +163,9 @@ def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
 
 def run_quality(args: argparse.Namespace) -> Iterator[Record]:
     names = [formats.get(name).name for name in args.formats.split(",")]
+    if args.imatrix:
+        yield from weighed.run(names, args.quick, status)
+        return
     yield from quality.run(names, args.activations, args.quick, status)
 
 

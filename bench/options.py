@@ -141,6 +141,9 @@ def parser() -> argparse.ArgumentParser:
     quality_of.add_argument(
         "--activations", choices=KINDS, help="beside each format: with rounded activations, too"
     )
+    quality_of.add_argument(
+        "--imatrix", action="store_true", help="instead: with an importance matrix and without"
+    )
     kept = sub.add_parser("cache", parents=on_device, help="bytes and quality of caches by format")
     kept.add_argument("--parts", default=",".join(cache_cost.PARTS), help="bytes,quality,growth")
     sub.add_parser("roof", parents=on_device, help="DRAM read and f32 multiply-add, all candidates")

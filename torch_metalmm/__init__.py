@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import ops as ops
     from .files.gguf.load import load_gguf
     from .files.gguf.save import save_gguf
+    from .files.imatrix import read_importance
     from .files.mlx.load import load_mlx
     from .files.mlx.save import save_mlx
     from .files.quantized import load_quantized
@@ -47,6 +48,7 @@ __all__ = [
     "load_quantized",
     "merge_errors",
     "quantize_",
+    "read_importance",
     "save_gguf",
     "save_mlx",
     "save_packed",
@@ -68,6 +70,7 @@ _MODULE_OF = {
     "load_quantized": "files.quantized",
     "merge_errors": "models.lora.report",
     "quantize_": "models.quantize",
+    "read_importance": "files.imatrix",
     "save_gguf": "files.gguf.save",
     "save_mlx": "files.mlx.save",
     "save_packed": "hf.packed",

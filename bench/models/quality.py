@@ -60,17 +60,23 @@ def language_model(
         if kind is not None:
             packed = activations_(copy.deepcopy(packed), kind)
         given = wanted if name is None and kind is None else log_probabilities(packed, ids)
-        loss = -given.gather(1, ids[0, 1:, None]).mean().item()
         yield {
             "kind": "quality",
             "model": "SmolLM2-135M-Instruct, from its Q4_1 file",
             "variant": variant,
-            "perplexity": math.exp(loss),
-            "divergence": (wanted.exp() * (wanted - given)).sum(1).mean().item(),
-            "same_top": (given.argmax(1) == wanted.argmax(1)).double().mean().item(),
-            "tokens": ids.shape[1] - 1,
+            **compared(given, wanted, ids),
             **sizes(packed),
         }
+
+
+def compared(given: Tensor, wanted: Tensor, ids: Tensor) -> Record:
+    """Of log probabilities [T - 1, V] of a text: perplexity, and how they differ from others."""
+    return {
+        "perplexity": math.exp(-given.gather(1, ids[0, 1:, None]).mean().item()),
+        "divergence": (wanted.exp() * (wanted - given)).sum(1).mean().item(),
+        "same_top": (given.argmax(1) == wanted.argmax(1)).double().mean().item(),
+        "tokens": ids.shape[1] - 1,
+    }
 
 
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:

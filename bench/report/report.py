@@ -255,12 +255,18 @@ def quality_tables(records: Sequence[Record]) -> list[Table]:
 def _quality(r: Record) -> tuple[list[str], list[str]]:
     """(columns, [what was measured on, a number for each column])."""
     if "perplexity" in r:
-        return ["perplexity", "divergence", "same top token"], [
+        columns = ["perplexity", "divergence", "same top token"]
+        numbers = [
             f"{r['tokens']} tokens",
             f"{r['perplexity']:.2f}",
             f"{r['divergence']:.4f}",
             f"{100 * r['same_top']:.1f} %",
         ]
+        if "weighted_error" in r:
+            columns += ["weighted error", "bytes as llama.cpp's"]
+            numbers.append(f"{r['weighted_error']:.5f}")
+            numbers.append("" if r["same_bytes"] is None else f"{100 * r['same_bytes']:.2f} %")
+        return columns, numbers
     return ["cosine", "worst", "largest change of a similarity"], [
         f"{r['sentences']} sentences",
         f"{r['cosine']:.5f}",

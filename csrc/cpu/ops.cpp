@@ -2,7 +2,9 @@
 // dtype.
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "attention/attention.h"
 #include "cpu/quantize/quantize.h"
@@ -179,9 +181,25 @@ at::Tensor probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op)
   return compute().to(x.scalar_type()).contiguous();
 }
 
+// As quantize_row takes it. ValueError: an element is negative, NaN or Inf.
+at::Tensor normalised(const at::Tensor& importance) {
+  at::Tensor out = importance.detach().clone(at::MemoryFormat::Contiguous);
+  float* first = out.mutable_data_ptr<float>();
+  const float* bad = std::find_if(first, first + out.numel(), [](float v) {
+    return !(v >= 0 && v <= std::numeric_limits<float>::max());
+  });
+  TORCH_CHECK_VALUE(bad == first + out.numel(), "importance: element ", bad - first,
+                    " is negative, NaN or Inf");
+  normalise_importance(first, out.numel());
+  return out;
+}
+
 // w f32 / f16 / bf16 [N, K] -> uint8 [N, row_bytes]. ValueError on NaN or Inf.
-at::Tensor quantize(const at::Tensor& w, std::string_view format) {
-  const Format& f = check_quantize(w, format);
+at::Tensor quantize(const at::Tensor& w, std::string_view format,
+                    const OptionalTensor& importance) {
+  const Format& f = check_quantize(w, format, importance);
+  const at::Tensor costs = importance ? normalised(*importance) : at::Tensor();
+  const float* cost = importance ? elements<float>(costs) : nullptr;
   const int64_t n = w.size(0), k = w.size(1), row_bytes = f.row_bytes(k);
   at::Tensor out = at::empty({n, row_bytes}, w.options().dtype(at::kByte));
   uint8_t* to = out.mutable_data_ptr<uint8_t>();
@@ -196,7 +214,7 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format) {
     parallel_for(0, rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         if (all_finite(from + i * k, k)) {
-          quantize_row(f, from + i * k, k, to + (r + i) * row_bytes);
+          quantize_row(f, from + i * k, k, to + (r + i) * row_bytes, cost);
         } else {
           int64_t seen = bad_row;
           while (r + i < seen && !bad_row.compare_exchange_weak(seen, r + i)) {

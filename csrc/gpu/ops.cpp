@@ -139,9 +139,12 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
   return o[kSlotY].view(shape);
 }
 
-at::Tensor quantize(const at::Tensor& w, std::string_view format) {
-  check_quantize(w, format);
-  return call_quantize(w.detach().to(at::kCPU), format).to(w.device());
+at::Tensor quantize(const at::Tensor& w, std::string_view format,
+                    const OptionalTensor& importance) {
+  check_quantize(w, format, importance);
+  OptionalTensor given;
+  if (importance) given = importance->detach().to(at::kCPU);
+  return call_quantize(w.detach().to(at::kCPU), format, given).to(w.device());
 }
 
 at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op) {

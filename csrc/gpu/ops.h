@@ -76,7 +76,7 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
                      std::optional<at::ScalarType> dtype);
 // There is no shader that quantizes: w is copied to the CPU, quantized there, the result copied
 // back.
-at::Tensor quantize(const at::Tensor& w, std::string_view format);
+at::Tensor quantize(const at::Tensor& w, std::string_view format, const OptionalTensor& importance);
 at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op);
 
 }  // namespace metalmm::gpu

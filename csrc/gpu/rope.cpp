@@ -120,7 +120,7 @@ at::Tensor as_rows_of(const at::Tensor& cache, const at::Tensor& rows, const For
   if (cache.scalar_type() != at::kByte) return rows.to(cache.scalar_type());
   const at::Tensor x = rows.to(at::kFloat).reshape({-1, rows.size(3)});
   at::Tensor packed = composed::quantize(x, format);
-  if (!packed.defined()) packed = quantize(x, format.name);
+  if (!packed.defined()) packed = quantize(x, format.name, {});
   return packed.view({rows.size(0), rows.size(1), rows.size(2), cache.size(3)});
 }
 

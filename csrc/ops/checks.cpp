@@ -264,12 +264,20 @@ void check_packs(const char* name, const Format& f) {
                     "activations; load a file in it, or quantize to another format");
 }
 
-const Format& check_quantize(const at::Tensor& w, std::string_view format) {
+const Format& check_quantize(const at::Tensor& w, std::string_view format,
+                             const OptionalTensor& importance) {
   const Format& f = check_format(format);
   check_packs("format", f);
   const Size k = check_rows("w", w);
   TORCH_CHECK_VALUE(w.dim() == 2, "w: shape ", w.sym_sizes(), "; must be [N, K]");
   check_k("w", f, k);
+  if (importance) {
+    check_device("importance", *importance, w);
+    TORCH_CHECK_VALUE(importance->scalar_type() == at::kFloat && importance->dim() == 1 &&
+                          importance->sym_size(0) == k,
+                      "importance: ", importance->scalar_type(), " ", importance->sym_sizes(),
+                      "; must be float32 [K] = [", k, "]");
+  }
   return f;
 }
 

@@ -109,7 +109,8 @@ void check_ids(const at::Tensor& ids, int64_t count, const char* in = "the table
                const char* what = "rows");
 
 // w f32 / f16 / bf16 [N, K], K a multiple of the block.
-const Format& check_quantize(const at::Tensor& w, std::string_view format);
+const Format& check_quantize(const at::Tensor& w, std::string_view format,
+                             const OptionalTensor& importance);
 
 // x and x2 f32 / f16 / bf16, of the same shape and dtype. Returns the problem that op names.
 Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op);

@@ -116,9 +116,9 @@ inline Tensor call_dequantize(const Tensor& w, Name format, std::optional<int64_
   return op.call(w, format, in_features, dtype);
 }
 
-inline Tensor call_quantize(const Tensor& w, Name format) {
-  static auto op = find_op<Tensor(const Tensor&, Name)>("metalmm::quantize");
-  return op.call(w, format);
+inline Tensor call_quantize(const Tensor& w, Name format, const OptionalTensor& importance) {
+  static auto op = find_op<Tensor(const Tensor&, Name, const OptionalTensor&)>("metalmm::quantize");
+  return op.call(w, format, importance);
 }
 
 inline Tensor call_embedding(const Tensor& ids, const Tensor& w, Name format,

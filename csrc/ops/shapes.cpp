@@ -160,8 +160,8 @@ Shape dequantize(const at::Tensor& weight, std::string_view format, OptionalSize
   return {w.n, w.k};
 }
 
-Shape quantize(const at::Tensor& w, std::string_view format) {
-  const Format& f = check_quantize(w, format);
+Shape quantize(const at::Tensor& w, std::string_view format, const OptionalTensor& importance) {
+  const Format& f = check_quantize(w, format, importance);
   return with_last(w, f.row_bytes(w.sym_size(1)));
 }
 

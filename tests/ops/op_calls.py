@@ -74,6 +74,11 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
             "dequantize, dtype": (ops.dequantize, (w, "q4_0", k), {"dtype": dtype}),
             "dequantize, dense": (ops.dequantize, (dense, "f32"), {"dtype": dtype}),
             "quantize": (ops.quantize, (activations(3, k, dtype=dtype), "q8_0"), {}),
+            "quantize, all": (
+                ops.quantize,
+                (activations(3, k, dtype=dtype), "q4_0", activations(1, k)[0].abs()),
+                {},
+            ),
             "embedding": (ops.embedding, (ids, w, "q4_0"), {}),
             "embedding, int32": (ops.embedding, (ids.int(), w, "q4_0", k), {"dtype": dtype}),
             "embedding, scalar": (ops.embedding, (ids[0, 0], w, "q4_0"), {}),

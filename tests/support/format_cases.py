@@ -212,3 +212,25 @@ GGML_DIGEST = {
     "iq4_xs": "c84488fb6d297333",
     "mxfp4": "7cc989369c549095",
 }
+
+
+def digest_importance() -> Tensor:
+    """f32 [2048] of unlike sizes, integers: every machine has the same."""
+    draws = np.random.RandomState(11).randint(1, 256, 2048)
+    return torch.from_numpy((draws**3).astype(np.float32))
+
+
+# The same of digest_weights and digest_importance, by ggml_quantize_chunk of ggml-base 0.25.3.
+GGML_WEIGHTED_DIGEST = {
+    "q4_0": "77794f7f8cd5e77a",
+    "q4_1": "939fa3994a8330bd",
+    "q5_0": "d1c031b2e3f2a08b",
+    "q5_1": "7b6d9aec98f4fba5",
+    "q2_k": "e1bc758dc867426e",
+    "q3_k": "6e1e870f75ba2830",
+    "q4_k": "dc748a61364ec625",
+    "q5_k": "217c442ec74b67a5",
+    "q6_k": "6f62b500df6eef59",
+    "iq4_nl": "907b78e52bf9ee22",
+    "iq4_xs": "9761173c435fafe3",
+}

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from ..extras import require
+from ..models.replace import packable, weight_shape
 from .gguf.file import GgufFile
+from .gguf.map import gguf_names
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _I32 = struct.Struct("<i")
@@ -39,6 +45,44 @@ class Imatrix:
     datasets: tuple[str, ...] = field(default=())
     chunks: int = 0
     chunk_size: int = 512  # tokens
+
+
+def read_importance(
+    path: str | os.PathLike[str], model: Any, *, as_packed: bool = False
+) -> dict[str, Tensor]:
+    """{linear layer of a transformers model: f32 [K]}, what quantize_ takes as importance.
+
+    path: an importance matrix as read_imatrix reads it. Its entries have the names of GGUF files,
+    or those of the model ("model.layers.0.mlp.up_proj", also with ".weight"); stacked experts and
+    weights that the model has not are passed over. as_packed: the columns of a layer with an
+    input_order are those of its packed weight, as in a GGUF file that the model came from.
+    OSError, ValueError: as read_imatrix, nothing in the file is of the model, or an entry has
+    another K than its layer.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if packable(module) and not isinstance(module, nn.Embedding)
+    }
+    owners = {name: layer for layer in layers for name in (layer, f"{layer}.weight")}
+    with suppress(ValueError):  # gguf has no such architecture
+        owners |= {name: layer for layer, name in gguf_names(model, layers).items()}
+    found = {}
+    for name, entry in read_imatrix(path).entries.items():
+        layer = owners.get(name)
+        if layer is None or len(entry.sums) != 1:
+            continue
+        k = weight_shape(layers[layer])[1]
+        if entry.sums.shape[1] != k:
+            raise ValueError(f"{path}: {name} has {entry.sums.shape[1]} columns, {layer} has {k}")
+        columns = torch.from_numpy(entry.means()[0])
+        order = getattr(layers[layer], "input_order", None)
+        if as_packed and order is not None:
+            columns = columns[order.cpu().argsort()]
+        found[layer] = columns
+    if not found:
+        raise ValueError(f"{path} has no entry for a linear layer of the model")
+    return found
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:

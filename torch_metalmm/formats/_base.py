@@ -10,6 +10,8 @@ from torch import Tensor
 
 VALUES_AT_A_TIME = 1 << 20  # in a conversion: a few tens of MB of temporaries
 
+FLOOR = 2.0**-40  # of the largest, to within a factor of 2: what less importance counts as
+
 # What activations, results and sources are, by the names that formats and kernels have for them.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -18,6 +20,18 @@ def row_slices(n: int, k: int) -> Iterator[slice]:
     """Slices of consecutive rows that cover n rows of k values, about VALUES_AT_A_TIME in each."""
     count = max(1, VALUES_AT_A_TIME // max(1, k))
     return (slice(r, min(n, r + count)) for r in range(0, n, count))
+
+
+def normalised(importance: Tensor) -> Tensor:
+    """importance f32 [K] / 2**floor(log2(its largest)), at least FLOOR; all 1 where all are 0.
+
+    Only proportions count. So no sum of a search overflows for it, or is 0.
+    """
+    top = importance.max() if len(importance) else importance.new_zeros(())
+    if not bool(top > 0):
+        return torch.ones_like(importance)
+    _, exponent = torch.frexp(top)  # top = m * 2**exponent, 0.5 <= m < 1
+    return torch.ldexp(importance.double(), 1 - exponent).float().clamp(min=FLOOR)
 
 
 class Format(ABC):
@@ -35,6 +49,8 @@ class Format(ABC):
     fallback: str | None = None
     # False: the codes take more than the weights to choose, and quantize refuses.
     packs = True
+    # Whether quantize reads an importance.
+    weighs = False
 
     @property
     def bits_per_weight(self) -> float:
@@ -49,11 +65,15 @@ class Format(ABC):
             )
         return k // self.block_values * self.block_bytes
 
-    def quantize(self, w: Tensor) -> Tensor:
+    def quantize(self, w: Tensor, importance: Tensor | None = None) -> Tensor:
         """w [N, K] f32, f16 or bf16 -> uint8 [N, row_bytes(K)].
 
-        ValueError if the shape, the dtype or K does not fit, if a row has NaN or Inf, or if the
-        format is only read (`packs`).
+        importance f32 [K], finite and not negative: how much the square of an error in each column
+        costs, for instance the mean square of what the column multiplies. Formats whose codes are
+        rounded, not searched, do not read it (`weighs`): dense ones, q8_0, mxfp4, nvfp4, mxfp8,
+        tq1_0 and tq2_0.
+        ValueError if a shape, a dtype or K does not fit, if a row has NaN or Inf, if the importance
+        is not as said, or if the format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an
         infinite scale (from about 1e18 on perhaps a NaN), as ggml does.
         """
@@ -65,6 +85,7 @@ class Format(ABC):
             raise ValueError(f"{self.name}: w must be float32, float16 or bfloat16, got {w.dtype}")
         n, k = w.shape
         out = torch.empty(n, self.row_bytes(k), dtype=torch.uint8, device=w.device)
+        given = () if importance is None else (self._checked(importance, k),)
         for rows in row_slices(n, k):
             x = w[rows].detach().to(torch.float32)
             finite = torch.isfinite(x).all(dim=1)
@@ -72,8 +93,18 @@ class Format(ABC):
                 row = rows.start + int((~finite).nonzero()[0])
                 raise ValueError(f"{self.name}: row {row} of w has NaN or Inf")
             if k > 0:
-                out[rows] = self._encode_rows(x)
+                out[rows] = self._encode_rows(x, *given)
         return out
+
+    def _checked(self, importance: Tensor, k: int) -> Tensor:
+        if importance.dtype != torch.float32 or tuple(importance.shape) != (k,):
+            raise ValueError(
+                f"{self.name}: importance must be float32 [{k}], got {importance.dtype} "
+                f"{list(importance.shape)}"
+            )
+        if not bool((torch.isfinite(importance) & (importance >= 0)).all()):
+            raise ValueError(f"{self.name}: importance has an element that is negative, NaN or Inf")
+        return normalised(importance)
 
     def refusal(self) -> str:
         """Why quantize refuses, where it does."""
@@ -101,8 +132,8 @@ class Format(ABC):
             )
 
     @abstractmethod
-    def _encode_rows(self, x: Tensor) -> Tensor:
-        """x f32 [R, K], finite, K > 0 -> uint8 [R, row_bytes]."""
+    def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
+        """x f32 [R, K], finite, K > 0 -> uint8 [R, row_bytes]; importance f32 [K], normalised."""
 
     @abstractmethod
     def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
@@ -115,7 +146,7 @@ class Format(ABC):
 class BlockFormat(Format):
     """A row is a sequence of independent blocks of block_values values in block_bytes bytes."""
 
-    def _encode_rows(self, x: Tensor) -> Tensor:
+    def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
         return self.encode(x.reshape(-1, self.block_values)).reshape(x.shape[0], -1)
 
     def _decode_rows(self, packed: Tensor, k: int) -> Tensor:

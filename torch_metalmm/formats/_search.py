@@ -90,17 +90,18 @@ def reciprocal(d: Tensor) -> Tensor:
     return torch.where(d == 0, torch.zeros_like(d), divide(1, d))
 
 
-def search_symmetric(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
-    """Scale and codes for x ~ scale * (q - high), 0 <= q < 2 * high ("make_qx", weights x^2).
+def search_symmetric(x: Tensor, high: int, w: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Scale and codes for x ~ scale * (q - high), 0 <= q < 2 * high ("make_qx").
 
     The signed maximum M maps to about -high: trials s = 0, -9..-1, 1..9 use
     inv = -(high + 0.1f * s) / M, l = clamp(rint(inv * x), -high, high - 1) and the sums
-    A = sum (w * x) * l, B = sum (w * l) * l with w = x * x. Trial 0 sets scale = A / B (0 if
-    B = 0) and best = scale * A; a later one replaces them when B > 0 and A * A > best * B.
+    A = sum (w * x) * l, B = sum (w * l) * l, w being x * x where none is given. Trial 0 sets
+    scale = A / B (0 if B = 0) and best = scale * A; a later one replaces them when B > 0 and
+    A * A > best * B.
     Returns scale f32 [G] and q = l + high, f32 [n, G]. Groups with max|x| < TINY: 0 and 0.
     """
     top = signed_max(x)
-    w = x * x
+    w = x * x if w is None else w
     wx = w * x
     scale, best, codes = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(x)
     tenth = f32(0.1, x)
@@ -120,33 +121,43 @@ def search_symmetric(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
     return scale.masked_fill(empty, 0), (codes + high).masked_fill(empty, 0)
 
 
-def search_descent(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
-    """Scale and codes for x ~ scale * (q - high), 0 <= q < 2 * high ("make_q3", weights x^2).
+def _descend(x: Tensor, w: Tensor, codes: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Five passes of coordinate descent for x ~ scale * l, on codes l f32 [n, G], in place.
 
-    Starts from l = clamp(rint((-high / M) * x), -high, high - 1), M the signed maximum, with
-    A = sum (w * x) * l, B = sum (w * l) * l. Then five passes over i = 0..n-1, each using the A
-    and B left by the element before: a = A - (w * x) * l, b = B - (w * l) * l,
-    l' = clamp(rint(x * b / a)), a' = a + (w * x) * l', b' = b + (w * l') * l'. If a > 0, l' != l,
-    b' > 0 and a' * a' * B > A * A * b', then l, A, B = l', a', b'.
-    Returns A / B f32 [G] and q = l + high, f32 [n, G]. Groups with max|x| < TINY: 0 and 0.
+    With A = sum (w * x) * l, B = sum (w * l) * l, each pass goes over i = 0..n-1, an element using
+    the A and B left by the one before: a = A - (w * x) * l, b = B - (w * l) * l,
+    l' = clamp(rint(x * b / a), low, high), a' = a + (w * x) * l', b' = b + (w * l') * l'.
+    If a > 0, l' != l, b' > 0 and a' * a' * B > A * A * b', then l, A, B = l', a', b'.
+    Returns A and B, f32 [G].
     """
-    top = signed_max(x)
-    w = x * x
     wx = w * x
-    codes = to_code(divide(-high, top) * x, -high, high - 1)
     sum_a, sum_b = ordered_sum(wx * codes), ordered_sum(w * codes * codes)
     for _ in range(5):
         for i in range(x.shape[0]):
             old = codes[i]
             a = sum_a - wx[i] * old
             b = sum_b - w[i] * old * old
-            new = to_code(x[i] * b / a, -high, high - 1)
+            new = to_code(x[i] * b / a, low, high)
             new_a, new_b = a + wx[i] * new, b + w[i] * new * new
             better = (a > 0) & (new != old) & (new_b > 0)
             better &= new_a * new_a * sum_b > sum_a * sum_a * new_b
             codes[i] = torch.where(better, new, old)
             sum_a = torch.where(better, new_a, sum_a)
             sum_b = torch.where(better, new_b, sum_b)
+    return sum_a, sum_b
+
+
+def search_descent(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
+    """Scale and codes for x ~ scale * (q - high), 0 <= q < 2 * high ("make_q3", weights x^2).
+
+    Starts from l = clamp(rint((-high / M) * x), -high, high - 1), M the signed maximum, and
+    descends. Returns A / B f32 [G] and q = l + high, f32 [n, G]. Groups with max|x| < TINY: 0
+    and 0.
+    """
+    top = signed_max(x)
+    w = x * x
+    codes = to_code(divide(-high, top) * x, -high, high - 1)
+    sum_a, sum_b = _descend(x, w, codes, -high, high - 1)
     empty = top.abs() < f32(TINY, x)
     return (sum_a / sum_b).masked_fill(empty, 0), (codes + high).masked_fill(empty, 0)
 
@@ -199,6 +210,37 @@ def search_asymmetric(
     return scale.masked_fill(flat, 0), -lo, codes.masked_fill(flat, 0)
 
 
+def search_positive(x: Tensor, w: Tensor, high: int) -> tuple[Tensor, Tensor]:
+    """Scale and codes for x ~ scale * q, x >= 0, 0 <= q <= high ("make_qp").
+
+    M = max(x), and 0 and 0 where M < TINY. q = clamp(rint(inv * x), 0, high) with the first of
+    inv = high / M, then (0.1f * s + high) / M for s = -4..-1, 1..4, of the least
+    sum (w * e) * e, e = x - (1 / inv) * q; then it descends.
+    Returns scale = A / B, 0 if B = 0, f32 [G] and q f32 [n, G].
+    """
+    top = first_max(torch.cat([torch.zeros_like(x[:1]), x]))
+
+    def codes_of(inv: Tensor) -> Tensor:
+        return to_code(inv * x, 0, high)
+
+    def error(inv: Tensor) -> Tensor:
+        e = x - divide(1, inv) * codes_of(inv)
+        return ordered_sum(w * e * e)
+
+    inv = divide(high, top)
+    best = error(inv)
+    tenth = f32(0.1, x)
+    for s in (*range(-4, 0), *range(1, 5)):
+        other = (tenth * s + high) / top
+        this = error(other)
+        inv, best = torch.where(this < best, other, inv), torch.where(this < best, this, best)
+    codes = codes_of(inv)
+    sum_a, sum_b = _descend(x, w, codes, 0, high)
+    empty = top < f32(TINY, x)
+    scale = torch.where(sum_b == 0, 0, sum_a / sum_b).masked_fill(empty, 0)
+    return scale, codes.masked_fill(empty, 0)
+
+
 def nearest_level(v: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Index (int64) of the level nearest to v, the upper one of a tie, the last one for NaN.
 
@@ -208,17 +250,20 @@ def nearest_level(v: Tensor, levels: tuple[int, ...]) -> Tensor:
     return torch.bucketize(v, f32(0, v).new_tensor(middle), right=True)
 
 
-def search_levels(x: Tensor, levels: tuple[int, ...], tries: int) -> Tensor:
-    """scale for x ~ scale * levels[l] (iq4), f32 [G], weights x^2.
+def search_levels(
+    x: Tensor, levels: tuple[int, ...], tries: int, w: Tensor | None = None
+) -> Tensor:
+    """scale for x ~ scale * levels[l] (iq4), f32 [G].
 
     M is the signed maximum. Trials use inv = 1 / (-M / levels[0]), then
     inv = (levels[0] + t) / M for t = -tries..tries; q = the level nearest to inv * x;
-    A = sum (w * q) * x, B = sum (w * q) * q with w = x * x. The first sets scale = A / B and
-    best = scale * A; a later one replaces them when B > 0 and A * A > best * B.
+    A = sum (w * q) * x, B = sum (w * q) * q, w being x * x where none is given. The first sets
+    scale = A / B, 0 if B = 0, and best = scale * A; a later one replaces them when B > 0 and
+    A * A > best * B.
     Groups with max|x| < TINY: 0.
     """
     top = signed_max(x)
-    w = x * x
+    w = x * x if w is None else w
     table = f32(0, x).new_tensor(levels)
 
     def sums(inv: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +271,7 @@ def search_levels(x: Tensor, levels: tuple[int, ...], tries: int) -> Tensor:
         return ordered_sum(w * q * x), ordered_sum(w * q * q)
 
     a, b = sums(divide(1, -top / levels[0]))
-    scale = a / b
+    scale = torch.where(b == 0, 0, a / b)
     best = scale * a
     for t in range(-tries, tries + 1):
         a, b = sums(divide(levels[0] + t, top))

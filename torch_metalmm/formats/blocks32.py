@@ -12,7 +12,17 @@ from torch import Tensor
 
 from ._base import BlockFormat
 from ._bits import bytes_to_half, half_to_bytes, join_fields, split_fields
-from ._search import elements_first, first_max, first_min, reciprocal, signed_max
+from ._importance import WEIGHTED_TRIALS, WeightedBlock
+from ._search import (
+    elements_first,
+    first_max,
+    first_min,
+    groups_first,
+    reciprocal,
+    search_asymmetric,
+    search_symmetric,
+    signed_max,
+)
 
 
 def _truncate(v: Tensor, high: int) -> Tensor:
@@ -20,34 +30,45 @@ def _truncate(v: Tensor, high: int) -> Tensor:
     return torch.nan_to_num(v, nan=0.0).trunc_().clamp_(0, high).to(torch.uint8)
 
 
-class _Symmetric(BlockFormat):
+class _Symmetric(WeightedBlock):
     """w = d * (q - h), h = 2**(bits - 1); d = (the element of largest |x|, first of equals) / -h;
     q = min(trunc(x * (1 / d) + (h + 0.5)), 2 * h - 1), with 1 / 0 = 0.
+    With an importance, d and q are those of search_symmetric.
     """
 
     block_values = 32
     bits: int
+    spread, over_rows = 1, True
 
-    def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def codes(self, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """x f32 [B, 32] -> d f32 [B], q uint8 [B, 32]."""
         half = 1 << (self.bits - 1)
+        if w is not None:
+            d, q = search_symmetric(elements_first(x, 32), half, elements_first(w, 32))
+            return d, groups_first(q, x.shape[0]).to(torch.uint8)
         d = signed_max(elements_first(x, 32)) / -half
         q = _truncate(x * reciprocal(d)[:, None] + (half + 0.5), 2 * half - 1)
         return d, q
 
 
-class _Asymmetric(BlockFormat):
+class _Asymmetric(WeightedBlock):
     """w = d * q + m; m = min(x), d = (max(x) - min(x)) / (2**bits - 1);
     q = min(trunc((x - m) * (1 / d) + 0.5), 2**bits - 1), with 1 / 0 = 0.
     min and max are the first of equals, so the sign of a zero m is that of the first zero.
+    With an importance, d, -m and q are those of search_asymmetric.
     """
 
     block_values = 32
     bits: int
+    spread, over_rows = 1, True
 
-    def codes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def codes(self, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x f32 [B, 32] -> d f32 [B], m f32 [B], q uint8 [B, 32]."""
         high = (1 << self.bits) - 1
+        if w is not None:
+            xt, wt = elements_first(x, 32), elements_first(w, 32)
+            d, m, q = search_asymmetric(xt, wt, high, *WEIGHTED_TRIALS)
+            return d, -m, groups_first(q, x.shape[0]).to(torch.uint8)
         xt = elements_first(x, 32)
         m = first_min(xt)
         d = (first_max(xt) - m) / high
@@ -70,8 +91,8 @@ class Q4_0(_Symmetric):
 
     name, block_bytes, bits = "q4_0", 18, 4
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, q = self.codes(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, q = self.codes(x, w)
         return torch.cat([half_to_bytes(d), join_fields(q, 1, 4)], dim=1)
 
     def decode(self, blocks: Tensor) -> Tensor:
@@ -83,8 +104,8 @@ class Q4_1(_Asymmetric):
 
     name, block_bytes, bits = "q4_1", 20, 4
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, m, q = self.codes(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, m, q = self.codes(x, w)
         return torch.cat([half_to_bytes(d), half_to_bytes(m), join_fields(q, 1, 4)], dim=1)
 
     def decode(self, blocks: Tensor) -> Tensor:
@@ -97,8 +118,8 @@ class Q5_0(_Symmetric):
 
     name, block_bytes, bits = "q5_0", 22, 5
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, q = self.codes(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, q = self.codes(x, w)
         return torch.cat([half_to_bytes(d), _join_fifth(q)], dim=1)
 
     def decode(self, blocks: Tensor) -> Tensor:
@@ -110,8 +131,8 @@ class Q5_1(_Asymmetric):
 
     name, block_bytes, bits = "q5_1", 24, 5
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, m, q = self.codes(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, m, q = self.codes(x, w)
         return torch.cat([half_to_bytes(d), half_to_bytes(m), _join_fifth(q)], dim=1)
 
     def decode(self, blocks: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._base import BlockFormat
 from ._bits import bytes_to_half, half_to_bytes, join_fields, split_fields
+from ._importance import WeightedBlock
 from ._planes import Planes
 from ._search import elements_first, nearest_level, reciprocal, search_levels, signed_max, to_code
 
@@ -21,16 +21,23 @@ def look_up(q: Tensor, table: tuple[int, ...]) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=q.device)[q.long()]
 
 
-class IQ4_NL(BlockFormat):
+def _search(x: Tensor, w: Tensor | None) -> Tensor:
+    """search_levels of each 32 values of x f32 [B, K]."""
+    weights = None if w is None else elements_first(w, 32)
+    return search_levels(elements_first(x, 32), IQ4_LEVELS, IQ4_TRIES, weights)
+
+
+class IQ4_NL(WeightedBlock):
     """w = d * IQ4_LEVELS[q]. d f16 @0, qs[16] @2, nibbles ordered as in q4_0.
 
     d = search_levels; q = nearest_level(x * (1 / d)) with the unrounded d and 1 / 0 = 0.
     """
 
     name, block_values, block_bytes = "iq4_nl", 32, 18
+    spread = 2
 
-    def encode(self, x: Tensor) -> Tensor:
-        d = search_levels(elements_first(x, 32), IQ4_LEVELS, IQ4_TRIES)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d = _search(x, w)
         q = nearest_level(reciprocal(d)[:, None] * x, IQ4_LEVELS).to(torch.uint8)
         return torch.cat([half_to_bytes(d), join_fields(q, 1, 4)], dim=1)
 
@@ -39,7 +46,7 @@ class IQ4_NL(BlockFormat):
         return bytes_to_half(blocks[:, :2]) * look_up(q, IQ4_LEVELS)
 
 
-class IQ4_XS(BlockFormat):
+class IQ4_XS(WeightedBlock):
     """w = (d * (sc - 32)) * IQ4_LEVELS[q]; groups of 32.
 
     d f16 @0, scales_h u16 @2, scales_l[4] @4, qs[128] @8 (16 bytes a group, as iq4_nl).
@@ -51,9 +58,10 @@ class IQ4_XS(BlockFormat):
 
     name, block_values, block_bytes = "iq4_xs", 256, 136
     fallback = "iq4_nl"
+    spread = 2
 
-    def encode(self, x: Tensor) -> Tensor:
-        scale = search_levels(elements_first(x, 32), IQ4_LEVELS, IQ4_TRIES).reshape(-1, 8)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        scale = _search(x, w).reshape(-1, 8)
         d = -signed_max(scale.t()) / 32
         sc = to_code(reciprocal(d)[:, None] * scale, -32, 31)
         inv = reciprocal(d[:, None] * sc)[:, :, None]

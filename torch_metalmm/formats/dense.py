@@ -18,7 +18,7 @@ class Dense(Format):
         self.dtype = dtype
         self.block_bytes = dtype.itemsize
 
-    def _encode_rows(self, x: Tensor) -> Tensor:
+    def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
         return x.to(self.dtype).contiguous().view(torch.uint8)
 
     def _decode_rows(self, packed: Tensor, k: int) -> Tensor:

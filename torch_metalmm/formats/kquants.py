@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._base import BlockFormat
 from ._bits import bytes_to_half, half_to_bytes, join_fields, round_to_half, split_fields
+from ._importance import WEIGHTED_TRIALS, WeightedBlock
 from ._search import (
     TINY,
     divide,
@@ -23,6 +23,7 @@ from ._search import (
     ordered_sum,
     search_asymmetric,
     search_descent,
+    search_positive,
     search_symmetric,
     signed_max,
     square_root,
@@ -35,23 +36,29 @@ def _requantize(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int) -> Ten
     return torch.where(d == 0, codes, to_code(x / d, low, high) - low)
 
 
-def _quantize_scales(v: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def _quantize_scales(v: Tensor, levels: int, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scales v [B, S] >= 0 -> f32 d [B], codes f32 [B, S].
 
     top = the largest of +0 and v; d = top / levels,
     code = clamp(rint((levels / top) * v), 0, levels); all 0 where top is 0.
+    With weights w f32 [B, S]: search_positive.
     """
+    if w is not None:
+        d, found = search_positive(v.t().contiguous(), w.t().contiguous(), levels)
+        return d, found.t()
     top = first_max(torch.cat([torch.zeros_like(v[:, :1]), v], dim=1).t())
     codes = to_code(divide(levels, top)[:, None] * v, 0, levels)
     return top / levels, codes.masked_fill((top == 0)[:, None], 0)
 
 
-class _Asymmetric(BlockFormat):
+class _Asymmetric(WeightedBlock):
     """w = (d * sc[s]) * q - (dmin * m[s]); sc, m >= 0 per group s, q in 0..2**bits - 1.
 
     scale, offset = search_asymmetric of each group with its weights; d, sc from the scales
     and dmin, m from the offsets by _quantize_scales with `levels`; then
     q = clamp(rint((x + f16(dmin) * m) / (f16(d) * sc))).
+    With an importance, d, sc, dmin and m are those of search_positive, each group weighing the sum
+    of its weights.
     """
 
     block_values = 256
@@ -64,13 +71,16 @@ class _Asymmetric(BlockFormat):
         """Importance of each element: sqrt((sum x^2) / n) + |x| over the n of a group."""
         return square_root(ordered_sum(x * x) / x.shape[0]) + x.abs()
 
-    def search(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def search(self, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x f32 [B, 256] -> d f32 [B], dmin f32 [B], sc u8 [B, S], m u8 [B, S], q u8 [B, 256]."""
         blocks, high = x.shape[0], 2**self.bits - 1
         xt = elements_first(x, self.group)
-        scale, offset, q = search_asymmetric(xt, self.weights(xt), high, *self.trials)
-        d, sc = _quantize_scales(scale.reshape(blocks, -1), self.levels)
-        dmin, m = _quantize_scales(offset.reshape(blocks, -1), self.levels)
+        wt = self.weights(xt) if w is None else elements_first(w, self.group)
+        trials = self.trials if w is None else WEIGHTED_TRIALS
+        scale, offset, q = search_asymmetric(xt, wt, high, *trials)
+        sums = None if w is None else ordered_sum(wt).reshape(blocks, -1)
+        d, sc = _quantize_scales(scale.reshape(blocks, -1), self.levels, sums)
+        dmin, m = _quantize_scales(offset.reshape(blocks, -1), self.levels, sums)
         spacing = (round_to_half(d)[:, None] * sc).reshape(-1)
         shift = (round_to_half(dmin)[:, None] * m).reshape(-1)
         q = groups_first(_requantize(xt + shift, spacing, q, 0, high), blocks)
@@ -91,12 +101,13 @@ class Q2_K(_Asymmetric):
     name, block_bytes = "q2_k", 84
     fallback = "iq4_nl"
     group, bits, levels, trials = 16, 2, 15, (-0.5, 0.1, 15, True)
+    spread = 1
 
     def weights(self, x: Tensor) -> Tensor:
         return x.abs()
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, dmin, sc, m, q = self.search(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, dmin, sc, m, q = self.search(x, w)
         qs = join_fields(q, 2, 2)
         return torch.cat([sc | (m << 4), qs, half_to_bytes(d), half_to_bytes(dmin)], dim=1)
 
@@ -106,7 +117,7 @@ class Q2_K(_Asymmetric):
         return self.values(d, dmin, blocks[:, :16] & 15, blocks[:, :16] >> 4, q)
 
 
-class Q3_K(BlockFormat):
+class Q3_K(WeightedBlock):
     """w = (d * (sc - 32)) * (q - 4). hmask[32] @0, qs[64] @32, scales[12] @96, d f16 @108.
 
     Groups of 16. scale = search_descent; D = the scale of largest magnitude (first of equals);
@@ -114,21 +125,35 @@ class Q3_K(BlockFormat):
     sc and d are 0. q = clamp(rint(x / (f16(d) * (sc - 32))), -4, 3) + 4.
     scales: low nibbles of bytes 0..7 = low 4 bits of sc 0..7, high nibbles those of sc 8..15;
     bits 2p, 2p+1 of byte 8 + i = high 2 bits of sc 4p + i. hmask holds bit 2 of q.
+    With an importance, scale is that of search_symmetric, and so are d and sc, each group weighing
+    the sum of its weights.
     """
 
     name, block_values, block_bytes = "q3_k", 256, 110
     fallback = "iq4_nl"
+    spread = 2
 
-    def encode(self, x: Tensor) -> Tensor:
+    def search(self, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x f32 [B, 256] -> d f32 [B], sc f32 [B, 16], codes of the search f32 [16, 16 B]."""
         xt = elements_first(x, 16)
+        if w is not None:
+            wt = elements_first(w, 16)
+            scale, q = search_symmetric(xt, 4, wt)
+            sums = ordered_sum(wt).reshape(-1, 16).t().contiguous()
+            d, sc = search_symmetric(scale.reshape(-1, 16).t().contiguous(), 32, sums)
+            return d, sc.t(), q
         scale, q = search_descent(xt, 4)
         scale = scale.reshape(-1, 16)
         top = signed_max(scale.t())
         inv = divide(-32, top)
         d = divide(1, inv).masked_fill(top == 0, 0)
         sc = (to_code(inv[:, None] * scale, -32, 31) + 32).masked_fill((top == 0)[:, None], 0)
+        return d, sc, q
+
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, sc, q = self.search(x, w)
         spacing = (round_to_half(d)[:, None] * (sc - 32)).reshape(-1)
-        q = groups_first(_requantize(xt, spacing, q, -4, 3), x.shape[0])
+        q = groups_first(_requantize(elements_first(x, 16), spacing, q, -4, 3), x.shape[0])
         codes, sc = q.to(torch.uint8), sc.to(torch.uint8)
         scales = [join_fields(sc & 15, 1, 4), join_fields(sc >> 4, 1, 2)]
         qs = [join_fields(codes >> 2, 1, 1), join_fields(codes & 3, 2, 2)]
@@ -168,9 +193,10 @@ class Q4_K(_Asymmetric):
     name, block_bytes = "q4_k", 144
     fallback = "q5_0"
     group, bits, levels, trials = 32, 4, 63, (-1.0, 0.1, 20, False)
+    spread = 2
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, dmin, sc, m, q = self.search(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, dmin, sc, m, q = self.search(x, w)
         head = [half_to_bytes(d), half_to_bytes(dmin), _join_scales(sc, m)]
         return torch.cat([*head, join_fields(q, 4, 4)], dim=1)
 
@@ -190,9 +216,10 @@ class Q5_K(_Asymmetric):
     name, block_bytes = "q5_k", 176
     fallback = "q5_1"
     group, bits, levels, trials = 32, 5, 63, (-0.5, 0.1, 15, False)
+    spread = 2
 
-    def encode(self, x: Tensor) -> Tensor:
-        d, dmin, sc, m, q = self.search(x)
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
+        d, dmin, sc, m, q = self.search(x, w)
         head = [half_to_bytes(d), half_to_bytes(dmin), _join_scales(sc, m)]
         return torch.cat([*head, join_fields(q >> 4, 1, 1), join_fields(q & 15, 4, 4)], dim=1)
 
@@ -202,7 +229,7 @@ class Q5_K(_Asymmetric):
         return self.values(d, dmin, *_split_scales(blocks[:, 4:16]), q)
 
 
-class Q6_K(BlockFormat):
+class Q6_K(WeightedBlock):
     """w = (d * sc) * (q - 32). ql[128] @0, qh[64] @128, sc i8[16] @192, d f16 @208.
 
     Groups of 16. scale = search_symmetric; D = the scale of largest magnitude (first of
@@ -212,10 +239,11 @@ class Q6_K(BlockFormat):
 
     name, block_values, block_bytes = "q6_k", 256, 210
     fallback = "q8_0"
+    spread = None
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor, w: Tensor | None = None) -> Tensor:
         xt = elements_first(x, 16)
-        scale, q = search_symmetric(xt, 32)
+        scale, q = search_symmetric(xt, 32, None if w is None else elements_first(w, 16))
         scale = scale.reshape(-1, 16)
         top = signed_max(scale.t())
         inv = divide(-128, top)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,6 +33,8 @@ class MetalMMConfig(QuantizationConfigMixin):
     skip: layers to leave dense: a name, or a part of one between dots, or a glob of either
     ("lm_head", "layers.0", "*.mlp.down_*"). A weight tied to a skipped layer stays dense too.
     activations: "int8", as activations_ says it; or {name of a layer: "int8" or None}.
+    importance: the path of an importance matrix, as read_importance reads it; read while a dense
+    model is loaded, and not stored.
 
     In config.json of a stored model, modules has the exact name and format of every packed layer
     and stack of experts (gate_proj and up_proj where a file had these apart), None for a dense one
@@ -47,6 +50,7 @@ class MetalMMConfig(QuantizationConfigMixin):
         skip: Iterable[str] | str = (),
         input_order: Iterable[str] = (),
         activations: str | Mapping[str, str | None] | None = None,
+        importance: str | os.PathLike[str] | None = None,
         **other: Any,
     ) -> None:
         method = other.pop("quant_method", QUANT_METHOD)
@@ -55,7 +59,7 @@ class MetalMMConfig(QuantizationConfigMixin):
         if other:
             raise ValueError(
                 f"unknown keys {sorted(other)}; there are format, modules, skip, input_order, "
-                "activations"
+                "activations, importance"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a plug-in is in no enum
         self.format = None if format is None else _format("format", format)
@@ -63,6 +67,9 @@ class MetalMMConfig(QuantizationConfigMixin):
         self.skip = _names("skip", [skip] if isinstance(skip, str) else skip)
         self.input_order = _names("input_order", input_order)
         self.activations = _activations(activations)
+        if not isinstance(importance, str | os.PathLike | None):
+            raise ValueError(f"importance must be a path, got {type(importance).__name__}")
+        self.importance = None if importance is None else os.fspath(importance)
         if self.format is None and not any(self.modules.values()):
             raise ValueError("MetalMMConfig names no format: give one, as in MetalMMConfig('q4_k')")
 

@@ -18,11 +18,12 @@ from transformers.quantizers.base import HfQuantizer
 from .. import formats
 from ..files.folder import QUANT_METHOD
 from ..files.headers import Found
+from ..files.imatrix import read_importance
 from ..files.untrusted import check_inside
 from ..models.activations import activations_
 from ..models.attach import plug_in
 from ..models.experts import Stack, unpack_into
-from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
+from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked, weigh
 from ..models.replace import is_conv1d, weight_shape
 from ..models.skeleton import empty_like
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
@@ -97,6 +98,8 @@ class MetalMMQuantizer(HfQuantizer):
             skip = self.quantization_config.skip_filter(model)
             spec = self.quantization_config.spec()
             self._jobs = plan(model, spec, skip)
+            if (path := self.quantization_config.importance) is not None:
+                weigh(model, self._jobs, read_importance(path, model))
             warn_fallbacks(self._jobs)
             warn_stacked(model, spec, self._jobs, skip)
         for job in self._jobs:
@@ -245,7 +248,7 @@ def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
     check_weight(name, weight, job.format)
     if isinstance(dense, Stack):
         return quantize_weight(dense.rows(weight), job.format).view(*dense.shape[:2], -1)
-    return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
+    return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format, job.importance)
 
 
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:

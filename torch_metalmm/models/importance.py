@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,34 @@ class Sums:
     rows: int = 0
 
 
+Importance = Mapping[str, Tensor | Sums]  # by layer: the mean of x^2 of each column, or its sum
+
+
+def columns_of(name: str, given: Tensor | Sums, k: int) -> Tensor | None:
+    """The importance f32 [k] on the CPU; None for sums of a layer that never ran.
+
+    ValueError: it is not f32 [k], or an element is negative, NaN or infinite.
+    """
+    if isinstance(given, Sums):
+        if not given.rows:
+            return None
+        given = (given.squares / given.rows).float()
+    if given.dtype != torch.float32 or tuple(given.shape) != (k,):
+        raise ValueError(
+            f"importance: {name} must be float32 [{k}], got {given.dtype} {list(given.shape)}"
+        )
+    if not bool((torch.isfinite(given) & (given >= 0)).all()):
+        raise ValueError(f"importance: {name} has an element that is negative, NaN or infinite")
+    return given.detach().cpu()
+
+
 @contextmanager
 def importance(model: nn.Module) -> Iterator[dict[str, Sums]]:
     """Collect the sums of every packable linear layer of the model while it runs.
 
         with importance(model) as sums:
             model(ids)
+        quantize_(model, "q3_k", importance=sums)
 
     Gives {name: Sums}, complete when the block ends; layers that never ran have rows = 0. Fused
     layers run their own forward meanwhile. Embeddings and stacked experts are not seen. Columns are

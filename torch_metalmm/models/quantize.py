@@ -18,6 +18,7 @@ from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
 from .attach import attach, is_transformers_model, quantized_by_another
 from .experts import Stack, dense_format, homes, unpackable
+from .importance import Importance, columns_of
 from .replace import (
     dense_weight,
     largest_magnitude,
@@ -51,7 +52,12 @@ def resolve_format(format: str, in_features: int) -> str:
 
 
 def quantize_(
-    model: nn.Module, spec: Spec, filter_fn: Filter | None = None, progress: bool = True
+    model: nn.Module,
+    spec: Spec,
+    filter_fn: Filter | None = None,
+    progress: bool = True,
+    *,
+    importance: Importance | None = None,
 ) -> nn.Module:
     """Replace the Linear, Conv1D (GPT-2) and Embedding layers of `model` by packed ones, in place,
     and the stacked experts of its mixtures.
@@ -71,12 +77,19 @@ def quantize_(
     they are given another format. Layers whose weight the model reads itself (T5's `wo`) stay
     dense, with a warning, and so do stacked experts that compute what no QuantExperts does.
 
+    importance: {layer: f32 [K], or what models.importance.importance gives it}, in the order of the
+    layer's x; read_importance reads it from a file of llama.cpp's. Formats that search their scales
+    then minimise the error that each column costs. Linear layers that it lacks are packed without,
+    with a warning; of layers that share a weight one is enough.
+
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
     formats for one shared weight, a format that is only read, NaN or Inf in a weight, a weight on
-    the meta device.
+    the meta device, an importance of no layer or that is not f32 [K], finite and not negative.
     """
     jobs = plan(model, spec, filter_fn)
+    if importance is not None:
+        weigh(model, jobs, importance)
     _check(jobs)
     warn_fallbacks(jobs)
     if filter_fn is None:
@@ -84,7 +97,8 @@ def quantize_(
     with progress_bar(progress, sum(j.values for j in jobs), "Quantizing") as advance:
         while jobs:
             job = jobs.pop(0)
-            job.put(model, quantize_weight(dense_weight(job.sites[0][1]), job.format))
+            dense = dense_weight(job.sites[0][1])
+            job.put(model, quantize_weight(dense, job.format, job.importance))
             advance(job.values)
     _tell_transformers(model)
     return model
@@ -117,6 +131,7 @@ class Job:
     sites: _Sites
     asked: str
     format: str
+    importance: Tensor | None = None  # f32 [K] on the CPU
 
     @property
     def name(self) -> str:
@@ -145,6 +160,31 @@ class Job:
             if id(module) not in made:
                 made[id(module)] = pack_module(module, packed, self.format)
             model.set_submodule(name, made[id(module)])
+
+
+def weigh(model: nn.Module, jobs: list[Job], importance: Importance) -> None:
+    """Give the jobs the importance of their layers. Warns of linear layers that have none.
+
+    ValueError: a name is of no packable layer, or what it has is not as quantize_ says.
+    """
+    layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if packable(m)}
+    found = {}
+    for name, given in importance.items():
+        if name not in layers:
+            raise ValueError(f"importance: the model has no linear layer {name!r}")
+        found[name] = columns_of(name, given, weight_shape(layers[name])[1])
+    for job in jobs:
+        each = [found[name] for name, _ in job.sites if found.get(name) is not None]
+        job.importance = next(iter(each), None)
+    without = [
+        job.name
+        for job in jobs
+        if job.importance is None
+        and formats.get(job.format).weighs
+        and not any(isinstance(module, nn.Embedding) for _, module in job.sites)
+    ]
+    if without:
+        warnings.warn(f"packed without an importance: {summary(without)}", stacklevel=3)
 
 
 def plan(

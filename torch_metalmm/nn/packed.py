@@ -139,9 +139,10 @@ def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, n
     return spec, nn.Parameter(weight, requires_grad=False)
 
 
-def quantize_weight(weight: Tensor, format: str) -> Tensor:
+def quantize_weight(weight: Tensor, format: str, importance: Tensor | None = None) -> Tensor:
     """weight [N, K] -> uint8 [N, row_bytes] on the weight's device. The quantizers run on the CPU.
 
+    importance: f32 [K] on the CPU, as torch.ops.metalmm.quantize takes it.
     ValueError: the weight has no data (meta), is not 2-D, or has NaN or Inf.
     """
     if weight.is_meta:
@@ -149,5 +150,5 @@ def quantize_weight(weight: Tensor, format: str) -> Tensor:
     source = weight.detach().to("cpu")
     if source.dtype == torch.float64:
         source = source.float()
-    packed: Tensor = torch.ops.metalmm.quantize(source, format)
+    packed: Tensor = torch.ops.metalmm.quantize(source, format, importance)
     return packed.to(weight.device)

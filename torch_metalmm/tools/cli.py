@@ -116,6 +116,12 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         "May be repeated; the first that matches counts",
     )
     parser.add_argument(
+        "--imatrix",
+        type=Path,
+        metavar="FILE",
+        help="of `metalmm imatrix` or llama-imatrix: how much errors in each column cost",
+    )
+    parser.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="a folder, or a name.gguf"
     )
     parser.add_argument(
@@ -270,11 +276,11 @@ def _quantize(args: argparse.Namespace) -> None:
     from ..files.quantized import is_quantized
     from ..models.quantize import quantize_
     from .generate import load_model
-    from .packing import load_dense, to_file, to_folder
+    from .packing import importance_of, load_dense, to_file, to_folder
 
     spec = _spec(args.format, args.pattern)
     is_packed_already = is_gguf(args.source) or is_quantized(args.source)
-    if not spec and not is_packed_already:
+    if not spec and (not is_packed_already or args.imatrix is not None):
         raise ValueError("give --format, --pattern or both")
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source {args.source}")
@@ -284,7 +290,7 @@ def _quantize(args: argparse.Namespace) -> None:
         load = load_model if is_packed_already or is_mlx(args.source) else load_dense
         model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
         if spec:
-            quantize_(model, spec)
+            quantize_(model, spec, importance=importance_of(args.imatrix, model, args.source))
         return model, tokenizer
 
     if args.output.suffix == ".gguf":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
@@ -29,6 +30,16 @@ def load_dense(folder: Path, device: str, dtype: torch.dtype | None) -> tuple[An
     with blaming(folder, "its files make no such model"):
         model = kind.from_pretrained(folder, config=config, local_files_only=True, **options)
     return model.to(device), read_tokenizer(folder)
+
+
+def importance_of(path: Path | None, model: Any, source: Path) -> dict[str, Tensor] | None:
+    """What the file says of the model that the source became. ValueError, OSError: it cannot."""
+    from ..files.imatrix import read_importance
+    from .generate import reads_gguf
+
+    if path is None:
+        return None
+    return read_importance(path, model, as_packed=reads_gguf(source))
 
 
 def to_file(

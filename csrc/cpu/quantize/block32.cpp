@@ -69,17 +69,6 @@ ScaleOffset asymmetric_codes(const float* x, uint8_t* q) {
   return {d, r.low};
 }
 
-// qh[4] | qs[16] of 5-bit codes.
-void pack_fives(const uint8_t* q, uint8_t* out) {
-  uint8_t low[kBlock], top[kBlock];
-  for (int i = 0; i < kBlock; ++i) {
-    low[i] = q[i] & 15;
-    top[i] = q[i] >> 4;
-  }
-  pack_stream<1>(top, kBlock, out);
-  join_fields<4, 16>(low, kBlock, out + 4);
-}
-
 // floor(log2(v) rounded to f32), the exponent that ggml takes: 7.9999995 counts as 2^3. v >= 0; 0
 // and subnormals give -127. With n = exponent + 1 and k = floor(log2 |n|), less 1 if n is a
 // positive power of two (f32 is twice as dense below it), kRoundsUp[k] values just below 2^n round

@@ -20,9 +20,10 @@ namespace metalmm::cpu::quant {
 #undef MM_PACKS_0
 #undef MM_PACKS_1
 
-// A whole row of f: codes | scales | biases | zeros.
+// A whole row of f: codes | scales | biases | zeros. importance: of its columns, or nullptr.
 template <int kBits>
-void quantize_affine(const Format& f, const float* x, int64_t k, uint8_t* out);
+void quantize_affine(const Format& f, const float* x, int64_t k, uint8_t* out,
+                     const float* importance);
 
 #pragma GCC visibility pop
 

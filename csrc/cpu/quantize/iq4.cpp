@@ -2,6 +2,7 @@
 
 #include "cpu/codecs/levels.h"
 #include "formats.h"
+#include "importance/weigh.h"
 #include "lanes.h"
 #include "math.h"
 #include "pack.h"
@@ -49,12 +50,13 @@ void nearest_codes(const float* x, float inv, uint8_t* q) {
   for (int i = 0; i < kGroup; ++i) q[i] = static_cast<uint8_t>(count[i]);
 }
 
-// A = sum (w * l) * x and B = sum (w * l) * l of each trial, l the level nearest to inv * x.
+// A = sum (w * l) * x and B = sum (w * l) * l of each trial, l the level nearest to inv * x. Where
+// no weights are given they are x^2.
 struct Sums {
   float a[kTrials], b[kTrials];
 };
 
-Sums trial_sums(const float* x, const float* inv) {
+Sums trial_sums(const float* x, const float* w, const float* inv) {
   Sums sums;
   for (int first = 0; first < kTrials; first += kLanes) {
     const Lanes twice = load(inv + first) + load(inv + first);
@@ -63,7 +65,7 @@ Sums trial_sums(const float* x, const float* inv) {
       const Lanes value = set1(x[i]);
       const Lanes v = twice * value;
       const Lanes level = {nearest_level4(v.lo), nearest_level4(v.hi)};
-      const Lanes wl = set1(x[i] * x[i]) * level;
+      const Lanes wl = set1(w ? w[i] : x[i] * x[i]) * level;
       a += wl * value;
       b += wl * level;
     }
@@ -73,15 +75,15 @@ Sums trial_sums(const float* x, const float* inv) {
   return sums;
 }
 
-// scale for x ~ scale * level of 32 values, weights x^2: the best of 16 trials; 0 if all are tiny.
-float search_levels(const float* x) {
+// scale for x ~ scale * level of 32 values: the best of 16 trials; 0 if all are tiny.
+float search_levels(const float* x, const float* w) {
   const float top = signed_max(x, kGroup);
   if (magnitude(top) < kTiny) return 0;
   float inv[kTrials];
   inv[0] = 1 / (-top / kIQ4Levels[0]);
   for (int t = -kTries; t <= kTries; ++t) inv[t + kTries + 1] = (kIQ4Levels[0] + t) / top;
-  const Sums sums = trial_sums(x, inv);
-  float scale = sums.a[0] / sums.b[0];
+  const Sums sums = trial_sums(x, w, inv);
+  float scale = sums.b[0] == 0 ? 0 : sums.a[0] / sums.b[0];
   float best = scale * sums.a[0];
   for (int t = 1; t < kTrials; ++t) {
     const float a = sums.a[t], b = sums.b[t];
@@ -93,20 +95,21 @@ float search_levels(const float* x) {
   return scale;
 }
 
-}  // namespace
-
-void quantize_iq4_nl(const float* x, uint8_t* out) {
+// w: the weights of x, or nullptr.
+void pack_iq4_nl(const float* x, const float* w, uint8_t* out) {
   uint8_t q[kGroup];
-  const float d = search_levels(x);
+  const float d = search_levels(x, w);
   store_u16(out, to_half(d));
   nearest_codes(x, reciprocal(d), q);
   join_fields<4, 16>(q, kGroup, out + 2);
 }
 
-void quantize_iq4_xs(const float* x, uint8_t* out) {
+void pack_iq4_xs(const float* x, const float* w, uint8_t* out) {
   constexpr int kGroups = 8;
   float scale[kGroups];
-  for (int s = 0; s < kGroups; ++s) scale[s] = search_levels(x + s * kGroup);
+  for (int s = 0; s < kGroups; ++s) {
+    scale[s] = search_levels(x + s * kGroup, w ? w + s * kGroup : nullptr);
+  }
   const float d = -signed_max(scale, kGroups) / 32;
   const float inv = reciprocal(d);
   store_u16(out, to_half(d));
@@ -122,6 +125,18 @@ void quantize_iq4_xs(const float* x, uint8_t* out) {
   }
   join_fields<2, 1>(high, kGroups, out + 2);
   join_fields<4, 1>(low, kGroups, out + 4);
+}
+
+}  // namespace
+
+void quantize_iq4_nl(const float* x, uint8_t* out) { pack_iq4_nl(x, nullptr, out); }
+void quantize_iq4_xs(const float* x, uint8_t* out) { pack_iq4_xs(x, nullptr, out); }
+
+void weighted_iq4_nl(const float* x, const float* w, int64_t blocks, uint8_t* out) {
+  each_block<32, 18, pack_iq4_nl>(x, w, blocks, out);
+}
+void weighted_iq4_xs(const float* x, const float* w, int64_t blocks, uint8_t* out) {
+  each_block<256, 136, pack_iq4_xs>(x, w, blocks, out);
 }
 
 }  // namespace metalmm::cpu::quant

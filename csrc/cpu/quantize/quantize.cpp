@@ -1,6 +1,9 @@
 #include "quantize.h"
 
+#include <vector>
+
 #include "formats.h"
+#include "importance/weigh.h"
 
 namespace metalmm::cpu {
 namespace {
@@ -10,9 +13,29 @@ void quantize_blocks(const float* x, int64_t k, uint8_t* out) {
   for (int64_t b = 0; b < k / kValues; ++b) kBlock(x + b * kValues, out + b * kBytes);
 }
 
+enum Mean { OverRow, OverBlock };
+
+// Whether the format's quantizer weighs errors, and then the row.
+bool quantize_weighted(const Format& f, const float* x, const float* importance, int64_t k,
+                       uint8_t* out) {
+  std::vector<float> w(k);
+  switch (f.codec) {
+#define MM_WEIGHTED(name, Struct, values, spread, mean)                             \
+  case Codec::Struct:                                                               \
+    quant::weigh(x, importance, k, mean == OverRow ? k : values, spread, w.data()); \
+    quant::weighted_##name(x, w.data(), k / values, out);                           \
+    return true;
+#include "importance/weighted.def"
+    default:
+      return false;
+  }
+}
+
 }  // namespace
 
-void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out) {
+void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out,
+                  const float* importance) {
+  if (importance && quantize_weighted(f, x, importance, k, out)) return;
   switch (f.codec) {
 #define MM_DENSE(name, Struct, ...) \
   case Codec::Struct:               \
@@ -25,7 +48,7 @@ void quantize_row(const Format& f, const float* x, int64_t k, uint8_t* out) {
     MM_PACKS_##packs(name, values, bytes)
 #define MM_AFFINE(name, Struct, bits, ...) \
   case Codec::Struct:                      \
-    return quant::quantize_affine<bits>(f, x, k, out);
+    return quant::quantize_affine<bits>(f, x, k, out, importance);
 #include "metal/formats.def"
     case Codec::kCount:
       break;

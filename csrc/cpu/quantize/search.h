@@ -105,14 +105,11 @@ struct SymmetricFit {
 };
 
 template <int kN, int kHigh>
-inline SymmetricFit search_symmetric(const Lanes* x) {
+inline SymmetricFit search_symmetric(const Lanes* x, const Lanes* w) {
   const Lanes zero = set1(0.f), low_code = set1(-kHigh), high_code = set1(kHigh - 1);
   const Lanes top = signed_max(x, kN);
-  Lanes w[kN], wx[kN];
-  for (int i = 0; i < kN; ++i) {
-    w[i] = x[i] * x[i];
-    wx[i] = w[i] * x[i];
-  }
+  Lanes wx[kN];
+  for (int i = 0; i < kN; ++i) wx[i] = w[i] * x[i];
   SymmetricFit best;
   Lanes best_gain = zero;
   for (int trial = 0; trial < 19; ++trial) {
@@ -141,19 +138,26 @@ inline SymmetricFit search_symmetric(const Lanes* x) {
   return best;
 }
 
-// x ~ scale * q, -high <= q < high, by coordinate descent: in up to five passes each value in turn
-// takes the code that fits best given the others. A pass that changes nothing is the last one.
-// Returns the scale; codes[i] = q + high, or 0 in an empty group.
-template <int kN, int kHigh>
-inline Lanes search_descent(const Lanes* x, Lanes* codes) {
-  const Lanes zero = set1(0.f), low_code = set1(-kHigh), high_code = set1(kHigh - 1);
-  const Lanes top = signed_max(x, kN);
-  const Lanes inv = set1(-kHigh) / top;
-  Lanes w[kN], wx[kN], sum_a = zero, sum_b = zero;
+// x^2, the weight of a value where no importance is given.
+template <int kN>
+inline void squares(const Lanes* x, Lanes* w) {
+  for (int i = 0; i < kN; ++i) w[i] = x[i] * x[i];
+}
+
+// A = sum (w * x) * q and B = sum (w * q) * q.
+struct DescentSums {
+  Lanes a, b;
+};
+
+// Coordinate descent for x ~ scale * codes: in up to five passes each value in turn takes the code
+// that fits best given the others. A pass that changes nothing is the last one.
+template <int kN>
+inline DescentSums descend(const Lanes* x, const Lanes* w, Lanes* codes, Lanes low_code,
+                           Lanes high_code) {
+  const Lanes zero = set1(0.f);
+  Lanes wx[kN], sum_a = zero, sum_b = zero;
   for (int i = 0; i < kN; ++i) {
-    w[i] = x[i] * x[i];
     wx[i] = w[i] * x[i];
-    codes[i] = to_code(inv * x[i], low_code, high_code);
     sum_a += wx[i] * codes[i];
     sum_b += w[i] * codes[i] * codes[i];
   }
@@ -175,9 +179,50 @@ inline Lanes search_descent(const Lanes* x, Lanes* codes) {
       changed |= any(better);
     }
   }
+  return {sum_a, sum_b};
+}
+
+// x ~ scale * q, -high <= q < high, weights x^2. Returns the scale; codes[i] = q + high, or 0 in an
+// empty group.
+template <int kN, int kHigh>
+inline Lanes search_descent(const Lanes* x, Lanes* codes) {
+  const Lanes low_code = set1(-kHigh), high_code = set1(kHigh - 1);
+  const Lanes top = signed_max(x, kN);
+  const Lanes inv = set1(-kHigh) / top;
+  Lanes w[kN];
+  squares<kN>(x, w);
+  for (int i = 0; i < kN; ++i) codes[i] = to_code(inv * x[i], low_code, high_code);
+  const DescentSums sums = descend<kN>(x, w, codes, low_code, high_code);
   const Mask filled = ~(abs(top) < set1(kTiny));
   for (int i = 0; i < kN; ++i) codes[i] = only(filled, codes[i] + set1(kHigh));
-  return only(filled, sum_a / sum_b);
+  return only(filled, sums.a / sums.b);
+}
+
+// x ~ scale * q, x >= 0, 0 <= q <= high. Returns the scale; codes[i] = q.
+template <int kN, int kHigh>
+inline Lanes search_positive(const Lanes* x, const Lanes* w, Lanes* codes) {
+  const Lanes zero = set1(0.f), high_code = set1(kHigh);
+  Lanes top = zero;
+  for (int i = 0; i < kN; ++i) top = max(x[i], top);
+  Lanes best = zero, best_error = zero;
+  for (int trial = 0; trial < 9; ++trial) {
+    const int s = trial == 0 ? 0 : trial < 5 ? trial - 5 : trial - 4;
+    const Lanes inv = set1(0.1f * static_cast<float>(s) + kHigh) / top;
+    const Lanes scale = set1(1.f) / inv;
+    Lanes error = zero;
+    for (int i = 0; i < kN; ++i) {
+      const Lanes e = x[i] - scale * to_code(inv * x[i], zero, high_code);
+      error += w[i] * e * e;
+    }
+    const Mask better = error < best_error;
+    best = trial == 0 ? inv : select(better, inv, best);
+    best_error = trial == 0 ? error : select(better, error, best_error);
+  }
+  for (int i = 0; i < kN; ++i) codes[i] = to_code(best * x[i], zero, high_code);
+  const DescentSums sums = descend<kN>(x, w, codes, zero, high_code);
+  const Mask filled = ~(top < set1(kTiny));
+  for (int i = 0; i < kN; ++i) codes[i] = only(filled, codes[i]);
+  return only(filled & (sums.b != zero), sums.a / sums.b);
 }
 
 }  // namespace metalmm::cpu::quant
