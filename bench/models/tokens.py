@@ -135,7 +135,7 @@ class Builder:
                 rounded = activations_(llamas.sharing(fused), self.args.activations)
                 title = f"{plain}, fuse_, {self.args.activations} x"
                 yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
-                cached = Packed(f"{title}, PackedCache", copy.deepcopy(rounded), False)
+                cached = Packed(f"{title}, PackedCache", llamas.sharing(rounded), False)
                 yield Entry(cached, model, title)
 
     def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:

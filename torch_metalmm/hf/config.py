@@ -13,7 +13,7 @@ from .. import formats
 from ..extras import require
 from ..files.folder import QUANT_METHOD
 from ..models.activations import stored_activations
-from ..models.quantize import Spec
+from ..models.spec import Spec
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.activations import check_kind
 from ..nn.experts import GATE, GATE_UP, UP

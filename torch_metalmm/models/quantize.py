@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import isfinite
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,11 +25,7 @@ from .replace import (
     summary,
     weight_shape,
 )
-
-Spec = str | Mapping[str, str | None] | Callable[[str, nn.Module], str | None]
-Filter = Callable[[str, nn.Module], bool]
-_Site = tuple[str, Any]  # a layer, or a Stack of a module of experts, by name
-_Sites = list[_Site]  # what holds one weight
+from .spec import Filter, Patterns, Sites, Spec, chooser_of, told
 
 _F16_MAX = 65504.0
 
@@ -128,7 +121,7 @@ def progress_bar(show: bool, total: int, title: str) -> Iterator[Callable[[int],
 class Job:
     """One weight, the layers that hold it (each under one or more names) and its format."""
 
-    sites: _Sites
+    sites: Sites
     asked: str
     format: str
     importance: Tensor | None = None  # f32 [K] on the CPU
@@ -202,12 +195,12 @@ def plan(
         )
     if any(isinstance(module, LinearPart) for module in model.modules()):
         raise ValueError("model has merged layers; call unfuse_ first")
-    chooser = _chooser(spec)
+    chooser = chooser_of(spec)
     groups = _shared_weights(model, apart)
     jobs, read = [], []
     for sites in groups:
         wanted = chooser(sites)
-        excluded = filter_fn is not None and not all(filter_fn(*_told(site)) for site in sites)
+        excluded = filter_fn is not None and not all(filter_fn(*told(site)) for site in sites)
         if wanted is None or excluded:
             continue
         if not all(replaceable(model, name) for name, _ in sites):
@@ -218,7 +211,7 @@ def plan(
             if not formats.get(format).packs:
                 raise ValueError(f"{sites[0][0]}: {formats.get(format).refusal()}")
             jobs.append(Job(sites, wanted, format))
-    if isinstance(chooser, _Patterns) and (unused := chooser.unused()):
+    if isinstance(chooser, Patterns) and (unused := chooser.unused()):
         layers = [name for sites in groups for name, _ in sites]
         raise ValueError(
             f"spec: no layer is named {', '.join(map(repr, unused))}; the layers are "
@@ -233,13 +226,7 @@ def plan(
     return jobs
 
 
-def _told(site: _Site) -> tuple[str, nn.Module]:
-    """What a function of the caller is told of a site: of a stack, its module of experts."""
-    name, module = site
-    return name, module.home.module if isinstance(module, Stack) else module
-
-
-def _other_stacks(groups: list[_Sites], jobs: list[Job]) -> list[Job]:
+def _other_stacks(groups: list[Sites], jobs: list[Job]) -> list[Job]:
     """Jobs for the stacks that nothing is asked for, of experts of which another is packed."""
     asked = [job.sites[0][1] for job in jobs]
     homes = {id(stack.home) for stack in asked if isinstance(stack, Stack)}
@@ -254,12 +241,12 @@ def _other_stacks(groups: list[_Sites], jobs: list[Job]) -> list[Job]:
     return others
 
 
-def _shared_weights(model: nn.Module, apart: Container[str] = ()) -> list[_Sites]:
+def _shared_weights(model: nn.Module, apart: Container[str] = ()) -> list[Sites]:
     """The packable layers grouped by the weight they hold, in the order of the model.
 
     A weight that some other kind of module holds too is left out: it cannot be packed for one only.
     """
-    groups: dict[object, _Sites] = {}
+    groups: dict[object, Sites] = {}
     blocked: set[object] = set()
     experts = homes(model, apart)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -271,70 +258,6 @@ def _shared_weights(model: nn.Module, apart: Container[str] = ()) -> list[_Sites
         else:
             blocked.update(id(p) for p in module._parameters.values() if p is not None)
     return [sites for key, sites in groups.items() if key not in blocked]
-
-
-class _Patterns:
-    """{pattern: format} as a choice; remembers which patterns matched."""
-
-    def __init__(self, spec: Mapping[str, str | None]) -> None:
-        self.rules: list[tuple[str, Callable[[str], object], str | None]] = []
-        for pattern, format in spec.items():
-            name = None if format is None else formats.get(format).name
-            self.rules.append((pattern, _matcher(pattern), name))
-        self.used: set[str] = set()
-
-    def __call__(self, sites: _Sites) -> str | None:
-        hits = [
-            (pattern, format)
-            for pattern, match, format in self.rules
-            if any(match(name) for site in sites for name in _names(site))
-        ]
-        self.used.update(pattern for pattern, _ in hits)
-        return hits[0][1] if hits else None
-
-    def unused(self) -> list[str]:
-        return [pattern for pattern, _, _ in self.rules if pattern not in self.used]
-
-
-def _names(site: _Site) -> tuple[str, ...]:
-    """The names that a pattern may match."""
-    name, module = site
-    return (name, name.rpartition(".")[0]) if isinstance(module, Stack) else (name,)
-
-
-def _matcher(pattern: str) -> Callable[[str], object]:
-    if not pattern.startswith("re:"):
-        return lambda name: fnmatchcase(name, pattern)
-    try:
-        return re.compile(pattern[3:]).fullmatch
-    except re.error as error:
-        raise ValueError(f"spec: {pattern!r} is not a regular expression: {error}") from None
-
-
-def _chooser(spec: Any) -> Callable[[_Sites], str | None]:
-    """The spec as a function from the layers that share a weight to the format it gets."""
-    if isinstance(spec, str):
-        name = formats.get(spec).name
-        return lambda sites: name
-    if isinstance(spec, Mapping):
-        return _Patterns(spec)
-    if callable(spec):
-        return lambda sites: _asked(spec, sites)
-    raise TypeError(f"spec must be a format name, a dict or a callable, got {type(spec).__name__}")
-
-
-def _asked(spec: Callable[[str, nn.Module], Any], sites: _Sites) -> str | None:
-    asked: dict[str, str] = {}
-    for name, module in map(_told, sites):
-        choice = spec(name, module)
-        if isinstance(choice, str):
-            asked[formats.get(choice).name] = name
-        elif choice is not None:
-            raise TypeError(f"spec gives {name} {choice!r}; it must be a format name or None")
-    if len(asked) > 1:
-        given = ", ".join(f"{name} {format}" for format, name in asked.items())
-        raise ValueError(f"one weight is shared, but spec gives {given}")
-    return next(iter(asked), None)
 
 
 def _check(jobs: list[Job]) -> None:
@@ -377,7 +300,7 @@ def warn_stacked(
     """Warn of stacked experts that stay dense although the spec has a format for them."""
     if not isinstance(spec, str | Mapping):
         return  # a function may ask modules for what these have not
-    chooser, left = _chooser(spec), {}
+    chooser, left = chooser_of(spec), {}
     for name, weight in unpackable(model).items():
         owner = name.rpartition(".")[0]
         site = owner, model.get_submodule(owner)
