@@ -53,9 +53,9 @@ enum Slot : MM_U32 {
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts
   kSlotX2 = 6,
-  kSlotIds = 7,  // int64; slots of rope_append, length of a cache; experts of choices or of tiles
-  kSlotNorm = 8,     // weight of a norm [K]; of the heads of q
-  kSlotNorm2 = 9,    // of the heads of k
+  kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
+  kSlotNorm = 8,   // weight of a norm [K]; of the heads of q
+  kSlotNorm2 = 9,  // of the heads of k
   kSlotCos = 10,
   kSlotSin = 11,
   kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h

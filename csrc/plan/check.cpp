@@ -75,8 +75,9 @@ void check(const Problem& p) {
   const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
   if ((!has_bias && p.has_bias) ||
       (!has_epilogue && (p.alpha != 1 || (p.has_c && p.op != Op::kRmsNorm)))) {
-    reject("bias, c, alpha: " + op +
-           " has not; linear and swiglu_down have, rms_norm has c, experts but in tiles bias");
+    reject(
+        "bias, c, alpha: " + op +
+        " has none; linear and swiglu_down have, rms_norm has c, experts have bias, but in tiles");
   }
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {

@@ -53,11 +53,11 @@ enum class Op : int {
   kExpertDown,    // a sum of choices each, weighted by x2
   kExpertUp,      // gated, W and W2 of the same format, a choice each
   kExpertTiles,   // rows by expert: ids has one for a tile of rows, or -1 for a tile of none
-  kEmbedding,   // m ids, k values a row; n rows in the table
-  kDequantize,  // n, k
-  kRopeAppend,  // m rows of x, n slots of k values a head, `rope` and `append`
-  kAttention,   // n slots of k values a head, and `attention`
-  kAdd,         // n elements: y = x + x2
+  kEmbedding,     // m ids, k values a row; n rows in the table
+  kDequantize,    // n, k
+  kRopeAppend,    // m rows of x, n slots of k values a head, `rope` and `append`
+  kAttention,     // n slots of k values a head, and `attention`
+  kAdd,           // n elements: y = x + x2
   kSub,
   kMul,
   kDiv,
@@ -110,12 +110,12 @@ struct AppendSizes {
 // The sizes of the ops on experts, and what their operands are.
 struct ExpertSizes {
   int64_t experts = 1;
-  int64_t choices = 1;      // kExpertDown: that a row of y sums
-  int64_t sharing = 1;      // choices, one after the other, that share a row of x
-  int64_t tile_rows = 8;    // kExpertTiles: a multiple of 8 up to 64, which divides m
+  int64_t choices = 1;    // kExpertDown: that a row of y sums
+  int64_t sharing = 1;    // choices, one after the other, that share a row of x
+  int64_t tile_rows = 8;  // kExpertTiles: a multiple of 8 up to 64, which divides m
   int64_t stride = kPacked, stride2 = kPacked;  // W of an expert to that of the next, bytes
-  bool alternates = false;  // biases of gate and up do; else those of gate are first
-  bool is_oai = false;      // kExpertUp: gate sigmoid(alpha gate) (up + 1)
+  bool alternates = false;    // biases of gate and up do; else those of gate are first
+  bool is_oai = false;        // kExpertUp: gate sigmoid(alpha gate) (up + 1)
   bool float_scores = false;  // x2 is f32, not of dtype
   float limit = 0;            // kExpertUp: gate is at most that, |up| too; 0: none
   float alpha = 1;

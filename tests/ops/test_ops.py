@@ -40,7 +40,7 @@ def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[
             out.append(a)
             continue
         view = backend.put_view(a)
-        weight = a.shape == (5, 64) and i > 0
+        weight = a.shape in ((5, 64), (3, 6, 64)) and i > 0  # dense, of experts too
         out.append(
             view.detach().requires_grad_()
             if grad and a.is_floating_point() and not weight

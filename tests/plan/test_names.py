@@ -65,7 +65,7 @@ def test_properties_of_strategies() -> None:
     """The tiles of the matrix unit round f16 weights; batches and kernels as plans have them."""
     rows = {name: _C.strategy(name) for op in _C.ops() for name in _C.strategies(op)}
     tiles = {name for name, row in rows.items() if row["on_matrix_unit"]}
-    assert tiles == {"gemm_small", "gemm"}
+    assert tiles == {"gemm_small", "gemm", "expert_gemm"}
     assert tiles == {name for name, row in rows.items() if row["rounds_to_half"]}
     for name in _C.strategies("linear"):
         one = _C.plan(m=7, n=9, k=64, format="q8_0", chip="m1", strategy=name)["passes"][0]

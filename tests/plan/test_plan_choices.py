@@ -27,7 +27,7 @@ def test_every_strategy_is_reachable() -> None:
     for queries in (1, 40):
         found |= chosen(**heads, attention={"queries": queries})
     for op in {*_C.ops()} - {"attention"}:
-        for m in (1, 2, 16, 20, 128):
+        for m in (16, 128) if op == "expert_tiles" else (1, 2, 16, 20, 128):
             for n, k in (*NKS, (64, 65536)):
                 found |= chosen(op=op, m=m, n=n, k=k, format="q4_0", chip="m4-max")
     assert set(STRATEGIES) - found == BASELINES
@@ -36,7 +36,8 @@ def test_every_strategy_is_reachable() -> None:
         assert ops, name
         for op in ops:
             k = 256 if op == "attention" else 512
-            forced = {"m": 7, "n": 33, "k": k, "format": "q4_0", "chip": "m1"}
+            m = 8 if op == "expert_tiles" else 7
+            forced = {"m": m, "n": 33, "k": k, "format": "q4_0", "chip": "m1"}
             assert name in chosen(op=op, strategy=name, **forced)
 
 
@@ -272,7 +273,7 @@ def test_packed_rows(changes: dict[str, Any], packed: bool) -> None:
             "strategy: split_reduce computes linear, swiglu_down, not embedding",
         ),
         ({"op": "swiglu_up", "bias": True}, "bias, c, alpha: swiglu_up has none"),
-        ({"y_f32": True, "bias": True}, "y_f32: only of linear without bias, c and alpha"),
+        ({"y_f32": True, "bias": True}, "y_f32: only of linear and expert_tiles without bias, c and alpha"),
         ({"y_f32": True, "alpha": 2.0}, "y_f32: only of linear"),
         ({"y_f32": True, "op": "swiglu_down"}, "y_f32: only of linear"),
         ({"y_f32": True, "y_stride": 9}, "y_f32: rows of y follow each other; y_stride 9"),

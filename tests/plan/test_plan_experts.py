@@ -97,5 +97,5 @@ def test_what_cannot_be_planned(change: dict[str, int], message: str) -> None:
     assert _C.plan("expert_tiles", **asked, experts=sizes)["passes"]
     with pytest.raises(ValueError, match=message):
         _C.plan("expert_tiles", **asked, experts=sizes | change)
-    with pytest.raises(ValueError, match="bias, c, alpha: expert_tiles has not"):
+    with pytest.raises(ValueError, match="bias, c, alpha: expert_tiles has none"):
         _C.plan("expert_tiles", **asked, experts=sizes, bias=True)

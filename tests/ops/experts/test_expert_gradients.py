@@ -142,4 +142,4 @@ def test_compiled(backend: Backend) -> None:
         assert torch.equal(y, want)
         y.sum().backward()
         want.sum().backward()
-        assert torch.equal(x.grad, x2.grad)
+        compare([x.grad], [x2.grad.cpu().double()], 15 * 64, "compiled")  # sums in another order
