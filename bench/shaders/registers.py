@@ -68,7 +68,7 @@ def codecs() -> dict[str, str]:
 def split(kernel: str) -> tuple[str, str, str]:
     """Strategy, codec ("" where there is none) and dtype of a kernel."""
     names = {s for op in _C.ops() for s in _C.strategies(op)}
-    names.add("attention_join")  # which nobody asks for
+    names |= {"attention_join", "arrange_x"}  # which nobody asks for
     strategy = max((s for s in names if kernel.startswith(s + "_")), key=len)
     codec, _, dtype = kernel[len(strategy) + 1 :].rpartition("_")
     return strategy, codec, dtype

@@ -58,16 +58,17 @@ GGML_X = ("f16", "f32")  # its kernels round an x of f32 to half, as they load i
 
 @dataclass(frozen=True)
 class Strategy:
-    """A tile of ours: header, kernel struct, rows of x of a threadgroup."""
+    """A tile of ours: header, kernel struct, rows of x of a threadgroup; what it takes for x."""
 
     name: str
     struct: str
     rows: int
+    x: str = "x"
 
 
 OURS = (
     *(Strategy("gemm", "Gemm", rows) for rows in (64, 32, 16)),
-    Strategy("gemm_small", "GemmSmall", 8),
+    Strategy("gemm_small", "GemmSmall", 8, "x, x"),
 )
 
 
@@ -117,7 +118,7 @@ def own(strategy: Strategy, dtype: str) -> Iterator[Tile]:
         f"    device {cells.DTYPES[dtype]}* y, constant metalmm::KernelArgs& args, \\\n"
         "    threadgroup float4* memory, metalmm::Position at) { \\\n"
         f"  metalmm::{strategy.struct}<metalmm::Struct, {cells.DTYPES[dtype]}>::run( \\\n"
-        "      x, w, {y, y, y}, args, memory, at); \\\n"
+        f"      {strategy.x}, w, {{y, y, y}}, args, memory, at); \\\n"
         "}\n"
         "#define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)\n"
         '#include "formats/each.h"\n'

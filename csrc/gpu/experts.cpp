@@ -38,8 +38,9 @@ Choices choices_of(const at::Tensor& x, const at::Tensor& ids, int64_t experts) 
 // W of experts [E, N, row_bytes], copied where a view begins between the words that shaders load.
 at::Tensor aligned_experts(const PackedWeight& w) {
   const int64_t alignment = w.format.alignment;
-  const bool is_aligned = alignment_of(w.rows) % alignment == 0 &&
-                          w.rows.stride(0) % alignment == 0 && w.rows.stride(1) % alignment == 0;
+  const bool is_aligned = w.rows.numel() == 0 ||
+                          (alignment_of(w.rows) % alignment == 0 &&
+                           w.rows.stride(0) % alignment == 0 && w.rows.stride(1) % alignment == 0);
   return is_aligned ? w.rows : w.rows.clone(at::MemoryFormat::Contiguous);
 }
 
@@ -61,8 +62,10 @@ Problem expert_problem(Op op, const at::Tensor& rows, const PackedWeight& w, con
 // The operand of a slot, kSlotWeight or kSlotWeight2, and its strides.
 void bind_experts(Problem& p, Operands& o, Slot slot, const PackedWeight& w) {
   const at::Tensor rows = o[slot] = aligned_experts(w);
-  const int64_t row = rows.size(1) > 1 ? rows.stride(1) : rows.size(2);
-  const int64_t expert = rows.size(0) > 1 ? rows.stride(0) : row * rows.size(1);
+  // Strides of a tensor without elements mean nothing.
+  const bool is_empty = rows.numel() == 0;
+  const int64_t row = is_empty || rows.size(1) == 1 ? rows.size(2) : rows.stride(1);
+  const int64_t expert = is_empty || rows.size(0) == 1 ? row * rows.size(1) : rows.stride(0);
   (slot == kSlotWeight ? p.w_stride : p.w2_stride) = row;
   (slot == kSlotWeight ? p.experts.stride : p.experts.stride2) = expert;
   const int64_t of_stride = (expert | 16) & -(expert | 16);

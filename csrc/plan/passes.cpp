@@ -178,7 +178,9 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
     // A tile loads its first step before it knows of another: of no K there is none to load.
     if (p.k % s.k || p.k == 0) out |= kBoundsK;
     const int64_t value_bytes = dtype_bytes(p.dtype);
-    if (rows_aligned(p.x_alignment, p.m, a.x_stride * value_bytes, 16)) {
+    // A row of y of kExpertDown sums that many rows of x.
+    const int64_t rows = p.op == Op::kExpertDown ? product(p.m, p.experts.choices) : p.m;
+    if (rows_aligned(p.x_alignment, rows, a.x_stride * value_bytes, 16)) {
       out |= kBoundsAlignedX;
     }
   } else if (s.family == Family::Rows && p.k % s.values) {

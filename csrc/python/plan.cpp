@@ -323,9 +323,10 @@ void bind_plan(py::module_& m) {
   m.def(
       "norm_is_fused",
       [](int64_t m_, const std::string& format, const std::string& chip, int64_t n, int64_t k,
-         const std::string& op, int64_t weights_per_core) {
+         const std::string& op, const std::string& dtype, int64_t weights_per_core) {
         Problem p;
         p.op = op_by_name(op);
+        p.dtype = dtype_by_name(dtype);
         p.m = m_;
         p.n = n;
         p.k = k;
@@ -335,7 +336,7 @@ void bind_plan(py::module_& m) {
         return norm_is_fused(p, gpu);
       },
       py::kw_only(), "m"_a, "format"_a, "chip"_a, "n"_a = 1, "k"_a = 1, "op"_a = "linear",
-      "weights_per_core"_a = 0,
+      "dtype"_a = "f16", "weights_per_core"_a = 0,
       "Whether linear (or swiglu_up) normalises m rows of x as it multiplies them; if not, "
       "rms_norm is a pass before it. weights_per_core: the most that pay, 0 for any number.");
   m.def(

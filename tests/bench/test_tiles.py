@@ -96,6 +96,10 @@ def test_the_page_has_our_tiles() -> None:
     assert {key: page[key][:-1] for key in found} == found
 
 
+def test_every_tile_of_ours_is_counted() -> None:
+    assert {t.format for t in tiles.own(tiles.OURS[-1], "f16")} == set(tiles.FORMATS)
+
+
 def test_wrong_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An error of one line, and exit code 2."""
     other = TESTS / "msl" / "metal_foreign" / "tiled.metal"

@@ -67,6 +67,15 @@ def test_invariants(p: dict[str, Any]) -> None:
     assert (epilogue & _C.EXPERT_BITS["limit"] > 0) == (e["limit"] > 0)
 
 
+@pytest.mark.parametrize("stride", [32, 33])
+def test_rows_of_x_of_one_token_are_several(stride: int) -> None:
+    """A row of y sums the choices of a token, whose rows of x need not all be aligned."""
+    sizes = {"experts": 4, "choices": 4, "sharing": 1}
+    plan = _C.plan("expert_down", m=1, k=32, format="f16", chip="m1", x_stride=stride, experts=sizes)
+    bounds = plan["passes"][0]["constants"]["bounds"]
+    assert (bounds & _C.BOUNDS_BITS["aligned_x"] > 0) == (stride == 32)
+
+
 @pytest.mark.parametrize("experts", [1, 8, 128])
 def test_rows_of_a_tile_follow_the_choices(experts: int) -> None:
     """The least multiple of 8 a quarter above the average, up to the tiles of gemm."""

@@ -69,7 +69,7 @@ def explain(
     fmt, gpu = formats.get(format), _C.gpu(chip)
     dtype = _TORCH_NAMES.get(dtype, dtype)
     sizes = {"m": m, "k": k, "dtype": dtype, "chip": chip}
-    fused = norm and _norm_is_fused(m, format, chip, strategy)
+    fused = norm and _norm_is_fused(m, format, chip, dtype, strategy)
     before = _C.plan("rms_norm", norm_weight=True, **sizes) if norm and not fused else None
     plan = _C.plan(**sizes, n=n, format=format, strategy=strategy, norm=fused, norm_weight=fused)
     passes = (before["passes"] if before else []) + plan["passes"]
@@ -101,10 +101,10 @@ def explain(
     )
 
 
-def _norm_is_fused(m: int, format: str, chip: str, strategy: str | None) -> bool:
+def _norm_is_fused(m: int, format: str, chip: str, dtype: str, strategy: str | None) -> bool:
     if strategy:
         return bool(_C.strategy(strategy)["takes_norm"])
-    return bool(_C.norm_is_fused(m=m, format=format, chip=chip))
+    return bool(_C.norm_is_fused(m=m, format=format, chip=chip, dtype=dtype))
 
 
 def _nearest_lines(gpu: dict[str, Any]) -> list[str]:

@@ -145,6 +145,7 @@ Tensor expert_swiglu(const Tensor& x, const Tensor& w, const Tensor& ids,
   const GateOptions options{activation, interleaved, up_weight, limit, alpha};
   if (records_grad("expert_swiglu", x, bias)) {
     const Gate gate = check_expert_swiglu(x, w, ids, bias, format, options).gate;
+    check_expert_strategy(strategy, x, check_activations(activations, x), Op::kExpertUp);
     return recorded_swiglu(x, w, ids, bias, format, options, gate, activations);
   }
   at::AutoDispatchBelowADInplaceOrView guard;

@@ -20,7 +20,8 @@ Gate check_gate(const GateOptions& o) {
                     ", of ", o.activation, " it is 1");
   if (o.limit.has_value()) {
     check_f32("limit", *o.limit);
-    TORCH_CHECK_VALUE(*o.limit > 0, "limit: ", *o.limit, "; must be more than 0");
+    TORCH_CHECK_VALUE(static_cast<float>(*o.limit) > 0, "limit: ", *o.limit,
+                      " as f32; must be more than 0");
   }
   return out;
 }

@@ -143,3 +143,10 @@ def test_compiled(backend: Backend) -> None:
         y.sum().backward()
         want.sum().backward()
         compare([x.grad], [x2.grad.cpu().double()], 15 * 64, "compiled")  # sums in another order
+
+
+def test_a_strategy_is_checked_where_a_gradient_is_recorded(backend: Backend) -> None:
+    packed, ids = backend.put(weights("q5_0", SIZES)), backend.put(chosen(SIZES))
+    x = leaf(rows(SIZES, torch.float32, False), backend)
+    with pytest.raises(ValueError, match="strategy: 'nope'"):
+        ops.expert_swiglu(x, packed, ids, None, "q5_0", strategy="nope")

@@ -202,12 +202,12 @@ def test_nothing_is_chosen(tokens: int, choices: int, backend: Backend) -> None:
 
 
 def test_k_of_zero(backend: Backend) -> None:
-    x, w = torch.zeros(2, 0), torch.zeros(3, 4, 0)
-    ids, bias = torch.tensor([[0, 1], [2, 2]]), activations(3, 4)
-    put = [backend.put(t) for t in (x, w, ids, bias)]
-    for strategy in strategies_of(backend, "expert_linear"):
-        y = ops.expert_linear(*put, "f32", strategy=strategy)
-        assert torch.equal(y.cpu(), bias[ids])
+    x, ids, bias = torch.zeros(2, 0), torch.tensor([[0, 1], [2, 2]]), activations(3, 4)
+    for name, w in (("f32", torch.zeros(3, 4, 0)), ("q4_0", torch.zeros(3, 4, 0).byte())):
+        put = [backend.put(t) for t in (x, w, ids, bias)]
+        for strategy in strategies_of(backend, "expert_linear"):
+            y = ops.expert_linear(*put, name, strategy=strategy)
+            assert torch.equal(y.cpu(), bias[ids])
 
 
 # ---- expert_swiglu
