@@ -254,8 +254,8 @@ void check_ids(const at::Tensor& ids, int64_t count, const char* in, const char*
   const at::Tensor flat = ids.to(at::kLong).contiguous();
   const int64_t *first = elements<int64_t>(flat), *last = first + flat.numel();
   const auto bad = std::find_if(first, last, [=](int64_t i) { return i < 0 || i >= count; });
-  TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad,
-                    " is out of range; ", in, " has ", count, " ", what);
+  TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad, " is out of range; ", in, " has ",
+                    count, " ", what);
 }
 
 void check_packs(const char* name, const Format& f) {

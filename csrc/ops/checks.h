@@ -28,8 +28,8 @@ struct WeightShape {
   c10::SymInt n, k;
 };
 
-// A checked weight as an engine takes it: uint8 [N, row_bytes(k)] with dense rows, of experts [E, N,
-// row_bytes(k)]. A dense format is given as that, or as [N, k] of its dtype.
+// A checked weight as an engine takes it: uint8 [N, row_bytes(k)] with dense rows, of experts [E,
+// N, row_bytes(k)]. A dense format is given as that, or as [N, k] of its dtype.
 struct PackedWeight {
   const Format& format;
   at::Tensor rows;

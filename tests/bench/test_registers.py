@@ -23,6 +23,10 @@ from torch_metalmm.msl.build import digest
 SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8, "attention_split": 204}
 SPILLS |= dict.fromkeys(("gemm_q5_0_f32", "gemm_q5_0_bf16"), 4)
 SPILLS |= dict.fromkeys(("gemm_iq4_xs_f16", "gemm_mxfp4_f16"), 12)
+# expert_gemm: its base of W takes a register more.
+SPILLS |= dict.fromkeys(("expert_gemm_q5_0_f32", "expert_gemm_q5_0_bf16"), 4)
+SPILLS |= dict.fromkeys(("expert_gemm_iq4_xs_f16", "expert_gemm_nvfp4_f16"), 4)
+SPILLS |= {"expert_gemm_iq4_nl_f16": 8, "expert_gemm_mxfp4_f16": 16, "expert_gemm_iq3_s_f16": 4}
 
 
 def test_no_chosen_kernel_spills() -> None:
