@@ -260,8 +260,9 @@ void check_ids(const at::Tensor& ids, int64_t count, const char* in, const char*
 
 void check_packs(const char* name, const Format& f) {
   TORCH_CHECK_VALUE(f.packs, name, ": ", f.name,
-                    " is only read here: choosing its codes needs an importance matrix of the "
-                    "activations; load a file in it, or quantize to another format");
+                    " is only read here: llama.cpp chooses its codes by an importance matrix, and "
+                    "no quantizer of this package makes them, with one or without; load a file in "
+                    "it, or quantize to another format");
 }
 
 const Format& check_quantize(const at::Tensor& w, std::string_view format,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,33 @@ def test_who_is_not_asked_for(tmp_path: Path) -> None:
         formats = [m.formats for m in experts_of(loaded).values()]
         mixed = {"gate_up_proj": "f32", "down_proj": "q8_0"}
         assert formats == ([] if skip == "experts" else [mixed, mixed])
+
+
+def test_dense_experts_are_freed_without_the_collector() -> None:
+    """Once their packed ones exist nothing holds them, not even a cycle."""
+    model = expert_model()
+    dense = [weakref.ref(p) for p in model.parameters() if p.dim() == 3]
+    gc.collect()
+    gc.disable()
+    try:
+        quantize_(model, "q8_0", progress=False)
+        assert len(dense) == 4 and [ref() for ref in dense] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_sorted_experts_under_autocast() -> None:
+    """Their products come in autocast's dtype, and each row goes where it belongs."""
+    model = quantize_(expert_model("Llama4Text"), "q8_0", progress=False)
+    experts = next(m for m in experts_of(model).values())
+    x = torch.zeros(EXPERTS, 3, H)
+    for token in range(3):
+        x[2 * token, token] = torch.randn(H, generator=torch.Generator().manual_seed(token))
+    x = x.flatten(0, 1)
+    want = experts(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        got = experts(x)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want) and bool(want.any())
 
 
 def test_packed_again() -> None:

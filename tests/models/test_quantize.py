@@ -100,9 +100,9 @@ def test_dense_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     dense = [weakref.ref(p) for p in model.parameters() if p.dim() == 2]
     alive: list[int] = []
 
-    def counting(weight: Tensor, format: str) -> Tensor:
+    def counting(weight: Tensor, format: str, importance: Tensor | None = None) -> Tensor:
         alive.append(sum(ref() is not None for ref in dense))
-        return original(weight, format)
+        return original(weight, format, importance)
 
     original = quantize_module.quantize_weight
     monkeypatch.setattr(quantize_module, "quantize_weight", counting)

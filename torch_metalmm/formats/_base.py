@@ -109,8 +109,9 @@ class Format(ABC):
     def refusal(self) -> str:
         """Why quantize refuses, where it does."""
         return (
-            f"{self.name} is only read here: choosing its codes needs an importance matrix of the "
-            "activations; load a file in it, or quantize to another format"
+            f"{self.name} is only read here: llama.cpp chooses its codes by an importance matrix, "
+            "and no quantizer of this package makes them, with one or without; load a file in it, "
+            "or quantize to another format"
         )
 
     def dequantize(self, packed: Tensor, k: int) -> Tensor:

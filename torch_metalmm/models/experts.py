@@ -75,7 +75,11 @@ class Home:
     def __init__(self, module: nn.Module, structure: Structure | None, made: QuantExperts) -> None:
         self.module, self.structure, self.made = module, structure, made
         self._left = set() if isinstance(module, QuantExperts) else set(made.formats)
-        self.stacks = {leaf: Stack(self, leaf) for leaf in made.formats}
+
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        """{leaf: stack}, made anew: kept here, they would be a cycle that holds dense weights."""
+        return {leaf: Stack(self, leaf) for leaf in self.made.formats}
 
     def put(
         self, model: nn.Module, names: list[str], stack: str, weight: Tensor, format: str

@@ -83,15 +83,19 @@ def replaceable(model: nn.Module, name: str) -> bool:
     """
     owner, _, child = name.rpartition(".")
     read = _weights_read_by(type(model.get_submodule(owner)))  # type: ignore[arg-type]
-    return child not in read and not kept_in_f32(model, name)
+    return child not in read and not kept_in_f32(model, f"{name}.weight")
 
 
-def kept_in_f32(model: nn.Module, name: str) -> bool:
-    """Whether the transformers model asks to keep the module of that name in f32."""
-    keep: set[str] = set()
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        keep.update(getattr(model, attribute, None) or ())
-    return not keep.isdisjoint(name.split("."))
+def kept_in_f32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
+    """Whether the transformers model asks to keep the tensor of that name in f32.
+
+    name: whole, as in state_dict; what a model lists are parts of names, one or more between dots.
+    dtype: of the rest of the model; some are kept beside f16 alone and computed with as bf16.
+    """
+    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        keep.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return any(f".{part}." in f".{name}." for part in keep)
 
 
 def pack_module(module: nn.Module, weight: Tensor, format: str) -> nn.Module:

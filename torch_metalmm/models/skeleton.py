@@ -137,7 +137,7 @@ def set_input_order(model: nn.Module, names: list[str], order: Tensor) -> None:
 def put_dense(model: nn.Module, names: list[str], value: Tensor, device: Any) -> None:
     """Give the parameters or buffers `names` one shared tensor: value in their dtype, on device.
 
-    Layers the model keeps in f32 get f32.
+    Tensors the model keeps in f32 get f32.
     """
     first: Tensor | None = None
     for name in names:
@@ -145,7 +145,7 @@ def put_dense(model: nn.Module, names: list[str], value: Tensor, device: Any) ->
         owner = model.get_submodule(owner_name)
         if first is None:
             dtype = getattr(owner, leaf).dtype
-            if dtype.is_floating_point and kept_in_f32(model, owner_name):
+            if dtype.is_floating_point and kept_in_f32(model, name, dtype):
                 dtype = torch.float32
             first = value.to(device=device, dtype=dtype)
             if leaf in owner._parameters:

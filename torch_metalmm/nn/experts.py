@@ -222,7 +222,7 @@ class SortedExperts(QuantExperts):
         kind = of_call(self._activations, hidden_states)
         inner = self._inner(by_token.gather(1, where), ids, kind)
         rows = self._down(inner, ids, None, kind)
-        out = torch.zeros_like(by_token).scatter(1, where, rows)
+        out = rows.new_zeros(by_token.shape).scatter(1, where, rows)  # autocast: not x's dtype
         return out.transpose(0, 1).reshape(-1, h)
 
 
