@@ -346,7 +346,8 @@ def test_every_matmul_strategy_takes_every_m() -> None:
     """Forced, a strategy computes any number of rows: what its kernel cannot hold becomes grid."""
     for strategy in set(_C.strategies("linear")) - {"split_reduce", "dense"}:
         for m in (1, 2, 17, 130, 100_000):
-            one = _C.plan(m=m, n=5, k=64, format="q4_0", chip="m3", strategy=strategy)["passes"][0]
+            one = _C.plan(m=m, n=5, k=64, format="q4_0", chip="m3", strategy=strategy)
+            one = one["passes"][one["main"]]
             check_matmul({"m": m, "n": 5, "k": 64, "format": "q4_0"}, one, _C.strategy(strategy))
 
 

@@ -71,7 +71,9 @@ def test_invariants(p: dict[str, Any]) -> None:
 def test_rows_of_x_of_one_token_are_several(stride: int) -> None:
     """A row of y sums the choices of a token, whose rows of x need not all be aligned."""
     sizes = {"experts": 4, "choices": 4, "sharing": 1}
-    plan = _C.plan("expert_down", m=1, k=32, format="f16", chip="m1", x_stride=stride, experts=sizes)
+    plan = _C.plan(
+        "expert_down", m=1, k=32, format="f16", chip="m1", x_stride=stride, experts=sizes
+    )
     bounds = plan["passes"][0]["constants"]["bounds"]
     assert (bounds & _C.BOUNDS_BITS["aligned_x"] > 0) == (stride == 32)
 

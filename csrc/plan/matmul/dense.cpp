@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "passes.h"
+#include "plan/passes.h"
 
 namespace metalmm {
 namespace {

@@ -1,7 +1,7 @@
 // Few rows of x: how many gemv_batched takes where that was measured, and the pass that puts them
 // in the order of gemm_small's lanes (metal/tile/arranged.h).
 #include "metal/geometry.h"
-#include "passes.h"
+#include "plan/passes.h"
 
 namespace metalmm {
 namespace {
