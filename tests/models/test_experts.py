@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from torch_metalmm import (
     quantize_,
     save_packed,
 )
+from torch_metalmm.models.structure import structure_of
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -176,6 +178,7 @@ def test_packed_again() -> None:
     assert same_state(quantize_(model, "q4_0", progress=False), want)
 
 
+STACK = "model.layers.1.mlp.experts.down_proj"
 LEFT = r"left dense, (\d+)% of the weights: stacked experts that compute what no packed layer does"
 
 
@@ -272,6 +275,55 @@ def test_activations_of_experts(tmp_path: Path) -> None:
     save_packed(model, None, tmp_path)
     again, _ = load_packed(tmp_path)
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"activations": {STACK: "int8"}}, f"{STACK} in activations is no packed layer"),
+        ({"input_order": [STACK]}, f"{STACK} in input_order is not packed"),
+    ],
+)
+def test_configs_that_give_a_stack_what_a_layer_has(
+    tmp_path: Path, entry: dict[str, Any], message: str
+) -> None:
+    model = quantize_(expert_model(), "q8_0", progress=False)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= entry
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load(model, tmp_path)
+
+
+class InOrder(nn.Module):
+    """Experts that get the tokens of each, as Llama 4's do; with biases rows of 0 give others."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(EXPERTS, H, 2 * FFN))
+        self.down_proj = nn.Parameter(torch.zeros(EXPERTS, FFN, H))
+        if biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.zeros(EXPERTS, 2 * FFN))
+            self.down_proj_bias = nn.Parameter(torch.zeros(EXPERTS, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self._parameters
+        x = x.view(len(self.down_proj), -1, x.shape[-1])
+        for name in ("gate_up_proj", "down_proj"):
+            x = x @ p[name]
+            if f"{name}_bias" in p:
+                x = x + p[f"{name}_bias"].unsqueeze(1)
+            if name == "gate_up_proj":
+                gate, up = x.chunk(2, -1)
+                x = nn.functional.silu(gate) * up
+        return x.flatten(0, 1)
+
+
+def test_experts_in_order_have_no_biases() -> None:
+    plain = structure_of(InOrder(False))
+    assert plain is not None and plain.in_order
+    assert structure_of(InOrder(True)) is None
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def fill(
 ) -> None:
     """Put everything of the source into the model, which is on the meta device.
 
-    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}. A router, a
-    module that multiplies by a weight of its own, gets what the rows decode to.
+    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}. A router that
+    no packed layer can stand in for gets what the rows decode to.
     done: names of parameters that the model has already.
     ValueError: a layer cannot be packed, has a dense weight beside its packed one, or a tensor does
     not fit, is too many or is missing.
@@ -45,7 +45,7 @@ def fill(
             raise ValueError(f"{path}: {owner} is quantized, and has a dense weight too: {shown}")
         made = rows(owner, layer)
         left.difference_update(packed[owner])
-        if not packable(layer):
+        if not (packable(layer) and replaceable(model, owner)):
             put_dense(model, names, _decoded(made), device)
             continue
         put_packed(model, names, made.weight.to(device), made.format)
@@ -62,8 +62,9 @@ def fill(
         _put_dense(path, model, source, name, wanted[name], ties.get(name, [name]), device)
     given = left | {f"{owner}.weight" for owner in packed}
     filled = {name for target in given for name in ties.get(target, [target])}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if missing := sorted(n for n in parameters & wanted.keys() - filled if n not in done):
+    needed = {name for name, _ in model.named_parameters(remove_duplicate=False)} & wanted.keys()
+    needed |= {name for name, t in wanted.items() if t.is_floating_point()}  # buffers: corrections
+    if missing := sorted(n for n in needed - filled if n not in done):
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:6])}")
     model.to(device)  # buffers, which were made on the CPU
 

@@ -106,8 +106,9 @@ class MetalMMQuantizer(HfQuantizer):
             n, k = weight_shape(job.sites[0][1])
             row = formats.get(job.format).row_bytes(k)
             job.put(model, torch.empty(n, row, dtype=torch.uint8, device="meta"))
+        modules = dict(model.named_modules(remove_duplicate=False))
         for name in _in_model(model, self.quantization_config.input_order):
-            layer = model.get_submodule(name)
+            layer = modules.get(name)  # None: a stack of experts
             if not isinstance(layer, QuantLinear):
                 raise ValueError(f"quantization_config: {name} in input_order is not packed")
             layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
@@ -308,8 +309,9 @@ def _set_activations(model: Any, asked: str | dict[str, str | None] | None) -> N
         if asked is not None:
             activations_(model, asked)
         return
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, kind in _in_model(model, asked).items():
-        layer = model.get_submodule(name)
+        layer = modules.get(name)  # None: a stack of experts
         if not isinstance(layer, Activations):
             raise ValueError(f"quantization_config: {name} in activations is no packed layer")
         set_activations(layer, kind)

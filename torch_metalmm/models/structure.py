@@ -116,7 +116,9 @@ def _computes(module: nn.Module, structure: Structure) -> Structure | None:
                 for gate in gates
                 if _close(got, _reference(tensors, structure, gate, x, ids, scores))
             ]
-    return replace(structure, gate=gates[0], in_order=not args) if gates else None
+    if not gates or (structure.biases and not args):  # rows of 0, which SortedExperts leaves 0
+        return None
+    return replace(structure, gate=gates[0], in_order=not args)
 
 
 def _run(probe: Any, *args: Tensor) -> Tensor | None:

@@ -84,12 +84,41 @@ def test_files_that_do_not_fit(
     assert str(bad) in str(caught.value)
 
 
+def test_shared_experts_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    """Granite's files with one have the name of those without."""
+    path = convert(random_hf("granitemoe"), "granitemoe", tmp_path / "good.gguf", ("f32",))
+    for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
+        values = metadata_of(path, "granitemoe") | {key: 2}
+        bad = write_gguf(tmp_path / "bad.gguf", "granitemoe", dict(tensors_of(path)), values)
+        with pytest.raises(ValueError, match=f"granitemoe.{key} is known for other architectures"):
+            load_gguf(bad)
+
+
+@pytest.mark.parametrize("count", [4, 5, 1.0, True, "1"])
+def test_layers_that_predict_further_tokens(good: Path, tmp_path: Path, count: Any) -> None:
+    values = metadata_of(good, "qwen3moe") | {"nextn_predict_layers": count}
+    bad = write_gguf(tmp_path / "bad.gguf", "qwen3moe", dict(tensors_of(good)), values)
+    want = rf"qwen3moe.nextn_predict_layers = {count!r}; allowed: integers from 0 to 3"
+    with pytest.raises(ValueError, match=want):
+        load_gguf(bad)
+
+
 def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
     """A file of GLM that says softmax, where transformers' model has a sigmoid."""
     path = convert(random_hf("glm4moe"), "glm4moe", tmp_path / "good.gguf", ("f32",))
     values = metadata_of(path, "glm4moe") | {"expert_gating_func": 1}
     bad = write_gguf(tmp_path / "bad.gguf", "glm4moe", dict(tensors_of(path)), values)
     with pytest.raises(ValueError, match="glm4moe.expert_gating_func is 1; it must be 2"):
+        load_gguf(bad)
+
+
+def test_a_correction_of_scores_that_is_missing_is_told(tmp_path: Path) -> None:
+    path = convert(random_hf("glm4moe"), "glm4moe", tmp_path / "good.gguf", ("f32",))
+    tensors = {n: t for n, t in dict(tensors_of(path)).items() if "exp_probs_b" not in n}
+    bad = write_gguf(tmp_path / "bad.gguf", "glm4moe", tensors, metadata_of(path, "glm4moe"))
+    with pytest.warns(
+        UserWarning, match=r"no tensor for model.layers.\*.*correction_bias \(3\); as"
+    ):
         load_gguf(bad)
 
 

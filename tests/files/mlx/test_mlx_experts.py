@@ -109,6 +109,25 @@ def test_what_mlx_has_no_name_for(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_biases_of_experts_are_floats(tmp_path: Path) -> None:
+    save_mlx(quantize_(expert_model("GptOss"), "affine4_g64", progress=False), None, tmp_path)
+    tensors, name = read(tmp_path), "model.layers.1.mlp.experts.down_proj.bias"
+    tensors[name] = mx.zeros(tensors[name].shape, mx.int32)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with pytest.raises(ValueError, match="down_proj_bias is torch.int32, not a float dtype"):
+        load_mlx(tmp_path)
+
+
+def test_a_correction_of_scores_is_needed(tmp_path: Path) -> None:
+    """It is a buffer, and zeros would choose other experts."""
+    save_mlx(quantize_(expert_model("Glm4Moe"), "affine4_g64", progress=False), None, tmp_path)
+    tensors, name = read(tmp_path), "model.layers.1.mlp.gate.e_score_correction_bias"
+    del tensors[name]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    with pytest.raises(ValueError, match=f"has no tensor for {name}"):
+        load_mlx(tmp_path)
+
+
 PLACE = "model.layers.1.mlp.switch_mlp"
 
 

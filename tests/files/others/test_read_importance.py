@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf_cases import CASES, architecture_of
 from gguf_files import random_model as random_gguf
+from gguf_models import LAYERS, random_hf
 from hf_models import random_model
 
 from torch_metalmm import (
@@ -60,6 +63,17 @@ def test_names(tmp_path: Path, suffix: str, kind: str) -> None:
     assert found.keys() == layers.keys()
     for layer in layers:
         assert np.array_equal(found[layer].numpy(), given[names[layer]].means()[0])
+
+
+@pytest.mark.parametrize("case", [name for name, row in CASES.items() if not row.vision])
+def test_names_of_every_architecture(case: str) -> None:
+    """llama.cpp calls Mixtral llama, Phi phi2, Ministral 3 mistral3."""
+    layers = linear_layers(random_hf(case))
+    (arch,) = (a for a, name in MODEL_ARCH_NAMES.items() if name == architecture_of(case))
+    known = get_tensor_name_map(arch, LAYERS)
+    named = {layer: known.get_name(layer) for layer in layers}
+    want = {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
+    assert want and gguf_names(random_hf(case), layers) == want
 
 
 def test_columns_of_a_packed_file(tmp_path: Path) -> None:

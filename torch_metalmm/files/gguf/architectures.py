@@ -36,7 +36,8 @@ _FLOATS = re.compile(
     r"|rope\.freq_base|rope\.scaling\.(factor|yarn_.*)"
 )
 # Values that make another model of what a row describes.
-_OTHERS = (_EXPERTS, *WINDOW)
+_SHARED = ("expert_shared_feed_forward_length", "expert_shared_count")
+_OTHERS = (_EXPERTS, *_SHARED, *WINDOW)
 # Values without which a model would silently have its class's default.
 _NEEDED = (
     *(*SIZES, *GRANITE, "attention.layer_norm_rms_epsilon", *WINDOW, "logit_scale"),
@@ -78,14 +79,25 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     for path, constant in row.has.items():
         if "truncate" not in path or values["rope_parameters"]["rope_type"] == "yarn":
             _put(values, path, constant)
-    # Layers that predict tokens beyond the next, which transformers' models do not have.
-    values["num_hidden_layers"] -= file.metadata.get(f"{prefix}nextn_predict_layers", 0)
+    values["num_hidden_layers"] -= _predicting(file, prefix)
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values["head_dim"] = _head_dim(file, prefix)
     values |= {name: tensor in file.tensors for name, tensor in row.flags.items()}
     for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
         values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return values
+
+
+def _predicting(file: GgufFile, prefix: str) -> int:
+    """How many layers predict tokens beyond the next, which transformers' models do not have."""
+    key, blocks = f"{prefix}nextn_predict_layers", file.metadata[f"{prefix}block_count"]
+    count = file.metadata.get(key, 0)
+    if type(count) is not int or not 0 <= count < blocks:
+        raise ValueError(
+            f"{file.path}: {key} = {count!r}; allowed: integers from 0 to {blocks - 1}, one less "
+            "than block_count"
+        )
+    return count
 
 
 def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:

@@ -106,6 +106,7 @@ class _Plan:
     zeros: list[str] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # buffers that stay as the class makes them
 
 
 def _check_sizes(file: GgufFile) -> None:
@@ -183,6 +184,8 @@ def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
         if not name.endswith(".bias"):
             raise ValueError(f"{file.path} has no tensor for the model's {name}")
         plan.zeros.append(name)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)} - filled
+    plan.kept = [n for n, t in state.items() if n in buffers and t.is_floating_point()]
     return plan
 
 
@@ -227,6 +230,10 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
             f"decoded to {dtype}, because the model does not use them as plain matrices: "
             f"{summary(decoded)}",
             stacklevel=3,
+        )
+    if plan.kept:
+        warnings.warn(
+            f"the file has no tensor for {summary(plan.kept)}; as initialised", stacklevel=3
         )
     if plan.unused:
         warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)

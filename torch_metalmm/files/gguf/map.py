@@ -20,7 +20,7 @@ from torch import Tensor
 from .architectures import config_values, divisors, has_experts
 from .file import GgufFile
 from .layout import TensorMap
-from .rows import ARCHITECTURES, STORED_AS, Architecture, row_of
+from .rows import ARCHITECTURES, STORED_AS, WITH_EXPERTS, Architecture, row_of
 from .vocabulary import PRE
 
 ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3, one for each frequency
@@ -152,12 +152,16 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    kind = model.config.get_text_config().model_type.removesuffix("_text")
-    spellings = (kind, kind.replace("_", "-"), kind.replace("_", ""), STORED_AS.get(kind))
-    arch = next((a for a, name in MODEL_ARCH_NAMES.items() if name in spellings), None)
-    if arch is None:
+    given = model.config.get_text_config().model_type
+    kind = given.removesuffix("_text")
+    rows = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
+    spellings = [name for name, row in rows if row.model_type == given]
+    spellings += [kind, kind.replace("_", "-"), kind.replace("_", ""), STORED_AS.get(kind, kind)]
+    arches = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    found = next((name for name in spellings if name in arches), None)
+    if found is None:
         raise ValueError(f"gguf has no architecture for models of the type {kind!r}")
-    known = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
+    known = get_tensor_name_map(arches[found], model.config.get_text_config().num_hidden_layers)
     named = {layer: known.get_name(layer) for layer in layers}
     return {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
 

@@ -145,6 +145,8 @@ def _put_bias(
     value = torch.cat(parts, -1)
     if value.shape != own.shape:
         raise ValueError(f"{path}: {name}.{bias} is {list(value.shape)}, not {list(own.shape)}")
+    if not value.is_floating_point():
+        raise ValueError(f"{path}: {name}.{bias} is {value.dtype}, not a float dtype")
     setattr(made, bias, nn.Parameter(value.to(device, own.dtype), requires_grad=False))
 
 
