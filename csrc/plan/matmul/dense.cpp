@@ -42,7 +42,7 @@ struct DenseFrom {
 constexpr DenseFrom kDenseFrom[] = {
 #define MM_DENSE_FROM(accelerator, dtype, packed_m, readable_m) \
   {Accelerator::accelerator, DType::dtype, packed_m, readable_m},
-#include "tuning.def"
+#include "plan/tuning.def"
 };
 
 std::string str(int64_t v) { return std::to_string(v); }

@@ -16,7 +16,7 @@ struct Batched {
 constexpr Batched kBatched[] = {
 #define MM_BATCHED(accelerator, dtype, Struct, max_m) \
   {Accelerator::accelerator, DType::dtype, Codec::Struct, max_m},
-#include "tuning.def"
+#include "plan/tuning.def"
 };
 
 }  // namespace
