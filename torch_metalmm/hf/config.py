@@ -15,6 +15,7 @@ from ..models.activations import stored_activations
 from ..models.quantize import Spec
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.activations import check_kind
+from ..nn.sharded import Sharded
 
 require("MetalMMConfig", "transformers")
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -89,6 +90,7 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, QuantLinear | QuantEmbedding)
+        and (not isinstance(module, Sharded) or module.shard.dense is None)
     }
     if not packed:
         return None

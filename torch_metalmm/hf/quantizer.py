@@ -23,14 +23,22 @@ from ..models.activations import activations_
 from ..models.attach import plug_in
 from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked
 from ..models.replace import is_conv1d, weight_shape
+from ..models.shard.apply import refuse_sharded
 from ..models.skeleton import empty_like
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.activations import set_activations
 from ..nn.packed import quantize_weight
+from ..nn.sharded import ColumnsLinear, Sharded
 from .config import MetalMMConfig, stored_config
-from .tensors import find_tensors
-
-_SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
+from .parallel import cut_converters, forget_styles, is_of_dense, shard_skeleton
+from .tensors import (
+    check_floats,
+    check_order,
+    check_shape,
+    check_sources,
+    check_stored,
+    find_tensors,
+)
 
 
 def attach(model: Any) -> None:
@@ -108,6 +116,7 @@ class MetalMMQuantizer(HfQuantizer):
                 raise ValueError(f"quantization_config: {name} in input_order is not packed")
             layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
         _set_activations(model, self.quantization_config.activations)
+        shard_skeleton(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The conversions to load with; here the files are known and what they hold is checked."""
@@ -116,18 +125,20 @@ class MetalMMQuantizer(HfQuantizer):
         if self._files is None or not all(f.endswith(".safetensors") for f in self._files):
             return weight_conversions
         found = find_tensors(self._files, model, weight_conversions)
-        _check_floats(model, found)
+        check_floats(model, found)
         if self.pre_quantized:
-            _check_stored(model, self._jobs, found)
+            check_stored(model, self._jobs, found)
         else:
             self._leave_new_layers_dense(model, found)
-            _check_sources(self._jobs, found)
-        return weight_conversions
+            check_sources(self._jobs, found)
+        return [*weight_conversions, *cut_converters(model, self._jobs, found)]
 
     def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
         """Put back the dense layers that the checkpoint lacks: transformers will draw them."""
         new = [j for j in self._jobs if not any(f"{n}.weight" in found for n, _ in j.sites)]
         for job in new:
+            if isinstance(model.get_submodule(job.name), Sharded):
+                raise ValueError(f"the checkpoint has no tensor for the sharded {job.name}.weight")
             self._jobs.remove(job)
             for name, module in job.sites:
                 model.set_submodule(name, module)
@@ -143,6 +154,8 @@ class MetalMMQuantizer(HfQuantizer):
         return _Pack(self._jobs)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        if is_of_dense(converter):
+            return None
         if dtype == torch.uint8 and super().get_new_dtype(converter, param, dtype) is not None:
             name = converter.target_patterns[0]
             raise ValueError(f"{name} must be packed bytes, uint8, and is a float tensor")
@@ -152,11 +165,12 @@ class MetalMMQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._jobs, self._files, self.pre_quantized = [], None, True
+        forget_styles(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantEmbedding):
                 module.reset_scale()
-            elif isinstance(module, QuantLinear):
-                _check_order(name, module.input_order)
+            elif isinstance(module, QuantLinear) and not isinstance(module, ColumnsLinear):
+                check_order(name, module.input_order)
         model._weight_conversions = []  # the file gets the model's own names
         self._record(model)
 
@@ -167,6 +181,7 @@ class MetalMMQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """Give the model its dense layers back, with what the packed ones decode to."""
+        refuse_sharded(model, "dequantize")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
         originals = empty_like(model, dtype)
         weights: dict[int, nn.Parameter] = {}
@@ -193,7 +208,7 @@ class MetalMMQuantizer(HfQuantizer):
 
 
 class _Pack(ConversionOps):
-    """A dense weight from a checkpoint -> the bytes of the layer that waits for it."""
+    """A dense weight from a checkpoint, or its part -> the bytes of the layer that waits for it."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = {f"{name}.weight": job for job in jobs for name, _ in job.sites}
@@ -209,72 +224,17 @@ class _Pack(ConversionOps):
         for name, given in input_dict.items():
             weight = given[0] if isinstance(given, list) else given
             job = self._jobs.get(name)
-            result[name] = weight if job is None else _pack(name, weight, job)
+            result[name] = weight if job is None else _pack(name, weight, job, kwargs["model"])
         return result
 
 
-def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
+def _pack(name: str, weight: Tensor, job: Job, model: nn.Module) -> Tensor:
     dense = job.sites[0][1]
-    _check_shape(name, tuple(weight.shape), dense)
+    if not isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):  # its part was cut
+        check_shape(name, tuple(weight.shape), dense)
+        weight = weight.t() if is_conv1d(dense) else weight
     check_weight(name, weight, job.format)
-    return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format)
-
-
-def _check_shape(name: str, shape: tuple[int, ...], dense: nn.Module) -> None:
-    assert isinstance(dense.weight, Tensor)
-    want = tuple(dense.weight.shape)
-    if shape != want:
-        raise ValueError(f"{name} is {list(shape)} in the checkpoint, the model has {list(want)}")
-
-
-def _check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
-    """ValueError if a weight that is to be packed is not float or not of the model's shape."""
-    for job in jobs:
-        for site, dense in job.sites:
-            name = f"{site}.weight"
-            tensor = found.get(name)
-            if tensor is None or tensor.converted:
-                continue
-            if tensor.dtype not in _SOURCES:
-                raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, only floats are packed")
-            _check_shape(name, tensor.shape, dense)
-
-
-def _check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
-    """ValueError if the bytes of a packed layer are missing, or not those of its format."""
-    for job in jobs:
-        names = [f"{site}.weight" for site, _ in job.sites]
-        if not any(name in found for name in names):
-            raise ValueError(f"the checkpoint has no tensor for the packed {names[0]}")
-        for name in names:
-            tensor, want = found.get(name), tuple(model.get_parameter(name).shape)
-            if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
-                raise ValueError(
-                    f"{tensor.file}: {name} must be U8 {list(want)} ({job.format}), "
-                    f"got {tensor.dtype} {list(tensor.shape)}"
-                )
-    for name, layer in model.named_modules():
-        if getattr(layer, "input_order", None) is not None:
-            order = found.get(f"{name}.input_order")
-            if order is None or (order.dtype, order.shape) != ("I64", (layer.in_features,)):
-                raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
-
-
-def _check_floats(model: Any, found: dict[str, Found]) -> None:
-    """ValueError: a tensor beside the packed layers is of integers, and the model's is not."""
-    for name, value in model.state_dict().items():
-        tensor = found.get(name)
-        if tensor is None or not value.is_floating_point() or tensor.converted:
-            continue
-        if not tensor.dtype.startswith(("F", "BF")):
-            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
-
-
-def _check_order(name: str, order: Tensor | None) -> None:
-    if order is None or order.is_meta:
-        return
-    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
-        raise ValueError(f"{name}.input_order is no order of its {len(order)} inputs")
+    return quantize_weight(weight, job.format)
 
 
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:

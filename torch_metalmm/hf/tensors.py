@@ -1,4 +1,7 @@
-"""What the safetensors files of a checkpoint hold, by the names of the model they load into."""
+"""What the safetensors files of a checkpoint hold, by the names of the model they load into.
+
+Checked before a tensor is read.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,16 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .. import formats
 from ..files.headers import Found, read_headers
+from ..models.quantize import Job
+from ..models.replace import weight_shape
+from ..models.shard.apply import whole_shape
+
+SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
 
 
 def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> dict[str, Found]:
@@ -45,3 +55,62 @@ def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> di
             made = Found(tensor.file, tensor.dtype, tensor.shape, True)
             result[name.replace(first, target)] = made
     return result
+
+
+def check_shape(name: str, shape: tuple[int, ...], dense: nn.Module) -> None:
+    assert isinstance(dense.weight, Tensor)
+    want = tuple(dense.weight.shape)
+    if shape != want:
+        raise ValueError(f"{name} is {list(shape)} in the checkpoint, the model has {list(want)}")
+
+
+def check_sources(jobs: list[Job], found: dict[str, Found]) -> None:
+    """ValueError if a weight that is to be packed is not float or not of the model's shape."""
+    for job in jobs:
+        for site, dense in job.sites:
+            name = f"{site}.weight"
+            tensor = found.get(name)
+            if tensor is None or tensor.converted:
+                continue
+            if tensor.dtype not in SOURCES:
+                raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, only floats are packed")
+            check_shape(name, tensor.shape, dense)
+
+
+def check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
+    """ValueError if the bytes of a packed layer are missing, or not those of its format."""
+    for job in jobs:
+        names = [f"{site}.weight" for site, _ in job.sites]
+        if not any(name in found for name in names):
+            raise ValueError(f"the checkpoint has no tensor for the packed {names[0]}")
+        n, k = weight_shape(job.sites[0][1])
+        want = n, formats.get(job.format).row_bytes(k)
+        for name in names:
+            tensor = found.get(name)
+            if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
+                raise ValueError(
+                    f"{tensor.file}: {name} must be U8 {list(want)} ({job.format}), "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+    for name, layer in model.named_modules():
+        if getattr(layer, "input_order", None) is not None:
+            order = found.get(f"{name}.input_order")
+            if order is None or (order.dtype, order.shape) != ("I64", (whole_shape(layer)[1],)):
+                raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
+
+
+def check_floats(model: Any, found: dict[str, Found]) -> None:
+    """ValueError: a tensor beside the packed layers is of integers, and the model's is not."""
+    for name, value in model.state_dict().items():
+        tensor = found.get(name)
+        if tensor is None or not value.is_floating_point() or tensor.converted:
+            continue
+        if not tensor.dtype.startswith(("F", "BF")):
+            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}, not a float dtype")
+
+
+def check_order(name: str, order: Tensor | None) -> None:
+    if order is None or order.is_meta:
+        return
+    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+        raise ValueError(f"{name}.input_order is no order of its {len(order)} inputs")

@@ -17,6 +17,7 @@ from .. import formats
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
+from ..nn.sharded import is_sharded
 from .attach import attach, is_transformers_model, quantized_by_another
 from .replace import (
     dense_weight,
@@ -144,6 +145,8 @@ def plan(model: nn.Module, spec: Spec, filter_fn: Filter | None = None) -> list[
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; "
             "use QuantLinear.from_linear or QuantEmbedding.from_embedding"
         )
+    if is_sharded(model):
+        raise ValueError("model is sharded; quantize before shard_")
     if any(isinstance(module, LinearPart) for module in model.modules()):
         raise ValueError("model has merged layers; call unfuse_ first")
     chooser = _chooser(spec)

@@ -115,9 +115,7 @@ def _gather(x: Tensor, sizes: tuple[int, ...], ranks: Ranks) -> Tensor:
         parts = [torch.empty_like(sent) for _ in sizes]
         dist.all_gather(parts, sent, group=ranks.process_group())
         parts = [part.to(x.device) for part in parts]
-    return torch.cat(
-        [p.narrow(-1, 0, n) for p, n in zip(parts, sizes, strict=True)], -1
-    )
+    return torch.cat([p.narrow(-1, 0, n) for p, n in zip(parts, sizes, strict=True)], -1)
 
 
 class _Sum(torch.autograd.Function):

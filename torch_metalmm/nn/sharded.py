@@ -48,19 +48,22 @@ class Shard:
         return tuple(b - a for a, b in self.ranges)
 
     def take(self, leaf: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole layer: "weight", packed or dense, or "bias".
+        """This rank's part of the whole layer's tensor of that name: a view of rows, or a copy.
 
-        Rows are a view, columns a copy.
+        A dense weight gives its part, of a layer that was dense the bytes in the dtype that it had.
         """
         begin, end = self.range
         if leaf == "bias":
             return whole[begin:end] if self.rows else whole
         if leaf == "input_order":
             return whole if self.rows else whole[begin:end]
+        if whole.is_floating_point():
+            part = whole[begin:end] if self.rows else whole[:, begin:end]
+            if self.dense is None:
+                return part
+            return part.to(self.dense).contiguous().view(torch.uint8)
         if self.rows:
             return whole[begin:end]
-        if whole.is_floating_point():
-            return whole[:, begin:end]
         return columns(self.format, whole, self.k, begin, end)
 
     def join(self, parts: list[Tensor]) -> Tensor:

@@ -60,6 +60,18 @@ def part_of(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     return layer.shard.take(leaf, whole) if isinstance(layer, Sharded) else whole
 
 
+def part_of_rows(model: nn.Module, name: str, order: Tensor) -> Tensor:
+    """Of the rows of the weight `name`, given in their order, those that this rank has."""
+    shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
+    return order if shard is None or not shard.rows else order[slice(*shard.range)]
+
+
+def part_of_columns(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Of the weight `name`, whose rows are those of this rank, its columns."""
+    shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
+    return weight if shard is None or shard.rows else shard.take("weight", weight)
+
+
 def whole_shape(layer: Any) -> tuple[int, int]:
     """(N, K) of a packable layer, of a sharded one that of the whole."""
     return (layer.shard.n, layer.shard.k) if isinstance(layer, Sharded) else weight_shape(layer)

@@ -23,7 +23,11 @@ from ..skeleton import tied_names
 from .split import Heads, even, heads, scaled
 
 COLUMNWISE, ROWWISE = "colwise", "rowwise"
-GATHERED, SPLIT_INPUT, VOCABULARY = "colwise_gather_output", "rowwise_split_input", "embedding_rowwise"
+GATHERED, SPLIT_INPUT, VOCABULARY = (
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+)
 REPLICATED = "replicate"
 # What transformers calls the same otherwise.
 _SAME = {
@@ -166,9 +170,7 @@ def format_of(module: Any) -> str:
     return format or _DENSE[module.weight.dtype]
 
 
-def _group(
-    model: nn.Module, parent: str, members: dict[str, str], ranks: int, plan: Plan
-) -> None:
+def _group(model: nn.Module, parent: str, members: dict[str, str], ranks: int, plan: Plan) -> None:
     """Layers of one parent: those that are divided by rows feed the one divided by columns."""
     layers: dict[str, Any] = {}
     why = None
@@ -194,9 +196,7 @@ def _group(
         plan.whole.update(dict.fromkeys(members, why))
 
 
-def _by_blocks(
-    layers: dict[str, Any], last: str, ranks: int
-) -> tuple[dict[str, Part], str | None]:
+def _by_blocks(layers: dict[str, Any], last: str, ranks: int) -> tuple[dict[str, Part], str | None]:
     k, block = weight_shape(layers[last])[1], _block(layers[last])
     found = even(k, ranks, block)
     if found is None:
@@ -244,8 +244,9 @@ def _by_heads(
         if name == last:
             continue
         n, leaf = weight_shape(layer)[0], name.rpartition(".")[2]
-        count, ranges = (keys, found.keys) if leaf in ("k_proj", "v_proj") else (
-            queries, found.queries)
+        count, ranges = (
+            (keys, found.keys) if leaf in ("k_proj", "v_proj") else (queries, found.queries)
+        )
         if n % count:
             return {}, f"{leaf} has {n} outputs for {count} heads"
         parts[name] = Part(COLUMNWISE, scaled(ranges, n // count))
