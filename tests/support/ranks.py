@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -49,7 +50,7 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
                 process.join()
     if errors:
         raise RankError(errors)
-    return [results[r] for r in range(count)]
+    return [pickle.loads(results[r]) for r in range(count)]
 
 
 def _answers(answers: Any, ranks: list[Any]) -> tuple[dict[int, Any], dict[int, str]]:
@@ -88,7 +89,8 @@ def _rank(
         dist.init_process_group("gloo", store=file, rank=rank, world_size=count)
         mesh = init_device_mesh("cpu", (count,))
         result = function(mesh, *args)
-        answers.put((rank, None, result))
+        # As bytes: a tensor would be shared by a file that ends with this process.
+        answers.put((rank, None, pickle.dumps(result)))
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
     answers.close()

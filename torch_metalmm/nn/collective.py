@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
 
 _functional = torch.ops._c10d_functional
 
@@ -44,7 +44,7 @@ class Ranks:
         return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
     def process_group(self) -> Any:
-        return _resolve_process_group(self.group)  # type: ignore[arg-type]
+        return c10d._resolve_process_group(self.group)  # type: ignore[attr-defined, arg-type]
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
@@ -124,7 +124,7 @@ class _Sum(torch.autograd.Function):
         return _sum(x.clone(), ranks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -135,7 +135,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _sum(grad.clone(), ctx.ranks), None
 
 
@@ -146,6 +146,6 @@ class _Gather(torch.autograd.Function):
         return _gather(x, sizes, ranks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # Each rank computes on with all of it, so each has the whole gradient of its part.
         return grad.narrow(-1, ctx.begin, ctx.size), None, None

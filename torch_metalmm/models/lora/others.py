@@ -26,7 +26,8 @@ TRAINS = (
 
 
 def _check_target(tuner: Any, config: Any, model: Any, target: str) -> None:
-    """ValueError: a target is sharded; the method is not known to work on packed layers, and the target may be one.
+    """ValueError: a target is sharded, or the method is not known to work on packed layers, and
+    the target may be one.
 
     PEFT passes the last part of the name only.
     """

@@ -71,7 +71,7 @@ def _shard_of(layer: Any) -> Shard | None:
 
 def _gathered(layer: Any, shard: Shard, weights: dict[int, nn.Parameter]) -> nn.Module | None:
     """The whole layer on rank 0; None on the others. Layers that share a part share the whole."""
-    key = id(layer.weight) if isinstance(layer, Sharded) else id(layer)
+    key = id(layer) if isinstance(layer, LinearPart) else id(layer.weight)
     if key not in weights:
         rows = [shard.n] * shard.ranks.size if not shard.rows else list(shard.sizes)
         parts = _tensors(layer.weight, rows, shard)
@@ -93,23 +93,21 @@ def _gathered(layer: Any, shard: Shard, weights: dict[int, nn.Parameter]) -> nn.
 
 
 def _tensors(mine: Tensor, rows: list[int], shard: Shard) -> list[Tensor] | None:
-    """Every rank's tensor, the first dimension rows[rank], on rank 0; None on the others.
-
-    The second dimension of a weight's columns is what its bytes make.
-    """
+    """Every rank's tensor, whose first dimension is rows[rank], on rank 0; None on the others."""
     local = mine.detach().cpu().contiguous()
-    row = local[:1].numel() * local.element_size()
-    if shard.rows or mine.dim() == 1:
-        sizes = [count * row for count in rows]
+    if local.dim() == 1:
+        row = [local.element_size()] * len(rows)
+    elif shard.rows:
+        row = [local.shape[1]] * len(rows)
     else:
-        spec = formats.get(shard.format)
-        sizes = [shard.n * spec.row_bytes(count) for count in shard.sizes]
-    parts = gather_bytes(local.view(torch.uint8).flatten(), tuple(sizes), shard.ranks)
+        row = [formats.get(shard.format).row_bytes(count) for count in shard.sizes]
+    sizes = tuple(count * size for count, size in zip(rows, row, strict=True))
+    parts = gather_bytes(local.view(torch.uint8).flatten(), sizes, shard.ranks)
     if parts is None:
         return None
-    typed = [part.view(local.dtype) for part in parts]
     return [
-        t.view(count, -1) if mine.dim() > 1 else t for t, count in zip(typed, rows, strict=True)
+        part.view(local.dtype) if local.dim() == 1 else part.view(count, -1)
+        for part, count in zip(parts, rows, strict=True)
     ]
 
 
@@ -142,5 +140,5 @@ def _dense(layer: Any, shard: Shard, weight: nn.Parameter, bias: Tensor | None) 
     else:
         new = nn.Linear(shard.k, shard.n, bias is not None, device="meta")
         new.bias = None if bias is None else nn.Parameter(bias.cpu(), requires_grad=False)  # type: ignore[assignment]
-    new.weight = values  # type: ignore[assignment]
+    new.weight = values
     return new.train(layer.training)

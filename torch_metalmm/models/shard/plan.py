@@ -23,11 +23,8 @@ from ..skeleton import tied_names
 from .split import Heads, even, heads, scaled
 
 COLUMNWISE, ROWWISE = "colwise", "rowwise"
-GATHERED, SPLIT_INPUT, VOCABULARY = (
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "embedding_rowwise",
-)
+GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
+VOCABULARY = "embedding_rowwise"
 REPLICATED = "replicate"
 # What transformers calls the same otherwise.
 _SAME = {
