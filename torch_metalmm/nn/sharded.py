@@ -131,9 +131,8 @@ class RowsLinear(Sharded, QuantLinear):
     gathered = False
 
     def forward(self, x: Tensor) -> Tensor:
-        ranks = self.shard.ranks
-        y = super().forward(copied(x, ranks))
-        return all_gather(y, self.shard.sizes, ranks) if self.gathered else y
+        y = super().forward(entered(self, x))
+        return all_gather(y, self.shard.sizes, self.shard.ranks) if self.gathered else y
 
 
 class ColumnsLinear(Sharded, QuantLinear):
@@ -150,19 +149,9 @@ class ColumnsLinear(Sharded, QuantLinear):
             order = self._buffers["input_order"]
             x = copied(x, self.shard.ranks)
             x = x[..., slice(*self.shard.range)] if order is None else x.index_select(-1, order)
-        return all_reduce(self.partial(x), self.shard.ranks)
-
-    def partial(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """This rank's term of the sum; that of rank 0 has the bias, and the residual."""
-        first = self.shard.ranks.rank == 0
-        own, kind = self._parameters, of_call(self._activations, x)
-        bias = own["bias"] if first else None
-        y: Tensor
-        if residual is not None and first:
-            y = _linear(x, own["weight"], bias, self.format, None, residual, **kind)
-        else:
-            y = _linear(x, own["weight"], bias, self.format, **kind)
-        return y
+        own, kind, ranks = self._parameters, of_call(self._activations, x), self.shard.ranks
+        bias = own["bias"] if ranks.rank == 0 else None
+        return all_reduce(_linear(x, own["weight"], bias, self.format, **kind), ranks)
 
 
 class RowsEmbedding(Sharded, QuantEmbedding):
@@ -180,6 +169,20 @@ class RowsEmbedding(Sharded, QuantEmbedding):
         if isinstance(scale, Tensor):
             scale = scale.to(y.dtype)
         return y if scale is None else y * scale
+
+
+def entered(layer: Any, x: Tensor) -> Tensor:
+    """x as the ops of the layer take it: the gradients of a rank's rows are summed over ranks."""
+    return copied(x, layer.shard.ranks) if isinstance(layer, RowsLinear) else x
+
+
+def everywhere(layer: Any, true: bool) -> bool:
+    """Whether it is true on every rank that has a part of the layer: they must decide alike."""
+    for module in layer.modules():
+        if isinstance(module, Sharded):
+            false = torch.full((), float(not true), device=module.weight.device)  # type: ignore[attr-defined]
+            return not bool(all_reduce(false, module.shard.ranks))
+    return true
 
 
 def is_sharded(model: Any) -> bool:
