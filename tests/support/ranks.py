@@ -9,11 +9,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import queue
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,50 +33,54 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """[function(mesh, *args) of each rank]. RankError: one raised, ended or took too long."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    answers = context.Queue()
+    ranks, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_rank, args=(answers, store, count, r, function, args))
-            for r in range(count)
-        ]
-        for process in ranks:
+        for rank in range(count):
+            pipe, end = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(end, store, count, rank, function, args))
             process.start()
+            end.close()  # so that the pipe ends with the process
+            ranks.append(process)
+            pipes.append(pipe)
         try:
-            results, errors = _answers(answers, ranks)
+            results, errors = _answers(pipes, ranks)
         finally:
-            for process in ranks:
+            for process, pipe in zip(ranks, pipes, strict=True):
                 process.kill()
                 process.join()
+                pipe.close()
     if errors:
         raise RankError(errors)
     return [pickle.loads(results[r]) for r in range(count)]
 
 
-def _answers(answers: Any, ranks: list[Any]) -> tuple[dict[int, Any], dict[int, str]]:
-    results: dict[int, Any] = {}
+def _answers(pipes: list[Any], ranks: list[Any]) -> tuple[dict[int, bytes], dict[int, str]]:
+    results: dict[int, bytes] = {}
     errors: dict[int, str] = {}
     end = time.monotonic() + SECONDS
-    while len(results) + len(errors) < len(ranks):
-        try:
-            rank, error, result = answers.get(timeout=0.2)
-        except queue.Empty:
-            for rank, process in enumerate(ranks):
-                dead = process.exitcode is not None and answers.empty()
-                if dead and rank not in results and rank not in errors:
-                    errors[rank] = f"ended with {process.exitcode}"
-                elif time.monotonic() > end and rank not in results:
-                    errors.setdefault(rank, f"no answer in {SECONDS} s")
-            continue
-        if error is None:
-            results[rank] = result
-        else:
-            errors[rank] = error
+    left = dict(enumerate(pipes))
+    while left:
+        ready = wait(list(left.values()), timeout=end - time.monotonic())
+        if not ready:
+            errors |= dict.fromkeys(left, f"no answer in {SECONDS} s")
+            return results, errors
+        for rank, pipe in list(left.items()):
+            if pipe not in ready:
+                continue
+            del left[rank]
+            try:
+                error, results[rank] = pipe.recv()
+            except EOFError:
+                ranks[rank].join()
+                error = f"ended with {ranks[rank].exitcode}"
+            if error:
+                errors[rank] = error
     return results, errors
 
 
 def _rank(
-    answers: Any, store: str, count: int, rank: int, function: Callable[..., Any], args: Any
+    answer: Any, store: str, count: int, rank: int, function: Callable[..., Any], args: Any
 ) -> None:
     try:
         import torch
@@ -90,9 +94,7 @@ def _rank(
         mesh = init_device_mesh("cpu", (count,))
         result = function(mesh, *args)
         # As bytes: a tensor would be shared by a file that ends with this process.
-        answers.put((rank, None, pickle.dumps(result)))
+        answer.send((None, pickle.dumps(result)))
     except BaseException:
-        answers.put((rank, traceback.format_exc(), None))
-    answers.close()
-    answers.join_thread()
+        answer.send((traceback.format_exc(), b""))
     os._exit(0)  # without waiting for ranks that ended

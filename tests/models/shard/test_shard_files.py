@@ -253,7 +253,7 @@ def test_from_pretrained_of_a_packed_folder_and_back(tmp_path: Path) -> None:
 
 
 def failing(mesh: Any, folder: Path) -> None:
-    def fail(*args: Any) -> Tensor:
+    def fail(*args: Any, **options: Any) -> Tensor:
         raise OSError("no room")
 
     model = shard_(quantize_(tiny_llama(), "q4_0", progress=False), mesh)
