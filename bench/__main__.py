@@ -139,14 +139,14 @@ def run_attention(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
-    from .models import contexts, overhead, tokens
+    from .models import contexts, overhead, ranks, tokens
 
     names = [formats.get(name).name for name in args.formats.split(",")]
     if args.overhead:
         yield from overhead.run(names, args)
         return
     device = Device.named(args.device)
-    run = contexts.run if args.cache else tokens.run
+    run = ranks.run if args.tp else contexts.run if args.cache else tokens.run
     yield from run(args, device, device.dtype, status)
 
 

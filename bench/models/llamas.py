@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear, load_gguf, quantize_
+from torch_metalmm import QuantEmbedding, QuantLinear, formats, load_gguf, quantize_, shard_
 from torch_metalmm.models.quantize import resolve_format
+from torch_metalmm.models.shard.apply import part_of, whole_shape
 from torch_metalmm.models.skeleton import parameters_on_meta
 from torch_metalmm.tools.generate import demo_model
 
@@ -67,6 +68,7 @@ SHAPES = {
     "168m": Shape(1024, 8, 2816, 32000, 16, 16),
     "1b": Shape(2048, 16, 8192, 128256, 32, 8),  # Llama 3.2 1B
     "8b": Shape(4096, 32, 14336, 128256, 32, 8),  # Llama 3.1 8B
+    "70b": Shape(8192, 80, 28672, 128256, 64, 8),  # Llama 3.3 70B
 }
 NAMES = (*SHAPES, SMOLLM2)
 
@@ -102,7 +104,7 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
         True,
         shape.vocabulary,
         lambda format: packed_llama(shape, format, device, dtype),
-        lambda to: _filled(_empty(shape, to, device), device),
+        lambda to: filled(empty(shape, to, device), device),
     )
 
 
@@ -134,27 +136,39 @@ def random_llama(shape: Shape) -> Module:
     return LlamaForCausalLM(shape.config()).eval().requires_grad_(False)
 
 
-def packed_llama(shape: Shape, format: str, device: str, dtype: torch.dtype) -> Module:
+def packed_llama(
+    shape: Shape, format: str, device: str, dtype: torch.dtype, mesh: Any = None
+) -> Module:
     """A Llama of random packed weights, which are made on the device.
 
-    A weight is PATTERN_ROWS quantized rows, each many times and in random order.
+    A weight is PATTERN_ROWS quantized rows, each many times and in random order. With a mesh, this
+    rank's part of it.
     """
-    model = _empty(shape, dtype, device)
+    model = empty(shape, dtype, device)
     picks = torch.Generator(device).manual_seed(0)
-    for path, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    for path, module in layers:
         n, k = module.weight.shape
         used = resolve_format(format, k)
-        rows = pattern(k, used).to(device)
-        weight = rows[torch.randint(PATTERN_ROWS, (n,), generator=picks, device=device)]
+        weight = torch.empty(n, formats.get(used).row_bytes(k), dtype=torch.uint8, device="meta")
         new: nn.Module
         if isinstance(module, nn.Embedding):
             new = QuantEmbedding.from_packed(weight, k, used, None, dtype)
         else:
             new = QuantLinear.from_packed(weight, k, used)
         model.set_submodule(path, new)
-    return _filled(model, device)
+    if mesh is not None:
+        shard_(model, mesh)
+    for path, _ in layers:
+        layer: Any = model.get_submodule(path)
+        n, k = whole_shape(layer)
+        rows = pattern(k, layer.format).to(device)
+        weight = rows[torch.randint(PATTERN_ROWS, (n,), generator=picks, device=device)]
+        part = part_of(model, f"{path}.weight", weight)
+        # A view of the rank's rows would keep the others.
+        part = part if part.numel() == weight.numel() else part.clone()
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    return filled(model, device)
 
 
 @functools.cache
@@ -164,7 +178,7 @@ def pattern(k: int, format: str) -> Tensor:
     return cast(Tensor, torch.ops.metalmm.quantize(values, format))
 
 
-def _empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
+def empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
     """The model with its parameters on meta and its buffers on the device."""
     from transformers import LlamaForCausalLM
 
@@ -177,7 +191,7 @@ def _empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
     return model.eval()
 
 
-def _filled(model: Module, device: str) -> Module:
+def filled(model: Module, device: str) -> Module:
     """The model, its parameters that are on meta made: ones for norms, random matrices."""
     values = torch.Generator(device).manual_seed(0)
     for module in model.modules():

@@ -169,12 +169,12 @@ class Builder:
 
 
 @dataclass
-class _Race:
+class Race:
     """Times of one system."""
 
     system: System
     fields: Record
-    plain: _Race | None = None  # of the same model before fuse_
+    plain: Race | None = None  # of the same model before fuse_
     steps: list[float] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)  # of the main thread, until feed() returns
     prefills: list[float] = field(default_factory=list)
@@ -222,7 +222,7 @@ class _Race:
         return out
 
 
-def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[_Race]:
+def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[Race]:
     """The systems of a model, each compared with the reference."""
     source, progress = builder.source, builder.progress
     reference = Reference(source, prompt[:CHECKED_TOKENS])
@@ -244,7 +244,7 @@ def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[_Race]:
         fields |= {"model": source.title, "device": builder.device.type}
         fields["context"] = builder.args.context
         plain = races.get(entry.plain)
-        races[system.name] = _Race(system, fields, plain)
+        races[system.name] = Race(system, fields, plain)
         yield races[system.name]
 
 
