@@ -194,8 +194,10 @@ def collect(args: argparse.Namespace, about: Record) -> list[Record]:
 
 def predictions(args: argparse.Namespace) -> str:
     """The tables of `chips`; with --context or --cache that of tokens by both alone."""
-    from .shaders import chips, token_chips
+    from .shaders import chips, link_chips, token_chips
 
+    if args.links:
+        return link_chips.markdown()
     if not args.tokens and (args.context or args.cache):
         raise ValueError("--context and --cache: only with --tokens")
     if not (args.context or args.cache):

@@ -145,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
     tile.add_argument("--write", action="store_true", help="into results.md, with both peers")
     chip = sub.add_parser("chips", help="what the chip model predicts, beside what others measured")
     chip.add_argument("--tokens", action="store_true", help="of whole tokens, not of products")
+    chip.add_argument("--links", action="store_true", help="of tokens on several machines")
     chip.add_argument("--context", help="with --tokens: by context alone, as 128,8k")
     chip.add_argument("--cache", help="with --tokens: by cache alone, formats as f16,q8_0")
     rep = sub.add_parser("report", help="print the tables of a JSON file")
