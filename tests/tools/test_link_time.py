@@ -14,7 +14,7 @@ MODEL, FORMAT = "Llama 3.3 70B", "affine4_g64"
 
 
 def test_a_part_of_a_model() -> None:
-    """Two parts have the whole's products, heads of keys included, which four ranks of two share."""
+    """Parts have the whole's products, heads of keys included; a rank has one head at least."""
     whole = MODELS[MODEL]
     values = {r: sum(n * k * t for n, k, t in part(whole, r).products(True)) for r in (1, 2, 4)}
     assert values[1] == 2 * values[2] == 4 * values[4]

@@ -15,8 +15,10 @@ import pytest
 import torch
 from forbidden import Spans, forbid, pages
 from gguf_files import tensors_of, write_gguf
+from hf_models import random_model
 from ranks import RankError, on_ranks
 from safetensors import safe_open
+from test_shard_models import GPT2
 from tiny_models import tiny_llama
 from torch import Tensor
 
@@ -250,6 +252,34 @@ def test_from_pretrained_of_a_packed_folder_and_back(tmp_path: Path) -> None:
         assert sorted(a.keys()) == sorted(b.keys())
         assert all(torch.equal(a.get_tensor(n), b.get_tensor(n)) for n in sorted(b.keys()))
     assert (one / "config.json").read_text() == (two / "config.json").read_text()
+
+
+def of_conv1d(mesh: Any, folder: Path) -> list[str]:
+    """GPT-2 has its weights transposed, and no plan of its own."""
+    from transformers import GPT2LMHeadModel
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, tp_plan=GPT2)
+    options = {"quantization_config": MetalMMConfig("q4_0"), "distributed_config": config}
+    got = GPT2LMHeadModel.from_pretrained(folder, **options)
+    want = shard_(quantize_(random_model("gpt2"), "q4_0", progress=False), mesh, GPT2)
+    layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
+    assert len(layers) == 2 + 2 * 4
+    return [n for n, m in layers.items() if not same(m, got.get_submodule(n))]
+
+
+def same(a: Any, b: Any) -> bool:
+    biases = [getattr(m, "bias", None) for m in (a, b)]
+    if (biases[0] is None) != (biases[1] is None):
+        return False
+    return torch.equal(a.weight, b.weight) and (
+        biases[0] is None or torch.equal(biases[0], biases[1])
+    )
+
+
+def test_packing_while_a_rank_loads_gpt2(tmp_path: Path) -> None:
+    random_model("gpt2").save_pretrained(tmp_path)
+    assert on_ranks(2, of_conv1d, tmp_path) == [[], []]
 
 
 def failing(mesh: Any, folder: Path) -> None:

@@ -227,6 +227,30 @@ def refused(mesh: Any) -> list[str]:
     return said
 
 
+def of_two_dimensions(mesh: Any) -> tuple[bool, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    named = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    one, two = (quantize_(tiny_llama(), "q4_0", progress=False) for _ in range(2))
+    same = torch.equal(logits_of(shard_(one, mesh)), logits_of(shard_(two, named)))
+    try:
+        shard_(tiny_llama(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+    except ValueError as error:
+        return same, str(error)
+    return same, "nothing"
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.inference_mode():
+        out: Tensor = model(token_ids(1, 5)).logits
+    return out
+
+
+def test_a_mesh_of_two_dimensions() -> None:
+    said = "mesh has the dimensions ('a', 'b'); one of them must be \"tp\""
+    assert on_ranks(2, of_two_dimensions) == [(True, said)] * 2
+
+
 def test_what_is_refused() -> None:
     for said in on_ranks(2, refused):
         print(said)

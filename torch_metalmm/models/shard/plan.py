@@ -64,11 +64,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> Pl
     ValueError: experts; a style that is none of STYLES; a name that no layer has; no plan, given or
     the model's; and of a given plan what cannot be divided.
     """
-    stacked = stacked_weights(model)
     named = _named(model, given)
     styles = {name: _style(name, style) for name, style in named.items()}
-    if stacked:
-        raise ValueError(f"experts are not sharded yet, and the model has {next(iter(stacked))}")
     plan = Plan()
     groups: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
@@ -96,8 +93,7 @@ def _named(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
             )
     if not isinstance(found, Mapping):
         raise TypeError(f"plan must be {{pattern: style}}, got {type(found).__name__}")
-    if experts := [name for name, style in found.items() if _of_experts(name, style)]:
-        raise ValueError(f"experts are not sharded yet, and the plan has {experts[0]}")
+    _refuse_experts(model, found)
     layers = {name for name, module in model.named_modules(remove_duplicate=False) if name}
     result: dict[str, str] = {}
     for pattern, style in found.items():
@@ -112,8 +108,11 @@ def _named(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
     return dict(sorted(result.items(), key=lambda item: order[item[0]]))
 
 
-def _of_experts(name: str, style: str) -> bool:
-    return ".experts" in f".{name}" or str(style).startswith("moe_")
+def _refuse_experts(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """ValueError: the plan divides experts, or the model has some stacked in one tensor."""
+    found = [n for n, s in plan.items() if ".experts" in f".{n}" or str(s).startswith("moe_")]
+    for name in (*found, *stacked_weights(model)):
+        raise ValueError(f"experts are not sharded yet: {name}")
 
 
 def _is_parameter(model: nn.Module, match: Any) -> bool:
