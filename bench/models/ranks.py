@@ -7,6 +7,7 @@ Beside them the dense model under transformers' own tensor parallelism, of other
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
@@ -77,7 +78,12 @@ def _rank(rank: int, job: Job, count: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     mesh = init_device_mesh(job.device, (count,), mesh_dim_names=("tp",))
     with torch.inference_mode():
-        records = [r for name in job.formats for r in _of_format(job, name, device, mesh)]
+        records = []
+        for name in job.formats:
+            records += _of_format(job, name, device, mesh)
+            gc.collect()  # models that were fused or captured refer to themselves
+            if job.device == "cuda":
+                torch.cuda.empty_cache()
         if job.dense:
             records += _of_dense(job, device, mesh)
     if rank == 0:
@@ -89,7 +95,7 @@ def _of_format(job: Job, name: str, device: str, mesh: Any) -> list[Record]:
     model = llamas.packed_llama(llamas.SHAPES[job.model], name, device, job.dtype, mesh)
     title = f"metalmm {name}"
     records = [_measured(job, Transformers(title, model), mesh, name)]
-    fused = fuse_(model, "swiglu_linear" if job.device == "cpu" else "swiglu")
+    fused = fuse_(model)
     records.append(_measured(job, Transformers(f"{title}, fuse_", fused), mesh, name))
     return records + _graph(job, f"{title}, fuse_", fused, mesh, name)
 
@@ -133,7 +139,11 @@ def _graph(job: Job, title: str, model: nn.Module, mesh: Any, name: str | None) 
         return []
     length = -(-(max(job.context, CHECKED_TOKENS) + job.new_tokens + BEYOND) // BEYOND) * BEYOND
     system = Graph(f"{title}, graph", model, length=length)
-    return [_measured(job, system, mesh, name)]
+    try:
+        return [_measured(job, system, mesh, name)]
+    except RuntimeError as error:  # what cannot be captured fails on every rank alike
+        what = f"{job.model}, {system.name}, {_over(mesh)}"
+        return [{"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}]
 
 
 def _measured(job: Job, system: Any, mesh: Any, name: str | None) -> Record:
