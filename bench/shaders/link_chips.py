@@ -21,7 +21,7 @@ RANKS = (2, 4)
 
 
 def weights_gb(model: str) -> float:
-    """Of the products, each once."""
+    """All products' weights, each once."""
     row = formats.get(FORMAT).row_bytes
     return sum(n * row(k) * times for n, k, times in MODELS[model].products(True)) / 1e9
 

@@ -22,7 +22,7 @@ def test_a_part_of_a_model() -> None:
 
 
 def test_what_a_token_sends() -> None:
-    """Of two: a sum of every branch and of the embedding, half of it each way, and half of the
+    """Two machines send half of each sum twice, of every branch and the embedding, and half of the
     logits."""
     t = rank_time(MODEL, FORMAT, "m4-pro", 2, "Thunderbolt, TCP")
     assert t.collectives == 2 * 80 + 2

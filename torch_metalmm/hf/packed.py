@@ -33,8 +33,8 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
 
     All files change at once (see files/staging.py): a save that fails or is killed leaves the model
     that was there. Weights and tokenizer files of an earlier save are removed, other files stay.
-    options go to the model's save_pretrained (max_shard_size). Of a sharded model every rank calls
-    this and rank 0 writes, the bytes of the model as it was before shard_.
+    options go to the model's save_pretrained (max_shard_size). Every rank of a sharded model calls
+    this, and rank 0 writes the bytes of the model as it was before shard_.
     ValueError: the model has no packed layer or is not transformers'. OSError: the folder cannot be
     written, or holds weights that are not a packed model's (checked before anything is written).
     """

@@ -326,7 +326,7 @@ class SwiGLU(nn.Module):
 def plain(layer: Any) -> bool:
     """Whether calling the layer is one call of the op: packed, without hook or input order.
 
-    Of a sharded layer it may be this rank's rows, or its term of a sum over the ranks.
+    A sharded layer's call may be that of this rank's rows, or of its term of a sum.
     """
     kind = type(layer)
     if kind not in PLAIN or layer._buffers["input_order"] is not None or not unhooked(layer):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch_metalmm import (
     MetalMMConfig,
     formats,
+    fuse_,
     load_gguf,
     load_mlx,
     load_packed,
@@ -212,19 +213,27 @@ def test_pages_are_forbidden(tmp_path: Path) -> None:
         on_ranks(2, loaded, "gguf", tmp_path, 1)
 
 
-def saved(mesh: Any, folder: Path, dense: bool) -> None:
-    torch.manual_seed(0)
-    model = quantize_(tiny_llama(seed=1), {"lm_head": None, "*": "q4_0"} if dense else "q4_0")
-    save_packed(shard_(model, mesh), None, folder)
-    assert all(not m.weight.is_meta for m in model.modules() if isinstance(m, Sharded))
-    assert any(isinstance(m, Sharded) for m in model.modules())
+SAVED: dict[str, Any] = {"packed": "q4_0", "dense head": {"lm_head": None, "*": "q4_0"}}
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense head"])
-def test_a_save_is_that_of_the_whole_model(dense: bool, tmp_path: Path) -> None:
-    spec = {"lm_head": None, "*": "q4_0"} if dense else "q4_0"
-    save_packed(quantize_(tiny_llama(seed=1), spec, progress=False), None, tmp_path / "one")
-    on_ranks(2, saved, tmp_path / "two", dense)
+def saved(mesh: Any, folder: Path, what: str, fused: bool) -> list[str]:
+    model = quantize_(tiny_llama(seed=1), SAVED[what], progress=False)
+    shard_(model, mesh)
+    if fused:
+        fuse_(model, "swiglu")
+    before = [(n, type(m).__name__) for n, m in model.named_modules()]
+    save_packed(model, None, folder)
+    assert [(n, type(m).__name__) for n, m in model.named_modules()] == before
+    return [kind for _, kind in before]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("what", SAVED)
+def test_a_save_is_that_of_the_whole_model(what: str, fused: bool, tmp_path: Path) -> None:
+    whole = quantize_(tiny_llama(seed=1), SAVED[what], progress=False)
+    save_packed(whole, None, tmp_path / "one")
+    for kinds in on_ranks(2, saved, tmp_path / "two", what, fused):
+        assert "ColumnsLinear" in kinds and ("LinearPart" in kinds) == fused
     one = {f.name: f.read_bytes() for f in (tmp_path / "one").iterdir() if f.is_file()}
     two = {f.name: f.read_bytes() for f in (tmp_path / "two").iterdir() if f.is_file()}
     assert "model.safetensors" in one

@@ -61,13 +61,13 @@ def part_of(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
 
 def part_of_rows(model: nn.Module, name: str, order: Tensor) -> Tensor:
-    """Of the rows of the weight `name`, given in their order, those that this rank has."""
+    """The rows that this rank has of the weight `name`, whose rows are given in their order."""
     shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
     return order if shard is None or not shard.rows else order[slice(*shard.range)]
 
 
 def part_of_columns(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """Of the weight `name`, whose rows are those of this rank, its columns."""
+    """This rank's columns of the weight `name`, whose rows are those of this rank."""
     shard = getattr(model.get_submodule(name.rpartition(".")[0]), "shard", None)
     return weight if shard is None or shard.rows else shard.take("weight", weight)
 
