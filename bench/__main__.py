@@ -150,14 +150,14 @@ def run_attention(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def run_tokens(args: argparse.Namespace) -> Iterator[Record]:
-    from .models import contexts, overhead, tokens
+    from .models import contexts, overhead, ranks, tokens
 
     names = [formats.get(name).name for name in args.formats.split(",")]
     if args.overhead:
         yield from overhead.run(names, args)
         return
     device = Device.named(args.device)
-    run = contexts.run if args.cache else tokens.run
+    run = ranks.run if args.tp else contexts.run if args.cache else tokens.run
     yield from run(args, device, device.dtype, status)
 
 
@@ -209,8 +209,10 @@ def collect(args: argparse.Namespace, about: Record) -> list[Record]:
 
 def predictions(args: argparse.Namespace) -> str:
     """The tables of `chips`; with --context or --cache that of tokens by both alone."""
-    from .shaders import chips, token_chips
+    from .shaders import chips, link_chips, token_chips
 
+    if args.links:
+        return link_chips.markdown()
     if not args.tokens and (args.context or args.cache):
         raise ValueError("--context and --cache: only with --tokens")
     if not (args.context or args.cache):

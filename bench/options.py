@@ -157,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     tile.add_argument("--write", action="store_true", help="into results.md, with both peers")
     chip = sub.add_parser("chips", help="what the chip model predicts, beside what others measured")
     chip.add_argument("--tokens", action="store_true", help="of whole tokens, not of products")
+    chip.add_argument("--links", action="store_true", help="of tokens on several machines")
     chip.add_argument("--context", help="with --tokens: by context alone, as 128,8k")
     chip.add_argument("--cache", help="with --tokens: by cache alone, formats as f16,q8_0")
     rep = sub.add_parser("report", help="print the tables of a JSON file")
@@ -200,6 +201,9 @@ def tokens_options(tok: argparse.ArgumentParser) -> None:
     tok.add_argument(
         "--activations", choices=KINDS, help="cpu: fused models that round their activations, too"
     )
+    tok.add_argument(
+        "--tp", type=int, help="over so many processes with a device each, beside one (cuda: NCCL)"
+    )
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     tok.add_argument("--budget", type=float, default=3600, help="compile for so many seconds")
     tok.add_argument("--chip", default="m4-max", help="whose passes are counted on a CPU (m4-max)")
@@ -236,6 +240,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.threads < 1 or args.repetitions < 1:
         raise ValueError("--threads and --repetitions must be positive")
     if args.command == "tokens":
+        if args.tp is not None and (args.tp < 2 or args.cache or args.overhead):
+            raise ValueError(f"--tp {args.tp}: at least 2, and not with --cache or --overhead")
         of_contexts(args)
     return args
 

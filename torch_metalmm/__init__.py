@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .models.fuse.apply import fuse_, unfuse_
     from .models.lora.report import merge_errors
     from .models.quantize import quantize_
+    from .models.shard.apply import shard_
     from .nn import QuantEmbedding, QuantExperts, QuantLinear
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "save_gguf",
     "save_mlx",
     "save_packed",
+    "shard_",
     "unfuse_",
 ]
 
@@ -74,6 +76,7 @@ _MODULE_OF = {
     "save_gguf": "files.gguf.save",
     "save_mlx": "files.mlx.save",
     "save_packed": "hf.packed",
+    "shard_": "models.shard.apply",
     "unfuse_": "models.fuse.apply",
 }
 # Reachable as attributes without an import of their own, as are the old names.

@@ -25,8 +25,9 @@ from transformers import DynamicCache, StaticCache
 from torch_metalmm import PackedCache, formats, fuse_
 
 from ..devices import Device
+from ..peers import llama_cpp_model
 from ..timing import PAUSE_SECONDS, Timing
-from . import llama_cpp_model, llamas, shares
+from . import llamas, shares
 from .filled import CHUNK, Constant, Evaluated, Filled, Growing, RoundedCache
 from .tokens import BEYOND, CHECKED_TOKENS, EXACT_FACTOR, ROUNDED_LIMIT, Reference
 

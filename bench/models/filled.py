@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from torch_metalmm import formats
 
-from . import llama_cpp_model
+from ..peers import llama_cpp_model
 from .systems import Graph, Transformers, counts
 
 CHUNK = 512  # tokens of a prompt that llama.cpp takes at a time

@@ -12,9 +12,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantExperts, QuantLinear, load_gguf, quantize_
+from torch_metalmm import (
+    QuantEmbedding,
+    QuantExperts,
+    QuantLinear,
+    formats,
+    load_gguf,
+    quantize_,
+    shard_,
+)
 from torch_metalmm.models.experts import homes
 from torch_metalmm.models.quantize import resolve_format
+from torch_metalmm.models.shard.apply import part_of, whole_shape
 from torch_metalmm.models.skeleton import parameters_on_meta
 from torch_metalmm.tools.generate import demo_model
 
@@ -117,6 +126,7 @@ SHAPES: dict[str, Shape | Mixture] = {
     "168m": Shape(1024, 8, 2816, 32000, 16, 16),
     "1b": Shape(2048, 16, 8192, 128256, 32, 8),  # Llama 3.2 1B
     "8b": Shape(4096, 32, 14336, 128256, 32, 8),  # Llama 3.1 8B
+    "70b": Shape(8192, 80, 28672, 128256, 64, 8),  # Llama 3.3 70B
     "tiny-moe": Mixture(256, 2, 256, 512, 4, 2, 4, 2),
     "moe": Mixture(2048, 24, 1024, 32000, 16, 4, 32, 4),
 }
@@ -158,7 +168,7 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
         shape.vocabulary,
         EXPERTS if mixture else (),
         lambda format: packed_llama(shape, format, device, dtype),
-        lambda to: _filled(_empty(shape, to, device), device),
+        lambda to: filled(empty(shape, to, device), device),
     )
 
 
@@ -191,35 +201,47 @@ def random_llama(shape: Shape | Mixture) -> Module:
     return model.eval().requires_grad_(False)
 
 
-def packed_llama(shape: Shape | Mixture, format: str, device: str, dtype: torch.dtype) -> Module:
+def packed_llama(
+    shape: Shape | Mixture, format: str, device: str, dtype: torch.dtype, mesh: Any = None
+) -> Module:
     """A model of random packed weights, which are made on the device.
 
-    A weight is PATTERN_ROWS quantized rows, each many times and in random order.
+    A weight is PATTERN_ROWS quantized rows, each many times and in random order. With a mesh, this
+    rank's part of it; ValueError for a mixture.
     """
-    model = _empty(shape, dtype, device)
+    model = empty(shape, dtype, device)
     picks = torch.Generator(device).manual_seed(0)
 
-    def rows(n: int, k: int) -> tuple[Tensor, str]:
-        used = resolve_format(format, k)
+    def rows(n: int, k: int, used: str) -> Tensor:
         picked = torch.randint(PATTERN_ROWS, (n,), generator=picks, device=device)
-        return pattern(k, used).to(device)[picked], used
+        return pattern(k, used).to(device)[picked]
 
-    for path, home in homes(model).items():
-        for leaf, stack in home.stacks.items():
-            e, n, k = stack.shape
-            stack.put(model, [f"{path}.{leaf}"], *rows(e * n, k))
-    for path, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    for path, module in layers:
         n, k = module.weight.shape
-        weight, used = rows(n, k)
+        used = resolve_format(format, k)
+        weight = torch.empty(n, formats.get(used).row_bytes(k), dtype=torch.uint8, device="meta")
         new: nn.Module
         if isinstance(module, nn.Embedding):
             new = QuantEmbedding.from_packed(weight, k, used, None, dtype)
         else:
             new = QuantLinear.from_packed(weight, k, used)
         model.set_submodule(path, new)
-    return _filled(model, device)
+    if mesh is not None:
+        shard_(model, mesh)
+    for path, home in homes(model).items():
+        for leaf, stack in home.stacks.items():
+            e, n, k = stack.shape
+            used = resolve_format(format, k)
+            stack.put(model, [f"{path}.{leaf}"], rows(e * n, k, used), used)
+    for path, _ in layers:
+        layer: Any = model.get_submodule(path)
+        weight = rows(*whole_shape(layer), layer.format)
+        part = part_of(model, f"{path}.weight", weight)
+        # A view of the rank's rows would keep the others.
+        part = part if part.numel() == weight.numel() else part.clone()
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    return filled(model, device)
 
 
 @functools.cache
@@ -229,7 +251,7 @@ def pattern(k: int, format: str) -> Tensor:
     return cast(Tensor, torch.ops.metalmm.quantize(values, format))
 
 
-def _empty(shape: Shape | Mixture, dtype: torch.dtype, device: str) -> Module:
+def empty(shape: Shape | Mixture, dtype: torch.dtype, device: str) -> Module:
     """The model with its parameters on meta and its buffers on the device."""
     import transformers
 
@@ -242,7 +264,7 @@ def _empty(shape: Shape | Mixture, dtype: torch.dtype, device: str) -> Module:
     return model.eval()
 
 
-def _filled(model: Module, device: str) -> Module:
+def filled(model: Module, device: str) -> Module:
     """The model, its parameters that are on meta made: ones for norms, random matrices."""
     values = torch.Generator(device).manual_seed(0)
     for module in model.modules():

@@ -182,7 +182,8 @@ class Graph(Static):
                 self.run(ids)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Only this thread's calls may break the capture: NCCL's watchdog asks for events.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self.run(ids)
         # What was fed to warm up is masked out again, and overwritten by the next tokens.
         for length, was in zip(counts(self.cache), before, strict=True):

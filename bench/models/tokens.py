@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch_metalmm import activations_, formats, fuse_
 
 from ..devices import Device
+from ..peers import llama_cpp_model, mlx_model
 from ..timing import PAUSE_SECONDS, Timing
-from . import llama_cpp_model, llamas, mlx_model, shares
+from . import llamas, shares
 from .systems import Compiled, Graph, Packed, System, Transformers
 
 CHECKED_TOKENS = 32
@@ -178,12 +179,12 @@ class Builder:
 
 
 @dataclass
-class _Race:
+class Race:
     """Times of one system."""
 
     system: System
     fields: Record
-    plain: _Race | None = None  # of the same model before fuse_
+    plain: Race | None = None  # of the same model before fuse_
     steps: list[float] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)  # of the main thread, until feed() returns
     prefills: list[float] = field(default_factory=list)
@@ -231,7 +232,7 @@ class _Race:
         return out
 
 
-def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[_Race]:
+def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[Race]:
     """The systems of a model, each compared with the reference."""
     source, progress = builder.source, builder.progress
     reference = Reference(source, prompt[:CHECKED_TOKENS])
@@ -253,7 +254,7 @@ def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[_Race]:
         fields |= {"model": source.title, "device": builder.device.type}
         fields["context"] = builder.args.context
         plain = races.get(entry.plain)
-        races[system.name] = _Race(system, fields, plain)
+        races[system.name] = Race(system, fields, plain)
         yield races[system.name]
 
 

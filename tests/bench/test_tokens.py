@@ -12,9 +12,10 @@ import torch
 
 from bench.__main__ import main, parse
 from bench.devices import CPU
-from bench.models import llama_cpp_model, llamas, mlx_model, shares
+from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
 from bench.ops.norm import Cell
+from bench.peers import llama_cpp_model, mlx_model
 from bench.problem import Setting
 from bench.report.token_tables import all_tables
 from bench.shapes import parse_shape

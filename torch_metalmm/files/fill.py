@@ -12,6 +12,7 @@ from torch import nn
 from ..models.attach import attach
 from ..models.integers.affine import Rows
 from ..models.replace import is_conv1d, packable, replaceable
+from ..models.shard.apply import part_of
 from ..models.skeleton import put_dense, put_packed, set_input_order, tied_names
 from ..nn import QuantExperts, QuantLinear
 from .blame import blaming
@@ -38,7 +39,7 @@ def fill(
     wanted, ties = model.state_dict(), tied_names(model)
     left = set(source.keys)
     for owner in sorted(packed):
-        layer = _layer(path, model, source, owner, packed[owner])
+        layer = layer_of(path, model, source, owner, packed[owner])
         names = ties[f"{owner}.weight"]
         if dense := sorted(left.intersection(names).difference(packed[owner])):
             shown = ", ".join(source.keys[name] for name in dense)
@@ -80,7 +81,9 @@ def finish(path: Path, model: Any) -> Any:
     return model.requires_grad_(False)
 
 
-def _layer(path: Path, model: Any, source: Source, owner: str, tensors: Iterable[str]) -> nn.Module:
+def layer_of(
+    path: Path, model: Any, source: Source, owner: str, tensors: Iterable[str]
+) -> nn.Module:
     """The layer of that name, which can be packed."""
     key = _shown(source, owner, tensors)
     try:
@@ -127,7 +130,7 @@ def _put_dense(
     names: list[str],
     device: torch.device | str,
 ) -> None:
-    value = source.read(name)
+    value = part_of(model, name, source.read(name))
     if is_conv1d(model.get_submodule(name.rpartition(".")[0])) and value.dim() == 2:
         value = value.t().contiguous()
     if value.shape != wanted.shape:

@@ -51,6 +51,8 @@ class Format(ABC):
     packs = True
     # Whether quantize reads an importance.
     weighs = False
+    # Whether a value's weight depends, with an importance, on its whole row, not its block alone.
+    over_rows = False
 
     @property
     def bits_per_weight(self) -> float:

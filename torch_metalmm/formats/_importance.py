@@ -23,7 +23,6 @@ class WeightedBlock(BlockFormat):
 
     weighs = True
     spread: float | None
-    over_rows = False
 
     def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
         if importance is None:

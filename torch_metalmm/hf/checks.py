@@ -1,17 +1,60 @@
-"""Whether the tensors of a checkpoint are those that a model's packed layers wait for."""
+"""Which tensors a checkpoint has, by the names of the model, and whether they are what its packed
+layers wait for: before one is read.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..files.headers import Found
+from .. import formats
+from ..files.headers import Found, read_headers
 from ..models.experts import Stack
 from ..models.quantize import Job
+from ..models.replace import weight_shape
+from ..models.shard.apply import whole_shape
 
 _SOURCES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that can be packed
+
+
+def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> dict[str, Found]:
+    """{name in the model: the tensor that from_pretrained will load there}.
+
+    conversions: transformers' renamings and converters for the model, applied as its loader does,
+    so that old names, added and removed prefixes are found. ValueError as read_headers.
+    """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    conversions = copy.deepcopy(conversions)  # conversions remember what they matched
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state: dict[str, nn.Parameter] = model.state_dict(keep_vars=True)
+    result = {}
+    for key, tensor in sorted(
+        read_headers(files).items(), key=lambda item: dot_natural_key(item[0])
+    ):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if pattern is None:
+            result[name] = tensor
+            continue
+        converter = next(c for c in converters if pattern in c.source_patterns)
+        first = converter.target_patterns[0]
+        for target in converter.target_patterns:
+            made = Found(tensor.file, tensor.dtype, tensor.shape, True)
+            result[name.replace(first, target)] = made
+    return result
 
 
 def check_shape(name: str, shape: tuple[int, ...], dense: nn.Module | Stack) -> None:
@@ -38,8 +81,11 @@ def check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
     for job in jobs:
         if not any(name in found for name in job.parameters):
             raise ValueError(f"the checkpoint has no tensor for the packed {job.parameters[0]}")
+        dense = job.sites[0][1]
+        *rows, k = dense.shape if isinstance(dense, Stack) else weight_shape(dense)
+        want = (*rows, formats.get(job.format).row_bytes(k))  # of the whole, where it is sharded
         for name in job.parameters:
-            tensor, want = found.get(name), tuple(model.get_parameter(name).shape)
+            tensor = found.get(name)
             if tensor is not None and (tensor.dtype, tensor.shape) != ("U8", want):
                 raise ValueError(
                     f"{tensor.file}: {name} must be U8 {list(want)} ({job.format}), "
@@ -48,7 +94,7 @@ def check_stored(model: Any, jobs: list[Job], found: dict[str, Found]) -> None:
     for name, layer in model.named_modules():
         if getattr(layer, "input_order", None) is not None:
             order = found.get(f"{name}.input_order")
-            if order is None or (order.dtype, order.shape) != ("I64", (layer.in_features,)):
+            if order is None or (order.dtype, order.shape) != ("I64", (whole_shape(layer)[1],)):
                 raise ValueError(f"the checkpoint has no {name}.input_order I64 of its K values")
 
 

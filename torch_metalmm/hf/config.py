@@ -17,6 +17,7 @@ from ..models.spec import Spec
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.activations import check_kind
 from ..nn.experts import GATE, GATE_UP, UP
+from ..nn.sharded import Sharded
 
 require("MetalMMConfig", "transformers")
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -98,6 +99,7 @@ def stored_config(model: nn.Module) -> MetalMMConfig | None:
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, QuantLinear | QuantEmbedding | QuantExperts)
+        and (not isinstance(module, Sharded) or module.shard.dense is None)
     }
     if not packed:
         return None

@@ -9,6 +9,7 @@ random.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from ..files.folder import check_packed, is_packed, read_tokenizer
 from ..files.owned import obsolete_tokenizer, obsolete_weights
 from ..files.staging import staged
 from ..files.untrusted import load_config
+from ..models.shard.gather import on_whole
 from ..models.skeleton import named_class
+from ..nn.sharded import is_sharded
 
 __all__ = ["is_packed", "load_packed", "save_packed"]
 
@@ -30,11 +33,15 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
 
     All files change at once (see files/staging.py): a save that fails or is killed leaves the model
     that was there. Weights and tokenizer files of an earlier save are removed, other files stay.
-    options go to the model's save_pretrained (max_shard_size).
+    options go to the model's save_pretrained (max_shard_size). Every rank of a sharded model calls
+    this, and rank 0 writes the bytes of the model as it was before shard_.
     ValueError: the model has no packed layer or is not transformers'. OSError: the folder cannot be
     written, or holds weights that are not a packed model's (checked before anything is written).
     """
     require("save_packed", *HF)
+    if is_sharded(model):
+        on_whole(model, lambda: save_packed(model, tokenizer, folder, **options))
+        return
     from .config import stored_config
     from .save import check_save
 
@@ -56,6 +63,8 @@ def load_packed(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    plan: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a packed folder; no tokenizer in it gives None.
 
@@ -63,6 +72,7 @@ def load_packed(
     The model is frozen and in eval mode. On the CPU its weights are views of the mapped files,
     which must not be truncated while the model is used: a read beyond their end kills the process
     (SIGBUS). Our saves write new files.
+    With a mesh, this rank loads and reads its part of the model, as shard_(model, mesh, plan).
     No code is fetched or run, and no file outside the folder is read.
     OSError: the folder or a file is missing. ValueError: not such a folder, its tensors do not fit
     its config, or it names code or files elsewhere.
@@ -74,7 +84,9 @@ def load_packed(
     kind = named_class(config)
     if kind is None:
         raise ValueError(f"{path}: transformers has no class {config.architectures} of its config")
-    with blaming(path, "its files make no such model"):
+    from .parallel import loading_on
+
+    with blaming(path, "its files make no such model"), loading_on(mesh, plan):
         model, info = kind.from_pretrained(
             path,
             config=config,

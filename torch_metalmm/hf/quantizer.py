@@ -25,14 +25,23 @@ from ..models.attach import plug_in
 from ..models.experts import Stack, unpack_into
 from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked, weigh
 from ..models.replace import is_conv1d, weight_shape
+from ..models.shard.apply import refuse_sharded
 from ..models.skeleton import empty_like
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.activations import Activations, set_activations
 from ..nn.experts import GATE
 from ..nn.packed import quantize_weight
-from .checks import check_floats, check_order, check_shape, check_sources, check_stored
+from ..nn.sharded import ColumnsLinear, Sharded
+from .checks import (
+    check_floats,
+    check_order,
+    check_shape,
+    check_sources,
+    check_stored,
+    find_tensors,
+)
 from .config import MetalMMConfig, site_names, stored_config
-from .tensors import find_tensors
+from .parallel import cut_converters, forget_styles, is_of_dense, shard_skeleton
 
 
 def attach(model: Any) -> None:
@@ -113,6 +122,7 @@ class MetalMMQuantizer(HfQuantizer):
                 raise ValueError(f"quantization_config: {name} in input_order is not packed")
             layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
         _set_activations(model, self.quantization_config.activations)
+        shard_skeleton(model, self._jobs)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The conversions to load with; here the files are known and what they hold is checked."""
@@ -127,7 +137,7 @@ class MetalMMQuantizer(HfQuantizer):
         else:
             self._leave_new_layers_dense(model, found)
             check_sources(self._jobs, found)
-        return weight_conversions
+        return [*weight_conversions, *cut_converters(model, self._jobs, found)]
 
     def _leave_new_layers_dense(self, model: nn.Module, found: dict[str, Found]) -> None:
         """Put back the dense layers that the checkpoint lacks: transformers will draw them."""
@@ -137,6 +147,9 @@ class MetalMMQuantizer(HfQuantizer):
             first = job.sites[0][1]
             if job not in new and not (isinstance(first, Stack) and id(first.home) in homes):
                 continue
+            name = job.parameters[0]
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):
+                raise ValueError(f"the checkpoint has no tensor for the sharded {name}")
             self._jobs.remove(job)
             for name, module in job.sites:
                 if isinstance(module, Stack):
@@ -158,6 +171,8 @@ class MetalMMQuantizer(HfQuantizer):
         return _Pack(self._jobs)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        if is_of_dense(converter):
+            return None
         if dtype == torch.uint8 and super().get_new_dtype(converter, param, dtype) is not None:
             name = converter.target_patterns[0]
             raise ValueError(f"{name} must be packed bytes, uint8, and is a float tensor")
@@ -167,10 +182,11 @@ class MetalMMQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._jobs, self._files, self.pre_quantized = [], None, True
+        forget_styles(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantEmbedding):
                 module.reset_scale()
-            elif isinstance(module, QuantLinear):
+            elif isinstance(module, QuantLinear) and not isinstance(module, ColumnsLinear):
                 check_order(name, module.input_order)
         model._weight_conversions = []  # the file gets the model's own names
         self._record(model)
@@ -182,6 +198,7 @@ class MetalMMQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """Give the model its dense layers back, with what the packed ones decode to."""
+        refuse_sharded(model, "dequantize")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
         originals = empty_like(model, dtype)
         weights: dict[int, nn.Parameter] = {}
@@ -223,7 +240,7 @@ def _share_config(model: Any, name: str, experts: Any) -> None:
 
 
 class _Pack(ConversionOps):
-    """A dense weight from a checkpoint -> the bytes of the layer that waits for it."""
+    """A dense weight from a checkpoint, or its part -> the bytes of the layer that waits for it."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = {name: job for job in jobs for name in job.parameters}
@@ -239,17 +256,19 @@ class _Pack(ConversionOps):
         for name, given in input_dict.items():
             weight = given[0] if isinstance(given, list) else given
             job = self._jobs.get(name)
-            result[name] = weight if job is None else _pack(name, weight, job)
+            result[name] = weight if job is None else _pack(name, weight, job, kwargs["model"])
         return result
 
 
-def _pack(name: str, weight: Tensor, job: Job) -> Tensor:
+def _pack(name: str, weight: Tensor, job: Job, model: nn.Module) -> Tensor:
     dense = job.sites[0][1]
-    check_shape(name, tuple(weight.shape), dense)
+    if not isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):  # its part was cut
+        check_shape(name, tuple(weight.shape), dense)
+        weight = weight.t() if is_conv1d(dense) else weight
     check_weight(name, weight, job.format)
     if isinstance(dense, Stack):
         return quantize_weight(dense.rows(weight), job.format).view(*dense.shape[:2], -1)
-    return quantize_weight(weight.t() if is_conv1d(dense) else weight, job.format, job.importance)
+    return quantize_weight(weight, job.format, job.importance)
 
 
 def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:

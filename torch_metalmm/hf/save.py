@@ -21,8 +21,10 @@ from ..files.staging import is_staging, staged
 from ..models.attach import quantized_by_another
 from ..models.experts import homes
 from ..models.replace import weight_shape
+from ..models.shard.gather import on_whole
 from ..models.skeleton import can_pack, empty_like, tied_names
 from ..nn import QuantExperts
+from ..nn.sharded import is_sharded
 from .config import stored_config
 from .quantizer import attach, tie
 
@@ -102,6 +104,9 @@ def _save_pretrained(
     self: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any
 ) -> None:
     given = _signature.bind(self, save_directory, *args, **options).arguments
+    if is_sharded(self):
+        on_whole(self, lambda: _save_pretrained(self, save_directory, *args, **options))
+        return
     only_adapters = getattr(self, "_hf_peft_config_loaded", False)
     if only_adapters or stored_config(self) is None:
         _save(self, save_directory, *args, **options)

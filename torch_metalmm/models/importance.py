@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .replace import packable, weight_shape
+from .shard.apply import refuse_sharded
 
 
 @dataclass
@@ -53,8 +54,9 @@ def importance(model: nn.Module) -> Iterator[dict[str, Sums]]:
     Gives {name: Sums}, complete when the block ends; layers that never ran have rows = 0. Fused
     layers run their own forward meanwhile. Embeddings and stacked experts are not seen. Columns are
     in the order of x, also where a layer's input_order gives its packed weight another.
-    ValueError at the end of the block: an input was NaN or infinite.
+    ValueError: the model is sharded; at the end of the block, an input was NaN or infinite.
     """
+    refuse_sharded(model, "importance")
     sums: dict[str, Sums] = {}
     hooks = []
     for name, module in model.named_modules():

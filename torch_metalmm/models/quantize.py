@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import formats
 from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
+from ..nn.sharded import is_sharded
 from .attach import attach, is_transformers_model, quantized_by_another
 from .experts import Stack, dense_format, homes, unpackable
 from .importance import Importance, columns_of
@@ -193,6 +194,8 @@ def plan(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; "
             "use QuantLinear.from_linear or QuantEmbedding.from_embedding"
         )
+    if is_sharded(model):
+        raise ValueError("model is sharded; quantize before shard_")
     if any(isinstance(module, LinearPart) for module in model.modules()):
         raise ValueError("model has merged layers; call unfuse_ first")
     chooser = chooser_of(spec)

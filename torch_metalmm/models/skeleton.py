@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..nn import QuantLinear
+from ..nn.sharded import Sharded
 from .replace import kept_in_f32, pack_module, packable, replaceable
 
 
@@ -114,13 +115,18 @@ def can_pack(model: nn.Module, names: list[str]) -> bool:
 def put_packed(model: nn.Module, names: list[str], weight: Tensor, format: str) -> None:
     """Replace the layers that hold the parameter `names` by packed ones sharing `weight`.
 
+    A sharded layer, which is a packed one, gets the weight, this rank's part.
     ValueError: the weight does not fit one of the layers.
     """
     shared = nn.Parameter(weight, requires_grad=False)
     for name in names:
         owner = name.rpartition(".")[0]
+        layer = model.get_submodule(owner)
+        if isinstance(layer, Sharded):
+            layer.weight = shared
+            continue
         try:
-            packed = pack_module(model.get_submodule(owner), shared, format)
+            packed = pack_module(layer, shared, format)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         model.set_submodule(owner, packed)

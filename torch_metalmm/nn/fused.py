@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .activations import Activations, of_call, set_activations
+from .collective import all_reduce
 from .linear import QuantLinear
+from .sharded import ColumnsLinear, RowsLinear, entered
 
 _linear = torch.ops.metalmm.linear.default
 _swiglu = torch.ops.metalmm.swiglu.default
 _swiglu_linear = torch.ops.metalmm.swiglu_linear.default
 
 FORMS = ("swiglu", "swiglu_linear")
+PLAIN = (QuantLinear, RowsLinear, ColumnsLinear)
 _TRACE = 0  # in place of a thread: torch.compile and export, where tensors have no versions
 
 
@@ -126,7 +129,8 @@ class MergedLinear(Activations, nn.Module):
         if index == 0:
             tensors = self._parameters
             kind = of_call(self._activations, x)
-            y: Tensor = _linear(x, tensors["weight"], tensors["bias"], self.format, **kind)
+            given = entered(self.originals[0], x)
+            y: Tensor = _linear(given, tensors["weight"], tensors["bias"], self.format, **kind)
             first, *others = [y.narrow(-1, a, b - a) for a, b in self.rows]
             self._held[thread] = (x, version, dict(enumerate(others, 1)))
             return first
@@ -138,7 +142,8 @@ class MergedLinear(Activations, nn.Module):
         return out
 
     def _alone(self, x: Tensor, index: int) -> Tensor:
-        y: Tensor = _linear(x, *self.part(index), self.format, **of_call(self._activations, x))
+        given, kind = entered(self.originals[index], x), of_call(self._activations, x)
+        y: Tensor = _linear(given, *self.part(index), self.format, **kind)
         return y
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
@@ -282,6 +287,10 @@ class SwiGLU(nn.Module):
             return y
         gate_weight, up_weight = self.weights(gate, up)
         weight, bias = down._parameters["weight"], down._parameters["bias"]
+        ranks = down.shard.ranks if type(down) is ColumnsLinear else None
+        if ranks is not None and ranks.rank:
+            bias = None  # rank 0 adds it
+        x = entered(gate, x)
         # One row. torch.Size.numel would make a constant of a symbolic size.
         if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
             a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
@@ -292,7 +301,7 @@ class SwiGLU(nn.Module):
             given = (x, gate_weight, up_weight, gate.format, up.format, self.activation)
             h = _swiglu(*given, **of_call(gate.activations, x))
             y = _linear(h, weight, bias, down.format, **of_call(down.activations, x))
-        return y
+        return y if ranks is None else all_reduce(y, ranks)
 
     def layers(self) -> tuple[Any, Any, Any]:
         """gate, up and down; gate is up where both are halves of one layer."""
@@ -315,8 +324,16 @@ class SwiGLU(nn.Module):
 
 
 def plain(layer: Any) -> bool:
-    """Whether calling the layer is one call of the op: packed, without hook or input order."""
-    return type(layer) is QuantLinear and layer._buffers["input_order"] is None and unhooked(layer)
+    """Whether calling the layer is one call of the op: packed, without hook or input order.
+
+    A sharded layer's call may be that of this rank's rows, or of its term of a sum.
+    """
+    kind = type(layer)
+    if kind not in PLAIN or layer._buffers["input_order"] is not None or not unhooked(layer):
+        return False
+    return not (
+        kind is RowsLinear and layer.gathered or kind is ColumnsLinear and layer.split_input
+    )
 
 
 def unhooked(module: nn.Module) -> bool:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .activations import KINDS, changes
+from .collective import all_reduce
 from .fused import LinearPart
 from .recipe import Held, Norm, Output, Recipe, Step, tables
+from .sharded import ColumnsLinear
 from .watch import Watch
 
 
@@ -317,21 +319,29 @@ def _joined(
     residual: Tensor,
     gated: tuple[Tensor, str] | None = None,
 ) -> Tensor:
-    """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x."""
+    """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x.
+
+    Where the layer has columns of W, linear(x) is a sum over the ranks.
+    """
     layer, post, scale = output.linear, output.post, output.scale
     own = layer._parameters
     weight, bias, format = own["weight"], own["bias"], layer.format
     plain = post is None and scale == 1
     added = residual if plain else None
+    ranks = layer.shard.ranks if type(layer) is ColumnsLinear else None
+    if ranks is not None and ranks.rank:
+        bias = added = None  # rank 0 adds them
     y: Tensor
     if gated is not None:
         y = ops.swiglu_linear(x, gated[0], weight, bias, format, gated[1], added)
-    elif plain or post is not None or bias is not None or ops.activations:
+    elif plain or post is not None or own["bias"] is not None or ops.activations or ranks:
         y = ops.linear(x, weight, bias, format, None, added)
     else:
         rows, c = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
         y = ops.gemm(rows, weight, format, c, scale, 1.0)
         return y.view(residual.shape)
+    if ranks is not None:
+        y = all_reduce(y, ranks)
     if post is not None:
         joined = residual if scale == 1 else None
         y = ops.rms_norm(y, post.weight(), post.eps, post.offset, joined)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from .fused import MergedLinear
+from .fused import PLAIN, MergedLinear
 from .linear import QuantLinear
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -84,7 +84,7 @@ class Watch:
             self._dicts = [each for dicts in of_modules for each in dicts]
             self._families = [(m._modules, seen) for m, seen in self.children]
             self._sizes = [*map(len, self._dicts)]
-            packed = [m for m in self.modules if type(m) is QuantLinear]
+            packed = [m for m in self.modules if type(m) in PLAIN]
             self._buffers = [m._buffers for m in packed]
             self._hooks = RemovableHandle.next_id
             self.captured = frozenset(captured)

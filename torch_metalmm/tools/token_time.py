@@ -89,6 +89,7 @@ class Model:
 
 MODELS = {
     "Llama 2 7B": Model(4096, 32, 11008, 32000, 32, 32),
+    "Llama 3.3 70B": Model(8192, 80, 28672, 128256, 64, 8),
     "Llama 3.1 8B": Model(4096, 32, 14336, 128256, 32, 8),
     "Llama 3.2 3B": Model(3072, 28, 8192, 128256, 24, 8),
     "Qwen3 4B": Model(2560, 36, 9728, 151936, 32, 8, head_norms=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import attach
 from ...models.replace import is_conv1d, summary
+from ...models.shard.apply import part_of, part_of_columns, part_of_rows, shard_
 from ...models.skeleton import (
     can_pack,
     empty_model,
@@ -38,6 +40,8 @@ def load_gguf(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    mesh: Any = None,
+    plan: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a GGUF file, for every architecture in supported_architectures().
 
@@ -52,6 +56,7 @@ def load_gguf(
     decoded to `dtype`, the dtype of the activations too.
     A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
+    With a mesh, this rank loads and reads its part of the model, as shard_(model, mesh, plan).
 
     FileNotFoundError, IsADirectoryError, ImportError (transformers or gguf missing), or ValueError,
     before any weight is read: not a GGUF file, truncated, parts that are not one model's, a tensor
@@ -78,12 +83,15 @@ def load_gguf(
         tokens = tokenizer(file, config)
     with blaming(file.path, "no model fits its metadata"):
         model = empty_model(config, dtype)
-    plan = _plan(file, model, mapping)
+    todo = _plan(file, model, mapping)
     scaling = values.get("rope_parameters", {}).get("rope_type")
-    if scaling == "llama3" and ROPE_DIVISORS in plan.unused:
-        plan.unused.remove(ROPE_DIVISORS)  # they are in the config
-    _warn(file, plan, dtype)
-    _fill(model, file, mapping, plan, device)
+    if scaling == "llama3" and ROPE_DIVISORS in todo.unused:
+        todo.unused.remove(ROPE_DIVISORS)  # they are in the config
+    _warn(file, todo, dtype)
+    if mesh is not None:
+        _put_empty(model, file, todo)
+        shard_(model, mesh, plan)
+    _fill(model, file, mapping, todo, device)
     _set_end_tokens(model, file)
     attach(model)
     return model.requires_grad_(False), tokens
@@ -239,23 +247,39 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
         warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)
 
 
+def _put_empty(model: Any, file: GgufFile, plan: _Plan) -> None:
+    """Packed layers without data, from whose formats and sizes shard_ sees what to divide."""
+    for item in plan.packed:
+        put_packed(
+            model, item.names, file.packed(item.source).to("meta"), file.tensors[item.source].format
+        )
+        if item.layout.columns is not None:
+            order = torch.empty(len(item.layout.columns), dtype=torch.int64, device="meta")
+            set_input_order(model, item.names, order)
+
+
 def _fill(
     model: Any, file: GgufFile, mapping: TensorMap, plan: _Plan, device: torch.device | str
 ) -> None:
     for item in plan.packed:
-        weight = file.packed(item.source)
+        weight, name = file.packed(item.source), item.names[0]
         if item.layout.rows is not None:
+            rows = part_of_rows(model, name, torch.from_numpy(item.layout.rows))
             # numpy, because torch's index_select is 100 times slower on rows of bytes
-            weight = torch.from_numpy(weight.numpy()[item.layout.rows])
+            weight = part_of_columns(model, name, torch.from_numpy(weight.numpy()[rows.numpy()]))
+        else:
+            weight = part_of(model, name, weight)
         put_packed(model, item.names, weight.to(device), file.tensors[item.source].format)
         if item.layout.columns is not None:
-            order = torch.from_numpy(item.layout.columns.argsort()).to(device)
-            set_input_order(model, item.names, order)
+            order = torch.from_numpy(item.layout.columns.argsort())
+            order = part_of(model, f"{name.removesuffix('weight')}input_order", order)
+            set_input_order(model, item.names, order.to(device))
     for experts in plan.experts:
         put_experts(model, file, experts, device)
     for name in plan.dense:
         for target, value in mapping.convert(name, file.dense(name).numpy()).items():
-            put_dense(model, plan.names[target], value.contiguous(), device)
+            names = plan.names[target]
+            put_dense(model, names, part_of(model, names[0], value).contiguous(), device)
     for name in plan.zeros:
         put_dense(model, [name], torch.zeros(model.get_parameter(name).shape), device)
     model.to(device)  # buffers, which were made on the CPU

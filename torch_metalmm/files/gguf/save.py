@@ -17,6 +17,7 @@ from ...formats import DTYPES
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
 from ...models.replace import dense_weight, is_conv1d, weight_shape
+from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
 from .architectures import llama3_divisors, metadata
@@ -54,6 +55,7 @@ def save_gguf(
     value of the config that readers of the file would not find.
     """
     require("save_gguf", "gguf", *HF)
+    refuse_sharded(model, "save_gguf")
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
     target = check_target(path, replace, "replace=True")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import formats
 from ...formats._planes import Planes
+from ...nn.sharded import Shard
 
 # Where mlx-lm has other names: model_type -> (its prefix, transformers')
 PREFIXES = {"gpt2": ("model.", "transformer.")}
@@ -116,17 +117,35 @@ def _packing(where: str, entry: Mapping[str, Any]) -> Packing:
     return Packing(**values, mode=mode)
 
 
-def pack(format: str, codes: Tensor, scales: Tensor, biases: Tensor | None) -> Tensor:
-    """uint8 [N, row_bytes] of an MLX layer's tensors. ValueError: they do not fit the format."""
-    spec = formats.get(format)
-    if isinstance(spec, Planes):
-        if biases is not None:
-            raise ValueError(f"{format} has no biases")
-        return spec.pack(codes, scales)
-    assert isinstance(spec, formats.Affine)
-    if biases is None:
+def check_planes(format: str, biases: Tensor | None) -> None:
+    """ValueError: a layer of the format has no biases, or must have them."""
+    planes = isinstance(formats.get(format), Planes)
+    if planes and biases is not None:
+        raise ValueError(f"{format} has no biases")
+    if not planes and biases is None:
         raise ValueError("biases are missing")
-    return spec.pack(codes, scales, biases)
+
+
+def pack(format: str, *planes: Tensor) -> Tensor:
+    """uint8 [N, row_bytes] of an MLX layer's codes, scales and, where it has them, biases.
+
+    ValueError: they do not fit the format.
+    """
+    spec: Any = formats.get(format)
+    packed: Tensor = spec.pack(*planes)
+    return packed
+
+
+def part_of_planes(shard: Shard, planes: list[Tensor]) -> list[Tensor]:
+    """This rank's rows or columns of a layer's codes, scales and biases."""
+    begin, end = shard.range
+    if shard.rows:
+        return [plane[begin:end] for plane in planes]
+    spec: Any = formats.get(shard.format)
+    group = spec.group if isinstance(spec, Planes) else spec.block_values
+    codes, *others = planes
+    part = codes[:, begin * spec.bits // 32 : end * spec.bits // 32]
+    return [part, *(plane[:, begin // group : end // group] for plane in others)]
 
 
 def unpack(format: str, packed: Tensor, k: int) -> dict[str, Tensor] | None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ... import formats
 from ...extras import HF, require
 from ...models.integers.affine import Rows
 from ...models.replace import weight_shape
-from ...models.skeleton import empty_model
+from ...models.shard.apply import shard_, whole_shape
+from ...models.shard.plan import refuse_experts
+from ...models.skeleton import empty_model, put_packed, tied_names
+from ...nn.sharded import Sharded
 from ..blame import blaming
-from ..fill import fill, finish
+from ..fill import fill, finish, layer_of
 from ..folder import read_config, read_tokenizer
 from ..headers import read_headers
 from ..source import Source
 from ..untrusted import config_of
 from .experts import put_experts, rename
-from .layout import PREFIXES, Quantization, pack
+from .layout import PREFIXES, Quantization, check_planes, pack, part_of_planes
 
 # mlx-lm's loader changes these models' numbers, so that they are not transformers'.
 _OTHER_NUMBERS = {
@@ -39,6 +44,8 @@ def load_mlx(
     folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    plan: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of an MLX checkpoint of mlx-lm; no tokenizer in the folder gives None.
 
@@ -49,6 +56,7 @@ def load_mlx(
     unpacked weights, by default that of the checkpoint's unpacked tensors. Every model*.safetensors
     of the folder is read; its index is not, since it is often that of the model before
     quantization. The model is frozen and in eval mode.
+    With a mesh, this rank loads and reads its part of the model, as shard_(model, mesh, plan).
 
     OSError: a file is missing. ValueError: not such a checkpoint, a mode or size without a format
     here, tensors that contradict the config or the model, an architecture of which MLX stores other
@@ -75,6 +83,8 @@ def load_mlx(
         )
         found = source.dense_dtype((".scales", ".biases"))
         model = empty_model(config, dtype or found or config.dtype or torch.float32)
+    if mesh is not None:
+        refuse_experts(model)  # before their tensors are read; shard_ would do it after that
     with source:
         owners = {name.removesuffix(".scales") for name in source.keys if name.endswith(".scales")}
         _check_layers(path, source, owners, quantization)
@@ -82,6 +92,9 @@ def load_mlx(
         owners = {name for name in owners if f"{name}.scales" in source.keys}
         leaves = ("weight", "scales", "biases")
         packed = {o: [n for n in (f"{o}.{e}" for e in leaves) if n in source.keys] for o in owners}
+        if mesh is not None:
+            _put_empty(path, model, source, quantization, owners)
+            shard_(model, mesh, plan)
         rows = partial(_packed, path, source, quantization)
         fill(path, model, source, packed, rows, device, experts)
     return finish(path, model), read_tokenizer(path)
@@ -137,22 +150,56 @@ def _check_layers(
             raise ValueError(f"{path}: the config quantizes {name}, but {name}.scales is missing")
 
 
+def _put_empty(
+    path: Path,
+    model: Any,
+    source: Source,
+    quantization: Quantization | None,
+    owners: set[str],
+) -> None:
+    """Packed layers without data, from whose formats and sizes shard_ sees what to divide."""
+    ties = tied_names(model)
+    for owner in sorted(owners):
+        layer = layer_of(path, model, source, owner, [f"{owner}.scales"])
+        format = _tensors(path, source, quantization, owner, layer)[0]
+        n, k = weight_shape(layer)
+        row = formats.get(format).row_bytes(k)
+        empty = torch.empty(n, row, dtype=torch.uint8, device="meta")
+        put_packed(model, ties[f"{owner}.weight"], empty, format)
+
+
 def _packed(
     path: Path, source: Source, quantization: Quantization | None, owner: str, module: nn.Module
 ) -> Rows:
-    """The packed bytes of a quantized layer."""
+    """The packed bytes of a quantized layer, of a sharded one this rank's."""
+    format, codes, scales, biases = _tensors(path, source, quantization, owner, module)
+    planes = [codes, scales] if biases is None else [codes, scales, biases]
+    if isinstance(module, Sharded):
+        planes = part_of_planes(module.shard, planes)
+    try:
+        return Rows(format, pack(format, *planes))
+    except ValueError as error:
+        key = source.keys[f"{owner}.scales"].removesuffix(".scales")
+        raise ValueError(f"{path}: {key}: {error}") from None
+
+
+def _tensors(
+    path: Path, source: Source, quantization: Quantization | None, owner: str, module: nn.Module
+) -> tuple[str, Tensor, Tensor, Tensor | None]:
+    """The format of a quantized layer, and the whole layer's codes, scales and biases."""
     assert quantization is not None
     key = source.keys[f"{owner}.scales"].removesuffix(".scales")
     if f"{owner}.weight" not in source.keys:
         raise ValueError(f"{path}: {key}.weight is missing")
     codes, scales = source.read(f"{owner}.weight"), source.read(f"{owner}.scales")
     biases = source.read(f"{owner}.biases") if f"{owner}.biases" in source.keys else None
-    n, k = weight_shape(module)
+    n, k = whole_shape(module)
     try:
         format = quantization.of(key, codes, scales, k).format(scales.dtype)
         if codes.shape[0] != n:
             raise ValueError(f"{key}.weight is {list(codes.shape)}, the model has {n} rows")
-        return Rows(format, pack(format, codes, scales, biases))
+        check_planes(format, biases)
     except ValueError as error:
         said = str(error)
         raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None
+    return format, codes, scales, biases

@@ -15,6 +15,7 @@ from ...extras import HF, require
 from ...models.attach import is_transformers_model, quantized_by_another
 from ...models.experts import homes
 from ...models.replace import is_conv1d
+from ...models.shard.apply import refuse_sharded
 from ...nn import QuantEmbedding, QuantLinear
 from ..folder import read_config
 from ..owned import CONFIG, INDEX, mlx_weights, obsolete_tokenizer, prepare_folder
@@ -36,6 +37,7 @@ def save_mlx(model: Any, tokenizer: Any, folder: str | os.PathLike[str]) -> None
     OSError: the folder cannot be written or holds a model that is no MLX checkpoint.
     """
     require("save_mlx", *HF)
+    refuse_sharded(model, "save_mlx")
     if not is_transformers_model(model) or quantized_by_another(model):
         raise ValueError(f"model must be a transformers model, got {type(model).__name__}")
     tensors, layers = _mlx_tensors(model)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...nn import QuantLinear
 from ...nn.layer import FusedLayer
+from ...nn.sharded import everywhere
 from .draw import normal
 from .merge import evaluating
 from .observe import Seen, copy_of
@@ -43,7 +44,7 @@ def agrees(fused: FusedLayer, runs: list[Seen]) -> bool:
     layer = fused.layer
     k = max(m.in_features for m in layer.modules() if isinstance(m, QuantLinear))
     with torch.inference_mode(False), torch.no_grad(), evaluating(layer):
-        return all(_close(fused, k, *case) for case in _cases(runs))
+        return all(everywhere(layer, _close(fused, k, *case)) for case in _cases(runs))
 
 
 def _cases(runs: list[Seen]) -> Iterator[tuple[Tensor, dict[str, Any], Any, bool]]:

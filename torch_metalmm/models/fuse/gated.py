@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...nn import QuantLinear
 from ...nn.fused import Roles, plain, unhooked
 from ...nn.gate import ACTIVATIONS
+from ...nn.sharded import ColumnsLinear
 from .draw import normal
 from .merge import evaluating
 from .times import MLP
@@ -47,7 +48,7 @@ def _candidates(layers: dict[str, QuantLinear]) -> list[Roles]:
     found: list[Roles] = []
     for names in permutations(layers):
         gate, down = layers[names[0]], layers[names[-1]]
-        if gate.bias is not None:
+        if gate.bias is not None or any(type(layers[n]) is ColumnsLinear for n in names[:-1]):
             continue
         if len(names) == 2:
             if gate.out_features == 2 * down.in_features:

@@ -41,7 +41,7 @@ def merge_layers(parent: nn.Module, once: dict[int, str | None], dtype: torch.dt
             layer = layers[name]
             bias = None if layer.bias is None else layer.bias.dtype
             kind = once[id(layer)]
-            key = (layer.format, layer.in_features, layer.weight.device, bias, kind)
+            key = (type(layer), layer.format, layer.in_features, layer.weight.device, bias, kind)
             alike.setdefault(key, {})[name] = layer
         for found in alike.values():
             others = [name for name in group.layers if name not in found]

@@ -16,6 +16,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from ...nn.sharded import Sharded
 from .base import MergesPacked, describe, is_packed
 
 TRAINS = (
@@ -25,12 +26,19 @@ TRAINS = (
 
 
 def _check_target(tuner: Any, config: Any, model: Any, target: str) -> None:
-    """ValueError: the method is not known to work on packed layers, and the target may be one.
+    """ValueError: a target is sharded, or the method is not known to work on packed layers, and
+    the target may be one.
 
     PEFT passes the last part of the name only.
     """
     from peft.tuners.mixed import MixedModel
 
+    for name, module in model.named_modules():
+        if isinstance(module, Sharded) and tuner._check_target_module_exists(config, name):
+            raise ValueError(
+                f"{name} is sharded, and an adapter would be of a part of it; merge adapters "
+                "before shard_"
+            )
     method = _name(config)
     if method in ("LORA", *TRAINS) and not isinstance(tuner, MixedModel):
         return

@@ -1,0 +1,191 @@
+"""`python -m bench tokens --tp 2`: whole models over several processes, a device each.
+
+First one process, then `--tp` of them: NCCL on cuda, gloo on the CPU. Each makes its part of the
+same random model, and what one process computes is what the others' logits are compared with.
+Beside them the dense model under transformers' own tensor parallelism, of other random weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from torch_metalmm import formats, fuse_
+
+from ..devices import Device
+from . import llamas
+from .systems import Graph, Transformers
+from .tokens import BEYOND, CHECKED_TOKENS, EXACT_FACTOR, ROUNDED_LIMIT, Progress, Race, Record
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is told."""
+
+    model: str
+    formats: tuple[str, ...]
+    device: str
+    dtype: torch.dtype
+    prompt: int
+    context: int
+    new_tokens: int
+    repetitions: int
+    threads: int
+    dense: bool
+    folder: str
+
+
+def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> Iterator[Record]:
+    """The records of every model named, on one process and on args.tp."""
+    names = tuple(formats.get(name).name for name in args.formats.split(","))
+    known = [name for name, s in llamas.SHAPES.items() if isinstance(s, llamas.Shape)]
+    for model in args.models.split(","):
+        if model not in known:
+            raise ValueError(f"--tp: model {model!r}; must be of {', '.join(known)}")
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(
+                *(model, names, device.type, dtype, args.prompt, args.context, args.new_tokens),
+                *(args.repetitions, args.threads, not args.no_peers, folder),
+            )
+            for count in (1, args.tp):
+                progress(f"{model}: {count} of {device.type}")
+                (Path(folder) / "store").unlink(missing_ok=True)
+                mp.spawn(_rank, (job, count), nprocs=count)
+                yield from torch.load(Path(folder) / f"{count}.pt")
+
+
+def _rank(rank: int, job: Job, count: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(job.threads)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    device = job.device
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    store = dist.FileStore(str(Path(job.folder) / "store"), count)
+    backend = "nccl" if job.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    mesh = init_device_mesh(job.device, (count,), mesh_dim_names=("tp",))
+    with torch.inference_mode():
+        records = []
+        for name in job.formats:
+            records += _of_format(job, name, device, mesh)
+            gc.collect()  # models that were fused or captured refer to themselves
+            if job.device == "cuda":
+                torch.cuda.empty_cache()
+        if job.dense:
+            records += _of_dense(job, device, mesh)
+    if rank == 0:
+        torch.save(records, Path(job.folder) / f"{count}.pt")
+    dist.destroy_process_group()
+
+
+def _of_format(job: Job, name: str, device: str, mesh: Any) -> list[Record]:
+    model = llamas.packed_llama(llamas.SHAPES[job.model], name, device, job.dtype, mesh)
+    title = f"metalmm {name}"
+    records = [_measured(job, Transformers(title, model), mesh, name)]
+    fused = fuse_(model)
+    records.append(_measured(job, Transformers(f"{title}, fuse_", fused), mesh, name))
+    return records + _graph(job, f"{title}, fuse_", fused, mesh, name)
+
+
+def _of_dense(job: Job, device: str, mesh: Any) -> list[Record]:
+    """The dense model; or why it does not run, as where it does not fit."""
+    dtype = torch.float16 if job.device == "cuda" else torch.float32
+    title = "transformers " + {torch.float16: "f16"}.get(dtype, "f32")
+    try:
+        model = dense_llama(llamas.SHAPES[job.model], dtype, device, mesh)
+        records = [_measured(job, Transformers(title, model), mesh, None)]
+        return records + _graph(job, title, model, mesh, None)
+    except torch.OutOfMemoryError as error:
+        what = f"{job.model}, {title}, {_over(mesh)}"
+        return [{"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}]
+
+
+def dense_llama(
+    shape: llamas.Shape | llamas.Mixture, dtype: torch.dtype, device: str, mesh: Any
+) -> Any:
+    """A random Llama under transformers' tensor parallelism; each rank makes its part."""
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model = llamas.empty(shape, dtype, device)
+    if mesh.size() > 1:
+        config = DistributedConfig(tp_size=mesh.size(), tp_plan="auto")
+        apply_tensor_parallelism(model, mesh, model._resolve_parallel_plans(config)[0])
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if isinstance(p, DTensor):
+                local = torch.empty(p._local_tensor.shape, dtype=dtype, device=device)
+                options = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+                made = DTensor.from_local(local.normal_(0, 0.02), mesh, p.placements, **options)
+                module._parameters[name] = nn.Parameter(made, requires_grad=False)
+    return llamas.filled(model, device)
+
+
+def _graph(job: Job, title: str, model: nn.Module, mesh: Any, name: str | None) -> list[Record]:
+    """The step as a captured graph, collectives included."""
+    if job.device != "cuda":
+        return []
+    length = -(-(max(job.context, CHECKED_TOKENS) + job.new_tokens + BEYOND) // BEYOND) * BEYOND
+    system = Graph(f"{title}, graph", model, length=length)
+    try:
+        return [_measured(job, system, mesh, name)]
+    except RuntimeError as error:  # what cannot be captured fails on every rank alike
+        what = f"{job.model}, {system.name}, {_over(mesh)}"
+        return [{"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}]
+
+
+def _measured(job: Job, system: Any, mesh: Any, name: str | None) -> Record:
+    """A system's times, and how far its logits are from those of one process."""
+    pick = random.Random(1)
+    vocabulary = llamas.SHAPES[job.model].vocabulary
+    prompt = [pick.randrange(vocabulary) for _ in range(job.prompt)]
+    error = _error(job, system, mesh, prompt[:CHECKED_TOKENS], name)
+    title = f"random Llama, {llamas.SHAPES[job.model].parameters / 1e6:.0f} M parameters"
+    ok = error <= ROUNDED_LIMIT / EXACT_FACTOR
+    fields = {"kind": "tokens", "system": f"{system.name}, {_over(mesh)}", "prompt": job.prompt}
+    fields |= {"weight_bytes": _local_bytes(system.model), "error": error, "ok": ok}
+    fields |= {"model": title, "device": job.device, "context": job.context}
+    race = Race(system, fields)
+    race.round(prompt, job.context, 2)
+    race.clear()
+    for _ in range(job.repetitions):
+        dist.barrier()
+        race.round(prompt, job.context, job.new_tokens)
+    return race.record(job.prompt)
+
+
+def _error(job: Job, system: Any, mesh: Any, tokens: list[int], name: str | None) -> float:
+    """|logits - those of one process| / |these|; 0 of dense models, whose weights are others."""
+    system.reset()
+    system.feed(tokens[:-1])
+    given: Tensor = system.feed(tokens[-1:]).cpu().double()
+    if name is None:
+        return 0.0 if bool(given.isfinite().all()) else torch.inf
+    file = Path(job.folder) / f"{name}.logits"
+    if mesh.size() == 1 and not file.exists():
+        torch.save(given, file)
+    wanted = torch.load(file)
+    return float((given - wanted).norm() / wanted.norm())
+
+
+def _local_bytes(model: nn.Module) -> int:
+    return sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
+
+
+def _over(mesh: Any) -> str:
+    return f"{mesh.size()} process{'es' if mesh.size() > 1 else ''}"

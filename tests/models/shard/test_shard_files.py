@@ -1,0 +1,310 @@
+"""What a rank reads of a file, what it has then, and what a save of all ranks writes.
+
+Pages without bytes of the rank's part cannot be touched: a load that reads one kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forbidden import Spans, forbid, pages
+from gguf_files import tensors_of, write_gguf
+from hf_models import random_model
+from ranks import RankError, on_ranks
+from safetensors import safe_open
+from test_shard_models import GPT2
+from tiny_models import tiny_llama
+from torch import Tensor
+
+from torch_metalmm import (
+    MetalMMConfig,
+    formats,
+    fuse_,
+    load_gguf,
+    load_mlx,
+    load_packed,
+    quantize_,
+    save_gguf,
+    save_mlx,
+    save_packed,
+    shard_,
+)
+from torch_metalmm.files.gguf.file import GgufFile
+from torch_metalmm.files.gguf.map import gguf_names
+from torch_metalmm.nn.sharded import Shard, Sharded
+
+# Long rows of W where columns are divided: a rank's part of a row has pages of its own.
+LONG = {
+    "hidden_size": 64,
+    "intermediate_size": 1 << 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+KINDS = {"packed": "q4_k", "gguf": "q8_0", "mlx": "affine8_g64", "dense": "q4_0"}
+GROUPS = {"q4_k": {"*down_proj": "q4_k", "*": "q8_0"}}
+MOST = 1.1
+
+
+def dense_model() -> Any:
+    return tiny_llama(seed=3, **LONG)
+
+
+def packed_model(kind: str) -> Any:
+    format = KINDS[kind]
+    return quantize_(dense_model(), GROUPS.get(format, format), progress=False)
+
+
+def write(kind: str, folder: Path) -> None:
+    if kind == "dense":
+        dense_model().save_pretrained(folder)
+    elif kind == "packed":
+        save_packed(packed_model(kind), None, folder)
+    elif kind == "mlx":
+        save_mlx(packed_model(kind), None, folder)
+    else:
+        save_gguf(packed_model(kind), None, folder / "weights")
+        values = GgufFile(folder / "weights").metadata
+        own = {k.removeprefix("llama."): v for k, v in values.items() if k.startswith("llama.")}
+        write_gguf(folder / "model.gguf", "llama", dict(tensors_of(folder / "weights")), own)
+
+
+def load(kind: str, folder: Path, mesh: Any) -> Any:
+    if kind == "packed":
+        return load_packed(folder, mesh=mesh)[0]
+    if kind == "mlx":
+        return load_mlx(folder, mesh=mesh)[0]
+    if kind == "gguf":
+        return load_gguf(folder / "model.gguf", mesh=mesh)[0]
+    from transformers import LlamaForCausalLM
+
+    if mesh is None:
+        config = MetalMMConfig(KINDS[kind])
+        return LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
+    config = MetalMMConfig(KINDS[kind])
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, tp_plan="auto")
+
+
+def file_of(kind: str, folder: Path) -> Path:
+    return folder / ("model.gguf" if kind == "gguf" else "model.safetensors")
+
+
+def tensors(kind: str, model: Any, file: Path) -> Iterator[tuple[str, int, int, int]]:
+    """(name of the layer, first byte, rows, bytes of a row) of each tensor of the file."""
+    if kind == "gguf":
+        stored = GgufFile(file).tensors
+        packed = [n for n, m in model.named_modules() if hasattr(m, "format")]
+        names = {theirs: ours for ours, theirs in gguf_names(model, packed).items()}
+        for name, entry in stored.items():
+            rows = entry.nbytes // formats.get(entry.format).row_bytes(entry.shape[-1])
+            yield names.get(name, ""), entry.offset, rows, entry.nbytes // rows
+        return
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        rows = entry["shape"][0]
+        yield name.rpartition(".")[0], 8 + length + begin, rows, (end - begin) // rows
+
+
+def spans_of(kind: str, model: Any, file: Path, layers: dict[str, Any]) -> Spans:
+    """The bytes of this rank's part of the file, and its header."""
+    found: Spans = []
+    least = 1 << 62
+    for name, begin, rows, row in tensors(kind, model, file):
+        least = min(least, begin)
+        shard = getattr(layers.get(name), "shard", None)
+        if shard is None:
+            found.append((begin, begin + rows * row))
+        elif shard.rows:
+            a, b = shard.range
+            found.append((begin + a * row, begin + b * row))
+        else:
+            found += [
+                (begin + r * row + a, begin + r * row + b)
+                for r in range(rows)
+                for a, b in columns(shard, row)
+            ]
+    return [(0, least), *found]
+
+
+def columns(shard: Shard, row: int) -> Spans:
+    """The bytes of a row that hold the rank's columns; every plane of a file is divided alike."""
+    a, b = shard.range
+    return [(a * row // shard.k, -(-b * row // shard.k))]
+
+
+@contextmanager
+def only(file: Path, allowed: set[int]) -> Iterator[list[int]]:
+    """Inside, files are opened with all pages but those forbidden; how many maps each time."""
+    import safetensors
+
+    import torch_metalmm.files.gguf.load as gguf
+
+    maps: list[int] = []
+    opened, opens = gguf.open_gguf, safetensors.safe_open
+
+    def open_gguf(path: Any) -> Any:
+        made = opened(path)
+        maps.append(forbid(file, allowed))
+        return made
+
+    def open_safely(*args: Any, **options: Any) -> Any:
+        made = opens(*args, **options)
+        maps.append(forbid(file, allowed))
+        return made
+
+    import transformers.modeling_utils as theirs
+
+    gguf.open_gguf, safetensors.safe_open, theirs.safe_open = open_gguf, open_safely, open_safely
+    try:
+        yield maps
+    finally:
+        gguf.open_gguf, safetensors.safe_open, theirs.safe_open = opened, opens, opens
+
+
+def loaded(mesh: Any, kind: str, folder: Path, extra: int) -> tuple[float, int, list[str]]:
+    """(bytes that may be touched over the rank's, maps, layers that differ from shard_'s)."""
+    whole = packed_model(kind)
+    want = shard_(whole, mesh)
+    layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
+    file = file_of(kind, folder)
+    spans = spans_of(kind, want, file, layers)
+    allowed = pages(spans)
+    if extra:
+        allowed -= {max(allowed)}
+    with only(file, allowed) as maps:
+        got = load(kind, folder, mesh)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 100, (1, 5))
+    with torch.inference_mode():
+        wrong = [] if torch.equal(got(ids).logits, want(ids).logits) else ["logits"]
+    for name, layer in layers.items():
+        mine = got.get_submodule(name)
+        if type(mine) is not type(layer) or not torch.equal(mine.weight, layer.weight):
+            wrong.append(name)
+    share = sum(b - a for a, b in spans)
+    return len(allowed) * 4096 / share, sum(maps), wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
+    write(kind, tmp_path)
+    for ratio, maps, wrong in on_ranks(2, loaded, kind, tmp_path, 0):
+        print(f"{kind}: pages that may be touched / bytes of the part = {ratio:.3f}")
+        assert ratio <= MOST and maps > 0
+        assert wrong == []
+
+
+def test_pages_are_forbidden(tmp_path: Path) -> None:
+    """A page less than the rank's part: the load dies."""
+    write("gguf", tmp_path)
+    with pytest.raises(RankError, match="ended with -11"):
+        on_ranks(2, loaded, "gguf", tmp_path, 1)
+
+
+SAVED: dict[str, Any] = {"packed": "q4_0", "dense head": {"lm_head": None, "*": "q4_0"}}
+
+
+def saved(mesh: Any, folder: Path, what: str, fused: bool) -> list[str]:
+    model = quantize_(tiny_llama(seed=1), SAVED[what], progress=False)
+    shard_(model, mesh)
+    if fused:
+        fuse_(model, "swiglu")
+    before = [(n, type(m).__name__) for n, m in model.named_modules()]
+    save_packed(model, None, folder)
+    assert [(n, type(m).__name__) for n, m in model.named_modules()] == before
+    return [kind for _, kind in before]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("what", SAVED)
+def test_a_save_is_that_of_the_whole_model(what: str, fused: bool, tmp_path: Path) -> None:
+    whole = quantize_(tiny_llama(seed=1), SAVED[what], progress=False)
+    save_packed(whole, None, tmp_path / "one")
+    for kinds in on_ranks(2, saved, tmp_path / "two", what, fused):
+        assert "ColumnsLinear" in kinds and ("LinearPart" in kinds) == fused
+    one = {f.name: f.read_bytes() for f in (tmp_path / "one").iterdir() if f.is_file()}
+    two = {f.name: f.read_bytes() for f in (tmp_path / "two").iterdir() if f.is_file()}
+    assert "model.safetensors" in one
+    assert one == two
+
+
+def loaded_and_saved(mesh: Any, folder: Path, out: Path) -> list[Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    model.save_pretrained(out)
+    return [type(m).__name__ for m in model.modules() if isinstance(m, Sharded)]
+
+
+def test_from_pretrained_of_a_packed_folder_and_back(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    spec = {"lm_head": None, "*": "q4_k"}
+    save_packed(quantize_(tiny_llama(intermediate_size=1024), spec, progress=False), None, one)
+    kinds = on_ranks(2, loaded_and_saved, one, two)
+    assert len(kinds[0]) == 2 + 2 * 3  # o has one block: attention stays whole
+    with (
+        safe_open(one / "model.safetensors", "pt") as a,
+        safe_open(two / "model.safetensors", "pt") as b,
+    ):
+        assert sorted(a.keys()) == sorted(b.keys())
+        assert all(torch.equal(a.get_tensor(n), b.get_tensor(n)) for n in sorted(b.keys()))
+    assert (one / "config.json").read_text() == (two / "config.json").read_text()
+
+
+def of_conv1d(mesh: Any, folder: Path) -> list[str]:
+    """GPT-2 has its weights transposed, and no plan of its own."""
+    from transformers import GPT2LMHeadModel
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, tp_plan=GPT2)
+    options = {"quantization_config": MetalMMConfig("q4_0"), "distributed_config": config}
+    got = GPT2LMHeadModel.from_pretrained(folder, **options)
+    want = shard_(quantize_(random_model("gpt2"), "q4_0", progress=False), mesh, GPT2)
+    layers = {n: m for n, m in want.named_modules() if isinstance(m, Sharded)}
+    assert len(layers) == 2 + 2 * 4
+    return [n for n, m in layers.items() if not same(m, got.get_submodule(n))]
+
+
+def same(a: Any, b: Any) -> bool:
+    biases = [getattr(m, "bias", None) for m in (a, b)]
+    if (biases[0] is None) != (biases[1] is None):
+        return False
+    return torch.equal(a.weight, b.weight) and (
+        biases[0] is None or torch.equal(biases[0], biases[1])
+    )
+
+
+def test_packing_while_a_rank_loads_gpt2(tmp_path: Path) -> None:
+    random_model("gpt2").save_pretrained(tmp_path)
+    assert on_ranks(2, of_conv1d, tmp_path) == [[], []]
+
+
+def failing(mesh: Any, folder: Path) -> None:
+    def fail(*args: Any, **options: Any) -> Tensor:
+        raise OSError("no room")
+
+    model = shard_(quantize_(tiny_llama(), "q4_0", progress=False), mesh)
+    if mesh.get_local_rank() == 0:
+        import transformers.modeling_utils as theirs
+
+        theirs.safe_save_file = fail
+    save_packed(model, None, folder)
+
+
+def test_a_save_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        on_ranks(2, failing, tmp_path / "saved")
+    assert "OSError: no room" in caught.value.errors[0]
+    assert "RuntimeError: rank 0 could not save: OSError: no room" in caught.value.errors[1]
