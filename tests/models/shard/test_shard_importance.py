@@ -1,0 +1,99 @@
+"""Packing with an importance of columns while each of several ranks loads its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankError, on_ranks
+from tiny_models import tiny_llama
+
+from torch_metalmm import MetalMMConfig, quantize_, read_importance, shard_
+from torch_metalmm.files.imatrix import Entry, Imatrix, write_imatrix
+from torch_metalmm.models.importance import importance
+from torch_metalmm.nn.sharded import ColumnsLinear, Sharded
+
+# Columns in formats whose weights depend on a block; rows in one where they depend on the row.
+SPECS: dict[str, dict[str, str]] = {
+    "ggml": {"*.down_proj": "q4_k", "*.o_proj": "iq4_nl", "*": "q4_0"},
+    "affine": {"*.down_proj": "affine3_g64", "*.o_proj": "affine4_g32", "*": "q5_1"},
+}
+
+
+def dense_model() -> Any:
+    return tiny_llama(seed=5, intermediate_size=1024)
+
+
+def write(folder: Path) -> None:
+    """A dense model and an importance, of which the last rank's columns are next to nothing: a
+    search never takes less than 2^-40 of the largest for a weight."""
+    model = dense_model()
+    model.save_pretrained(folder)
+    random, entries = np.random.default_rng(1), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            k = module.in_features
+            sums = random.random((1, k), np.float32) * np.where(np.arange(k) < k // 2, 1, 1e-14)
+            entries[name] = Entry(sums.astype(np.float32), np.array([1], np.float32))
+    write_imatrix(folder / "imatrix.gguf", Imatrix(entries))
+
+
+def load(folder: Path, spec: dict[str, str]) -> Any:
+    from transformers import LlamaForCausalLM
+
+    config = MetalMMConfig(modules=spec, importance=folder / "imatrix.gguf")
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, tp_plan="auto")
+
+
+def compared(mesh: Any, folder: Path, what: str) -> tuple[list[str], list[str]]:
+    """(layers that differ from shard_'s of the whole, layers of columns like those without)."""
+    weighed = read_importance(folder / "imatrix.gguf", dense_model())
+    packed = quantize_(dense_model(), SPECS[what], progress=False, importance=weighed)
+    want = shard_(packed, mesh)
+    plain = shard_(quantize_(dense_model(), SPECS[what], progress=False), mesh)
+    got, other, alike = load(folder, SPECS[what]), [], []
+    for name, layer in want.named_modules():
+        if not isinstance(layer, Sharded):
+            continue
+        mine: Any = got.get_submodule(name)
+        if type(mine) is not type(layer) or not torch.equal(mine.weight, layer.weight):
+            other.append(name)
+        if isinstance(layer, ColumnsLinear) and torch.equal(
+            mine.weight, plain.get_submodule(name).weight
+        ):
+            alike.append(name)
+    assert sum(isinstance(m, ColumnsLinear) for m in want.modules()) == 4
+    return other, alike
+
+
+@pytest.mark.parametrize("what", SPECS)
+def test_a_rank_packs_its_part_of_the_whole(what: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    for other, alike in on_ranks(2, compared, tmp_path, what):
+        assert other == [] and alike == []
+
+
+def refused(mesh: Any, folder: Path) -> None:
+    load(folder, {"*.o_proj": "iq4_nl", "*": "q4_1"})
+
+
+def test_columns_of_a_format_that_weighs_by_the_row(tmp_path: Path) -> None:
+    write(tmp_path)
+    said = r"importance: model.layers.0.mlp.down_proj is divided by columns, and q4_1 weighs"
+    with pytest.raises(RankError, match=said):
+        on_ranks(2, refused, tmp_path)
+
+
+def collected(mesh: Any) -> str:
+    model = shard_(quantize_(dense_model(), "q8_0", progress=False), mesh)
+    with pytest.raises(ValueError) as caught, importance(model):
+        raise AssertionError("sums of a sharded model")
+    return str(caught.value)
+
+
+def test_sums_of_a_sharded_model_are_refused() -> None:
+    said = "importance: the model is sharded; do it before shard_"
+    assert on_ranks(2, collected) == [said, said]
