@@ -31,9 +31,9 @@ class Call:
     operands: dict[str, Tensor]
     problem: dict[str, Any]
     before: tuple[Call, ...] = ()
+    made: dict[str, int] = field(default_factory=dict)
     y_values: int | None = None  # of the last plan, where these are not the result
     gathered: tuple[str, ...] = ()  # slots of what torch's ops make before the last plan
-    made: dict[str, int] = field(default_factory=dict)
 
 
 def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -250,6 +250,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     SPLIT: lambda f, t: linear(f, SPLIT, 2, t),
     "swiglu_up": swiglu,
     "swiglu_down": swiglu_linear,
+    "gemm_small of 20 rows": lambda f, t: linear(f, "gemm_small", 20, t),
     "act_mul": swiglu_rows,
     "norm_linear": norm_linear,
     "norm_linear in two passes": norm_linear_of_rows,

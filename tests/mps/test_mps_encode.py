@@ -105,10 +105,16 @@ def buffers_of(calls: list[Any]) -> dict[str, list[int]]:
 
 
 def check_pass(
-    calls: list[Any], one: dict[str, Any], call: Call, y_bytes: int, made: dict[str, list[int]]
+    calls: list[Any],
+    one: dict[str, Any],
+    call: Call,
+    y_bytes: int,
+    arranged: int,
+    made: dict[str, list[int]],
 ) -> None:
     """Encoder calls against the plan, the operands and the size of what the pass writes.
 
+    arranged: bytes of x in an order of its own, which the plan's first pass writes; or 0.
     made: what passes before have written, by the slot that it is bound to.
     """
     assert calls[0] == ("set_pipeline", one["kernel"], list(one["constants"].values()))
@@ -126,9 +132,14 @@ def check_pass(
             assert buffer[0] and buffer[2]
         elif slot in made:
             assert buffer == made[slot], slot
+        elif slot == "y2" and arranged:
+            assert buffer[0] and buffer[1:] == [0, arranged]
         elif slot not in (*RESULTS, "partial"):  # absent: memory that is there, none readable
             assert buffer == [*buffers["y"][:2], 0], slot
-    assert buffers["y"][1:] == [0, y_bytes]
+    if "y" in buffers:
+        assert buffers["y"][1:] == [0, y_bytes]
+    else:
+        assert arranged and one["kernel"].startswith("arrange_x")
 
 
 def check_rules(calls: list[Any], y: Tensor) -> None:
@@ -187,7 +198,8 @@ def test_encoding(case: str, name: str, spy: ctypes.CDLL) -> None:
             result = call.y_values or y.numel()
             values = result if of is call or of.problem.get("op") != "rms_norm" else 40 * K
             y_bytes = values * size if is_last else plan["workspace_bytes"]
-            check_pass(passes[i], one, of, y_bytes, made if of is call else {})
+            arranged = plan["arranged_bytes"]
+            check_pass(passes[i], one, of, y_bytes, arranged, made if of is call else {})
             check_rules(passes[i], y)
             check_consumed(passes[i], launches[i], of)
 

@@ -57,7 +57,7 @@ def test_issue_bound_by_hand() -> None:
 
     A weight takes 3.5 - 1 cycles to decode and 32 in the matrix unit.
     """
-    p = predict(32, 4096, 4096, "q4_0", "m1")
+    p = predict(32, 4096, 4096, "q4_0", "m1", strategy="gemm")
     moved = 4096 * 2304 + 2 * 32 * 4096 * 2
     check(p, moved / (68e3 * 0.9), 8 * 64 * 4096 * 34.5 / (128 * 1278), 2.0, "issue")
     assert 444 < p.total < 445
@@ -107,12 +107,12 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def parts(plan: dict[str, Any]) -> int:
-    return 1 if plan["dense"] else int(plan["passes"][0]["grid"][2])
+    return 1 if plan["dense"] else int(plan["passes"][plan["main"]]["grid"][2])
 
 
 def walks(plan: dict[str, Any]) -> int:
     """Threadgroups along M."""
-    return int(plan["passes"][0]["grid"][0])
+    return int(plan["passes"][plan["main"]]["grid"][0])
 
 
 @settings(max_examples=300)

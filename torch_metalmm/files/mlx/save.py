@@ -139,8 +139,9 @@ def _older_names(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]
     older: dict[str, Any] = {
         key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
     }
-    scaled = rope.get("rope_type", "default") != "default"
-    older["rope_scaling"] = rope if scaled else None
+    if rope:  # none is said, too: GPT-OSS without the word is scaled
+        scaled = rope.get("rope_type", "default") != "default"
+        older["rope_scaling"] = rope if scaled else None
     if "full_attention" in rope and "sliding_attention" in rope:  # Gemma 3
         older["rope_theta"] = rope["full_attention"]["rope_theta"]
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
