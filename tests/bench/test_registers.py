@@ -16,11 +16,17 @@ from torch_metalmm import _C
 from torch_metalmm.msl import ptx
 from torch_metalmm.msl.build import digest
 
-# Bytes. With 16 rows of f16 x: the f32 weights of a step, and the levels of its codes.
+# Bytes. gemm_small with 32 rows of f16 x: 16 sums and 32 values of x take 48 registers beside the weights of a step. H200,
+# 14336 x 4096, M = 32: affine4, which spills, takes 57 us, as two tiles of 16 rows 50; q4_k, which does not, 47 and 64.
 # gemm, 64 rows of x, a product of floats being 16 multiply-adds and exchanges there; an Apple GPU's
 # is one instruction.
 # attention_split: sums and scores of 4 rows of q take 72 registers, beside two decoded slots.
-SPILLS = {"gemm_small_f32_f16": 40, "gemm_small_iq4_nl_f16": 8, "attention_split": 204}
+SPILLS = {"gemm_small_f32_f16": 68, "gemm_small_f16_f16": 60, "attention_split": 204}
+SPILLS |= {
+    f"gemm_small_{name}_f16": 48 for name in ("q3_k", "iq4_nl", "iq4_xs", "mxfp4", "affine4")
+}
+SPILLS |= {f"gemm_small_{name}_f16": 28 for name in ("bf16", "tq1_0", "iq2_xs", "mxfp8", "iq2_s")}
+SPILLS |= {f"gemm_small_{name}_f16": 8 for name in ("q2_k", "q6_k", "nvfp4", "affine6")}
 SPILLS |= dict.fromkeys(("gemm_q5_0_f32", "gemm_q5_0_bf16"), 4)
 SPILLS |= dict.fromkeys(("gemm_iq4_xs_f16", "gemm_mxfp4_f16"), 12)
 # expert_gemm: its base of W takes a register more.
