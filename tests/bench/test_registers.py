@@ -16,8 +16,9 @@ from torch_metalmm import _C
 from torch_metalmm.msl import ptx
 from torch_metalmm.msl.build import digest
 
-# Bytes. gemm_small with 32 rows of f16 x: 16 sums and 32 values of x take 48 registers beside the weights of a step. H200,
-# 14336 x 4096, M = 32: affine4, which spills, takes 57 us, as two tiles of 16 rows 50; q4_k, which does not, 47 and 64.
+# Bytes. gemm_small with 32 rows of f16 x: 16 sums and 32 values of x take 48 registers beside the
+# weights of a step. H200, 14336 x 4096, M = 32: affine4, which spills, takes 57 us, as two tiles of
+# 16 rows 50; q4_k, which does not, 47 and 64.
 # gemm, 64 rows of x, a product of floats being 16 multiply-adds and exchanges there; an Apple GPU's
 # is one instruction.
 # attention_split: sums and scores of 4 rows of q take 72 registers, beside two decoded slots.

@@ -115,8 +115,8 @@ def _rows(
         return format, codes.to(formats.DTYPES[format]).flatten(0, 1).contiguous().view(torch.uint8)
     planes: list[Tensor | None] = [codes]
     for leaf in ("scales", "biases"):
-        given = f"{name}.{leaf}" in source.keys
-        planes.append(_take(source, f"{name}.{leaf}") if given else None)
+        is_there = f"{name}.{leaf}" in source.keys
+        planes.append(_take(source, f"{name}.{leaf}") if is_there else None)
     assert quantization is not None and planes[1] is not None
     try:
         if any(p is not None and (p.dim() != 3 or p.shape[:2] != (e, rows)) for p in planes):
@@ -126,7 +126,8 @@ def _rows(
         scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
         assert scales is not None
         format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)
-        return format, pack(format, codes.flatten(0, 1), scales, biases)
+        given = [codes.flatten(0, 1), scales, *([] if biases is None else [biases])]
+        return format, pack(format, *given)
     except ValueError as error:
         said = str(error)
         raise ValueError(f"{path}: {said if key in said else f'{key}: {said}'}") from None
