@@ -151,7 +151,7 @@ class Builder:
         tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
         length = -(-tokens // BEYOND) * BEYOND
         for e in entries:
-            if isinstance(e.system, Transformers):
+            if type(e.system) is Transformers:  # a Packed has a cache of its own
                 name = f"{e.system.name}, {word}"
                 plain = e.plain and f"{e.plain}, {word}"
                 system = form(name, e.system.model, e.system.exact, length)
