@@ -157,8 +157,9 @@ class Builder:
         tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
         length = -(-tokens // BEYOND) * BEYOND
         for e in entries:
-            # A graph of eager dense experts cannot be: their loop waits for the device.
-            if isinstance(e.system, Transformers) and e.system.experts in (None, "grouped_mm"):
+            # A Packed has a cache of its own; a graph of eager dense experts cannot be, their
+            # loop waits for the device.
+            if type(e.system) is Transformers and e.system.experts in (None, "grouped_mm"):
                 name = f"{e.system.name}, {word}"
                 plain = e.plain and f"{e.plain}, {word}"
                 system = form(name, e.system.model, e.system.exact, length)

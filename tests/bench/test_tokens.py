@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from bench.__main__ import main, parse
 from bench.devices import CPU
 from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
+from bench.models.tokens import Builder, Entry
 from bench.ops.norm import Cell
 from bench.peers import llama_cpp_model, mlx_model
 from bench.problem import Setting
@@ -104,6 +106,14 @@ def test_a_packed_cache_gives_the_same_logits(packed: Any) -> None:
     cached.reset()
     cached.feed(range(1, 6))
     assert not torch.equal(cached.feed([7]), given)  # the rows of before are gone
+
+
+def test_only_a_growing_cache_has_forms_of_constant_size(packed: Any) -> None:
+    """The form has a static cache, under the name of the system that it is made of."""
+    builder: Any = SimpleNamespace(args=SimpleNamespace(context=32, new_tokens=4))
+    entries = [Entry(kind("a", copy.deepcopy(packed)), packed) for kind in (Transformers, Packed)]
+    (form,) = Builder.in_form(builder, entries, Static, "graph")
+    assert form.system.name == "a, graph" and form.system.model is entries[0].system.model
 
 
 def test_the_defaults_of_a_device() -> None:

@@ -44,7 +44,7 @@ class CacheRows {
 
   at::Tensor bytes_;
   const Format& format_;
-  Weight first_{};  // the head 0 of the batch's first
+  Weight first_{};  // of the first head of the first sequence
 };
 
 // Slots [first, last).
