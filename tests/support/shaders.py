@@ -58,6 +58,11 @@ def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "bot
     )
 
 
+def arranged_of(plan: dict[str, Any]) -> Tensor:
+    """Memory for the rows of x in the order of a kernel's lanes: NaN until they are written."""
+    return torch.full((max(plan["arranged_bytes"], 1),), 0xFF, dtype=torch.uint8)
+
+
 def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:
     """The y of `buffers` after the plan of `op`; a slot that is None is bound to a NaN."""
     w = buffers.get("weight")
@@ -73,12 +78,11 @@ def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **proble
         **problem,
     )
     partial = torch.full((max(plan["workspace_bytes"] // 4, 1),), torch.nan)
-    arranged = torch.full((max(plan["arranged_bytes"], 1),), 0xFF, dtype=torch.uint8)
     absent = torch.full((1,), torch.nan)
     bound = {s: absent if t is None else t for s, t in buffers.items()}
     bound = dict.fromkeys(SLOTS, absent) | bound | {"partial": partial}
     if plan["main"]:
-        bound["y2"] = arranged
+        bound["y2"] = arranged_of(plan)
     *splits, last = plan["passes"]
     for one in splits:
         launch(one, bound | {"y": partial})

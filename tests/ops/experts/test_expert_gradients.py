@@ -139,14 +139,15 @@ def test_compiled(backend: Backend) -> None:
         ids, s = backend.put(chosen(sizes)), backend.put(scores[:tokens])
         x, x2 = (leaf(rows(sizes, torch.float32), backend) for _ in range(2))
         y, want = compiled(x, ids, s), layer(x2, ids, s)
-        assert torch.equal(y, want)
+        # The compiler's own silu where a gradient is recorded; sums in another order.
+        compare([y], [want.detach().cpu().double()], 15 * 64, "compiled")
         y.sum().backward()
         want.sum().backward()
-        compare([x.grad], [x2.grad.cpu().double()], 15 * 64, "compiled")  # sums in another order
+        compare([x.grad], [x2.grad.cpu().double()], 15 * 64, "compiled")
 
 
 def test_a_strategy_is_checked_where_a_gradient_is_recorded(backend: Backend) -> None:
     packed, ids = backend.put(weights("q5_0", SIZES)), backend.put(chosen(SIZES))
     x = leaf(rows(SIZES, torch.float32, False), backend)
-    with pytest.raises(ValueError, match="strategy: 'nope'"):
+    with pytest.raises(ValueError, match="strategy: unknown 'nope'"):
         ops.expert_swiglu(x, packed, ids, None, "q5_0", strategy="nope")
