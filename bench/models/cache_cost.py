@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metalmm import PackedCache, formats, load_gguf
+import torch_metalmm
+from torch_metalmm import formats, load_gguf
 from torch_metalmm.tools.generate import demo_model
 
 from . import growth, llamas
@@ -63,7 +64,7 @@ def memory(name: str) -> Record:
     row = torch.empty(1, config.num_key_value_heads, 1, config.head_dim, device="meta")
     sizes = {}
     for slots in SLOTS:
-        cache = PackedCache(config, name, slots=slots)
+        cache = torch_metalmm.PackedCache(config, name, slots=slots)
         for layer in range(config.num_hidden_layers):
             cache.update(row, row, layer)
         sizes[str(slots)] = sum(t.nbytes for c in cache.layers for t in (c.keys, c.values))
@@ -135,7 +136,7 @@ def dynamic() -> Any:
 
 
 def packed(config: Any, name: str) -> Callable[[], Any]:
-    return lambda: PackedCache(config, name)
+    return lambda: torch_metalmm.PackedCache(config, name)
 
 
 def answers(model: Any, prompts: Tensor, cache: Any, count: int) -> list[Tensor]:

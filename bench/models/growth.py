@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_metalmm import PackedCache
+import torch_metalmm
 
 from . import llamas
 
@@ -47,7 +47,7 @@ def cache_of(name: str, config: Any) -> Any:
     """DynamicCache for "dynamic", else a PackedCache of the format."""
     from transformers import DynamicCache
 
-    return DynamicCache() if name == "dynamic" else PackedCache(config, name)
+    return DynamicCache() if name == "dynamic" else torch_metalmm.PackedCache(config, name)
 
 
 def rows_of(cache: Any) -> int:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 CALLS = {
     "load_gguf": "('x.gguf')",
@@ -59,6 +60,12 @@ def test_nothing_of_the_extra_is_there(tmp_path: Path) -> None:
     assert "'gguf>=" in messages["load_gguf"] and "'transformers>=" in messages["load_packed"]
     assert len(errors) == 2 and all("this command needs gguf and transf" in e for e in errors)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bench_of_kernels_needs_none_of_the_extra() -> None:
+    hidden = ("transformers", "safetensors", "gguf")
+    script = f"import sys; sys.modules |= dict.fromkeys({hidden}); import bench.__main__"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("package", ["safetensors", "gguf"])
