@@ -138,6 +138,8 @@ std::vector<std::string> all_kernel_names() {
       const bool is_needed = is_stored(static_cast<Codec>(c));
       if (is_of_caches(info_of(strategy).family) && !is_needed) continue;
       for (int d = 0; d < kNumDTypes; ++d) {
+        const bool is_half = static_cast<DType>(d) == DType::kF16;
+        if (info_of(strategy).family == Family::Halves && !is_half) continue;
         out.push_back(kernel_name(strategy, static_cast<Codec>(c), static_cast<DType>(d)));
       }
     }

@@ -12,7 +12,7 @@
 namespace metalmm {
 
 // Torch: no kernel of its own, torch's matmul between passes of another row.
-enum class Family { Matmul, Rows, Flat, Groups, Single, Append, Attention, Torch };
+enum class Family { Matmul, Rows, Flat, Halves, Groups, Single, Append, Attention, Torch };
 
 // A row of strategies.def with the numbers of its Geometry; 0 where the family has none.
 struct StrategyInfo {

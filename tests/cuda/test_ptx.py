@@ -56,7 +56,7 @@ def test_registers_are_not_indexed_at_run_time(kernels: dict[str, str]) -> None:
 def test_f16_tiles_use_the_tensor_cores(kernels: dict[str, str]) -> None:
     """f32 and bf16 multiply in f32, which tensor cores cannot."""
     tensor = {n for n, t in kernels.items() if "mma.sync" in t}
-    halves = re.compile(r"(gemm_(?!tiled|naive)|attention_tile_).*_f16")
+    halves = re.compile(r"((expert_)?gemm_(?!tiled|naive)|attention_tile_).*_f16")
     assert tensor == {n for n in kernels if halves.fullmatch(n)}
 
 

@@ -91,6 +91,9 @@ def case(kernel: str, number: int) -> Case:
         return append_case(kernel, format_of(kernel, strategy, pick), dtype, pick)
     if strategy.startswith("attention_"):
         return attention_case(kernel, strategy, dtype, pick)
+    if strategy == "arrange_x":
+        mnk = pick.randint(9, 32), pick.randint(1, 70), 32 * pick.randint(1, 30)
+        return matmul_case(kernel, "gemm_small", "q8_0", mnk, dtype, pick)
     name = format_of(kernel, strategy, pick)
     k = values_of_k(formats.get(name).block_values, number, pick)
     n = pick.randint(1, 70)

@@ -1,7 +1,8 @@
 """Several processes that speak by gloo, each a rank of a mesh, for one call of a function.
 
 A process is forked from a server that has imported torch, transformers and the package and has
-computed nothing, so that a rank begins in a tenth of a second.
+computed nothing, so that a rank begins in a tenth of a second; on a Mac, where a forked process may
+not use Apple's frameworks, each starts anew.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -31,7 +33,7 @@ class RankError(AssertionError):
 
 def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """[function(mesh, *args) of each rank]. RankError: one raised, ended or took too long."""
-    context = mp.get_context("forkserver")
+    context = mp.get_context("spawn" if sys.platform == "darwin" else "forkserver")
     context.set_forkserver_preload(_PRELOADED)
     ranks, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:

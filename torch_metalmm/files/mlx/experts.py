@@ -18,7 +18,7 @@ from ... import formats
 from ...models.experts import Home, dense_format, homes
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
 from ..source import Source
-from .layout import Packing, Quantization, pack, packing_of, unpack
+from .layout import Packing, Quantization, check_planes, pack, packing_of, unpack
 
 _STACK = re.compile(
     r"(?P<block>.*\.layers\.(?P<layer>\d+)\.\w+)\.(switch_mlp|experts)\.(gate|up|down)_proj\."
@@ -126,6 +126,7 @@ def _rows(
         scales, biases = (None if p is None else p.flatten(0, 1) for p in planes[1:])
         assert scales is not None
         format = quantization.of(key, codes.flatten(0, 1), scales, k).format(scales.dtype)
+        check_planes(format, biases)
         given = [codes.flatten(0, 1), scales, *([] if biases is None else [biases])]
         return format, pack(format, *given)
     except ValueError as error:
