@@ -79,10 +79,9 @@ template <int bits>
 struct Affine {
   using Storage = AffinePlanes<bits>;
   using Pieces = PieceLayout<1, kUnitValues, kUnitValues, kUnitValues>;
-  struct Terms {
-    MM_CONST int kScales = 1, kOffsets = 1;
-    MM_CONST int kChains = bits == 4 ? 4 : 1, kChainBits = bits == 4 ? 4 : 0, kLastBias = 0;
-  };
+  MM_CONST bool kHasChains = bits == 2 || bits == 4;
+  using Terms =
+      PieceTerms<1, 1, kHasChains ? 4 : 1, kHasChains ? bits : 0, bits == 2 ? kCrumbBias : 0, 1>;
   MM_CONST bool kHasCodebook = false;
   MM_CONST bool kDecodesHalves = bits == 4, kHalvesAreExact = bits != 4;
   struct Raw {
@@ -122,7 +121,10 @@ struct Affine {
       stream.words[i] = as_type<ushort2>(raw.words[i / 2])[i % 2];
     }
     stream.words[2 * bits] = 0;
-    if constexpr (bits == 4) {
+    if constexpr (bits == 2) {
+      MM_UNROLL
+      for (int i = 0; i < bits; ++i) word_of_crumbs(raw.words[i], p.q + 16 * i);
+    } else if constexpr (bits == 4) {
       MM_UNROLL
       for (int i = 0; i < 8; ++i) {
         nibbles4(stream.words[i], p.q[4 * i], p.q[4 * i + 1], p.q[4 * i + 2], p.q[4 * i + 3]);
@@ -191,6 +193,17 @@ struct Affine {
   }
 
  private:
+  // The codes of a word, times 1, 4, 16 and 64 in turn, all but the first of four with kCrumbBias.
+  static METAL_FUNC void word_of_crumbs(uint word, thread float* q) {
+    MM_UNROLL
+    for (int byte = 0; byte < 4; ++byte) {
+      const uint opened = byte_on_top(word, byte);
+      q[4 * byte] = crumb_on_top<0>(opened) - float(kCrumbBias);
+      q[4 * byte + 1] = crumb_on_top<1>(opened);
+      q[4 * byte + 2] = crumb_on_top<2>(opened);
+      q[4 * byte + 3] = crumb_on_top<3>(opened);
+    }
+  }
   // The first and the second nibble of both halves of a word.
   static METAL_FUNC half2 even_nibbles(uint opened) { return pair<4, 0>(opened) - 1024.0h; }
   static METAL_FUNC half2 odd_nibbles(uint opened) {

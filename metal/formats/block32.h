@@ -44,7 +44,7 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
 struct Q4_0 {
   using Storage = Blocks<32, 18>;
   using Pieces = Pieces32;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = true, kHalvesAreExact = true;
   struct Raw {
     ushort4 codes;
@@ -74,9 +74,7 @@ struct Q4_0 {
 struct Q4_1 {
   using Storage = Blocks<32, 20>;
   using Pieces = PieceLayout<1, 32, 16, 16>;
-  struct Terms {
-    MM_CONST int kScales = 2, kOffsets = 1, kChains = 2, kChainBits = 8, kLastBias = 0;
-  };
+  using Terms = PieceTerms<2, 1, 2, 8>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
@@ -109,7 +107,7 @@ METAL_FUNC void add_fifth16(uint bits, thread float (&w)[16]) {
 struct Q5_0 {
   using Storage = Blocks<32, 22>;
   using Pieces = Pieces32;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
@@ -137,9 +135,7 @@ struct Q5_0 {
 struct Q5_1 {
   using Storage = Blocks<32, 24>;
   using Pieces = Pieces32;
-  struct Terms {
-    MM_CONST int kScales = 1, kOffsets = 1, kChains = 1, kChainBits = 0, kLastBias = 0;
-  };
+  using Terms = PieceTerms<1, 1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
@@ -168,7 +164,7 @@ struct Q5_1 {
 struct Q8_0 {
   using Storage = WindowBlocks<32, 34>;
   using Pieces = PieceLayout<2, 16, 16, 16>;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = true, kHalvesAreExact = true;
   MM_CONST uint kSigns = 0x8080;  // flipping a sign bit adds 128
 

@@ -49,7 +49,7 @@ METAL_FUNC void look_up16(uint4 words, bool high, thread float (&w)[16]) {
 struct IQ4_NL {
   using Storage = Blocks<32, 18>;
   using Pieces = Pieces32;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   using Levels = IQ4Levels;
   MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
   using Raw = Q4_0::Raw;
@@ -76,7 +76,7 @@ struct IQ4_NL {
 struct IQ4_XS {
   using Storage = Blocks<256, 136>;
   using Pieces = PieceLayout<8, 32, 32, 32>;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   using Levels = IQ4Levels;
   MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
 
@@ -120,7 +120,7 @@ struct IQ4_XS {
 struct MXFP4 {
   using Storage = Blocks<32, 17>;
   using Pieces = Pieces32;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   using Levels = FP4Levels;
   MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
 

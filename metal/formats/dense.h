@@ -23,7 +23,7 @@ struct Dense {
   MM_CONST int kValues = 16 / sizeof(V);
   using Storage = DenseValues<V>;
   using Pieces = PieceLayout<1, kValues, kValues, kValues>;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
 
   static METAL_FUNC float value(Row row, uint k) {

@@ -52,6 +52,7 @@ using Row = device const uchar*;
 
 MM_CONST uint kExponent23 = 0x4B000000;  // 2^23 as a float
 MM_CONST uint kExponent10 = 0x64006400;  // 2^10 as two halves
+MM_CONST uint kExponent8 = 0x43800000;   // 2^8 as a float
 
 METAL_FUNC uint open_word(uint word) { return word | kExponent23; }
 METAL_FUNC ushort half_word(uint word, int i) { return as_type<ushort2>(word)[i]; }
@@ -76,6 +77,19 @@ METAL_FUNC half2 pair(uint opened) {
   static_assert(shift + bits <= 10, "beyond the mantissa");
   constexpr uint kMask = kExponent10 | (((1u << bits) - 1u) << shift) * 0x00010001u;
   return as_type<half2>(opened & kMask);
+}
+
+// Byte `byte` of a word as the upper 8 bits of a mantissa whose lowest is worth 1: field t of 2
+// bits is 4^t code on top of 2^8, 4 to 64 codes for all fields but the first. As little may stay
+// there until a product has been summed (Terms::kBias of piece.h); 2^23 may not, and costs an
+// operation a code.
+MM_CONST int kCrumbBias = 256;
+METAL_FUNC uint byte_on_top(uint word, int byte) {
+  return (byte < 2 ? word << (15 - 8 * byte) : word >> (8 * byte - 15)) | kExponent8;
+}
+template <int t>
+METAL_FUNC float crumb_on_top(uint opened) {
+  return as_type<float>(opened & (kExponent8 | 3u << (15 + 2 * t)));
 }
 
 // The fields of an opened word that masks a, b and c add one by one, and the rest of the word: a

@@ -11,10 +11,6 @@ namespace metalmm {
 
 MM_CONST int kOwnBytes = 8;
 using QuartersOf128 = PieceLayout<64 / kOwnBytes, 4 * kOwnBytes, kOwnBytes, 32>;
-// A scale for each of four runs.
-struct FourScales {
-  MM_CONST int kScales = 4, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
-};
 
 // Two bytes as halves, exponent set.
 METAL_FUNC uint open_bytes(uchar a, uchar b) { return open_pair(as_type<uint>(ushort2(a, b))); }
@@ -33,9 +29,7 @@ METAL_FUNC void crumbs16(uint4 words, uint t, thread float (&q)[16]) {
 struct Q2_K {
   using Storage = Blocks<256, 84>;
   using Pieces = QuartersOf128;
-  struct Terms {
-    MM_CONST int kScales = 4, kOffsets = 4, kChains = 1, kChainBits = 0, kLastBias = 0;
-  };
+  using Terms = PieceTerms<4, 4, 1, 0, kCrumbBias, 1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes[kOwnBytes / 4];
@@ -53,23 +47,21 @@ struct Q2_K {
     }
     raw.d = load_as<half2>(b + 80);
   }
-  // Fields of two bytes: t of run t.
-  template <int t>
-  static METAL_FUNC void crumbs(uint opened, thread float* q) {
-    q[kOwnBytes * t] = field<2, 2 * t>(opened);
-    q[kOwnBytes * t + 1] = field<2, 2 * t + 8>(opened);
-    if constexpr (t < 3) crumbs<t + 1>(opened, q);
-  }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q2_K>& p) {
     MM_UNROLL
-    for (int i = 0; i < kOwnBytes; i += 2) {
-      crumbs<0>(open_word(as_type<ushort2>(raw.codes[i / 4])[i / 2 % 2]), p.q + i);
+    for (int i = 0; i < kOwnBytes; ++i) {  // times 4^t, but for the first run biased
+      const uint opened = byte_on_top(raw.codes[i / 4], i % 4);
+      p.q[i] = crumb_on_top<0>(opened) - float(kCrumbBias);
+      p.q[kOwnBytes + i] = crumb_on_top<1>(opened);
+      p.q[2 * kOwnBytes + i] = crumb_on_top<2>(opened);
+      p.q[3 * kOwnBytes + i] = crumb_on_top<3>(opened);
     }
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {  // minima times 16
+      const half2 place = t == 0 ? half2(1.0h, 1 / 4.0h) : half2(1 / 16.0h, 1 / 64.0h);
       const uint both = open_bytes(raw.scales[t], raw.scales[t + 1]);
       const half2 low = pair<4, 0>(both), minimum = as_type<half2>(both) - low;
-      const half2 scale = low - 1024.0h;
+      const half2 scale = fma(low, place, -1024.0h * place);
       MM_UNROLL
       for (int i = 0; i < 2; ++i) {
         p.scale[t + i] = float(scale[i]);
@@ -96,7 +88,7 @@ struct Q2_K {
 struct Q3_K {
   using Storage = WindowBlocks<256, 110>;
   using Pieces = QuartersOf128;
-  using Terms = FourScales;
+  using Terms = PieceTerms<4>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwnBytes> codes, high;
@@ -184,7 +176,7 @@ struct Q3_K {
 struct Q6_K {
   using Storage = WindowBlocks<256, 210>;
   using Pieces = QuartersOf128;
-  using Terms = FourScales;
+  using Terms = PieceTerms<4>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwnBytes> low[2], high;

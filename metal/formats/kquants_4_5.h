@@ -92,9 +92,7 @@ struct WeaveScales {
 struct Q4_K {
   using Storage = Blocks<256, 144>;
   using Pieces = HalvesOf64;
-  struct Terms {
-    MM_CONST int kScales = 2, kOffsets = 2, kChains = 1, kChainBits = 0, kLastBias = 1024;
-  };
+  using Terms = PieceTerms<2, 2, 1, 0, 1024, 1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
@@ -136,9 +134,7 @@ struct Q4_K {
 struct Q5_K {
   using Storage = Blocks<256, 176>;
   using Pieces = HalvesOf64;
-  struct Terms {
-    MM_CONST int kScales = 2, kOffsets = 2, kChains = 2, kChainBits = 8, kLastBias = 0;
-  };
+  using Terms = PieceTerms<2, 2, 2, 8>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes, fifth;

@@ -14,7 +14,7 @@ using QuartersOf64 = PieceLayout<4, 16, 16, 16>;
 struct NVFP4 {
   using Storage = Blocks<64, 36>;
   using Pieces = QuartersOf64;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   using Levels = FP4Levels;
   MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
 
@@ -51,7 +51,7 @@ struct NVFP4 {
 struct MXFP8 {
   using Storage = Blocks<64, 66>;
   using Pieces = QuartersOf64;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
 
   // Subnormal for e = 0.

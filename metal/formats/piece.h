@@ -5,7 +5,7 @@
 // neighbours own neighbouring runs. A piece has kScales scales: one, or one for each run.
 //
 //   Pieces                           a PieceLayout: kLanes, kValues, kRun, kRunStride
-//   Terms                            kScales, kOffsets, kChains, kChainBits, kLastBias, of unpack
+//   Terms                            a PieceTerms: kScales, kOffsets, kChains ..., of unpack()
 //   struct Raw                       what a lane loads for a piece
 //   static void fetch(Storage::Cursor, uint piece, thread Raw& raw)
 //       All loads of a piece, so that a kernel can start those of several rows before it waits.
@@ -14,11 +14,13 @@
 //         p.d p.scale[s] p.q[i] / 2^(kChainBits (i % kChains)) + p.m p.offset[s]
 //       without p.scale where kScales is 1. kOffsets: 0, none; 1, one for the piece, without
 //       p.offset; else one for each scale.
-//   kLastBias                        a constant on top of p.q under the last scale, whose product
-//                                    starts from minus as much times the sum of x: with an
-//                                    offset per scale only. Its error is then in proportion to
-//                                    (bias + q) |x|: where large x meet codes of zero, more than
-//                                    the bound of |w| |x| that exact codes keep
+//   kBias, kFirstBiased              a constant on top of p.q under the scales from kFirstBiased
+//   on,
+//                                    with one scale in the chains from kFirstBiased on: their
+//                                    products start from minus as much times the sum of their x.
+//                                    Only with an offset, whose sums of x these are. The error is
+//                                    in proportion to (bias + q) |x|: where large x meet codes of
+//                                    zero, more than the bound of |w| |x| that exact codes keep
 //   kHasCodebook                     unpack() reads `book`, which fill() has written
 //   Levels                           with kHasCodebook: static half level(uint code), the value of
 //                                    a 4-bit code
@@ -44,9 +46,12 @@ struct PieceLayout {
   }
 };
 
-// One scale, one chain, no offset.
-struct PlainTerms {
-  MM_CONST int kScales = 1, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
+// What unpack() gives.
+template <int scales, int offsets = 0, int chains = 1, int chain_bits = 0, int bias = 0,
+          int first_biased = 0>
+struct PieceTerms {
+  MM_CONST int kScales = scales, kOffsets = offsets, kChains = chains, kChainBits = chain_bits;
+  MM_CONST int kBias = bias, kFirstBiased = first_biased;
 };
 
 template <class Format>
@@ -58,25 +63,29 @@ struct Piece {
   float d, m;
 };
 
-// x, the sums that offsets multiply, and what takes kLastBias away.
+// x, and its sums: under each offset, or with biased chains of each of them.
 template <class Format>
 struct XPiece {
-  float x[Format::Pieces::kValues], sum[Piece<Format>::kOffsets], last_start;
+  using Terms = typename Format::Terms;
+  MM_CONST bool kByChain = Terms::kBias != 0 && Terms::kScales == 1;
+  MM_CONST int kSums = kByChain ? Terms::kChains : Piece<Format>::kOffsets;
+  float x[Format::Pieces::kValues], sum[kSums];
 };
 
 template <class Format>
 METAL_FUNC void sum_for_offsets(thread XPiece<Format>& x) {
-  using Terms = typename Format::Terms;
-  constexpr int kValues = Format::Pieces::kValues / Piece<Format>::kOffsets;
-  MM_UNROLL
-  for (int s = 0; s < Terms::kOffsets; ++s) {
-    float sum = x.x[s * kValues];
+  if constexpr (Format::Terms::kOffsets > 0) {
+    using X = XPiece<Format>;
+    constexpr int kValues = Format::Pieces::kValues / X::kSums;
+    constexpr int kStep = X::kByChain ? X::kSums : 1;
     MM_UNROLL
-    for (int i = 1; i < kValues; ++i) sum += x.x[s * kValues + i];
-    x.sum[s] = sum;
-  }
-  if constexpr (Terms::kLastBias != 0) {
-    x.last_start = float(-Terms::kLastBias) * x.sum[Terms::kOffsets - 1];
+    for (int s = 0; s < X::kSums; ++s) {
+      const int first = X::kByChain ? s : s * kValues;
+      float sum = x.x[first];
+      MM_UNROLL
+      for (int i = 1; i < kValues; ++i) sum += x.x[first + i * kStep];
+      x.sum[s] = sum;
+    }
   }
 }
 
@@ -87,15 +96,18 @@ METAL_FUNC float dot_of_scale(thread const Piece<Format>& p, thread const XPiece
   using Terms = typename Format::Terms;
   constexpr int kValues = Format::Pieces::kValues / Terms::kScales, kChains = Terms::kChains;
   constexpr float kPlace = 1.0f / (1 << Terms::kChainBits);
-  const bool is_biased = Terms::kLastBias != 0 && s == Terms::kScales - 1;
+  static_assert(Terms::kBias == 0 || kChains == 1 || Terms::kScales == 1, "biased by one of both");
   float chain[kChains];
   MM_UNROLL
   for (int i = 0; i < kValues; ++i) {
     const float q = p.q[s * kValues + i], xi = x.x[s * kValues + i];
-    if (is_biased && i == 0) {
-      chain[0] = fma(q, xi, x.last_start);
+    const int part = XPiece<Format>::kByChain ? i : s;
+    if (i >= kChains) {
+      chain[i % kChains] = fma(q, xi, chain[i % kChains]);
+    } else if (Terms::kBias != 0 && part >= Terms::kFirstBiased) {
+      chain[i] = fma(q, xi, float(-Terms::kBias) * x.sum[part]);
     } else {
-      chain[i % kChains] = i < kChains ? q * xi : fma(q, xi, chain[i % kChains]);
+      chain[i] = q * xi;
     }
   }
   float sum = chain[kChains - 1];
@@ -121,6 +133,8 @@ METAL_FUNC float dot(thread const Piece<Format>& p, thread const XPiece<Format>&
   }
   if constexpr (Terms::kOffsets == 1) {
     offset = x.sum[0];
+    MM_UNROLL
+    for (int c = 1; c < XPiece<Format>::kSums; ++c) offset += x.sum[c];
   } else {
     MM_UNROLL
     for (int s = 0; s < Terms::kOffsets; ++s) {

@@ -11,7 +11,7 @@ namespace metalmm {
 struct TQ1_0 {
   using Storage = Blocks<256, 54>;
   using Pieces = PieceLayout<8, 32, 32, 32>;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint words[8];
@@ -67,7 +67,7 @@ struct TQ1_0 {
 struct TQ2_0 {
   using Storage = Blocks<256, 66>;
   using Pieces = QuartersOf128;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     ushort4 codes;

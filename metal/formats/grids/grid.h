@@ -19,12 +19,9 @@
 
 namespace metalmm {
 
-// One scale for a chunk, or one for each half.
+// One scale (PieceTerms) for a chunk, or one for each half.
 using Chunks = PieceLayout<8, 32, 32, 32>;
 using HalvedChunks = PieceLayout<8, 32, 16, 16>;
-struct TwoScales {
-  MM_CONST int kScales = 2, kOffsets = 0, kChains = 1, kChainBits = 0, kLastBias = 0;
-};
 
 template <class Format>
 METAL_FUNC void unpack_grid(thread const typename Format::Raw& raw, uint chunk,

@@ -24,7 +24,7 @@ METAL_FUNC void crumbs8(uint code, float delta, thread float* q) {
 struct IQ1_S {
   using Storage = Blocks<256, 50>;
   using Pieces = Chunks;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes;
@@ -58,7 +58,7 @@ struct IQ1_S {
 struct IQ1_M {
   using Storage = Blocks<256, 56>;
   using Pieces = HalvedChunks;
-  using Terms = TwoScales;
+  using Terms = PieceTerms<2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes;

@@ -11,7 +11,7 @@ namespace metalmm {
 struct IQ2_XXS {
   using Storage = Blocks<256, 66>;
   using Pieces = Chunks;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes, rest;
@@ -41,7 +41,7 @@ struct IQ2_XXS {
 struct IQ2_XS {
   using Storage = Blocks<256, 74>;
   using Pieces = HalvedChunks;
-  using Terms = TwoScales;
+  using Terms = PieceTerms<2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 words;
@@ -74,7 +74,7 @@ struct IQ2_XS {
 struct IQ2_S {
   using Storage = Blocks<256, 82>;
   using Pieces = HalvedChunks;
-  using Terms = TwoScales;
+  using Terms = PieceTerms<2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes, signs;

@@ -11,7 +11,7 @@ namespace metalmm {
 struct IQ3_XXS {
   using Storage = Blocks<256, 98>;
   using Pieces = Chunks;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
@@ -43,7 +43,7 @@ struct IQ3_XXS {
 struct IQ3_S {
   using Storage = Blocks<256, 110>;
   using Pieces = Chunks;
-  using Terms = PlainTerms;
+  using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
