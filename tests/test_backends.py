@@ -132,8 +132,8 @@ def test_files_that_need_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_forks() -> None:
     """On a Mac a forked process may not use Apple's frameworks: it is killed, or hangs.
 
-    test_saves_strace.py runs on Linux only, and so does the server of support/models/ranks.py, which
-    spawns on a Mac, as torch.multiprocessing's spawn() does.
+    test_saves_strace.py runs on Linux only, and so does the server of support/models/ranks.py,
+    which spawns on a Mac, as spawn() of torch.multiprocessing does.
     """
     forking = re.compile(
         r"os\.fork|preexec_fn|ProcessPoolExecutor|set_start_method|get_context\(\"fork"

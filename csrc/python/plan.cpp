@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -292,8 +293,9 @@ void bind_plan(py::module_& m) {
       "strategy",
       [](const std::string& name) {
         const StrategyInfo& s = info_of(strategy_by_name(name));
-        constexpr const char* families[] = {"matmul", "rows",   "flat",      "groups",
+        constexpr const char* families[] = {"matmul", "rows",   "flat",      "halves", "groups",
                                             "single", "append", "attention", "torch"};
+        static_assert(std::size(families) == static_cast<size_t>(Family::Torch) + 1);
         py::dict out;
         out["family"] = families[static_cast<int>(s.family)];
         out["n"] = s.n;

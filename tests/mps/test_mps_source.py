@@ -10,7 +10,7 @@ import pytest
 import torch
 from inputs import random_weight
 from places import ROOT
-from plan_cases import DTYPES, STRATEGIES, codecs, formats_of, strategy_rows
+from plan_cases import DTYPES, STRATEGIES, codecs, dtypes_of, formats_of, strategy_rows
 from shaders import SLOTS, args_of
 
 from torch_metalmm import _C, formats
@@ -57,8 +57,8 @@ def original(kernel: str) -> str:
 
 def kernel_of(i: int, strategy: str) -> str:
     """A kernel of the strategy: formats and dtypes take turns."""
-    of = formats_of(strategy)
-    return f"{strategy}{f'_{of[3 * i % len(of)]}' if of else ''}_{DTYPES[i % 3]}"
+    of, dtypes = formats_of(strategy), dtypes_of(strategy)
+    return f"{strategy}{f'_{of[3 * i % len(of)]}' if of else ''}_{dtypes[i % len(dtypes)]}"
 
 
 KERNELS = [kernel_of(i, s) for i, s in enumerate(STRATEGIES)]

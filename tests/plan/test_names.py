@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from places import ROOT
-from plan_cases import STRATEGIES
+from plan_cases import STRATEGIES, dtypes_of, formats_of
 
 from torch_metalmm import _C
 
@@ -75,3 +75,15 @@ def test_properties_of_strategies() -> None:
     own = {name for name, row in rows.items() if row["kernels"] == name}
     # The second pass of both of attention; the first of gemm_small.
     assert own | {"attention_join", "arrange_x"} == {*STRATEGIES}
+
+
+def test_kernel_names() -> None:
+    """The names are strategies.def times formats.def times the dtypes, of Halves f16 alone."""
+    names = _C.kernel_names()
+    assert len(names) == len(set(names))
+    assert set(names) == {
+        f"{strategy}{middle}_{dtype}"
+        for strategy in STRATEGIES
+        for middle in [f"_{name}" for name in formats_of(strategy)] or [""]
+        for dtype in dtypes_of(strategy)
+    }

@@ -60,6 +60,11 @@ def formats_of(strategy: str) -> list[str]:
 STRATEGIES = list(strategy_rows())
 
 
+def dtypes_of(strategy: str) -> tuple[str, ...]:
+    """The dtypes of x that the strategy has kernels for."""
+    return ("f16",) if strategy_rows()[strategy] == "Halves" else DTYPES
+
+
 def strategy_of(kernel: str) -> str:
     return max((s for s in STRATEGIES if kernel.startswith(s + "_")), key=len)
 
