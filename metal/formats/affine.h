@@ -123,7 +123,11 @@ struct Affine {
     stream.words[2 * bits] = 0;
     if constexpr (bits == 2) {
       MM_UNROLL
-      for (int i = 0; i < bits; ++i) word_of_crumbs(raw.words[i], p.q + 16 * i);
+      for (int i = 0; i < 4; ++i) {
+        const uint opened = open_word(stream.words[i]);
+        byte_of_crumbs(low_byte_on_top(opened), p.q + 8 * i);
+        byte_of_crumbs(high_byte_on_top(opened), p.q + 8 * i + 4);
+      }
     } else if constexpr (bits == 4) {
       MM_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -193,16 +197,12 @@ struct Affine {
   }
 
  private:
-  // The codes of a word, times 1, 4, 16 and 64 in turn, all but the first of four with kCrumbBias.
-  static METAL_FUNC void word_of_crumbs(uint word, thread float* q) {
-    MM_UNROLL
-    for (int byte = 0; byte < 4; ++byte) {
-      const uint opened = byte_on_top(word, byte);
-      q[4 * byte] = crumb_on_top<0>(opened) - float(kCrumbBias);
-      q[4 * byte + 1] = crumb_on_top<1>(opened);
-      q[4 * byte + 2] = crumb_on_top<2>(opened);
-      q[4 * byte + 3] = crumb_on_top<3>(opened);
-    }
+  // Four codes, times 1, 4, 16 and 64, all but the first with kCrumbBias.
+  static METAL_FUNC void byte_of_crumbs(uint on_top, thread float* q) {
+    q[0] = crumb_on_top<0>(on_top) - float(kCrumbBias);
+    q[1] = crumb_on_top<1>(on_top);
+    q[2] = crumb_on_top<2>(on_top);
+    q[3] = crumb_on_top<3>(on_top);
   }
   // The first and the second nibble of both halves of a word.
   static METAL_FUNC half2 even_nibbles(uint opened) { return pair<4, 0>(opened) - 1024.0h; }

@@ -47,14 +47,19 @@ struct Q2_K {
     }
     raw.d = load_as<half2>(b + 80);
   }
+  // A code of each run, times 4^t, all but the first with kCrumbBias.
+  static METAL_FUNC void byte_of_crumbs(uint on_top, thread float* q) {
+    q[0] = crumb_on_top<0>(on_top) - float(kCrumbBias);
+    q[kOwnBytes] = crumb_on_top<1>(on_top);
+    q[2 * kOwnBytes] = crumb_on_top<2>(on_top);
+    q[3 * kOwnBytes] = crumb_on_top<3>(on_top);
+  }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q2_K>& p) {
     MM_UNROLL
-    for (int i = 0; i < kOwnBytes; ++i) {  // times 4^t, but for the first run biased
-      const uint opened = byte_on_top(raw.codes[i / 4], i % 4);
-      p.q[i] = crumb_on_top<0>(opened) - float(kCrumbBias);
-      p.q[kOwnBytes + i] = crumb_on_top<1>(opened);
-      p.q[2 * kOwnBytes + i] = crumb_on_top<2>(opened);
-      p.q[3 * kOwnBytes + i] = crumb_on_top<3>(opened);
+    for (int i = 0; i < kOwnBytes; i += 2) {
+      const uint opened = open_word(half_word(raw.codes[i / 4], i / 2 % 2));
+      byte_of_crumbs(low_byte_on_top(opened), p.q + i);
+      byte_of_crumbs(high_byte_on_top(opened), p.q + i + 1);
     }
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {  // minima times 16
