@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from ...nn.collective import FailedElsewhere, gather_bytes
 from ...nn.embedding import embedding_scale
 from ...nn.fused import LinearPart
 from ...nn.sharded import Shard, Sharded
+
+_T = TypeVar("_T")
 
 
 def on_whole(model: nn.Module, save: Callable[[], None]) -> None:
@@ -134,7 +136,7 @@ class _Gathered:
             )
         )
 
-    def _kept(self, make: Callable[[], Any]) -> Any:
+    def _kept(self, make: Callable[[], _T]) -> _T | None:
         """make(); None where it fails, which the next gather says: the others are on their way."""
         try:
             return make()
