@@ -172,7 +172,10 @@ class RowsEmbedding(Sharded, QuantEmbedding):
     """The rows of the vocabulary that this rank has: others' are zeros here, and all are summed."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """IndexError, on every rank: an id on the CPU that is not in the vocabulary."""
         begin, end = self.shard.range
+        if input.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check(input)
         outside = (input < begin) | (input >= end)
         ids = (input - begin).masked_fill(outside, 0)
         y: Tensor = torch.ops.metalmm.embedding(
@@ -183,6 +186,13 @@ class RowsEmbedding(Sharded, QuantEmbedding):
         if isinstance(scale, Tensor):
             scale = scale.to(y.dtype)
         return y if scale is None else y * scale
+
+    def _check(self, ids: Tensor) -> None:
+        wrong = ids[(ids < 0) | (ids >= self.shard.n)]
+        if wrong.numel():
+            raise IndexError(
+                f"ids: {int(wrong[0])} is out of range; the table has {self.shard.n} rows"
+            )
 
 
 def entered(layer: Any, x: Tensor) -> Tensor:
