@@ -172,7 +172,8 @@ class RowsEmbedding(Sharded, QuantEmbedding):
     """The rows of the vocabulary that this rank has: others' are zeros here, and all are summed."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """IndexError, on every rank: an id on the CPU that is not in the vocabulary."""
+        """IndexError, on every rank: an id on the CPU that is not in the vocabulary. In a compiled
+        graph its row is zeros."""
         begin, end = self.shard.range
         if input.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check(input)

@@ -18,7 +18,7 @@ from torch import nn
 from torch_metalmm import MetalMMConfig, quantize_, save_packed, shard_
 from torch_metalmm.nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Sharded
 
-# A head that stays dense is a sharded layer all the same; q5_1 has no bytes of other formats' sizes.
+# Layers that stay dense are sharded all the same.
 SPEC: dict[str, Any] = {"*layers.1.mlp.*": None, "*o_proj": "q8_0", "*": "q4_0"}
 
 
