@@ -102,7 +102,7 @@ def _of_format(job: Job, name: str, device: str, mesh: Any) -> list[Record]:
 
 
 def _of_dense(job: Job, device: str, mesh: Any) -> list[Record]:
-    """The dense model; or why it does not run, as where it does not fit."""
+    """The dense model; or why it does not run, as where one process has no room for it."""
     dtype = torch.float16 if job.device == "cuda" else torch.float32
     title = "transformers " + {torch.float16: "f16"}.get(dtype, "f32")
     try:
@@ -110,8 +110,7 @@ def _of_dense(job: Job, device: str, mesh: Any) -> list[Record]:
         records = [_measured(job, Transformers(title, model), mesh, None)]
         return records + _graph(job, title, model, mesh, None)
     except torch.OutOfMemoryError as error:
-        what = f"{job.model}, {title}, {_over(mesh)}"
-        return [{"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}]
+        return [skipped(job.model, title, mesh, error)]
 
 
 def dense_llama(
@@ -144,9 +143,20 @@ def _graph(job: Job, title: str, model: nn.Module, mesh: Any, name: str | None) 
     system = Graph(f"{title}, graph", model, length=length)
     try:
         return [_measured(job, system, mesh, name)]
-    except RuntimeError as error:  # what cannot be captured fails on every rank alike
-        what = f"{job.model}, {system.name}, {_over(mesh)}"
-        return [{"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}]
+    except RuntimeError as error:
+        return [skipped(job.model, system.name, mesh, error)]
+
+
+def skipped(model: str, system: str, mesh: Any, error: RuntimeError) -> Record:
+    """The record of a system that does not run.
+
+    What cannot be captured fails on every rank alike. Memory may lack on one of several, for which
+    the others wait in a collective: there the error is raised, which ends them all.
+    """
+    if mesh.size() > 1 and isinstance(error, torch.OutOfMemoryError | dist.DistError):
+        raise error
+    what = f"{model}, {system}, {_over(mesh)}"
+    return {"kind": "skipped", "what": what, "why": str(error).splitlines()[0]}
 
 
 def _measured(job: Job, system: Any, mesh: Any, name: str | None) -> Record:

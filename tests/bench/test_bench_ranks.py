@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.__main__ import main
+from bench.models import ranks
 
 
 @pytest.mark.usefixtures("own_threads")
@@ -25,6 +27,27 @@ def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert one["ok"] and two["ok"] and one["decode"] > 0 and two["prefill"] > 0
     assert found["metalmm q4_0, 2 processes"]["error"] > 0  # compared with other sums
     assert "metalmm q4_0, fuse_, 2 processes" in capsys.readouterr().out
+
+
+class Processes:
+    """A mesh as far as its size."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+
+def test_what_does_not_run() -> None:
+    """One of two processes without memory: the other waits for it, and must be ended."""
+    full, other = torch.OutOfMemoryError("no room\nfor it"), RuntimeError("cannot capture")
+    with pytest.raises(torch.OutOfMemoryError):
+        ranks.skipped("8b", "ours", Processes(2), full)
+    for count, error, why in ((1, full, "no room"), (2, other, "cannot capture")):
+        found = ranks.skipped("8b", "ours", Processes(count), error)
+        assert (found["kind"], found["why"]) == ("skipped", why)
+        assert found["what"].startswith(f"8b, ours, {count} process")
 
 
 @pytest.mark.parametrize("given", [["--tp", "1"], ["--tp", "2", "--models", "smollm2"]])

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor of a file: its safetensors dtype ("U8", "BF16") and shape."""
+    """A tensor of a file: its safetensors dtype ("U8", "BF16"), shape and name there."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
-    converted: bool  # transformers makes the model's tensor out of this one and perhaps others
+    key: str
+    converted: bool = False  # transformers makes the model's tensor of this one, perhaps of others
 
 
 def read_headers(files: Sequence[str]) -> dict[str, Found]:
@@ -32,7 +33,7 @@ def read_headers(files: Sequence[str]) -> dict[str, Found]:
                     shape = tuple(tensor.get_shape())
                     if key in found:
                         raise ValueError(f"{key} is in {found[key].file} and in {file}")
-                    found[key] = Found(str(file), tensor.get_dtype(), shape, False)
+                    found[key] = Found(str(file), tensor.get_dtype(), shape, key)
         except SafetensorError as error:
             raise ValueError(f"cannot read {file}: {error}") from None
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> di
     """{name in the model: the tensor that from_pretrained will load there}.
 
     conversions: transformers' renamings and converters for the model, applied as its loader does,
-    so that old names, added and removed prefixes are found. ValueError as read_headers.
+    so that old names, added and removed prefixes are found. The key of a tensor is what the loader
+    looks for a converter by: renamed, the base model's prefix as the file has it. ValueError as
+    read_headers.
     """
     from transformers.core_model_loading import (
         WeightConverter,
@@ -47,14 +50,20 @@ def find_tensors(files: Sequence[str], model: Any, conversions: list[Any]) -> di
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if pattern is None:
-            result[name] = tensor
+            source, _ = rename_source_key(key, renamings, [])
+            result[name] = replace(tensor, key=source)
             continue
         converter = next(c for c in converters if pattern in c.source_patterns)
         first = converter.target_patterns[0]
         for target in converter.target_patterns:
-            made = Found(tensor.file, tensor.dtype, tensor.shape, True)
-            result[name.replace(first, target)] = made
+            result[name.replace(first, target)] = replace(tensor, converted=True)
     return result
+
+
+def require_safetensors(what: str, files: Sequence[str]) -> None:
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise ValueError(f"{what} read from safetensors only, not from {file}")
 
 
 def check_shape(name: str, shape: tuple[int, ...], dense: nn.Module | Stack) -> None:

@@ -11,16 +11,17 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from ..models.replace import weight_shape
+from ..models.shard.apply import whole_shape
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.fused import MergedLinear
+from ..nn.sharded import Sharded
 
 _num_parameters = PreTrainedModel.num_parameters
 _resize = PreTrainedModel.resize_token_embeddings
 
 
 def _values(model: PreTrainedModel) -> dict[int, int]:
-    """{id of a packed parameter: the number of weights in it}."""
+    """{id of a packed parameter, or of its bias: the number of weights in that of the model}."""
     values = {}
     for module in model.modules():
         if isinstance(module, QuantExperts):
@@ -28,11 +29,13 @@ def _values(model: PreTrainedModel) -> dict[int, int]:
                 n, k = module.shape(stack)
                 values[id(module._parameters[stack])] = module.num_experts * n * k
         weight = module._parameters.get("weight")
-        if weight is not None and isinstance(module, MergedLinear):
-            values[id(weight)] = weight.shape[0] * module.in_features
-        elif weight is not None and isinstance(module, QuantLinear | QuantEmbedding):
-            n, k = weight_shape(module)
-            values[id(weight)] = n * k
+        if weight is None or not isinstance(module, MergedLinear | QuantLinear | QuantEmbedding):
+            continue
+        layers = module.originals if isinstance(module, MergedLinear) else [module]
+        shapes = [whole_shape(layer) for layer in layers]
+        values[id(weight)] = sum(n * k for n, k in shapes)
+        if (bias := module._parameters.get("bias")) is not None:
+            values[id(bias)] = sum(n for n, _ in shapes)  # a rank has those of its rows
     return values
 
 
@@ -61,12 +64,14 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> Any:
-    """ValueError: the table or the output head is packed and has another number of rows."""
+    """ValueError: the table or the output head is packed or a rank's part, and has another number
+    of rows."""
+    table = self.get_input_embeddings()
     head = self.get_output_embeddings()  # type: ignore[no-untyped-call]
-    for layer in (self.get_input_embeddings(), head):
+    for layer in (table, head):
         if not isinstance(layer, QuantEmbedding | QuantLinear):
             continue
-        rows = weight_shape(layer)[0]
+        rows = whole_shape(layer)[0]
         wanted, multiple = new_num_tokens or rows, pad_to_multiple_of or 1
         if -(-wanted // multiple) * multiple != rows:
             raise ValueError(
@@ -74,6 +79,8 @@ def resize_token_embeddings(
                 f"{layer.format}, which cannot be resized (to {wanted}, in multiples of "
                 f"{multiple}); resize the dense model and pack it then"
             )
+    if isinstance(table, Sharded) or isinstance(head, Sharded):
+        return table  # transformers would compare the rows of this rank
     return _resize(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 

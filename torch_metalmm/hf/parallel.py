@@ -8,7 +8,7 @@ transformers' own tensor parallelism is left nothing to do: it would cut blocks 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,8 +23,9 @@ from ..formats._base import normalised
 from ..models.quantize import Job
 from ..models.replace import is_conv1d
 from ..models.shard.apply import shard_
+from ..models.skeleton import tied_names
 from ..nn.sharded import Shard, Sharded
-from .checks import check_shape
+from .checks import check_shape, require_safetensors
 
 _asked: ContextVar[tuple[Any, Mapping[str, str] | None] | None] = ContextVar("mesh", default=None)
 
@@ -39,16 +40,18 @@ def loading_on(mesh: Any, plan: Mapping[str, str] | None) -> Iterator[None]:
         _asked.reset(token)
 
 
-def shard_skeleton(model: Any, jobs: list[Job]) -> None:
+def shard_skeleton(model: Any, jobs: list[Job], files: Sequence[str] | None) -> None:
     """Shard the model, whose weights are on meta, as loading_on or distributed_config asks.
 
     The importance of a job becomes that of this rank's columns.
-    ValueError: shard_'s; distributed_config asks for more than tensor parallelism; an importance
+    ValueError: shard_'s; distributed_config asks for more than tensor parallelism; the weights come
+    from no safetensors, whose headers say what is to be cut; an importance
     of columns that a rank has a part of, in a format that weighs them by the whole row.
     """
     asked = _asked.get() or _of_config(model)
     if asked is None:
         return
+    require_safetensors("parts of a model are", ["a state_dict"] if files is None else files)
     shard_(model, *asked)
     for job in jobs:
         owner = job.parameters[0].rpartition(".")[0]
@@ -93,6 +96,15 @@ def forget_styles(model: Any) -> None:
         del model.config.distributed_config
 
 
+def check_present(model: nn.Module, found: dict[str, Found]) -> None:
+    """ValueError: the checkpoint lacks a tensor of a sharded layer, which nothing else draws."""
+    ties = tied_names(model)
+    for name in model.state_dict():
+        sharded = isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded)
+        if sharded and not any(tied in found for tied in ties.get(name, [name])):
+            raise ValueError(f"the checkpoint has no tensor for the sharded {name}")
+
+
 def cut_converters(
     model: nn.Module, jobs: list[Job], found: dict[str, Found]
 ) -> list[WeightConverter]:
@@ -108,16 +120,18 @@ def cut_converters(
         if not isinstance(layer, Sharded) or (leaf == "bias" and not layer.shard.rows):
             continue
         given = found.get(name)
-        if given is not None and given.converted:
+        if given is None:  # a tied layer has the part of another
+            continue
+        if given.converted:
             raise ValueError(
                 f"{given.file}: {name} is made of other tensors, whose parts are not known; save a "
                 "packed model first and load that"
             )
         module = dense.get(name)
-        if given is not None and module is not None and given.dtype != "U8":
+        if module is not None and given.dtype != "U8":
             check_shape(name, given.shape, module)
         operation = _Cut(name, leaf, layer.shard, module is not None and is_conv1d(module))
-        pattern = rf"^(?:\w+\.)?{re.escape(name)}$"
+        pattern = f"^{re.escape(given.key)}$"  # before transformers adds or removes prefixes
         result.append(WeightConverter([pattern], [name], [operation], force_cpu=True))
     return result
 

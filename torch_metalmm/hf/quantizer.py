@@ -39,9 +39,10 @@ from .checks import (
     check_sources,
     check_stored,
     find_tensors,
+    require_safetensors,
 )
 from .config import MetalMMConfig, site_names, stored_config
-from .parallel import cut_converters, forget_styles, is_of_dense, shard_skeleton
+from .parallel import check_present, cut_converters, forget_styles, is_of_dense, shard_skeleton
 
 
 def attach(model: Any) -> None:
@@ -99,7 +100,7 @@ class MetalMMQuantizer(HfQuantizer):
     ) -> None:
         self._files = checkpoint_files
         if self.pre_quantized:
-            _require_safetensors(checkpoint_files)
+            require_safetensors("packed weights are", checkpoint_files or [])
             check_inside(model.config._name_or_path, checkpoint_files or [])
             self._jobs = _stored_jobs(model, self.quantization_config)
         else:
@@ -122,7 +123,7 @@ class MetalMMQuantizer(HfQuantizer):
                 raise ValueError(f"quantization_config: {name} in input_order is not packed")
             layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
         _set_activations(model, self.quantization_config.activations)
-        shard_skeleton(model, self._jobs)
+        shard_skeleton(model, self._jobs, checkpoint_files)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The conversions to load with; here the files are known and what they hold is checked."""
@@ -132,6 +133,7 @@ class MetalMMQuantizer(HfQuantizer):
             return weight_conversions
         found = find_tensors(self._files, model, weight_conversions)
         check_floats(model, found)
+        check_present(model, found)
         if self.pre_quantized:
             check_stored(model, self._jobs, found)
         else:
@@ -147,9 +149,6 @@ class MetalMMQuantizer(HfQuantizer):
             first = job.sites[0][1]
             if job not in new and not (isinstance(first, Stack) and id(first.home) in homes):
                 continue
-            name = job.parameters[0]
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):
-                raise ValueError(f"the checkpoint has no tensor for the sharded {name}")
             self._jobs.remove(job)
             for name, module in job.sites:
                 if isinstance(module, Stack):
@@ -334,12 +333,6 @@ def _set_activations(model: Any, asked: str | dict[str, str | None] | None) -> N
         if not isinstance(layer, Activations):
             raise ValueError(f"quantization_config: {name} in activations is no packed layer")
         set_activations(layer, kind)
-
-
-def _require_safetensors(files: list[str] | None) -> None:
-    for file in files or ():
-        if not file.endswith(".safetensors"):
-            raise ValueError(f"packed weights are read from safetensors only, not from {file}")
 
 
 register_quantization_config(QUANT_METHOD)(MetalMMConfig)

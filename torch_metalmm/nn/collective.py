@@ -7,6 +7,7 @@ through host memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +69,40 @@ def all_gather(x: Tensor, sizes: tuple[int, ...], ranks: Ranks) -> Tensor:
     return _gather(x, sizes, ranks)
 
 
-def gather_bytes(x: Tensor, sizes: tuple[int, ...], ranks: Ranks) -> list[Tensor] | None:
-    """Every rank's bytes, 1-D uint8 of sizes[rank], on the CPU of rank 0; None on the others."""
+class FailedElsewhere(RuntimeError):
+    """Another rank could not take part."""
+
+
+def gather_bytes(
+    make: Callable[[], Tensor], sizes: tuple[int, ...], ranks: Ranks
+) -> list[Tensor] | None:
+    """Every rank's make(), 1-D uint8 of sizes[rank], on rank 0, None on the others.
+
+    Nothing is sent where a rank has no memory or its make() fails: that rank raises its error and
+    the others FailedElsewhere, instead of waiting for it.
+    """
     group = ranks.process_group()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: x.numel()] = x
     device = "cpu" if _has_backend("cpu", group) else "cuda"
-    padded = padded.to(device)
-    out = [torch.empty_like(padded) for _ in sizes] if ranks.rank == 0 else None
+    problem: Exception | None = None
+    try:
+        mine = make()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        padded = padded.to(device)
+        out = [torch.empty_like(padded) for _ in sizes] if ranks.rank == 0 else None
+    except Exception as error:
+        problem = error
+    if not on_every_rank(problem is None, device, ranks):
+        raise problem or FailedElsewhere("another rank could not take part")
     dist.gather(padded, out, group=group, group_dst=0)
     if out is None:
         return None
-    return [part[:size].cpu() for part, size in zip(out, sizes, strict=True)]
+    return [part[:size] for part, size in zip(out, sizes, strict=True)]
+
+
+def on_every_rank(true: bool, device: torch.device | str, ranks: Ranks) -> bool:
+    """Whether it is true on every rank."""
+    return not bool(_sum(torch.full((), float(not true), device=device), ranks))
 
 
 def _has_backend(kind: str, group: Any) -> bool:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import formats
 from .activations import of_call
-from .collective import Ranks, all_gather, all_reduce, copied
+from .collective import Ranks, all_gather, all_reduce, copied, on_every_rank
 from .embedding import QuantEmbedding
 from .linear import QuantLinear
 
@@ -120,10 +120,20 @@ def _planes(spec: formats.Format, k: int, begin: int, end: int) -> list[tuple[in
     return [codes, (scales + a, scales + b), (biases + a, biases + b)]
 
 
-class Sharded:
+class Sharded(nn.Module):
     """The base of layers with a part of a weight."""
 
     shard: Shard
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """ValueError: weight has not the rows of this rank's part."""
+        shard = self.__dict__.get("shard")
+        if name == "weight" and param is not None and shard is not None:
+            rows = shard.sizes[shard.ranks.rank] if shard.rows else shard.n
+            if param.shape[0] != rows:
+                part = f"rank {shard.ranks.rank} of {shard.ranks.size} has {rows} of {shard.n} rows"
+                raise ValueError(f"weight: {part}; got {list(param.shape)}")
+        super().register_parameter(name, param)
 
 
 class RowsLinear(Sharded, QuantLinear):
@@ -162,7 +172,11 @@ class RowsEmbedding(Sharded, QuantEmbedding):
     """The rows of the vocabulary that this rank has: others' are zeros here, and all are summed."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """IndexError, on every rank: an id on the CPU that is not in the vocabulary. In a compiled
+        graph its row is zeros."""
         begin, end = self.shard.range
+        if input.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check(input)
         outside = (input < begin) | (input >= end)
         ids = (input - begin).masked_fill(outside, 0)
         y: Tensor = torch.ops.metalmm.embedding(
@@ -174,6 +188,13 @@ class RowsEmbedding(Sharded, QuantEmbedding):
             scale = scale.to(y.dtype)
         return y if scale is None else y * scale
 
+    def _check(self, ids: Tensor) -> None:
+        wrong = ids[(ids < 0) | (ids >= self.shard.n)]
+        if wrong.numel():
+            raise IndexError(
+                f"ids: {int(wrong[0])} is out of range; the table has {self.shard.n} rows"
+            )
+
 
 def entered(layer: Any, x: Tensor) -> Tensor:
     """x as the ops of the layer take it: the gradients of a rank's rows are summed over ranks."""
@@ -184,8 +205,7 @@ def everywhere(layer: Any, true: bool) -> bool:
     """Whether it is true on every rank that has a part of the layer: they must decide alike."""
     for module in layer.modules():
         if isinstance(module, Sharded):
-            false = torch.full((), float(not true), device=module.weight.device)  # type: ignore[attr-defined]
-            return not bool(all_reduce(false, module.shard.ranks))
+            return on_every_rank(true, module.weight.device, module.shard.ranks)  # type: ignore
     return true
 
 

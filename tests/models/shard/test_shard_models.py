@@ -28,7 +28,19 @@ GPT2 = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-PLANS = {"gpt2": GPT2}
+# Its attention counts its heads, and computes with a bias for each of them.
+T5 = {
+    f"{stack}.block.*.layer.*.{attention}.{name}": style
+    for stack, attentions in {"encoder": ["Self"], "decoder": ["Self", "EncDec"]}.items()
+    for attention in [f"{kind}Attention" for kind in attentions]
+    for name, style in zip(
+        "qkvo", ["colwise_gather_output"] * 3 + ["rowwise_split_input"], strict=True
+    )
+} | {
+    f"{stack}.block.*.layer.*.DenseReluDense.wi": "colwise_gather_output"
+    for stack in ("encoder", "decoder")
+}
+PLANS = {"gpt2": GPT2, "t5": T5}
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "phi", "phi3", "gpt2")
 FAMILIES = ("f16", "q4_0", "q5_1", "q4_k", "q3_k", "iq4_xs", "tq2_0", "mxfp4", "nvfp4") + (
     "affine4_g64",
@@ -97,6 +109,11 @@ def test_architectures(name: str, count: int) -> None:
     layers = ARCHITECTURES[name][2].get("num_hidden_layers", 2)
     of_layer = {"phi": 6, "phi3": 4, "gpt2": 4}.get(name, 7)
     assert len(kinds) == 2 + layers * of_layer
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    kinds = check(on_ranks(2, sharded, "t5", "q4_0", torch.float32, {}))
+    assert len(kinds) == 2 * (4 + 1) + 2 * (4 + 4 + 1)
 
 
 @pytest.mark.parametrize("format", FAMILIES)

@@ -11,7 +11,8 @@ from inputs import random_weight
 from tiny_models import tiny_llama
 
 from torch_metalmm import formats, quantize_
-from torch_metalmm.models.shard.plan import Part, plan_of
+from torch_metalmm.models.shard.parts import Part
+from torch_metalmm.models.shard.plan import plan_of
 from torch_metalmm.models.shard.split import even, heads
 from torch_metalmm.nn.collective import Ranks
 from torch_metalmm.nn.sharded import Shard, columns

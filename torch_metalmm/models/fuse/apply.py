@@ -17,6 +17,7 @@ from torch import nn
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.activations import exactly
 from ...nn.fused import FORMS, MergedLinear, SwiGLU, plain
+from ...nn.sharded import is_sharded
 from ..attach import check_cache, drop_cache, set_cache
 from ..replace import summary
 from .gated import gated_mlp
@@ -39,7 +40,8 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     MLPs that are down(act(gate(x)) * up(x)), act SiLU, GELU, its tanh form or ReLU squared,
     whatever they are called, become SwiGLU modules; gate and up may be halves of one layer (Phi3).
     mlp_form says how one row is computed: "swiglu" or "swiglu_linear" (see SwiGLU); None times
-    both, once for each size of layer and device, and is "swiglu" in decoder layers. Other packed
+    both, once for each size of layer and device, and is "swiglu" in decoder layers and in sharded
+    models, whose ranks choose alike. Other packed
     layers called with one input (q, k and v) become parts of one MergedLinear, as far as their
     formats are equal: their bytes move into one tensor. Layers are merged where nothing in their
     parent's forward can write the input between the calls, and where that forward, run on two rows
@@ -92,7 +94,10 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
             mlps[name] = mlp
         else:
             merge_layers(parent, once, dtype)
-    chosen = faster_forms(list(mlps.values()), dtype) if not mlp_form else {}
+    # To time is to run, the sums over the ranks included, as often as this process knows no time;
+    # and ranks that choose forms of their own round a replicated MLP in two ways.
+    timed = mlp_form is None and not is_sharded(model)
+    chosen = faster_forms(list(mlps.values()), dtype) if timed else {}
     for name, mlp in mlps.items():
         form, note = chosen.get(mlp.sizes(), (mlp_form or FORMS[0], ""))
         model.set_submodule(name, mlp.fused(form, note))

@@ -10,6 +10,7 @@ from torch import nn
 from ...nn.layer import FusedLayer
 from ...nn.norm import FusedNorm
 from ...nn.recipe import Held, Step
+from ...nn.sharded import everywhere
 from .confirm import agrees
 from .norms import as_norm
 from .observe import is_transformers_model, observed
@@ -29,12 +30,21 @@ def fuse_layers(model: nn.Module, form: str) -> None:
             if (earlier := fused_layer(module)) is not None:
                 earlier.step.held = Held()  # has what stood in for the attention function
         for layer, runs in seen.items():
+            fused = None
             try:
                 recipe = recipe_of(layer, runs)
                 step = steps.setdefault(Step.key(recipe), Step(recipe))
                 fused = FusedLayer(layer, recipe, step, form)
-                agreed = fused.watch.plain() and agrees(fused, runs)
+                understood = fused.watch.plain()
             except Exception:  # Unknown, or a layer unlike any that was thought of
+                understood = False
+            # To confirm runs the layer: where it is sharded, all ranks do, or none.
+            if not everywhere(layer, understood):
+                continue
+            assert fused is not None
+            try:
+                agreed = agrees(fused, runs)
+            except Exception:
                 continue
             if agreed:
                 fused.confirm(runs[0].args[0])

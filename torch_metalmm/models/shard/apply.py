@@ -16,7 +16,8 @@ from ...nn.embedding import embedding_scale
 from ...nn.fused import LinearPart, SwiGLU
 from ...nn.sharded import ColumnsLinear, RowsEmbedding, RowsLinear, Shard, Sharded, is_sharded
 from ..replace import summary, weight_shape
-from .plan import GATHERED, SPLIT_INPUT, Part, format_of, plan_of
+from .parts import GATHERED, SPLIT_INPUT, Part, format_of
+from .plan import plan_of
 
 
 def shard_(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = None) -> nn.Module:
@@ -34,8 +35,9 @@ def shard_(model: nn.Module, mesh: Any, plan: Mapping[str, str] | None = None) -
       "embedding_rowwise"      this rank's part of the vocabulary; summed
       "replicate"              all of it on every rank, as what the plan does not name
     Layers of one parent, colwise into rowwise, are divided together: an MLP at blocks of the
-    rowwise layer's format, attention at heads. Parts need not be even. Where there are more ranks
-    than heads of keys, ranks share one. Dense layers that the plan names are frozen.
+    rowwise layer's format, attention at heads, as far as its module takes their number from the
+    shapes it meets. Parts need not be even. Where there are more ranks than heads of keys, ranks
+    share one. Dense layers that the plan names are frozen.
 
     What cannot be divided is replicated with a warning, if the plan is the model's own. Rows and
     columns are copied, so that the memory of the whole layer is free; loaders that take a mesh

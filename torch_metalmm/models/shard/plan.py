@@ -10,72 +10,59 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ... import formats
-from ...nn import QuantEmbedding, QuantLinear
-from ...nn.sharded import Ranges
 from ..experts import homes, unpackable
-from ..replace import is_conv1d, packable, weight_shape
+from ..replace import weight_shape
 from ..skeleton import tied_names
-from .split import Heads, even, heads, scaled
-
-COLUMNWISE, ROWWISE = "colwise", "rowwise"
-GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
-VOCABULARY = "embedding_rowwise"
-REPLICATED = "replicate"
-# What transformers calls the same otherwise.
-_SAME = {
-    "colwise_rep": GATHERED,
-    "rowwise_rep": SPLIT_INPUT,
-    "replicated_with_grad_allreduce": REPLICATED,
-    "local_params": REPLICATED,
-}
-STYLES = (COLUMNWISE, ROWWISE, GATHERED, SPLIT_INPUT, VOCABULARY, REPLICATED)
-_DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Part:
-    """What becomes of one layer: ranges of its rows or columns by rank."""
-
-    style: str
-    ranges: Ranges
-    heads: Heads | None = None  # of the attention that it ends
-
-    @property
-    def rows(self) -> bool:
-        return self.style not in (ROWWISE, SPLIT_INPUT)
-
-
-@dataclass
-class Plan:
-    """Parts by the names of layers, and why layers that the plan names are replicated."""
-
-    parts: dict[str, Part] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
+from .attention import KEYS_ELSEWHERE, by_heads, is_attention
+from .parts import (
+    COLUMNWISE,
+    REPLICATED,
+    ROWWISE,
+    SPLIT_INPUT,
+    STYLES,
+    VOCABULARY,
+    Part,
+    Plan,
+    block_of,
+    feeds,
+    layer_of,
+    leaf,
+    other_tensors,
+    our_style,
+)
+from .split import even
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
     """What each layer of the model gets. Weights are not read and may be on the meta device.
 
-    ValueError: experts; a style that is none of STYLES; a name that no layer has; no plan, given or
-    the model's; and of a given plan what cannot be divided.
+    ValueError: experts; a name that no layer has; no plan, given or the model's; and of a given
+    plan a style that is none of STYLES and what cannot be divided.
     """
-    named = _named(model, given)
-    styles = {name: _style(name, style) for name, style in named.items()}
+    styles = _styles(model, given)
     plan = Plan()
     groups: dict[str, dict[str, str]] = {}
+    unknown: dict[str, str] = {}  # by the parent of what has the style, and by itself
     for name, style in styles.items():
-        if style in (COLUMNWISE, ROWWISE):
-            groups.setdefault(name.rpartition(".")[0], {})[name] = style
+        parent = name.rpartition(".")[0]
+        if style not in STYLES:
+            plan.whole[name] = f"its style is {style!r}"
+            unknown |= dict.fromkeys((parent, name), f"{leaf(name)} has the style {style!r}")
+        elif style in (COLUMNWISE, ROWWISE):
+            groups.setdefault(parent, {})[name] = style
         elif style != REPLICATED:
             _alone(model, name, style, ranks, plan)
     for parent, members in groups.items():
-        _group(model, parent, members, ranks, plan)
+        parts, why = _group(model, parent, members, ranks)
+        why = unknown.get(parent, why)
+        plan.parts |= parts
+        if why is not None:
+            plan.replicate(members, why)
+    _agree_on_keys(groups, plan)
     _agree_on_ties(model, plan)
     if given is not None and plan.whole:
         name, why = next(iter(plan.whole.items()))
@@ -83,8 +70,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> Pl
     return plan
 
 
-def _named(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    """{name of a layer: style}."""
+def _styles(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    """{name of a layer, of the model's own plan also of a parameter: style}."""
     found: Any = given
     if found is None:
         found = getattr(model, "tp_plan", None)
@@ -94,38 +81,44 @@ def _named(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
             )
     if not isinstance(found, Mapping):
         raise TypeError(f"plan must be {{pattern: style}}, got {type(found).__name__}")
-    refuse_experts(model, found)
-    layers = {name for name, module in model.named_modules(remove_duplicate=False) if name}
+    refuse_experts(model, found, given is None)
+    order = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    if given is None:
+        order += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     result: dict[str, str] = {}
     for pattern, style in found.items():
-        match = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-        names = [name for name in layers if match(name)]
+        names = _matching(pattern, order)
         if given is not None and not names:
             raise ValueError(f"plan: the model has no layer {pattern!r}")
-        if not names and _is_parameter(model, match):
-            raise ValueError(f"{pattern} is no layer but a parameter, which is not sharded")
-        result.update(dict.fromkeys(names, style))
-    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return dict(sorted(result.items(), key=lambda item: order[item[0]]))
+        if given is not None and our_style(style) not in STYLES:
+            raise ValueError(
+                f"plan: {names[0]} has the style {style!r}; allowed: {', '.join(STYLES)}"
+            )
+        result.update(dict.fromkeys(names, our_style(style)))
+    return {name: result[name] for name in order if name in result}
 
 
-def refuse_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> None:
-    """ValueError: the model has stacked experts, dense or packed, or the plan divides experts."""
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """The names that the pattern of a plan stands for."""
+    match = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+    return [name for name in names if match(name)]
+
+
+def refuse_experts(
+    model: nn.Module, plan: Mapping[str, str] | None = None, own: bool = False
+) -> None:
+    """ValueError: the model has stacked experts, dense or packed, or the plan divides experts.
+
+    own: the plan is the model's own, which is that of its class, and names experts for models of
+    all sizes: those count that this one has.
+    """
     given = () if plan is None else plan.items()
     asked = [n for n, s in given if ".experts" in f".{n}" or str(s).startswith("moe_")]
+    if own and asked:
+        names = [n for n, _ in (*model.named_modules(), *model.named_parameters())]
+        asked = [pattern for pattern in asked if _matching(pattern, names)]
     for name in (*homes(model), *unpackable(model), *asked):
         raise ValueError(f"experts are not sharded yet: {name}")
-
-
-def _is_parameter(model: nn.Module, match: Any) -> bool:
-    return any(match(name) for name, _ in model.named_parameters())
-
-
-def _style(name: str, style: str) -> str:
-    style = _SAME.get(style, style)
-    if style not in STYLES:
-        raise ValueError(f"plan: {name} has the style {style!r}; allowed: {', '.join(STYLES)}")
-    return style
 
 
 def _alone(model: nn.Module, name: str, style: str, ranks: int, plan: Plan) -> None:
@@ -137,7 +130,7 @@ def _alone(model: nn.Module, name: str, style: str, ranks: int, plan: Plan) -> N
         plan.whole[name] = why
         return
     n, k = weight_shape(module)
-    unit = _block(module) if style == SPLIT_INPUT else 1
+    unit = block_of(module) if style == SPLIT_INPUT else 1
     found = even(k if style == SPLIT_INPUT else n, ranks, unit)
     if found is None:
         plan.whole[name] = f"it has {k if style == SPLIT_INPUT else n} values in blocks of {unit}"
@@ -147,108 +140,70 @@ def _alone(model: nn.Module, name: str, style: str, ranks: int, plan: Plan) -> N
 
 def _layer(model: nn.Module, name: str) -> tuple[Any, str | None]:
     """The layer of that name, and why it is not divided."""
-    module = model.get_submodule(name)
-    if not packable(module):
-        return module, f"it is a {type(module).__name__}"
-    if is_conv1d(module):
-        return module, "it is a dense Conv1D"
-    if not isinstance(module, QuantLinear | QuantEmbedding) and module.weight.dtype not in _DENSE:
-        return module, f"its weight is {module.weight.dtype}"
-    return module, None
+    try:
+        return layer_of(model, name)
+    except AttributeError:
+        return None, "it is no layer but a parameter"
 
 
-def _block(module: Any) -> int:
-    """Values of K that belong together."""
-    return formats.get(format_of(module)).block_values
-
-
-def format_of(module: Any) -> str:
-    """The format of a layer; of a dense one that of its dtype."""
-    format: str | None = getattr(module, "format", None)
-    return format or _DENSE[module.weight.dtype]
-
-
-def _group(model: nn.Module, parent: str, members: dict[str, str], ranks: int, plan: Plan) -> None:
-    """Layers of one parent: those that are divided by rows feed the one divided by columns."""
+def _group(
+    model: nn.Module, parent: str, members: dict[str, str], ranks: int
+) -> tuple[dict[str, Part], str | None]:
+    """The parts of layers of one parent, those divided by rows feeding the one divided by columns;
+    or why these have none."""
     layers: dict[str, Any] = {}
-    why = None
     for name in members:
-        layers[name], problem = _layer(model, name)
-        if problem is not None:
-            why = f"{name.rpartition('.')[2]}: {problem}"
-    last = [name for name, style in members.items() if style == ROWWISE]
-    if why is None and len(last) != 1:
-        why = f"{parent} has {len(last)} layers of the style {ROWWISE}; there must be one"
-    if why is None and getattr(layers[last[0]], "input_order", None) is not None:
-        why = f"{last[0].rpartition('.')[2]} has its columns in an order of its own"
-    if why is None:
-        owner = model.get_submodule(parent)
-        attention = _attention(model, owner, layers, last[0])
-        if attention is None:
-            parts, why = _by_blocks(layers, last[0], ranks)
-        else:
-            parts, why = _by_heads(layers, last[0], ranks, *attention)
-    if why is None:
-        plan.parts.update(parts)
-    else:
-        plan.whole.update(dict.fromkeys(members, why))
+        layers[name], why = _layer(model, name)
+        if why is not None:
+            return {}, f"{leaf(name)}: {why}"
+    ends = [name for name, style in members.items() if style == ROWWISE]
+    if len(ends) != 1:
+        return {}, f"{parent} has {len(ends)} layers of the style {ROWWISE}; there must be one"
+    last = ends[0]
+    if len(members) == 1:
+        return {}, (
+            f"no layer of {parent} has the style {COLUMNWISE} and gives {leaf(last)} a part of its "
+            f"inputs; {SPLIT_INPUT} takes all of them"
+        )
+    if getattr(layers[last], "input_order", None) is not None:
+        return {}, f"{leaf(last)} has its columns in an order of its own"
+    owner = model.get_submodule(parent)
+    if is_attention(owner, layers):
+        return by_heads(owner, layers, last, ranks)
+    return _by_blocks(owner, layers, last, ranks)
 
 
-def _by_blocks(layers: dict[str, Any], last: str, ranks: int) -> tuple[dict[str, Part], str | None]:
-    k, block = weight_shape(layers[last])[1], _block(layers[last])
+def _by_blocks(
+    owner: nn.Module, layers: dict[str, Any], last: str, ranks: int
+) -> tuple[dict[str, Part], str | None]:
+    k, block = weight_shape(layers[last])[1], block_of(layers[last])
     found = even(k, ranks, block)
     if found is None:
-        return {}, f"{last.rpartition('.')[2]} has {k} inputs in blocks of {block}"
+        return {}, f"{leaf(last)} has {k} inputs in blocks of {block}"
     parts = {last: Part(ROWWISE, found)}
     for name, layer in layers.items():
         if name == last:
             continue
         if weight_shape(layer)[0] != k:
-            return {}, f"{name.rpartition('.')[2]} has {weight_shape(layer)[0]} outputs, not {k}"
+            return {}, f"{leaf(name)} has {weight_shape(layer)[0]} outputs, not {k}"
         parts[name] = Part(COLUMNWISE, found)
+    for other, layer in feeds(owner, layers):
+        if weight_shape(layer)[0] == k:
+            return {}, f"{other}, of {k} outputs, too, is not of the style {COLUMNWISE}"
+    for other, tensor in other_tensors(owner, layers):
+        if k in tensor.shape:
+            return {}, f"{other}, {list(tensor.shape)}, is for all {k} inputs of {leaf(last)}"
     return parts, None
 
 
-def _attention(
-    model: Any, owner: Any, layers: dict[str, Any], last: str
-) -> tuple[int, int, int] | None:
-    """(heads of queries, of keys, values of a head) where the layers are those of an attention."""
-    leaves = {name.rpartition(".")[2] for name in layers}
-    if not leaves & {"k_proj", "query_key_value"}:
-        return None
-    size = getattr(owner, "head_dim", None) or getattr(owner, "head_size", None)
-    if not isinstance(size, int):
-        return None
-    queries = weight_shape(layers[last])[1] // size
-    keys = queries
-    for name, layer in layers.items():
-        if name.endswith("k_proj"):
-            keys = weight_shape(layer)[0] // size
-    return queries, keys, size
-
-
-def _by_heads(
-    layers: dict[str, Any], last: str, ranks: int, queries: int, keys: int, size: int
-) -> tuple[dict[str, Part], str | None]:
-    block = _block(layers[last])
-    found = heads(queries, keys, ranks, size, block)
-    if found is None:
-        return {}, (
-            f"{queries} heads of queries and {keys} of keys, of {size} values, where "
-            f"{last.rpartition('.')[2]} has blocks of {block}"
-        )
-    parts = {last: Part(ROWWISE, scaled(found.queries, size), found)}
-    for name, layer in layers.items():
-        if name == last:
-            continue
-        n, leaf = weight_shape(layer)[0], name.rpartition(".")[2]
-        count, ranges = (
-            (keys, found.keys) if leaf in ("k_proj", "v_proj") else (queries, found.queries)
-        )
-        if n % count:
-            return {}, f"{leaf} has {n} outputs for {count} heads"
-        parts[name] = Part(COLUMNWISE, scaled(ranges, n // count))
-    return parts, None
+def _agree_on_keys(groups: dict[str, dict[str, str]], plan: Plan) -> None:
+    """Where an attention reads the keys of another layer, none has them for some heads only."""
+    wholly = [
+        parent for parent, of in groups.items() if plan.whole.get(next(iter(of))) == KEYS_ELSEWHERE
+    ]
+    for members in groups.values():
+        if wholly and any(n in plan.parts and plan.parts[n].heads is not None for n in members):
+            plan.replicate(members, f"{wholly[0]} may read its keys")
 
 
 def _agree_on_ties(model: nn.Module, plan: Plan) -> None:
