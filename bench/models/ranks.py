@@ -82,14 +82,22 @@ def _rank(rank: int, job: Job, count: int) -> None:
         records = []
         for name in job.formats:
             records += _of_format(job, name, device, mesh)
-            gc.collect()  # models that were fused or captured refer to themselves
-            if job.device == "cuda":
-                torch.cuda.empty_cache()
+            _clear(job)
         if job.dense:
             records += _of_dense(job, device, mesh)
+            _clear(job)
     if rank == 0:
         torch.save(records, Path(job.folder) / f"{count}.pt")
     dist.destroy_process_group()
+
+
+def _clear(job: Job) -> None:
+    """Frees models that were fused or captured, which refer to themselves. While a graph lives that
+    holds NCCL's kernels, destroy_process_group() waits for ever."""
+    gc.collect()
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _of_format(job: Job, name: str, device: str, mesh: Any) -> list[Record]:
