@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from expert_models import check_equals, logits
 from gguf_files import load_quietly
 from safetensors.torch import load_file
-from test_gguf import check_equals_reference, outputs, reference_model
 
 from torch_metalmm import QuantEmbedding, QuantLinear
 
@@ -28,11 +29,12 @@ def test_a_file_with_an_imatrix() -> None:
     assert warned == []
     packed = [m for m in model.modules() if isinstance(m, QuantLinear | QuantEmbedding)]
     assert {m.format for m in packed} == KINDS
-    reference = reference_model(FILE, "llama")
-    y, y32 = outputs(model, ids), outputs(reference, ids)
-    check_equals_reference(model, reference, ids)  # which makes it f64
-    y64 = outputs(reference, ids)
+    kind = transformers.AutoModelForCausalLM
+    reference = kind.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32)
+    check_equals(model, reference, ids)
+    y32 = logits(reference, ids)
+    y64 = logits(reference.double(), ids)
     theirs = (recorded["logits"].double() - y64[0]).abs().max()
     spacing = torch.finfo(torch.float32).eps * y64.abs().max()
     assert theirs <= 6 * torch.maximum((y32 - y64).abs().max(), spacing)
-    assert torch.equal(y[0].argmax(-1), recorded["logits"].argmax(-1))
+    assert torch.equal(logits(model, ids)[0].argmax(-1), recorded["logits"].argmax(-1))
