@@ -24,14 +24,14 @@ def fill(
     model: Any,
     source: Source,
     packed: Mapping[str, Iterable[str]],
-    rows: Callable[[str, nn.Module], Rows],
+    rows: Callable[[str, nn.Module], Rows] | None,
     device: torch.device | str,
     done: Container[str] = (),
 ) -> None:
     """Put everything of the source into the model, which is on the meta device.
 
-    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}. A router that
-    no packed layer can stand in for gets what the rows decode to.
+    packed: {name of a layer: the tensors of the source that rows(name, layer) reads}; rows is None
+    where it is empty. A router that no packed layer can stand in for gets what the rows decode to.
     done: names of parameters that the model has already.
     ValueError: a layer cannot be packed, has a dense weight beside its packed one, or a tensor does
     not fit, is too many or is missing.
@@ -44,6 +44,7 @@ def fill(
         if dense := sorted(left.intersection(names).difference(packed[owner])):
             shown = ", ".join(source.keys[name] for name in dense)
             raise ValueError(f"{path}: {owner} is quantized, and has a dense weight too: {shown}")
+        assert rows is not None
         made = rows(owner, layer)
         left.difference_update(packed[owner])
         if not (packable(layer) and replaceable(model, owner)):

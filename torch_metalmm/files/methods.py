@@ -1,10 +1,11 @@
-"""The methods of quantization_config whose weights are integers with scales, and their tensors."""
+"""The methods of quantization_config, and the tensors of their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from ..models.integers.compressed import compressed_rows
 from ..models.integers.gptq import awq_rows, gptq_rows
 from ..models.integers.hqq import hqq_rows
 from ..models.integers.torchao import torchao_rows
+from .mxfp4 import put_experts
+from .source import Source
 
 # (tensors of a layer by their last names, N, K) -> packed rows. ValueError: they do not fit.
 Pack = Callable[[Mapping[str, Tensor], int, int], Rows]
@@ -37,7 +40,16 @@ class Method:
     pack: Pack
 
 
-def method_of(quantization: Mapping[str, Any]) -> Method:
+@dataclass(frozen=True)
+class Stacks:
+    """How a checkpoint stores the experts it quantizes, and nothing else."""
+
+    # (folder, model, source, device) -> the names of the parameters that the model has then
+    put: Callable[[Path, Any, Source, torch.device | str], set[str]]
+    leaves: tuple[str, ...] = ()
+
+
+def method_of(quantization: Mapping[str, Any]) -> Method | Stacks:
     """The method of a quantization_config. ValueError: there is no such one here."""
     name = quantization.get("quant_method")
     if not isinstance(name, str) or name not in METHODS:
@@ -190,12 +202,17 @@ def _pack_torchao(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     return torchao_rows({name.removeprefix("_weight_"): v for name, v in t.items()}, n, k)
 
 
-METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
+def _mxfp4(quantization: Mapping[str, Any]) -> Stacks:
+    return Stacks(put_experts)
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Method | Stacks]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "hqq": _hqq,
     "torchao": _torchao,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -16,7 +16,7 @@ from ..models.skeleton import empty_model
 from .blame import blaming
 from .fill import fill, finish
 from .folder import QUANT_METHOD, read_config, read_tokenizer
-from .methods import METHODS, Method, method_of
+from .methods import METHODS, Method, Stacks, method_of
 from .source import Source
 from .untrusted import check_index, config_of
 
@@ -29,11 +29,11 @@ def load_quantized(
     """(model, tokenizer) of a folder that another library quantized; no tokenizer gives None.
 
     The quantization_config of config.json names the method: gptq (2, 3, 4, 8 bits, version 1 and
-    2, act-order), awq (gemm), compressed-tensors (pack-quantized), hqq (axis 1) or torchao
-    (Int4Tensor, IntxUnpackedToInt8Tensor, Int8Tensor). None of these libraries is needed. Quantized
-    layers become QuantLinear in an affine format with the same values: with scales in f16 or bf16 w
-    is what the method's formula gives in f32 arithmetic, which the libraries round to f16 or bf16.
-    32 divides a group.
+    2, act-order), awq (gemm), compressed-tensors (pack-quantized), hqq (axis 1), torchao
+    (Int4Tensor, IntxUnpackedToInt8Tensor, Int8Tensor) or mxfp4 (GPT-OSS). None of these libraries
+    is needed. Quantized layers become QuantLinear in an affine format with the same values: with
+    scales in f16 or bf16 w is what the method's formula gives in f32 arithmetic, which the
+    libraries round to f16 or bf16. 32 divides a group. Experts in mxfp4 become QuantExperts of it.
     dtype is that of activations and unpacked weights, by default that of the checkpoint's unpacked
     tensors. The model is frozen and in eval mode.
 
@@ -54,16 +54,26 @@ def load_quantized(
         found = source.dense_dtype(tuple(f".{leaf}" for leaf in method.leaves))
         model = empty_model(config, dtype or found or config.dtype or torch.float32)
     with source:
-        packed = _packed(source, model, method)
-        if not packed:
-            raise ValueError(f"{path} has no tensor <layer>.{method.leaves[0]}")
-
-        def rows(owner: str, module: nn.Module) -> Rows:
-            with blaming(path, owner):
-                return _rows(source, packed[owner], owner, module, method)
-
-        fill(path, model, source, packed, rows, device)
+        _fill(path, model, source, method, device)
     return finish(path, model), read_tokenizer(path)
+
+
+def _fill(
+    path: Path, model: Any, source: Source, method: Method | Stacks, device: torch.device | str
+) -> None:
+    if isinstance(method, Stacks):
+        experts = method.put(path, model, source, device)
+        fill(path, model, source, {}, None, device, experts)
+        return
+    packed = _packed(source, model, method)
+    if not packed:
+        raise ValueError(f"{path} has no tensor <layer>.{method.leaves[0]}")
+
+    def rows(owner: str, module: nn.Module) -> Rows:
+        with blaming(path, owner):
+            return _rows(source, packed[owner], owner, module, method)
+
+    fill(path, model, source, packed, rows, device)
 
 
 def is_quantized(path: Path) -> bool:

@@ -17,7 +17,9 @@ class Case:
     interleaved: the converter turns the halves of each head's q and k into pairs. plus_one: it adds
     1 to the weights of norms. eps: which of the two keys it has. vision: the parts of the rotation
     of a model that sees, whose text is what a file has. alternating: rows of gate and up alternate,
-    and experts lie [E, K, rows]. aliases: ends of names in the model, and those in the file.
+    and experts lie [E, K, rows]; columns: the latter alone. stacks: keys and values of a latent
+    are two stacks. rope: parts of the rotation besides its base. aliases: ends of names in the
+    model, and those in the file.
     """
 
     config: str
@@ -30,6 +32,9 @@ class Case:
     eps: str = "rms"
     vision: dict[str, Any] = field(default_factory=dict)
     alternating: bool = False
+    columns: bool = False
+    stacks: bool = False
+    rope: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
 
@@ -56,13 +61,12 @@ _ROUTED_FILE = _EXPERTS | {
     "expert_gating_func": 2,
 }
 _CORRECTED = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
-OSS_YARN = {
+_YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
     "original_max_position_embeddings": 32,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
-    "truncate": False,
 }
 _YARN_FILE = {
     "rope.scaling.type": "yarn",
@@ -72,15 +76,26 @@ _YARN_FILE = {
     "rope.scaling.yarn_beta_slow": 1.0,
 }
 _SCALES = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.125,
+_LATENT = {
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": HEAD,
+    "v_head_dim": 64,
+    "num_key_value_heads": HEADS,
+}
+_LATENT_FILE = {
+    "attention.kv_lora_rank": 256,
+    "attention.head_count_kv": HEADS,
+    "attention.key_length": 64 + HEAD,
+    "attention.value_length": 64,
+}
+_STACKS_FILE = {
+    "attention.kv_lora_rank": 256,
+    "attention.head_count_kv": 1,
+    "attention.key_length": 256 + HEAD,
+    "attention.value_length": 256,
+    "attention.key_length_mla": 64 + HEAD,
+    "attention.value_length_mla": 64,
 }
 VISION = {"patch_size": 14, "depth": 1, "embed_dim": 32, "hidden_size": H, "num_heads": 2}
 
@@ -128,6 +143,7 @@ CASES = {
             **_YARN_FILE,
         },
         interleaved=True,
+        rope=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.125},
     ),
     "olmo": Case(
         "Olmo", {"clip_qkv": 2.0}, {"attention.clamp_kqv": 2.0}, interleaved=True, eps="layer"
@@ -154,11 +170,52 @@ CASES = {
     "smollm3": Case("SmolLM3", {"pad_token_id": 2}, theta=5e6, interleaved=True),
 }
 EXPERTS = {
+    "deepseek2": Case(
+        "DeepseekV2",
+        _ROUTED
+        | _LATENT
+        | {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "q_lora_rank": None},
+        _ROUTED_FILE
+        | _LATENT_FILE
+        | {"expert_weights_norm": False, "expert_gating_func": 1, "attention.q_lora_rank": 0},
+    ),
+    "deepseek2+": Case(
+        "DeepseekV3",
+        _ROUTED | _LATENT | {"q_lora_rank": 256},
+        _ROUTED_FILE
+        | _STACKS_FILE
+        | _YARN_FILE
+        | {"attention.q_lora_rank": 256, "rope.scaling.yarn_log_multiplier": 0.0707},
+        stacks=True,
+        rope=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        aliases=_CORRECTED,
+    ),
     "dots1": Case(
         "Dots1",
         {"head_dim": HEAD, "num_key_value_heads": HEADS, **_ROUTED},
         _ROUTED_FILE | {"attention.head_count_kv": HEADS},
         aliases=_CORRECTED,
+    ),
+    "ernie4_5-moe": Case(
+        "Ernie4_5_Moe",
+        _WIDTH
+        | {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 2,
+        },
+        _EXPERTS
+        | {
+            "expert_feed_forward_length": 256,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 512,
+            "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 2,
+        },
+        theta=5e5,
+        aliases={"mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
     ),
     "glm4moe": Case(
         "Glm4Moe",
@@ -187,6 +244,7 @@ EXPERTS = {
         },
         theta=150000.0,
         alternating=True,
+        rope=_YARN | {"truncate": False},
     ),
     "granitemoe": Case(
         "GraniteMoe",
@@ -212,6 +270,32 @@ EXPERTS = {
         {"num_local_experts": 8, "num_experts_per_tok": 3},
         _EXPERTS,
         interleaved=True,
+    ),
+    "llama4": Case(
+        "Llama4Text",
+        {
+            "head_dim": HEAD,
+            "intermediate_size": 256,
+            "intermediate_size_mlp": 512,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "interleave_moe_layer_step": 2,
+        },
+        _EXPERTS
+        | {
+            "attention.key_length": HEAD,
+            "expert_feed_forward_length": 256,
+            "interleave_moe_layer_step": 2,
+        },
+        theta=5e5,
+        columns=True,
+        rope={
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
     ),
     "olmoe": Case(
         "Olmoe",

@@ -15,9 +15,11 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from gguf_cases import CASES, HEAD, OSS_YARN, VISION, YARN, Case, architecture_of
+from gguf_cases import CASES, HEAD, VISION, Case, architecture_of
 from gguf_files import CONTEXT, FFN, HEADS, MIXED, H, write_gguf
 from torch import Tensor
+
+from torch_metalmm.formats import get
 
 LAYERS, KV_HEADS = 4, 2
 
@@ -54,7 +56,7 @@ def random_hf(case: str, tied: bool = False, seed: int = 0) -> Any:
     rope = {"rope_type": "default", "rope_theta": row.theta}
     if row.turned != HEAD:
         rope["partial_rotary_factor"] = row.turned / HEAD
-    values["rope_parameters"] = rope | {"mistral3": YARN, "gpt-oss": OSS_YARN}.get(case, {})
+    values["rope_parameters"] = rope | row.rope
     kind = getattr(transformers, row.config + "Config")
     if row.vision:
         text = values | {"rope_parameters": rope | row.vision}
@@ -84,6 +86,7 @@ def convert(model: Any, case: str, path: Path, kinds: tuple[str, ...] = MIXED) -
     names = gguf.get_tensor_name_map(kind, LAYERS)
     formats = cycle(kinds)
     tensors = {}
+    text = model.config.get_text_config()
     tied = model.config.tie_word_embeddings
     for name, value in model.state_dict().items():
         base, _, leaf = name.replace("model.language_model.", "model.").rpartition(".")
@@ -91,6 +94,9 @@ def convert(model: Any, case: str, path: Path, kinds: tuple[str, ...] = MIXED) -
             continue
         if ".experts." in name:
             tensors |= _experts(row, name, value, formats)
+            continue
+        if row.stacks and name.endswith("kv_b_proj.weight"):
+            tensors |= _stacks(text, f"blk.{name.split('.')[2]}", value, formats)
             continue
         found = names.get_name(base)
         alias = next((a for end, a in row.aliases.items() if name.endswith(end)), None)
@@ -100,8 +106,9 @@ def convert(model: Any, case: str, path: Path, kinds: tuple[str, ...] = MIXED) -
             found, leaf = names.get_name(name), "weight"
         assert found is not None, name
         tensors[f"{found}.{leaf}"] = _stored(row, found, value, formats)
+    if row.rope.get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = _divisors(row), "f32"
     key, attribute = _EPS[row.eps]
-    text = model.config.get_text_config()
     stated = _FILE | {
         key: float(getattr(text, attribute, 1e-5)),  # Olmo's config has none
         "rope.freq_base": row.theta,
@@ -119,7 +126,7 @@ def _stored(row: Case, name: str, value: Tensor, formats: Iterator[str]) -> tupl
         return made, "f32"
     if name.endswith("ffn_gate_inp"):
         return value.numpy().copy(), "f32"
-    if name.endswith("ffn_gate_inp_shexp"):
+    if name.endswith(("ffn_gate_inp_shexp", "exp_probs_b")) and value.dim() == 2:
         return value[0].numpy().copy(), "f32"
     if value.dim() == 1:
         return _paired(row, name, value.numpy().copy()), "f32"
@@ -151,7 +158,8 @@ def _experts(
     """
     layer, leaf = int(name.split(".")[2]), name.rpartition(".")[2]
     kind = "bias" if leaf.endswith("_bias") else "weight"
-    stored = value.transpose(1, 2) if row.alternating and kind == "weight" else value
+    turned = kind == "weight" and (row.alternating or row.columns)
+    stored = value.transpose(1, 2) if turned else value
     if leaf.startswith("gate_up"):
         n = stored.shape[1] // 2
         pair = (stored[:, ::2], stored[:, 1::2]) if row.alternating else stored.split(n, 1)
@@ -168,6 +176,28 @@ def _experts(
         tensors[f"blk.{layer}.{leaf}.weight"] = _of_numpy(data, format), format
         format = next(formats) if layer % 2 else format
     return tensors
+
+
+def _stacks(
+    text: Any, block: str, value: Tensor, formats: Iterator[str]
+) -> dict[str, tuple[np.ndarray, str]]:
+    """What the file has for keys and values of a latent, which become what that decodes to."""
+    heads = value.view(text.num_attention_heads, -1, value.shape[1])
+    keys, values = heads.split((text.qk_nope_head_dim, text.v_head_dim), 1)
+    tensors = {}
+    for leaf, part in (("k_b", keys.transpose(1, 2)), ("v_b", values)):
+        format = next(f for f in formats if part.shape[-1] % get(f).block_values == 0)
+        data, _, decoded = _rounded(part, format)
+        part.copy_(decoded)
+        tensors[f"{block}.attn_{leaf}.weight"] = _of_numpy(data, format), format
+    return tensors
+
+
+def _divisors(row: Case) -> np.ndarray:
+    """Of each frequency, where no wavelength lies between two factors that are equal."""
+    waves = 2 * np.pi * row.theta ** (np.arange(HEAD // 2) * 2 / HEAD)
+    old = row.rope["original_max_position_embeddings"]
+    return np.where(waves < old, 1, row.rope["factor"]).astype(np.float32)
 
 
 def _paired(row: Case, name: str, rows: np.ndarray) -> np.ndarray:

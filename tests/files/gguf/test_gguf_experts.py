@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
-from gguf_cases import EXPERTS
+from gguf_cases import EXPERTS, Case
 from gguf_files import load_quietly, mapped, tensors_of, write_gguf
 from gguf_models import convert, random_hf
 from test_gguf import check_equals_reference
@@ -31,6 +31,12 @@ GATE, UP, DOWN = (f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "do
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("experts") / "good.gguf"
     return convert(random_hf("qwen3moe"), "qwen3moe", path, ("q8_0",))
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("latent") / "good.gguf"
+    return convert(random_hf("deepseek2+"), "deepseek2+", path, ("q8_0",))
 
 
 def without(name: str) -> Callable[[Tensors], None]:
@@ -112,6 +118,63 @@ def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
         load_gguf(bad)
 
 
+LATENT_SIZES = "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *((key, 0, f"{key} = 0; allowed: integers from 1 on") for key in LATENT_SIZES),
+        ("attention.kv_lora_rank", None, "kv_lora_rank = None; allowed: integers from 1 on"),
+        ("attention.kv_lora_rank", "x", "kv_lora_rank = 'x'; allowed: integers from 1 on"),
+        ("attention.kv_lora_rank", 128, r"is \[320, 256\], but the model's .* is \[192, 256\]"),
+        ("rope.dimension_count", 128, "_mla is 128; it must be more than .*count, 128"),
+        (
+            "attention.value_length_mla",
+            32,
+            r"attn_k_b.* and .*attn_v_b.*, which makes \[512, 256\]",
+        ),
+        ("attention.q_lora_rank", 0, "no tensor for the model's .*q_proj|is known|but the model's"),
+        ("attention.temperature_scale", 0.1, "temperature_scale is .*; it must be 0"),
+        ("expert_gating_func", 1, "expert_weights_norm is True; it must be False"),
+    ],
+)
+def test_sizes_of_a_latent_that_do_not_fit(
+    latent: Path, tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    values = metadata_of(latent, "deepseek2")
+    if value is None:
+        del values[key]
+    else:
+        values[key] = value
+    bad = write_gguf(tmp_path / "bad.gguf", "deepseek2", dict(tensors_of(latent)), values)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_gguf(bad)
+    assert str(bad) in str(caught.value)
+
+
+def test_one_stack_of_a_latent_without_the_other(latent: Path, tmp_path: Path) -> None:
+    tensors = dict(tensors_of(latent))
+    del tensors["blk.2.attn_v_b.weight"]
+    values = metadata_of(latent, "deepseek2")
+    bad = write_gguf(tmp_path / "bad.gguf", "deepseek2", tensors, values)
+    with pytest.raises(
+        ValueError, match=r"'blk.2.attn_k_b.weight' is .*, which makes nothing, but"
+    ):
+        load_gguf(bad)
+
+
+def test_values_that_older_files_leave_out(latent: Path, tmp_path: Path) -> None:
+    """Read as llama.cpp reads them, not as the defaults of the model's class."""
+    values = metadata_of(latent, "deepseek2")
+    for key in ("group_count", "group_used_count", "weights_scale", "weights_norm"):
+        del values[f"expert_{key}"]
+    old = write_gguf(tmp_path / "old.gguf", "deepseek2", dict(tensors_of(latent)), values)
+    config = load_quietly(old)[0].config
+    assert (config.n_group, config.topk_group) == (1, 1)
+    assert (config.routed_scaling_factor, config.norm_topk_prob) == (1.0, False)
+
+
 def test_a_correction_of_scores_that_is_missing_is_told(tmp_path: Path) -> None:
     path = convert(random_hf("glm4moe"), "glm4moe", tmp_path / "good.gguf", ("f32",))
     tensors = {n: t for n, t in dict(tensors_of(path)).items() if "exp_probs_b" not in n}
@@ -156,17 +219,17 @@ def test_models_of_transformers_are_saved(tmp_path: Path, case: str, packed: boo
         for part in ("gate", "up", "down"):
             stored = found[f"{block}.ffn_{part}_exps.weight"]
             assert stored.tensor_type.name == ("Q8_0" if packed else "F32")
-            want = _matrices(module, part, EXPERTS[case].alternating)
+            want = _matrices(module, part, EXPERTS[case])
             assert np.array_equal(np.array(stored.data), want.numpy())
 
 
-def _matrices(module: Any, part: str, alternating: bool) -> torch.Tensor:
+def _matrices(module: Any, part: str, case: Case) -> torch.Tensor:
     """[E, rows, ...] of gate, up or down, as the file has them."""
     leaf = "down_proj" if part == "down" else "gate_up_proj"
     value = module.get_parameter(leaf).detach()
-    if alternating and not isinstance(module, QuantExperts):
+    if (case.alternating or case.columns) and not isinstance(module, QuantExperts):
         value = value.transpose(1, 2)
     if part == "down":
         return value
-    pair = (value[:, ::2], value[:, 1::2]) if alternating else value.chunk(2, 1)
+    pair = (value[:, ::2], value[:, 1::2]) if case.alternating else value.chunk(2, 1)
     return pair[part == "up"]

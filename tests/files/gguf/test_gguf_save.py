@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from gguf import GGUFReader
-from gguf_cases import CASES
-from gguf_files import ARCHITECTURES, load_quietly, random_model, tensors_of, write_gguf
+from gguf_cases import CASES, HEAD
+from gguf_files import ARCHITECTURES, HEADS, load_quietly, random_model, tensors_of, write_gguf
 from gguf_models import convert, fields_of, random_hf
 from tokenizers import Regex, pre_tokenizers
 
@@ -26,7 +26,8 @@ pytestmark = [
 
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 TIED = ("command-r", "command-r+", "cohere2", "gemma")  # which have no output.weight
-AGAIN = [c for c in CASES if not c.endswith("vl")]  # whose text is saved as Qwen2, Qwen3
+# The text of some is saved as Qwen2 or Qwen3, two stacks of a latent as one matrix.
+AGAIN = [c for c in CASES if not c.endswith("vl") and not CASES[c].stacks]
 
 
 def wide(architecture: str) -> dict[str, Any]:
@@ -79,6 +80,21 @@ def test_a_converted_file_is_saved_as_it_was(tmp_path: Path, case: str) -> None:
     save_gguf(model, tokenizer, tmp_path / "b.gguf")
     check_same_file(tmp_path / "b.gguf", path)
     check_same_model(tmp_path / "b.gguf", model, tokenizer)
+
+
+def test_a_latent_is_saved_as_one_matrix(tmp_path: Path) -> None:
+    """Of two stacks in the file; a model that llama.cpp, too, computes without turned keys."""
+    path = convert(random_hf("deepseek2+"), "deepseek2+", tmp_path / "a.gguf")
+    model, _, _ = load_quietly(path)
+    save_gguf(model, None, tmp_path / "b.gguf")
+    made = {t.name: np.array(t.data) for t in GGUFReader(tmp_path / "b.gguf").tensors}
+    for i, layer in enumerate(model.model.layers):
+        whole = made[f"blk.{i}.attn_kv_b.weight"]
+        assert np.array_equal(whole, layer.self_attn.kv_b_proj.weight.numpy())
+    assert not any("attn_k_b" in name or "attn_v_b" in name for name in made)
+    fields = fields_of(tmp_path / "b.gguf")
+    assert fields["deepseek2.attention.head_count_kv"] == HEADS
+    assert fields["deepseek2.attention.key_length"] == 64 + HEAD
 
 
 @pytest.mark.parametrize("case", ["granite", "gemma", "command-r+", "phi2"])

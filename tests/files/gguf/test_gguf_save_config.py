@@ -141,6 +141,13 @@ def test_attributes_that_models_read_are_compared(tmp_path: Path) -> None:
 # Models that no file describes
 
 
+def test_clipped_queries_of_olmoe(tmp_path: Path) -> None:
+    """llama.cpp clips those of OLMo alone."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2}
+    refuses(small("Olmoe", clip_qkv=8.0, **sizes), tmp_path, "its config has clip_qkv = 8.0")
+    save_gguf(small("Olmoe", **sizes), None, tmp_path / "x.gguf")
+
+
 def test_a_model_without_a_head(tmp_path: Path) -> None:
     refuses(small("Llama").model, tmp_path, "LlamaModel has no output head")
 

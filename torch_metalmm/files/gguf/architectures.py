@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .file import GgufFile
+from .latent import latent_config, latent_metadata
 from .rows import (
-    ARCHITECTURES,
     GRANITE,
     SIZES,
     STORED_AS,
     WINDOW,
-    WITH_EXPERTS,
     Architecture,
+    all_rows,
     row_of,
 )
 
@@ -46,26 +46,25 @@ _NEEDED = (
 _BOOLS = ("expert_weights_norm",)
 
 
-def has_experts(file: GgufFile) -> bool:
-    """Whether the file says that it has experts."""
-    return bool(file.metadata.get(f"{file.architecture}.{_EXPERTS}"))
-
-
 def config_values(file: GgufFile) -> dict[str, Any]:
     """The config of a file whose architecture has a row.
 
     ValueError: a value is missing, or is one of a model that no row describes.
     """
-    row, prefix = row_of(file.architecture, has_experts(file)), f"{file.architecture}."
+    row, prefix = row_of(file.architecture, file.metadata), f"{file.architecture}."
     assert row is not None
+    known = {*row.keys, *row.states, *row.computed}
     for key in _OTHERS:
-        if key not in row.keys and file.metadata.get(prefix + key):
+        if key not in known and file.metadata.get(prefix + key):
             raise ValueError(f"{file.path}: {prefix + key} is known for other architectures only")
     values: dict[str, Any] = {
         "model_type": row.model_type,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rotation(file, prefix),
     }
+    for path, constant in row.has.items():
+        if "truncate" not in path or values["rope_parameters"]["rope_type"] == "yarn":
+            _put(values, path, constant)
     for key, name in {**row.keys, _KV_HEADS: "num_key_value_heads"}.items():
         value = file.metadata.get(prefix + key)
         if value is None and (key in _NEEDED or prefix + key in file.arrays):
@@ -76,13 +75,13 @@ def config_values(file: GgufFile) -> dict[str, Any]:
         if file.metadata.get(prefix + key, number) != number:
             given = file.metadata[prefix + key]
             raise ValueError(f"{file.path}: {prefix + key} is {given!r}; it must be {number}")
-    for path, constant in row.has.items():
-        if "truncate" not in path or values["rope_parameters"]["rope_type"] == "yarn":
-            _put(values, path, constant)
     values["num_hidden_layers"] -= _predicting(file, prefix)
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values["head_dim"] = _head_dim(file, prefix)
     values |= {name: tensor in file.tensors for name, tensor in row.flags.items()}
+    if row.latent:
+        values |= latent_config(file, prefix, values)
+    values |= {name: of(values) for name, of in row.derived.items()}
     for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
         values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return values
@@ -107,7 +106,7 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
     its scores, or a value is not of its key's type.
     """
     kind = config.model_type
-    rows = [*ARCHITECTURES.items(), *WITH_EXPERTS.items()]
+    rows = all_rows()
     wanted = next((r.model_type for a, r in rows if a == STORED_AS.get(kind)), kind)
     found = [(name, row) for name, row in rows if row.writes and row.model_type == wanted]
     if not found:
@@ -128,11 +127,14 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
     for key, name in row.keys.items():
         values[key] = _get(config, name)
     values |= row.states
+    values |= {key: of(config) for key, of in row.computed.items()}
     if architecture == "olmo":
         values["attention.layer_norm_epsilon"] = (
             1e-5  # its norms have no weights, and this is theirs
         )
     values |= _rotation_values(config, head)
+    if row.latent:
+        values |= latent_metadata(config)
     return (
         architecture,
         row,

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .architectures import config_values, divisors, has_experts
+from .architectures import config_values, divisors
 from .file import GgufFile
 from .layout import TensorMap
-from .rows import ARCHITECTURES, STORED_AS, WITH_EXPERTS, Architecture, row_of
+from .rows import ARCHITECTURES, STORED_AS, Architecture, all_rows, row_of
 from .vocabulary import PRE
 
 ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3, one for each frequency
@@ -64,7 +64,7 @@ def model_config(file: GgufFile) -> tuple[Any, dict[str, Any]]:
             f"{file.path}: no model is known for the GGUF architecture {file.architecture!r}; "
             f"supported: {', '.join(supported_architectures())}"
         )
-    row = row_of(file.architecture, has_experts(file))
+    row = row_of(file.architecture, file.metadata)
     if row is not None and row.reads:
         values = config_values(file)
     else:
@@ -142,7 +142,7 @@ def tensor_map(file: GgufFile, model: Any, values: dict[str, Any]) -> TensorMap:
     architecture = file.architecture
     if architecture in GGUF_ARCHS:
         return _ConversionMap(GGUF_ARCHS[architecture](model.config))
-    return ProcessorMap(architecture, model, values, row_of(architecture, has_experts(file)))
+    return ProcessorMap(architecture, model, values, row_of(architecture, file.metadata))
 
 
 def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
@@ -154,8 +154,7 @@ def gguf_names(model: Any, layers: Iterable[str]) -> dict[str, str]:
 
     given = model.config.get_text_config().model_type
     kind = given.removesuffix("_text")
-    rows = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
-    spellings = [name for name, row in rows if row.model_type == given]
+    spellings = [name for name, row in all_rows() if row.model_type == given]
     spellings += [kind, kind.replace("_", "-"), kind.replace("_", ""), STORED_AS.get(kind, kind)]
     arches = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     found = next((name for name in spellings if name in arches), None)
@@ -180,17 +179,19 @@ class ProcessorMap(TensorMap):
     ) -> None:
         from transformers import modeling_gguf_pytorch_utils as theirs
 
+        from . import processors
+
         super().__init__()
         known = row is None or not row.reads
         kind = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)
         if row is not None and not known:
-            kind = getattr(theirs, row.processor)
+            kind = getattr(processors, row.processor, None) or getattr(theirs, row.processor)
         self._processor: Any = kind(config=values)  # type: ignore[no-untyped-call]
         own = STORED_AS.get(model.config.model_type) if known else architecture
         self._names = theirs.get_gguf_hf_weights_map(
             _Shallow(model), self._processor, model_type=own
         )
-        for end, leaf in row.names.items() if row is not None else ():
+        for leaf, end in row.leaves if row is not None else ():
             for target in (t for t in model.state_dict() if t.endswith(end)):
                 self._names[f"blk.{layer_of(target)}.{leaf}"] = target
         self._needed: dict[str, set[str]] = {}  # by target, names without ".weight"
@@ -318,10 +319,9 @@ def _add_rope_scaling(file: GgufFile, values: dict[str, Any]) -> None:
     if ROPE_DIVISORS not in file.tensors or theta is None:
         return
     given = file.dense(ROPE_DIVISORS).flatten().double()
-    # Llama 3.1 to 3.3: 8192 positions, factors 1 and 4; only the overall factor differs.
     rope = {"rope_type": "llama3", "rope_theta": theta, "factor": float(given.max())}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 8192}
-    expected = divisors(given.numel(), rope)
-    if rope["factor"] > 1 and torch.allclose(given, expected, rtol=1e-4):
-        values["rope_parameters"] = rope
+    rope |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+    for high in (4.0, 1.0):  # of Llama 3.1 to 3.3, and 4; only the overall factor differs
+        expected = divisors(given.numel(), rope | {"high_freq_factor": high})
+        if rope["factor"] > 1 and torch.allclose(given, expected, rtol=1e-4):
+            values["rope_parameters"] = rope | {"high_freq_factor": high}

@@ -101,7 +101,9 @@ def _tensors(model: Any, architecture: str, row: Architecture) -> dict[str, tupl
     outline = empty_like(model, torch.float32)
     mapping = ProcessorMap(architecture, outline, model.config.to_dict(), row)
     state = model.state_dict(keep_vars=True)
-    names = {target: _full(name) for name, target in mapping.names().items()}
+    names: dict[str, str] = {}
+    for name, target in mapping.names().items():
+        names.setdefault(target, _full(name))  # of two layouts gguf's own name is that of one
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tensors: dict[str, tuple[Tensor, str]] = {}
     experts = homes(model, apart=dict(model.named_modules()))
@@ -128,8 +130,10 @@ def _stored(
 ) -> tuple[Tensor, str]:
     """What the file has for a parameter of the module, and its format."""
     matrix = isinstance(module, nn.Linear | nn.Embedding) and target.endswith(".weight")
-    if matrix and mapping.shape({name: weight_shape(module)[1:]}) == (1, *weight_shape(module)[1:]):
-        return dense_weight(module)[0].float().cpu(), "f32"  # a matrix of one row is a vector there
+    shape = tuple(weight_shape(module) if matrix else value.shape)
+    if shape[0] == 1 and mapping.shape({name: shape[1:]}) == shape:
+        row = dense_weight(module) if matrix else value
+        return row[0].float().cpu(), "f32"  # a matrix of one row is a vector there
     if matrix and isinstance(module, QuantLinear | QuantEmbedding):
         return _packed(mapping, name, target, module)
     if value.dim() == 2 and not name.endswith("norm.weight"):

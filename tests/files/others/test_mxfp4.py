@@ -1,0 +1,157 @@
+"""load_quantized: GPT-OSS's own checkpoints, whose experts are mxfp4, against transformers'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from expert_models import EXPERTS, FFN, check_equals, decoded, expert_model, greedy
+from expert_models import H as WIDTH
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torch_metalmm import QuantExperts, load_packed, load_quantized, save_gguf
+
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
+
+SHAPES = {"gate_up_proj": (2 * FFN, WIDTH), "down_proj": (WIDTH, FFN)}
+QUANTIZATION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as OpenAI's: two codes a byte, the first low, and a scale for 32 codes."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    model = expert_model("GptOss")
+    model.config.save_pretrained(folder)
+    tensors = {name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}
+    g = torch.Generator().manual_seed(3)
+    for name in [n for n in tensors if n.endswith(tuple(SHAPES))]:
+        rows, k = SHAPES[name.rpartition(".")[2]]
+        del tensors[name]
+        size = (EXPERTS, rows, k // 32)
+        tensors[f"{name}_blocks"] = _bytes(0, 256, (*size, 16), g)
+        tensors[f"{name}_scales"] = _bytes(118, 124, size, g)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": QUANTIZATION, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _bytes(low: int, high: int, size: tuple[int, ...], g: torch.Generator) -> Tensor:
+    return torch.randint(low, high, size, generator=g, dtype=torch.uint8)
+
+
+def reference(folder: Path) -> Any:
+    """transformers' model, experts decoded to bf16 by its loader, in which they are exact; f32."""
+    config = transformers.Mxfp4Config(dequantize=True)
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    model.set_experts_implementation("eager")  # the others take no float64
+    return model.float()
+
+
+def test_experts_stay_packed(good: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_quantized(good, dtype=torch.float32)
+    theirs = reference(good)
+    assert tokenizer is None
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantExperts)}
+    assert list(experts) == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    for name, module in experts.items():
+        assert module.formats == dict.fromkeys(SHAPES, "mxfp4") and module.gate.interleaved
+        dense = theirs.get_submodule(name)
+        for stack in SHAPES:
+            want = dense.get_parameter(stack).transpose(1, 2)
+            assert torch.equal(module.dequantize(stack), want)
+            bias = f"{stack}_bias"
+            assert torch.equal(module.get_parameter(bias), dense.get_parameter(bias))
+    assert torch.equal(greedy(model), greedy(theirs))
+    check_equals(model, decoded(theirs, model))
+    model.save_pretrained(tmp_path / "again")
+    again, _ = load_packed(tmp_path / "again")
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    save_gguf(model, None, tmp_path / "model.gguf")
+
+
+def test_activations_in_the_dtype_of_the_file(good: Path) -> None:
+    model, _ = load_quantized(good)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.dtype == torch.uint8
+    assert experts.gate_up_proj_bias.dtype == model.lm_head.weight.dtype == torch.bfloat16
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+PLACE = "model.layers.1.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(f"{PLACE}down_proj_scales"), "no tensor for .*layers.1.*down_proj_scales"),
+        (without(f"{PLACE}gate_up_proj_blocks"), "no tensor for .*layers.1.*gate_up_proj_blocks"),
+        (without(f"{PLACE}down_proj_bias"), "no tensor for .*layers.1.*down_proj_bias"),
+        (without("lm_head.weight"), "no tensor for lm_head.weight"),
+        (
+            changed(f"{PLACE}down_proj_blocks", lambda t: t[:5]),
+            r"is torch.uint8 \[5, 128, 2, 16\]; the model makes it torch.uint8 \[6, 128, 2, 16\]",
+        ),
+        (
+            changed(f"{PLACE}gate_up_proj_scales", lambda t: t.flatten(1)),
+            r"gate_up_proj_scales is torch.uint8 \[6, 512\]; the model makes .* \[6, 128, 4\]",
+        ),
+        (
+            changed(f"{PLACE}gate_up_proj_bias", lambda t: t[:, 1:]),
+            r"gate_up_proj_bias is torch.bfloat16 \[6, 127\]; the model makes it .* \[6, 128\]",
+        ),
+        (
+            changed(f"{PLACE}down_proj_blocks", lambda t: t.float()),
+            "down_proj_blocks is torch.float32 .*; the model makes it torch.uint8",
+        ),
+        (
+            changed(f"{PLACE}down_proj_scales", lambda t: t.fill_(255)),
+            r"down_proj of expert 0: mxfp4: a scale is NaN \(e = 255\)",
+        ),
+        (
+            lambda t: t.update({"model.x": torch.zeros(1)}),
+            "has tensors the model does not: model.x",
+        ),
+    ],
+)
+def test_folders_that_do_not_fit(
+    good: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    tensors = load_file(good / "model.safetensors")
+    change(tensors)
+    (tmp_path / "config.json").write_text((good / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message) as caught:
+        load_quantized(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_model_without_experts_is_refused(good: Path, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    values = config.to_dict() | {"quantization_config": QUANTIZATION}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="has no experts, which alone are mxfp4"):
+        load_quantized(tmp_path)
