@@ -78,7 +78,12 @@ def fetch(name: str | os.PathLike[str], check: Callable[[Path], object] | None =
         return repo.download(_folder_files(named, repo.files))
     if "adapter_config.json" in repo.files and named == Named(named.repo):
         return repo.download(_folder_files(named, repo.files))
-    names = _gguf_files(named, repo.files)
+    try:
+        names = _gguf_files(named, repo.files)
+    except (FileNotFoundError, ValueError) as error:
+        if not repo.absence:
+            raise
+        raise ConnectionError(f"{error} in the cache, and {repo.absence}") from error
     return repo.download(names) / names[0]
 
 
@@ -164,10 +169,7 @@ class _Repository:
         try:
             info = HfApi().model_info(self.repo, timeout=_SECONDS)
         except errors.GatedRepoError:
-            raise PermissionError(
-                f"{self.repo} is gated: accept its terms at {self._host()}/{self.repo}, then "
-                "log in with `hf auth login`"
-            ) from None
+            raise self._gated() from None
         except (errors.RepositoryNotFoundError, errors.HFValidationError):
             raise FileNotFoundError(
                 f"{self.repo}: no such file or folder here, and {self._host()} has no such model, "
@@ -196,8 +198,8 @@ class _Repository:
             return Path(found[0]).parents[names[0].count("/")]
         try:
             return Path(snapshot_download(self.repo, allow_patterns=list(map(glob.escape, names))))
-        except errors.GatedRepoError as error:
-            raise PermissionError(f"{self.repo} is gated: {_line(error)}") from error
+        except errors.GatedRepoError:
+            raise self._gated() from None
         except OSError as error:
             if isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError):
                 raise self._unreachable(error) from error
@@ -221,12 +223,18 @@ class _Repository:
             partial = getattr(error, "snapshot_path", None)
             return None if partial is None else Path(partial)
 
+    def _gated(self) -> PermissionError:
+        return PermissionError(
+            f"{self.repo} is gated: accept its terms at {self._host()}/{self.repo}, then log in "
+            "with `hf auth login`"
+        )
+
     def _unreachable(self, error: Exception) -> ConnectionError:
         from huggingface_hub import errors
 
         if isinstance(error, errors.OfflineModeIsEnabled):
             return ConnectionError("HF_HUB_OFFLINE forbids asking the hub")
-        return ConnectionError(f"{self._host()} does not give it: {_line(error)}")
+        return ConnectionError(f"asking {self._host()} failed: {_line(error)}")
 
     @staticmethod
     def _host() -> str:

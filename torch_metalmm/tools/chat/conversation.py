@@ -104,6 +104,16 @@ def _functions(message: Message) -> list[str]:
 
 
 @contextmanager
+def keeps_on() -> Iterator[None]:
+    """Ctrl-C ends nothing; on a terminal that reads keys it is a key."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
     """The first Ctrl-C calls stop(), another raises KeyboardInterrupt."""
 

@@ -73,7 +73,6 @@ def _prompt_session(commands: Iterable[str]) -> Any:
 
     keys.add("enter")(enter)
     keys.add("escape", "enter")(newline)  # Alt-Enter
-    keys.add("c-j")(newline)  # between lines that are pasted where the terminal does not say so
 
     return PromptSession(
         "> ",

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         args.model = args.source
     first, tools = given_text(args, None), tools_of(args)
     start(args, "prompt_toolkit", "psutil", "rich")
-    from .conversation import Conversation
+    from .conversation import Conversation, keeps_on
     from .loading import load, session_of
     from .screen import Screen
     from .template import Template
@@ -56,10 +56,13 @@ def run(args: argparse.Namespace) -> None:
         chat = Conversation(session, loaded.name, args.system, tools)
         screen = Screen(quiet=args.json)
         seconds = time.perf_counter() - begun
-        if sys.stdin.isatty():
+        if not sys.stdin.isatty():
+            _talk(chat, screen, first, args.json)
+            return
+        with keeps_on():
             context = f", {session.context} tokens of context" if session.context else ""
             screen.note(f"{loaded.name}, loaded in {seconds:.1f} s{context}; /help lists commands")
-        _talk(chat, screen, first, args.json)
+            _talk(chat, screen, first, args.json)
 
 
 def _talk(chat: Conversation, screen: Screen, first: str | None, as_json: bool) -> None:
@@ -78,6 +81,10 @@ def _talk(chat: Conversation, screen: Screen, first: str | None, as_json: bool) 
             return
         except BrokenPipeError:
             raise
+        except KeyboardInterrupt:  # a second one, which came when the answer was over
+            if not sys.stdin.isatty():
+                raise
+            screen.note("stopped; the message is not in the chat")
         except (ValueError, OSError) as error:
             screen.error(" ".join(str(error).split()))
 
