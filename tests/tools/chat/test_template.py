@@ -80,7 +80,7 @@ def test_none_reads_files_or_runs_commands(template: Template, tmp_path: Path) -
         f"{{{{ ''.__class__.__mro__[1].__subclasses__()[0]._open({str(secret)!r}) }}}}",
         f"{{{{ self._TemplateReference__context.open({str(secret)!r}) }}}}",
         f"{{{{ strftime_now.__globals__.__builtins__.open({str(secret)!r}).read() }}}}",
-        f"{{{{ (messages|attr('__class__')).__init__.__globals__ }}}}",
+        "{{ (messages|attr('__class__')).__init__.__globals__ }}",
     )
     for text in ways:
         try:
