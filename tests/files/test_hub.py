@@ -15,7 +15,12 @@ from torch_metalmm.files.hub import Named, hub_name
 
 PARTS = [f"Q4_K_M/big-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 REPOSITORIES = {
-    "org/one-GGUF": {"README.md": b"-", "one-Q5_0.gguf": b"one", "mmproj-one-f16.gguf": b"eyes"},
+    "org/one-GGUF": {
+        "README.md": b"-",
+        "config.json": b'{"model_type": "qwen2"}',  # some have one
+        "one-Q5_0.gguf": b"one",
+        "mmproj-one-f16.gguf": b"eyes",
+    },
     "org/big-GGUF": {
         **{name: name.encode() for name in PARTS},
         "big-IQ4_K_M.gguf": b"i",
@@ -32,6 +37,13 @@ REPOSITORIES = {
         "pytorch_model.bin": b"code",
         "original/params.json": b"other",
         "run.py": b"code",
+    },
+    "org/shards": {
+        "config.json": b"{   }",
+        "model.safetensors.index.json": b'{"weight_map": {"a": "model-1.safetensors", '
+        b'"b": "model-2.safetensors"}}',
+        "model-1.safetensors": b"first",
+        "model-2.safetensors": b"second",
     },
     "org/pickles": {"config.json": b"{ }", "pytorch_model.bin": b"code"},
     "org/adapter": {"adapter_config.json": b"{  }", "adapter_model.safetensors": b"lora"},
@@ -124,8 +136,8 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
             "no such GGUF model; it has BF16, Q2_K, Q3_K_S",
             "org/unusual-GGUF/v.gguf": "FileNotFoundError: org/unusual-GGUF/v.gguf: the repository",
             "org/torn-GGUF": "FileNotFoundError: org/torn-GGUF: t-00002-of-00002.gguf, one of 2",
-            "org/pickles": "FileNotFoundError: org/pickles: the repository has neither .gguf nor",
-            "org/pickles:Q4_0": "FileNotFoundError: org/pickles:Q4_0: the repository has no GGUF",
+            "org/pickles": "FileNotFoundError: org/pickles: the repository has no weights as",
+            "org/pickles:Q4_0": "FileNotFoundError: org/pickles:Q4_0: the repository has no weigh",
             "org/adapter": "PermissionError: org/adapter is gated: accept its terms at http:",
         }
         found = [f for f in ask(tmp_path, hub.url, *errors) if f[0] != "checked"]
@@ -142,7 +154,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     """The cache is enough where it has all; else it is said what it lacks, and why."""
     with FakeHub(REPOSITORIES) as hub:
-        found = ask(tmp_path, hub.url, "org/big-GGUF")
+        found = ask(tmp_path, hub.url, "org/big-GGUF", "org/shards")
         hub.broken = True
         again = ask(tmp_path, hub.url, "org/big-GGUF", "org/big-GGUF:Q8_0", "org/one-GGUF")
     assert again[0] == found[0]
@@ -153,6 +165,8 @@ def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     )
     assert "503" in str(again[2][1])
     Path(str(found[0][1])).with_name(Path(PARTS[2]).name).unlink()
-    (lacks,) = ask(tmp_path, hub.url, "org/big-GGUF", HF_HUB_OFFLINE="1")
-    assert lacks[0] == "ConnectionError" and PARTS[2] in str(lacks[1])
-    assert "HF_HUB_OFFLINE" in str(lacks[1])
+    (Path(str(found[2][1])) / "model-2.safetensors").unlink()
+    both = ask(tmp_path, hub.url, "org/big-GGUF", "org/shards", HF_HUB_OFFLINE="1")
+    lacks = [said for said in both if said[0] != "checked"]
+    for (kind, said), file in zip(lacks, (PARTS[2], "model-2.safetensors"), strict=True):
+        assert kind == "ConnectionError" and f"{file} among them, and HF_HUB_OFFLINE" in str(said)

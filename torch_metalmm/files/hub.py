@@ -20,6 +20,7 @@ from typing import Any
 
 from ..extras import require
 from .gguf.split import model_of, part_names
+from .untrusted import check_index
 
 # Of the top folder; originals, ONNX and other twins of the weights lie in folders below it.
 _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
@@ -72,12 +73,11 @@ def fetch(name: str | os.PathLike[str], check: Callable[[Path], object] | None =
         return path  # its reader says what is wrong with it
     require(f"{named}, a name on the hub,", "huggingface_hub")
     repo = _Repository(named.repo)
-    if named.tag is None and named.file is None and "config.json" in repo.files:
-        if check is not None:
+    folder = _folder_files(repo.files) if named == Named(named.repo) else []
+    if folder:
+        if check is not None and "config.json" in folder:
             check(repo.download(["config.json"]))
-        return repo.download(_folder_files(named, repo.files))
-    if "adapter_config.json" in repo.files and named == Named(named.repo):
-        return repo.download(_folder_files(named, repo.files))
+        return repo.download(folder)
     try:
         names = _gguf_files(named, repo.files)
     except (FileNotFoundError, ValueError) as error:
@@ -87,15 +87,16 @@ def fetch(name: str | os.PathLike[str], check: Callable[[Path], object] | None =
     return repo.download(names) / names[0]
 
 
-def _folder_files(named: Named, files: Iterable[str]) -> list[str]:
-    """The files of a model folder. FileNotFoundError: it has no weights that are read."""
+def _folder_files(files: Iterable[str]) -> list[str]:
+    """The files of a model or adapter folder; none where its weights are no safetensors.
+
+    Repositories of GGUF files may have a config.json, too.
+    """
     top = [f for f in files if "/" not in f and f.endswith(_SUFFIXES)]
     weights = [f for f in top if f.endswith(".safetensors")]
-    if not weights:
-        raise FileNotFoundError(f"{named}: the repository has neither .gguf nor .safetensors files")
     if any(f.startswith("model") for f in weights):  # else its twin, Mistral's consolidated file
         top = [f for f in top if f not in weights or f.startswith("model")]
-    return top
+    return top if weights else []
 
 
 def _gguf_files(named: Named, files: Iterable[str]) -> list[str]:
@@ -105,7 +106,7 @@ def _gguf_files(named: Named, files: Iterable[str]) -> list[str]:
         if "mmproj" not in file.lower() and "imatrix" not in file.lower():
             models.setdefault(model_of(file), file)
     if not models:
-        raise FileNotFoundError(f"{named}: the repository has no GGUF model")
+        raise FileNotFoundError(f"{named}: the repository has no weights as .gguf or .safetensors")
     labels = {file: _label(file) for file in models.values()}
     if named.file is not None:
         chosen = [file for key, file in models.items() if key == model_of(named.file)]
@@ -186,8 +187,9 @@ class _Repository:
 
         if self.absence:
             folder = self._cached()
-            missing = [n for n in names if folder is None or not (folder / n).exists()]
-            if folder is None or missing:
+            assert folder is not None  # it told the names
+            names = sorted({*names, *check_index(folder)})
+            if missing := [name for name in names if not (folder / name).exists()]:
                 raise ConnectionError(
                     f"{self.repo}: the cache lacks {len(missing)} of {len(names)} files, "
                     f"{missing[0]} among them, and {self.absence}"

@@ -102,7 +102,7 @@ def test_messages_of_lines() -> None:
     assert [*reader.from_lines(lines)] == ["a", "b\nc", "d\n\n e", "f", "g\\"]
 
 
-def test_tool_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tool_calls() -> None:
     """Shown as calls; each result is asked for by name, and the last one is answered."""
     call = '<tool_call>{"name": "%s", "arguments": {"city": "Oslo"}}</tool_call>'
     texts = iter([call % "weather" + call % "time", "Cold, and late."])
@@ -127,17 +127,17 @@ def test_tool_calls(capsys: pytest.CaptureFixture[str]) -> None:
         commands.run("/result 1", talk)
 
 
-def test_what_a_terminal_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_terminal_shows() -> None:
     """Calls as calls, no marks, and no control character of the model's."""
     from rich.console import Console
 
     out = io.StringIO()
     styled = screen.Styled(Console(file=out, markup=False, highlight=False, width=40), lambda: "")
-    for piece in ("<thi", "nk>hm</think>[b]A\x1b[31m\x9b2J\tB", '<tool_call>{"name": "f", "arg'):
+    for piece in ("<thi", "nk>hm</think>[b]A\x1b[31m\x9b2JB", '<tool_call>{"name": "f", "arg'):
         styled.piece(piece)
-    styled.piece('uments": {"x": "y\x07"}}</tool_call>')
+    styled.piece('uments": {"x": "y\\u0007"}}</tool_call>')
     styled.end()
-    assert out.getvalue() == "hm[b]A\u241b[31m\ufffd2J\tB→ f(x='y\\x07')\n\n".replace("\t", " " * 1)
+    assert out.getvalue() == "hm[b]A\u241b[31m\ufffd2JB→ f(x='y\\x07')\n\n"
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_on_a_terminal(tmp_path: Path) -> None:
 
         terminal.expect(r"loaded in .*8192 tokens of context.*\n>")
         before = len(terminal.text)
-        terminal.type("Count from one to a thousand.\r")
-        terminal.expect("4", before + 60)
+        terminal.type("Write a long poem about the sea.\r")
+        terminal.expect("sea.*sea.*sea.*sea", before)  # two of them are what was typed
         terminal.type("\x03")
         terminal.expect(r"stopped · prompt \d+ tokens.*\n>", before)
         after = say("What is the capital of France?\r", "tokens/s")

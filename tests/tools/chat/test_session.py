@@ -213,7 +213,7 @@ def test_the_context_is_a_limit(real: Models) -> None:
 
 def test_a_chat_beyond_the_context_loses_its_first_turns(real: Models) -> None:
     """Of what the model sees; the system message stays, and all messages in the chat."""
-    chat = Conversation(session_of(real, context=160), "model", "Be brief.")
+    chat = Conversation(session_of(real, context=110), "model", "Be brief.")
     for i in range(6):
         chat.ask({"role": "user", "content": f"{i}: {QUESTIONS[i % 3]}"}, silent)
     assert len(chat.messages) == 12 and chat.hidden > 0
