@@ -113,13 +113,16 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError for flags that have no effect or cannot be met, before anything is loaded."""
+    """ValueError for flags that have no effect or cannot be met, before anything is loaded.
+
+    The cache's format gets the name that the table of formats has for it.
+    """
     from ... import formats
     from ...nn.activations import check_kind
 
     if args.cache is not None:
         try:
-            formats.get(args.cache)
+            args.cache = formats.get(args.cache).name
         except ValueError as error:
             raise ValueError(f"--cache: {str(error).removeprefix('format: ')}") from None
     check_kind(args.activations, "--activations")
