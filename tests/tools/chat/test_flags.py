@@ -132,6 +132,7 @@ def test_flags_without_an_effect_are_refused_before_loading(
     ):
         for command in (("generate", "x"), ("chat",)):
             assert message in failure(capsys, *command, "--model", gguf, *flags)
+    assert "gpt2: no such file or folder; on the hub models are" in failure(capsys, "chat", "gpt2")
     assert "the model is a.gguf already" in failure(capsys, "chat", "a.gguf", "-m", "b.gguf")
 
 

@@ -59,6 +59,11 @@ def session_of(
 
 def _generating(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
     path = fetch(name, lambda folder: generate.check_loadable(folder, name))
+    if not path.exists() and path.name == name and path.suffix != ".gguf":
+        raise FileNotFoundError(
+            f"{name}: no such file or folder; on the hub models are named org/name, or "
+            "org/name-GGUF:Q4_K_M"
+        )
     model, tokenizer = generate.load_model(path, args.device, dtype_of(args.dtype))
     if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
         raise ValueError(f"{name} holds no model that generates text")
