@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ _WAIT = 0.02  # between two looks at its memory: at 10 GB/s it takes 200 MB more
 
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from torch_metalmm.tools.chat.render import main; main(int(sys.argv[2]))"
+    "from torch_metalmm.tools.chat.template import serve; serve(int(sys.argv[2]))"
 )
 
 
@@ -123,3 +124,28 @@ def _memory(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.NoSuchProcess:
         return 0
+
+
+def serve(seconds: int) -> None:
+    """What the process does: a line of JSON in, a line of JSON out, until standard input ends."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    print(flush=True)  # ready
+    for line in sys.stdin:
+        signal.alarm(seconds)  # whose default action ends the process, should the parent be gone
+        print(json.dumps(_rendered(render_jinja_template, json.loads(line))), flush=True)
+        signal.alarm(0)
+
+
+def _rendered(render: Any, request: dict[str, Any]) -> dict[str, str]:
+    try:
+        texts, _ = render(
+            conversations=[request["messages"]],
+            tools=request["tools"],
+            chat_template=request["template"],
+            add_generation_prompt=True,
+            **request["variables"],
+        )
+    except Exception as error:  # a template is a program of the file's, and raises what it likes
+        return {"error": " ".join(str(error).split()) or type(error).__name__}
+    return {"text": texts[0]}
