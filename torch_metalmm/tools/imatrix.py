@@ -19,7 +19,7 @@ def add_imatrix(parser: argparse.ArgumentParser) -> None:
         "Run a text through a model and write, for each weight that GGUF files name, the sums of "
         "squares of what its columns multiply: what llama-quantize takes as --imatrix."
     )
-    parser.add_argument("--model", type=Path, required=True, help="as of `metalmm generate`")
+    parser.add_argument("--model", required=True, help="as of `metalmm generate`")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="a .gguf file, or a .dat file"
@@ -29,18 +29,20 @@ def add_imatrix(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, dtype: torch.dtype | None) -> None:
     """Do what the arguments say. ValueError, OSError: as the loaders, or the text is too short."""
+    from ..files.hub import fetch
     from ..files.imatrix import write_imatrix
     from ..files.quantized import is_quantized
-    from .generate import load_model, reads_gguf
+    from .generate import check_loadable, load_model, reads_gguf
 
     if args.chunk < 2:
         raise ValueError(f"--chunk must be at least 2, got {args.chunk}")
     text = args.text.read_text(encoding="utf-8")
-    model, tokenizer = load_model(args.model, args.device, dtype)
+    path = fetch(args.model, lambda folder: check_loadable(folder, args.model))
+    model, tokenizer = load_model(path, args.device, dtype)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
-    as_packed = reads_gguf(args.model)
-    if not as_packed and not is_quantized(args.model) and (ordered := sorted(_orders(model))):
+    as_packed = reads_gguf(path)
+    if not as_packed and not is_quantized(path) and (ordered := sorted(_orders(model))):
         raise ValueError(
             f"{args.model}: {ordered[0]} has an input_order, and the folder does not say whether a "
             "GGUF file has its columns so; give the file or folder that it was packed from"

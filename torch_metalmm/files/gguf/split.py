@@ -16,7 +16,8 @@ from torch import Tensor
 from .file import GgufFile
 
 _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-_NAME = re.compile(r"(?P<model>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
+# The name of a part.
+PART = re.compile(r"(?P<model>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 
 
 def is_gguf(path: Path) -> bool:
@@ -24,6 +25,21 @@ def is_gguf(path: Path) -> bool:
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.glob("*.gguf"))
     return path.is_file()
+
+
+def model_of(name: str) -> tuple[str, str | None]:
+    """What the files of one model have in common: its name, and how many parts it has, if split."""
+    split = PART.fullmatch(name)
+    return (split["model"], split["parts"]) if split else (name, None)
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of the model whose part, or whose only file, has this name."""
+    split = PART.fullmatch(name)
+    if split is None:
+        return [name]
+    model, parts = split["model"], int(split["parts"])
+    return [f"{model}-{i:05}-of-{parts:05}.gguf" for i in range(1, parts + 1)]
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
@@ -82,8 +98,7 @@ def _only_model(folder: Path) -> Path:
     """The one GGUF file, or the first part there is of the one split file, in the folder."""
     models: dict[tuple[str, str | None], Path] = {}  # by its name, and how many parts it has
     for file in sorted(folder.glob("*.gguf")):
-        split = _NAME.fullmatch(file.name)
-        models.setdefault((split["model"], split["parts"]) if split else (file.name, None), file)
+        models.setdefault(model_of(file.name), file)
     if not models:
         raise IsADirectoryError(f"{folder} is a folder without GGUF files, not a GGUF file")
     if len(models) > 1:
@@ -95,17 +110,16 @@ def _only_model(folder: Path) -> Path:
 def _paths(file: GgufFile, parts: int) -> list[Path]:
     """The paths of all parts. ValueError: the file's name is not that of its part, or one lacks."""
     path, number = Path(file.path), _number(file, _NO)
-    name = _NAME.fullmatch(path.name)
+    name = PART.fullmatch(path.name)
     if name is None or (int(name["part"]), int(name["parts"])) != (number + 1, parts):
         raise file.error(
             f"it is part {number + 1} of {parts}, but its name does not end in "
             f"-{number + 1:05}-of-{parts:05}.gguf, so that the other parts cannot be found"
         )
-    paths = []
-    for i in range(1, parts + 1):
-        paths.append(path.with_name(f"{name['model']}-{i:05}-of-{parts:05}.gguf"))
-        if not paths[-1].is_file():
-            raise file.error(f"it is one of {parts} parts, and {paths[-1].name} is missing")
+    paths = [path.with_name(part) for part in part_names(path.name)]
+    for part in paths:
+        if not part.is_file():
+            raise file.error(f"it is one of {parts} parts, and {part.name} is missing")
     return paths
 
 

@@ -1,0 +1,210 @@
+"""`metalmm chat` with the real SmolLM2: through a pipe, and typed at on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from places import ROOT
+from terminal import Terminal
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools import generate
+from torch_metalmm.tools.chat import commands, reader, saved, screen
+from torch_metalmm.tools.chat.conversation import Conversation
+from torch_metalmm.tools.cli import main
+
+pytest.importorskip("prompt_toolkit")
+
+
+@pytest.fixture(scope="module")
+def real() -> Any:
+    return load_gguf(generate.demo_model())
+
+
+@pytest.fixture(autouse=True)
+def loaded(real: Any, monkeypatch: pytest.MonkeyPatch, quiet_transformers: None) -> Iterator[None]:
+    """The model is loaded once."""
+    monkeypatch.setattr(generate, "load_model", lambda *_: real)
+    yield
+
+
+def chat(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *lines: str,
+    flags: tuple[str, ...] = (),
+) -> tuple[list[str], list[str]]:
+    """(lines of standard output, lines of standard error) of a chat through a pipe."""
+    text = "".join(f"{line}\n" for line in lines)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8"))
+    assert main(["chat", "-n", "10", *flags]) == 0
+    out, err = capsys.readouterr()
+    return out.splitlines(), err.splitlines()
+
+
+def test_lines_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Messages and commands; the chat that was saved goes on where it was."""
+    file = tmp_path / "a chat.json"
+    question = "And of Italy?"
+    out, err = chat(
+        capsys,
+        monkeypatch,
+        "/system Answer in one sentence.",
+        "What is the capital of France?",
+        f"/save {file}",
+        question,
+        "/reset",
+        f"/load {file}",
+        question,
+        "/nonsense",
+        "/exit",
+        "never read",
+    )
+    assert "Paris" in out[0] and "Rome" in out[1] and out[1] == out[2] and len(out) == 3
+    assert err[0] == "the system message is set" and err[-1].startswith(
+        "/nonsense: no such command"
+    )
+    assert [line for line in err if "messages" in line] == [
+        f"2 messages in {file}",
+        f"2 messages of {file}",
+    ]
+    speeds = [line for line in err if "tokens/s" in line]
+    assert "kept" not in speeds[0] and re.match(r"prompt \d+ tokens \(\d+ kept\), ", speeds[1])
+    roles = [message["role"] for message in json.loads(file.read_text())["messages"]]
+    assert roles == ["system", "user", "assistant"]
+
+
+def test_json_and_a_first_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "q").write_text("What is the capital of France?")
+    flags = ("--json", "--system", "Be brief.", "-f", str(tmp_path / "q"))
+    out, err = chat(capsys, monkeypatch, '"""And of', 'Italy?"""', flags=flags)
+    answers = [json.loads(line) for line in out]
+    assert "Paris" in answers[0]["text"] and len(answers) == 2 and err == []
+    kept = answers[0]["prompt_tokens"] + answers[0]["new_tokens"] - 1
+    assert answers[1]["kept_tokens"] == kept
+
+
+def test_messages_of_lines() -> None:
+    lines = ["a\n", "b\\\n", "c\n", '"""\n', "d\n", "\n", ' e\n"""\n', '"""f"""\n', "g\\\n"]
+    assert [*reader.from_lines(lines)] == ["a", "b\nc", "d\n\n e", "f", "g\\"]
+
+
+def test_tool_calls() -> None:
+    """Shown as calls; each result is asked for by name, and the last one is answered."""
+    call = '<tool_call>{"name": "%s", "arguments": {"city": "Oslo"}}</tool_call>'
+    texts = iter([call % "weather" + call % "time", "Cold, and late."])
+    asked: list[Any] = []
+
+    def answer(messages: list[Any], show: Any, tools: Any) -> Any:
+        asked.append(messages)
+        return SimpleNamespace(text=next(texts), finish="stop")
+
+    session: Any = SimpleNamespace(answer=answer, context=None, stop=lambda: None, template=None)
+    talk = Conversation(session, "model")
+    talk.ask({"role": "user", "content": "How is Oslo?"}, print)
+    assert talk.awaited() == ["weather", "time"]
+    said = commands.run("/result -3", talk)
+    assert said == "the result of weather; time is awaited, too" and talk.awaited() == ["time"]
+    message = commands.run("/result 23:00", talk)
+    assert message == {"role": "tool", "name": "time", "content": "23:00"}
+    talk.ask(message, print)
+    assert [m["content"] for m in asked[1] if m["role"] == "tool"] == ["-3", "23:00"]
+    assert talk.awaited() == []
+    with pytest.raises(ValueError, match="/result: the last answer asks for no call"):
+        commands.run("/result 1", talk)
+
+
+def test_what_a_terminal_shows() -> None:
+    """Calls as calls, no marks, and no control character of the model's."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    styled = screen.Styled(Console(file=out, markup=False, highlight=False, width=40), lambda: "")
+    for piece in ("<thi", "nk>hm</think>[b]A\x1b[31m\x9b2JB", '<tool_call>{"name": "f", "arg'):
+        styled.piece(piece)
+    styled.piece('uments": {"x": "y\\u0007"}}</tool_call>')
+    styled.end()
+    assert out.getvalue() == "hm[b]A\u241b[31m\ufffd2JB→ f(x='y\\x07')\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "has no list of"),
+        ('[{"role": "root", "content": ""}]', r"messages\[0\] has no role"),
+        ('[{"role": "user", "content": [1]}]', r"messages\[0\]: its content is no text"),
+        (
+            '[{"role": "user", "content": ""}, {"role": "system", "content": ""}]',
+            "must be the first",
+        ),
+        ('[{"role": "assistant", "content": "", "tool_calls": [1]}]', "tool_calls is no list"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_files_that_are_no_chats(tmp_path: Path, text: str, problem: str) -> None:
+    """They are not loaded, and not replaced."""
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        saved.load(path)
+    with pytest.raises(FileExistsError, match="is no chat; it stays as it is"):
+        saved.save(path, "model", [])
+    assert path.read_text() == text and [*tmp_path.iterdir()] == [path]
+
+
+def test_on_a_terminal(tmp_path: Path) -> None:
+    """Typed, stopped by Ctrl-C, of several lines, recalled from an earlier chat, left by Ctrl-D."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    env["XDG_STATE_HOME"] = str(tmp_path)
+    command = [sys.executable, "-m", "torch_metalmm", "chat", "-n", "400", "-t", "1"]
+    with Terminal(command, env) as terminal:
+
+        def say(text: str, wanted: str) -> str:
+            """What comes after the text was typed, up to the next prompt."""
+            before = len(terminal.text)
+            terminal.type(text)
+            terminal.expect(wanted, before)
+            return terminal.expect(r".*\n>", before)[0]
+
+        terminal.expect(r"loaded in .*8192 tokens of context.*\n>")
+        before = len(terminal.text)
+        terminal.type("Write a long poem about the sea.\r")
+        terminal.expect("sea.*sea.*sea.*sea", before)  # two of them are what was typed
+        terminal.type("\x03")
+        terminal.expect(r"stopped · prompt \d+ tokens.*\n>", before)
+        after = say("What is the capital of France?\r", "tokens/s")
+        assert re.search(r"prompt \d+ tokens \(\d+ kept\)", after)
+        assert "Ctrl-D or /exit leaves" in say("half a line\x03", "leaves")
+        assert "/save FILE" in say("/help\r", "at once")
+        say('"""\rWhat is the capital\rof Italy?\r"""\r', "tokens/s")
+        say("What is the capital\x1b\rof Spain?\r", "tokens/s")
+        file = tmp_path / "chat.json"
+        say(f"/save {file}\r", "8 messages")
+        users = [m["content"] for m in saved.load(file) if m["role"] == "user"]
+        where = (" of France?", "\nof Italy?", "\nof Spain?")
+        assert users[1:] == [f"What is the capital{place}" for place in where]
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    with Terminal([*command[:-4], "-n", "1"], env) as terminal:
+        terminal.expect(r"loaded in .*\n>")
+        before = len(terminal.text)
+        terminal.type("\x1b[A")  # the arrow up
+        terminal.expect(r"/save ", before)
+        terminal.type("\x03\x04")
+        assert terminal.wait() == 0
+    history = tmp_path / "metalmm" / "chat_history"
+    assert history.stat().st_mode & 0o077 == 0

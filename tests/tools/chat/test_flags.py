@@ -1,0 +1,211 @@
+"""What `generate` takes: prompts, limits, statistics, adapters, drafts, names on the hub."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fake_hub import FakeHub
+from gguf_files import random_model
+from peft import LoraConfig, get_peft_model
+from places import ROOT
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools import generate
+from torch_metalmm.tools.cli import main
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}<|start|>assistant "
+)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("flags") / "tiny.gguf", "qwen2")
+
+
+@pytest.fixture(autouse=True)
+def quiet(quiet_transformers: None) -> None:
+    pass
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """The statistics of `generate --json`."""
+    assert main(["generate", *map(str, arguments), "--json", "-n", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([str(a) for a in arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("metalmm: error: ") and err.count("\n") == 1
+    return err
+
+
+def test_statistics(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
+    said = run(capsys, "hello", "-m", gguf)
+    assert main(["generate", "hello", "-m", str(gguf), "-n", "4"]) == 0
+    assert capsys.readouterr().out == said["text"] + "\n"
+    _, tokenizer = load_gguf(gguf)
+    assert said["prompt_tokens"] == len(tokenizer("hello").input_ids)
+    assert (said["new_tokens"], said["kept_tokens"], said["finish_reason"]) == (4, 0, "length")
+    assert all(said[f"{name}_seconds"] > 0 for name in ("load", "first_token"))
+
+
+def test_prompts_of_files_and_pipes(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gguf: Path,
+    tmp_path: Path,
+) -> None:
+    """Prompt, blank line, files; a pipe where there is neither."""
+    (tmp_path / "a").write_text("one\n")
+    (tmp_path / "b").write_text("two\n")
+    files = ("-f", tmp_path / "a", "-f", tmp_path / "b")
+    model = ("--model", gguf)
+    assert (
+        run(capsys, "x", *files, *model)["text"] == run(capsys, "x\n\none\n\ntwo", *model)["text"]
+    )
+    assert run(capsys, *files, *model)["text"] == run(capsys, "one\n\ntwo", *model)["text"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n"), "utf-8"))
+    assert run(capsys, *model)["text"] == run(capsys, "one", *model)["text"]
+    (tmp_path / "b").write_bytes(b"\xff")
+    assert "b is no text" in failure(capsys, "generate", *files, *model)
+    (tmp_path / "b").write_bytes(b"")
+    assert "b is empty" in failure(capsys, "generate", *files, *model)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+
+def test_the_chat_template_gets_system_and_tools(
+    capsys: pytest.CaptureFixture[str], gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    flags = ("-m", gguf, "--system", "S", "--tools", tmp_path / "tools.json")
+    assert "--system, --tools: the model has no chat templ" in failure(
+        capsys, "generate", "x", *flags
+    )
+    model, tokenizer = load_gguf(gguf)
+    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(generate, "load_model", lambda *_: (model, tokenizer))
+    text = (
+        "<|start|>system S<|end|><|start|>user x<|end|>" + json.dumps(tools) + "<|start|>assistant "
+    )
+    ids = tokenizer(text).input_ids
+    assert run(capsys, "x", *flags)["prompt_tokens"] == len(ids)
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
+    wanted = tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True).rstrip("\ufffd")
+    assert run(capsys, "x", *flags)["text"] == wanted
+    (tmp_path / "tools.json").write_text('{"name": "f"}')
+    assert "tools.json: must be a list of" in failure(capsys, "generate", "x", *flags)
+    assert "which --raw does not apply" in failure(capsys, "generate", "x", "--raw", *flags)
+
+
+def test_flags_without_an_effect_are_refused_before_loading(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("loaded a model for flags that are refused")
+
+    monkeypatch.setattr(generate, "load_model", never)
+    for flags, message in (
+        (("--top-p", "0.5"), "--top-p has no effect at --temperature 0"),
+        (("--min-p", "0.5"), "--min-p has no effect at --temperature 0"),
+        (("--repeat-penalty", "0"), "--repeat-penalty: 0; must be above 0"),
+        (("--stop", ""), "--stop: must not be empty"),
+        (("--tools", "/nothing.json"), "No such file"),
+        (("--activations", "int4"), "--activations: 'int4'"),
+        (("--model", "/nothing", "--cache", "q9"), "--cache: unknown 'q9'"),
+    ):
+        for command in (("generate", "x"), ("chat",)):
+            assert message in failure(capsys, *command, "--model", gguf, *flags)
+    assert "gpt2: no such file or folder; on the hub models are" in failure(capsys, "chat", "gpt2")
+    assert "the model is a.gguf already" in failure(capsys, "chat", "a.gguf", "-m", "b.gguf")
+
+
+def test_a_repeat_penalty_and_a_stop(capsys: pytest.CaptureFixture[str], gguf: Path) -> None:
+    model, tokenizer = load_gguf(gguf)
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        out = model.generate(ids, max_new_tokens=4, do_sample=False, repetition_penalty=9.0)
+    wanted = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    said = run(capsys, "hello", "-m", gguf, "--raw", "--repeat-penalty", "9")
+    assert said["text"] == wanted.rstrip("\ufffd") != run(capsys, "hello", "-m", gguf)["text"]
+
+
+def test_an_adapter_and_a_draft(
+    capsys: pytest.CaptureFixture[str], gguf: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load_gguf(gguf)
+    torch.manual_seed(1)
+    tuned = get_peft_model(
+        model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    tuned.save_pretrained(tmp_path / "adapter")
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        out = tuned.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    wanted = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd")
+    flags = ("--raw", "-m", gguf, "--adapter", tmp_path / "adapter")
+    plain = run(capsys, "hello", *flags[:3])["text"]
+    assert run(capsys, "hello", *flags)["text"] == wanted != plain
+    assert run(capsys, "hello", *flags, "--draft", gguf)["text"] == wanted
+    assert run(capsys, "hello", *flags[:3], "--draft", gguf)["text"] == plain
+    message = failure(capsys, "generate", "x", "-m", gguf, "--adapter", tmp_path)
+    assert "has no adapter_config.json" in message
+
+
+def test_a_missing_package_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "prompt_toolkit" else find_spec(name),
+    )
+    message = failure(capsys, "chat", "-m", gguf)
+    assert "this command needs prompt_toolkit: pip install " in message
+
+
+def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
+    """generate and quantize take them; a dense model is refused before its weights are fetched."""
+    config = transformers.Qwen2Config(hidden_size=64).to_dict()
+    repositories = {
+        "org/tiny-GGUF": {"tiny-Q4_K_M.gguf": gguf.read_bytes()},
+        "org/dense": {
+            "config.json": json.dumps(config, default=str).encode(),
+            "model.safetensors": b"large",
+        },
+    }
+    with FakeHub(repositories) as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
+
+        def metalmm(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "torch_metalmm", *arguments]
+            return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+
+        answer = metalmm("generate", "hello", "-m", "org/tiny-GGUF:Q4_K_M", "-n", "4", "--json")
+        assert json.loads(answer.stdout)["new_tokens"] == 4, answer.stderr
+        packed = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
+        assert packed.returncode == 0 and (tmp_path / "packed" / "config.json").exists()
+        hub.requests.clear()
+        dense = metalmm("generate", "hello", "-m", "org/dense")
+        assert dense.returncode == 1 and "model.safetensors" not in hub.fetched()
+        assert "org/dense is not packed; run `metalmm quantize org/dense --f" in dense.stderr

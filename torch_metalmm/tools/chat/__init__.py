@@ -1,0 +1,1 @@
+"""What answers on a terminal: `metalmm chat`, and what `metalmm generate` shares with it."""

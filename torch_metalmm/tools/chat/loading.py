@@ -1,0 +1,89 @@
+"""The model of a command that answers: fetched, loaded, with its adapter, cache and draft."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...files.hub import fetch
+from ...models.activations import activations_
+from ...models.attach import set_cache
+from .. import generate
+from ..arguments import dtype_of
+from .flags import options_of
+from .session import Session
+from .template import Template
+
+
+@dataclass
+class Loaded:
+    name: str
+    model: Any
+    tokenizer: Any
+    draft: tuple[Any, Any] | None
+
+
+def load(args: argparse.Namespace) -> Loaded:
+    """What the flags name. The loaders' errors, fetch's, and ValueError: it generates no text."""
+    name = args.model or str(generate.demo_model())
+    model, tokenizer = _generating(name, args)
+    draft = None if args.draft is None else _generating(args.draft, args)
+    if args.adapter is not None:
+        model = _with_adapter(model, args.adapter)
+    if args.cache is not None:
+        set_cache([model], args.cache)
+    if args.activations is not None:
+        activations_(model, args.activations)
+    return Loaded(Path(name).name, model, tokenizer, draft)
+
+
+def session_of(
+    args: argparse.Namespace,
+    loaded: Loaded,
+    template: Template | None,
+    tools: list[dict[str, Any]] | None,
+    max_new_tokens: int | None,
+) -> Session:
+    """A session of the flags; without a template where the model has none."""
+    import torch
+
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    if template is not None and not template.use(loaded.tokenizer, tools):
+        template = None
+    options = options_of(args, max_new_tokens)
+    return Session(loaded.model, loaded.tokenizer, options, template, args.cache, loaded.draft)
+
+
+def _generating(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
+    path = fetch(name, lambda folder: generate.check_loadable(folder, name))
+    if not path.exists() and path.name == name and path.suffix != ".gguf":
+        raise FileNotFoundError(
+            f"{name}: no such file or folder; on the hub models are named org/name, or "
+            "org/name-GGUF:Q4_K_M"
+        )
+    model, tokenizer = generate.load_model(path, args.device, dtype_of(args.dtype))
+    if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
+        raise ValueError(f"{name} holds no model that generates text")
+    return model, tokenizer
+
+
+def _with_adapter(model: Any, name: str) -> Any:
+    """The model with the layers of a PEFT adapter in it. ValueError: not such a folder."""
+    from ...extras import require
+    from ...files.blame import blaming
+
+    require("--adapter", "peft")
+    from peft import PeftConfig, PeftModel
+
+    path = fetch(name)
+    if not (path / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"--adapter {path} has no adapter_config.json")
+    if not (path / "adapter_model.safetensors").is_file():
+        raise FileNotFoundError(f"--adapter {path} has no adapter_model.safetensors")
+    with blaming(path, "its files make no adapter of this model"):
+        if PeftConfig.from_pretrained(path).is_prompt_learning:
+            raise ValueError("it is a prompt that was learned; only adapters of layers are taken")
+        return PeftModel.from_pretrained(model, path).eval().get_base_model()

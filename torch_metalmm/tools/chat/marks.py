@@ -1,0 +1,162 @@
+"""Text that comes in pieces: thoughts and tool calls in it, and the strings that end it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class Mark(NamedTuple):
+    """What opens a part of an answer and what closes it, None: its end."""
+
+    opens: str
+    closes: str | None
+    kind: str
+
+
+TEXT, THOUGHT, CALL = "text", "thought", "call"
+MARKS = (
+    Mark("<think>", "</think>", THOUGHT),
+    Mark("<tool_call>", "</tool_call>", CALL),  # Hermes, Qwen, SmolLM3, Granite
+    Mark("[TOOL_CALLS]", None, CALL),  # Mistral
+    Mark("<|python_tag|>", None, CALL),  # Llama 3.1
+)
+# Tokens that a tokenizer may call special, and that belong to the answer.
+KEPT = frozenset(text for mark in MARKS for text in (mark.opens, mark.closes) if text)
+
+
+def held_back(text: str, wanted: Iterable[str]) -> int:
+    """How many characters at the end of the text may begin one of the wanted strings."""
+    most = 0
+    for want in wanted:
+        for length in range(min(len(want) - 1, len(text)), most, -1):
+            if text.endswith(want[:length]):
+                most = length
+                break
+    return most
+
+
+class Stops:
+    """Text up to the first of some strings, whichever pieces it comes in."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self.strings = tuple(strings)
+        self.found = False
+        self._rest = ""
+
+    def feed(self, piece: str) -> str:
+        """What is certain to come before a stop string."""
+        if self.found:
+            return ""
+        self._rest += piece
+        places = [i for i in map(self._rest.find, self.strings) if i >= 0]
+        if places:
+            self.found = True
+            return self._take(min(places))
+        return self._take(len(self._rest) - held_back(self._rest, self.strings))
+
+    def end(self) -> str:
+        """What was held back, where no stop string came of it."""
+        return "" if self.found else self._take(len(self._rest))
+
+    def _take(self, count: int) -> str:
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken
+
+
+class Splitter:
+    """An answer as (kind, text), without the marks, whichever pieces it comes in."""
+
+    def __init__(self, prompt: str = "") -> None:
+        """prompt: may end with the mark that opens the answer, as those of Qwen3 thinking do."""
+        self._open: Mark | None = None
+        for mark in MARKS:
+            if prompt.rstrip().endswith(mark.opens):
+                self._open = mark
+        self._rest = ""
+
+    def feed(self, piece: str) -> Iterator[tuple[str, str]]:
+        self._rest += piece
+        while self._rest:
+            kind = self._open.kind if self._open else TEXT
+            place, mark = self._next()
+            if mark is None:
+                yield from self._take(kind, place, 0)
+                return
+            yield from self._take(kind, place, len(mark.closes or "" if self._open else mark.opens))
+            self._open = None if self._open else mark
+
+    def end(self) -> Iterator[tuple[str, str]]:
+        """What was held back for a mark that did not come."""
+        kind = self._open.kind if self._open else TEXT
+        yield from self._take(kind, len(self._rest), 0)
+
+    def _next(self) -> tuple[int, Mark | None]:
+        """(how much comes before the next mark, that mark), or (how much is certain, None)."""
+        rest = self._rest
+        if self._open is not None:
+            closes = self._open.closes
+            if closes is None:
+                return len(rest), None
+            place = rest.find(closes)
+            return (
+                (place, self._open)
+                if place >= 0
+                else (len(rest) - held_back(rest, (closes,)), None)
+            )
+        found = [(rest.find(mark.opens), mark) for mark in MARKS if mark.opens in rest]
+        if found:
+            return min(found, key=lambda pair: pair[0])
+        return len(rest) - held_back(rest, [mark.opens for mark in MARKS]), None
+
+    def _take(self, kind: str, count: int, mark: int) -> Iterator[tuple[str, str]]:
+        taken, self._rest = self._rest[:count], self._rest[count + mark :]
+        if taken:
+            yield kind, taken
+
+
+def parts(text: str, prompt: str = "") -> list[tuple[str, str]]:
+    """A whole answer as (kind, text)."""
+    splitter = Splitter(prompt)
+    return [*splitter.feed(text), *splitter.end()]
+
+
+def calls_of(text: str) -> list[dict[str, Any]] | None:
+    """[{"name", "arguments"}] of what stands between the marks of a call; None: no such JSON."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    found = []
+    for call in given if isinstance(given, list) else [given]:
+        arguments = (
+            call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+        )
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return None
+        found.append({"name": call["name"], "arguments": arguments})
+    return found or None
+
+
+def assistant_message(text: str, takes_calls: bool) -> dict[str, Any]:
+    """The assistant's message of an answer. takes_calls: the template writes `tool_calls`.
+
+    Calls that are no JSON, and those of other templates, stay in the content as they came.
+    """
+    split = parts(text)
+    calls: list[dict[str, Any]] = []
+    for kind, part in split:
+        if kind == CALL:
+            found = calls_of(part)
+            if found is None:
+                return {"role": "assistant", "content": text}
+            calls += found
+    if not calls or not takes_calls:
+        return {"role": "assistant", "content": text}
+    first = min(text.find(mark.opens) for mark in MARKS if mark.kind == CALL and mark.opens in text)
+    return {
+        "role": "assistant",
+        "content": text[:first].rstrip(),
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }

@@ -1,0 +1,330 @@
+"""A model that answers chats, and keeps what it has read from one answer to the next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .stream import Stream
+from .template import Template
+
+# Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
+# parameters on two cores.
+CHUNK = 512
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Options:
+    """How tokens are chosen, and how many. None: what the model's generation config says."""
+
+    temperature: float = 0.0  # 0: the most likely token
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    stops: list[str] = field(default_factory=list)
+    max_new_tokens: int | None = None  # None: as many as the context has room for
+    context: int | None = None  # None: the model's
+
+    def generation(self) -> dict[str, Any]:
+        """The arguments of generate()."""
+        given: dict[str, Any] = {"do_sample": self.temperature > 0}
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        if not self.temperature:
+            return given | {"temperature": None, "top_p": None, "top_k": None, "min_p": None}
+        given["temperature"] = self.temperature
+        # transformers' own default is the 50 most likely tokens.
+        return given | {"top_p": self.top_p, "top_k": self.top_k or 0, "min_p": self.min_p}
+
+
+@dataclass
+class Answer:
+    """What came, and what it took."""
+
+    text: str
+    finish: str  # stop, length or interrupted
+    prompt_tokens: int
+    kept_tokens: int  # of the prompt, read for an earlier answer
+    new_tokens: int
+    begun: float
+    times: list[float]  # when each token came
+
+
+class Session:
+    """Answers of one model. Only tokens that differ from those of the answer before are computed.
+
+    The model's cache stays between answers with the tokens that it holds. The next prompt is
+    compared with them, and the cache cropped to what both begin with; where its layers cannot be
+    cropped, sliding windows and recurrent ones, the prompt is read anew.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: Options,
+        template: Template | None = None,
+        cache: str | None = None,
+        draft: tuple[Any, Any] | None = None,
+    ) -> None:
+        """cache: the format of a PackedCache, whose attention the model has. draft: (model,
+        tokenizer) that proposes tokens, which the model accepts or not."""
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.template, self.draft = template, draft
+        self._format = cache
+        self._keeps = keeps_cache(model)
+        self._cache: Any = None
+        self._held: list[int] = []  # the tokens whose keys and values the cache has
+        self.prompt = ""  # the text that is, or was, answered
+        self._last: tuple[str, list[int]] = "", []  # the last prompt and answer, as text and tokens
+        self._stopped = threading.Event()
+        self._end_tokens = _end_tokens(model)
+
+    @property
+    def context(self) -> int | None:
+        """How many tokens a prompt and its answer may have together; None: no limit is known."""
+        most = context_of(self.model)
+        given = self.options.context
+        return min(given, most) if given and most else given or most
+
+    def stop(self) -> None:
+        """Let the answer that is under way end with the token that is; from a signal handler."""
+        self._stopped.set()
+
+    # ---- prompts
+
+    def tokens_of(self, messages: list[Message], tools: list[Message] | None = None) -> list[int]:
+        """The prompt's tokens. ValueError: the chat template fails, or there is none."""
+        if self.template is None:
+            raise ValueError("the model has no chat template")
+        return self._encode(self.template.render(messages, tools))
+
+    def _encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; where it goes on from the last answer, that answer's own.
+
+        A text may have several encodings, and the model chose one.
+        """
+        text, ids = self._last
+        if text and prompt.startswith(text):
+            rest = self._ids(prompt[len(text) :])
+            # Beside such a token the encoding of a text and of its parts are the same.
+            if rest and rest[0] in self.tokenizer.added_tokens_decoder:
+                return ids + rest
+        return self._ids(prompt)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    # ---- answers
+
+    def answer(
+        self,
+        messages: list[Message],
+        show: Callable[[str], object],
+        tools: list[Message] | None = None,
+    ) -> Answer:
+        """The assistant's next message, shown piece by piece.
+
+        ValueError: the chat template fails, or the prompt leaves no room in the context.
+        """
+        if self.template is None:
+            raise ValueError("the model has no chat template")
+        prompt = self.template.render(messages, tools)
+        return self._answer(prompt, self._encode(prompt), show)
+
+    def complete(self, text: str, show: Callable[[str], object]) -> Answer:
+        """How the text goes on, without a chat template. ValueError: as answer()."""
+        return self._answer(text, list(self.tokenizer(text, verbose=False).input_ids), show)
+
+    def _answer(self, prompt: str, ids: list[int], show: Callable[[str], object]) -> Answer:
+        if not ids:
+            raise ValueError("prompt: no tokens")
+        room = self._room(len(ids))
+        self.prompt = prompt
+        stream = Stream(self.tokenizer, self.options.stops, show)
+        begun, finish = time.perf_counter(), "length"
+        kept = self._reuse(ids)
+        try:
+            with torch.inference_mode():
+                if self._prefill(ids, kept):
+                    finish = self._generate(ids, room, stream)
+                else:
+                    finish = "interrupted"
+        except KeyboardInterrupt:  # in the middle of a layer, whose rows may be half there
+            self._forget()
+            finish = "interrupted"
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._stopped.clear()
+        stream.finish()
+        self._remember(prompt, ids, stream.ids)
+        return Answer(stream.text, finish, len(ids), kept, len(stream.ids), begun, stream.times)
+
+    def _room(self, count: int) -> int:
+        """How many tokens may follow so many. ValueError: none."""
+        context = self.context
+        if context is None:
+            return self.options.max_new_tokens or 1 << 30
+        if count >= context:
+            raise ValueError(
+                f"prompt: {count} tokens; the context has {context}, the answer's included"
+            )
+        return min(context - count, self.options.max_new_tokens or context)
+
+    def _prefill(self, ids: list[int], done: int) -> bool:
+        """Read all but the last tokens, which generate() reads; False: stopped before the end."""
+        if not self._keeps:
+            return not self._stopped.is_set()
+        logits = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        while not self._stopped.is_set():
+            if len(ids) - done <= CHUNK:
+                return True
+            part = torch.tensor([ids[done : done + CHUNK]], device=self.model.device)
+            self.model(input_ids=part, past_key_values=self._cache, use_cache=True, **logits)
+            done += CHUNK
+            self._held = ids[:done]
+        return False
+
+    def _generate(self, ids: list[int], room: int, stream: Stream) -> str:
+        """Let the model answer; how it ended."""
+        from transformers import StoppingCriteriaList
+
+        def is_over(input_ids: Tensor, _: Any, **__: Any) -> Tensor:
+            over = self._stopped.is_set() or stream.stops.found
+            return torch.full((len(input_ids),), over, device=input_ids.device)
+
+        prompt = torch.tensor([ids], device=self.model.device)
+        options = self.options.generation() | {"past_key_values": self._cache}
+        if not self._keeps:
+            del options["past_key_values"]
+        with self._assisted(options):
+            self.model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=room,
+                streamer=stream,
+                stopping_criteria=StoppingCriteriaList([is_over]),
+                pad_token_id=_first(self.tokenizer.pad_token_id, *self._end_tokens, 0),
+                **options,
+            )
+        if self._cache is not None:
+            count = int(self._cache.get_seq_length())
+            self._held = (ids + stream.ids)[:count]
+        if stream.stops.found or (stream.ids and stream.ids[-1] in self._end_tokens):
+            return "stop"
+        return "interrupted" if self._stopped.is_set() else "length"
+
+    @contextmanager
+    def _assisted(self, options: dict[str, Any]) -> Iterator[None]:
+        """Add the draft model to the arguments of generate(), for the time of a call."""
+        if self.draft is None:
+            yield
+            return
+        model, tokenizer = self.draft
+        options["assistant_model"] = model
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            options |= {"tokenizer": self.tokenizer, "assistant_tokenizer": tokenizer}
+        if self._cache is None:
+            yield
+            return
+
+        def once(*given: Any) -> Any:
+            hook.remove()
+            return _only_new_tokens(*given)
+
+        hook = self.model.register_forward_pre_hook(once, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+        for layer in self._cache.layers:
+            if hasattr(layer, "record_past"):  # set by assisted decoding; it keeps all rows
+                layer.record_past = False
+
+    # ---- what stays
+
+    def _reuse(self, ids: list[int]) -> int:
+        """Make the cache one of the first tokens of the prompt; how many."""
+        if not self._keeps:
+            return 0
+        if self._cache is None:
+            self._cache = self._new_cache()
+        same = 0
+        for held, token in zip(self._held, ids[:-1], strict=False):  # the last one is always read
+            if held != token:
+                break
+            same += 1
+        surplus = len(self._held) - same
+        if surplus:
+            try:
+                self._cache.crop(-surplus)
+            except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+                self._cache, same = self._new_cache(), 0
+        self._held = self._held[:same]
+        return same
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        from ...hf.cache import PackedCache
+
+        config = self.model.config
+        return (
+            DynamicCache(config=config)
+            if self._format is None
+            else PackedCache(config, self._format)
+        )
+
+    def _remember(self, prompt: str, ids: list[int], new: list[int]) -> None:
+        while new and new[-1] in self._end_tokens:  # which the template writes, too
+            new = new[:-1]
+        answer = self.tokenizer.decode(new, clean_up_tokenization_spaces=False) if new else ""
+        self._last = prompt + answer, ids + new
+
+    def _forget(self) -> None:
+        self._cache, self._held = None, []
+
+
+def keeps_cache(model: Any) -> bool:
+    """Whether the model goes on from a cache that it is given."""
+    import inspect
+
+    takes = inspect.signature(model.forward).parameters
+    return "past_key_values" in takes and not model.config.is_encoder_decoder
+
+
+def context_of(model: Any) -> int | None:
+    """The tokens that the model was made for."""
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _only_new_tokens(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The first forward of assisted decoding gets the whole prompt, also where a cache has most."""
+    new = kwargs["input_ids"].shape[1] - int(kwargs["past_key_values"].get_seq_length())
+    kwargs["input_ids"] = kwargs["input_ids"][:, -new:]
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = kwargs["position_ids"][..., -new:]
+    return args, kwargs
+
+
+def _end_tokens(model: Any) -> tuple[int, ...]:
+    found = model.generation_config.eos_token_id
+    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+
+
+def _first(*values: int | None) -> int | None:
+    return next(value for value in values if value is not None)
