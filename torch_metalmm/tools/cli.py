@@ -20,6 +20,7 @@ from .chat.once import add_generate
 from .chat.talk import add_chat
 from .doctor.report import LIMIT, examine
 from .imatrix import add_imatrix
+from .serve.command import add_serve
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     add_generate(commands.add_parser("generate", help="answer a prompt"))
     add_chat(commands.add_parser("chat", help="talk with a model"))
+    add_serve(commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does"))
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))

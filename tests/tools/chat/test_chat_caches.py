@@ -49,7 +49,7 @@ def phi(tokenizer: Any) -> Any:
 
 def answered(session: Session, ids: list[int]) -> tuple[list[int], int]:
     """The new tokens, and how many of the prompt's were kept."""
-    answer = session._answer("", ids, lambda _: None)
+    answer = session.go_on("", ids, lambda _: None)
     return session._last[1][len(ids) :], answer.kept_tokens
 
 

@@ -22,12 +22,12 @@ _MOST_TEXT = 64 << 20  # bytes of a file that becomes a message
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser.add_argument_group("model"))
+    add_model(parser.add_argument_group("model"))
     _add_prompt(parser.add_argument_group("prompt"))
     _add_sampling(parser.add_argument_group("answer"))
 
 
-def _add_model(group: argparse._ArgumentGroup) -> None:
+def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-m", "--model", help=MODEL_HELP)
     group.add_argument("--adapter", metavar="FOLDER", help="of PEFT, or its name on the hub")
     group.add_argument(
@@ -113,7 +113,21 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError for flags that have no effect or cannot be met, before anything is loaded.
+    """ValueError for flags that have no effect or cannot be met, before anything is loaded."""
+    check_model(args)
+    if not args.temperature:
+        for name in ("top_p", "top_k", "min_p"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} has no effect at --temperature 0, which takes the first")
+    if args.repeat_penalty == 0:
+        raise ValueError("--repeat-penalty: 0; must be above 0, 1 is none")
+    if "" in args.stop:
+        raise ValueError("--stop: must not be empty")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """check() of the flags of add_model.
 
     The cache's format gets the name that the table of formats has for it.
     """
@@ -126,15 +140,6 @@ def check(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--cache: {str(error).removeprefix('format: ')}") from None
     check_kind(args.activations, "--activations")
-    if not args.temperature:
-        for name in ("top_p", "top_k", "min_p"):
-            if getattr(args, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} has no effect at --temperature 0, which takes the first")
-    if args.repeat_penalty == 0:
-        raise ValueError("--repeat-penalty: 0; must be above 0, 1 is none")
-    if "" in args.stop:
-        raise ValueError("--stop: must not be empty")
 
 
 def options_of(args: argparse.Namespace, max_new_tokens: int | None) -> Options:

@@ -25,11 +25,14 @@ class Loaded:
     draft: tuple[Any, Any] | None
 
 
-def load(args: argparse.Namespace) -> Loaded:
-    """What the flags name. The loaders' errors, fetch's, and ValueError: it generates no text."""
+def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
+    """What the flags name. The loaders' errors, fetch's, and ValueError: it generates no text.
+
+    generating=False: the model need not.
+    """
     name = args.model or str(generate.demo_model())
-    model, tokenizer = _generating(name, args)
-    draft = None if args.draft is None else _generating(args.draft, args)
+    model, tokenizer = _loaded(name, args, generating)
+    draft = None if args.draft is None else _loaded(args.draft, args, generating=True)
     if args.adapter is not None:
         model = _with_adapter(model, args.adapter)
     if args.cache is not None:
@@ -57,7 +60,7 @@ def session_of(
     return Session(loaded.model, loaded.tokenizer, options, template, args.cache, loaded.draft)
 
 
-def _generating(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
+def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Any, Any]:
     path = fetch(name, lambda folder: generate.check_loadable(folder, name))
     if not path.exists() and path.name == name and path.suffix != ".gguf":
         raise FileNotFoundError(
@@ -65,7 +68,9 @@ def _generating(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
             "org/name-GGUF:Q4_K_M"
         )
     model, tokenizer = generate.load_model(path, args.device, dtype_of(args.dtype))
-    if not getattr(model, "can_generate", lambda: False)() or tokenizer is None:
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer")
+    if generating and not getattr(model, "can_generate", lambda: False)():
         raise ValueError(f"{name} holds no model that generates text")
     return model, tokenizer
 

@@ -85,12 +85,12 @@ class Session:
         self._keeps = keeps_cache(model)
         self._cache: Any = None
         self._held: list[int] = []  # the tokens whose keys and values the cache has
-        self._long_from = _long_from(model)
+        self._long_from = long_from(model)
         self._is_long = False  # which of a longrope's factors turned the cache's keys
         self.prompt = ""  # the text that is, or was, answered
         self._last: tuple[str, list[int]] = "", []  # the last prompt and answer, as text and tokens
         self._stopped = threading.Event()
-        self._end_tokens = _end_tokens(model)
+        self._end_tokens = end_tokens(model)
 
     @property
     def context(self) -> int | None:
@@ -146,13 +146,14 @@ class Session:
         if self.template is None:
             raise ValueError("the model has no chat template")
         prompt = self.template.render(messages, tools)
-        return self._answer(prompt, self._encode(prompt), show)
+        return self.go_on(prompt, self._encode(prompt), show)
 
     def complete(self, text: str, show: Callable[[str], object]) -> Answer:
         """How the text goes on, without a chat template. ValueError: as answer()."""
-        return self._answer(text, list(self.tokenizer(text, verbose=False).input_ids), show)
+        return self.go_on(text, list(self.tokenizer(text, verbose=False).input_ids), show)
 
-    def _answer(self, prompt: str, ids: list[int], show: Callable[[str], object]) -> Answer:
+    def go_on(self, prompt: str, ids: list[int], show: Callable[[str], object]) -> Answer:
+        """What follows the prompt, whose tokens are these. ValueError: as answer()."""
         if not ids:
             raise ValueError("prompt: no tokens")
         room = self._room(len(ids))
@@ -325,7 +326,7 @@ def context_of(model: Any) -> int | None:
     return most if isinstance(most, int) and most > 0 else None
 
 
-def _long_from(model: Any) -> int | None:
+def long_from(model: Any) -> int | None:
     """Of how many tokens on a longrope turns all keys by its long factors; None: there is none.
 
     A forward chooses by its last position, and transformers reads a prompt in one. The dynamic
@@ -350,7 +351,7 @@ def _only_new_tokens(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     return args, kwargs
 
 
-def _end_tokens(model: Any) -> tuple[int, ...]:
+def end_tokens(model: Any) -> tuple[int, ...]:
     found = model.generation_config.eos_token_id
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
 

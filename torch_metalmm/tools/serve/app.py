@@ -1,0 +1,282 @@
+"""The routes, who may use them, and how much a request may take."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from .embedding import Embedder
+from .engine import Engine, Finish, Job, Task
+from .errors import ApiError
+from .feed import Feed
+from .prompts import Prompts
+from .replies import ChatReply, CompletionReply
+from .schema import Chat, Completion, Embedding, Generation, parse
+
+_BODY_SECONDS = 30.0  # to send a body
+_DEFAULT_NEW = 16  # of completions: OpenAI's
+
+
+@dataclass(frozen=True)
+class Limits:
+    body: int  # bytes
+    messages: int  # of a chat, and texts of one request for embeddings
+    seconds: float  # of a request, the time it waits included
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the routes need."""
+
+    name: str  # of the model
+    engine: Engine
+    prompts: Prompts | None  # None: the model generates no text
+    embedder: Embedder
+    limits: Limits
+    key: str | None
+    hosts: list[str]  # names that a request may give the server; none: any
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/v1/models", self._guarded(self.models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self.model), methods=["GET"]),
+            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
+            Route("/v1/embeddings", self._guarded(self.embed), methods=["POST"]),
+        ]
+        # A page of another site, whose name leads to this machine, is refused by its name.
+        hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=self.hosts)] if self.hosts else []
+        handlers = {HTTPException: _told, 500: _failed}
+        return Starlette(routes=routes, middleware=hosts, exception_handlers=handlers)
+
+    # ---- routes
+
+    async def health(self, _: Request) -> Response:
+        waiting, is_busy = self.engine.load()
+        return JSONResponse({"status": "ok", "waiting": waiting, "busy": is_busy})
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def chat(self, request: Request) -> Response:
+        given = parse(Chat, await self._body(request))
+        given.check()
+        self._check_model(given.model)
+        self._check_count("messages", len(given.messages))
+        prompts = self._prompts()
+        prompt, ids = await asyncio.to_thread(prompts.of_chat, given)
+        room = prompts.room(ids, given.most(), "messages")
+        return await self._answer(request, given, prompt, ids, room, ChatReply(self.name, prompt))
+
+    async def complete(self, request: Request) -> Response:
+        given = parse(Completion, await self._body(request))
+        given.check()
+        self._check_model(given.model)
+        prompts = self._prompts()
+        prompt, ids = await asyncio.to_thread(prompts.of_completion, given)
+        room = prompts.room(ids, given.max_tokens or _DEFAULT_NEW, "prompt")
+        return await self._answer(request, given, prompt, ids, room, CompletionReply(self.name))
+
+    async def embed(self, request: Request) -> Response:
+        given = parse(Embedding, await self._body(request))
+        self._check_model(given.model)
+        inputs = given.inputs()
+        self._check_count("input", len(inputs))
+        texts = await asyncio.to_thread(self.embedder.tokens_of, inputs)
+        feed = Feed(self.engine, self.limits.seconds)
+
+        async def work() -> Response:
+            feed.submit(Task(lambda: self.embedder.vectors(texts), feed.tell))
+            vectors = await feed.result()
+            as_text = given.encoding_format == "base64"
+            data = [
+                {"object": "embedding", "index": i, "embedding": _encoded(vector, as_text)}
+                for i, vector in enumerate(vectors)
+            ]
+            count = sum(map(len, texts))
+            usage = {"prompt_tokens": count, "total_tokens": count}
+            return JSONResponse(
+                {"object": "list", "data": data, "model": self.name, "usage": usage}
+            )
+
+        return await _unless_gone(request, feed, work())
+
+    # ---- answers
+
+    async def _answer(
+        self,
+        request: Request,
+        given: Generation,
+        prompt: str,
+        ids: list[int],
+        room: int,
+        reply: CompletionReply,
+    ) -> Response:
+        feed = Feed(self.engine, self.limits.seconds)
+        feed.submit(Job(prompt, ids, given.options(room), given.seed, feed.tell))
+        if given.stream:
+            return _Events(_events(feed, reply, given.tells_usage()), feed)
+
+        async def whole() -> Response:
+            async for came in feed.pieces():
+                for _ in reply.end(came) if isinstance(came, Finish) else reply.feed(came):
+                    pass
+            return JSONResponse(reply.whole(came))
+
+        return await _unless_gone(request, feed, whole())
+
+    # ---- what is refused
+
+    def _guarded(
+        self, route: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await route(request)
+            except ApiError as error:
+                return _refused(error)
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        if self.key is None:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            message = f"model {name!r} is not here; this server has {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _check_count(self, field: str, count: int) -> None:
+        if count > self.limits.messages:
+            raise ApiError(400, f"{field}: {count}; at most {self.limits.messages}", field)
+
+    def _prompts(self) -> Prompts:
+        if self.prompts is None:
+            raise ApiError(400, f"{self.name} generates no text; it has embeddings", "model")
+        return self.prompts
+
+    async def _body(self, request: Request) -> bytes:
+        """ApiError 408, 413, 415: it comes too slowly, is too large, is not said to be JSON."""
+        # A page of any site may post other types to this machine without being asked.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "Content-Type must be application/json")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body:
+                        message = f"the body has more than {self.limits.body} bytes"
+                        raise ApiError(413, message, code="body_too_large")
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from None
+        return bytes(body)
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": _STARTED, "owned_by": "metalmm"}
+
+
+_STARTED = int(time.time())
+
+
+class _Events(StreamingResponse):
+    """Server-sent events; when they end, however that is, so does the computing."""
+
+    def __init__(self, events: AsyncIterator[str], feed: Feed) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._feed = feed
+
+    async def __call__(self, *given: Any) -> None:
+        try:
+            await super().__call__(*given)
+        finally:
+            self._feed.close()
+
+
+async def _events(feed: Feed, reply: CompletionReply, tells_usage: bool) -> AsyncIterator[str]:
+    for chunk in reply.first():
+        yield _event(chunk)
+    try:
+        async for came in feed.pieces():
+            if not isinstance(came, Finish):
+                chunks = reply.feed(came)
+            else:
+                chunks = reply.end(came)
+            for chunk in chunks:
+                yield _event(chunk)
+            if isinstance(came, Finish) and tells_usage:
+                yield _event(reply.usage(came))
+    except ApiError as error:
+        yield _event(error.body())
+        return
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def _unless_gone(request: Request, feed: Feed, work: Any) -> Response:
+    """The response that the work gives; nothing more is computed if the client goes before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else Response(status_code=499)
+    finally:
+        feed.close()
+        for task in tasks:
+            task.cancel()
+
+
+def _encoded(vector: Any, as_text: bool) -> Any:
+    """Numbers, or their bytes as f32, little-endian."""
+    if not as_text:
+        return vector.tolist()
+    return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+
+
+def _refused(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    """Of Starlette: no such path, a method that is not there."""
+    assert isinstance(error, HTTPException)
+    return _refused(ApiError(error.status_code, error.detail))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return _refused(ApiError(500, f"the server failed: {type(error).__name__}"))

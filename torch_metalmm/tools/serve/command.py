@@ -1,0 +1,175 @@
+"""`metalmm serve`: a model behind an API as OpenAI's."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..arguments import positive_int, start
+from ..chat.flags import add_model, check_model
+
+if TYPE_CHECKING:
+    from .app import Server
+
+_KEY = "METALMM_API_KEY"
+_LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+_SHUTDOWN = 5  # seconds that answers under way have when the server ends
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answer /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models over HTTP, "
+        "as OpenAI's API does, for several clients at a time."
+    )
+    parser.add_argument("source", nargs="?", metavar="MODEL", help="as --model")
+    add_model(parser.add_argument_group("model"))
+    _add_server(parser.add_argument_group("server"))
+    _add_limits(parser.add_argument_group("limits"))
+    parser.set_defaults(run=run)
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    group.add_argument("--port", type=_port, default=8000, help="default: 8000; 0: a free one")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"what clients must give; better in {_KEY}, which other users do not see. Needed "
+        "where the host is not this machine",
+    )
+    group.add_argument("--name", help="of the model in requests; default: its file or folder")
+    group.add_argument(
+        "--pooling",
+        metavar="KIND",
+        help="of embeddings: mean, cls or last; default: what the folder says, else last of a "
+        "model that generates, mean of another",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    def limit(flag: str, default: int | None, metavar: str, what: str) -> None:
+        said = what if default is None else f"{what}; default: {default}"
+        group.add_argument(flag, type=positive_int, default=default, metavar=metavar, help=said)
+
+    limit("--parallel", 4, "N", "answers at a time")
+    limit("--queue", 16, "N", "requests that wait for a place; more get status 429")
+    limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")
+    limit("--max-body", 4 << 20, "BYTES", "of a request")
+    limit("--max-messages", 1024, "N", "of a chat, and texts of a request for embeddings")
+    limit("--timeout", 600, "SECONDS", "of a request, with the time it waits")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve until a signal comes. ValueError, OSError, ImportError: it cannot be done."""
+    check_model(args)
+    if args.source is not None:
+        if args.model is not None:
+            raise ValueError(f"--model {args.model}: the model is {args.source} already")
+        args.model = args.source
+    key = _key(args)
+    if args.pooling not in (None, "mean", "cls", "last"):
+        raise ValueError(f"--pooling {args.pooling}: must be mean, cls or last")
+    start(args, "psutil", "pydantic", "starlette", "uvicorn")
+    import uvicorn
+
+    from ..chat.template import Template
+
+    bound = _bound(args.host, args.port)
+    with closing(bound), closing(Template()) as template:
+        template.start()
+        server = _server(args, template, key)
+        host, port = bound.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        config = uvicorn.Config(
+            server.app(),
+            log_level="warning",
+            timeout_graceful_shutdown=_SHUTDOWN,
+            server_header=False,
+        )
+        server.engine.start()
+        try:
+            print(f"{server.name}: http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+            uvicorn.Server(config).run(sockets=[bound])
+        finally:
+            server.engine.close()
+
+
+def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
+    from ..chat.loading import load
+    from ..chat.session import Options, Session, context_of
+    from .app import Limits, Server
+    from .batch import Batch
+    from .embedding import Embedder, pooling_of
+    from .engine import Engine, Runner
+    from .prompts import Prompts
+    from .rows import can_join
+    from .single import Single
+
+    loaded = load(args, generating=False)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    generates = bool(getattr(model, "can_generate", lambda: False)())
+    prompts = None
+    if generates:
+        prompts = Prompts(model, tokenizer, template, args.ctx, args.max_new_tokens)
+    runner: Runner
+    if generates and args.cache is None and loaded.draft is None and can_join(model):
+        runner = Batch(model, tokenizer, args.parallel)
+    else:
+        runner = Single(
+            Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
+        )
+    pooling = args.pooling or pooling_of(Path(args.model or ""), generates)
+    return Server(
+        name=args.name or loaded.name,
+        engine=Engine(runner, args.queue),
+        prompts=prompts,
+        embedder=Embedder(model, tokenizer, pooling, context_of(model)),
+        limits=Limits(args.max_body, args.max_messages, args.timeout),
+        key=key,
+        hosts=_LOOPBACK if _is_loopback(args.host) else [],
+    )
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{value} is not from 0 to 65535")
+    return value
+
+
+def _key(args: argparse.Namespace) -> str | None:
+    key: str | None = args.api_key if args.api_key is not None else os.environ.get(_KEY)
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError("--api-key: must be printable ASCII without spaces, and not empty")
+    if key is None and not _is_loopback(args.host):
+        raise ValueError(f"--host {args.host}: others can reach it; give --api-key, or set {_KEY}")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the address. OSError: it is taken, or not of this machine."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise OSError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return bound

@@ -1,0 +1,35 @@
+"""What a request is refused with, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer of this status instead of what was asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        """param: the field of the request that is wrong. retry_after: in seconds."""
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _KINDS.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }

@@ -1,0 +1,62 @@
+"""What comes from the engine's thread, for a request that is answered on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from .engine import Engine, Finish, Job, Task
+from .errors import ApiError
+
+
+class Feed:
+    """The pieces of one request, up to a deadline. close() frees its place in the engine."""
+
+    def __init__(self, engine: Engine, seconds: float) -> None:
+        self._engine, self._seconds = engine, seconds
+        self._end = time.monotonic() + seconds
+        self._loop = asyncio.get_running_loop()
+        self._came: asyncio.Queue[Any] = asyncio.Queue()
+        self._request: Job | Task | None = None
+
+    def tell(self, what: Any) -> None:
+        """From the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._came.put_nowait, what)
+        except RuntimeError:  # the loop is closed: the server ended
+            return
+
+    def submit(self, request: Job | Task) -> None:
+        """ApiError 429, 503: as Engine.submit."""
+        self._engine.submit(request)
+        self._request = request
+
+    async def result(self) -> Any:
+        """The next thing that comes. ApiError: it is an error, or takes too long."""
+        try:
+            async with asyncio.timeout(self._end - time.monotonic()):
+                came = await self._came.get()
+        except TimeoutError:
+            message = f"the answer took more than {self._seconds:g} s"
+            raise ApiError(504, message, code="timeout") from None
+        if isinstance(came, ApiError):
+            raise came
+        if isinstance(came, Exception):
+            said = " ".join(str(came).split()) or type(came).__name__
+            raise ApiError(500, f"the model failed: {said}")
+        return came
+
+    async def pieces(self) -> AsyncIterator[str | Finish]:
+        """Texts, then the Finish. ApiError: as result()."""
+        while True:
+            came = await self.result()
+            yield came
+            if isinstance(came, Finish):
+                return
+
+    def close(self) -> None:
+        if self._request is not None:
+            self._engine.cancel(self._request)
+            self._request = None

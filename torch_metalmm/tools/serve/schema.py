@@ -1,0 +1,190 @@
+"""The bodies of requests: fields of OpenAI's API, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal, TypeVar
+
+from ..chat.session import Options
+from .errors import ApiError
+
+_MOST_STOPS = 16
+_Given = TypeVar("_Given")
+
+
+@dataclass(kw_only=True)
+class StreamOptions:
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "ignore"}
+    include_usage: bool = False
+
+
+@dataclass(kw_only=True)
+class Request:
+    """What all have. An unknown field is refused: it may be one that changes the answer."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    model: str
+    user: Any = None  # these say nothing about the answer
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+@dataclass(kw_only=True)
+class Generation(Request):
+    """What chats and completions have."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    # Fields that have one value here: their default.
+    n: Literal[1] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def check(self) -> None:
+        """ApiError: a value out of its range, or of what is not there."""
+        _within("temperature", self.temperature, 0, 2)
+        _within("top_p", self.top_p, 0, 1)
+        _within("min_p", self.min_p, 0, 1)
+        _within("top_k", self.top_k, 1)
+        _within("max_tokens", self.max_tokens, 1)
+        _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.temperature is not None and 0 < self.temperature < 1e-3:
+            raise ApiError(400, f"temperature: {self.temperature}; 0, or from 0.001", "temperature")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 1000:
+            message = f"repetition_penalty: {self.repetition_penalty}; must be above 0, to 1000"
+            raise ApiError(400, message, "repetition_penalty")
+        for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
+        if "" in self.stops():
+            raise ApiError(400, "stop: must not be empty", "stop")
+        if len(self.stops()) > _MOST_STOPS:
+            raise ApiError(400, f"stop: more than {_MOST_STOPS} texts", "stop")
+
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    def options(self, most: int) -> Options:
+        """OpenAI's defaults: temperature 1 and no other limit. most: of new tokens."""
+        return Options(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repeat_penalty=self.repetition_penalty,
+            stops=self.stops(),
+            max_new_tokens=most,
+        )
+
+    def tells_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+@dataclass(kw_only=True)
+class Chat(Generation):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+
+    def check(self) -> None:
+        super().check()
+        _within("max_completion_tokens", self.max_completion_tokens, 1)
+        if self.response_format not in (None, {"type": "text"}):
+            message = "response_format: only text is supported"
+            raise ApiError(400, message, "response_format", "unsupported")
+        if not self.messages:
+            raise ApiError(400, "messages: must not be empty", "messages")
+
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def functions(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+@dataclass(kw_only=True)
+class Completion(Generation):
+    prompt: str | list[int] | list[str]
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    logprobs: None = None
+
+    def check(self) -> None:
+        super().check()
+        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str):
+            if len(self.prompt) > 1:
+                raise ApiError(400, f"prompt: {len(self.prompt)} texts; give one", "prompt")
+            self.prompt = self.prompt[0]
+        if not self.prompt:
+            raise ApiError(400, "prompt: must not be empty", "prompt")
+
+
+@dataclass(kw_only=True)
+class Embedding(Request):
+    input: str | list[int] | list[str] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = None
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """A list of texts, or of tokens of texts. ApiError: one is empty, or there is none."""
+        given: Any = self.input
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given or not all(given):
+            raise ApiError(400, "input: must not be empty", "input")
+        return list(given)
+
+
+def parse(kind: type[_Given], body: bytes) -> _Given:
+    """The body as a request of that kind. ApiError 400: which field is wrong, and how."""
+    from pydantic import ValidationError
+
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    try:
+        return _adapter(kind).validate_python(given)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        # Beyond the name of the field are those of the types of a union.
+        name = str(first["loc"][0]) if first["loc"] else None
+        unknown = first["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+        said = "it is not known, or not supported" if unknown else first["msg"]
+        message = f"{name}: {said}" if name else "the body must be an object"
+        raise ApiError(400, message, name, "unsupported" if unknown else None) from None
+
+
+@cache
+def _adapter(kind: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _within(name: str, value: float | None, least: float, most: float | None = None) -> None:
+    if value is None:
+        return
+    if not (value >= least and (most is None or value <= most)):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ApiError(400, f"{name}: {value}; must be {allowed}", name)

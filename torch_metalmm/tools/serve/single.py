@@ -1,0 +1,56 @@
+"""One answer at a time, by a session of `metalmm chat`: for models whose answers cannot share steps."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ..chat.session import Session
+from .engine import Finish, Job
+
+
+class Single:
+    """A runner. The session's cache stays, with what the next prompt may begin with."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._job: Job | None = None
+
+    def has_room(self) -> bool:
+        return self._job is None
+
+    def is_busy(self) -> bool:
+        return self._job is not None
+
+    def take(self, job: Job) -> None:
+        self._job = job
+
+    def step(self) -> None:
+        job, session = self._job, self._session
+        assert job is not None
+        with self._lock:  # a stop() from here on is of this job
+            session.resume()
+            if job.is_cancelled:
+                session.stop()
+        session.options = job.options
+        if job.seed is None:
+            torch.seed()
+        else:
+            torch.manual_seed(job.seed)
+        answer = session.go_on(job.prompt, job.ids, job.tell)
+        with self._lock:
+            self._job = None
+        job.tell(Finish(answer.finish, len(job.ids), answer.kept_tokens, answer.new_tokens))
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            job, self._job = self._job, None
+        if job is not None:
+            job.tell(error)
+
+    def stop(self, job: Job) -> None:
+        with self._lock:
+            if self._job is job:
+                self._session.stop()
