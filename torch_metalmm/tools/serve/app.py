@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -138,9 +139,13 @@ class Server:
 
         async def whole() -> Response:
             async for came in feed.pieces():
-                for _ in reply.end(came) if isinstance(came, Finish) else reply.feed(came):
+                if isinstance(came, Finish):
+                    for _ in reply.end(came):
+                        pass
+                    return JSONResponse(reply.whole(came))
+                for _ in reply.feed(came):
                     pass
-            return JSONResponse(reply.whole(came))
+            raise AssertionError("the pieces end with a Finish")
 
         return await _unless_gone(request, feed, whole())
 
@@ -189,7 +194,7 @@ class Server:
             raise ApiError(415, "Content-Type must be application/json")
         body = bytearray()
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            with anyio.fail_after(_BODY_SECONDS):
                 async for part in request.stream():
                     body += part
                     if len(body) > self.limits.body:
@@ -206,17 +211,17 @@ class Server:
 _STARTED = int(time.time())
 
 
-class _Events(StreamingResponse):
+class _Events:
     """Server-sent events; when they end, however that is, so does the computing."""
 
     def __init__(self, events: AsyncIterator[str], feed: Feed) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
         self._feed = feed
 
     async def __call__(self, *given: Any) -> None:
         try:
-            await super().__call__(*given)
+            await self._response(*given)
         finally:
             self._feed.close()
 
@@ -226,10 +231,7 @@ async def _events(feed: Feed, reply: CompletionReply, tells_usage: bool) -> Asyn
         yield _event(chunk)
     try:
         async for came in feed.pieces():
-            if not isinstance(came, Finish):
-                chunks = reply.feed(came)
-            else:
-                chunks = reply.end(came)
+            chunks = reply.end(came) if isinstance(came, Finish) else reply.feed(came)
             for chunk in chunks:
                 yield _event(chunk)
             if isinstance(came, Finish) and tells_usage:

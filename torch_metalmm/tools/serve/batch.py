@@ -1,8 +1,9 @@
 """Several answers whose next tokens are computed in one step.
 
-Packed weights are read once in a step for all answers. transformers' own continuous batching was measured and not
-taken: its paged attention makes 22 tokens/s of one answer where generate() makes 50 (SmolLM2, Q4_1,
-two cores) and 60 of four where a step for all makes 164; and it has no seeds of requests.
+Packed weights are read once in a step for all answers. transformers' own continuous batching was
+measured and not taken: its paged attention makes 22 tokens/s of one answer where generate() makes
+50, and 60 of four where a step for all makes 164 (SmolLM2, Q4_1, two cores); requests have no seeds.
+transformers' own server would run chat templates without bounds, and load what a request names.
 """
 
 from __future__ import annotations

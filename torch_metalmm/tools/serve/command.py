@@ -121,9 +121,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     if generates and args.cache is None and loaded.draft is None and can_join(model):
         runner = Batch(model, tokenizer, args.parallel)
     else:
-        runner = Single(
-            Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
-        )
+        runner = Single(Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft))
     pooling = args.pooling or pooling_of(Path(args.model or ""), generates)
     return Server(
         name=args.name or loaded.name,

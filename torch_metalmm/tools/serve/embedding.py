@@ -46,7 +46,11 @@ class Embedder:
         """ApiError 400: a text is too long, or its tokens are none."""
         size, found = len(self._tokenizer), []
         for given in inputs:
-            ids = given if isinstance(given, list) else self._tokenizer(given, verbose=False).input_ids
+            ids = (
+                given
+                if isinstance(given, list)
+                else self._tokenizer(given, verbose=False).input_ids
+            )
             if not ids or not all(0 <= token < size for token in ids):
                 raise ApiError(400, f"input: tokens must be from 0 to {size - 1}", "input")
             if self._context is not None and len(ids) > self._context:

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
+
 from .engine import Engine, Finish, Job, Task
 from .errors import ApiError
 
@@ -36,7 +38,7 @@ class Feed:
     async def result(self) -> Any:
         """The next thing that comes. ApiError: it is an error, or takes too long."""
         try:
-            async with asyncio.timeout(self._end - time.monotonic()):
+            with anyio.fail_after(max(0.0, self._end - time.monotonic())):
                 came = await self._came.get()
         except TimeoutError:
             message = f"the answer took more than {self._seconds:g} s"

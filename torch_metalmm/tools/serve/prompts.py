@@ -50,7 +50,9 @@ class Prompts:
         """ApiError 400: one of them is no token of the model."""
         for token in ids:
             if not 0 <= token < self._size:
-                raise ApiError(400, f"{name}: token {token}; must be from 0 to {self._size - 1}", name)
+                raise ApiError(
+                    400, f"{name}: token {token}; must be from 0 to {self._size - 1}", name
+                )
         return ids
 
     def room(self, ids: list[int], wanted: int | None, name: str) -> int:
