@@ -2,7 +2,7 @@
 
 Packed weights are read once in a step for all answers. transformers' own continuous batching was
 measured and not taken: its paged attention makes 22 tokens/s of one answer where generate() makes
-50, and 60 of four where a step for all makes 164 (SmolLM2, Q4_1, two cores); requests have no seeds.
+50, and 60 of four where a step for all makes 164 (SmolLM2, Q4_1, two cores); and it has no seeds.
 transformers' own server would run chat templates without bounds, and load what a request names.
 """
 
@@ -48,8 +48,8 @@ class Batch:
         self._answers: list[_Answer] = []  # the rows of _cache
         self._cache: Any = None
 
-    def has_room(self) -> bool:
-        return len(self._prompts) + len(self._answers) < self._most
+    def room(self) -> int:
+        return self._most - len(self._prompts) - len(self._answers)
 
     def is_busy(self) -> bool:
         return bool(self._prompts or self._answers)

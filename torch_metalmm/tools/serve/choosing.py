@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ class Chooser:
         from transformers.generation import logits_process as of
 
         self._is_greedy = not options.temperature
-        self._processors = LogitsProcessorList()
+        self._processors: Any = LogitsProcessorList()
         self._reads_tokens = options.repeat_penalty is not None
         if options.repeat_penalty is not None:
             self._processors.append(of.RepetitionPenaltyLogitsProcessor(options.repeat_penalty))

@@ -47,7 +47,7 @@ class Task:
 class Runner(Protocol):
     """How answers are computed. All but stop() is called on the engine's thread."""
 
-    def has_room(self) -> bool: ...
+    def room(self) -> int: ...  # how many more jobs it takes
     def is_busy(self) -> bool: ...
     def take(self, job: Job) -> None: ...
     def step(self) -> None: ...
@@ -83,10 +83,8 @@ class Engine:
         with self._changed:
             if self._is_closed:
                 raise ApiError(503, "the server is shutting down", retry_after=10)
-            # One that waits for a step to end, and not for a place, is not counted.
-            if len(self._waiting) > self.queue or (
-                len(self._waiting) == self.queue and not self.runner.has_room()
-            ):
+            # Those that wait for a step to end, and not for a place, are not counted.
+            if len(self._waiting) >= self.queue + self.runner.room():
                 raise ApiError(
                     429, f"{self.queue} requests are waiting already", code="queue", retry_after=1
                 )
@@ -125,7 +123,7 @@ class Engine:
                     self.runner.fail(ApiError(503, "the server is shutting down"))
                     return False
                 request = self._waiting[0] if self._waiting else None
-                if request is None or (isinstance(request, Job) and not self.runner.has_room()):
+                if request is None or (isinstance(request, Job) and not self.runner.room()):
                     return True
                 self._waiting.popleft()
                 if isinstance(request, Job):

@@ -20,7 +20,7 @@ class Prompts:
     def __init__(
         self, model: Any, tokenizer: Any, template: Template, context: int | None, most: int | None
     ) -> None:
-        """context: tokens of prompt and answer, None: the model's. most: new tokens of a request."""
+        """context: tokens of prompt and answer, None: the model's. most: new tokens."""
         self._tokenizer, self._template = tokenizer, template
         own = context_of(model)
         self._context = min(context, own) if context and own else context or own
@@ -83,12 +83,12 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     if role not in _ROLES:
         message = f"messages: role {role!r}; must be one of {', '.join(_ROLES)}"
         raise ApiError(400, message, "messages")
-    message = {key: value for key, value in given.items() if value is not None}
-    message["role"] = "system" if role == "developer" else role
-    message["content"] = _text(given.get("content"))
-    if "tool_calls" in message:
-        message["tool_calls"] = _calls(message["tool_calls"])
-    return message
+    found = {key: value for key, value in given.items() if value is not None}
+    found["role"] = "system" if role == "developer" else role
+    found["content"] = _text(given.get("content"))
+    if "tool_calls" in found:
+        found["tool_calls"] = _calls(found["tool_calls"])
+    return found
 
 
 def _text(content: Any) -> str:

@@ -17,7 +17,7 @@ Held = list[tuple[Tensor, Tensor]]  # of each layer [1, heads, tokens, size]
 
 
 def can_join(model: Any) -> bool:
-    """Whether every layer's cache is a row of keys and values for each token, or the last of them."""
+    """Whether every layer's cache has keys and values of each token, or of the last ones."""
     import inspect
 
     from transformers import DynamicCache

@@ -164,7 +164,7 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     try:
-        return _adapter(kind).validate_python(given)  # type: ignore[no-any-return]
+        found: _Given = _adapter(kind).validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         # Beyond the name of the field are those of the types of a union.
@@ -173,10 +173,11 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
         said = "it is not known, or not supported" if unknown else first["msg"]
         message = f"{name}: {said}" if name else "the body must be an object"
         raise ApiError(400, message, name, "unsupported" if unknown else None) from None
+    return found
 
 
 @cache
-def _adapter(kind: type) -> Any:
+def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)

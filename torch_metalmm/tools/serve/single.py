@@ -1,4 +1,4 @@
-"""One answer at a time, by a session of `metalmm chat`: for models whose answers cannot share steps."""
+"""One answer at a time, by a session of `metalmm chat`: where answers cannot share steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Single:
         self._lock = threading.Lock()
         self._job: Job | None = None
 
-    def has_room(self) -> bool:
-        return self._job is None
+    def room(self) -> int:
+        return int(self._job is None)
 
     def is_busy(self) -> bool:
         return self._job is not None

@@ -1,0 +1,186 @@
+"""The engine of `metalmm serve` in this process: answers that share steps, and places that are freed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import random_model
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.engine import Engine, Finish, Job, Task
+from torch_metalmm.tools.serve.errors import ApiError
+from torch_metalmm.tools.serve.replies import ChatReply
+from torch_metalmm.tools.serve.rows import can_join
+from torch_metalmm.tools.serve.single import Single
+
+pytest.importorskip("anyio")
+
+LENGTHS = (5, 50, 17, 90, 3)
+NEW = 12
+
+
+def alone(model: Any, ids: list[int], new: int) -> list[int]:
+    """transformers' own greedy tokens."""
+    given = torch.tensor([ids])
+    with torch.inference_mode():
+        out = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    return [int(token) for token in out[0, len(ids) :]]
+
+
+@pytest.mark.parametrize("architecture", ("llama", "gemma3", "qwen3", "phi3"))
+def test_answers_that_join_and_leave(tmp_path: Path, architecture: str) -> None:
+    """Each is what it is alone; gemma3's windows are shorter than two of the prompts."""
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", architecture))
+    model.generation_config.eos_token_id = None
+    assert can_join(model)
+    batch, told = Batch(model, tokenizer, 4), dict[int, list[Any]]()
+    jobs, found = [], {}
+    for i, length in enumerate(LENGTHS):
+        ids = [int(token) for token in torch.randint(3, 300, (length,))]
+        told[i] = []
+        options = Options(max_new_tokens=NEW + 3 * i)
+        jobs.append(Job("", ids, options, None, told[i].append))
+    waiting = list(enumerate(jobs))
+    with torch.inference_mode():
+        while waiting or batch.is_busy():
+            if waiting and batch.room():
+                batch.take(waiting.pop(0)[1])
+            for answer in batch._answers:
+                found[id(answer.job)] = answer
+            batch.step()
+    for i, job in enumerate(jobs):
+        new = found[id(job)].stream.ids
+        assert new == alone(model, job.ids, NEW + 3 * i)
+        assert told[i][-1] == Finish("length", len(job.ids), 0, NEW + 3 * i)
+    assert batch._cache is None and batch._filling is None
+
+
+def test_what_cannot_share_steps(tmp_path: Path) -> None:
+    """States that are no rows of tokens."""
+    model, _ = load_gguf(random_model(tmp_path / "m.gguf", "qwen35"))
+    assert not can_join(model)
+
+
+def tiny(tmp_path: Path) -> tuple[Any, Any]:
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    model.generation_config.eos_token_id = None
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("kind", ("batch", "single"))
+def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
+    """At its next token; the one that waits is answered, and errors reach who asked."""
+    model, tokenizer = tiny(tmp_path)
+    runner: Any = Batch(model, tokenizer, 1)
+    if kind == "single":
+        runner = Single(Session(model, tokenizer, Options()))
+    engine = Engine(runner, queue=1)
+    first, second = threading.Event(), threading.Event()
+    count: list[Any] = []
+
+    def cancel(what: Any) -> None:
+        count.append(what)
+        if len(count) == 3:
+            engine.cancel(long)
+            first.set()
+
+    def end(what: Any) -> None:
+        if isinstance(what, Finish):
+            second.set()
+
+    long = Job("", [3, 4, 5], Options(max_new_tokens=1 << 20), None, cancel)
+    engine.start()
+    engine.submit(long)
+    engine.submit(Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
+    assert first.wait(60) and second.wait(60)
+    assert sum(isinstance(what, str) for what in count) <= 4
+    failed: list[Any] = []
+    done = threading.Event()
+
+    def told(what: Any) -> None:
+        failed.append(what)
+        done.set()
+
+    engine.submit(Job("", [1 << 30], Options(max_new_tokens=4), None, told))
+    assert done.wait(60) and isinstance(failed[0], Exception)
+    again = threading.Event()
+    engine.submit(Task(lambda: 1, lambda _: again.set()))
+    assert again.wait(60)
+    engine.close()
+    with pytest.raises(ApiError) as closed:
+        engine.submit(long)
+    assert closed.value.status == 503
+
+
+def test_a_deadline(tmp_path: Path) -> None:
+    """What still waits when its time is over is told so, and waits no more."""
+    from torch_metalmm.tools.serve.feed import Feed
+
+    engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
+    engine.start()
+    go = threading.Event()
+    engine.submit(Task(lambda: go.wait(60), lambda _: None))
+
+    async def ask() -> ApiError:
+        feed = Feed(engine, 0.2)
+        feed.submit(Job("", [3], Options(max_new_tokens=2), None, feed.tell))
+        with pytest.raises(ApiError) as late:
+            await feed.result()
+        assert engine.load()[0] == 1
+        feed.close()
+        return late.value
+
+    error = asyncio.run(ask())
+    assert error.status == 504 and engine.load()[0] == 0
+    go.set()
+    engine.close()
+
+
+def test_thoughts_and_calls_are_apart() -> None:
+    """Whichever pieces they come in; arguments are JSON in a text, as clients expect."""
+    text = (
+        "<think>Hm.</think>I ask.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+        '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    )
+    for size in (1, 7, len(text)):
+        reply = ChatReply("m", "")
+        chunks = []
+        for start in range(0, len(text), size):
+            chunks += list(reply.feed(text[start : start + size]))
+        finish = Finish("stop", 3, 0, 4)
+        chunks += list(reply.end(finish))
+        choice = reply.whole(finish)["choices"][0]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "I ask.")
+        calls = [call["function"] for call in message["tool_calls"]]
+        assert [call["name"] for call in calls] == ["weather", "time"]
+        assert calls[0]["arguments"] == '{"city": "Oslo"}'
+        assert choice["finish_reason"] == "tool_calls"
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        streamed = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
+        assert [call["index"] for call in streamed] == [0, 1]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
+
+
+def test_what_looks_like_a_call_stays_text() -> None:
+    reply = ChatReply("m", "")
+    finish = Finish("stop", 1, 0, 1)
+    text = "<tool_call>weather, please</tool_call>"
+    for _ in [*reply.feed(text), *reply.end(finish)]:
+        pass
+    choice = reply.whole(finish)["choices"][0]
+    assert choice["message"]["content"] == "weather, please" and choice["finish_reason"] == "stop"

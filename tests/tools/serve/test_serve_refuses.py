@@ -1,0 +1,150 @@
+"""What `metalmm serve` refuses, and in which shape."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import random_model
+from serving import KEY, Served, serving
+
+from torch_metalmm.tools.cli import main
+
+pytest.importorskip("uvicorn")
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model that is answered one request at a time."""
+    file = random_model(tmp_path_factory.mktemp("serve") / "tiny.gguf", "llama")
+    flags = ("--cache", "q8_0", "--max-body", "2000", "--max-messages", "2")
+    with serving(str(file), *flags, "--name", "tiny") as found:
+        yield found
+
+
+def ask(served: Served, path: str = "completions", **fields: Any) -> tuple[int, Any]:
+    text = {"prompt": "ab", "max_tokens": 2} if path == "completions" else {}
+    status, _, told = served.ask(f"/v1/{path}", {"model": "tiny"} | text | fields)
+    return status, told
+
+
+def test_it_answers(served: Served) -> None:
+    status, told = ask(served, seed=3)
+    assert status == 200 and told["usage"]["completion_tokens"] == 2
+    assert ask(served, seed=3)[1]["choices"] == told["choices"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    (
+        ("temperature", 3),
+        ("temperature", "warm"),
+        ("top_p", 1.5),
+        ("max_tokens", 0),
+        ("seed", 1 << 63),
+        ("stop", ""),
+        ("stop", ["a"] * 17),
+        ("n", 2),
+        ("logprobs", 1),
+        ("logit_bias", {"1": 5}),
+        ("frequency_penalty", 0.5),
+        ("prompt", ""),
+        ("prompt", ["a", "b"]),
+        ("prompt", [320]),
+        ("prompt", "a" * 500),
+        ("no_such_field", 1),
+    ),
+)
+def test_a_field_is_named(served: Served, field: str, value: Any) -> None:
+    status, told = ask(served, **{field: value})
+    error = told["error"]
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field)
+    assert error["message"].startswith(field) and set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"messages": [USER, USER, USER]},
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "Hi"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [USER], "logprobs": True},
+        {"messages": [USER], "response_format": {"type": "json_object"}},
+    ),
+)
+def test_a_chat_is_refused(served: Served, fields: dict[str, Any]) -> None:
+    status, told = ask(served, "chat/completions", **fields)
+    assert status == 400 and told["error"]["param"] in fields
+
+
+def test_a_model_without_a_chat_template(served: Served) -> None:
+    status, told = ask(served, "chat/completions", messages=[USER])
+    assert status == 400 and "no chat template" in told["error"]["message"]
+
+
+def test_another_model(served: Served) -> None:
+    status, told = ask(served, model="other")
+    assert status == 404 and told["error"]["code"] == "model_not_found"
+
+
+def test_a_wrong_key(served: Served) -> None:
+    for key in ("", "wrong", KEY + "x"):
+        status, _, told = served.ask("/v1/models", key=key)
+        assert status == 401 and told["error"]["code"] == "invalid_api_key"
+
+
+def test_bodies(served: Served) -> None:
+    """Too large, no JSON, no object, of another type; and what is not there."""
+    where = "/v1/completions"
+    assert served.ask(where, b" " * 2001)[0] == 413
+    for body in (b"{", b"[" * 1999, b"[]", b"\xff", b"3"):
+        status, _, told = served.ask(where, body)
+        assert status == 400 and told["error"]["type"] == "invalid_request_error"
+    assert served.ask(where, b"{}", Content_Type="text/plain")[0] == 415
+    assert served.ask("/v1/nothing")[0] == 404
+    assert served.ask(where)[0] == 405
+
+
+def test_a_body_without_a_length(served: Served) -> None:
+    """It is counted as it comes, and not read to its end."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    parts = iter([b" " * 1500] * 2)
+    connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_pages_of_other_sites_are_refused(served: Served) -> None:
+    """Their names may lead to this machine; those that are its own are let in."""
+    port = served.url.rpartition(":")[2]
+    for host, status in (("evil.example", 400), ("localhost", 200), ("[::1]", 200)):
+        assert served.ask("/v1/models", Host=f"{host}:{port}")[0] == status
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    (
+        (("--host", "0.0.0.0"), "others can reach it; give --api-key"),
+        (("--api-key", ""), "--api-key: must be"),
+        (("--pooling", "max"), "--pooling max: must be"),
+        (("--cache", "q9"), "--cache: "),
+        (("--model", "other.gguf"), "the model is"),
+    ),
+)
+def test_flags(
+    flags: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("METALMM_API_KEY", raising=False)
+    assert main(["serve", str(tmp_path / "none.gguf"), *flags]) == 1
+    assert told in capsys.readouterr().err
