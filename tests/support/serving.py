@@ -49,9 +49,14 @@ def serving(*flags: str) -> Iterator[Served]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stderr is not None
     try:
-        line = process.stderr.readline()
-        found = re.fullmatch(r"(.+): (http://.+:\d+)/v1\n", line)
-        assert found is not None, line + process.stderr.read()
+        said = ""
+        for line in process.stderr:  # progress bars may come first
+            said += line
+            found = re.fullmatch(r"(.+): (http://.+:\d+)/v1\n", line.rpartition("\r")[2])
+            if found is not None:
+                break
+        else:
+            raise AssertionError(said)
         yield Served(found[1], found[2], process.pid)
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""The engine of `metalmm serve` in this process: answers that share steps, and places that are freed."""
+"""The engine of `metalmm serve`: answers that share steps, and places that are freed."""
 
 from __future__ import annotations
 

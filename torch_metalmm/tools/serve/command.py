@@ -114,14 +114,13 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     loaded = load(args, generating=False)
     model, tokenizer = loaded.model, loaded.tokenizer
     generates = bool(getattr(model, "can_generate", lambda: False)())
-    prompts = None
+    prompts, session = None, None
     if generates:
         prompts = Prompts(model, tokenizer, template, args.ctx, args.max_new_tokens)
-    runner: Runner
+        session = Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
+    runner: Runner = Single(session)
     if generates and args.cache is None and loaded.draft is None and can_join(model):
         runner = Batch(model, tokenizer, args.parallel)
-    else:
-        runner = Single(Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft))
     pooling = args.pooling or pooling_of(Path(args.model or ""), generates)
     return Server(
         name=args.name or loaded.name,
@@ -165,6 +164,7 @@ def _bound(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen()  # before the address is told
         except OSError:
             bound.close()
             raise

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ApiError
+from .prompts import vocabulary_of
 
 POOLINGS = ("mean", "cls", "last")
 _BATCH = 32  # texts a forward
@@ -44,7 +45,7 @@ class Embedder:
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
         """ApiError 400: a text is too long, or its tokens are none."""
-        size, found = len(self._tokenizer), []
+        size, found = vocabulary_of(self._model), []
         for given in inputs:
             ids = (
                 given

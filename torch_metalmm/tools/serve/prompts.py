@@ -25,7 +25,7 @@ class Prompts:
         own = context_of(model)
         self._context = min(context, own) if context and own else context or own
         self._most = most
-        self._size = len(tokenizer)
+        self._size = vocabulary_of(model)
         self._lock = threading.Lock()
 
     def of_chat(self, request: Chat) -> tuple[str, list[int]]:
@@ -75,6 +75,11 @@ class Prompts:
             return list(self._tokenizer(text, verbose=False, **options).input_ids)
         except (UnicodeError, TypeError) as error:  # a lone surrogate
             raise ApiError(400, f"the text cannot be encoded: {error}") from None
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many tokens the model knows; its tokenizer may have more."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:

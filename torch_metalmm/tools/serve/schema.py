@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from ..chat.session import Options
 from .errors import ApiError
@@ -164,7 +164,7 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     try:
-        found: _Given = _adapter(kind).validate_python(given)
+        found: _Given = _adapter(cast(Any, kind)).validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         # Beyond the name of the field are those of the types of a union.

@@ -13,7 +13,8 @@ from .engine import Finish, Job
 class Single:
     """A runner. The session's cache stays, with what the next prompt may begin with."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | None) -> None:
+        """None: the model generates nothing, and no job comes."""
         self._session = session
         self._lock = threading.Lock()
         self._job: Job | None = None
@@ -29,7 +30,7 @@ class Single:
 
     def step(self) -> None:
         job, session = self._job, self._session
-        assert job is not None
+        assert job is not None and session is not None
         with self._lock:  # a stop() from here on is of this job
             session.resume()
             if job.is_cancelled:
@@ -52,5 +53,5 @@ class Single:
 
     def stop(self, job: Job) -> None:
         with self._lock:
-            if self._job is job:
+            if self._job is job and self._session is not None:
                 self._session.stop()
