@@ -174,6 +174,12 @@ def run_cache(args: argparse.Namespace) -> Iterator[Record]:
     yield from cache_cost.run(parts, names, args.quick, Device.named(args.device).type, status)
 
 
+def run_serve(args: argparse.Namespace) -> Iterator[Record]:
+    from .models import served
+
+    yield from served.run(args.quick, args.threads, status)
+
+
 def run_roof(args: argparse.Namespace) -> Iterator[Record]:
     yield measure_roof(args)[1]
 
@@ -188,6 +194,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "tokens": run_tokens,
     "quality": run_quality,
     "cache": run_cache,
+    "serve": run_serve,
     "roof": run_roof,
 }
 

@@ -21,7 +21,7 @@ from .ops import matrix_ops
 Record = dict[str, Any]
 MEASURES = (
     *("matmul", "matrix-ops", "op-overhead", "norm", "attention", "tokens", "quality"),
-    *("experts", "cache", "roof"),
+    *("experts", "cache", "serve", "roof"),
 )
 COMMANDS = (*MEASURES, "report", "plot", "cells", "chips", "registers", "tiles")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("sizes", type=int, nargs="+", help="N; gemv: N K; gemm: M N K")
     one.add_argument("--format", default="q4_0", help="of W, for gemv and gemm (q4_0)")
     one.add_argument("--dtype", choices=DTYPES, help="of x (cpu f32, else f16)")
+    sub.add_parser("serve", parents=common, help="HTTP beside generate(), and four clients at once")
     sub.add_parser("op-overhead", parents=common, help="microseconds a call costs by itself")
     norm = sub.add_parser(
         "norm", parents=on_device, help="norm_linear, a residual: against two ops"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ops import matrix_ops
 from ..tables import ABSENT, Table, digits, percent, scientific, to_markdown
-from . import cache_tables, token_tables
+from . import cache_tables, serve_tables, token_tables
 
 Record = dict[str, Any]
 NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
@@ -280,6 +280,7 @@ def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] =
     tables = (summary_tables if markdown else full_tables)(records)
     tables += sweep_tables(records) + overhead_table(records) + token_tables.all_tables(records)
     tables += quality_tables(records) + cache_tables.all_tables(records)
+    tables += serve_tables.all_tables(records)
     for r in records:
         if r["kind"] == "matrix-op":
             print(*matrix_ops.lines(r), sep="\n")

@@ -1,0 +1,202 @@
+"""`python -m bench serve`: what HTTP costs beside generate(), and four clients at once.
+
+SmolLM2 answers in this process, by generate(), and in a `metalmm serve` of its own, by turns; the
+one that is not asked is idle. Both are greedy and make the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools.generate import demo_model
+
+from ..timing import Timing
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "One, two, three, four, five, six, seven, eight, nine, ten,"
+CLIENTS = 4
+Record = dict[str, Any]
+
+
+def run(quick: bool, threads: int, progress: Callable[[str], None]) -> Iterator[Record]:
+    """Turns of one client, then a minute of four."""
+    tokens, turns, seconds = (8, 2, 2.0) if quick else (96, 9, 60.0)
+    model, tokenizer = load_gguf(demo_model())
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with server(threads) as (port, name, pid):
+        ways = {
+            "generate": lambda: generated(model, ids, tokens),
+            "serve": lambda: streamed(port, name, tokens)[1:],
+        }
+        samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        for turn in range(turns + 1):
+            progress(f"one client: turn {turn} of {turns}")
+            for way in random.sample(sorted(ways), len(ways)):
+                found = ways[way]()
+                if turn:
+                    samples[way].append(found)
+        for way, found in samples.items():
+            yield one_client(way, tokens, found)
+        progress(f"{CLIENTS} clients for {seconds:g} s")
+        yield four_clients(port, name, pid, tokens, seconds)
+
+
+def one_client(way: str, tokens: int, found: list[tuple[float, float]]) -> Record:
+    """found: seconds to the first token and to the last, of each turn."""
+    first = Timing.of([a for a, _ in found])
+    speed = Timing.of([(tokens - 1) / (b - a) for a, b in found])
+    return {
+        "kind": "serve",
+        "way": way,
+        "tokens": tokens,
+        "first_ms": 1e3 * first.median,
+        "first_q1": 1e3 * first.q1,
+        "first_q3": 1e3 * first.q3,
+        "tokens_s": speed.median,
+        "tokens_s_q1": speed.q1,
+        "tokens_s_q3": speed.q3,
+    }
+
+
+class _Clock:
+    """A streamer: when the first token came. The prompt comes before it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def generated(model: Any, ids: Any, tokens: int) -> tuple[float, float]:
+    """Seconds to the first token and to the last, of generate()."""
+    clock, start = _Clock(), time.perf_counter()
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            streamer=clock,
+        )
+    return clock.times[1] - start, clock.times[-1] - start
+
+
+def streamed(port: int, name: str, tokens: int, prompt: str = PROMPT) -> tuple[int, float, float]:
+    """(tokens that came, seconds to the first event and to the last one) of a client.
+
+    RuntimeError: the server refuses, or makes fewer tokens.
+    """
+    body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    start, first, last, came = time.perf_counter(), 0.0, 0.0, 0
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(answer.read().decode())
+    for line in answer:
+        if line.startswith(b"data: {"):
+            last = time.perf_counter() - start
+            first = first or last
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            came = (event.get("usage") or {}).get("completion_tokens", came)
+    connection.close()
+    if came != tokens:
+        raise RuntimeError(f"{came} tokens came, {tokens} were asked for")
+    return came, first, last
+
+
+def four_clients(port: int, name: str, pid: int, tokens: int, seconds: float) -> Record:
+    """Answers, errors, and how the server's process grew after the first round."""
+    counts, errors = [0] * CLIENTS, list[str]()
+
+    def ask(client: int, until: float) -> None:
+        while True:
+            try:
+                counts[client] += streamed(port, name, tokens)[0]
+            except (OSError, RuntimeError, http.client.HTTPException) as error:
+                errors.append(str(error))
+            if time.perf_counter() >= until:
+                return
+
+    def together(until: float) -> None:
+        threads = [threading.Thread(target=ask, args=(i, until)) for i in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    together(0.0)
+    before, start = resident(pid), time.perf_counter()
+    counts[:] = [0] * CLIENTS
+    together(start + seconds)
+    took = time.perf_counter() - start
+    return {
+        "kind": "serve-clients",
+        "clients": CLIENTS,
+        "seconds": took,
+        "tokens_s": sum(counts) / took,
+        "answers": sum(counts) // tokens,
+        "errors": len(errors),
+        "resident": before,
+        "growth": resident(pid) - before,
+        "ok": not errors,
+    }
+
+
+def resident(pid: int) -> int:
+    """Bytes of the process in memory."""
+    import psutil
+
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+@contextmanager
+def server(threads: int) -> Iterator[tuple[int, str, int]]:
+    """(port, the model's name, process). RuntimeError: it does not start."""
+    flags = ["--port", "0", "--threads", str(threads)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env.pop("METALMM_API_KEY", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_metalmm.tools.cli", "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+    assert process.stderr is not None
+    try:
+        said = ""
+        for line in process.stderr:
+            said += line
+            found = re.search(r"^(.+): http://.+:(\d+)/v1$", line)
+            if found:
+                yield int(found[2]), found[1], process.pid
+                return
+        raise RuntimeError(said)
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stderr.close()

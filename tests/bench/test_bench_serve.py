@@ -1,0 +1,35 @@
+"""`python -m bench serve`: both ways make the same tokens, and what a client counts is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.models import served
+
+pytest.importorskip("uvicorn")
+
+
+def test_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    assert main(["serve", "--quick", "--markdown", "--json", str(out)]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    ways = {r["way"]: r for r in records if r["kind"] == "serve"}
+    (together,) = [r for r in records if r["kind"] == "serve-clients"]
+    assert set(ways) == {"generate", "serve"}
+    for r in ways.values():
+        assert r["tokens"] == 8 and r["first_ms"] > 0
+        assert 0 < r["tokens_s_q1"] <= r["tokens_s"] <= r["tokens_s_q3"]
+    assert together["errors"] == 0 and together["answers"] >= served.CLIENTS
+    assert together["resident"] > 100 << 20  # the model alone has 98 MB
+    assert "| generate |" in capsys.readouterr().out
+
+
+def test_an_answer_of_fewer_tokens_is_an_error() -> None:
+    with served.server(1) as (port, name, _):
+        assert served.streamed(port, name, 3)[0] == 3
+        with pytest.raises(RuntimeError, match="tokens; the context has"):
+            served.streamed(port, name, 3, prompt="word " * 9000)
