@@ -63,7 +63,7 @@ macos-check: $(VENV)/.test
 # Of TORCH every minor that the sources are for, of PYTHONS this one, where they are not given. Headers of
 # torch are kept in build/torch.
 wheel: $(VENV)/.torch
-	$(BIN)/python cmake/wheel.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS))
+	$(BIN)/python cmake/make_wheel.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so torch_metalmm/*.dylib torch_metalmm/*.metallib

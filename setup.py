@@ -1,5 +1,5 @@
-"""Builds the native code with CMake: for the installed torch and this Python, or as cmake/wheel.py
-asks. The rest is in pyproject.toml."""
+"""Builds the native code with CMake: for the installed torch and this Python, or as
+cmake/make_wheel.py asks. The rest is in pyproject.toml."""
 
 from __future__ import annotations
 

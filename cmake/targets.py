@@ -1,7 +1,7 @@
 """What the native code is compiled for, as CMakeLists.txt takes it: torch minors and Pythons.
 
-An installation from source has one of each, those of this interpreter; cmake/wheel.py makes wheels
-for several, and says so to setup.py by METALMM_TORCHES and METALMM_PYTHONS.
+An installation from source has one of each, those of this interpreter; cmake/make_wheel.py makes
+wheels for several, and says so to setup.py by METALMM_TORCHES and METALMM_PYTHONS.
 """
 
 from __future__ import annotations

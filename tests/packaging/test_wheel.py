@@ -1,4 +1,4 @@
-"""cmake/wheel.py: the wheel of several torches and Pythons, and what is looked for in it."""
+"""cmake/make_wheel.py: the wheel of several torches and Pythons, and what is looked for in it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from host_compiler import COMPILER
 from places import ROOT
 
 sys.path.insert(0, str(ROOT / "cmake"))
+import make_wheel  # noqa: E402
 import targets  # noqa: E402
 import torch_version  # noqa: E402
 import torch_wheels  # noqa: E402
-import wheel  # noqa: E402
 
 TORCHES = "2.10=17=/a/include;2.15=20=/b/include"
 PYTHONS = ".cpython-312-x86_64-linux-gnu.so=/c;.cpython-310-x86_64-linux-gnu.so=/d"
@@ -73,7 +73,7 @@ def test_the_range_of_all_minors_has_no_hole() -> None:
 
 
 def test_this_python_is_a_target() -> None:
-    suffix, _, include = wheel.python_of(sys.executable).partition("=")
+    suffix, _, include = make_wheel.python_of(sys.executable).partition("=")
     assert suffix == sysconfig.get_config_var("EXT_SUFFIX")
     assert Path(include, "Python.h").is_file()
 
@@ -133,7 +133,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, torch_wheel: Path) -> Made:
     package.mkdir()
     takes = 'extern "C" int {0}();\nint (*p_{0})() = {0};\n'
     core = 'extern "C" int of_core() { return 1; }\n' + takes.format("in_no_library")
-    compile_library(package / f"{wheel.CORE}{SUFFIX}", core)
+    compile_library(package / f"{make_wheel.CORE}{SUFFIX}", core)
     ops = ("of_core", "in_libc10", "GOMP_parallel", "in_libtorch_python")
     compile_library(package / "_ops_t2_13.so", "".join(map(takes.format, ops)))
     module = ("of_core", "PyErr_Occurred", "_Py_Dealloc", "in_libtorch_cpu")
@@ -148,8 +148,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, torch_wheel: Path) -> Made:
 
 def test_symbols_that_are_nowhere(made: Made) -> None:
     """The core finds nothing, the module Python, the ops torch and its OpenMP."""
-    assert wheel.problems(*made) == [
-        f"{wheel.CORE}{SUFFIX}: {mangled('in_no_library')}",
+    assert make_wheel.problems(*made) == [
+        f"{make_wheel.CORE}{SUFFIX}: {mangled('in_no_library')}",
         f"_C.cpython-312.so: {mangled('in_libtorch_cpu')}",
         f"_ops_t2_13.so: {mangled('in_libtorch_python')} is not in torch 2.13.7",
     ]
@@ -157,7 +157,7 @@ def test_symbols_that_are_nowhere(made: Made) -> None:
 
 def test_a_wheel_that_is_too_large(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     size = made[0].stat().st_size
-    monkeypatch.setattr(wheel, "MOST_BYTES", size)
-    assert not [line for line in wheel.problems(*made) if "bytes" in line]
-    monkeypatch.setattr(wheel, "MOST_BYTES", size - 1)
-    assert wheel.problems(*made)[-1] == f"{size} bytes; {size - 1} are allowed"
+    monkeypatch.setattr(make_wheel, "MOST_BYTES", size)
+    assert not [line for line in make_wheel.problems(*made) if "bytes" in line]
+    monkeypatch.setattr(make_wheel, "MOST_BYTES", size - 1)
+    assert make_wheel.problems(*made)[-1] == f"{size} bytes; {size - 1} are allowed"

@@ -57,7 +57,7 @@ def test_wheels_are_of_the_versions_that_are_supported() -> None:
     oldest = re.search(r'requires-python = ">=3\.(\d+)"', pyproject)
     file = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]
     linux, mac = (
-        next(s["run"] for s in file[job]["steps"] if "cmake/wheel.py" in s.get("run", ""))
+        next(s["run"] for s in file[job]["steps"] if "cmake/make_wheel.py" in s.get("run", ""))
         for job in ("linux", "macos")
     )
     (numbers,) = re.findall(r"for n in ([\d ]+);", linux)

@@ -1,6 +1,6 @@
 """One wheel for several torches and several Pythons: `make wheel`.
 
-    python cmake/wheel.py [--torch 2.10 2.15] [--python python3.10 python3.14] [--out dist]
+    python cmake/make_wheel.py [--torch 2.10 2.15] [--python python3.10 python3.14] [--out dist]
 
 Compiles the core once, the ops with the headers of each torch, whose wheel is downloaded but not
 installed (torch_wheels.py), and the module of each Python; packs them; and looks for every symbol
