@@ -49,10 +49,10 @@ _EPS = {
 }
 
 
-def random_hf(case: str, tied: bool = False, seed: int = 0) -> Any:
-    """The case's model in f32, with random weights, biases and norms."""
+def random_hf(case: str, tied: bool = False, seed: int = 0, **others: Any) -> Any:
+    """The case's model in f32, with random weights, biases and norms; others: of its config."""
     row = CASES[case]
-    values = _CONFIG | row.values
+    values = _CONFIG | row.values | others
     rope = {"rope_type": "default", "rope_theta": row.theta}
     if row.turned != HEAD:
         rope["partial_rotary_factor"] = row.turned / HEAD
