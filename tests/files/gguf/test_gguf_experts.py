@@ -131,7 +131,6 @@ GROUPS = "allowed: 0 and divisors of expert_count, 8, that leave 2 or more exper
 ROUTING = [
     ("group_count", (3, f"group_count = 3; {GROUPS}")),
     ("group_count", (8, f"group_count = 8; {GROUPS}")),
-    ("group_count", (-1, "group_count = -1; allowed: integers from 0 on")),
     ("group_count", (2.0, "group_count = 2.0; allowed: integers from 0 on")),
     ("group_used_count", (0, "group_used_count = 0; allowed: integers from 1 to 2")),
     ("group_used_count", (9, "group_used_count = 9; allowed: integers from 1 to 2")),
