@@ -190,6 +190,25 @@ def test_one_stack_of_a_latent_without_the_other(latent: Path, tmp_path: Path) -
         load_gguf(bad)
 
 
+@pytest.mark.parametrize("left", [("attn_k_b", "attn_v_b"), ("attn_v_b",)])
+def test_both_layouts_of_a_latent(latent: Path, tmp_path: Path, left: tuple[str, ...]) -> None:
+    tensors = dict(tensors_of(latent))
+    rows = load_quietly(latent)[0].get_parameter("model.layers.2.self_attn.kv_b_proj.weight")
+    tensors["blk.2.attn_kv_b.weight"] = rows.detach().numpy().copy(), "f32"
+    for gone in {"attn_k_b", "attn_v_b"} - set(left):
+        del tensors[f"blk.2.{gone}.weight"]
+    values = metadata_of(latent, "deepseek2")
+    bad = write_gguf(tmp_path / "bad.gguf", "deepseek2", tensors, values)
+    others = ", ".join(f"'blk.2.{leaf}.weight'" for leaf in left)
+    with pytest.raises(
+        ValueError,
+        match=rf"'blk.2.attn_kv_b.weight' alone makes the model's model.layers.2.self_attn."
+        rf"kv_b_proj.weight, for which the file has {others} too",
+    ) as caught:
+        load_gguf(bad)
+    assert str(bad) in str(caught.value)
+
+
 UNSET = {"group_count": 0, "group_used_count": 0, "weights_scale": 0.0}
 
 
