@@ -57,6 +57,17 @@ def check_routing(
     _integer(file, prefix + _GROUPS_USED, values[keys[_GROUPS_USED]], 1, groups)
 
 
+def one_group(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config; of one whose experts are one group, what else says how it is chosen goes.
+
+    DeepSeek V2's config has None groups by default.
+    """
+    if values.get("n_group", 0) not in (None, 1):
+        return values
+    rest = {k: v for k, v in values.items() if k not in ("topk_group", "topk_method")}
+    return rest | {"n_group": 1}
+
+
 def _integer(file: GgufFile, key: str, value: Any, low: int, high: int | None = None) -> int:
     if type(value) is not int or value < low or (high is not None and value > high):
         limit = "on" if high is None else f"to {high}"
