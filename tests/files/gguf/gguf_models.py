@@ -56,7 +56,7 @@ def random_hf(case: str, tied: bool = False, seed: int = 0, **others: Any) -> An
     rope = {"rope_type": "default", "rope_theta": row.theta}
     if row.turned != HEAD:
         rope["partial_rotary_factor"] = row.turned / HEAD
-    values["rope_parameters"] = rope | row.rope
+    values["rope_parameters"] = others.get("rope_parameters", rope | row.rope)
     kind = getattr(transformers, row.config + "Config")
     if row.vision:
         text = values | {"rope_parameters": rope | row.vision}

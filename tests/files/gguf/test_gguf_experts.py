@@ -156,6 +156,8 @@ ROUTING = [
         ),
         ("attention.q_lora_rank", 0, "no tensor for the model's .*q_proj|is known|but the model's"),
         ("attention.temperature_scale", 0.1, "temperature_scale is .*; it must be 0"),
+        ("rope.scaling.yarn_log_multiplier", 0.0, "multiplier is 0.0, .* is 'yarn'; without"),
+        ("rope.scaling.yarn_log_multiplier", None, "multiplier is None, .* is 'yarn'; without"),
         (
             "expert_gating_func",
             1,
@@ -207,6 +209,16 @@ def test_both_layouts_of_a_latent(latent: Path, tmp_path: Path, left: tuple[str,
     ) as caught:
         load_gguf(bad)
     assert str(bad) in str(caught.value)
+
+
+def test_a_latent_that_turns_without_scaling(tmp_path: Path) -> None:
+    original = random_hf("deepseek2", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    path = convert(original, "deepseek2", tmp_path / "new.gguf", ("q8_0",))
+    values = metadata_of(path, "deepseek2")
+    plain = {key: value for key, value in values.items() if "rope.scaling" not in key}
+    path = write_gguf(tmp_path / "plain.gguf", "deepseek2", dict(tensors_of(path)), plain)
+    model, _, _ = load_quietly(path)
+    check_equals_reference(model, original, torch.tensor([[5, 6, 7, 8, 9]]))
 
 
 UNSET = {"group_count": 0, "group_used_count": 0, "weights_scale": 0.0}

@@ -212,3 +212,10 @@ def test_the_scale_of_yarn(tmp_path: Path, log: float) -> None:
     convert(random_hf("mistral3"), "mistral3", tmp_path / "a.gguf")
     read = load_quietly(tmp_path / "a.gguf")[0].config.rope_parameters
     assert read["mscale"] == 1.0
+
+
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_a_latent_whose_yarn_says_no_scale(tmp_path: Path, scale: float | None) -> None:
+    model = random_hf("deepseek2")
+    model.config.rope_parameters["mscale_all_dim"] = scale
+    refuses(model, tmp_path, f"'yarn' and mscale_all_dim = {scale}; without a number")
