@@ -154,7 +154,11 @@ ROUTING = [
             32,
             r"attn_k_b.* and .*attn_v_b.*, which makes \[512, 256\]",
         ),
-        ("attention.q_lora_rank", 0, "no tensor for the model's .*q_proj|is known|but the model's"),
+        (
+            "attention.q_lora_rank",
+            0,
+            "has no tensor for the model's model.layers.0.self_attn.q_proj.weight",
+        ),
         ("attention.temperature_scale", 0.1, "temperature_scale is .*; it must be 0"),
         ("rope.scaling.yarn_log_multiplier", 0.0, "multiplier is 0.0, .* is 'yarn'; without"),
         ("rope.scaling.yarn_log_multiplier", None, "multiplier is None, .* is 'yarn'; without"),
