@@ -86,6 +86,7 @@ def test_prompts_of_files_and_pipes(
     (tmp_path / "b").write_bytes(b"")
     assert "b is empty" in failure(capsys, "generate", *files, *model)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert "no prompt; give one" in failure(capsys, "generate", *model)
 
 
 def test_the_chat_template_gets_system_and_tools(
