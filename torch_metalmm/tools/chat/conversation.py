@@ -44,6 +44,7 @@ class Conversation:
         """
         before, hidden = list(self.messages), self.hidden
         self.messages.append(message)
+        self.session.resume()
         try:
             with _interrupts(self.session.stop):
                 self._fit()
