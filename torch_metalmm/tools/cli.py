@@ -17,6 +17,7 @@ from ..engines import check_device
 from . import info
 from .arguments import OF_DEVICE, add_common, dtype_of, positive_int, start
 from .chat.once import add_generate
+from .chat.screen import harmless, one_line
 from .chat.talk import add_chat
 from .doctor.report import LIMIT, examine
 from .imatrix import add_imatrix
@@ -26,14 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 1 for an error, 2 for wrong usage."""
     args = _parser().parse_args(argv)
     usual = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"metalmm: warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"metalmm: warning: {harmless(str(message))}\n"
+    )
     try:
         args.run(args)
     except BrokenPipeError:  # the reader of our output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, ImportError, TypeError) as error:
-        said = " ".join(str(error).split())  # transformers' run over several lines
-        print(f"metalmm: error: {said}", file=sys.stderr)
+    # RuntimeError, MemoryError: torch's and Python's words for a model that is too large.
+    except (ValueError, OSError, ImportError, TypeError, RuntimeError, MemoryError) as error:
+        print(f"metalmm: error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

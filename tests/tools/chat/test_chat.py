@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from places import ROOT
 from terminal import Terminal
 
@@ -83,6 +84,36 @@ def test_lines_of_a_pipe(
     assert "kept" not in speeds[0] and re.match(r"prompt \d+ tokens \(\d+ kept\), ", speeds[1])
     roles = [message["role"] for message in json.loads(file.read_text())["messages"]]
     assert roles == ["system", "user", "assistant"]
+
+
+def test_what_fails_costs_no_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Any
+) -> None:
+    """A folder of nobody, half a character, no memory in the middle of an answer: a line each."""
+    (tmp_path / "half.json").write_text('[{"role": "user", "content": "a\\ud800"}]')
+    layer, calls = real[0].model.layers[7], []
+
+    def full(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("out of\nmemory")
+
+    hook = layer.register_forward_pre_hook(full)
+    france = "What is the capital of France?"
+    out, err = chat(
+        capsys,
+        monkeypatch,
+        "/save ~nobody-of-this-name/x",
+        f"/load {tmp_path / 'half.json'}",
+        "Count to ten.",
+        france,
+        f"/save {tmp_path / 'chat.json'}",
+    )
+    hook.remove()
+    assert err[0] == "~nobody-of-this-name/x: no folder is known of the user after ~"
+    assert err[1].endswith("half.json: messages[0] has U+D800, which is no character")
+    assert err[2] == "out of memory" and "Paris" in out[-1]
+    assert [m["content"] for m in saved.load(tmp_path / "chat.json")][0] == france
 
 
 def test_json_and_a_first_message(

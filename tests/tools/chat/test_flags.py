@@ -126,6 +126,8 @@ def test_flags_without_an_effect_are_refused_before_loading(
         (("--top-p", "0.5"), "--top-p has no effect at --temperature 0"),
         (("--min-p", "0.5"), "--min-p has no effect at --temperature 0"),
         (("--repeat-penalty", "0"), "--repeat-penalty: 0; must be above 0"),
+        (("--temperature", "1e-40"), "--temperature: 1e-40; must be 0 or at least 1e-06"),
+        (("--model", "~nobody-of-this-name/x"), "~nobody-of-this-name/x: no folder is known"),
         (("--stop", ""), "--stop: must not be empty"),
         (("--tools", "/nothing.json"), "No such file"),
         (("--activations", "int4"), "--activations: 'int4'"),

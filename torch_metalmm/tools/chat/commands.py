@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ...files.hub import expanded
 from . import saved
 from .conversation import Conversation
 from .session import Message
@@ -92,7 +93,7 @@ def _result(chat: Conversation, text: str) -> str | Message:
 def _path(command: str, text: str) -> Path:
     if not text:
         raise ValueError(f"{command} needs the name of a file")
-    return Path(text).expanduser()
+    return expanded(text)
 
 
 COMMANDS = {

@@ -89,11 +89,11 @@ def _history() -> Any:
     """What was typed in earlier chats, for the user alone; of this one, where it cannot be kept."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = state / "metalmm" / "chat_history"
     try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = state / "metalmm" / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no home is known
         return InMemoryHistory()
     return FileHistory(str(path))

@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _talk(chat: Conversation, screen: Screen, first: str | None, as_json: bool) -> None:
     from . import commands
+    from .screen import one_line
 
     for text in _messages(first):
         try:
@@ -85,8 +86,8 @@ def _talk(chat: Conversation, screen: Screen, first: str | None, as_json: bool) 
             if not sys.stdin.isatty():
                 raise
             screen.note("stopped; the message is not in the chat")
-        except (ValueError, OSError) as error:
-            screen.error(" ".join(str(error).split()))
+        except Exception as error:  # no memory, for one; it costs the message, never the chat
+            screen.error(one_line(error))
 
 
 def _messages(first: str | None) -> Iterator[str]:
