@@ -143,7 +143,7 @@ def test_tool_calls() -> None:
         asked.append(messages)
         return SimpleNamespace(text=next(texts), finish="stop")
 
-    session: Any = SimpleNamespace(answer=answer, context=None, template=None)
+    session: Any = SimpleNamespace(answer=answer, context=None, template=None, prompt="")
     session.stop = session.resume = lambda: None
     talk = Conversation(session, "model")
     talk.ask({"role": "user", "content": "How is Oslo?"}, print)

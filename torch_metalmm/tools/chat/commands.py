@@ -83,7 +83,7 @@ def _result(chat: Conversation, text: str) -> str | Message:
         raise ValueError("/result: the last answer asks for no call")
     if not text:
         raise ValueError(f"/result needs the result of {awaited[0]}")
-    message = {"role": "tool", "name": awaited[0], "content": text}
+    message = chat.result(text)
     if len(awaited) == 1:
         return message
     chat.messages.append(message)
