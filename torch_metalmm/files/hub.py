@@ -27,7 +27,7 @@ _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 _USUAL = "Q4_K_M"  # where a repository has several: the choice of llama.cpp and Ollama, too
 _SECONDS = 10.0  # to wait for the hub's answer
 
-_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://")
+_PREFIX = re.compile(r"^(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)")
 _ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(
     rf"(?P<repo>{_ID})(?::(?P<tag>[\w.-]+)|(?:/(?:blob|resolve)/main)?/(?P<file>[^:]+\.gguf))?"

@@ -159,17 +159,24 @@ def _quantize(args: argparse.Namespace) -> None:
     from .packing import importance_of, load_dense, to_file, to_folder
 
     spec = _spec(args.format, args.pattern)
-    check_device(args.device)
-    args.source = fetch(args.source)
-    is_packed_already = is_gguf(args.source) or is_quantized(args.source)
-    if not spec and (not is_packed_already or args.imatrix is not None):
-        raise ValueError("give --format, --pattern or both")
+
+    def is_packed_already(source: Path) -> bool:
+        """ValueError: it is not, and no format is given."""
+        is_packed = is_gguf(source) or is_quantized(source)
+        if not spec and not is_packed:
+            raise ValueError("give --format, --pattern or both")
+        return is_packed
+
+    if not spec and args.imatrix is not None:
+        raise ValueError("--imatrix: give --format, --pattern or both beside it")
+    start(args)  # what the machine lacks is said before weights are fetched
+    args.source = fetch(args.source, is_packed_already)
+    keeps_formats = is_packed_already(args.source)
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source {args.source}")
-    start(args)
 
     def make() -> tuple[Any, Any]:
-        load = load_model if is_packed_already or is_mlx(args.source) else load_dense
+        load = load_model if keeps_formats or is_mlx(args.source) else load_dense
         model, tokenizer = load(args.source, args.device, dtype_of(args.dtype))
         if spec:
             quantize_(model, spec, importance=importance_of(args.imatrix, model, args.source))
