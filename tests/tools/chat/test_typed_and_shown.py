@@ -13,6 +13,21 @@ from torch_metalmm.tools.chat.screen import Screen
 from torch_metalmm.tools.cli import main
 
 
+def test_messages_of_lines() -> None:
+    lines = ["a\n", "b\\\n", "c\n", '"""\n', "d\n", "\n", ' e\n"""\n', '"""f"""\n', "  \n", "g\\\n"]
+    assert [*reader.from_lines(lines)] == ["a", "b\nc", "d\n\n e", "f", "", "g\\"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["  def f():\n    pass", "#define A \\\n  1", "\ta", "a\\\n\\\nb"],
+)
+def test_a_message_of_several_lines_is_what_was_pasted(text: str) -> None:
+    """With its first indentation and its backslashes, alone and between quotes."""
+    assert reader.message_of(f"\n{text}\n") == text
+    assert reader.message_of(f'"""\n{text}\n"""') == text
+
+
 def test_a_history_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a user that the machine does not know, as in some containers: it is not kept."""
     from prompt_toolkit.history import InMemoryHistory

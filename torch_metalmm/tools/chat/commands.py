@@ -48,6 +48,7 @@ def _help(_: Conversation, __: str) -> str:
         [
             *(f"{usage:{width}}  {text}" for usage, text in rows),
             'A message of several lines: Alt-Enter, a \\ at the end of a line, or """ around it.',
+            "A message that begins with a slash and a word: a blank before it.",
             "Ctrl-C ends an answer, whose beginning stays in the chat; twice, at once.",
         ]
     )
