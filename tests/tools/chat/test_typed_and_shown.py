@@ -53,6 +53,19 @@ def test_notes_and_errors_move_no_cursor(
     assert capsys.readouterr().err == "a\u241b]0;title\u2407 \ufffd2J\nb\u241b[2J\nc\n"
 
 
+def test_an_answer_without_rich_moves_no_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal; a pipe gets the characters that the model wrote."""
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    for is_terminal, wanted in ((True, "a\u241b[2J\n"), (False, "a\x1b[2J\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_it=is_terminal: is_it)
+        writer = Screen().answer(str)
+        writer.piece("a\x1b[2J")
+        writer.end()
+        assert capsys.readouterr().out == wanted
+
+
 def test_errors_and_warnings_of_commands_move_no_cursor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from .marks import CALL, assistant_message, calls_of, parts
-from .session import Answer, Message, Session
+from .session import Message, Session
+from .stream import Answer
 
 
 class Conversation:

@@ -40,7 +40,10 @@ class Screen:
         """What to show an answer with; prompt(): the text that it answers, once it begins."""
         if self._quiet:
             return Writer(lambda _: None)
-        return Styled(self._out, prompt) if self._out is not None else Writer(_write)
+        if self._out is not None:
+            return Styled(self._out, prompt)
+        is_shown = sys.stdout.isatty()  # without rich
+        return Writer(lambda text: _write(harmless(text) if is_shown else text))
 
     def print(self, text: str) -> None:
         """On standard output, as it is."""
