@@ -231,6 +231,14 @@ def test_an_error_leaves_the_chat_as_it_was(real: Models) -> None:
     assert chat.messages == before and chat.hidden == 0
 
 
+def test_a_stop_that_met_no_answer_is_over(real: Models) -> None:
+    """Ctrl-C as an answer ends: it stops nothing, and not the next answer either."""
+    chat = Conversation(session_of(real), "model")
+    chat.session.stop()
+    answer = chat.ask({"role": "user", "content": QUESTIONS[0]}, silent)
+    assert answer.text == fresh(real, chat.messages[:1]) and len(chat.messages) == 2
+
+
 def test_sampling_with_a_seed(real: Models) -> None:
     """Its options reach transformers: one token to choose from is the likeliest."""
     messages = [{"role": "user", "content": "Tell me a story."}]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...extras import require
 from ...files.hub import fetch
 from ...models.activations import activations_
 from ...models.attach import set_cache
@@ -27,6 +28,8 @@ class Loaded:
 
 def load(args: argparse.Namespace) -> Loaded:
     """What the flags name. The loaders' errors, fetch's, and ValueError: it generates no text."""
+    if args.adapter is not None:
+        require("--adapter", "peft")
     name = args.model or str(generate.demo_model())
     model, tokenizer = _generating(name, args)
     draft = None if args.draft is None else _generating(args.draft, args)
@@ -72,11 +75,9 @@ def _generating(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _with_adapter(model: Any, name: str) -> Any:
     """The model with the layers of a PEFT adapter in it. ValueError: not such a folder."""
-    from ...extras import require
-    from ...files.blame import blaming
-
-    require("--adapter", "peft")
     from peft import PeftConfig, PeftModel
+
+    from ...files.blame import blaming
 
     path = fetch(name)
     if not (path / "adapter_config.json").is_file():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .stream import Stream
+from .stream import Answer, Stream
 from .template import Template
 
 # Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
@@ -47,19 +47,6 @@ class Options:
         return given | {"top_p": self.top_p, "top_k": self.top_k or 0, "min_p": self.min_p}
 
 
-@dataclass
-class Answer:
-    """What came, and what it took."""
-
-    text: str
-    finish: str  # stop, length or interrupted
-    prompt_tokens: int
-    kept_tokens: int  # of the prompt, read for an earlier answer
-    new_tokens: int
-    begun: float
-    times: list[float]  # when each token came
-
-
 class Session:
     """Answers of one model. Only tokens that differ from those of the answer before are computed.
 
@@ -85,6 +72,8 @@ class Session:
         self._keeps = keeps_cache(model)
         self._cache: Any = None
         self._held: list[int] = []  # the tokens whose keys and values the cache has
+        self._long_from = _long_from(model)
+        self._is_long = False  # which of a longrope's factors turned the cache's keys
         self.prompt = ""  # the text that is, or was, answered
         self._last: tuple[str, list[int]] = "", []  # the last prompt and answer, as text and tokens
         self._stopped = threading.Event()
@@ -100,6 +89,10 @@ class Session:
     def stop(self) -> None:
         """Let the answer that is under way end with the token that is; from a signal handler."""
         self._stopped.set()
+
+    def resume(self) -> None:
+        """Forget a stop() that came when no answer was under way: it is not for the next one."""
+        self._stopped.clear()
 
     # ---- prompts
 
@@ -189,11 +182,14 @@ class Session:
             return not self._stopped.is_set()
         logits = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         while not self._stopped.is_set():
-            if len(ids) - done <= CHUNK:
+            # A part that ends where the short factors hold would get these, and the rest the long.
+            least = max(0, self._long_from - done) if self._is_long and self._long_from else 0
+            if len(ids) - done <= (least or CHUNK):
                 return True
-            part = torch.tensor([ids[done : done + CHUNK]], device=self.model.device)
+            count = min(max(CHUNK, least), len(ids) - done - 1)
+            part = torch.tensor([ids[done : done + count]], device=self.model.device)
             self.model(input_ids=part, past_key_values=self._cache, use_cache=True, **logits)
-            done += CHUNK
+            done += count
             self._held = ids[:done]
         return False
 
@@ -206,9 +202,12 @@ class Session:
             return torch.full((len(input_ids),), over, device=input_ids.device)
 
         prompt = torch.tensor([ids], device=self.model.device)
-        options = self.options.generation() | {"past_key_values": self._cache}
-        if not self._keeps:
-            del options["past_key_values"]
+        options = self.options.generation()
+        if self._keeps:
+            # Whatever the model's generation config says: without use_cache each step would append
+            # the whole sequence to the cache, and a second kind of cache is refused.
+            options |= {"past_key_values": self._cache, "use_cache": True}
+            options["cache_implementation"] = None
         with self._assisted(options):
             self.model.generate(
                 input_ids=prompt,
@@ -259,8 +258,9 @@ class Session:
         """Make the cache one of the first tokens of the prompt; how many."""
         if not self._keeps:
             return 0
-        if self._cache is None:
-            self._cache = self._new_cache()
+        is_long = self._long_from is not None and len(ids) >= self._long_from
+        if self._cache is None or is_long != self._is_long:
+            self._cache, self._held, self._is_long = self._new_cache(), [], is_long
         same = 0
         for held, token in zip(self._held, ids[:-1], strict=False):  # the last one is always read
             if held != token:
@@ -310,6 +310,22 @@ def context_of(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
+
+
+def _long_from(model: Any) -> int | None:
+    """Of how many tokens on a longrope turns all keys by its long factors; None: there is none.
+
+    A forward chooses by its last position, and transformers reads a prompt in one. The dynamic
+    type, which chooses too, does so beyond max_position_embeddings alone, where no prompt may be.
+    """
+    given = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]  # of layers
+    lengths = [
+        kind["original_max_position_embeddings"]
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min(lengths) + 1 if lengths else None
 
 
 def _only_new_tokens(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

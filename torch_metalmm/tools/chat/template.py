@@ -23,9 +23,11 @@ MEMORY = 512 << 20  # bytes beside those of the process before; a text is held a
 _START = 120.0  # seconds, to import transformers from a slow disk
 _WAIT = 0.02  # between two looks at its memory: at 10 GB/s it takes 200 MB more
 
+# The path of `python -c` begins with the current directory: until it is ours, nothing but the
+# interpreter's own sys may be imported.
 _CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from torch_metalmm.tools.chat.template import serve; serve(int(sys.argv[2]))"
+    "import sys; seconds, sys.path[:] = int(sys.argv[1]), sys.argv[2:]; "
+    "from torch_metalmm.tools.chat.template import serve; serve(seconds)"
 )
 
 
@@ -51,10 +53,12 @@ class Template:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Let the process come up, without waiting for it; render() needs no start."""
+        if self._child is not None and self._child.poll() is not None:
+            self.close()  # it ended between two chats' turns: another one takes its place
         if self._child is None:
             self._is_ready = False
             self._child = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(int(2 * SECONDS))],
+                [sys.executable, "-c", _CHILD, str(int(2 * SECONDS)), *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -69,32 +73,41 @@ class Template:
 
         ValueError: the template refuses the messages, fails, or takes more than SECONDS or MEMORY.
         """
-        child = self.start()
-        if not self._is_ready:
-            self._line(child, _START)
-            self._is_ready = True
         request = {
             "template": self.text,
             "variables": self._variables,
             "messages": messages,
             "tools": tools,
         }
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(request).encode() + b"\n")
-        child.stdin.flush()
-        answer = json.loads(self._line(child, SECONDS))
+        try:
+            answer = self._answer(self.start(), json.dumps(request).encode() + b"\n")
+        except BrokenPipeError:  # which means elsewhere that nobody reads our own output
+            self.close()
+            raise ValueError("chat template: its process ended") from None
+        except BaseException:  # the next request must not get the answer of this one
+            self.close()
+            raise
         if "error" in answer:
             raise ValueError(f"chat template: {answer['error']}")
         return str(answer["text"])
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _answer(self, child: subprocess.Popen[bytes], request: bytes) -> Any:
+        if not self._is_ready:
+            self._line(child, _START)
+            self._is_ready = True
+        assert child.stdin is not None
+        child.stdin.write(request)
+        child.stdin.flush()
+        return json.loads(self._line(child, SECONDS))
 
     def _line(self, child: subprocess.Popen[bytes], seconds: float) -> bytes:
-        """The next line of the process, which is ended if there is none. ValueError: why."""
+        """The next line of the process. ValueError: why there is none."""
         assert child.stdout is not None
         said, why = b"", f"it takes more than {seconds:g} s"
         end, before = time.monotonic() + seconds, _memory(child.pid)
@@ -112,7 +125,6 @@ class Template:
                 if self._is_ready and _memory(child.pid) - before > MEMORY:
                     why = f"it takes more than {MEMORY >> 20} MiB"
                     break
-        self.close()
         raise ValueError(f"chat template: {why}; it was stopped")
 
 
