@@ -2,6 +2,7 @@
 # make lint   ruff, mypy, clang-format                               make bench  measure this machine
 # make quick  the tests to run before a commit, a minute   make doctor check every engine of this machine
 # make macos-check   compile what macOS builds against every torch that is supported
+# make wheel TORCH="2.13 2.15" PYTHONS="python3.10 python3.12"   a wheel in dist/ for these
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP_ALOUD := $(BIN)/python -m pip install --disable-pip-version-check
 PIP := $(PIP_ALOUD) --quiet
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo doctor test quick lint format bench neon macos-check mutants clean
+.PHONY: demo doctor test quick lint format bench neon macos-check mutants wheel clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
@@ -59,8 +60,13 @@ mutants: $(VENV)/.test
 macos-check: $(VENV)/.test
 	$(BIN)/python tests/macos_check.py
 
+# Of TORCH every minor that the sources are for, of PYTHONS this one, where they are not given. Headers of
+# torch are kept in build/torch.
+wheel: $(VENV)/.torch
+	$(BIN)/python cmake/make_wheel.py $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS))
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so torch_metalmm/*.metallib
+	rm -rf $(VENV) build dist *.egg-info torch_metalmm/*.so torch_metalmm/*.dylib torch_metalmm/*.metallib
 
 # The build uses the torch of the virtual environment, not a second copy in an isolated one: the one
 # that is there, or the one that a clone is tested with.

@@ -1,4 +1,5 @@
-"""Builds torch_metalmm._C with CMake against the installed torch. The rest is in pyproject.toml."""
+"""Builds the native code with CMake: for the installed torch and this Python, or as
+cmake/make_wheel.py asks. The rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGE = "torch_metalmm"
 sys.path.insert(0, str(ROOT / "cmake"))
-import torch_version  # noqa: E402
+import targets  # noqa: E402
 
 # The oldest macOS that has Metal 3.1, and that torch's wheels run on; Python's own may be older.
 os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
@@ -33,6 +35,11 @@ def program(name: str) -> str:
     return found
 
 
+def native_files(folder: Path) -> list[Path]:
+    """What cmake makes, in a folder of the package."""
+    return [f for end in ("so", "dylib", "metallib") for f in folder.glob(f"*.{end}")]
+
+
 class PurePython(build_py):
     """The Python files, into a folder that holds nothing of an earlier build."""
 
@@ -48,22 +55,20 @@ class CMakeBuild(build_ext):
     """`cmake -G Ninja`, then a parallel build, in build/."""
 
     def copy_extensions_to_source(self) -> None:
-        """An editable installation also takes the shaders that cmake compiled.
+        """An editable installation takes all that cmake made: libraries, modules, compiled shaders.
 
-        Where it made none, those of an earlier text go: they would be taken for this module's.
+        What an earlier build left goes: it would be taken for this one's.
         """
-        super().copy_extensions_to_source()
-        for file in Path(ROOT, PACKAGE).glob("*.metallib"):
+        for file in native_files(Path(ROOT, PACKAGE)):
             file.unlink()
-        for file in Path(self.build_lib, PACKAGE).glob("*.metallib"):
+        for file in native_files(Path(self.build_lib, PACKAGE)):
             self.copy_file(str(file), str(ROOT / PACKAGE / file.name))
 
     def build_extension(self, ext: Extension) -> None:
-        import pybind11
-        import torch
-
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+        for file in {*target.glob("_*.so")} - {target / name for name in targets.modules()}:
+            file.unlink()  # of an earlier build; what cmake makes again it replaces
+        build = ROOT / "build" / targets.name()
         build.mkdir(parents=True, exist_ok=True)
         cmake = program("cmake")
         subprocess.run(
@@ -74,10 +79,7 @@ class CMakeBuild(build_ext):
                 "-GNinja",
                 f"-DCMAKE_MAKE_PROGRAM={program('ninja')}",
                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
-                f"-DPython_EXECUTABLE={sys.executable}",
-                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                f"-DTORCH_DIR={Path(torch.__file__).parent}",
-                f"-DTORCH_CXX_STANDARD={torch_version.cxx_standard(torch.__version__)}",
+                *targets.options(),
                 *os.environ.get("CMAKE_ARGS", "").split(),
             ],
             check=True,
@@ -87,10 +89,23 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--build", str(build), "-j", jobs], check=True)
 
 
+class Wheel(bdist_wheel):
+    """A wheel of several Pythons is named after each, and after none of their binary interfaces."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, system = super().get_tag()
+        if not targets.is_wheel_of_several():
+            return python, abi, system
+        if sys.platform == "darwin":  # the folder's name may say universal2, as Python does
+            oldest = os.environ["MACOSX_DEPLOYMENT_TARGET"].replace(".", "_")
+            system = f"macosx_{oldest}_{os.uname().machine}"
+        return targets.python_tag(), "none", system
+
+
 setup(
     ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild, "build_py": PurePython},
-    install_requires=[torch_version.to_run_with(), "numpy"],
+    cmdclass={"bdist_wheel": Wheel, "build_ext": CMakeBuild, "build_py": PurePython},
+    install_requires=[targets.requirement(), "numpy"],
     package_data={
         PACKAGE: [
             "py.typed",

@@ -2,21 +2,28 @@
 
     python cmake/torch_version.py      prints it as a requirement: torch==2.13.0
 
-The native module is linked against libtorch, whose C++ names and layouts change with each minor
-version. So what was built against 2.13 requires 2.13, and its metadata says so.
+The ops are linked against libtorch, whose C++ names and layouts change with each minor version. So
+ops that were built against 2.13 require 2.13, and the metadata say which minors there are ops for.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import distributions
 
 DEFAULT = "2.13.0"  # what this repository is tested with
 # The minors that the sources compile against; tests/macos_check.py tries each of them.
 MINORS = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-ANY = f"torch>={MINORS[0]},<2.{int(MINORS[-1].split('.')[1]) + 1}"
+
+
+def requirement(minors: Sequence[str]) -> str:
+    """torch>=2.10,<2.16,!=2.12.* of all but 2.12."""
+    numbers = sorted(int(minor.split(".")[1]) for minor in minors)
+    absent = sorted(set(range(numbers[0], numbers[-1])) - {*numbers})
+    holes = "".join(f",!=2.{number}.*" for number in absent)
+    return f"torch>=2.{numbers[0]},<2.{numbers[-1] + 1}{holes}"
 
 
 def installed(folders: Iterable[str] | None = None) -> str | None:
@@ -52,7 +59,7 @@ def to_run_with() -> str:
     """The requirement of what is built here. Any minor where no torch is installed, as for a source
     distribution. ValueError: as minor_of()."""
     version = installed()
-    return ANY if version is None else f"torch=={minor_of(version)}.*"
+    return requirement(MINORS) if version is None else f"torch=={minor_of(version)}.*"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,10 +37,10 @@ from macos_build import (
     uses_torch,
 )
 from places import ROOT
+from torch_wheels import LIBRARIES, PLATFORMS, download
 
 PAGE = ROOT / "docs" / "macos-check.md"
 _BLOCK = re.compile(r"(?<=<!-- make macos-check -->\n).*(?=\n<!-- end -->)", re.S)
-LIBRARIES = ("libtorch_cpu", "libc10", "libtorch")  # what CMakeLists.txt links
 Source = tuple[Path, tuple[str, ...]]
 
 
@@ -92,23 +91,8 @@ class Objects:
 
 def wheel(minor: str, folder: Path) -> Path:
     """The newest macOS wheel of a minor version, downloaded into `folder` if it is not there."""
-    name = f"torch-{minor}.*macosx*arm64.whl"
-    if not list(folder.glob(name)):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "-d",
-            str(folder),
-        ]
-        command += ["--only-binary=:all:", "--python-version=3.11", f"torch=={minor}.*"]
-        for system in ("11", "12", "13", "14"):
-            command.append(f"--platform=macosx_{system}_0_arm64")
-        subprocess.run(command, check=True)
-    return max(folder.glob(name))
+    there = list(folder.glob(f"torch-{minor}.*macosx*arm64.whl"))
+    return max(there) if there else download(minor, PLATFORMS["Darwin", "arm64"], folder)
 
 
 def unpack(path: Path, folder: Path) -> tuple[Path, set[str]]:

@@ -181,7 +181,7 @@ def copy_tree() -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         if not to.exists() or to.read_bytes() != (ROOT / file).read_bytes():
             shutil.copy(ROOT / file, to)
-    for module in (ROOT / "torch_metalmm").glob("_C*.so"):
+    for module in (ROOT / "torch_metalmm").glob("*.so"):
         shutil.copy(module, TREE / "torch_metalmm")
     (TREE / "build").mkdir(exist_ok=True)
     if not (TREE / "build" / "msl").exists():  # compiled shaders, by their content
@@ -191,7 +191,7 @@ def copy_tree() -> None:
 def verdict(mutant: Mutant) -> str:
     """noticed, survives, or "does not compile"."""
     file = TREE / mutant.file
-    before, modules = file.read_text(), list((TREE / "torch_metalmm").glob("_C*.so"))
+    before, modules = file.read_text(), list((TREE / "torch_metalmm").glob("*.so"))
     native = mutant.file.startswith("csrc/")
     saved = {m: m.read_bytes() for m in modules} if native else {}
     file.write_text(mutant.text)

@@ -85,8 +85,6 @@ _MODULES = ("_C", "formats", "ops")
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES or name in old_names.PLACES:
-        import torch  # noqa: F401  # whose import loads the libraries that _C is linked against
-
         return import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

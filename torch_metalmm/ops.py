@@ -7,6 +7,8 @@ runs for meta tensors. A call with some arguments on meta is an error, not a res
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,40 @@ from torch.utils._mode_utils import no_dispatch
 
 from . import _C
 
-_native: Any = _C  # the import registers the ops; mypy does not see into the module
+_native: Any = _C  # mypy does not see into the module
+_FROM_SOURCE = "pip install --force-reinstall --no-deps --no-binary torch_metalmm torch_metalmm"
 
 PROBES = ("add", "sub", "mul", "div", "dot")
 # The ops whose result has a dtype of its own, not that of the first argument.
 _DECODING = ("dequantize", "embedding")
+
+
+def library_of(version: str, folder: Path) -> Path:
+    """The library of the ops for a torch: each minor version has a C++ interface of its own.
+
+    folder: of the libraries. ImportError that names the versions it has: none for that one.
+    """
+    major, minor = version.split(".")[:2]
+    path = folder / f"_ops_t{major}_{minor}.so"
+    if path.exists():
+        return path
+    found = [re.fullmatch(r"_ops_t(\d+)_(\d+)\.so", f.name) for f in folder.glob("_ops_t*.so")]
+    there = ", ".join(f"{a}.{b}" for a, b in sorted((int(m[1]), int(m[2])) for m in found if m))
+    raise ImportError(
+        f"torch_metalmm: no ops for torch {version}; this installation has those for torch "
+        f"{there or 'none'}. To build them: {_FROM_SOURCE}"
+    )
+
+
+def _load() -> None:
+    path = library_of(torch.__version__, Path(__file__).parent)
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    except OSError as error:  # a torch that was built in another way
+        raise ImportError(
+            f"torch_metalmm: the ops do not load into torch {torch.__version__}: {error}. "
+            f"To build them: {_FROM_SOURCE}"
+        ) from error
 
 
 def _register_fake(op: str) -> None:
@@ -41,5 +72,6 @@ def _register_fake(op: str) -> None:
     torch.library.register_fake(f"metalmm::{op}", fake)
 
 
+_load()
 for _op in _native.TORCH_OPS:
     _register_fake(_op)

@@ -20,7 +20,7 @@ extern const float* const half_table;
 struct RowLayout {
   int64_t scales_offset, biases_offset;
   int group_shift;  // log2 of the chunks that share a scale
-  ScaleType scale_type;
+  DType scale_type;
 };
 
 struct Weight {

@@ -9,9 +9,11 @@
 #include "attention/attention.h"
 #include "cpu/quantize/quantize.h"
 #include "experts/experts.h"
+#include "hooks/hooks.h"
 #include "matmul.h"
 #include "ops/checks.h"
 #include "ops/composed.h"
+#include "ops/dtypes.h"
 #include "ops/strategies.h"
 #include "ops/tensors.h"
 #include "parallel.h"
@@ -230,6 +232,12 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
+  hooks().cpu_strategy = [](int64_t rows, DType dtype) {
+    return kStrategyNames[static_cast<int>(choose_strategy(rows, torch_dtype(dtype)))];
+  };
+  hooks().cpu_attention = [](const Problem& p) {
+    return kAttentionWays[static_cast<int>(choose_way(p))];
+  };
   set_strategy_check(at::kCPU, [](std::string_view name, Activations activations) {
     strategy_by_name(name, activations);
   });

@@ -1,5 +1,6 @@
 // torch.ops.metalmm for MPS tensors.
 #include "gpu/register.h"
+#include "hooks/hooks.h"
 #include "launch.h"
 
 namespace metalmm::mps {
@@ -14,6 +15,9 @@ const gpu::Engine& engine() {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(metalmm, MPS, m) { gpu::register_engine<engine>(m); }
+TORCH_LIBRARY_IMPL(metalmm, MPS, m) {
+  hooks().mps_facts = [](Facts* out) { *out = facts(); };
+  gpu::register_engine<engine>(m);
+}
 
 }  // namespace metalmm::mps

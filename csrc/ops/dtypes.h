@@ -17,6 +17,14 @@ inline std::optional<DType> find_dtype(at::ScalarType type) {
   return std::nullopt;
 }
 
+inline at::ScalarType torch_dtype(DType type) {
+  constexpr at::ScalarType kTypes[] = {
+#define MM_DTYPE(name, Enumerator, bytes, Scalar, torch_name) at::ScalarType::Scalar,
+#include "plan/dtypes.def"
+  };
+  return kTypes[static_cast<int>(type)];
+}
+
 inline constexpr const char* kTorchDTypes[] = {
 #define MM_DTYPE(name, Enumerator, bytes, Scalar, torch_name) #torch_name,
 #include "plan/dtypes.def"

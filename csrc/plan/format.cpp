@@ -12,11 +12,10 @@ namespace {
 std::vector<Format> affine_variants(const char* name, Codec codec, int64_t bits) {
   std::vector<Format> out;
   for (int64_t group : {32, 64, 128}) {
-    for (ScaleType type : {ScaleType::kF16, ScaleType::kBF16, ScaleType::kF32}) {
-      const std::string scales = kScaleTypeNames[static_cast<int>(type)];
-      const std::string suffix = type == ScaleType::kF16 ? "" : "_" + scales;
+    for (DType type : {DType::kF16, DType::kBF16, DType::kF32}) {
+      const std::string suffix = type == DType::kF16 ? "" : std::string("_") + to_string(type);
       out.push_back({std::string(name) + "_g" + std::to_string(group) + suffix, codec,
-                     Layout::kAffine, group, group * bits / 8 + 2 * scale_bytes(type),
+                     Layout::kAffine, group, group * bits / 8 + 2 * dtype_bytes(type),
                      kAffineRowAlignment, true, bits, type});
     }
   }

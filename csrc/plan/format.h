@@ -1,4 +1,5 @@
-// The formats of metal/formats.def as values. No torch, no Metal: every engine includes this.
+// The formats of metal/formats.def as values. No torch, no Metal: every engine includes this. Not
+// metal/abi.h either, a change of which would compile the kernels of every instruction set again.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "metal/abi.h"
+#include "dtype.h"
 
 namespace metalmm {
 
@@ -24,9 +25,6 @@ constexpr int64_t kMaxK = int64_t{1} << 48;
 
 enum class Layout { kDense, kBlock, kAffine };
 
-constexpr int64_t scale_bytes(ScaleType t) { return t == ScaleType::kF32 ? 4 : 2; }
-constexpr const char* kScaleTypeNames[] = {"f16", "bf16", "f32"};
-
 // A format is a codec plus, for affine, the group size and the type of scales and biases.
 struct Format {
   std::string name;
@@ -37,9 +35,9 @@ struct Format {
   // What the address of every row must be a multiple of, for the shaders; an affine row is padded
   // to a multiple of it.
   int64_t alignment;
-  bool packs = true;                       // whether `quantize` makes it
-  int64_t bits = 0;                        // affine only
-  ScaleType scale_type = ScaleType::kF16;  // affine only
+  bool packs = true;               // whether `quantize` makes it
+  int64_t bits = 0;                // affine only
+  DType scale_type = DType::kF16;  // affine only: of scales and biases
 
   // Bytes of a row of k values. k must be a multiple of block_values, and at most kMaxK. Int is
   // int64_t, or a type of torch that may be a symbol.
@@ -52,7 +50,7 @@ struct Format {
   // Offset in a row of k values of the scales plane and of the biases plane (affine only).
   int64_t scales_offset(int64_t k) const { return k * bits / 8; }
   int64_t biases_offset(int64_t k) const {
-    return scales_offset(k) + k / block_values * scale_bytes(scale_type);
+    return scales_offset(k) + k / block_values * dtype_bytes(scale_type);
   }
 };
 

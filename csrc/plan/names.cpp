@@ -6,10 +6,6 @@
 namespace metalmm {
 namespace {
 
-constexpr const char* kDTypes[] = {
-#define MM_DTYPE(name, ...) #name,
-#include "dtypes.def"
-};
 constexpr const char* kOps[] = {"linear",      "swiglu_up",   "swiglu_down",  "expert_linear",
                                 "expert_down", "expert_up",   "expert_tiles", "embedding",
                                 "dequantize",  "rope_append", "attention",    "add",
@@ -30,7 +26,6 @@ bool has_format(Family family) {
 }  // namespace
 
 const char* to_string(StrategyId s) { return info_of(s).name; }
-const char* to_string(DType d) { return kDTypes[static_cast<int>(d)]; }
 const char* to_string(Op op) { return kOps[static_cast<int>(op)]; }
 
 StrategyId strategy_by_name(std::string_view name) {
@@ -40,7 +35,8 @@ StrategyId strategy_by_name(std::string_view name) {
 }
 
 DType dtype_by_name(std::string_view name) {
-  return static_cast<DType>(find_name("dtype", name, kNumDTypes, [](int i) { return kDTypes[i]; }));
+  return static_cast<DType>(
+      find_name("dtype", name, kNumDTypes, [](int i) { return to_string(static_cast<DType>(i)); }));
 }
 
 Op op_by_name(std::string_view name) {

@@ -212,7 +212,8 @@ Pass make_pass(StrategyId strategy, const Problem& p, const Parts& parts, int64_
   if (s.family == Family::Matmul || s.family == Family::Rows) {
     if (p.format->layout == Layout::kAffine) {
       out.constants[kConstantGroup] = static_cast<uint32_t>(p.format->block_values);
-      out.constants[kConstantScaleType] = static_cast<uint32_t>(p.format->scale_type);
+      out.constants[kConstantScaleType] =
+          static_cast<uint32_t>(scale_type_of(p.format->scale_type));
     }
   }
   if (s.batch_of) {

@@ -63,6 +63,16 @@ constexpr bool kStored[] = {
 };
 constexpr bool is_stored(Codec codec) { return kStored[static_cast<int>(codec)]; }
 
+// The types of the scales of affine formats, by the shaders' ScaleType.
+constexpr DType kScaleTypes[] = {DType::kF16, DType::kBF16, DType::kF32};
+static_assert(kScaleTypes[static_cast<int>(ScaleType::kBF16)] == DType::kBF16 &&
+              kScaleTypes[static_cast<int>(ScaleType::kF32)] == DType::kF32);
+constexpr ScaleType scale_type_of(DType type) {
+  int i = 0;
+  while (kScaleTypes[i] != type) ++i;
+  return static_cast<ScaleType>(i);
+}
+
 // Heads of a row of x of rope, v included.
 int64_t heads_of(const RopeSizes& rope);
 uint32_t rope_bits(const Problem& problem);

@@ -28,21 +28,6 @@ enum class StrategyId : int {
 };
 constexpr int kNumStrategies = static_cast<int>(StrategyId::kCount);
 
-enum class DType : int {
-#define MM_DTYPE(name, Enumerator, ...) Enumerator,
-#include "dtypes.def"
-  kCount
-};
-constexpr int kNumDTypes = static_cast<int>(DType::kCount);
-
-constexpr int64_t dtype_bytes(DType d) {
-  constexpr int64_t kBytes[] = {
-#define MM_DTYPE(name, Enumerator, bytes, ...) bytes,
-#include "dtypes.def"
-  };
-  return kBytes[static_cast<int>(d)];
-}
-
 // What is asked for. Beside each: the sizes it reads.
 enum class Op : int {
   kLinear,      // m, n, k
@@ -177,7 +162,6 @@ int64_t expert_tile_rows(int64_t choices, int64_t experts);
 bool has_attention(const Format& format, int64_t k);
 
 const char* to_string(StrategyId s);
-const char* to_string(DType d);
 const char* to_string(Op op);
 
 constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2"};  // as Activation

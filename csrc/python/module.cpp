@@ -1,14 +1,12 @@
-// The Python module: what the ops cannot say. Importing it registers torch.ops.metalmm.
+// The Python module: what the ops cannot say. It needs the core alone, not torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 
-#include "cpu/attention/attention.h"
-#include "cpu/int8/matmul.h"
+#include "cpu/int8/kernels.h"
 #include "cpu/kernels.h"
-#include "cpu/matmul.h"
-#include "ops/dtypes.h"
+#include "hooks/hooks.h"
 #include "plan/format.h"
 #include "plan_fields.h"
 
@@ -72,13 +70,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_strategy",
       [](int64_t rows, const std::string& dtype) {
-        constexpr at::ScalarType types[] = {
-#define MM_DTYPE(name, Enumerator, bytes, Scalar, torch_name) at::ScalarType::Scalar,
-#include "plan/dtypes.def"
-        };
-        const auto type = types[static_cast<int>(metalmm::dtype_by_name(dtype))];
-        const auto chosen = metalmm::cpu::choose_strategy(rows, type);
-        return std::string(metalmm::cpu::kStrategyNames[static_cast<int>(chosen)]);
+        return metalmm::loaded_hooks().cpu_strategy(rows, metalmm::dtype_by_name(dtype));
       },
       py::arg("m"), py::arg("dtype"),
       "What linear on the CPU takes for m rows of x of this dtype on this machine.");
@@ -89,7 +81,7 @@ PYBIND11_MODULE(_C, m) {
         p.format = &metalmm::format_by_name(format);
         p.dtype = metalmm::dtype_by_name(dtype);
         p.attention = metalmm::read_attention(attention);
-        return std::string(metalmm::kAttentionWays[static_cast<int>(metalmm::cpu::choose_way(p))]);
+        return metalmm::loaded_hooks().cpu_attention(p);
       },
       py::arg("format"), py::arg("dtype"), py::arg("attention"),
       "What attention on the CPU takes; `attention` as of plan().");

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <string>
 
+#include "hooks/hooks.h"
 #include "mps/launch.h"
 
 namespace metalmm::mps {
@@ -12,7 +13,8 @@ void bind_mps(pybind11::module_& m) {
   m.def(
       "mps_facts",
       [] {
-        const Facts f = facts();
+        Facts f;
+        loaded_hooks().mps_facts(&f);
         const std::string archive = archive_path();
         pybind11::dict out;
         out["name"] = f.name;

@@ -241,7 +241,9 @@ void bind_abi(py::module_& m) {
   m.attr("SIMD_WIDTH") = kSimdWidth;
   m.attr("SLOTS") = names(kSlotNames);
   m.attr("CONSTANTS") = names(kConstantNames);
-  m.attr("SCALE_TYPES") = names(kScaleTypeNames);
+  std::vector<const char*> scales;
+  for (DType type : kScaleTypes) scales.push_back(to_string(type));
+  m.attr("SCALE_TYPES") = names(scales);
   const auto bits = [](const auto& pairs) {
     py::dict out;
     for (const auto& [name, bit] : pairs) out[name] = bit;

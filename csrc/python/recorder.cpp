@@ -1,13 +1,11 @@
 // What the Metal engine would send to its encoder, as Python values: an engine of CPU tensors that
 // computes nothing. For tests on machines without Metal.
-#include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
 
-#include "gpu/register.h"
+#include "hooks/hooks.h"
 #include "mps/commits.h"
 #include "mps/source.h"
 #include "plan/launch.h"
@@ -45,37 +43,29 @@ class Recorder {
   py::list calls_;
 };
 
-Gpu g_gpu;
+constexpr const char* kName = "recorder";
 py::list* g_calls;  // of the last installation, as is the count of passes
 std::unique_ptr<Commits> g_commits;
 
-void record(const Plan& plan, const Buffers& buffers, c10::Device) {
+void record(const Plan& plan, const Buffers& buffers) {
   const py::gil_scoped_acquire gil;
   Recorder recorder(*g_calls);
   for (const Pass& pass : plan.passes) encode(recorder, pass, buffers);
   if (g_commits->is_due(nullptr, plan.passes.size())) recorder.commit();
 }
 
-const gpu::Engine& engine() {
-  static const gpu::Engine e{[](c10::Device) { return g_gpu; }, record};
-  return e;
-}
-
-std::optional<gpu::InPlaceOfCpu<engine>> g_installed;
-
 void install(const std::string& chip, uint32_t cores) {
-  TORCH_CHECK(!g_installed, "recorder: it is installed");
-  g_gpu = gpu_by_name(chip);
-  if (cores) g_gpu.cores = cores;
-  g_commits = std::make_unique<Commits>(commit_every());
+  Gpu gpu = gpu_by_name(chip);
+  if (cores) gpu.cores = cores;
+  auto commits = std::make_unique<Commits>(commit_every());
+  stand_in(kName, gpu, record);
+  g_commits = std::move(commits);
   delete g_calls;
   g_calls = new py::list;
-  g_installed.emplace();
 }
 
 py::list remove() {
-  TORCH_CHECK(g_installed, "recorder: it is not installed");
-  g_installed.reset();
+  step_back(kName);
   return *g_calls;
 }
 

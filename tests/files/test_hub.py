@@ -90,6 +90,8 @@ def test_what_is_a_name_on_the_hub() -> None:
     assert hub_name("https://huggingface.co/a/b/blob/main/c.gguf") == Named("a/b", file="c.gguf")
     for path in ("a", "a/b.gguf", "./a/b", "../a/b", "/a/b", "~/a", "a/b/", "a/b/c", "C:\\\\a", ""):
         assert hub_name(path) is None
+    for other in ("my-hf.co/a/b", "my-hf.co/a", "xhf://a/b", "a/hf.co/b", "mirror/hf.co/a/b"):
+        assert hub_name(other) in (None, Named(other))
 
 
 def test_models_are_fetched_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from format_cases import KINDS, same_bits, weights
 from torch import Tensor
 
 from torch_metalmm import formats
+from torch_metalmm.formats._planes import Planes
 
 mx = pytest.importorskip("mlx.core")
 mx.set_default_device(mx.cpu)
@@ -94,6 +95,22 @@ def test_beyond_the_range_of_the_scales() -> None:
     huge = torch.full((1, 64), -1e30)
     f = formats.get("nvfp4")
     assert torch.equal(f.dequantize(f.quantize(huge), 64), torch.full((1, 64), -448.0 * 6))
+
+
+@pytest.mark.parametrize("name", [n for n in formats.names() if formats.get(n).exact.itemsize < 4])
+def test_a_smaller_dtype_has_every_value(name: str) -> None:
+    f = formats.get(name)
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.uint8).view(-1, 2)
+    if isinstance(f, Planes):  # each code with each scale
+        codes, scales = every[:, :1], every[:, 1:]
+        codes = codes.expand(-1, f.block_values) & (1 << f.bits) - 1
+        packed = f.join(codes, scales.expand(-1, f.block_values // f.group))
+    else:
+        packed = every
+    w = f.dequantize(packed.contiguous(), f.block_values)
+    assert torch.equal(w.to(f.exact).float().nan_to_num(0), w.nan_to_num(0))
+    narrow = torch.ops.metalmm.dequantize(packed.contiguous(), name, f.block_values, dtype=f.exact)
+    assert torch.equal(narrow.float().nan_to_num(0), w.nan_to_num(0))
 
 
 def test_pack_names_the_wrong_argument() -> None:

@@ -17,8 +17,6 @@ import pytest
 import torch
 from places import ROOT
 
-from torch_metalmm import _C
-
 CMAKE = ROOT / "cmake"
 
 
@@ -175,7 +173,7 @@ print(backend.get_requires_for_build_wheel(), backend.get_requires_for_build_edi
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources of a build and the tests, without what builds and tests leave."""
     folder = tmp_path_factory.mktemp("clone")
-    leftovers = shutil.ignore_patterns("*.so", "ptx", "*.metallib", "__pycache__")
+    leftovers = shutil.ignore_patterns("*.so", "*.dylib", "ptx", "*.metallib", "__pycache__")
     for name in ("torch_metalmm", "cmake", "csrc", "metal", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=leftovers)
     for name in (
@@ -219,7 +217,8 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
     wheel, sdist = wheel_files(clone), sdist_files(clone)
     package = clone / "torch_metalmm"
     (package / "ptx").mkdir()
-    for name in ("ptx/gemv.ptx", "_C.cpython-310-darwin.so", "metalmm.metallib", "old.py"):
+    compiled = ("_C.cpython-310-darwin.so", "_ops_t2_10.so", "libmetalmm_core.dylib")
+    for name in ("ptx/gemv.ptx", *compiled, "metalmm.metallib", "old.py"):
         (package / name).write_text("left")
     assert wheel_files(clone, ptx="1") == wheel | {
         "torch_metalmm/ptx/gemv.ptx",
@@ -233,13 +232,14 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
     python = {str(f.relative_to(clone)) for f in package.rglob("*.py")}
     assert wheel == data | {"torch_metalmm/py.typed"} | {f for f in python if "/msl/" not in f}
     assert python <= sdist
-    assert not [name for name in wheel if name.endswith((".ptx", ".so", ".metallib"))]
+    assert not [name for name in wheel if name.endswith((".ptx", ".so", ".dylib", ".metallib"))]
     shutil.rmtree(package / "ptx")
 
 
-def test_an_editable_build_keeps_no_shaders_of_before(clone: Path, tmp_path: Path) -> None:
-    """Compiled shaders lie beside the module in the clone: those of this build, or none."""
-    beside, made = clone / "torch_metalmm" / "metalmm.metallib", tmp_path / "torch_metalmm"
+@pytest.mark.parametrize("name", ["metalmm.metallib", "_ops_t2_10.so", "libmetalmm_core.dylib"])
+def test_an_editable_build_keeps_nothing_of_before(clone: Path, tmp_path: Path, name: str) -> None:
+    """Compiled files lie in the package of the clone: those of this build, or none."""
+    beside, made = clone / "torch_metalmm" / name, tmp_path / "torch_metalmm"
     made.mkdir()
     code = f"""
 import runpy, setuptools
@@ -279,16 +279,6 @@ def test_metadata_name_the_minor(clone: Path) -> None:
     minor = ".".join(torch.__version__.split(".")[:2])
     (requires,) = (clone / "build").glob("*.egg-info/requires.txt")
     assert requires.read_text().splitlines()[:2] == [f"torch=={minor}.*", "numpy"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
-def test_the_module_names_no_folder() -> None:
-    from elftools.elf.elffile import ELFFile
-
-    with open(_C.__file__, "rb") as file:
-        tags = [t.entry.d_tag for t in ELFFile(file).get_section_by_name(".dynamic").iter_tags()]
-    assert "DT_NEEDED" in tags
-    assert not {"DT_RPATH", "DT_RUNPATH"} & set(tags)
 
 
 def test_this_python_passes_the_first_step_of_make() -> None:

@@ -35,13 +35,16 @@ def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("first", ["torch", "torch_metalmm"])
 def test_importing_the_package_registers_the_ops(first: str) -> None:
-    """Whichever of the two is imported first; the public names are there either way."""
+    """Whichever of the two is imported first."""
     second = "torch_metalmm" if first == "torch" else "torch"
-    script = (
-        f"import {first}, {second}; print(torch.ops.metalmm.linear); "
-        "assert all(getattr(torch_metalmm, name) for name in torch_metalmm.__all__)"
-    )
+    script = f"import {first}, {second}; print(torch.ops.metalmm.linear)"
     assert python("-c", script) == "metalmm.linear\n"
+
+
+def test_public_names_are_there() -> None:
+    """Two of them need transformers."""
+    script = "import torch_metalmm as t; print(all(getattr(t, name) for name in t.__all__))"
+    assert python("-c", script) == "True\n"
 
 
 def test_the_emulator_of_a_wheel_says_that_it_needs_a_checkout() -> None:

@@ -56,7 +56,7 @@ def test_every_file_of_the_module_is_there(tmp_path: Path) -> None:
     found = sources(tmp_path)
     names = [file.name for file, _ in found]
     assert {f.name for f in (ROOT / "csrc" / "mps").glob("*.mm")} <= set(names)
-    rooms = ("plan", "ops", "gpu", "cpu", "mps", "emulator", "cuda", "python")
+    rooms = ("plan", "hooks", "ops", "gpu", "cpu", "mps", "emulator", "cuda", "python")
     plain = {f for room in rooms for f in (ROOT / "csrc" / room).glob("*.cpp")}
     assert plain <= {file for file, _ in found} and "shaders.cpp" in names
     isas = [(f.parent.name, *defines) for f, defines in found if f.name == "isa.cpp"]

@@ -86,7 +86,7 @@ def tree(tmp_path: Path) -> Path:
     for name in listed.stdout.decode().split("\0")[:-1]:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, out / name, follow_symlinks=False)
-    for module in (ROOT / "torch_metalmm").glob("_C*.so"):
+    for module in (ROOT / "torch_metalmm").glob("*.so"):
         (out / "torch_metalmm" / module.name).symlink_to(module)
     (out / "build" / "msl").mkdir(parents=True)
     for ours in (ROOT / "build" / "zig", *(ROOT / "build" / "msl").glob("runtime-*")):

@@ -13,19 +13,21 @@ from host_compiler import COMPILER
 from places import ROOT
 
 PLAN, OPS = {"metal", "csrc/plan"}, {"metal", "csrc/plan", "csrc/ops"}
+HOOKS = {"csrc/hooks"}
 ENGINES = {f"csrc/{name}" for name in ("cpu", "mps", "emulator", "cuda")}
 # {room: the rooms that its files may include, beside itself}. A folder without a row is part of the
 # room above it.
 ARROWS: dict[str, set[str]] = {
     "metal": set(),
     "csrc/plan": {"metal"},
+    "csrc/hooks": PLAN,  # what the core, which has no torch, asks of the ops
     "csrc/ops": PLAN,
-    "csrc/gpu": OPS,  # what the engines that execute plans share
-    "csrc/cpu": OPS,
-    "csrc/mps": OPS | {"csrc/gpu"},
-    "csrc/emulator": OPS | {"csrc/gpu"},
-    "csrc/cuda": OPS | {"csrc/gpu"},
-    "csrc/python": OPS | {"csrc/gpu"} | ENGINES,
+    "csrc/gpu": OPS | HOOKS,  # what the engines that execute plans share
+    "csrc/cpu": OPS | HOOKS,
+    "csrc/mps": OPS | HOOKS | {"csrc/gpu"},
+    "csrc/emulator": PLAN | HOOKS,
+    "csrc/cuda": OPS | HOOKS | {"csrc/gpu"},
+    "csrc/python": OPS | HOOKS | ENGINES,
     "csrc/emulator/runtime": set(),  # compiled into each library of shaders, not into the module
     "csrc/msl/language": set(),  # the stand-in for Metal's headers, which shaders include
     "csrc/msl/library": {"csrc/msl/language"},
@@ -42,9 +44,9 @@ INTERFACES = {
 TORCH, PYTHON, APPLE = r"ATen|c10|torch", r"pybind11|Python\.h", r"Metal|Foundation|ATen/native/mps"
 # {room: the libraries that its files may include, by the first word of the path}
 LIBRARIES = {
-    **dict.fromkeys(ENGINES | {"csrc/ops", "csrc/gpu"}, {TORCH}),
+    **dict.fromkeys(("csrc/ops", "csrc/gpu", "csrc/cpu", "csrc/cuda"), {TORCH}),
     "csrc/mps": {TORCH, APPLE},
-    "csrc/python": {TORCH, PYTHON},
+    "csrc/python": {PYTHON},
 }
 _INCLUDE = re.compile(r'^\s*#\s*(?:include|import) (?:"([^"]+)"|<([^>]+)>)', re.M)
 
@@ -107,6 +109,10 @@ def test_no_arrow_runs_back() -> None:
         ("csrc/cpu/ops.cpp", '#include "gpu/register.h"'),
         ("csrc/mps/ops.cpp", '# include "emulator/launch.h"'),
         ("csrc/mps/ops.cpp", "#include <pybind11/stl.h>"),
+        ("csrc/emulator/install.cpp", '#include "gpu/register.h"'),
+        ("csrc/emulator/install.cpp", "#include <c10/util/Exception.h>"),
+        ("csrc/hooks/hooks.cpp", '#include "ops/checks.h"'),
+        ("csrc/python/recorder.cpp", "#include <ATen/ATen.h>"),
         ("csrc/cuda/launch.cpp", '#include "msl/nvptx/runtime.h"'),
         ("csrc/emulator/launch.cpp", '#include "runtime/worker.h"'),
         ("csrc/emulator/runtime/api.cpp", '#include "emulator/launch.h"'),

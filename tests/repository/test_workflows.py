@@ -16,6 +16,9 @@ import bench.__main__ as bench
 from torch_metalmm.tools import cli
 from torch_metalmm.tools.doctor.report import LIMIT
 
+sys.path.insert(0, str(ROOT / "cmake"))
+from torch_version import MINORS  # noqa: E402
+
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -48,11 +51,36 @@ def test_what_they_run_exists(file: Any) -> None:
         assert option in cmake
 
 
-def test_wheels_are_of_the_pythons_that_are_supported() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    oldest = re.search(r'requires-python = ">=3\.(\d+)"', text)
-    built = re.findall(r"cp3(\d+)-\*", text)
-    assert oldest and min(map(int, built)) == int(oldest[1])
+def test_wheels_are_of_the_versions_that_are_supported() -> None:
+    """The same Pythons everywhere, from the oldest on; tested are the ends of both ranges."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', pyproject)
+    file = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]
+    linux, mac = (
+        next(s["run"] for s in file[job]["steps"] if "cmake/make_wheel.py" in s.get("run", ""))
+        for job in ("linux", "macos")
+    )
+    (numbers,) = re.findall(r"for n in ([\d ]+);", linux)
+    built = [f"3.{n}" for n in numbers.split()]
+    assert oldest and built[0] == f"3.{oldest[1]}"
+    assert re.findall(r"python(3\.\d+)", mac) == built
+    (setup,) = (s["with"] for s in file["macos"]["steps"] if "setup-python" in s.get("uses", ""))
+    assert sorted(setup["python-version"].split()) == sorted(built)
+    tested = file["test"]["strategy"]["matrix"]["beside"]
+    assert {b["torch"] for b in tested} == {MINORS[0], MINORS[-1]}
+    pythons = [b["python"] for b in tested]
+    assert {built[0], built[-1]} <= {*pythons} <= {*built}
+
+
+def test_only_the_job_that_publishes_may_ask_for_a_token() -> None:
+    """Of a tag, after the tests, in an environment of its own."""
+    file = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())
+    asking = {n: job for n, job in file["jobs"].items() if "permissions" in job}
+    assert file["permissions"] == {"contents": "read"} and list(asking) == ["publish"]
+    publish = asking["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and publish["environment"] == "pypi"
+    assert publish["if"] == "startsWith(github.ref, 'refs/tags/v')" and "test" in publish["needs"]
+    assert not [s for s in publish["steps"] if "run" in s or "password" in s.get("with", {})]
 
 
 def test_the_page_for_mac_owners_names_what_exists() -> None:

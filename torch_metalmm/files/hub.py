@@ -27,7 +27,7 @@ _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 _USUAL = "Q4_K_M"  # where a repository has several: the choice of llama.cpp and Ollama, too
 _SECONDS = 10.0  # to wait for the hub's answer
 
-_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://")
+_PREFIX = re.compile(r"^(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)")
 _ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(
     rf"(?P<repo>{_ID})(?::(?P<tag>[\w.-]+)|(?:/(?:blob|resolve)/main)?/(?P<file>[^:]+\.gguf))?"
@@ -57,6 +57,14 @@ def hub_name(text: str) -> Named | None:
     return Named(found["repo"], found["tag"], found["file"])
 
 
+def expanded(name: str | os.PathLike[str]) -> Path:
+    """The path, with the user's folder in place of its ~. ValueError: there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{os.fspath(name)}: no folder is known of the user after ~") from None
+
+
 def fetch(name: str | os.PathLike[str], check: Callable[[Path], object] | None = None) -> Path:
     """The path itself if it is one, else what the hub has under the name: a file or a folder.
 
@@ -65,9 +73,10 @@ def fetch(name: str | os.PathLike[str], check: Callable[[Path], object] | None =
 
     FileNotFoundError: neither a path nor a repository, or the repository has no such model.
     PermissionError: it is gated. ConnectionError: the hub cannot be reached, and the cache does not
-    have all of the model. ValueError: several GGUF models, of which the name chooses none.
+    have all of the model. ValueError: several GGUF models, of which the name chooses none; or ~ of
+    no user.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     named = hub_name(os.fspath(name))
     if path.exists() or named is None or (named.file and path.parent.is_dir()):
         return path  # its reader says what is wrong with it

@@ -49,6 +49,8 @@ class Format(ABC):
     fallback: str | None = None
     # False: the codes take more than the weights to choose, and quantize refuses.
     packs = True
+    # The smallest dtype that has every value of the format, subnormal ones too.
+    exact = torch.float32
     # Whether quantize reads an importance.
     weighs = False
     # Whether a value's weight depends, with an importance, on its whole row, not its block alone.

@@ -109,6 +109,7 @@ class MXFP4(Planes):
 
     name, block_values, block_bytes = "mxfp4", 32, 17
     bits, group = 4, 32
+    exact = torch.bfloat16  # 2 bits of mantissa, multiples of 2**-128
 
     @staticmethod
     def scale(e: Tensor) -> Tensor:

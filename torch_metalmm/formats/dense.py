@@ -15,7 +15,7 @@ class Dense(Format):
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
-        self.dtype = dtype
+        self.dtype = self.exact = dtype
         self.block_bytes = dtype.itemsize
 
     def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:

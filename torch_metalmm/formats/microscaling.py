@@ -40,6 +40,7 @@ class NVFP4(Planes):
 
     name, block_values, block_bytes = "nvfp4", 64, 36
     bits, group, fallback = 4, 16, "mxfp4"
+    exact = torch.bfloat16  # 2 bits of mantissa times 4
 
     @staticmethod
     def scale(s: Tensor) -> Tensor:

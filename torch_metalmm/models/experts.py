@@ -52,10 +52,11 @@ class Stack:
         self.home.put(model, [n.rpartition(".")[0] for n in names], self.leaf, weight, format)
 
     def dense(self) -> Tensor:
-        """[E rows, K] of the module."""
+        """[E rows, K] of the module; of a packed one, in the smallest dtype that has its values."""
         module = self.home.module
         if isinstance(module, QuantExperts):
-            return module.dequantize(self.leaf).flatten(0, 1)
+            exact = formats.get(module.formats[self.leaf]).exact
+            return module.dequantize(self.leaf, exact).flatten(0, 1)
         return self.rows(self.weight.detach())
 
     def rows(self, weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from types import FunctionType
 import torch
 from torch import Tensor, nn
 
+from .. import formats
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.embedding import embedding_scale
 from .experts import Stack
@@ -140,11 +141,14 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def dense_weight(module: nn.Module | Stack) -> Tensor:
-    """W [N, K] of a packable layer, or of a stack."""
+    """W [N, K] of a packable layer, or of a stack.
+
+    A packed one is decoded to the smallest dtype that has its values: half of f32 for mxfp4.
+    """
     if isinstance(module, Stack):
         return module.dense()
     if isinstance(module, QuantLinear | QuantEmbedding):
-        return module.dequantize()
+        return module.dequantize(formats.get(module.format).exact)
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.detach().t() if is_conv1d(module) else weight.detach()

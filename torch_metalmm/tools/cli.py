@@ -17,6 +17,7 @@ from ..engines import check_device
 from . import info
 from .arguments import OF_DEVICE, add_common, dtype_of, positive_int, start
 from .chat.once import add_generate
+from .chat.screen import harmless, one_line
 from .chat.talk import add_chat
 from .doctor.report import LIMIT, examine
 from .imatrix import add_imatrix
@@ -27,14 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 1 for an error, 2 for wrong usage."""
     args = _parser().parse_args(argv)
     usual = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"metalmm: warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"metalmm: warning: {harmless(str(message))}\n"
+    )
     try:
         args.run(args)
     except BrokenPipeError:  # the reader of our output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, ImportError, TypeError) as error:
-        said = " ".join(str(error).split())  # transformers' run over several lines
-        print(f"metalmm: error: {said}", file=sys.stderr)
+    # RuntimeError, MemoryError: torch's and Python's words for a model that is too large.
+    except (ValueError, OSError, ImportError, TypeError, RuntimeError, MemoryError) as error:
+        print(f"metalmm: error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -158,17 +161,24 @@ def _quantize(args: argparse.Namespace) -> None:
     from .packing import importance_of, load_dense, to_file, to_folder
 
     spec = _spec(args.format, args.pattern)
-    check_device(args.device)
-    args.source = fetch(args.source)
-    is_packed_already = is_gguf(args.source) or is_quantized(args.source)
-    if not spec and (not is_packed_already or args.imatrix is not None):
-        raise ValueError("give --format, --pattern or both")
+
+    def is_packed_already(source: Path) -> bool:
+        """ValueError: it is not, and no format is given."""
+        is_packed = is_gguf(source) or is_quantized(source)
+        if not spec and not is_packed:
+            raise ValueError("give --format, --pattern or both")
+        return is_packed
+
+    if not spec and args.imatrix is not None:
+        raise ValueError("--imatrix: give --format, --pattern or both beside it")
+    start(args)  # what the machine lacks is said before weights are fetched
+    args.source = fetch(args.source, is_packed_already)
+    keeps_formats = is_packed_already(args.source)
     if args.output.exists() and args.source.exists() and args.output.samefile(args.source):
         raise ValueError(f"--output is the source {args.source}")
-    start(args)
 
     def make() -> tuple[Any, Any]:
-        load = load_model if is_packed_already or is_mlx(args.source) else load_dense
+        load = load_model if keeps_formats or is_mlx(args.source) else load_dense
         model, tokenizer = load(args.source, args.device, dtype_of(args.dtype))
         if spec:
             quantize_(model, spec, importance=importance_of(args.imatrix, model, args.source))

@@ -46,7 +46,7 @@ MM_INLINE I stream_codes(const uint8_t* chunk) {
 struct AffineRow {
   const uint8_t *codes, *scales, *biases;
   int group_shift;  // log2 of the chunks that share a scale
-  ScaleType type;
+  DType type;
 };
 
 // scale * code + bias
@@ -71,9 +71,9 @@ struct Affine {
   static MM_INLINE Row row(const uint8_t* p, const RowLayout& l) {
     return {p, p + l.scales_offset, p + l.biases_offset, l.group_shift, l.scale_type};
   }
-  static MM_INLINE F parameter(const uint8_t* plane, int64_t group, ScaleType type) {
-    if (type == ScaleType::kF16) return half(plane + 2 * group);
-    if (type == ScaleType::kBF16) return set1(bf16_to_float(plane + 2 * group));
+  static MM_INLINE F parameter(const uint8_t* plane, int64_t group, DType type) {
+    if (type == DType::kF16) return half(plane + 2 * group);
+    if (type == DType::kBF16) return set1(bf16_to_float(plane + 2 * group));
     return set1(load_as<float>(plane + 4 * group));
   }
   static MM_INLINE void open(const Row& row, int64_t chunk, Block& k) {

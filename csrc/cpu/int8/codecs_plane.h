@@ -74,9 +74,9 @@ struct Integers<Affine<kBits>> {
     float d, m;
     const uint8_t* codes;
   };
-  static MM_INLINE float parameter(const uint8_t* plane, int64_t group, ScaleType type) {
-    if (type == ScaleType::kF16) return half_value(plane + 2 * group);
-    if (type == ScaleType::kBF16) return bf16_to_float(plane + 2 * group);
+  static MM_INLINE float parameter(const uint8_t* plane, int64_t group, DType type) {
+    if (type == DType::kF16) return half_value(plane + 2 * group);
+    if (type == DType::kBF16) return bf16_to_float(plane + 2 * group);
     return load_as<float>(plane + 4 * group);
   }
   static MM_INLINE void open(const typename Affine<kBits>::Row& row, int64_t chunk, Block& k) {

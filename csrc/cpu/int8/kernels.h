@@ -134,4 +134,7 @@ struct Kernels {
 // Those of the instruction set in use.
 const Kernels& current_kernels();
 
+// Whether the format has integer codes; a product with one that has none is exact.
+bool has_codes(const Format& format);
+
 }  // namespace metalmm::cpu::int8

@@ -192,10 +192,6 @@ Strategy choose_strategy(int64_t m) {
 
 }  // namespace
 
-bool has_codes(const Format& format) {
-  return current_kernels().codec[static_cast<int>(format.codec)].gemv != nullptr;
-}
-
 void matmul(const Weight& w, const Format& format, std::optional<Strategy> strategy,
             const at::Tensor& x, at::Tensor& y) {
   const int64_t m = x.size(0), n = y.size(1);

@@ -15,9 +15,6 @@ namespace metalmm::cpu::int8 {
 // The first of kStrategyNames: these three.
 constexpr int kNumStrategies = static_cast<int>(Strategy::kGemm) + 1;
 
-// Whether the format has integer codes; a product with one that has none is exact.
-bool has_codes(const Format& format);
-
 // y f32 [M, N], contiguous, of x f32 [M, K], its last dimension dense. None of M, N and K is 0, and
 // the format has integer codes.
 void matmul(const Weight& w, const Format& format, std::optional<Strategy> strategy,

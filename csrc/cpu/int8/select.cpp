@@ -60,5 +60,9 @@ const Kernels& current_kernels() {
   return *chosen;
 }
 
+bool has_codes(const Format& format) {
+  return current_kernels().codec[static_cast<int>(format.codec)].gemv != nullptr;
+}
+
 }  // namespace int8
 }  // namespace metalmm::cpu

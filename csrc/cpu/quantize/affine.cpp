@@ -36,25 +36,20 @@ ScaleBias fit(const float* x, int n, float high_code) {
 }
 
 // Element i of a plane of scales or biases.
-void store_as(ScaleType type, uint8_t* plane, int64_t i, float v) {
-  switch (type) {
-    case ScaleType::kF16:
-      return store_u16(plane + 2 * i, to_half(v));
-    case ScaleType::kBF16:
-      return store_u16(plane + 2 * i, to_bfloat(v));
-    case ScaleType::kF32:
-      std::memcpy(plane + 4 * i, &v, sizeof v);
-  }
+void store_as(DType type, uint8_t* plane, int64_t i, float v) {
+  if (type == DType::kF16) return store_u16(plane + 2 * i, to_half(v));
+  if (type == DType::kBF16) return store_u16(plane + 2 * i, to_bfloat(v));
+  std::memcpy(plane + 4 * i, &v, sizeof v);
 }
 
 // v as it will be decoded.
-float rounded_to(ScaleType type, float v) {
-  if (type == ScaleType::kF32 || !(v == v)) return v;
-  return type == ScaleType::kF16 ? from_half(to_half(v))
-                                 : bits_float(static_cast<uint32_t>(to_bfloat(v)) << 16);
+float rounded_to(DType type, float v) {
+  if (type == DType::kF32 || !(v == v)) return v;
+  return type == DType::kF16 ? from_half(to_half(v))
+                             : bits_float(static_cast<uint32_t>(to_bfloat(v)) << 16);
 }
 
-Lanes rounded_to(ScaleType type, Lanes v) {
+Lanes rounded_to(DType type, Lanes v) {
   float each[kLanes];
   store(each, v);
   for (float& one : each) one = rounded_to(type, one);
@@ -77,8 +72,8 @@ Lanes fit_error(const Lanes* x, const Lanes* w, int n, const Eight& fit) {
 }
 
 // The weighted least squares for the codes of a trial, and the codes for these, where the mask is.
-Mask trial(const Lanes* x, const Lanes* w, int n, Lanes low, Lanes inv, float high_code,
-           ScaleType type, Eight& fit) {
+Mask trial(const Lanes* x, const Lanes* w, int n, Lanes low, Lanes inv, float high_code, DType type,
+           Eight& fit) {
   const Lanes zero = set1(0.f), high = set1(high_code);
   Lanes sum_w = zero, sum_x = zero, s1 = zero, s2 = zero, sx = zero;
   for (int i = 0; i < n; ++i) {
@@ -98,7 +93,7 @@ Mask trial(const Lanes* x, const Lanes* w, int n, Lanes low, Lanes inv, float hi
 }
 
 // Replaces `best` where one of 33 trials has a smaller error.
-void search(const Lanes* x, const Lanes* w, int n, float high_code, ScaleType type, Eight& best) {
+void search(const Lanes* x, const Lanes* w, int n, float high_code, DType type, Eight& best) {
   Lanes low = x[0], high = x[0];
   for (int i = 0; i < n; ++i) {
     low = min(x[i], low);
@@ -123,7 +118,7 @@ void search(const Lanes* x, const Lanes* w, int n, float high_code, ScaleType ty
 template <int kBits>
 struct Writer {
   static constexpr float kHigh = (1 << kBits) - 1;
-  ScaleType type;
+  DType type;
   int group;
   uint8_t *codes, *scales, *biases;
 
@@ -197,7 +192,7 @@ void quantize_affine(const Format& f, const float* x, int64_t k, uint8_t* out,
   for (int64_t g = 0; importance && g < groups; g += kLanes) {
     to.search_eight(x, importance, g, static_cast<int>(groups - g < kLanes ? groups - g : kLanes));
   }
-  const int64_t used = f.biases_offset(k) + groups * scale_bytes(f.scale_type);
+  const int64_t used = f.biases_offset(k) + groups * dtype_bytes(f.scale_type);
   std::memset(out + used, 0, f.row_bytes(k) - used);
 }
 

@@ -34,13 +34,13 @@ struct StepParameters {
     const Index& at = kIndex[row.group_shift];
     const int groups = kValues / 32 >> row.group_shift;
     const uint32_t mask = (1u << groups) - 1;
-    if (row.type == ScaleType::kF32) {
+    if (row.type == DType::kF32) {
       const __m256 v = _mm256_maskz_loadu_ps(static_cast<__mmask8>(mask),
                                              reinterpret_cast<const float*>(plane) + step * groups);
       return _mm512_permutexvar_ps(load_as<__m512i>(at.lane), _mm512_castps256_ps512(v));
     }
     const __m128i v = _mm_maskz_loadu_epi16(static_cast<__mmask8>(mask), plane + 2 * step * groups);
-    if (row.type == ScaleType::kBF16) {
+    if (row.type == DType::kBF16) {
       return reinterpret_cast<F>(_mm512_maskz_permutexvar_epi16(
           0xaaaaaaaa, load_as<__m512i>(at.high), _mm512_castsi128_si512(v)));
     }

@@ -177,7 +177,10 @@ EXPERTS = {
         | {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "q_lora_rank": None},
         _ROUTED_FILE
         | _LATENT_FILE
-        | {"expert_weights_norm": False, "expert_gating_func": 1, "attention.q_lora_rank": 0},
+        | _YARN_FILE
+        | {"expert_weights_norm": False, "expert_gating_func": 1, "attention.q_lora_rank": 0}
+        | {"rope.scaling.yarn_log_multiplier": 0.0707},
+        rope=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     "deepseek2+": Case(
         "DeepseekV3",
@@ -185,9 +188,9 @@ EXPERTS = {
         _ROUTED_FILE
         | _STACKS_FILE
         | _YARN_FILE
-        | {"attention.q_lora_rank": 256, "rope.scaling.yarn_log_multiplier": 0.0707},
+        | {"attention.q_lora_rank": 256, "rope.scaling.yarn_log_multiplier": 0.1},
         stacks=True,
-        rope=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        rope=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         aliases=_CORRECTED,
     ),
     "dots1": Case(

@@ -49,14 +49,14 @@ _EPS = {
 }
 
 
-def random_hf(case: str, tied: bool = False, seed: int = 0) -> Any:
-    """The case's model in f32, with random weights, biases and norms."""
+def random_hf(case: str, tied: bool = False, seed: int = 0, **others: Any) -> Any:
+    """The case's model in f32, with random weights, biases and norms; others: of its config."""
     row = CASES[case]
-    values = _CONFIG | row.values
+    values = _CONFIG | row.values | others
     rope = {"rope_type": "default", "rope_theta": row.theta}
     if row.turned != HEAD:
         rope["partial_rotary_factor"] = row.turned / HEAD
-    values["rope_parameters"] = rope | row.rope
+    values["rope_parameters"] = others.get("rope_parameters", rope | row.rope)
     kind = getattr(transformers, row.config + "Config")
     if row.vision:
         text = values | {"rope_parameters": rope | row.vision}

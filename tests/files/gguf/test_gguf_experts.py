@@ -66,9 +66,15 @@ def one_by_one(tensors: Tensors) -> None:
         (cut(GATE, slice(0, 7)), {}, rf"tensor '{GATE}' is \[7, 256, 256\], but .*\[8, 256, 256\]"),
         (cut(UP, np.s_[:, :255]), {}, rf"tensor '{UP}' is \[8, 255, 256\], but the model's"),
         (cut(DOWN, 0), {}, rf"tensor '{DOWN}' is \[256, 256\], but the model's"),
-        (None, {"expert_count": 9}, r"ffn_gate_inp.weight' is \[8, 256\], but .*\[9, 256\]|exps"),
+        (
+            None,
+            {"expert_count": 9},
+            r"ffn_\w+_exps.weight' is \[8, 256, 256\], but .*\[9, 256, 256\]",
+        ),
         (None, {"expert_feed_forward_length": 512}, r"is \[8, 256, 256\], but .*\[8, 512, 256\]"),
-        (None, {"expert_count": 0}, "no model|missing|no tensor"),
+        (None, {"expert_count": 0}, "qwen3moe.expert_count = 0; allowed: integers from 1 on"),
+        (None, {"expert_used_count": 0}, "expert_used_count = 0; allowed: integers from 1 to 8"),
+        (None, {"expert_used_count": 9}, "expert_used_count = 9; allowed: integers from 1 to 8"),
         (one_by_one, {}, r"has its experts one by one \(blk.0.ffn_down.0.weight\)"),
     ],
 )
@@ -121,6 +127,20 @@ def test_another_choice_of_experts_is_refused(tmp_path: Path) -> None:
 LATENT_SIZES = "attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla"
 
 
+GROUPS = "allowed: 0 and divisors of expert_count, 8, that leave 2 or more experts in each group"
+ROUTING = [
+    ("group_count", (3, f"group_count = 3; {GROUPS}")),
+    ("group_count", (8, f"group_count = 8; {GROUPS}")),
+    ("group_count", (2.0, "group_count = 2.0; allowed: integers from 0 on")),
+    ("group_used_count", (0, "group_used_count = 0; allowed: integers from 1 to 2")),
+    ("group_used_count", (9, "group_used_count = 9; allowed: integers from 1 to 2")),
+    ("used_count", (0, "expert_used_count = 0; allowed: integers from 1 to 8")),
+    ("used_count", (99, "expert_used_count = 99; allowed: integers from 1 to 8")),
+    ("weights_scale", (float("inf"), "weights_scale = inf; allowed: finite numbers")),
+    ("weights_scale", ("x", "weights_scale = 'x'; allowed: finite numbers")),
+]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -134,9 +154,21 @@ LATENT_SIZES = "attention.kv_lora_rank", "attention.key_length_mla", "attention.
             32,
             r"attn_k_b.* and .*attn_v_b.*, which makes \[512, 256\]",
         ),
-        ("attention.q_lora_rank", 0, "no tensor for the model's .*q_proj|is known|but the model's"),
+        (
+            "attention.q_lora_rank",
+            0,
+            "has no tensor for the model's model.layers.0.self_attn.q_proj.weight",
+        ),
         ("attention.temperature_scale", 0.1, "temperature_scale is .*; it must be 0"),
-        ("expert_gating_func", 1, "expert_weights_norm is True; it must be False"),
+        ("rope.scaling.yarn_log_multiplier", 0.0, "multiplier is 0.0, .* is 'yarn'; without"),
+        ("rope.scaling.yarn_log_multiplier", None, "multiplier is None, .* is 'yarn'; without"),
+        (
+            "expert_gating_func",
+            1,
+            "func is 1, but blk.1.exp_probs_b.bias corrects scores; .* has 2",
+        ),
+        ("expert_gating_func", None, "func is missing, but blk.1.exp_probs_b.bias corrects scores"),
+        *((f"expert_{key}", *bad) for key, bad in ROUTING),
     ],
 )
 def test_sizes_of_a_latent_that_do_not_fit(
@@ -164,15 +196,63 @@ def test_one_stack_of_a_latent_without_the_other(latent: Path, tmp_path: Path) -
         load_gguf(bad)
 
 
-def test_values_that_older_files_leave_out(latent: Path, tmp_path: Path) -> None:
-    """Read as llama.cpp reads them, not as the defaults of the model's class."""
+@pytest.mark.parametrize("left", [("attn_k_b", "attn_v_b"), ("attn_v_b",)])
+def test_both_layouts_of_a_latent(latent: Path, tmp_path: Path, left: tuple[str, ...]) -> None:
+    tensors = dict(tensors_of(latent))
+    rows = load_quietly(latent)[0].get_parameter("model.layers.2.self_attn.kv_b_proj.weight")
+    tensors["blk.2.attn_kv_b.weight"] = rows.detach().numpy().copy(), "f32"
+    for gone in {"attn_k_b", "attn_v_b"} - set(left):
+        del tensors[f"blk.2.{gone}.weight"]
     values = metadata_of(latent, "deepseek2")
-    for key in ("group_count", "group_used_count", "weights_scale", "weights_norm"):
+    bad = write_gguf(tmp_path / "bad.gguf", "deepseek2", tensors, values)
+    others = ", ".join(f"'blk.2.{leaf}.weight'" for leaf in left)
+    with pytest.raises(
+        ValueError,
+        match=rf"'blk.2.attn_kv_b.weight' alone makes the model's model.layers.2.self_attn."
+        rf"kv_b_proj.weight, for which the file has {others} too",
+    ) as caught:
+        load_gguf(bad)
+    assert str(bad) in str(caught.value)
+
+
+def test_a_latent_that_turns_without_scaling(tmp_path: Path) -> None:
+    original = random_hf("deepseek2", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    path = convert(original, "deepseek2", tmp_path / "new.gguf", ("q8_0",))
+    values = metadata_of(path, "deepseek2")
+    plain = {key: value for key, value in values.items() if "rope.scaling" not in key}
+    path = write_gguf(tmp_path / "plain.gguf", "deepseek2", dict(tensors_of(path)), plain)
+    model, _, _ = load_quietly(path)
+    check_equals_reference(model, original, torch.tensor([[5, 6, 7, 8, 9]]))
+
+
+UNSET = {"group_count": 0, "group_used_count": 0, "weights_scale": 0.0}
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_values_that_older_files_leave_out(tmp_path: Path, zeros: bool) -> None:
+    """Read as llama.cpp reads them, not as the defaults of the model's class."""
+    alone = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
+    original = random_hf("deepseek2+", **alone)
+    path = convert(original, "deepseek2+", tmp_path / "new.gguf", ("q8_0",))
+    values = metadata_of(path, "deepseek2")
+    for key in (*UNSET, "weights_norm"):
         del values[f"expert_{key}"]
-    old = write_gguf(tmp_path / "old.gguf", "deepseek2", dict(tensors_of(latent)), values)
-    config = load_quietly(old)[0].config
-    assert (config.n_group, config.topk_group) == (1, 1)
-    assert (config.routed_scaling_factor, config.norm_topk_prob) == (1.0, False)
+    if zeros:
+        values |= {f"expert_{key}": zero for key, zero in UNSET.items()}
+    old = write_gguf(tmp_path / "old.gguf", "deepseek2", dict(tensors_of(path)), values)
+    model, _, _ = load_quietly(old)
+    check_equals_reference(model, original, torch.tensor([[5, 6, 7, 8, 9]]))
+
+
+def test_an_older_file_does_not_say_how_it_scores(tmp_path: Path) -> None:
+    """Files of the version before corrections leave the key out; llama.cpp takes a softmax."""
+    original = random_hf("deepseek2")
+    path = convert(original, "deepseek2", tmp_path / "new.gguf", ("q8_0",))
+    values = metadata_of(path, "deepseek2")
+    del values["expert_gating_func"]
+    old = write_gguf(tmp_path / "old.gguf", "deepseek2", dict(tensors_of(path)), values)
+    model, _, _ = load_quietly(old)
+    check_equals_reference(model, original, torch.tensor([[5, 6, 7, 8, 9]]))
 
 
 def test_a_correction_of_scores_that_is_missing_is_told(tmp_path: Path) -> None:

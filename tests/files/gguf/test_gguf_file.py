@@ -159,6 +159,17 @@ def test_layout_of_a_conversion(change: Any, layout: Layout | None) -> None:
         assert np.array_equal(found.columns, layout.columns)
 
 
+def test_what_makes_nothing_has_no_layout() -> None:
+    """Such as a tensor that waits for another, even one of a single value."""
+
+    class Waits(_FakeMap):
+        def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
+            return {}
+
+    assert Waits(None).layout("x.weight", (1, 1)) is None
+    assert _FakeMap(lambda w: w).layout("x.weight", (1, 1)) == Layout()
+
+
 @pytest.mark.parametrize("shape", [(2, 8), (8, 8), (8, 256), (128, 8), (300, 8), (8, 20000)])
 @pytest.mark.parametrize("small", [(4, 10**6), (10**6, 4), (127, 10**6), (10**6, 16383)])
 def test_the_layout_of_a_small_matrix_says_nothing_of_a_large_one(

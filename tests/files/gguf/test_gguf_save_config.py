@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from gguf import GGUFReader, GGUFValueType
 from gguf_files import load_quietly, random_model
 from gguf_models import convert, fields_of, random_hf
+from test_gguf import check_equals_reference
 
 from torch_metalmm import save_gguf
 
@@ -138,7 +140,31 @@ def test_attributes_that_models_read_are_compared(tmp_path: Path) -> None:
     refuses(small("Qwen2", head_dim=64), tmp_path, "its config has head_dim = 64")
 
 
+def test_layers_that_predict_further_tokens_are_no_part_of_a_model(tmp_path: Path) -> None:
+    """Checkpoints of DeepSeek V3 state 1 or 0 of them; transformers' models have none."""
+    for count in (0, 1):
+        model = random_hf("deepseek2+", num_nextn_predict_layers=count)
+        save_gguf(model, None, tmp_path / "x.gguf", replace=True)
+        assert fields_of(tmp_path / "x.gguf")["deepseek2.block_count"] == len(model.model.layers)
+
+
+@pytest.mark.parametrize("groups", [None, 1])
+def test_experts_that_are_one_group(tmp_path: Path, groups: int | None) -> None:
+    """None is the default of DeepSeek V2's config; how groups are chosen changes nothing then."""
+    values = {"n_group": groups, "topk_group": groups, "topk_method": "greedy"}
+    model = random_hf("deepseek2", **values)
+    _, tokenizer, _ = load_quietly(random_model(tmp_path / "a.gguf", "llama"))
+    save_gguf(model, tokenizer, tmp_path / "x.gguf")
+    again, _, _ = load_quietly(tmp_path / "x.gguf")
+    check_equals_reference(again, model, torch.tensor([[5, 6, 7, 8, 9]]))
+
+
 # Models that no file describes
+
+
+def test_groups_of_experts_that_a_model_ignores(tmp_path: Path) -> None:
+    model = random_hf("deepseek2", topk_method="greedy")
+    refuses(model, tmp_path, "its config has topk_method = 'greedy'.* 'group_limited_greedy'")
 
 
 def test_clipped_queries_of_olmoe(tmp_path: Path) -> None:
@@ -186,3 +212,10 @@ def test_the_scale_of_yarn(tmp_path: Path, log: float) -> None:
     convert(random_hf("mistral3"), "mistral3", tmp_path / "a.gguf")
     read = load_quietly(tmp_path / "a.gguf")[0].config.rope_parameters
     assert read["mscale"] == 1.0
+
+
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_a_latent_whose_yarn_says_no_scale(tmp_path: Path, scale: float | None) -> None:
+    model = random_hf("deepseek2")
+    model.config.rope_parameters["mscale_all_dim"] = scale
+    refuses(model, tmp_path, f"'yarn' and mscale_all_dim = {scale}; without a number")

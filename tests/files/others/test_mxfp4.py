@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from expert_models import EXPERTS, FFN, check_equals, decoded, expert_model, greedy
 from expert_models import H as WIDTH
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torch_metalmm import QuantExperts, load_packed, load_quantized, save_gguf
+from torch_metalmm import QuantExperts, load_packed, load_quantized, quantize_, save_gguf
+from torch_metalmm.models.experts import homes
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("quiet_transformers")]
 
@@ -81,6 +84,31 @@ def test_experts_stay_packed(good: Path, tmp_path: Path) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     save_gguf(model, None, tmp_path / "model.gguf")
+    saved = {t.name: t for t in GGUFReader(tmp_path / "model.gguf").tensors}
+    for name, module in experts.items():
+        both = module.get_parameter("gate_up_proj").numpy()
+        parts = {"gate": both[:, ::2], "up": both[:, 1::2]}
+        parts["down"] = module.get_parameter("down_proj").numpy()
+        for part, want in parts.items():
+            found = saved[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"]
+            assert found.tensor_type.name == "MXFP4"
+            assert np.array_equal(np.array(found.data), want)
+
+
+def test_another_format_of_what_is_packed(good: Path) -> None:
+    """Decoded to bf16, which has every value in half the memory of f32."""
+    model, _ = load_quantized(good)
+    wanted = {}
+    for name, home in homes(model).items():
+        for leaf, stack in home.stacks.items():
+            want = home.made.dequantize(leaf)
+            dense = stack.dense()
+            assert dense.dtype == torch.bfloat16
+            assert torch.equal(dense.float(), want.flatten(0, 1)), (name, leaf)
+            wanted[f"{name}.{leaf}"] = torch.ops.metalmm.quantize(want.flatten(0, 1), "q4_0")
+    quantize_(model, {"*.experts": "q4_0"}, progress=False)
+    for parameter, packed in wanted.items():
+        assert torch.equal(model.get_parameter(parameter).flatten(0, 1), packed), parameter
 
 
 def test_activations_in_the_dtype_of_the_file(good: Path) -> None:

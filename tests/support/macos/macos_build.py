@@ -22,9 +22,12 @@ from places import ROOT
 from torch_metalmm.msl.build import zig
 
 sys.path.insert(0, str(ROOT / "cmake"))
+import targets  # noqa: E402
 import torch_version  # noqa: E402
 
 TORCH = Path(torch.__file__).parent
+# Of what includes no header of torch.
+STANDARD = re.findall(r"set\(CMAKE_CXX_STANDARD (\d+)\)", (ROOT / "CMakeLists.txt").read_text())[0]
 STUBS = Path(__file__).with_name("apple_stubs")
 # What libc++, its ABI library and libobjc have. ziglang has the list of libSystem's.
 _LANGUAGE = re.compile(
@@ -80,7 +83,7 @@ def compile_for_macos(
 
     include: of a torch, of this version. A header (.h) is precompiled.
     """
-    standard = torch_version.cxx_standard(version)
+    standard = torch_version.cxx_standard(version) if uses_torch(file) else STANDARD
     languages = {".mm": ["objective-c++", "-fobjc-arc"], ".h": ["c++-header"]}
     language = languages.get(file.suffix, ["c++"])
     options = ["-target", "aarch64-macos.14.0", "-x", *language, f"-std=c++{standard}", "-fblocks"]
@@ -103,10 +106,9 @@ def configure(folder: Path, *options: str, apple: bool = True) -> subprocess.Com
     bin = Path(sys.executable).parent
     command = [str(bin / "cmake"), f"-S{ROOT}", f"-B{folder / 'build'}", "-GNinja"]
     command += [f"-DCMAKE_PROJECT_torch_metalmm_INCLUDE={folder / 'apple.cmake'}"]
-    command += [f"-DCMAKE_MAKE_PROGRAM={bin / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
+    command += [f"-DCMAKE_MAKE_PROGRAM={bin / 'ninja'}", *targets.options()]
     command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'out'}"]
-    command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", "-DTORCH_CXX_STANDARD=20"]
-    command += [f"-DTORCH_DIR={TORCH}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options]
+    command += ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options]
     (folder / "out").mkdir(exist_ok=True)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

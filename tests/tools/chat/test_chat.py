@@ -13,12 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from places import ROOT
 from terminal import Terminal
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools import generate
-from torch_metalmm.tools.chat import commands, reader, saved, screen
+from torch_metalmm.tools.chat import commands, saved, screen
 from torch_metalmm.tools.chat.conversation import Conversation
 from torch_metalmm.tools.cli import main
 
@@ -85,6 +86,36 @@ def test_lines_of_a_pipe(
     assert roles == ["system", "user", "assistant"]
 
 
+def test_what_fails_costs_no_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Any
+) -> None:
+    """A folder of nobody, half a character, no memory in the middle of an answer: a line each."""
+    (tmp_path / "half.json").write_text('[{"role": "user", "content": "a\\ud800"}]')
+    layer, calls = real[0].model.layers[7], []
+
+    def full(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("out of\nmemory")
+
+    hook = layer.register_forward_pre_hook(full)
+    france = "What is the capital of France?"
+    out, err = chat(
+        capsys,
+        monkeypatch,
+        "/save ~nobody-of-this-name/x",
+        f"/load {tmp_path / 'half.json'}",
+        "Count to ten.",
+        france,
+        f"/save {tmp_path / 'chat.json'}",
+    )
+    hook.remove()
+    assert err[0] == "~nobody-of-this-name/x: no folder is known of the user after ~"
+    assert err[1].endswith("half.json: messages[0] has U+D800, which is no character")
+    assert err[2] == "out of memory" and "Paris" in out[-1]
+    assert [m["content"] for m in saved.load(tmp_path / "chat.json")][0] == france
+
+
 def test_json_and_a_first_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -97,9 +128,17 @@ def test_json_and_a_first_message(
     assert answers[1]["kept_tokens"] == kept
 
 
-def test_messages_of_lines() -> None:
-    lines = ["a\n", "b\\\n", "c\n", '"""\n', "d\n", "\n", ' e\n"""\n', '"""f"""\n', "g\\\n"]
-    assert [*reader.from_lines(lines)] == ["a", "b\nc", "d\n\n e", "f", "g\\"]
+def test_a_file_is_no_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever its text begins with; and what is typed is none behind a blank."""
+    (tmp_path / "q").write_text("/exit is a word")
+    flags = ("-f", str(tmp_path / "q"))
+    file = tmp_path / "chat.json"
+    _, err = chat(capsys, monkeypatch, " /reset is another", f"/save {file}", flags=flags)
+    assert err[-1] == f"4 messages in {file}"
+    asked = [m["content"] for m in saved.load(file) if m["role"] == "user"]
+    assert asked == ["/exit is a word", " /reset is another"]
 
 
 def test_tool_calls() -> None:
@@ -112,7 +151,7 @@ def test_tool_calls() -> None:
         asked.append(messages)
         return SimpleNamespace(text=next(texts), finish="stop")
 
-    session: Any = SimpleNamespace(answer=answer, context=None, template=None)
+    session: Any = SimpleNamespace(answer=answer, context=None, template=None, prompt="")
     session.stop = session.resume = lambda: None
     talk = Conversation(session, "model")
     talk.ask({"role": "user", "content": "How is Oslo?"}, print)
@@ -209,3 +248,29 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         assert terminal.wait() == 0
     history = tmp_path / "metalmm" / "chat_history"
     assert history.stat().st_mode & 0o077 == 0
+
+
+def test_answers_into_a_file(tmp_path: Path) -> None:
+    """Nothing else is there: prompt and notes are on the terminal. Pasted text comes as it is."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    env["XDG_STATE_HOME"] = str(tmp_path)
+    command = [sys.executable, "-m", "torch_metalmm", "chat", "-n", "10", "-t", "1"]
+    into = ["/bin/sh", "-c", 'out=$1; shift; exec "$@" > "$out"', "sh", str(tmp_path / "out")]
+    pasted = "    #define A \\\n        1\n\\\n    b"
+    with Terminal([*into, *command], env) as terminal:
+        terminal.expect(r"loaded in .*\n>")
+        for typed, wanted in (
+            (f"\x1b[200~{pasted}\x1b[201~\r", "tokens/s"),
+            ("What is the capital \\\rof France?\r", "tokens/s"),
+            (f"/save {tmp_path / 'chat.json'}\r", "4 messages"),
+        ):
+            before = len(terminal.text)
+            terminal.type(typed)
+            terminal.expect(wanted + r".*\n>", before)
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    messages = saved.load(tmp_path / "chat.json")
+    assert messages[0]["content"] == pasted
+    assert messages[2]["content"] == "What is the capital \nof France?"
+    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    assert "Paris" in answers[1] and (tmp_path / "out").read_text() == "\n".join([*answers, ""])

@@ -126,6 +126,8 @@ def test_flags_without_an_effect_are_refused_before_loading(
         (("--top-p", "0.5"), "--top-p has no effect at --temperature 0"),
         (("--min-p", "0.5"), "--min-p has no effect at --temperature 0"),
         (("--repeat-penalty", "0"), "--repeat-penalty: 0; must be above 0"),
+        (("--temperature", "1e-40"), "--temperature: 1e-40; must be 0 or at least 1e-06"),
+        (("--model", "~nobody-of-this-name/x"), "~nobody-of-this-name/x: no folder is known"),
         (("--stop", ""), "--stop: must not be empty"),
         (("--tools", "/nothing.json"), "No such file"),
         (("--activations", "int4"), "--activations: 'int4'"),
@@ -184,11 +186,42 @@ def test_a_missing_package_is_named(
     assert "this command needs prompt_toolkit: pip install " in message
 
 
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("safetensors", ("quantize", "org/name", "--format", "q8_0", "--output", "out")),
+        ("peft", ("generate", "x", "-m", "org/name", "--adapter", "org/adapter")),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_is_fetched(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    command: tuple[str, ...],
+) -> None:
+    import importlib.util
+
+    from torch_metalmm.files import hub
+    from torch_metalmm.tools.chat import loading
+
+    def never(*_: object) -> Path:
+        raise AssertionError("fetched a model for a command that cannot run")
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+    for module in (hub, loading):
+        monkeypatch.setattr(module, "fetch", never)
+    assert f"needs {package}: pip install " in failure(capsys, *command)
+
+
 def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
     """generate and quantize take them; a dense model is refused before its weights are fetched."""
     config = transformers.Qwen2Config(hidden_size=64).to_dict()
     repositories = {
         "org/tiny-GGUF": {"tiny-Q4_K_M.gguf": gguf.read_bytes()},
+        "org/other-GGUF": {"tiny-Q5_0.gguf": gguf.read_bytes()},
         "org/dense": {
             "config.json": json.dumps(config, default=str).encode(),
             "model.safetensors": b"large",
@@ -206,6 +239,14 @@ def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
         assert json.loads(answer.stdout)["new_tokens"] == 4, answer.stderr
         packed = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
         assert packed.returncode == 0 and (tmp_path / "packed" / "config.json").exists()
+        hub.requests.clear()
+        for flags in ([], ["--format", "q8_0", "--device", "nonsense"]):
+            refused = metalmm("quantize", "org/dense", "--output", "other", *flags)
+            wanted = "device: nonsense" if flags else "give --format, --pattern or both"
+            assert refused.returncode == 1 and wanted in refused.stderr
+        imatrix = metalmm("quantize", "org/other-GGUF", "--output", "o", "--imatrix", "i.gguf")
+        assert imatrix.returncode == 1 and "--imatrix: give --format" in imatrix.stderr
+        assert not {"model.safetensors", "tiny-Q5_0.gguf"} & {*hub.fetched()}
         hub.requests.clear()
         dense = metalmm("generate", "hello", "-m", "org/dense")
         assert dense.returncode == 1 and "model.safetensors" not in hub.fetched()

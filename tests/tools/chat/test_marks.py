@@ -87,7 +87,16 @@ def test_the_message_of_an_answer() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     plain = {"role": "assistant", "content": text}
     assert assistant_message(text, takes_calls=False) == plain
+    call["id"] = "000007000"
     wanted = {"role": "assistant", "content": "Well.", "tool_calls": [call]}
-    assert assistant_message(text, takes_calls=True) == wanted
+    assert assistant_message(text, takes_calls=True, place=7) == wanted
     broken = "<tool_call>f(1)</tool_call>"
     assert assistant_message(broken, takes_calls=True)["content"] == broken
+
+
+def test_a_mark_within_a_thought_is_no_call() -> None:
+    """The thought stays whole, whether the answer or the prompt opened it."""
+    thought = "<tool_call> is the mark, [TOOL_CALLS] another's.</think>\n\nWell."
+    for opened, prompt in ((f"<think>{thought}", ""), (thought, "assistant\n<think>\n")):
+        message = assistant_message(f"{opened}\n{CALLED}", True, prompt)
+        assert message["content"] == opened and len(message["tool_calls"]) == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .file import GgufFile
 from .latent import latent_config, latent_metadata
+from .routing import check_routing
 from .rows import (
     GRANITE,
     SIZES,
@@ -71,6 +72,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
             raise ValueError(f"{file.path}: {prefix + key} is missing, or a list")
         if value is not None:
             _put(values, name, value)
+    check_routing(file, prefix, row.keys, row.states, values)
     for key, number in row.states.items():
         if file.metadata.get(prefix + key, number) != number:
             given = file.metadata[prefix + key]

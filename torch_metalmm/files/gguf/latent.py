@@ -20,12 +20,13 @@ _HEADS, _ROTATED = "attention.head_count", "rope.dimension_count"
 _KEY, _VALUE = "attention.key_length", "attention.value_length"
 _LOG = "rope.scaling.yarn_log_multiplier"
 _LOG_UNIT = 0.1  # of _LOG, in files of these architectures alone
+_UNSAID = "without a number other than 0 llama.cpp scales scores otherwise than transformers"
 
 
 def latent_config(file: GgufFile, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     """What else the config of such a file has, beside the values of its row.
 
-    ValueError: a size is missing, or is none.
+    ValueError: a size is missing, or is none; a rotation by yarn does not say its scale.
     """
     sizes: list[int] = []
     # With a latent as the one key head, its sizes are those of *_length, and a head's are *_mla.
@@ -44,6 +45,11 @@ def latent_config(file: GgufFile, prefix: str, values: dict[str, Any]) -> dict[s
         )
     rope = values["rope_parameters"]
     rope.pop("partial_rotary_factor", None)  # the model rotates all of the part that it rotates
+    if not _says_scale(rope):
+        raise ValueError(
+            f"{file.path}: {prefix + _LOG} is {rope.get('mscale_all_dim')!r}, and "
+            f"{prefix}rope.scaling.type is 'yarn'; {_UNSAID}"
+        )
     if "mscale_all_dim" in rope:
         scale = round(rope["mscale_all_dim"] / _LOG_UNIT, 6)  # f32 has 7 digits
         rope |= {"mscale_all_dim": scale, "mscale": scale}
@@ -59,7 +65,16 @@ def latent_config(file: GgufFile, prefix: str, values: dict[str, Any]) -> dict[s
 
 
 def latent_metadata(config: Any) -> dict[str, Any]:
-    """The values of such a model, by their keys, in the layout of one matrix."""
+    """The values of such a model, by their keys, in the layout of one matrix.
+
+    ValueError: its rotation by yarn does not say its scale.
+    """
+    rope = config.rope_parameters
+    if not _says_scale(rope):
+        raise ValueError(
+            f"model: its config has rope_parameters with rope_type = 'yarn' and mscale_all_dim = "
+            f"{rope.get('mscale_all_dim')!r}; {_UNSAID}"
+        )
     values = {
         _RANK: config.kv_lora_rank,
         # llama.cpp lets the key be missing in models of some numbers of layers only.
@@ -68,8 +83,18 @@ def latent_metadata(config: Any) -> dict[str, Any]:
         _KEY: config.qk_nope_head_dim + config.qk_rope_head_dim,
         _VALUE: config.v_head_dim,
     }
-    log = config.rope_parameters.get("mscale_all_dim")
+    log = rope.get("mscale_all_dim")
     return values if log is None else values | {_LOG: log * _LOG_UNIT}
+
+
+def _says_scale(rope: dict[str, Any]) -> bool:
+    """Whether readers agree on the scale of such a rotation.
+
+    Without mscale_all_dim transformers scales cosines and sines by m = 0.1 ln(factor) + 1, so that
+    only the rotated part of a score has m^2. llama.cpp multiplies the score by m^2 once more: its
+    logits equal transformers' with mscale_all_dim = 1 and attention_factor = m.
+    """
+    return rope.get("rope_type") != "yarn" or bool(rope.get("mscale_all_dim"))
 
 
 def joined(keys: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -145,6 +145,7 @@ def _check_shapes(file: GgufFile, model: Any, mapping: TensorMap) -> None:
         if target is not None and target in state and name not in stacks:
             makers.setdefault(target, {})[name] = entry.shape
     for target, shapes in makers.items():
+        _check_one_layout(file, target, shapes, mapping)
         made, wanted = mapping.shape(shapes), tuple(state[target].shape)
         if made != wanted:
             given = " and ".join(f"tensor {n!r} is {list(shape)}" for n, shape in shapes.items())
@@ -152,6 +153,22 @@ def _check_shapes(file: GgufFile, model: Any, mapping: TensorMap) -> None:
             makes = "" if made in shapes.values() else f", which makes {made_of}"
             raise ValueError(
                 f"{file.path}: {given}{makes}, but the model's {target} is {list(wanted)}"
+            )
+
+
+def _check_one_layout(
+    file: GgufFile, target: str, shapes: dict[str, tuple[int, ...]], mapping: TensorMap
+) -> None:
+    """ValueError for a tensor that makes one of the model's, beside others that would make it too.
+
+    So may be the keys and values of a latent, for which files have two layouts.
+    """
+    for name, shape in shapes.items() if len(shapes) > 1 else ():
+        if mapping.shape({name: shape}) is not None:
+            others = ", ".join(repr(other) for other in shapes if other != name)
+            raise ValueError(
+                f"{file.path}: tensor {name!r} alone makes the model's {target}, for which the "
+                f"file has {others} too"
             )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .routing import GATING, SIGMOID, SOFTMAX
+
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -51,7 +53,7 @@ _ROUTED = (
     }
 )
 _CORRECTED = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
-_SIGMOID = {"expert_gating_func": 2}
+_SIGMOID = {GATING: SIGMOID}
 # What llama.cpp takes where a file has no key: older converters wrote no groups.
 _ROUTED_ELSE = {
     "n_group": 1,
@@ -60,7 +62,6 @@ _ROUTED_ELSE = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
 }
-_GATING = "expert_gating_func"
 # Of Mistral's models in these files, which scale queries by their position.
 _NO_TEMPERATURE = {"attention.temperature_scale": 0}
 _CHUNKED = {"attention.sliding_window": 8192}  # another value: not the layers of Llama 4
@@ -129,7 +130,7 @@ ARCHITECTURES = {
         "deepseek_v2",
         _ROUTED,
         processor=_LATENT,
-        states={_GATING: 1, "expert_weights_norm": False} | _NO_TEMPERATURE,
+        states={GATING: SOFTMAX, "expert_weights_norm": False} | _NO_TEMPERATURE,
         has=_ROUTED_ELSE,
         derived={"topk_method": lambda v: "group_limited_greedy" if v["n_group"] > 1 else "greedy"},
         latent=True,
@@ -218,8 +219,8 @@ ARCHITECTURES = {
 VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
     "llama": ("expert_count", None, Architecture("mixtral", _LOCAL, processor=_LLAMA)),
     "deepseek2": (
-        _GATING,
-        2,
+        GATING,
+        SIGMOID,
         Architecture(
             "deepseek_v3",
             _ROUTED,

@@ -25,6 +25,7 @@ from .experts import check_format, stored_experts
 from .file import GgufFile
 from .layout import TensorMap
 from .map import ROPE_DIVISORS, ProcessorMap, model_config
+from .routing import one_group
 from .rows import Architecture
 from .vocabulary import vocabulary
 
@@ -35,6 +36,8 @@ _UNSAID = (
     *("use_cache", "initializer_range", "pretraining_tp", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_bidirectional_attention"),
     *("max_window_layers", "resid_pdrop", "embd_pdrop"),
+    # One number: the layers that predict tokens beyond the next, which no model here has.
+    *("num_nextn_predict_layers", "num_mtp_layers"),
 )
 
 
@@ -232,7 +235,8 @@ def _check_config(path: Path, config: Any) -> None:
     """ValueError: who reads the file finds another value than the config has."""
     from transformers import PretrainedConfig
 
-    asked, found = config.to_dict(), model_config(GgufFile(path))[0].to_dict()
+    asked = one_group(config.to_dict())
+    found = one_group(model_config(GgufFile(path))[0].to_dict())
     # Checkpoints have more, which no model reads; but models ask for head_dim without their config.
     read = {"head_dim", *type(config)().to_dict()} - PretrainedConfig().to_dict().keys()
     for key, value in sorted(asked.items()):

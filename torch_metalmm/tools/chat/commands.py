@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ...files.hub import expanded
 from . import saved
 from .conversation import Conversation
 from .session import Message
@@ -47,6 +48,7 @@ def _help(_: Conversation, __: str) -> str:
         [
             *(f"{usage:{width}}  {text}" for usage, text in rows),
             'A message of several lines: Alt-Enter, a \\ at the end of a line, or """ around it.',
+            "A message that begins with a slash and a word: a blank before it.",
             "Ctrl-C ends an answer, whose beginning stays in the chat; twice, at once.",
         ]
     )
@@ -82,7 +84,7 @@ def _result(chat: Conversation, text: str) -> str | Message:
         raise ValueError("/result: the last answer asks for no call")
     if not text:
         raise ValueError(f"/result needs the result of {awaited[0]}")
-    message = {"role": "tool", "name": awaited[0], "content": text}
+    message = chat.result(text)
     if len(awaited) == 1:
         return message
     chat.messages.append(message)
@@ -92,7 +94,7 @@ def _result(chat: Conversation, text: str) -> str | Message:
 def _path(command: str, text: str) -> Path:
     if not text:
         raise ValueError(f"{command} needs the name of a file")
-    return Path(text).expanduser()
+    return expanded(text)
 
 
 COMMANDS = {

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from .marks import CALL, assistant_message, calls_of, parts
-from .session import Answer, Message, Session
+from .session import Message, Session
+from .stream import Answer
 
 
 class Conversation:
@@ -56,14 +57,24 @@ class Conversation:
             self.messages, self.hidden = before, hidden
             return answer
         takes_calls = "tool_calls" in (self.session.template.text if self.session.template else "")
-        self.messages.append(assistant_message(answer.text, takes_calls))
+        self.messages.append(
+            assistant_message(answer.text, takes_calls, self.session.prompt, len(self.messages))
+        )
         return answer
 
     def awaited(self) -> list[str]:
         """The functions that the last answer asks to call and that have no result yet."""
+        return [result["name"] for result in self._awaited()]
+
+    def result(self, text: str) -> Message:
+        """The message of what the first function awaited gave."""
+        return {"role": "tool", **self._awaited()[0], "content": text}
+
+    def _awaited(self) -> list[Message]:
+        """Whose results the messages of awaited functions are: name, tool_call_id."""
         for results, message in enumerate(reversed(self.messages)):
             if message["role"] != "tool":
-                return _functions(message)[results:]
+                return _calls(message)[results:]
         return []
 
     def _system(self) -> list[Message]:
@@ -94,14 +105,18 @@ class Conversation:
         return len(self.session.tokens_of(self._seen(), self.tools))
 
 
-def _functions(message: Message) -> list[str]:
-    """The names of what the message asks to call."""
+def _calls(message: Message) -> list[Message]:
+    """What the message asks to call: the name of each, and its id where it has one."""
     if message["role"] != "assistant":
         return []
     if message.get("tool_calls"):
-        return [call["function"]["name"] for call in message["tool_calls"]]
+        return [
+            {"name": call["function"]["name"]}
+            | ({"tool_call_id": call["id"]} if "id" in call else {})
+            for call in message["tool_calls"]
+        ]
     texts = [text for kind, text in parts(message["content"]) if kind == CALL]
-    return [call["name"] for text in texts for call in calls_of(text) or []]
+    return [{"name": call["name"]} for text in texts for call in calls_of(text) or []]
 
 
 @contextmanager

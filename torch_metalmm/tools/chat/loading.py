@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...extras import require
 from ...files.hub import fetch
 from ...models.activations import activations_
 from ...models.attach import set_cache
@@ -30,6 +31,8 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
 
     generating=False: the model need not.
     """
+    if args.adapter is not None:
+        require("--adapter", "peft")
     name = args.model or str(generate.demo_model())
     model, tokenizer = _loaded(name, args, generating)
     draft = None if args.draft is None else _loaded(args.draft, args, generating=True)
@@ -77,11 +80,9 @@ def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Any,
 
 def _with_adapter(model: Any, name: str) -> Any:
     """The model with the layers of a PEFT adapter in it. ValueError: not such a folder."""
-    from ...extras import require
-    from ...files.blame import blaming
-
-    require("--adapter", "peft")
     from peft import PeftConfig, PeftModel
+
+    from ...files.blame import blaming
 
     path = fetch(name)
     if not (path / "adapter_config.json").is_file():

@@ -75,6 +75,8 @@ class Splitter:
             if prompt.rstrip().endswith(mark.opens):
                 self._open = mark
         self._rest = ""
+        self._read = 0  # characters before the rest
+        self.first_call: int | None = None  # where the mark of the first call begins
 
     def feed(self, piece: str) -> Iterator[tuple[str, str]]:
         self._rest += piece
@@ -84,6 +86,8 @@ class Splitter:
             if mark is None:
                 yield from self._take(kind, place, 0)
                 return
+            if self._open is None and mark.kind == CALL and self.first_call is None:
+                self.first_call = self._read + place
             yield from self._take(kind, place, len(mark.closes or "" if self._open else mark.opens))
             self._open = None if self._open else mark
 
@@ -112,6 +116,7 @@ class Splitter:
 
     def _take(self, kind: str, count: int, mark: int) -> Iterator[tuple[str, str]]:
         taken, self._rest = self._rest[:count], self._rest[count + mark :]
+        self._read += count + mark
         if taken:
             yield kind, taken
 
@@ -139,14 +144,18 @@ def calls_of(text: str) -> list[dict[str, Any]] | None:
     return found or None
 
 
-def assistant_message(text: str, takes_calls: bool) -> dict[str, Any]:
+def assistant_message(
+    text: str, takes_calls: bool, prompt: str = "", place: int = 0
+) -> dict[str, Any]:
     """The assistant's message of an answer. takes_calls: the template writes `tool_calls`.
 
-    Calls that are no JSON, and those of other templates, stay in the content as they came.
+    prompt: as Splitter's. place: that of the message in its chat, which makes the ids of its calls
+    unique there; they are 9 letters or digits, as Mistral's templates demand. Calls that are no
+    JSON, and those of other templates, stay in the content as they came.
     """
-    split = parts(text)
+    splitter = Splitter(prompt)
     calls: list[dict[str, Any]] = []
-    for kind, part in split:
+    for kind, part in [*splitter.feed(text), *splitter.end()]:
         if kind == CALL:
             found = calls_of(part)
             if found is None:
@@ -154,9 +163,11 @@ def assistant_message(text: str, takes_calls: bool) -> dict[str, Any]:
             calls += found
     if not calls or not takes_calls:
         return {"role": "assistant", "content": text}
-    first = min(text.find(mark.opens) for mark in MARKS if mark.kind == CALL and mark.opens in text)
     return {
         "role": "assistant",
-        "content": text[:first].rstrip(),
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
+        "content": text[: splitter.first_call].rstrip(),
+        "tool_calls": [
+            {"type": "function", "id": f"{place:06}{i:03}", "function": call}
+            for i, call in enumerate(calls)
+        ],
     }

@@ -11,32 +11,35 @@ from typing import Any
 QUOTES = '"""'
 
 
-def is_open(text: str) -> bool:
-    """Whether the message goes on in another line: a backslash at its end, or open quotes."""
+def begun(text: str) -> str | None:
+    """What goes before another line of the message: the text has open quotes, or a backslash at its
+    end, which goes. None: the message is whole.
+
+    Only this backslash is taken: those before other new lines were pasted, and belong to the text.
+    """
     if text.startswith(QUOTES):
-        return len(text) < 2 * len(QUOTES) or not text.rstrip().endswith(QUOTES)
-    return text.endswith("\\")
+        is_open = len(text) < 2 * len(QUOTES) or not text.rstrip().endswith(QUOTES)
+        return f"{text}\n" if is_open else None
+    return f"{text[:-1]}\n" if text.endswith("\\") else None
 
 
 def message_of(text: str) -> str:
-    """The message without what kept it open."""
-    text = text.strip()
+    """The message without the quotes and blank lines around it; its first line may be indented."""
+    text = text.rstrip()
     if text.startswith(QUOTES):
-        return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-    return text.replace("\\\n", "\n")
+        text = text.removeprefix(QUOTES).removesuffix(QUOTES).rstrip("\n")
+    return text.lstrip("\n")
 
 
 def from_lines(lines: Iterable[str]) -> Iterator[str]:
     """Messages of lines; one that is open at the end is a message, too."""
-    text = ""
+    text, before = "", None
     for line in lines:
-        text += line.rstrip("\n")
-        if is_open(text):
-            text += "\n"
-            continue
-        yield message_of(text)
-        text = ""
-    if text:
+        text = (before or "") + line.rstrip("\n")
+        before = begun(text)
+        if before is None:
+            yield message_of(text)
+    if before is not None:
         yield message_of(text)
 
 
@@ -57,16 +60,21 @@ def from_terminal(commands: Iterable[str], hint: str) -> Iterator[str]:
 def _prompt_session(commands: Iterable[str]) -> Any:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.document import Document
     from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
 
     keys = KeyBindings()
 
     def enter(event: Any) -> None:
         buffer = event.current_buffer
-        if is_open(buffer.text):
+        before = begun(buffer.text)
+        if before is None:
+            buffer.validate_and_handle()
+        elif buffer.text.startswith(QUOTES):
             buffer.insert_text("\n")
         else:
-            buffer.validate_and_handle()
+            buffer.document = Document(before)
 
     def newline(event: Any) -> None:
         event.current_buffer.insert_text("\n")
@@ -82,6 +90,8 @@ def _prompt_session(commands: Iterable[str]) -> Any:
         key_bindings=keys,
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
+        # Where answers go into a file, what is typed is shown beside the notes.
+        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
     )
 
 
@@ -89,11 +99,11 @@ def _history() -> Any:
     """What was typed in earlier chats, for the user alone; of this one, where it cannot be kept."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = state / "metalmm" / "chat_history"
     try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = state / "metalmm" / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no home is known
         return InMemoryHistory()
     return FileHistory(str(path))

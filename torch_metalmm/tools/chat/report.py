@@ -7,7 +7,7 @@ from typing import Any
 
 from ..generate import peak_memory
 from .marks import CALL, calls_of, parts
-from .session import Answer
+from .stream import Answer
 
 
 def line(answer: Answer, loading: float | None = None) -> str:

@@ -52,10 +52,20 @@ def load(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}: messages[{i}] has no role of {', '.join(_ROLES)}")
         if not isinstance(message.get("content"), str):
             raise ValueError(f"{path}: messages[{i}]: its content is no text")
+        _check_characters(path, i, message)
         if message["role"] == "system" and i:
             raise ValueError(f"{path}: messages[{i}]: the system's message must be the first")
         _check_calls(path, i, message.get("tool_calls"))
     return messages
+
+
+def _check_characters(path: Path, i: int, message: dict[str, Any]) -> None:
+    """JSON can escape half of a surrogate pair, which no tokenizer takes and no file has."""
+    try:
+        json.dumps(message, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(error.object[error.start]):04X}"
+        raise ValueError(f"{path}: messages[{i}] has {half}, which is no character") from None
 
 
 def _check_calls(path: Path, i: int, calls: Any) -> None:

@@ -19,6 +19,11 @@ def harmless(text: str) -> str:
     return text.translate(_HARMLESS)
 
 
+def one_line(error: BaseException) -> str:
+    """What the error says, harmless; transformers' run over several lines, MemoryError's none."""
+    return harmless(" ".join(str(error).split())) or type(error).__name__
+
+
 class Screen:
     """Answers on standard output; statistics, notes and errors on standard error.
 
@@ -35,7 +40,10 @@ class Screen:
         """What to show an answer with; prompt(): the text that it answers, once it begins."""
         if self._quiet:
             return Writer(lambda _: None)
-        return Styled(self._out, prompt) if self._out is not None else Writer(_write)
+        if self._out is not None:
+            return Styled(self._out, prompt)
+        is_shown = sys.stdout.isatty()  # without rich
+        return Writer(lambda text: _write(harmless(text) if is_shown else text))
 
     def print(self, text: str) -> None:
         """On standard output, as it is."""
@@ -48,6 +56,8 @@ class Screen:
         self._say(text, _ERROR)
 
     def _say(self, text: str, style: str) -> None:
+        """Names in it may be those of a file, and what a template refuses is the file's text."""
+        text = harmless(text)
         sys.stdout.flush()
         if self._err is None:
             print(text, file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .stream import Stream
+from .stream import Answer, Stream
 from .template import Template
 
 # Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
@@ -45,19 +45,6 @@ class Options:
         given["temperature"] = self.temperature
         # transformers' own default is the 50 most likely tokens.
         return given | {"top_p": self.top_p, "top_k": self.top_k or 0, "min_p": self.min_p}
-
-
-@dataclass
-class Answer:
-    """What came, and what it took."""
-
-    text: str
-    finish: str  # stop, length or interrupted
-    prompt_tokens: int
-    kept_tokens: int  # of the prompt, read for an earlier answer
-    new_tokens: int
-    begun: float
-    times: list[float]  # when each token came
 
 
 class Session:

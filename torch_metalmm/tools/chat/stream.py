@@ -1,14 +1,28 @@
-"""The tokens of an answer as text, as they come."""
+"""An answer: its tokens as text, as they come; and what it took."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from .marks import KEPT, Stops
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not yet a character
+
+
+@dataclass
+class Answer:
+    """What came, and what it took."""
+
+    text: str
+    finish: str  # stop, length or interrupted
+    prompt_tokens: int
+    kept_tokens: int  # of the prompt, read for an earlier answer
+    new_tokens: int
+    begun: float
+    times: list[float]  # when each token came
 
 
 class Stream:

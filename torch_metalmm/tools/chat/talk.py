@@ -16,6 +16,7 @@ from .flags import add_flags, check, given_text, tools_of
 if TYPE_CHECKING:
     from .conversation import Conversation
     from .screen import Screen
+    from .session import Message
 
 _HINT = "Ctrl-D or /exit leaves"
 
@@ -67,12 +68,13 @@ def run(args: argparse.Namespace) -> None:
 
 def _talk(chat: Conversation, screen: Screen, first: str | None, as_json: bool) -> None:
     from . import commands
+    from .screen import one_line
 
-    for text in _messages(first):
+    for message in _messages(first):
         try:
-            message: Any = {"role": "user", "content": text}
-            if commands.is_command(text):
-                message = commands.run(text, chat)
+            if isinstance(message, str):
+                is_command = commands.is_command(message)
+                message = commands.run(message, chat) if is_command else _asked(message)
             if isinstance(message, str):
                 screen.note(message)
             elif message["content"]:
@@ -85,15 +87,20 @@ def _talk(chat: Conversation, screen: Screen, first: str | None, as_json: bool) 
             if not sys.stdin.isatty():
                 raise
             screen.note("stopped; the message is not in the chat")
-        except (ValueError, OSError) as error:
-            screen.error(" ".join(str(error).split()))
+        except Exception as error:  # no memory, for one; it costs the message, never the chat
+            screen.error(one_line(error))
 
 
-def _messages(first: str | None) -> Iterator[str]:
+def _asked(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _messages(first: str | None) -> Iterator[str | Message]:
+    """What is asked, or typed and perhaps a command. first: the text of files, which is none."""
     from .commands import COMMANDS
 
     if first is not None:
-        yield first
+        yield _asked(first)
     if sys.stdin.isatty():
         yield from reader.from_terminal([*COMMANDS, "/exit"], _HINT)
     else:
