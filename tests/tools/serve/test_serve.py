@@ -20,6 +20,12 @@ from torch_metalmm.tools.generate import demo_model
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+# Greedy, the model repeats this for ever.
+ENDLESS = {
+    "prompt": "One, two, three, one, two, three, one, two, three,",
+    "temperature": 0,
+    "max_tokens": 8000,
+}
 QUESTIONS = (
     "What is the capital of France?",
     "Name three rivers of Europe, please.",
@@ -193,7 +199,7 @@ def is_free_soon(served: Served) -> bool:
 @pytest.mark.parametrize("stream", (True, False), ids=("stream", "whole"))
 def test_a_client_that_goes_frees_its_place(client: Any, served: Served, stream: bool) -> None:
     """Left to itself, the answer takes minutes."""
-    given = {"model": served.name, "prompt": "One, two,", "stream": stream, "max_tokens": 8000}
+    given = ENDLESS | {"model": served.name, "stream": stream}
     if stream:
         answer = client.completions.create(**given)
         next(iter(answer))
@@ -207,7 +213,7 @@ def test_a_client_that_goes_frees_its_place(client: Any, served: Served, stream:
 
 def test_the_queue_is_bounded(client: Any, served: Served) -> None:
     """4 are answered, 2 wait, and the next is refused."""
-    given = {"model": served.name, "prompt": "One, two,", "max_tokens": 8000, "stream": True}
+    given = ENDLESS | {"model": served.name, "stream": True}
     taken = [client.completions.create(**given) for _ in range(6)]
     try:
         with pytest.raises(openai.RateLimitError) as refused:
