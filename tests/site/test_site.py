@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -20,8 +21,6 @@ PAGES = sorted(
     str(p.relative_to(ROOT))
     for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
 )
-# {language of a fenced block: the pages that may have such, and the test that runs them}
-RUN = {"python": "test_recipes", "cpp": "test_adding"}
 FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"?(?:https?:)?//[^\"> ]+")
 
 
@@ -72,7 +71,7 @@ def test_a_broken_link_ends_the_build(site: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_fenced_block_is_run(page: str) -> None:
-    """What is no program is indented, not fenced."""
+    """Python by test_recipes, C++ by test_adding; what is no program is indented, not fenced."""
     text = (ROOT / page).read_text("utf-8")
     languages = {m for m in re.findall(r"^```(\w*)\n.*?^```$", text, re.M | re.S)}
     assert languages <= ({"cpp", "python"} if page == "docs/adding.md" else {"python"})
@@ -98,7 +97,28 @@ def test_commands_of_a_page_are_commands(page: str) -> None:
         elif words[0].endswith("make"):
             assert {word for word in words[1:] if "=" not in word} <= targets, words
         else:
-            options.parser().parse_args(words[3:])
+            options.parse(words[3:])
+
+
+def test_links_and_lists_of_a_page_are_those_of_the_site() -> None:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "hooks.py")
+    assert spec and spec.loader
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    text = (
+        "[a](../bench/results.md#tokens) [b](../setup.py) [`setup.py`](../setup.py) [c](#d)\n"
+        "[e](guide/start.md) `[f](../setup.py)` [g](gone.md)\n\n    [h](../setup.py)\n"
+    )
+    assert hooks.outside_code(text, "docs/design.md", "design.md") == (
+        "[a](bench/results.md#tokens) b (`setup.py`) `setup.py` [c](#d)\n"
+        "[e](guide/start.md) `[f](../setup.py)` [g](gone.md)\n\n    [h](../setup.py)\n"
+    )
+    there = hooks.outside_code("[a](docs/chat.md)", "README.md", "index.md")
+    assert there == "[a](chat.md)"
+    text = "1. a\n   b\n\n       code\n* c\n  d\n```\n  e\n```\nf\n    code\n"
+    assert hooks.deepened(text) == (
+        "1. a\n    b\n\n        code\n* c\n    d\n```\n  e\n```\nf\n    code\n"
+    )
 
 
 def test_commands_are_found() -> None:
