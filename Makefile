@@ -1,6 +1,7 @@
 # make demo   install and answer a question with a packed model      make test   install and run every test
 # make lint   ruff, mypy, clang-format                               make bench  measure this machine
 # make quick  the tests to run before a commit, a minute   make doctor check every engine of this machine
+# make docs   the site of docs/, in build/site
 # make macos-check   compile what macOS builds against every torch that is supported
 # make wheel TORCH="2.13 2.15" PYTHONS="python3.10 python3.12"   a wheel in dist/ for these
 
@@ -11,7 +12,7 @@ PIP_ALOUD := $(BIN)/python -m pip install --disable-pip-version-check
 PIP := $(PIP_ALOUD) --quiet
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo doctor test quick lint format bench neon macos-check mutants wheel clean
+.PHONY: demo doctor test quick lint format docs bench neon macos-check mutants wheel clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
@@ -36,6 +37,10 @@ format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(shell find csrc metal -name '*.h' -o -name '*.cpp' -o -name '*.mm' -o -name '*.metal')
+
+# Strictly: a link, an anchor or a page of the nav that does not exist ends the build.
+docs: $(VENV)/.test
+	$(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/.test
 	$(BIN)/python -m bench

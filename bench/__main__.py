@@ -265,6 +265,11 @@ def main(argv: list[str]) -> int:
         if args.command == "chips":
             print(predictions(args))
             return 0
+        if args.command == "plot-formats":
+            from .report import format_plots
+
+            print(*format_plots.write(), sep="\n")
+            return 0
         if args.command == "plot":
             from .report import plots
 

@@ -23,7 +23,10 @@ MEASURES = (
     *("matmul", "matrix-ops", "op-overhead", "norm", "attention", "tokens", "quality"),
     *("experts", "cache", "serve", "roof"),
 )
-COMMANDS = (*MEASURES, "report", "plot", "cells", "chips", "registers", "tiles")
+COMMANDS = (
+    *MEASURES,
+    *("report", "plot", "plot-formats", "cells", "chips", "registers", "tiles"),
+)
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -169,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("file", type=Path, nargs="+", help="of one machine; the later ones win")
     plot.add_argument("--output", type=Path, default=Path("."), help="folder")
     plot.add_argument("--prefix", default="", help="of the file names, as h200-")
+    sub.add_parser("plot-formats", help="table and plots of docs/guide/formats.md, from results.md")
     return p
 
 

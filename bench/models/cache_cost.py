@@ -90,7 +90,7 @@ class Scores:
 
 def text() -> str:
     """README and the pages of docs."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return "\n".join(page.read_text("utf-8") for page in pages)
 
 

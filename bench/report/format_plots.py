@@ -1,0 +1,186 @@
+"""What a format costs and saves: results.md -> the table of docs/guide/formats.md and its plots."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_metalmm import formats
+
+from ..tables import ABSENT, Table, digits, replace_block, to_markdown
+from .plots import DOTS_PER_INCH, FIGURE_INCHES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COMMAND = "plot-formats"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results.md"
+PAGE = ROOT / "docs" / "guide" / "formats.md"
+PLOTS = ROOT / "docs" / "plots"
+MOST_PERPLEXITY = 600  # of the plot; beyond it a model predicts nothing
+
+# Labels whose points have others beside them: how many points they stand apart, behind a line.
+APART = {
+    "quality": {
+        "iq4_xs": (-42, -30),
+        "q4_0": (-22, -48),
+        "q8_0": (-16, 20),
+        "affine8_g64": (-62, 36),
+    },
+    "speed": {"q4_0": (14, 12), "affine4_g64": (18, -16), "affine3_g64": (-8, -20)}
+    | {"affine2_g64": (-8, -34), "q8_0": (10, 12), "affine8_g64": (12, -16)},
+}
+Rows = dict[str, dict[str, str]]
+
+
+def read_table(page: str, heading: str, title: str) -> Rows:
+    """{first cell: {column: cell}} of the table below a bold title of a section.
+
+    ValueError: the page has no such table.
+    """
+    section = page.partition(f"\n{heading}\n")[2]
+    found = re.search(rf"^\*\*{re.escape(title)}.*\n\n((?:\|.*\n)+)", section, re.M)
+    if found is None:
+        raise ValueError(f"{RESULTS.name}: no table {title!r} below {heading!r}")
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()
+    ]
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+
+
+def quality() -> tuple[Rows, Rows]:
+    """SmolLM2 by format; the same with an importance matrix."""
+    page, title = RESULTS.read_text("utf-8"), "SmolLM2-135M-Instruct, from its Q4_1 file"
+    plain = read_table(page, "## Quality", title)
+    return plain, read_table(page, "## Quality with an importance matrix", title)
+
+
+def h200() -> dict[str, float]:
+    """{format: µs of one row of f16 x and W 128256×4096}."""
+    rows = read_table(RESULTS.read_text("utf-8"), "## H200: one row of x", "x f16, µs at M = 1")
+    return {
+        name: float(cell.split()[0]) for name, cell in rows["128256×4096"].items() if name != "W"
+    }
+
+
+def tokens() -> Rows:
+    """SmolLM2 on two cores of a CPU, with exact and with rounded activations."""
+    page = RESULTS.read_text("utf-8")
+    return read_table(page, "### Tokens: CPU, int8 activations", "SmolLM2-135M-Instruct")
+
+
+def short(row: str) -> str:
+    """q4_k of "q4_k (80 % q5_0)"."""
+    return row.split(" (")[0]
+
+
+def of_matrix(name: str, weighed: Rows) -> str:
+    """The perplexity with an importance matrix, ABSENT where the format searches nothing."""
+    found = [r for k, r in weighed.items() if short(k) == f"{name}, imatrix"]
+    return found[0]["perplexity"] if found else ABSENT
+
+
+def table() -> Table:
+    """A row for each format that was measured."""
+    plain, weighed = quality()
+    speed, cpu = h200(), tokens()
+    out = Table(
+        "",
+        [
+            "format",
+            "bits",
+            "MB",
+            "perplexity",
+            "with imatrix",
+            "same top token",
+            "CPU tok/s",
+            "H200 µs",
+        ],
+    )
+    for label, row in plain.items():
+        name = short(label)
+        if name not in formats.names():
+            continue
+        decode = cpu.get(f"metalmm {name}, fuse_", {}).get("decode tok/s", ABSENT)
+        bits = f"{8 * formats.get(name).row_bytes(4096) / 4096:g}"
+        out.rows.append(
+            [
+                f"`{name}`{label.removeprefix(name)}",
+                bits,
+                row["MB"],
+                row["perplexity"],
+                of_matrix(name, weighed),
+                row["same top token"],
+                decode,
+                digits(speed.get(name)),
+            ]
+        )
+    return out
+
+
+def name_point(ax: Axes, plot: str, name: str, at: tuple[float, float]) -> None:
+    apart = APART[plot].get(name)
+    line = {"arrowstyle": "-", "linewidth": 0.5} if apart else None
+    text = {"xytext": apart or (4, 4), "textcoords": "offset points", "fontsize": 8}
+    ax.annotate(name, at, arrowprops=line, **text)
+
+
+def draw_quality(ax: Axes) -> None:
+    """Perplexity over MB, with an importance matrix as a ring."""
+    plain, weighed = quality()
+    base = next(iter(plain.values()))
+    for label, row in plain.items():
+        name, mb = short(label), float(row["MB"])
+        y = float(row["perplexity"])
+        if name not in formats.names() or y > MOST_PERPLEXITY:
+            continue
+        mark, color = ("^", "tab:orange") if name.startswith("affine") else ("o", "tab:blue")
+        ax.scatter([mb], [y], marker=mark, color=color, s=30)
+        name_point(ax, "quality", name, (mb, y))
+        better = of_matrix(name, weighed)
+        if better != ABSENT and float(better) <= MOST_PERPLEXITY:
+            ax.scatter(
+                [mb], [float(better)], marker=mark, facecolors="none", edgecolors=color, s=30
+            )
+            ax.plot([mb, mb], [y, float(better)], color=color, linewidth=0.6)
+    ax.axhline(float(base["perplexity"]), color="black", linewidth=0.8, linestyle="--")
+    ax.set(yscale="log", xlabel="MB of the model", ylabel="perplexity", ylim=(70, MOST_PERPLEXITY))
+    ax.set_yticks([80, 100, 150, 200, 300, 500], ["80", "100", "150", "200", "300", "500"])
+    ax.minorticks_off()
+    ax.set_title("SmolLM2-135M from its Q4_1 file (dashed); hollow: with an importance matrix")
+    ax.grid(alpha=0.3)
+
+
+def draw_speed(ax: Axes) -> None:
+    """µs of one row of x over bits per weight, on the H200."""
+    for name, us in h200().items():
+        if name not in formats.names():
+            continue  # torch's own product
+        bits = 8 * formats.get(name).row_bytes(4096) / 4096
+        mark, color = ("^", "tab:orange") if name.startswith("affine") else ("o", "tab:blue")
+        ax.scatter([bits], [us], marker=mark, color=color, s=30)
+        name_point(ax, "speed", name, (bits, us))
+    ax.axhline(h200()["torch.mv"], color="black", linewidth=0.8, linestyle="--")
+    ax.set(xlim=(2, 17), xlabel="bits per weight", ylabel="µs", ylim=(0, None))
+    ax.set_title("One row of f16 x, W 128256×4096, NVIDIA H200; dashed: torch.mv f16")
+    ax.grid(alpha=0.3)
+
+
+def write() -> list[Path]:
+    """Draws the plots and writes the table of the page; the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    written = [PAGE]
+    replace_block(PAGE, COMMAND, to_markdown(table()))
+    for name, draw in (("format-quality", draw_quality), ("format-speed", draw_speed)):
+        figure, ax = plt.subplots(figsize=FIGURE_INCHES, layout="constrained")
+        draw(ax)
+        written.append(PLOTS / f"{name}.png")
+        figure.savefig(written[-1], dpi=DOTS_PER_INCH)
+        plt.close(figure)
+    return written

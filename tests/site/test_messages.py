@@ -1,0 +1,75 @@
+"""What the page on troubleshooting quotes is what the sources say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
+OURS = "## What torch_metalmm says"
+VALUE = "\0"  # in a message, what is filled in when it is raised
+GAP = "…"  # the same in a quotation, or what a quotation leaves out
+LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
+
+
+def python_texts(source: str) -> Iterator[str]:
+    """The strings of a module: implicit concatenations as one, values as VALUE."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def native_texts(source: str) -> Iterator[str]:
+    """The strings of each statement of C++ or Objective-C++, values between them as VALUE."""
+    source = re.sub(r"^\s*(//|#include).*$", "", source, flags=re.M)
+    source = re.sub(r'"\s+"', "", source)
+    for statement in re.split(r";\s*\n", source):
+        yield VALUE.join(LITERAL.findall(statement)).replace('\\"', '"')
+
+
+@cache
+def texts() -> tuple[str, ...]:
+    files = [f for room in ("torch_metalmm", "cmake") for f in (ROOT / room).rglob("*.py")]
+    found = [text for file in files for text in python_texts(file.read_text("utf-8"))]
+    for suffix in ("cpp", "h", "mm"):
+        for file in (ROOT / "csrc").rglob(f"*.{suffix}"):
+            found += native_texts(file.read_text("utf-8"))
+    return tuple(found)
+
+
+def is_said(quotation: str, said: tuple[str, ...]) -> bool:
+    """Whether one text has the parts of a quotation, in order, and no constant word between them
+    where the quotation shows a value."""
+    parts = [re.escape(part.strip()) for part in quotation.split(GAP) if part.strip()]
+    pattern = re.compile(r"\s*\0?.*?".join(parts), re.S)
+    return any(pattern.search(text) for text in said)
+
+
+def quotations(page: Path) -> list[str]:
+    """The first column of the tables of our own messages."""
+    ours = page.read_text("utf-8").partition(OURS)[2]
+    rows = re.findall(r"^\| (`.+?`) \|", ours, re.M)
+    return [one for row in rows for one in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize("quotation", quotations(PAGE))
+def test_a_message_of_the_page_is_one_of_the_sources(quotation: str) -> None:
+    letters = sum(len(part.strip()) for part in quotation.split(GAP))
+    assert letters >= 12, "too short to be found by"
+    assert is_said(quotation, texts())
+
+
+def test_a_message_that_is_gone_is_noticed() -> None:
+    said = (*python_texts('f"no such {kind}: " f"{path}"'), *native_texts('f("a b " + c, "d");\n'))
+    assert is_said("no such …:", said) and is_said("a b …d", said)
+    assert not is_said("no such file: …", said) and not is_said("d … a b", said)

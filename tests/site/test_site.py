@@ -1,0 +1,127 @@
+"""The site builds strictly, fetches nothing, and its blocks are run, parsed or plain output."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+import torch_metalmm
+from bench import options
+from torch_metalmm.tools import cli
+
+PAGES = sorted(
+    str(p.relative_to(ROOT))
+    for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+)
+FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"?(?:https?:)?//[^\"> ]+")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site") / "built"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def test_every_page_is_on_the_site(site: Path) -> None:
+    built = {str(p.relative_to(site)) for p in site.rglob("*.html")}
+    wanted = {p.removeprefix("docs/").replace(".md", ".html") for p in PAGES if p[:4] == "docs"}
+    assert built >= wanted | {"index.html", "contributing.html", "bench/results.html"}
+    assert '"location":"guide/gguf.html#' in (site / "search" / "search_index.json").read_text()
+
+
+def test_a_page_fetches_nothing_from_elsewhere(site: Path) -> None:
+    found = {p.name: FETCHED.findall(p.read_text("utf-8")) for p in site.rglob("*.html")}
+    assert found and not {name: urls for name, urls in found.items() if urls}
+    assert FETCHED.search('<script src="https://a.b/c.js">')
+
+
+def test_the_functions_have_their_docstrings(site: Path) -> None:
+    page = (site / "guide" / "api.html").read_text("utf-8")
+    missing = [name for name in torch_metalmm.__all__ if f'id="torch_metalmm.{name}"' not in page]
+    assert not missing
+    assert "forward of five ops beside attention" in page  # of fuse_'s docstring
+
+
+def test_a_broken_link_ends_the_build(site: Path, tmp_path: Path) -> None:
+    """site: the whole build passes, so that what fails here is the link."""
+    (tmp_path / "docs").mkdir()
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[0]
+    settings = re.sub(r"\nhooks:\n.*\n", "\n", settings)
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    for link, fails in (("#own", False), ("#gone", True), ("gone.md", True)):
+        (tmp_path / "docs" / "index.md").write_text(f"# Own\n[a]({link})\n")
+        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert (run.returncode != 0) == fails, run.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fenced_block_is_run(page: str) -> None:
+    """Python by test_recipes, C++ by test_adding; what is no program is indented, not fenced."""
+    text = (ROOT / page).read_text("utf-8")
+    languages = {m for m in re.findall(r"^```(\w*)\n.*?^```$", text, re.M | re.S)}
+    assert languages <= ({"cpp", "python"} if page == "docs/adding.md" else {"python"})
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands on the indented lines of a page, as words; comments and pipes are left out."""
+    found = []
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    for line in re.findall(r"^ {4,}((?:\S*/)?(?:metalmm|make|python -m bench)\b .*)$", text, re.M):
+        line = re.split(r" +#|\||2>", line)[0].strip()
+        words = shlex.split(line)
+        found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands_of_a_page_are_commands(page: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for words in commands(page):
+        if words[0].endswith("metalmm"):
+            cli._parser().parse_args(words[1:])
+        elif words[0].endswith("make"):
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
+        else:
+            options.parse(words[3:])
+
+
+def test_links_and_lists_of_a_page_are_those_of_the_site() -> None:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "hooks.py")
+    assert spec and spec.loader
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    text = (
+        "[a](../bench/results.md#tokens) [b](../setup.py) [`setup.py`](../setup.py) [c](#d)\n"
+        "[e](guide/start.md) `[f](../setup.py)` [g](gone.md)\n\n    [h](../setup.py)\n"
+    )
+    assert hooks.outside_code(text, "docs/design.md", "design.md") == (
+        "[a](bench/results.md#tokens) b (`setup.py`) `setup.py` [c](#d)\n"
+        "[e](guide/start.md) `[f](../setup.py)` [g](gone.md)\n\n    [h](../setup.py)\n"
+    )
+    there = hooks.outside_code("[a](docs/chat.md)", "README.md", "index.md")
+    assert there == "[a](chat.md)"
+    text = "1. a\n   b\n\n       code\n* c\n  d\n```\n  e\n```\nf\n    code\n"
+    assert hooks.deepened(text) == (
+        "1. a\n    b\n\n        code\n* c\n    d\n```\n  e\n```\nf\n    code\n"
+    )
+
+
+def test_commands_are_found() -> None:
+    assert ["metalmm", "quantize"] in [
+        [words[0].rpartition("/")[2], words[1]] for words in commands("README.md")
+    ]
