@@ -143,7 +143,21 @@ def _plug_into_experts() -> None:
 
 
 def _plug_into_diffusers() -> None:
-    from .hf import diffusers  # noqa: F401  # save_pretrained refuses packed layers
+    try:
+        from .hf.diffusers import quantizer  # noqa: F401  # it registers "metalmm" there, too
+    except ImportError as error:
+        import warnings
+
+        warnings.warn(f"this diffusers cannot load packed models: {error}", stacklevel=2)
+
+
+def _plug_into_saving_of_diffusers() -> None:
+    try:
+        from .hf.diffusers import save  # noqa: F401  # save_pretrained becomes its own
+    except ImportError as error:
+        import warnings
+
+        warnings.warn(f"this diffusers cannot save packed models: {error}", stacklevel=2)
 
 
 def _plug_into_models() -> None:
@@ -176,7 +190,8 @@ when_imported("transformers.modeling_utils", _plug_into_saving)
 when_imported("transformers.modeling_utils", _plug_into_gguf)
 when_imported("transformers.modeling_utils", _plug_into_attention)
 when_imported("transformers.modeling_utils", _plug_into_experts)
-when_imported("diffusers.models.modeling_utils", _plug_into_diffusers)
+when_imported("diffusers.quantizers.auto", _plug_into_diffusers)
+when_imported("diffusers.models.modeling_utils", _plug_into_saving_of_diffusers)
 when_imported("transformers.modeling_utils", _plug_into_models)
 when_imported("sentence_transformers", _plug_into_sentences)
 when_imported("peft.tuners.lora", _plug_into_peft)

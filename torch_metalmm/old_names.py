@@ -21,7 +21,7 @@ PLACES = {
     "checkpoint": "hf.packed",
     "chip_model": "tools.chips",
     "cli": "tools.cli",
-    "diffusers_save": "hf.diffusers",
+    "diffusers_save": "hf.diffusers.save",
     "doctor": "tools.doctor.report",
     "doctor_checks": "tools.doctor.checks",
     "doctor_child": "tools.doctor.child",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -23,8 +24,16 @@ require("MetalMMConfig", "transformers")
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 
+class _Method(str, enum.Enum):
+    """diffusers asks a config for quant_method.value."""
+
+    METALMM = QUANT_METHOD
+
+    __str__ = str.__str__
+
+
 class MetalMMConfig(QuantizationConfigMixin):
-    """Which layer of a transformers model gets which format.
+    """Which layer of a model of transformers or diffusers gets which format.
 
         AutoModel.from_pretrained(folder, quantization_config=MetalMMConfig("q4_k"))
 
@@ -62,7 +71,7 @@ class MetalMMConfig(QuantizationConfigMixin):
                 f"unknown keys {sorted(other)}; there are format, modules, skip, input_order, "
                 "activations, importance"
             )
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a plug-in is in no enum
+        self.quant_method = _Method.METALMM  # type: ignore[assignment]  # theirs has no plug-ins
         self.format = None if format is None else _format("format", format)
         self.modules = _modules({} if modules is None else modules)
         self.skip = _names("skip", [skip] if isinstance(skip, str) else skip)
@@ -76,7 +85,8 @@ class MetalMMConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: the method and every field that is set."""
-        return {key: value for key, value in super().to_dict().items() if value}
+        fields = {key: value for key, value in super().to_dict().items() if value}
+        return fields | {"quant_method": QUANT_METHOD}
 
     def spec(self) -> Spec:
         """format and modules as quantize_ takes them."""

@@ -15,21 +15,18 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from .. import formats
 from ..files.folder import QUANT_METHOD
 from ..files.headers import Found
 from ..files.imatrix import read_importance
 from ..files.untrusted import check_inside
-from ..models.activations import activations_
-from ..models.attach import plug_in
-from ..models.experts import Stack, unpack_into
+from ..models.attach import TRANSFORMERS, plug_in
+from ..models.experts import Stack
 from ..models.quantize import Job, check_weight, plan, warn_fallbacks, warn_stacked, weigh
-from ..models.replace import is_conv1d, weight_shape
+from ..models.replace import is_conv1d
 from ..models.shard.apply import refuse_sharded
 from ..models.skeleton import empty_like
+from ..models.stored import put_empty, stored_jobs, take_activations, unpack_
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
-from ..nn.activations import Activations, set_activations
-from ..nn.experts import GATE
 from ..nn.packed import quantize_weight
 from ..nn.sharded import ColumnsLinear, Sharded
 from .checks import (
@@ -102,7 +99,7 @@ class MetalMMQuantizer(HfQuantizer):
         if self.pre_quantized:
             require_safetensors("packed weights are", checkpoint_files or [])
             check_inside(model.config._name_or_path, checkpoint_files or [])
-            self._jobs = _stored_jobs(model, self.quantization_config)
+            self._jobs = self._stored_jobs(model)
         else:
             tie(model, {})
             skip = self.quantization_config.skip_filter(model)
@@ -112,18 +109,20 @@ class MetalMMQuantizer(HfQuantizer):
                 weigh(model, self._jobs, read_importance(path, model))
             warn_fallbacks(self._jobs)
             warn_stacked(model, spec, self._jobs, skip)
-        for job in self._jobs:
-            n, k = weight_shape(job.sites[0][1])
-            row = formats.get(job.format).row_bytes(k)
-            job.put(model, torch.empty(n, row, dtype=torch.uint8, device="meta"))
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for name in _in_model(model, self.quantization_config.input_order):
-            layer = modules.get(name)  # None: a stack of experts
-            if not isinstance(layer, QuantLinear):
-                raise ValueError(f"quantization_config: {name} in input_order is not packed")
-            layer.input_order = torch.empty(layer.in_features, dtype=torch.int64, device="meta")
-        _set_activations(model, self.quantization_config.activations)
+        put_empty(model, self._jobs, _in_model(model, self.quantization_config.input_order))
+        asked = self.quantization_config.activations
+        take_activations(model, _in_model(model, asked) if isinstance(asked, dict) else asked)
         shard_skeleton(model, self._jobs, checkpoint_files)
+
+    def _stored_jobs(self, model: Any) -> list[Job]:
+        names = self.quantization_config.modules
+        table = _in_model(model, names)
+        tie(model, table)
+        jobs = stored_jobs(model, table)
+        if not jobs:
+            named = ", ".join(list(names)[:3])
+            raise ValueError(f"quantization_config: the model has none of the layers {named}, ...")
+        return jobs
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """The conversions to load with; here the files are known and what they hold is checked."""
@@ -200,24 +199,8 @@ class MetalMMQuantizer(HfQuantizer):
         refuse_sharded(model, "dequantize")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
         originals = empty_like(model, dtype)
-        weights: dict[int, nn.Parameter] = {}
-        for name, packed in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(packed, QuantExperts):
-                dense = originals.get_submodule(name)
-                unpack_into(dense, packed, dtype)
-                _share_config(model, name, dense)
-                model.set_submodule(name, dense.train(packed.training))
-            elif isinstance(packed, QuantLinear | QuantEmbedding):
-                dense = originals.get_submodule(name)
-                if id(packed.weight) not in weights:
-                    decoded = packed.dequantize(dtype)
-                    if is_conv1d(dense):
-                        decoded = decoded.t().contiguous()
-                    weights[id(packed.weight)] = nn.Parameter(decoded)
-                dense.weight = weights[id(packed.weight)]
-                if isinstance(packed, QuantLinear):
-                    dense.bias = packed.bias
-                model.set_submodule(name, dense.to(packed.weight.device).train(packed.training))
+        for name in unpack_(model, originals, dtype):
+            _share_config(model, name, model.get_submodule(name))
         return model
 
     def _record(self, model: Any) -> None:
@@ -270,28 +253,6 @@ def _pack(name: str, weight: Tensor, job: Job, model: nn.Module) -> Tensor:
     return quantize_weight(weight, job.format, job.importance)
 
 
-def _stored_jobs(model: Any, config: MetalMMConfig) -> list[Job]:
-    """The layers that a stored model has packed. ValueError: one of them cannot be packed."""
-    table = _in_model(model, config.modules)
-    tie(model, table)
-    apart = {name.removesuffix(f".{GATE}") for name in table if name.endswith(f".{GATE}")}
-    jobs = plan(model, lambda name, module: table.get(name), apart=apart)
-    for job in jobs:
-        if job.format != job.asked:
-            k = weight_shape(job.sites[0][1])[1]
-            raise ValueError(f"quantization_config: {job.name} has K = {k}, no {job.asked} row")
-    placed = {name for job in jobs for name, _ in job.sites}
-    if wrong := sorted(name for name, format in table.items() if format and name not in placed):
-        owner = wrong[0].rpartition(".")[0]
-        known = dict(model.named_modules(remove_duplicate=False))
-        kind = type(known.get(wrong[0], known[owner])).__name__
-        raise ValueError(f"quantization_config: {wrong[0]}, a {kind}, cannot be packed")
-    if not placed:
-        named = ", ".join(list(config.modules)[:3])
-        raise ValueError(f"quantization_config: the model has none of the layers {named}, ...")
-    return jobs
-
-
 def _in_model(model: Any, names: Any) -> dict[str, Any]:
     """{name in this model: value} of the names it has, the base model's prefix added or removed.
 
@@ -322,19 +283,6 @@ def tie(model: Any, table: dict[str, Any]) -> None:
         setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
 
 
-def _set_activations(model: Any, asked: str | dict[str, str | None] | None) -> None:
-    if asked is None or isinstance(asked, str):
-        if asked is not None:
-            activations_(model, asked)
-        return
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, kind in _in_model(model, asked).items():
-        layer = modules.get(name)  # None: a stack of experts
-        if not isinstance(layer, Activations):
-            raise ValueError(f"quantization_config: {name} in activations is no packed layer")
-        set_activations(layer, kind)
-
-
 register_quantization_config(QUANT_METHOD)(MetalMMConfig)
 register_quantizer(QUANT_METHOD)(MetalMMQuantizer)
-plug_in(MetalMMQuantizer, attach)
+plug_in(TRANSFORMERS, MetalMMQuantizer, attach)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..nn import QuantExperts, QuantLinear
 from ..nn.activations import Activations, check_kind, set_activations, takes_int8
-from .attach import attach, is_transformers_model, quantized_by_another
+from .attach import attach, quantized_by_another
 
 
 def activations_(model: nn.Module, kind: str | None) -> nn.Module:
@@ -29,7 +29,7 @@ def activations_(model: nn.Module, kind: str | None) -> nn.Module:
         raise ValueError(f"activations: {kind!r}; the model has no packed linear layer for it")
     for layer in able:
         set_activations(layer, kind)
-    if is_transformers_model(model) and not quantized_by_another(model):
+    if not quantized_by_another(model):
         attach(model)
     return model
 

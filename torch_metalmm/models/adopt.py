@@ -19,7 +19,7 @@ from .. import formats
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.experts import DOWN, GATE_UP
 from ..nn.gate import Gate
-from .attach import attach, is_transformers_model
+from .attach import attach
 from .ggml import type_names
 from .integers.affine import NoFormat, Rows
 from .integers.modules import check_computes, integer_rows
@@ -69,7 +69,8 @@ def adopt_(
 
     A layer stays, with a warning, if its type has no format here, if the model reads its weight
     itself, or if it is GPTQ's or AWQ's and does not compute here what its tensors say. Where no
-    layer stays, a transformers model can be saved as any packed one. Returns `model`.
+    layer stays, a model of transformers or diffusers can be saved as any packed one. Returns
+    `model`.
     ValueError, before anything is changed: tensors that contradict each other or their layer, a
     weight on the meta device, patches (ComfyUI's LoRA) not merged into the weight.
     """
@@ -81,14 +82,8 @@ def adopt_(
         parts = "; ".join(f"{reason}: {summary(names)}" for reason, names in left.items())
         warnings.warn(f"left as they are: {parts}", stacklevel=2)
     else:
-        _tell_transformers(model)
+        attach(model)  # it forgets the quantizer that made the layers, and can be saved
     return model
-
-
-def _tell_transformers(model: nn.Module) -> None:
-    """A model of transformers forgets the quantizer that made the layers, and can be saved."""
-    if is_transformers_model(model):
-        attach(model)
 
 
 def _plan(

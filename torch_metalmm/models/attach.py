@@ -1,7 +1,7 @@
-"""Letting a transformers model know of its packed layers, as hf/ does once it is plugged in.
+"""Letting a model of transformers or diffusers know of its packed layers, as hf/ does.
 
-A model of transformers exists only after transformers was imported, and hf/ is imported with
-transformers: so this module imports neither.
+A model of a library exists only after the library was imported, and its part of hf/ is imported
+with it: so this module imports neither.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+# The module and the name of a library's class of models.
+TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
+DIFFUSERS = ("diffusers.models.modeling_utils", "ModelMixin")
+
 
 class _Plug(NamedTuple):
+    kind: tuple[str, str]
     quantizer: type
     attach: Callable[[Any], None]
 
@@ -28,9 +33,12 @@ _plugs: list[_Plug] = []
 _caches: list[_Caches] = []
 
 
-def plug_in(quantizer: type, attach: Callable[[Any], None]) -> None:
-    """Let attach(model) call `attach`; quantizer: the class of hf/ that packs with transformers."""
-    _plugs.append(_Plug(quantizer, attach))
+def plug_in(kind: tuple[str, str], quantizer: type, attach: Callable[[Any], None]) -> None:
+    """Let attach(model) call `attach` for models of that kind, TRANSFORMERS or DIFFUSERS.
+
+    quantizer: the class of hf/ that packs with the library.
+    """
+    _plugs.append(_Plug(kind, quantizer, attach))
 
 
 def plug_in_caches(*functions: Any) -> None:
@@ -59,21 +67,26 @@ def drop_cache(models: Iterable[Any]) -> None:
 
 
 def attach(model: Any) -> None:
-    """Let a transformers model know of its packed layers, as if from_pretrained had packed them.
+    """Let a library's model know of its packed layers, as if its from_pretrained had packed them.
 
-    Nothing is done for a model without packed layers.
+    Nothing is done for a model without packed layers, and for one of no library.
     """
     for plug in _plugs:
-        plug.attach(model)
+        if _is_of(plug.kind, model):
+            plug.attach(model)
 
 
 def is_transformers_model(model: Any) -> bool:
     """Whether the model is transformers', whoever quantized it."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return kind is not None and isinstance(model, kind)
+    return _is_of(TRANSFORMERS, model)
+
+
+def _is_of(kind: tuple[str, str], model: Any) -> bool:
+    found = getattr(sys.modules.get(kind[0]), kind[1], None)
+    return found is not None and isinstance(model, found)
 
 
 def quantized_by_another(model: Any) -> bool:
-    """Whether a quantizer of transformers that is not ours made layers of the model."""
+    """Whether a quantizer of a library that is not ours made layers of the model."""
     other = getattr(model, "hf_quantizer", None)
     return other is not None and not isinstance(other, tuple(plug.quantizer for plug in _plugs))

@@ -14,7 +14,7 @@ from .. import formats
 from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
 from ..nn.sharded import is_sharded
-from .attach import attach, is_transformers_model, quantized_by_another
+from .attach import attach, quantized_by_another
 from .experts import Stack, dense_format, homes, unpackable
 from .importance import Importance, columns_of
 from .replace import (
@@ -94,14 +94,9 @@ def quantize_(
             dense = dense_weight(job.sites[0][1])
             job.put(model, quantize_weight(dense, job.format, job.importance))
             advance(job.values)
-    _tell_transformers(model)
+    if not quantized_by_another(model):
+        attach(model)  # its save_pretrained works
     return model
-
-
-def _tell_transformers(model: nn.Module) -> None:
-    """A transformers model learns of its packed layers, so that its save_pretrained works."""
-    if is_transformers_model(model) and not quantized_by_another(model):
-        attach(model)
 
 
 @contextmanager

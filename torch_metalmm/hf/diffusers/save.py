@@ -1,0 +1,67 @@
+"""save_pretrained of diffusers' models: packed layers are saved, complete or not at all."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from diffusers.models.modeling_utils import ModelMixin
+
+from ...files.staging import is_staging, staged
+from ...models.attach import quantized_by_another
+from ..config import stored_config
+from .quantizer import attach, check_layers
+
+_save = ModelMixin.save_pretrained
+_signature = inspect.signature(_save)
+
+
+def _check(model: Any, given: dict[str, Any]) -> None:
+    config = stored_config(model)
+    assert config is not None
+    if quantized_by_another(model):
+        other = type(model.hf_quantizer).__name__
+        raise ValueError(
+            f"the model has packed layers and is quantized by {other}, too; config.json has room "
+            "for one method"
+        )
+    if not given.get("safe_serialization", True) or given.get("use_flashpack"):
+        raise ValueError("packed layers are saved as safetensors only: safe_serialization=True")
+    check_layers(model, [name for name, format in config.modules.items() if format])
+
+
+def _obsolete(folder: Path, new: set[str], variant: str | None) -> set[str]:
+    """The weights that a new save of that variant would leave behind as a second model."""
+    part = "" if variant is None else re.escape(f".{variant}")
+    stem = "diffusion_pytorch_model"
+    shard = rf"{stem}{part}(-\d{{5}}-of-\d{{5}})?\.(safetensors|bin)"
+    pattern = re.compile(rf"{shard}|{stem}\.(safetensors|bin)\.index{part}\.json")
+    return {f.name for f in folder.iterdir() if pattern.fullmatch(f.name)} - new
+
+
+@functools.wraps(_save)
+def _save_pretrained(
+    self: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any
+) -> None:
+    given = _signature.bind(self, save_directory, *args, **options).arguments
+    if stored_config(self) is None:
+        _save(self, save_directory, *args, **options)
+        return
+    _check(self, given)
+    attach(self)
+    if is_staging(save_directory) or not given.get("is_main_process", True):
+        _save(self, save_directory, *args, **options)
+        return
+    target = Path(save_directory)
+    target.mkdir(parents=True, exist_ok=True)
+    if given.get("push_to_hub"):  # it names the repository after the folder
+        options.setdefault("repo_id", target.resolve().name)
+    with staged(target, lambda new: _obsolete(target, new, given.get("variant"))) as staging:
+        _save(self, str(staging), *args, **options)
+
+
+ModelMixin.save_pretrained = _save_pretrained
