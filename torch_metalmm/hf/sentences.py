@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import sentence_transformers
-from sentence_transformers import models
 from torch import nn
+
+try:
+    from sentence_transformers.sentence_transformer import modules as models
+except ImportError:  # before version 6
+    from sentence_transformers import models
 
 
 def _floats_first(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -26,7 +26,7 @@ from ...models.stored import put_empty, stored_jobs, take_activations, unpack_
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.packed import quantize_weight
 from ..checks import check_floats, check_order, check_stored, require_safetensors
-from ..config import MetalMMConfig, stored_config
+from ..config import MetalMMConfig, site_names, stored_config
 
 
 def attach(model: Any) -> None:
@@ -128,6 +128,8 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
             return
         require_safetensors("packed weights are", self._files)
         found = read_headers(self._files)
+        if unknown := sorted(config.modules.keys() - set(site_names(model))):
+            raise ValueError(f"quantization_config: the model has no layer {unknown[0]}")
         jobs = stored_jobs(model, config.modules)
         put_empty(model, jobs, config.input_order)
         take_activations(model, config.activations)
@@ -197,6 +199,18 @@ def check_layers(model: nn.Module, names: Sequence[str]) -> None:
             f"{name} could not be loaded again: a {type(model).__name__} of this config has "
             f"{problem}; change the layer or the config"
         )
+    expected = made.state_dict()
+    for name, tensor in model.state_dict().items():
+        owner, _, leaf = name.rpartition(".")
+        want = expected.get(name)
+        if owner in names or want is None:
+            continue
+        if want.shape != tensor.shape or want.is_floating_point() != tensor.is_floating_point():
+            kind = type(model.get_submodule(owner)).__name__
+            raise ValueError(
+                f"{owner} could not be saved: it is a {kind} whose {leaf} is {tensor.dtype} "
+                f"{list(tensor.shape)}, the model's is {want.dtype} {list(want.shape)}"
+            )
 
 
 def _shape(layer: Any) -> str:
