@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.models.quality import minilm_folder
 from torch_metalmm import MetalMMConfig, quantize_
+from torch_metalmm.tools.serve.embedding import pooling_of
 
 DOCUMENTS = [
     "The cat sleeps on the warm windowsill all afternoon.",
@@ -85,3 +86,24 @@ def test_a_loaded_model_is_packed_by_quantize(tmp_path: Path) -> None:
     assert [w for _, w in packed_bytes(model).values()]
     model.save_pretrained(str(tmp_path))
     assert same_bytes(model, want) and same_bytes(load(tmp_path), want)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("mean", "mean"), ("cls", "cls"), ("lasttoken", "last")]
+)
+def test_serve_reads_how_a_saved_folder_pools(mode: str, kind: str, tmp_path: Path) -> None:
+    model = load()
+    model[1].pooling_mode = mode
+    model.save_pretrained(str(tmp_path))
+    assert pooling_of(tmp_path, generates=False) == kind
+
+
+def test_serve_reads_older_folders_and_refuses_other_kinds(tmp_path: Path) -> None:
+    source = minilm_folder()
+    assert source is not None and pooling_of(source, generates=False) == "mean"
+    model = load()
+    for mode in ("max", ("mean", "cls")):
+        model[1].pooling_mode = mode
+        model.save_pretrained(str(tmp_path))
+        with pytest.raises(ValueError, match="must be one of mean, cls, lasttoken"):
+            pooling_of(tmp_path, generates=False)

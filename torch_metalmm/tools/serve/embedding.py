@@ -27,10 +27,12 @@ def pooling_of(folder: Path, generates: bool) -> str:
     config = json.loads(file.read_text(encoding="utf-8"))
     modes = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
     asked = [k for k in config if k.startswith("pooling_mode_") and config[k] is True]
-    for key in asked:
-        kind = modes.get(key.removeprefix("pooling_mode_"))
-        if kind is not None and len(asked) == 1:
-            return kind
+    if "pooling_mode" in config:  # from version 6 on: a name, or several
+        modes = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+        given = config["pooling_mode"]
+        asked = [str(mode) for mode in (given if isinstance(given, list) else [given])]
+    if len(asked) == 1 and (kind := modes.get(asked[0].removeprefix("pooling_mode_"))):
+        return kind
     raise ValueError(f"{file}: {', '.join(asked) or 'no kind'}; must be one of {', '.join(modes)}")
 
 
