@@ -45,6 +45,7 @@ def test_it_answers(served: Served) -> None:
         ("temperature", 3),
         ("temperature", "warm"),
         ("top_p", 1.5),
+        ("repetition_penalty", 1e-40),
         ("max_tokens", 0),
         ("seed", 1 << 63),
         ("stop", ""),

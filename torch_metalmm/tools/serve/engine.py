@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 
 from ..chat.session import Options
 from .errors import ApiError
+
+_LOG = logging.getLogger(__name__)
 
 
 class Finish(NamedTuple):
@@ -111,6 +114,7 @@ class Engine:
                     if self.runner.is_busy():
                         self.runner.step()
                 except Exception as error:  # of one step: the server goes on
+                    _LOG.error("a step failed", exc_info=error)
                     self.runner.fail(error)
 
     def _admit(self) -> bool:

@@ -64,9 +64,8 @@ class Generation(Request):
         _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.temperature is not None and 0 < self.temperature < 1e-3:
             raise ApiError(400, f"temperature: {self.temperature}; 0, or from 0.001", "temperature")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 1000:
-            message = f"repetition_penalty: {self.repetition_penalty}; must be above 0, to 1000"
-            raise ApiError(400, message, "repetition_penalty")
+        # Logits times or by more may become infinite.
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
