@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ApiError
-from .prompts import vocabulary_of
+from .prompts import checked, tokens_of, vocabulary_of
 
 POOLINGS = ("mean", "cls", "last")
 _BATCH = 32  # texts a forward
@@ -44,20 +44,16 @@ class Embedder:
         self._pooling, self._context = pooling, context
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
-        """ApiError 400: a text is too long, or its tokens are none."""
+        """ApiError 400: a text is too long, or has tokens that the model does not know."""
         size, found = vocabulary_of(self._model), []
         for given in inputs:
-            ids = (
-                given
-                if isinstance(given, list)
-                else self._tokenizer(given, verbose=False).input_ids
-            )
-            if not ids or not all(0 <= token < size for token in ids):
-                raise ApiError(400, f"input: tokens must be from 0 to {size - 1}", "input")
+            ids = given if isinstance(given, list) else tokens_of(self._tokenizer, given, "input")
+            if not ids:
+                raise ApiError(400, "input: no tokens", "input")
             if self._context is not None and len(ids) > self._context:
                 message = f"input: {len(ids)} tokens; the model reads {self._context}"
                 raise ApiError(400, message, "input", "context_length_exceeded")
-            found.append(list(ids))
+            found.append(checked(ids, size, "input"))
         return found
 
     def vectors(self, texts: list[list[int]]) -> list[Tensor]:
