@@ -62,7 +62,7 @@ def test_embeddings(served: Served, folder: Path) -> None:
         (["a", ""], "input: must not be empty"),
         ([1 << 20], "input: token 1048576; must be from 0"),
         ("\ud800", "input: the text has half a surrogate pair"),
-        ("word " * 600, "input: 602 tokens; the model reads 512"),
+        ("word " * 600, "input: 602 tokens; at most 512"),
         ({"a": 1}, "input: "),
     ),
 )

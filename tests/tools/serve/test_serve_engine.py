@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ def tiny(tmp_path: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def submit(engine: Engine, request: Job | Task) -> None:
+    engine.reserve()
+    engine.submit(request)
+
+
 @pytest.mark.parametrize("kind", ("batch", "single"))
 def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
     """At its next token; the one that waits is answered, and errors reach who asked."""
@@ -103,8 +109,8 @@ def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
 
     long = Job("", [3, 4, 5], Options(max_new_tokens=1 << 20), None, cancel)
     engine.start()
-    engine.submit(long)
-    engine.submit(Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
+    submit(engine, long)
+    submit(engine, Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
     assert first.wait(60) and second.wait(60)
     assert sum(isinstance(what, str) for what in count) <= 4
     failed: list[Any] = []
@@ -114,15 +120,81 @@ def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
         failed.append(what)
         done.set()
 
-    engine.submit(Job("", [1 << 30], Options(max_new_tokens=4), None, told))
+    submit(engine, Job("", [1 << 30], Options(max_new_tokens=4), None, told))
     assert done.wait(60) and isinstance(failed[0], Exception)
-    again = threading.Event()
-    engine.submit(Task(lambda: 1, lambda _: again.set()))
-    assert again.wait(60)
     engine.close()
     with pytest.raises(ApiError) as closed:
-        engine.submit(long)
+        engine.reserve()
     assert closed.value.status == 503
+
+
+def test_a_task_has_parts(tmp_path: Path) -> None:
+    """Answers go on between them; it ends where it is cancelled, and with the engine."""
+    engine = Engine(Batch(*tiny(tmp_path), 1), queue=2)
+    ended, told = [threading.Event() for _ in range(2)], list[Any]()
+
+    def endless(i: int) -> Generator[None, None, None]:
+        try:
+            while True:
+                yield
+        finally:
+            ended[i].set()
+
+    def end(what: Any) -> None:
+        if isinstance(what, Finish):
+            answered.set()
+
+    answered, given = threading.Event(), threading.Event()
+
+    def work() -> Generator[None, None, int]:
+        yield
+        return 7
+
+    def gives(what: Any) -> None:
+        told.append(what)
+        given.set()
+
+    first = Task(endless(0), told.append)
+    engine.start()
+    submit(engine, first)
+    submit(engine, Task(work(), gives))  # in vain until the first one is cancelled
+    submit(engine, Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
+    assert answered.wait(60) and not ended[0].is_set()
+    engine.cancel(first)
+    assert ended[0].wait(60) and given.wait(60) and told == [7]
+    submit(engine, Task(endless(1), told.append))
+    while engine.load()[0]:
+        pass
+    engine.close()
+    assert isinstance(told[1], ApiError) and told[1].status == 503
+
+
+def test_a_place_is_kept_for_what_is_prepared(tmp_path: Path) -> None:
+    """And the time that this takes is of the request."""
+    from torch_metalmm.tools.serve.feed import Feed
+
+    engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
+
+    async def ask() -> None:
+        feeds = [Feed(engine, 0.1) for _ in range(2)]
+        with pytest.raises(ApiError) as full:
+            Feed(engine, 60)
+        assert full.value.status == 429
+        with pytest.raises(ApiError) as late:
+            await feeds[0].within(asyncio.sleep(60))
+        assert late.value.status == 504
+        feeds[0].close()
+        feeds[0].close()
+        again = Feed(engine, 60)
+        with pytest.raises(ApiError):
+            Feed(engine, 60)
+        again.submit(Job("", [3], Options(max_new_tokens=2), None, again.tell))
+        with pytest.raises(ApiError):
+            Feed(engine, 60)
+        again.close()
+        Feed(engine, 60)
+
+    asyncio.run(ask())
 
 
 def test_a_deadline(tmp_path: Path) -> None:
@@ -131,8 +203,15 @@ def test_a_deadline(tmp_path: Path) -> None:
 
     engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
     engine.start()
-    go = threading.Event()
-    engine.submit(Task(lambda: go.wait(60), lambda _: None))
+    begun, go = threading.Event(), threading.Event()
+
+    def wait() -> Generator[None, None, None]:
+        begun.set()
+        go.wait(60)
+        yield
+
+    submit(engine, Task(wait(), lambda _: None))
+    assert begun.wait(60)
 
     async def ask() -> ApiError:
         feed = Feed(engine, 0.2)

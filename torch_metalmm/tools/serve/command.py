@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _KEY = "METALMM_API_KEY"
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+_SPARE = 64  # connections beside the requests that are answered and wait; more get status 503
 _SHUTDOWN = 5  # seconds that answers under way have when the server ends
 
 
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
             log_level="warning",
             timeout_graceful_shutdown=_SHUTDOWN,
             server_header=False,
+            limit_concurrency=args.parallel + args.queue + _SPARE,
         )
         server.engine.start()
         try:

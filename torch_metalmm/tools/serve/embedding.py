@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from .errors import ApiError
 from .prompts import checked, tokens_of, vocabulary_of
 
 POOLINGS = ("mean", "cls", "last")
-_BATCH = 32  # texts a forward
+_FORWARD = 1024  # tokens that texts of one forward have together; a longer text has its own
+_MOST = 8192  # tokens of a text: OpenAI's limit. Nothing stops a forward
+_REQUEST = 300_000  # tokens of a request: OpenAI's limit
 
 
 def pooling_of(folder: Path, generates: bool) -> str:
@@ -41,28 +45,36 @@ class Embedder:
         """context: the most tokens of a text. pooling: of POOLINGS."""
         self._model, self._tokenizer = model, tokenizer
         self._base = getattr(model, "base_model", model)  # without a head for tokens
-        self._pooling, self._context = pooling, context
+        self._pooling, self._most = pooling, min(context or _MOST, _MOST)
+        takes = inspect.signature(self._base.forward).parameters
+        self._options = {"use_cache": False} if "use_cache" in takes else {}
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
         """ApiError 400: a text is too long, or has tokens that the model does not know."""
-        size, found = vocabulary_of(self._model), []
+        size, found, count = vocabulary_of(self._model), [], 0
         for given in inputs:
             ids = given if isinstance(given, list) else tokens_of(self._tokenizer, given, "input")
             if not ids:
                 raise ApiError(400, "input: no tokens", "input")
-            if self._context is not None and len(ids) > self._context:
-                message = f"input: {len(ids)} tokens; the model reads {self._context}"
+            if len(ids) > self._most:
+                message = f"input: {len(ids)} tokens; at most {self._most} of a text are read"
                 raise ApiError(400, message, "input", "context_length_exceeded")
             found.append(checked(ids, size, "input"))
+            count += len(ids)
+            if count > _REQUEST:
+                message = f"input: more than {_REQUEST} tokens"
+                raise ApiError(400, message, "input", "context_length_exceeded")
         return found
 
-    def vectors(self, texts: list[list[int]]) -> list[Tensor]:
-        """[size] f32 of length 1 for each. Texts of about one length share a forward."""
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    def vectors(self, texts: list[list[int]]) -> Generator[None, None, list[Tensor]]:
+        """[size] f32 of length 1 for each. Texts of about one length share a forward.
+
+        A forward for each part, so that answers go on between them and a client may leave.
+        """
         found: dict[int, Tensor] = {}
-        for start in range(0, len(order), _BATCH):
-            part = order[start : start + _BATCH]
+        for part in _shared([len(text) for text in texts]):
             found |= zip(part, self._pooled([texts[i] for i in part]), strict=True)
+            yield
         return [found[i] for i in range(len(texts))]
 
     def _pooled(self, texts: list[list[int]]) -> Tensor:
@@ -71,7 +83,8 @@ class Embedder:
         ids = torch.tensor([text + [0] * (most - len(text)) for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (most - len(text)) for text in texts])
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
-        states = self._base(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        out = self._base(input_ids=ids, attention_mask=mask, **self._options)
+        states = out.last_hidden_state.float()
         if self._pooling == "mean":
             weights = mask[..., None]
             pooled = (states * weights).sum(1) / weights.sum(1)
@@ -79,3 +92,14 @@ class Embedder:
             places = mask.sum(1) - 1 if self._pooling == "last" else torch.zeros(len(texts))
             pooled = states[torch.arange(len(texts)), places.long()]
         return torch.nn.functional.normalize(pooled, dim=-1).cpu()
+
+
+def _shared(lengths: list[int]) -> Iterator[list[int]]:
+    """The texts of each forward, from the shortest on; each costs as much as the longest there."""
+    part: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if part and lengths[i] * (len(part) + 1) > _FORWARD:
+            yield part
+            part = []
+        part.append(i)
+    yield part
