@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...files.blame import blaming
 from .errors import ApiError
 from .prompts import checked, tokens_of, vocabulary_of
 
@@ -20,15 +22,34 @@ _MOST = 8192  # tokens of a text: OpenAI's limit. Nothing stops a forward
 _REQUEST = 300_000  # tokens of a request: OpenAI's limit
 
 
-def pooling_of(folder: Path, generates: bool) -> str:
-    """As the folder's sentence-transformers module says; else last where it generates, or mean.
+def pooling_of(path: Path, generates: bool) -> str:
+    """As the folder's sentence-transformers modules say; else last where it generates, or mean.
 
-    ValueError: the module asks for another kind.
+    ValueError: they ask for what is not there. FileNotFoundError: a module's config is missing.
     """
-    file = folder / "1_Pooling" / "config.json"
+    modules, place = path / "modules.json", "1_Pooling"
+    if modules.is_file():
+        with blaming(modules, "it is no list of modules"):
+            listed = json.loads(modules.read_text(encoding="utf-8"))
+            kinds = [module["type"].rpartition(".")[2] for module in listed]
+            places = [module["path"] for module in listed]
+        # Others compute something more of the vector, or from the tokens.
+        if sorted(kinds) not in (
+            ["Normalize", "Pooling", "Transformer"],
+            ["Pooling", "Transformer"],
+        ):
+            allowed = "Transformer, Pooling and Normalize"
+            raise ValueError(f"{modules}: {', '.join(kinds)}; only {allowed} are supported")
+        place = places[kinds.index("Pooling")]
+        if not re.fullmatch(r"\w+", str(place)):
+            raise ValueError(f"{modules}: path {place!r} is not that of a folder in this one")
+        if not (path / place / "config.json").is_file():
+            raise FileNotFoundError(f"{path / place / 'config.json'}, which {modules} names")
+    file = path / place / "config.json"
     if not file.is_file():
         return "last" if generates else "mean"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    with blaming(file, "it says no pooling"):
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
     modes = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
     asked = [k for k in config if k.startswith("pooling_mode_") and config[k] is True]
     for key in asked:
