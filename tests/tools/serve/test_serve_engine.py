@@ -17,7 +17,6 @@ from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Engine, Finish, Job, Task
 from torch_metalmm.tools.serve.errors import ApiError
-from torch_metalmm.tools.serve.replies import ChatReply
 from torch_metalmm.tools.serve.rows import can_join
 from torch_metalmm.tools.serve.single import Single
 
@@ -226,40 +225,3 @@ def test_a_deadline(tmp_path: Path) -> None:
     assert error.status == 504 and engine.load()[0] == 0
     go.set()
     engine.close()
-
-
-def test_thoughts_and_calls_are_apart() -> None:
-    """Whichever pieces they come in; arguments are JSON in a text, as clients expect."""
-    text = (
-        "<think>Hm.</think>I ask.\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-        '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
-    )
-    for size in (1, 7, len(text)):
-        reply = ChatReply("m", "")
-        chunks = []
-        for start in range(0, len(text), size):
-            chunks += list(reply.feed(text[start : start + size]))
-        finish = Finish("stop", 3, 0, 4)
-        chunks += list(reply.end(finish))
-        choice = reply.whole(finish)["choices"][0]
-        message = choice["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hm.", "I ask.")
-        calls = [call["function"] for call in message["tool_calls"]]
-        assert [call["name"] for call in calls] == ["weather", "time"]
-        assert calls[0]["arguments"] == '{"city": "Oslo"}'
-        assert choice["finish_reason"] == "tool_calls"
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        streamed = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
-        assert [call["index"] for call in streamed] == [0, 1]
-        assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
-
-
-def test_what_looks_like_a_call_stays_text() -> None:
-    reply = ChatReply("m", "")
-    finish = Finish("stop", 1, 0, 1)
-    text = "<tool_call>weather, please</tool_call>"
-    for _ in [*reply.feed(text), *reply.end(finish)]:
-        pass
-    choice = reply.whole(finish)["choices"][0]
-    assert choice["message"]["content"] == "weather, please" and choice["finish_reason"] == "stop"

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import closing
@@ -15,8 +16,6 @@ from typing import Any, TypeVar
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -55,17 +54,14 @@ class Server:
 
     def app(self) -> Starlette:
         routes = [
-            Route("/health", self.health, methods=["GET"]),
+            Route("/health", self._guarded(self.health, is_open=True), methods=["GET"]),
             Route("/v1/models", self._guarded(self.models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self.model), methods=["GET"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
             Route("/v1/embeddings", self._guarded(self.embed), methods=["POST"]),
         ]
-        # A page of another site, whose name leads to this machine, is refused by its name.
-        hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=self.hosts)] if self.hosts else []
-        handlers = {HTTPException: _told, 500: _failed}
-        return Starlette(routes=routes, middleware=hosts, exception_handlers=handlers)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _told, 500: _failed})
 
     # ---- routes
 
@@ -91,9 +87,10 @@ class Server:
             prompt, ids = prompts.of_chat(given)
             return prompt, ids, prompts.room(ids, given.most(), "messages")
 
-        return await self._answer(
-            request, given, prepared, lambda prompt: ChatReply(self.name, prompt)
-        )
+        def reply_to(prompt: str) -> ChatReply:
+            return ChatReply(self.name, prompt, takes_calls=given.functions() is not None)
+
+        return await self._answer(request, given, prepared, reply_to)
 
     async def complete(self, request: Request) -> Response:
         given = parse(Completion, await self._body(request))
@@ -159,11 +156,15 @@ class Server:
     # ---- what is refused
 
     def _guarded(
-        self, route: Callable[[Request], Awaitable[Response]]
+        self, route: Callable[[Request], Awaitable[Response]], is_open: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
+        """is_open: for those without the key, too."""
+
         async def guarded(request: Request) -> Response:
             try:
-                self._check_key(request)
+                self._check_host(request)
+                if not is_open:
+                    self._check_key(request)
                 return await route(request)
             except ApiError as error:
                 return _refused(error)
@@ -171,6 +172,12 @@ class Server:
                 return Response(status_code=499)
 
         return guarded
+
+    def _check_host(self, request: Request) -> None:
+        """A page of another site, whose name leads to this machine, is refused by its name."""
+        host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
+        if self.hosts and host not in self.hosts:
+            raise ApiError(400, f"Host {host!r} is no name of this server", code="wrong_host")
 
     def _check_key(self, request: Request) -> None:
         if self.key is None:
@@ -296,7 +303,8 @@ def _refused(error: ApiError) -> Response:
 async def _told(_: Request, error: Exception) -> Response:
     """Of Starlette: no such path, a method that is not there."""
     assert isinstance(error, HTTPException)
-    return _refused(ApiError(error.status_code, error.detail))
+    body = ApiError(error.status_code, error.detail).body()
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

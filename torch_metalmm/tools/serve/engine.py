@@ -161,8 +161,8 @@ class Engine:
             if self._is_closed:
                 error = ApiError(503, "the server is shutting down")
                 self.runner.fail(error)
-                for request in [*self._waiting, *([self._task] if self._task else [])]:
-                    request.tell(error)
+                for told in [*self._waiting, *([self._task] if self._task else [])]:
+                    told.tell(error)
                 self._waiting.clear()
                 return False
             while (request := self._next()) is not None:
