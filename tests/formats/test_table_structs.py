@@ -43,9 +43,8 @@ def named(text: str) -> set[str]:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")
     shutil.copytree(ROOT / "metal", root / "metal")
-    shutil.copytree(ROOT / "csrc" / "cpu", root / "csrc" / "cpu")
-    (root / "csrc" / "plan").mkdir()
-    shutil.copy(ROOT / "csrc" / "plan" / "format.h", root / "csrc" / "plan")
+    for folder in ("cpu", "plan"):
+        shutil.copytree(ROOT / "csrc" / folder, root / "csrc" / folder)
     return root
 
 
