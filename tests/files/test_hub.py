@@ -45,6 +45,13 @@ REPOSITORIES = {
         "model-1.safetensors": b"first",
         "model-2.safetensors": b"second",
     },
+    "org/embedder": {
+        "config.json": b"{    }",
+        "model.safetensors": b"weights",
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"cls",
+        "onnx/config.json": b"other",
+    },
     "org/pickles": {"config.json": b"{ }", "pytorch_model.bin": b"code"},
     "org/adapter": {"adapter_config.json": b"{  }", "adapter_model.safetensors": b"lora"},
 }
@@ -124,6 +131,13 @@ def test_models_are_fetched_once(tmp_path: Path) -> None:
     gone = ask(tmp_path, hub.url, *names)  # nobody listens there any more
     assert [f[2] for f in offline if f[0] == "path"] == [f[2] for f in found if f[0] == "path"]
     assert gone == offline
+
+
+def test_the_pooling_of_an_embedder_is_fetched(tmp_path: Path) -> None:
+    """It lies below the folder, where twins of the weights do, too."""
+    with FakeHub(REPOSITORIES) as hub:
+        found = ask(tmp_path, hub.url, "org/embedder")
+    assert found[-1][2] == ["cls", "{    }", "weights", "[]"]
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

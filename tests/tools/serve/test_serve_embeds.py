@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from serving import Served, serving
 from bench.models.quality import embeddings, minilm_folder
 from torch_metalmm import load_packed
 from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.serve.embedding import pooling_of
 
 pytest.importorskip("uvicorn")
 
@@ -60,8 +63,9 @@ def test_embeddings(served: Served, folder: Path) -> None:
         ("", "input: must not be empty"),
         ([], "input: must not be empty"),
         (["a", ""], "input: must not be empty"),
-        ([1 << 20], "input: tokens must be from 0"),
-        ("word " * 600, "input: 602 tokens; the model reads 512"),
+        ([1 << 20], "input: token 1048576; must be from 0"),
+        ("\ud800", "input: the text has half a surrogate pair"),
+        ("word " * 600, "input: 602 tokens; at most 512"),
         ({"a": 1}, "input: "),
     ),
 )
@@ -74,3 +78,46 @@ def test_it_generates_nothing(served: Served) -> None:
     body = {"model": served.name, "prompt": "Hello"}
     status, _, told = served.ask("/v1/completions", body)
     assert status == 400 and "generates no text" in told["error"]["message"]
+
+
+def modules(folder: Path, *kinds: str) -> None:
+    listed = [
+        {"type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}" if i else ""}
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+
+
+def test_the_pooling_that_modules_say(tmp_path: Path) -> None:
+    assert pooling_of(tmp_path, generates=True) == "last"
+    assert pooling_of(tmp_path / "m.gguf", generates=False) == "mean"
+    modules(tmp_path, "Transformer", "Pooling", "Normalize")
+    with pytest.raises(FileNotFoundError, match="1_Pooling"):
+        pooling_of(tmp_path, generates=False)
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling" / "config.json"
+    for mode, kind in (("cls_token", "cls"), ("mean_tokens", "mean"), ("lasttoken", "last")):
+        file.write_text(json.dumps({"pooling_mode_cls_token": False, f"pooling_mode_{mode}": True}))
+        assert pooling_of(tmp_path, generates=False) == kind
+    file.write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    with pytest.raises(ValueError, match="pooling_mode_max_tokens; must be one of"):
+        pooling_of(tmp_path, generates=False)
+    for wrong in ("{", "[1]", "3"):
+        (tmp_path / "modules.json").write_text(wrong)
+        with pytest.raises(ValueError, match="modules.json"):
+            pooling_of(tmp_path, generates=False)
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "../x"}])
+    )
+    with pytest.raises(ValueError, match="'../x' is not"):
+        pooling_of(tmp_path, generates=False)
+
+
+def test_modules_of_the_users_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Behind ~; a layer after the pooling is not left out in silence."""
+    modules(Path(shutil.copytree(folder, tmp_path / "own")), "Transformer", "Pooling", "Dense")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["serve", "~/own", "--port", "0"]) == 1
+    assert "Transformer, Pooling, Dense; only" in capsys.readouterr().err

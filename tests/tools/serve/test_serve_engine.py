@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Engine, Finish, Job, Task
 from torch_metalmm.tools.serve.errors import ApiError
-from torch_metalmm.tools.serve.replies import ChatReply
 from torch_metalmm.tools.serve.rows import can_join
 from torch_metalmm.tools.serve.single import Single
 
@@ -80,6 +80,11 @@ def tiny(tmp_path: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def submit(engine: Engine, request: Job | Task) -> None:
+    engine.reserve()
+    engine.submit(request)
+
+
 @pytest.mark.parametrize("kind", ("batch", "single"))
 def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
     """At its next token; the one that waits is answered, and errors reach who asked."""
@@ -103,8 +108,8 @@ def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
 
     long = Job("", [3, 4, 5], Options(max_new_tokens=1 << 20), None, cancel)
     engine.start()
-    engine.submit(long)
-    engine.submit(Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
+    submit(engine, long)
+    submit(engine, Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
     assert first.wait(60) and second.wait(60)
     assert sum(isinstance(what, str) for what in count) <= 4
     failed: list[Any] = []
@@ -114,15 +119,81 @@ def test_a_cancelled_answer_frees_its_place(tmp_path: Path, kind: str) -> None:
         failed.append(what)
         done.set()
 
-    engine.submit(Job("", [1 << 30], Options(max_new_tokens=4), None, told))
+    submit(engine, Job("", [1 << 30], Options(max_new_tokens=4), None, told))
     assert done.wait(60) and isinstance(failed[0], Exception)
-    again = threading.Event()
-    engine.submit(Task(lambda: 1, lambda _: again.set()))
-    assert again.wait(60)
     engine.close()
     with pytest.raises(ApiError) as closed:
-        engine.submit(long)
+        engine.reserve()
     assert closed.value.status == 503
+
+
+def test_a_task_has_parts(tmp_path: Path) -> None:
+    """Answers go on between them; it ends where it is cancelled, and with the engine."""
+    engine = Engine(Batch(*tiny(tmp_path), 1), queue=2)
+    ended, told = [threading.Event() for _ in range(2)], list[Any]()
+
+    def endless(i: int) -> Generator[None, None, None]:
+        try:
+            while True:
+                yield
+        finally:
+            ended[i].set()
+
+    def end(what: Any) -> None:
+        if isinstance(what, Finish):
+            answered.set()
+
+    answered, given = threading.Event(), threading.Event()
+
+    def work() -> Generator[None, None, int]:
+        yield
+        return 7
+
+    def gives(what: Any) -> None:
+        told.append(what)
+        given.set()
+
+    first = Task(endless(0), told.append)
+    engine.start()
+    submit(engine, first)
+    submit(engine, Task(work(), gives))  # in vain until the first one is cancelled
+    submit(engine, Job("", [3, 4, 5], Options(max_new_tokens=4), None, end))
+    assert answered.wait(60) and not ended[0].is_set()
+    engine.cancel(first)
+    assert ended[0].wait(60) and given.wait(60) and told == [7]
+    submit(engine, Task(endless(1), told.append))
+    while engine.load()[0]:
+        pass
+    engine.close()
+    assert isinstance(told[1], ApiError) and told[1].status == 503
+
+
+def test_a_place_is_kept_for_what_is_prepared(tmp_path: Path) -> None:
+    """And the time that this takes is of the request."""
+    from torch_metalmm.tools.serve.feed import Feed
+
+    engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
+
+    async def ask() -> None:
+        feeds = [Feed(engine, 0.1) for _ in range(2)]
+        with pytest.raises(ApiError) as full:
+            Feed(engine, 60)
+        assert full.value.status == 429
+        with pytest.raises(ApiError) as late:
+            await feeds[0].within(asyncio.sleep(60))
+        assert late.value.status == 504
+        feeds[0].close()
+        feeds[0].close()
+        again = Feed(engine, 60)
+        with pytest.raises(ApiError):
+            Feed(engine, 60)
+        again.submit(Job("", [3], Options(max_new_tokens=2), None, again.tell))
+        with pytest.raises(ApiError):
+            Feed(engine, 60)
+        again.close()
+        Feed(engine, 60)
+
+    asyncio.run(ask())
 
 
 def test_a_deadline(tmp_path: Path) -> None:
@@ -131,8 +202,15 @@ def test_a_deadline(tmp_path: Path) -> None:
 
     engine = Engine(Batch(*tiny(tmp_path), 1), queue=1)
     engine.start()
-    go = threading.Event()
-    engine.submit(Task(lambda: go.wait(60), lambda _: None))
+    begun, go = threading.Event(), threading.Event()
+
+    def wait() -> Generator[None, None, None]:
+        begun.set()
+        go.wait(60)
+        yield
+
+    submit(engine, Task(wait(), lambda _: None))
+    assert begun.wait(60)
 
     async def ask() -> ApiError:
         feed = Feed(engine, 0.2)
@@ -147,40 +225,3 @@ def test_a_deadline(tmp_path: Path) -> None:
     assert error.status == 504 and engine.load()[0] == 0
     go.set()
     engine.close()
-
-
-def test_thoughts_and_calls_are_apart() -> None:
-    """Whichever pieces they come in; arguments are JSON in a text, as clients expect."""
-    text = (
-        "<think>Hm.</think>I ask.\n"
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-        '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
-    )
-    for size in (1, 7, len(text)):
-        reply = ChatReply("m", "")
-        chunks = []
-        for start in range(0, len(text), size):
-            chunks += list(reply.feed(text[start : start + size]))
-        finish = Finish("stop", 3, 0, 4)
-        chunks += list(reply.end(finish))
-        choice = reply.whole(finish)["choices"][0]
-        message = choice["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hm.", "I ask.")
-        calls = [call["function"] for call in message["tool_calls"]]
-        assert [call["name"] for call in calls] == ["weather", "time"]
-        assert calls[0]["arguments"] == '{"city": "Oslo"}'
-        assert choice["finish_reason"] == "tool_calls"
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        streamed = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
-        assert [call["index"] for call in streamed] == [0, 1]
-        assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
-
-
-def test_what_looks_like_a_call_stays_text() -> None:
-    reply = ChatReply("m", "")
-    finish = Finish("stop", 1, 0, 1)
-    text = "<tool_call>weather, please</tool_call>"
-    for _ in [*reply.feed(text), *reply.end(finish)]:
-        pass
-    choice = reply.whole(finish)["choices"][0]
-    assert choice["message"]["content"] == "weather, please" and choice["finish_reason"] == "stop"

@@ -45,6 +45,7 @@ def test_it_answers(served: Served) -> None:
         ("temperature", 3),
         ("temperature", "warm"),
         ("top_p", 1.5),
+        ("repetition_penalty", 1e-40),
         ("max_tokens", 0),
         ("seed", 1 << 63),
         ("stop", ""),
@@ -108,7 +109,8 @@ def test_bodies(served: Served) -> None:
         assert status == 400 and told["error"]["type"] == "invalid_request_error"
     assert served.ask(where, b"{}", Content_Type="text/plain")[0] == 415
     assert served.ask("/v1/nothing")[0] == 404
-    assert served.ask(where)[0] == 405
+    status, headers, told = served.ask(where)
+    assert (status, headers["allow"]) == (405, "POST") and "error" in told
 
 
 def test_a_body_without_a_length(served: Served) -> None:
@@ -125,7 +127,21 @@ def test_pages_of_other_sites_are_refused(served: Served) -> None:
     """Their names may lead to this machine; those that are its own are let in."""
     port = served.url.rpartition(":")[2]
     for host, status in (("evil.example", 400), ("localhost", 200), ("[::1]", 200)):
-        assert served.ask("/v1/models", Host=f"{host}:{port}")[0] == status
+        for path in ("/v1/models", "/health"):
+            found, _, told = served.ask(path, Host=f"{host}:{port}")
+            assert found == status and ("error" in told) == (status == 400)
+
+
+@pytest.mark.parametrize("fields", ({"\ud800": 1}, {"model": "\ud800"}, {"prompt": "\ud800"}))
+def test_half_a_surrogate_pair(served: Served, fields: dict[str, Any]) -> None:
+    status, told = ask(served, **fields)
+    assert status in (400, 404) and told["error"]["type"] == "invalid_request_error"
+
+
+def test_another_address_of_this_machine(tmp_path: Path) -> None:
+    file = random_model(tmp_path / "tiny.gguf", "llama")
+    with serving(str(file), "--host", "127.0.0.2") as found:
+        assert found.url.startswith("http://127.0.0.2:") and found.ask("/v1/models")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from .template import Template
 @dataclass
 class Loaded:
     name: str
+    path: Path  # of its file or folder
     model: Any
     tokenizer: Any
     draft: tuple[Any, Any] | None
@@ -34,15 +35,15 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
     if args.adapter is not None:
         require("--adapter", "peft")
     name = args.model or str(generate.demo_model())
-    model, tokenizer = _loaded(name, args, generating)
-    draft = None if args.draft is None else _loaded(args.draft, args, generating=True)
+    path, model, tokenizer = _loaded(name, args, generating)
+    draft = None if args.draft is None else _loaded(args.draft, args, generating=True)[1:]
     if args.adapter is not None:
         model = _with_adapter(model, args.adapter)
     if args.cache is not None:
         set_cache([model], args.cache)
     if args.activations is not None:
         activations_(model, args.activations)
-    return Loaded(Path(name).name, model, tokenizer, draft)
+    return Loaded(Path(name).name, path, model, tokenizer, draft)
 
 
 def session_of(
@@ -63,7 +64,7 @@ def session_of(
     return Session(loaded.model, loaded.tokenizer, options, template, args.cache, loaded.draft)
 
 
-def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Any, Any]:
+def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Path, Any, Any]:
     path = fetch(name, lambda folder: generate.check_loadable(folder, name))
     if not path.exists() and path.name == name and path.suffix != ".gguf":
         raise FileNotFoundError(
@@ -75,7 +76,7 @@ def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Any,
         raise ValueError(f"{name} has no tokenizer")
     if generating and not getattr(model, "can_generate", lambda: False)():
         raise ValueError(f"{name} holds no model that generates text")
-    return model, tokenizer
+    return path, model, tokenizer
 
 
 def _with_adapter(model: Any, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 
@@ -68,10 +68,13 @@ class Stops:
 class Splitter:
     """An answer as (kind, text), without the marks, whichever pieces it comes in."""
 
-    def __init__(self, prompt: str = "") -> None:
-        """prompt: may end with the mark that opens the answer, as those of Qwen3 thinking do."""
+    def __init__(self, prompt: str = "", marks: Sequence[Mark] = MARKS) -> None:
+        """prompt: may end with the mark that opens the answer, as those of Qwen3 thinking do.
+        marks: those that are looked for; others stay in the text."""
         self._open: Mark | None = None
-        for mark in MARKS:
+        self._marks = marks
+        self.count = 0  # of the marks that opened a part
+        for mark in marks:
             if prompt.rstrip().endswith(mark.opens):
                 self._open = mark
         self._rest = ""
@@ -90,6 +93,7 @@ class Splitter:
                 self.first_call = self._read + place
             yield from self._take(kind, place, len(mark.closes or "" if self._open else mark.opens))
             self._open = None if self._open else mark
+            self.count += self._open is not None
 
     def end(self) -> Iterator[tuple[str, str]]:
         """What was held back for a mark that did not come."""
@@ -109,10 +113,10 @@ class Splitter:
                 if place >= 0
                 else (len(rest) - held_back(rest, (closes,)), None)
             )
-        found = [(rest.find(mark.opens), mark) for mark in MARKS if mark.opens in rest]
+        found = [(rest.find(mark.opens), mark) for mark in self._marks if mark.opens in rest]
         if found:
             return min(found, key=lambda pair: pair[0])
-        return len(rest) - held_back(rest, [mark.opens for mark in MARKS]), None
+        return len(rest) - held_back(rest, [mark.opens for mark in self._marks]), None
 
     def _take(self, kind: str, count: int, mark: int) -> Iterator[tuple[str, str]]:
         taken, self._rest = self._rest[:count], self._rest[count + mark :]

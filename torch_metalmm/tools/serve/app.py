@@ -6,16 +6,16 @@ import asyncio
 import base64
 import hmac
 import json
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -30,6 +30,7 @@ from .schema import Chat, Completion, Embedding, Generation, parse
 
 _BODY_SECONDS = 30.0  # to send a body
 _DEFAULT_NEW = 16  # of completions: OpenAI's
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,14 @@ class Server:
 
     def app(self) -> Starlette:
         routes = [
-            Route("/health", self.health, methods=["GET"]),
+            Route("/health", self._guarded(self.health, is_open=True), methods=["GET"]),
             Route("/v1/models", self._guarded(self.models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self.model), methods=["GET"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
             Route("/v1/embeddings", self._guarded(self.embed), methods=["POST"]),
         ]
-        # A page of another site, whose name leads to this machine, is refused by its name.
-        hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=self.hosts)] if self.hosts else []
-        handlers = {HTTPException: _told, 500: _failed}
-        return Starlette(routes=routes, middleware=hosts, exception_handlers=handlers)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _told, 500: _failed})
 
     # ---- routes
 
@@ -84,29 +82,37 @@ class Server:
         self._check_model(given.model)
         self._check_count("messages", len(given.messages))
         prompts = self._prompts()
-        prompt, ids = await asyncio.to_thread(prompts.of_chat, given)
-        room = prompts.room(ids, given.most(), "messages")
-        return await self._answer(request, given, prompt, ids, room, ChatReply(self.name, prompt))
+
+        def prepared() -> tuple[str, list[int], int]:
+            prompt, ids = prompts.of_chat(given)
+            return prompt, ids, prompts.room(ids, given.most(), "messages")
+
+        def reply_to(prompt: str) -> ChatReply:
+            return ChatReply(self.name, prompt, takes_calls=given.functions() is not None)
+
+        return await self._answer(request, given, prepared, reply_to)
 
     async def complete(self, request: Request) -> Response:
         given = parse(Completion, await self._body(request))
         given.check()
         self._check_model(given.model)
         prompts = self._prompts()
-        prompt, ids = await asyncio.to_thread(prompts.of_completion, given)
-        room = prompts.room(ids, given.max_tokens or _DEFAULT_NEW, "prompt")
-        return await self._answer(request, given, prompt, ids, room, CompletionReply(self.name))
+
+        def prepared() -> tuple[str, list[int], int]:
+            prompt, ids = prompts.of_completion(given)
+            return prompt, ids, prompts.room(ids, given.max_tokens or _DEFAULT_NEW, "prompt")
+
+        return await self._answer(request, given, prepared, lambda _: CompletionReply(self.name))
 
     async def embed(self, request: Request) -> Response:
         given = parse(Embedding, await self._body(request))
         self._check_model(given.model)
         inputs = given.inputs()
         self._check_count("input", len(inputs))
-        texts = await asyncio.to_thread(self.embedder.tokens_of, inputs)
-        feed = Feed(self.engine, self.limits.seconds)
 
         async def work() -> Response:
-            feed.submit(Task(lambda: self.embedder.vectors(texts), feed.tell))
+            texts = await feed.within(asyncio.to_thread(self.embedder.tokens_of, inputs))
+            feed.submit(Task(self.embedder.vectors(texts), feed.tell))
             vectors = await feed.result()
             as_text = given.encoding_format == "base64"
             data = [
@@ -119,7 +125,8 @@ class Server:
                 {"object": "list", "data": data, "model": self.name, "usage": usage}
             )
 
-        return await _unless_gone(request, feed, work())
+        with closing(Feed(self.engine, self.limits.seconds)) as feed:
+            return await _unless_gone(request, work())
 
     # ---- answers
 
@@ -127,36 +134,37 @@ class Server:
         self,
         request: Request,
         given: Generation,
-        prompt: str,
-        ids: list[int],
-        room: int,
-        reply: CompletionReply,
+        prepared: Callable[[], tuple[str, list[int], int]],
+        reply_to: Callable[[str], CompletionReply],
     ) -> Response:
+        """prepared: the prompt, its tokens, and how many may follow."""
         feed = Feed(self.engine, self.limits.seconds)
-        feed.submit(Job(prompt, ids, given.options(room), given.seed, feed.tell))
-        if given.stream:
-            return _Events(_events(feed, reply, given.tells_usage()), feed)
-
-        async def whole() -> Response:
-            async for came in feed.pieces():
-                if isinstance(came, Finish):
-                    for _ in reply.end(came):
-                        pass
-                    return JSONResponse(reply.whole(came))
-                for _ in reply.feed(came):
-                    pass
-            raise AssertionError("the pieces end with a Finish")
-
-        return await _unless_gone(request, feed, whole())
+        try:
+            work = feed.within(asyncio.to_thread(prepared))
+            prompt, ids, room = await _unless_gone(request, work)
+            feed.submit(Job(prompt, ids, given.options(room), given.seed, feed.tell))
+            reply = reply_to(prompt)
+            if given.stream:
+                return _Events(_events(feed, reply, given.tells_usage()), feed)
+            answer = await _unless_gone(request, _whole(feed, reply))
+        except BaseException:
+            feed.close()
+            raise
+        feed.close()
+        return JSONResponse(answer)
 
     # ---- what is refused
 
     def _guarded(
-        self, route: Callable[[Request], Awaitable[Response]]
+        self, route: Callable[[Request], Awaitable[Response]], is_open: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
+        """is_open: for those without the key, too."""
+
         async def guarded(request: Request) -> Response:
             try:
-                self._check_key(request)
+                self._check_host(request)
+                if not is_open:
+                    self._check_key(request)
                 return await route(request)
             except ApiError as error:
                 return _refused(error)
@@ -164,6 +172,12 @@ class Server:
                 return Response(status_code=499)
 
         return guarded
+
+    def _check_host(self, request: Request) -> None:
+        """A page of another site, whose name leads to this machine, is refused by its name."""
+        host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
+        if self.hosts and host not in self.hosts:
+            raise ApiError(400, f"Host {host!r} is no name of this server", code="wrong_host")
 
     def _check_key(self, request: Request) -> None:
         if self.key is None:
@@ -246,21 +260,33 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-async def _unless_gone(request: Request, feed: Feed, work: Any) -> Response:
-    """The response that the work gives; nothing more is computed if the client goes before."""
+async def _whole(feed: Feed, reply: CompletionReply) -> dict[str, Any]:
+    async for came in feed.pieces():
+        if isinstance(came, Finish):
+            for _ in reply.end(came):
+                pass
+            return reply.whole(came)
+        for _ in reply.feed(came):
+            pass
+    raise AssertionError("the pieces end with a Finish")
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
+    """What the work gives. ClientDisconnect: the client goes before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else Response(status_code=499)
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        feed.close()
-        for task in tasks:
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
 
 
 def _encoded(vector: Any, as_text: bool) -> Any:
@@ -277,7 +303,8 @@ def _refused(error: ApiError) -> Response:
 async def _told(_: Request, error: Exception) -> Response:
     """Of Starlette: no such path, a method that is not there."""
     assert isinstance(error, HTTPException)
-    return _refused(ApiError(error.status_code, error.detail))
+    body = ApiError(error.status_code, error.detail).body()
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -8,6 +8,8 @@ transformers' own server would run chat templates without bounds, and load what 
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,17 +20,22 @@ from .choosing import Chooser
 from .engine import Finish, Job
 from .rows import Held, apart, mask_of, together
 
+_LOG = logging.getLogger(__name__)
+
 
 class _Answer:
     """A job under way. The cache holds all its tokens but the last."""
 
-    def __init__(self, job: Job, tokenizer: Any, device: torch.device) -> None:
+    def __init__(self, job: Job, model: Any, tokenizer: Any) -> None:
         self.job = job
         self.tokens = list(job.ids)
         self.read = 0  # of the tokens: those that the cache holds
         self.stream = Stream(tokenizer, job.options.stops, job.tell)
         self.stream.put(torch.tensor(job.ids))
-        self.chooser = Chooser(job.options, job.seed, device)
+        options = job.options
+        if options.repeat_penalty is None:  # as generate() does
+            options = replace(options, repeat_penalty=model.generation_config.repetition_penalty)
+        self.chooser = Chooser(options, job.seed, model.device)
 
     def finish(self, reason: str) -> None:
         self.stream.finish()
@@ -55,7 +62,7 @@ class Batch:
         return bool(self._prompts or self._answers)
 
     def take(self, job: Job) -> None:
-        self._prompts.append(_Answer(job, self._tokenizer, self._model.device))
+        self._prompts.append(_Answer(job, self._model, self._tokenizer))
 
     def stop(self, job: Job) -> None:
         """The next step sees that it is cancelled."""
@@ -69,13 +76,13 @@ class Batch:
 
     def step(self) -> None:
         """A token for each answer, and a part of a prompt."""
+        if self._prompts and self._prompts[0].job.is_cancelled:
+            self._filling = None
+        self._prompts = [a for a in self._prompts if not a.job.is_cancelled]
         if any(answer.job.is_cancelled for answer in self._answers):
             self._keep([a for a in self._answers if not a.job.is_cancelled])
         if self._answers:
             self._decode()
-        if self._prompts and self._prompts[0].job.is_cancelled:
-            self._filling = None
-            del self._prompts[0]
         if self._prompts:
             self._fill()
 
@@ -84,27 +91,40 @@ class Batch:
     def _fill(self) -> None:
         """Read a part of the first prompt; where it is the last one, it becomes an answer."""
         answer = self._prompts[0]
+        try:
+            logits = self._read(answer)
+        except Exception as error:  # of this prompt: nothing of the answers was touched
+            _tell(answer, error)
+            self._drop_first()
+            return
+        if answer.read < len(answer.tokens):
+            return
+        if self._goes_on(answer, logits[:, -1]):
+            if self._answers:
+                held = apart(self._cache, [a.read for a in self._answers])
+                held += apart(self._filling, [answer.read])
+                self._join([*self._answers, answer], held)
+            else:
+                self._answers, self._cache = [answer], self._filling
+        self._drop_first()  # not before: fail() tells those that are here
+
+    def _read(self, answer: _Answer) -> torch.Tensor:
+        """The logits of the next part of the prompt."""
         if self._filling is None:
             self._filling = self._new_cache()
         part = answer.tokens[answer.read : answer.read + CHUNK]
-        logits = self._model(
+        logits: torch.Tensor = self._model(
             input_ids=torch.tensor([part], device=self._model.device),
             past_key_values=self._filling,
             use_cache=True,
             **self._logits,
         ).logits
         answer.read += len(part)
-        if answer.read < len(answer.tokens):
-            return
+        return logits
+
+    def _drop_first(self) -> None:
         del self._prompts[0]
-        cache, self._filling = self._filling, None
-        if self._is_over(answer, self._next(answer, logits[:, -1])):
-            return
-        if self._answers:
-            held = apart(self._cache, [a.read for a in self._answers])
-            self._join([*self._answers, answer], [*held, *apart(cache, [answer.read])])
-        else:
-            self._answers, self._cache = [answer], cache
+        self._filling = None
 
     # ---- answers
 
@@ -121,16 +141,21 @@ class Batch:
         stay = []
         for row, answer in enumerate(answers):
             answer.read += 1
-            if not self._is_over(answer, self._next(answer, logits[row : row + 1, -1])):
+            if self._goes_on(answer, logits[row : row + 1, -1]):
                 stay.append(answer)
         if len(stay) < len(answers):
             self._keep(stay)
 
-    def _next(self, answer: _Answer, logits: torch.Tensor) -> int:
-        token = answer.chooser.choose(logits, answer.tokens)
-        answer.tokens.append(token)
-        answer.stream.put(torch.tensor([token]))
-        return token
+    def _goes_on(self, answer: _Answer, logits: torch.Tensor) -> bool:
+        """Choose its next token; False: it is over. An error is told to this answer alone."""
+        try:
+            token = answer.chooser.choose(logits, answer.tokens)
+            answer.tokens.append(token)
+            answer.stream.put(torch.tensor([token]))
+            return not self._is_over(answer, token)
+        except Exception as error:
+            _tell(answer, error)
+            return False
 
     def _is_over(self, answer: _Answer, token: int) -> bool:
         if token in self._end_tokens or answer.stream.stops.found:
@@ -146,12 +171,16 @@ class Batch:
         self._join(stay, [held[self._answers.index(answer)] for answer in stay])
 
     def _join(self, answers: list[_Answer], held: list[Held]) -> None:
+        most = max((a.read for a in answers), default=0)
+        self._cache = together(self._new_cache(), held, most) if answers else None
         self._answers = answers
-        self._cache = (
-            together(self._new_cache(), held, max(a.read for a in answers)) if answers else None
-        )
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._model.config)
+
+
+def _tell(answer: _Answer, error: Exception) -> None:
+    _LOG.error("an answer failed", exc_info=error)
+    answer.job.tell(error)

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import positive_int, start
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 _KEY = "METALMM_API_KEY"
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+_SPARE = 64  # connections beside the requests that are answered and wait; more get status 503
 _SHUTDOWN = 5  # seconds that answers under way have when the server ends
 
 
@@ -85,16 +85,16 @@ def run(args: argparse.Namespace) -> None:
         template.start()
         server = _server(args, template, key)
         host, port = bound.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
         config = uvicorn.Config(
             server.app(),
             log_level="warning",
             timeout_graceful_shutdown=_SHUTDOWN,
             server_header=False,
+            limit_concurrency=args.parallel + args.queue + _SPARE,
         )
         server.engine.start()
         try:
-            print(f"{server.name}: http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+            print(f"{server.name}: http://{_shown(host)}:{port}/v1", file=sys.stderr, flush=True)
             uvicorn.Server(config).run(sockets=[bound])
         finally:
             server.engine.close()
@@ -121,7 +121,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     runner: Runner = Single(session)
     if generates and args.cache is None and loaded.draft is None and can_join(model):
         runner = Batch(model, tokenizer, args.parallel)
-    pooling = args.pooling or pooling_of(Path(args.model or ""), generates)
+    pooling = args.pooling or pooling_of(loaded.path, generates)
     return Server(
         name=args.name or loaded.name,
         engine=Engine(runner, args.queue),
@@ -129,7 +129,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
         embedder=Embedder(model, tokenizer, pooling, context_of(model)),
         limits=Limits(args.max_body, args.max_messages, args.timeout),
         key=key,
-        hosts=_LOOPBACK if _is_loopback(args.host) else [],
+        hosts=[*_LOOPBACK, _shown(args.host)] if _is_loopback(args.host) else [],
     )
 
 
@@ -154,6 +154,11 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _shown(host: str) -> str:
+    """As it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...files.blame import blaming
 from .errors import ApiError
-from .prompts import vocabulary_of
+from .prompts import checked, tokens_of, vocabulary_of
 
 POOLINGS = ("mean", "cls", "last")
-_BATCH = 32  # texts a forward
+_FORWARD = 1024  # tokens that texts of one forward have together; a longer text has its own
+_MOST = 8192  # tokens of a text: OpenAI's limit. Nothing stops a forward
+_REQUEST = 300_000  # tokens of a request: OpenAI's limit
 
 
-def pooling_of(folder: Path, generates: bool) -> str:
-    """As the folder's sentence-transformers module says; else last where it generates, or mean.
+def pooling_of(path: Path, generates: bool) -> str:
+    """As the folder's sentence-transformers modules say; else last where it generates, or mean.
 
-    ValueError: the module asks for another kind.
+    ValueError: they ask for what is not there. FileNotFoundError: a module's config is missing.
     """
-    file = folder / "1_Pooling" / "config.json"
+    modules, place = path / "modules.json", "1_Pooling"
+    if modules.is_file():
+        with blaming(modules, "it is no list of modules"):
+            listed = json.loads(modules.read_text(encoding="utf-8"))
+            kinds = [module["type"].rpartition(".")[2] for module in listed]
+            places = [module["path"] for module in listed]
+        # Others compute something more of the vector, or from the tokens.
+        if sorted(kinds) not in (
+            ["Normalize", "Pooling", "Transformer"],
+            ["Pooling", "Transformer"],
+        ):
+            allowed = "Transformer, Pooling and Normalize"
+            raise ValueError(f"{modules}: {', '.join(kinds)}; only {allowed} are supported")
+        place = places[kinds.index("Pooling")]
+        if not re.fullmatch(r"\w+", str(place)):
+            raise ValueError(f"{modules}: path {place!r} is not that of a folder in this one")
+        if not (path / place / "config.json").is_file():
+            raise FileNotFoundError(f"{path / place / 'config.json'}, which {modules} names")
+    file = path / place / "config.json"
     if not file.is_file():
         return "last" if generates else "mean"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    with blaming(file, "it says no pooling"):
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
     modes = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
     asked = [k for k in config if k.startswith("pooling_mode_") and config[k] is True]
     if "pooling_mode" in config:  # from version 6 on: a name, or several
@@ -43,32 +68,36 @@ class Embedder:
         """context: the most tokens of a text. pooling: of POOLINGS."""
         self._model, self._tokenizer = model, tokenizer
         self._base = getattr(model, "base_model", model)  # without a head for tokens
-        self._pooling, self._context = pooling, context
+        self._pooling, self._most = pooling, min(context or _MOST, _MOST)
+        takes = inspect.signature(self._base.forward).parameters
+        self._options = {"use_cache": False} if "use_cache" in takes else {}
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
-        """ApiError 400: a text is too long, or its tokens are none."""
-        size, found = vocabulary_of(self._model), []
+        """ApiError 400: a text is too long, or has tokens that the model does not know."""
+        size, found, count = vocabulary_of(self._model), [], 0
         for given in inputs:
-            ids = (
-                given
-                if isinstance(given, list)
-                else self._tokenizer(given, verbose=False).input_ids
-            )
-            if not ids or not all(0 <= token < size for token in ids):
-                raise ApiError(400, f"input: tokens must be from 0 to {size - 1}", "input")
-            if self._context is not None and len(ids) > self._context:
-                message = f"input: {len(ids)} tokens; the model reads {self._context}"
+            ids = given if isinstance(given, list) else tokens_of(self._tokenizer, given, "input")
+            if not ids:
+                raise ApiError(400, "input: no tokens", "input")
+            if len(ids) > self._most:
+                message = f"input: {len(ids)} tokens; at most {self._most} of a text are read"
                 raise ApiError(400, message, "input", "context_length_exceeded")
-            found.append(list(ids))
+            found.append(checked(ids, size, "input"))
+            count += len(ids)
+            if count > _REQUEST:
+                message = f"input: more than {_REQUEST} tokens"
+                raise ApiError(400, message, "input", "context_length_exceeded")
         return found
 
-    def vectors(self, texts: list[list[int]]) -> list[Tensor]:
-        """[size] f32 of length 1 for each. Texts of about one length share a forward."""
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    def vectors(self, texts: list[list[int]]) -> Generator[None, None, list[Tensor]]:
+        """[size] f32 of length 1 for each. Texts of about one length share a forward.
+
+        A forward for each part, so that answers go on between them and a client may leave.
+        """
         found: dict[int, Tensor] = {}
-        for start in range(0, len(order), _BATCH):
-            part = order[start : start + _BATCH]
+        for part in _shared([len(text) for text in texts]):
             found |= zip(part, self._pooled([texts[i] for i in part]), strict=True)
+            yield
         return [found[i] for i in range(len(texts))]
 
     def _pooled(self, texts: list[list[int]]) -> Tensor:
@@ -77,7 +106,8 @@ class Embedder:
         ids = torch.tensor([text + [0] * (most - len(text)) for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (most - len(text)) for text in texts])
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
-        states = self._base(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        out = self._base(input_ids=ids, attention_mask=mask, **self._options)
+        states = out.last_hidden_state.float()
         if self._pooling == "mean":
             weights = mask[..., None]
             pooled = (states * weights).sum(1) / weights.sum(1)
@@ -85,3 +115,14 @@ class Embedder:
             places = mask.sum(1) - 1 if self._pooling == "last" else torch.zeros(len(texts))
             pooled = states[torch.arange(len(texts)), places.long()]
         return torch.nn.functional.normalize(pooled, dim=-1).cpu()
+
+
+def _shared(lengths: list[int]) -> Iterator[list[int]]:
+    """The texts of each forward, from the shortest on; each costs as much as the longest there."""
+    part: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if part and lengths[i] * (len(part) + 1) > _FORWARD:
+            yield part
+            part = []
+        part.append(i)
+    yield part

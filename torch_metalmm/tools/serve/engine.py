@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +13,8 @@ import torch
 
 from ..chat.session import Options
 from .errors import ApiError
+
+_LOG = logging.getLogger(__name__)
 
 
 class Finish(NamedTuple):
@@ -37,10 +40,10 @@ class Job:
 
 @dataclass(eq=False)
 class Task:
-    """Anything else that is to be done with the model."""
+    """Anything else that is to be done with the model, in parts: one between two steps."""
 
-    work: Callable[[], Any]
-    tell: Callable[[Any], None]  # gets the result, or the exception
+    work: Generator[None, None, Any]
+    tell: Callable[[Any], None]  # gets what the work returns, or the exception
     is_cancelled: bool = False
 
 
@@ -62,6 +65,8 @@ class Engine:
     runner: Runner
     queue: int
     _waiting: deque[Job | Task] = field(default_factory=deque)
+    _task: Task | None = None  # under way
+    _reserved: int = 0  # places of the queue for requests that are being prepared
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -72,24 +77,39 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the step that is under way, and nothing more."""
+        """Finish the step, or part of a task, that is under way, and nothing more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
 
-    def submit(self, request: Job | Task) -> None:
-        """ApiError 429: as many requests wait as may; 503: the server ends."""
+    def reserve(self) -> None:
+        """Keep a place of the queue. ApiError 429: as many requests wait as may; 503: it ends."""
         with self._changed:
-            if self._is_closed:
-                raise ApiError(503, "the server is shutting down", retry_after=10)
+            self._check_open()
             # Those that wait for a step to end, and not for a place, are not counted.
-            if len(self._waiting) >= self.queue + self.runner.room():
+            if len(self._waiting) + self._reserved >= self.queue + self.runner.room():
                 raise ApiError(
                     429, f"{self.queue} requests are waiting already", code="queue", retry_after=1
                 )
+            self._reserved += 1
+
+    def release(self) -> None:
+        """Give the place up that reserve() kept."""
+        with self._changed:
+            self._reserved -= 1
+
+    def submit(self, request: Job | Task) -> None:
+        """In the place that reserve() kept. ApiError 503: the server ends."""
+        with self._changed:
+            self._check_open()
+            self._reserved -= 1
             self._waiting.append(request)
             self._changed.notify()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ApiError(503, "the server is shutting down", retry_after=10)
 
     def cancel(self, request: Job | Task) -> None:
         """Let nothing more be computed for it; from any thread, also when it is over."""
@@ -102,34 +122,64 @@ class Engine:
 
     def load(self) -> tuple[int, bool]:
         """(how many requests wait, whether one is being answered)."""
-        return len(self._waiting), self.runner.is_busy()
+        return len(self._waiting), self._is_busy()
+
+    def _is_busy(self) -> bool:
+        return self._task is not None or self.runner.is_busy()
 
     def _run(self) -> None:
         with torch.inference_mode():
             while self._admit():
+                if self._task is not None:
+                    self._go_on(self._task)
                 try:
                     if self.runner.is_busy():
                         self.runner.step()
                 except Exception as error:  # of one step: the server goes on
+                    _LOG.error("a step failed", exc_info=error)
                     self.runner.fail(error)
+
+    def _go_on(self, task: Task) -> None:
+        """Do a part of the task."""
+        try:
+            if not task.is_cancelled:
+                next(task.work)
+                return
+        except StopIteration as end:
+            task.tell(end.value)
+        except Exception as error:
+            _LOG.error("a task failed", exc_info=error)
+            task.tell(error)
+        task.work.close()
+        self._task = None
 
     def _admit(self) -> bool:
         """Take what there is room for; wait where there is nothing to do. False: closed."""
-        while True:
-            with self._changed:
-                while not (self._waiting or self.runner.is_busy() or self._is_closed):
-                    self._changed.wait()
-                if self._is_closed:
-                    self.runner.fail(ApiError(503, "the server is shutting down"))
-                    return False
-                request = self._waiting[0] if self._waiting else None
-                if request is None or (isinstance(request, Job) and not self.runner.room()):
-                    return True
-                self._waiting.popleft()
-                if isinstance(request, Job):
-                    self.runner.take(request)
+        with self._changed:
+            while not (self._waiting or self._is_busy() or self._is_closed):
+                self._changed.wait()
+            if self._is_closed:
+                error = ApiError(503, "the server is shutting down")
+                self.runner.fail(error)
+                for told in [*self._waiting, *([self._task] if self._task else [])]:
+                    told.tell(error)
+                self._waiting.clear()
+                return False
+            while (request := self._next()) is not None:
+                self._waiting.remove(request)
+                if isinstance(request, Task):
+                    self._task = request
                     continue
-            try:
-                request.tell(request.work())
-            except Exception as error:
-                request.tell(error)
+                try:
+                    self.runner.take(request)
+                except Exception as error:
+                    _LOG.error("a request was not taken", exc_info=error)
+                    request.tell(error)
+            return True
+
+    def _next(self) -> Job | Task | None:
+        """The first that waits and has a place: a job in the runner, one task beside the jobs."""
+        for request in self._waiting:
+            if self._task is None if isinstance(request, Task) else self.runner.room():
+                return request
+        return None

@@ -21,15 +21,22 @@ class ApiError(Exception):
         """param: the field of the request that is wrong. retry_after: in seconds."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
-        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        self.headers: dict[str, str] = (
+            {} if retry_after is None else {"Retry-After": str(retry_after)}
+        )
 
     def body(self) -> dict[str, Any]:
+        """As Unicode, which what it quotes need not be."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
-                "message": str(self),
+                "message": _unicode(str(self)),
                 "type": _KINDS.get(self.status, kind),
-                "param": self.param,
+                "param": None if self.param is None else _unicode(self.param),
                 "code": self.code,
             }
         }
+
+
+def _unicode(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

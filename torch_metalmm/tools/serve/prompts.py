@@ -39,21 +39,12 @@ class Prompts:
                 text = self._template.render(messages, request.functions())
             except (ValueError, OSError) as error:
                 raise ApiError(400, str(error), "messages") from None
-        return text, self._ids(text, add_special_tokens=False)
+        return text, self._ids(text, "messages", add_special_tokens=False)
 
     def of_completion(self, request: Completion) -> tuple[str, list[int]]:
         if isinstance(request.prompt, str):
-            return request.prompt, self._ids(request.prompt)
-        return "", self.checked([int(token) for token in request.prompt], "prompt")
-
-    def checked(self, ids: list[int], name: str) -> list[int]:
-        """ApiError 400: one of them is no token of the model."""
-        for token in ids:
-            if not 0 <= token < self._size:
-                raise ApiError(
-                    400, f"{name}: token {token}; must be from 0 to {self._size - 1}", name
-                )
-        return ids
+            return request.prompt, self._ids(request.prompt, "prompt")
+        return "", checked(request.prompt, self._size, "prompt")
 
     def room(self, ids: list[int], wanted: int | None, name: str) -> int:
         """How many tokens may follow. ApiError 400: none."""
@@ -70,11 +61,24 @@ class Prompts:
             limits.append(self._context - len(ids))
         return min(limits) if limits else 1 << 30
 
-    def _ids(self, text: str, **options: Any) -> list[int]:
-        try:
-            return list(self._tokenizer(text, verbose=False, **options).input_ids)
-        except (UnicodeError, TypeError) as error:  # a lone surrogate
-            raise ApiError(400, f"the text cannot be encoded: {error}") from None
+    def _ids(self, text: str, name: str, **options: Any) -> list[int]:
+        return checked(tokens_of(self._tokenizer, text, name, **options), self._size, name)
+
+
+def tokens_of(tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
+    """ApiError 400: the text is no Unicode."""
+    try:
+        return list(tokenizer(text, verbose=False, **options).input_ids)
+    except (UnicodeError, TypeError):  # a lone surrogate
+        raise ApiError(400, f"{name}: the text has half a surrogate pair", name) from None
+
+
+def checked(ids: list[int], size: int, name: str) -> list[int]:
+    """ApiError 400: one of them is no token of the model; a text may have such, too."""
+    for token in ids:
+        if not 0 <= token < size:
+            raise ApiError(400, f"{name}: token {token}; must be from 0 to {size - 1}", name)
+    return ids
 
 
 def vocabulary_of(model: Any) -> int:

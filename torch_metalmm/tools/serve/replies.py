@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from ..chat.marks import CALL, THOUGHT, Splitter, calls_of
+from ..chat.marks import CALL, MARKS, THOUGHT, Splitter, calls_of
 from .engine import Finish
 
 Object = dict[str, Any]
@@ -72,9 +72,12 @@ class ChatReply(CompletionReply):
 
     _kind, _chunk_kind, _prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, model: str, prompt: str) -> None:
+    def __init__(self, model: str, prompt: str, takes_calls: bool) -> None:
+        """prompt: as Splitter's. takes_calls: else what looks like a call is text."""
         super().__init__(model)
-        self._splitter = Splitter(prompt)
+        marks = [mark for mark in MARKS if takes_calls or mark.kind != CALL]
+        self._splitter = Splitter(prompt, marks)
+        self._part = 0  # of those that marks opened
         self._thought = ""
         self._call = ""  # what came of the calls
         self._calls: list[Object] = []
@@ -111,6 +114,9 @@ class ChatReply(CompletionReply):
 
     def _parts(self, parts: Iterator[tuple[str, str]]) -> Iterator[Object]:
         for kind, text in parts:
+            if self._splitter.count != self._part:
+                yield from self._called()
+                self._part = self._splitter.count
             if kind == CALL:
                 self._call += text
                 continue
@@ -128,12 +134,14 @@ class ChatReply(CompletionReply):
         if not text:
             return
         found = calls_of(text)
+        if found is not None and not _is_writable(found):
+            found = None
         if found is None:
             self._text += text
             yield self._chunk({"delta": {"content": text}})
         for call in found or []:
             made = {
-                "id": "call_" + uuid.uuid4().hex[:24],
+                "id": uuid.uuid4().hex[:9],  # 9 letters or digits, as Mistral's templates demand
                 "type": "function",
                 "function": {
                     "name": call["name"],
@@ -142,3 +150,12 @@ class ChatReply(CompletionReply):
             }
             yield self._chunk({"delta": {"tool_calls": [{"index": len(self._calls), **made}]}})
             self._calls.append(made)
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether it is JSON, which has no NaN, and Unicode."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -24,7 +24,6 @@ class StreamOptions:
 class Request:
     """What all have. An unknown field is refused: it may be one that changes the answer."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
     model: str
     user: Any = None  # these say nothing about the answer
     metadata: Any = None
@@ -45,14 +44,14 @@ class Generation(Request):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Any = None  # lists are checked by hand: pydantic words an error for each of their items
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     # Fields that have one value here: their default.
     n: Literal[1] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
 
     def check(self) -> None:
         """ApiError: a value out of its range, or of what is not there."""
@@ -64,19 +63,20 @@ class Generation(Request):
         _within("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.temperature is not None and 0 < self.temperature < 1e-3:
             raise ApiError(400, f"temperature: {self.temperature}; 0, or from 0.001", "temperature")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty <= 1000:
-            message = f"repetition_penalty: {self.repetition_penalty}; must be above 0, to 1000"
-            raise ApiError(400, message, "repetition_penalty")
+        # Logits times or by more may become infinite.
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
-        if "" in self.stops():
-            raise ApiError(400, "stop: must not be empty", "stop")
-        if len(self.stops()) > _MOST_STOPS:
+        stops = self.stops()
+        if len(stops) > _MOST_STOPS:
             raise ApiError(400, f"stop: more than {_MOST_STOPS} texts", "stop")
+        if not _all_are(str, stops) or "" in stops:
+            raise ApiError(400, "stop: must be a text or a list of texts, none empty", "stop")
 
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        given = [] if self.stop is None else self.stop
+        return given if isinstance(given, list) else [given]
 
     def options(self, most: int) -> Options:
         """OpenAI's defaults: temperature 1 and no other limit. most: of new tokens."""
@@ -96,9 +96,9 @@ class Generation(Request):
 
 @dataclass(kw_only=True)
 class Chat(Generation):
-    messages: list[dict[str, Any]]
+    messages: Any
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Any = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[str, Any] | None = None
@@ -111,8 +111,10 @@ class Chat(Generation):
         if self.response_format not in (None, {"type": "text"}):
             message = "response_format: only text is supported"
             raise ApiError(400, message, "response_format", "unsupported")
-        if not self.messages:
-            raise ApiError(400, "messages: must not be empty", "messages")
+        if not _all_are(dict, self.messages) or not self.messages:
+            raise ApiError(400, "messages: must be a list of objects, not empty", "messages")
+        if self.tools is not None and not _all_are(dict, self.tools):
+            raise ApiError(400, "tools: must be a list of objects", "tools")
 
     def most(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
@@ -123,7 +125,7 @@ class Chat(Generation):
 
 @dataclass(kw_only=True)
 class Completion(Generation):
-    prompt: str | list[int] | list[str]
+    prompt: Any
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -131,28 +133,37 @@ class Completion(Generation):
 
     def check(self) -> None:
         super().check()
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str):
-            if len(self.prompt) > 1:
-                raise ApiError(400, f"prompt: {len(self.prompt)} texts; give one", "prompt")
-            self.prompt = self.prompt[0]
-        if not self.prompt:
+        given = self.prompt
+        if _all_are(str, given) and given:
+            if len(given) > 1:
+                raise ApiError(400, f"prompt: {len(given)} texts; give one", "prompt")
+            given = given[0]
+        if not isinstance(given, str) and not _all_are(int, given):
+            raise ApiError(400, "prompt: must be a text, or a list of tokens", "prompt")
+        if not given:
             raise ApiError(400, "prompt: must not be empty", "prompt")
+        self.prompt = given
 
 
 @dataclass(kw_only=True)
 class Embedding(Request):
-    input: str | list[int] | list[str] | list[list[int]]
+    input: Any
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
         """A list of texts, or of tokens of texts. ApiError: one is empty, or there is none."""
-        given: Any = self.input
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = self.input
+        if isinstance(given, str) or (given and _all_are(int, given)):
             given = [given]
+        if not isinstance(given, list) or not (
+            _all_are(str, given) or all(_all_are(int, text) for text in given)
+        ):
+            message = "input: must be a text, a list of tokens, or a list of either"
+            raise ApiError(400, message, "input")
         if not given or not all(given):
             raise ApiError(400, "input: must not be empty", "input")
-        return list(given)
+        return given
 
 
 def parse(kind: type[_Given], body: bytes) -> _Given:
@@ -163,16 +174,19 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be an object")
+    # Pydantic would word an error for each.
+    if unknown := given.keys() - {field.name for field in fields(cast(Any, kind))}:
+        name = min(unknown)
+        message = f"{name}: it is not known, or not supported"
+        raise ApiError(400, message, name, "unsupported")
     try:
         found: _Given = _adapter(cast(Any, kind)).validate_python(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        # Beyond the name of the field are those of the types of a union.
-        name = str(first["loc"][0]) if first["loc"] else None
-        unknown = first["type"] in ("extra_forbidden", "unexpected_keyword_argument")
-        said = "it is not known, or not supported" if unknown else first["msg"]
-        message = f"{name}: {said}" if name else "the body must be an object"
-        raise ApiError(400, message, name, "unsupported" if unknown else None) from None
+        name = str(first["loc"][0])
+        raise ApiError(400, f"{name}: {first['msg']}", name) from None
     return found
 
 
@@ -181,6 +195,11 @@ def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+def _all_are(kind: type, given: Any) -> bool:
+    """Whether it is a list of these, of which True is no number."""
+    return isinstance(given, list) and all(type(item) is kind for item in given)
 
 
 def _within(name: str, value: float | None, least: float, most: float | None = None) -> None:
