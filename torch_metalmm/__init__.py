@@ -14,6 +14,8 @@ from . import old_names
 from .late import when_imported
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from . import ops as ops
     from .files.gguf.load import load_gguf
     from .files.gguf.save import save_gguf
@@ -142,22 +144,18 @@ def _plug_into_experts() -> None:
         warnings.warn(f"this transformers has other experts: {error}", stacklevel=2)
 
 
-def _plug_into_diffusers() -> None:
-    try:
-        from .hf.diffusers import quantizer  # noqa: F401  # it registers "metalmm" there, too
-    except ImportError as error:
-        import warnings
+def _plug_into_diffusers(part: str, what: str) -> Callable[[], None]:
+    """What imports a part of hf/diffusers, by which diffusers can do what `what` says."""
 
-        warnings.warn(f"this diffusers cannot load packed models: {error}", stacklevel=2)
+    def plug() -> None:
+        try:
+            import_module(f".hf.diffusers.{part}", __name__)
+        except (ImportError, AttributeError) as error:
+            import warnings
 
+            warnings.warn(f"this diffusers cannot {what}: {error}", stacklevel=2)
 
-def _plug_into_saving_of_diffusers() -> None:
-    try:
-        from .hf.diffusers import save  # noqa: F401  # save_pretrained becomes its own
-    except ImportError as error:
-        import warnings
-
-        warnings.warn(f"this diffusers cannot save packed models: {error}", stacklevel=2)
+    return plug
 
 
 def _plug_into_models() -> None:
@@ -190,8 +188,13 @@ when_imported("transformers.modeling_utils", _plug_into_saving)
 when_imported("transformers.modeling_utils", _plug_into_gguf)
 when_imported("transformers.modeling_utils", _plug_into_attention)
 when_imported("transformers.modeling_utils", _plug_into_experts)
-when_imported("diffusers.quantizers.auto", _plug_into_diffusers)
-when_imported("diffusers.models.modeling_utils", _plug_into_saving_of_diffusers)
+for _module, _part, _what in (
+    ("quantizers.auto", "quantizer", "load packed models"),
+    ("models.modeling_utils", "save", "save packed models"),
+    ("models.attention", "attention", "tell that packed projections are not fused"),
+    ("loaders.lora_pipeline", "lora", "load LoRA into packed models"),
+):
+    when_imported(f"diffusers.{_module}", _plug_into_diffusers(_part, _what))
 when_imported("transformers.modeling_utils", _plug_into_models)
 when_imported("sentence_transformers", _plug_into_sentences)
 when_imported("peft.tuners.lora", _plug_into_peft)

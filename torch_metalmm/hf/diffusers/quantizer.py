@@ -28,6 +28,8 @@ from ...nn.packed import quantize_weight
 from ..checks import check_floats, check_order, check_stored, require_safetensors
 from ..config import MetalMMConfig, site_names, stored_config
 
+_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 def attach(model: Any) -> None:
     """Let a diffusers model know of its packed layers, as if from_pretrained had packed them.
@@ -109,13 +111,27 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
         return loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """ValueError: the file is a GGUF file."""
+        """ValueError: the file is a GGUF file, or a weight to pack is of no dtype that is packed."""
         if any(hasattr(value, "quant_type") for value in state_dict.values()):
             raise ValueError(
                 "quantization_config: MetalMMConfig packs dense weights; for a GGUF file give "
                 "GGUFQuantizationConfig, and torch_metalmm.adopt_(model) keeps its bytes"
             )
+        self._check_sources(state_dict)
         return state_dict
+
+    def _check_sources(self, state_dict: dict[str, Any]) -> None:
+        """diffusers would say of packed bytes that they are a weight of another shape.
+
+        Numbers of 8 bits are refused, too: files have them with scales under names of their own.
+        """
+        for name in self._jobs:
+            if name in state_dict and (dtype := state_dict[name].dtype) not in _SOURCES:
+                raise ValueError(
+                    f"{name} is {dtype} in the checkpoint; packed are "
+                    f"{', '.join(map(str, _SOURCES))}. A packed model is loaded by "
+                    "from_pretrained, from its folder and with its config.json"
+                )
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config = self.quantization_config
@@ -125,6 +141,7 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
             jobs = [job for job in jobs if not isinstance(job.sites[0][1], Stack)]
             warn_fallbacks(jobs)
             self._jobs = {name: job for job in jobs for name in job.parameters}
+            self._check_sources(kwargs.get("state_dict", {}))  # a single file's, renamed
             return
         require_safetensors("packed weights are", self._files)
         found = read_headers(self._files)

@@ -1,4 +1,7 @@
-"""save_pretrained of diffusers' models: packed layers are saved, complete or not at all."""
+"""save_pretrained of diffusers' models: packed layers are saved, complete or not at all.
+
+And their num_parameters, the other method of ModelMixin that would take packed bytes for weights.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from ...files.staging import is_staging, staged
 from ...models.attach import quantized_by_another
 from ..config import stored_config
+from ..counts import of_weights
 from .quantizer import attach, check_layers
 
 _save = ModelMixin.save_pretrained
@@ -65,3 +69,4 @@ def _save_pretrained(
 
 
 ModelMixin.save_pretrained = _save_pretrained
+ModelMixin.num_parameters = of_weights(ModelMixin.num_parameters)
