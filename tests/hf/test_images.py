@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import oracle
 import pytest
 import torch
-from hf_models import packed_bytes, same_bytes
-from image_models import IMAGES, image, noise, pipeline, products, random_transformer, without
-from oracle import check, spec
+import transformers
+from hf_models import check_products, packed_bytes, same_bytes
+from image_models import (
+    IMAGES,
+    image,
+    noise,
+    packed_transformer,
+    pipeline,
+    random_transformer,
+    without,
+)
+from oracle import spec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -35,13 +43,6 @@ def load(name: str, folder: Path, **options: Any) -> Any:
         return IMAGES[name][1].from_pretrained(folder, **options)
 
 
-def packed_model(name: str, format: str = "q4_k") -> Any:
-    model = random_transformer(name)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "K is not a multiple")
-        return quantize_(model, format, progress=False)
-
-
 @BOTH
 def test_a_pipeline_packs_its_transformer_and_loads_again(name: str, tmp_path: Path) -> None:
     dense, absent = pipeline(name), dict.fromkeys(without(name))
@@ -55,17 +56,54 @@ def test_a_pipeline_packs_its_transformer_and_loads_again(name: str, tmp_path: P
     packed.save_pretrained(tmp_path / "packed")
     loaded = type(dense).from_pretrained(tmp_path / "packed", **absent)
     assert same_bytes(loaded.transformer, packed.transformer)
-    given = image(loaded)
-    assert torch.equal(given, image(packed)) and given.isfinite().all()
+    for dtype in (torch.float32, torch.bfloat16):
+        given = image(loaded.to(dtype))
+        assert given.dtype == dtype and given.isfinite().all()
+        assert torch.equal(given, image(packed.to(dtype)))
     files = [tmp_path / kind / "transformer" / WEIGHTS for kind in ("packed", "dense")]
     assert files[0].stat().st_size < files[1].stat().st_size / 3  # 8.5 bits of 32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "quant_mapping": {
+                name: MetalMMConfig("q8_0") for name in ("transformer", "text_encoder")
+            }
+        },
+        {
+            "quant_backend": "metalmm",
+            "quant_kwargs": {"format": "q8_0"},
+            "components_to_quantize": ["transformer", "text_encoder"],
+        },
+    ],
+)
+def test_a_pipeline_packs_its_text_encoder_too(config: dict[str, Any], tmp_path: Path) -> None:
+    dense, absent = pipeline("flux"), dict.fromkeys(set(without("flux")) - {"text_encoder"})
+    sizes = {"vocab_size": 64, "d_model": 256, "d_ff": 512, "d_kv": 64, "num_layers": 1}
+    encoder = transformers.T5EncoderModel(transformers.T5Config(num_heads=4, **sizes)).eval()
+    type(dense)(**dense.components | {"text_encoder": encoder}).save_pretrained(tmp_path / "dense")
+    packed = type(dense).from_pretrained(
+        tmp_path / "dense",
+        **absent,
+        quantization_config=diffusers.PipelineQuantizationConfig(**config),
+    )
+    packed.save_pretrained(tmp_path / "packed")
+    loaded = type(dense).from_pretrained(tmp_path / "packed", **absent)
+    for name in ("transformer", "text_encoder"):
+        ours, theirs = getattr(loaded, name), getattr(packed, name)
+        assert len(packed_bytes(ours)) > 7 and same_bytes(ours, theirs)
+    ids = torch.arange(8)[None]
+    assert torch.equal(loaded.text_encoder(ids)[0], packed.text_encoder(ids)[0])
+    assert torch.equal(image(loaded), image(packed))
 
 
 @BOTH
 @pytest.mark.parametrize("format", ["q8_0", "q4_k", "affine4_g64", "mxfp4"])
 def test_from_pretrained_packs_as_quantize_does(name: str, format: str, tmp_path: Path) -> None:
     loaded = load(name, dense_folder(name, tmp_path), quantization_config=MetalMMConfig(format))
-    want = packed_model(name, format)
+    want = packed_transformer(name, format)
     assert same_bytes(loaded, want) and torch.equal(noise(loaded), noise(want))
     want.save_pretrained(tmp_path / "packed")
     again = load(name, tmp_path / "packed")
@@ -77,19 +115,16 @@ def test_from_pretrained_packs_as_quantize_does(name: str, format: str, tmp_path
 
 @BOTH
 def test_every_product_is_that_of_the_decoded_weights(name: str, tmp_path: Path) -> None:
-    model = packed_model(name)
-    ran = products(model)
-    assert ran.keys() == packed_bytes(model).keys()
-    weights = {}
-    for layer, (x, y) in ran.items():
-        packed = model.get_submodule(layer)
-        weights[layer] = spec(packed.format, packed.weight, packed.in_features)
-        check(y, oracle.linear(x, weights[layer], packed.bias), layer)
+    model = packed_transformer(name)
+    packed = {
+        n: (f, w, model.get_submodule(n).in_features) for n, (f, w) in packed_bytes(model).items()
+    }
+    assert check_products(model, lambda: noise(model)).keys() == packed.keys()
     dense = model.dequantize()
     assert packed_bytes(dense) == {} and "quantization_config" not in dense.config
-    for layer, weight in weights.items():
+    for layer, of in packed.items():
         assert type(dense.get_submodule(layer)) is nn.Linear
-        assert torch.equal(dense.get_submodule(layer).weight, weight)
+        assert torch.equal(dense.get_submodule(layer).weight, spec(*of))
     dense.save_pretrained(tmp_path)
     assert torch.equal(noise(load(name, tmp_path)), noise(dense))
 
@@ -97,9 +132,9 @@ def test_every_product_is_that_of_the_decoded_weights(name: str, tmp_path: Path)
 def test_the_dtype_of_a_model_does_not_change_its_bytes(tmp_path: Path) -> None:
     folder = dense_folder("flux", tmp_path)
     model = load("flux", folder, dtype=torch.bfloat16, quantization_config=MetalMMConfig("q4_k"))
-    assert same_bytes(model, packed_model("flux")) and model.dtype == torch.bfloat16
+    assert same_bytes(model, packed_transformer("flux")) and model.dtype == torch.bfloat16
     assert model.to(torch.float16).x_embedder.bias.dtype == torch.float16
-    assert same_bytes(model, packed_model("flux"))
+    assert same_bytes(model, packed_transformer("flux"))
 
 
 def test_formats_by_name_and_layers_left_dense(tmp_path: Path) -> None:
@@ -122,19 +157,47 @@ def test_a_single_file_packs(tmp_path: Path) -> None:
         model = diffusers.SD3Transformer2DModel.from_single_file(
             str(folder / WEIGHTS), config=str(folder), quantization_config=MetalMMConfig("q4_k")
         )
-    assert same_bytes(model, packed_model("sd3"))
+    assert same_bytes(model, packed_transformer("sd3"))
     model.save_pretrained(tmp_path / "packed")
     assert torch.equal(noise(load("sd3", tmp_path / "packed")), noise(model))
 
 
 def test_shards_of_an_earlier_save_are_gone(tmp_path: Path) -> None:
-    model = packed_model("flux")
+    model = packed_transformer("flux")
     model.save_pretrained(tmp_path, max_shard_size="500KB")
     assert (tmp_path / f"{WEIGHTS}.index.json").exists()
     assert same_bytes(load("flux", tmp_path), model)
     model.save_pretrained(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} == {WEIGHTS, "config.json"}
     assert same_bytes(load("flux", tmp_path), model)
+
+
+@BOTH
+def test_parameters_are_those_of_the_dense_model(name: str) -> None:
+    dense, packed, by_hand = (random_transformer(name) for _ in range(3))
+    quantize_(packed, "q8_0", progress=False)
+    by_hand.proj_out = QuantLinear.from_linear(by_hand.proj_out, "q4_k")
+    for model in (packed, by_hand):
+        for options in ({}, {"exclude_embeddings": True}):
+            assert model.num_parameters(**options) == dense.num_parameters(**options)
+    assert 0 < packed.num_parameters(only_trainable=True) < dense.num_parameters() / 100
+
+
+@BOTH
+def test_projections_that_were_fused_are_packed(name: str) -> None:
+    model = random_transformer(name)
+    model.fuse_qkv_projections()
+    quantize_(model, {"*.to_qkv": "q4_k", "*.to_added_qkv": "q8_0"}, progress=False)
+    assert check_products(model, lambda: noise(model)).keys() == packed_bytes(model).keys()
+
+
+@BOTH
+def test_dense_projections_beside_packed_layers_are_fused(name: str) -> None:
+    model = packed_transformer(name, {"*.ff.*": "q4_k"})
+    separate = noise(model)
+    model.fuse_qkv_projections()
+    assert type(model.transformer_blocks[0].attn.to_qkv) is nn.Linear
+    assert noise(model).shape == separate.shape and len(packed_bytes(model)) > 0
 
 
 def test_another_model_of_diffusers(tmp_path: Path) -> None:
@@ -147,6 +210,15 @@ def test_another_model_of_diffusers(tmp_path: Path) -> None:
 
 
 # ---- refused
+
+
+@BOTH
+def test_packed_projections_are_not_fused(name: str) -> None:
+    model = packed_transformer(name, {"*.attn.*": "q4_k"})
+    layers, alone = [n for n, _ in model.named_modules()], noise(model)
+    with pytest.raises(ValueError, match=r"to_q is packed in q4_k, and packed .* fuse the dense"):
+        model.fuse_qkv_projections()
+    assert [n for n, _ in model.named_modules()] == layers and torch.equal(noise(model), alone)
 
 
 def another_layer(model: Any) -> None:
@@ -173,7 +245,7 @@ def another_method(model: Any) -> None:
 def test_what_could_not_be_loaded_is_not_saved(
     change: Any, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = packed_model("flux")
+    model = packed_transformer("flux")
     change(model)
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path / "packed", **options)
@@ -226,10 +298,34 @@ def change_tensor(folder: Path, name: str, value: Any) -> None:
     ],
 )
 def test_damaged_files(damage: Any, message: str, tmp_path: Path) -> None:
-    packed_model("flux").save_pretrained(tmp_path)
+    packed_transformer("flux").save_pretrained(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load("flux", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int32])
+def test_files_of_other_numbers_are_not_packed(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = dense_folder("flux", tmp_path)
+    change_tensor(folder, "proj_out.weight", torch.zeros(64, 256).to(dtype))
+    config = MetalMMConfig("q8_0")
+    for given in (
+        lambda: load("flux", folder, quantization_config=config),
+        lambda: diffusers.FluxTransformer2DModel.from_single_file(
+            str(folder / WEIGHTS), config=str(folder), quantization_config=config
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"proj_out.weight is {dtype} .* packed are torch.fl"):
+            given()
+
+
+def test_a_packed_file_without_its_config(tmp_path: Path) -> None:
+    packed_transformer("flux", "q8_0").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is torch.uint8 .* from its folder and with its config"):
+        load("flux", tmp_path, quantization_config=MetalMMConfig("q8_0"))
 
 
 def test_dense_files_without_a_weight(tmp_path: Path) -> None:

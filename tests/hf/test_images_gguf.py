@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import gguf
-import oracle
 import pytest
 import torch
-from hf_models import packed_bytes, same_bytes
-from image_models import IMAGES, noise, products, random_transformer
-from oracle import check, spec
+from hf_models import check_products, packed_bytes, same_bytes
+from image_models import IMAGES, noise, packed_transformer, random_transformer
 
-from torch_metalmm import MetalMMConfig, QuantLinear, adopt_, quantize_
+from torch_metalmm import MetalMMConfig, QuantLinear, adopt_
 from torch_metalmm.hf.config import stored_config
 
 BOTH = pytest.mark.parametrize("name", IMAGES)
 
 
 def packed_model(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "K is not a multiple")
-        return quantize_(
-            random_transformer(name), {"*.attn.*": "q6_k", "*": "q4_k"}, progress=False
-        )
+    return packed_transformer(name, {"*.attn.*": "q6_k", "*": "q4_k"})
 
 
 def written(model: Any, folder: Path) -> dict[str, str]:
@@ -65,10 +58,7 @@ def test_adopt_keeps_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
         n: m.weight.data_ptr() for n, m in model.named_modules() if isinstance(m, QuantLinear)
     }
     assert same_bytes(model, want)
-    for layer, (x, y) in products(model).items():
-        packed = model.get_submodule(layer)
-        w = spec(packed.format, packed.weight, packed.in_features)
-        check(y, oracle.linear(x, w, packed.bias), layer)
+    assert check_products(model, lambda: noise(model)).keys() == packed_bytes(want).keys()
     model.save_pretrained(tmp_path / "packed")
     loaded = IMAGES[name][1].from_pretrained(tmp_path / "packed")
     assert same_bytes(loaded, want) and torch.equal(noise(loaded), noise(model))

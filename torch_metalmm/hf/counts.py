@@ -14,7 +14,7 @@ from ..nn.fused import MergedLinear
 
 
 def of_weights(count: Callable[..., int]) -> Callable[..., int]:
-    """The method num_parameters of a library's models, `count`, with the count of the dense model."""
+    """num_parameters of a library's models, `count`, as a method that counts weights."""
 
     @functools.wraps(count)
     def num_parameters(

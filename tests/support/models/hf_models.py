@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from oracle import OFFSETS, Value, addends, check, spec
 from torch import Tensor
+
+from torch_metalmm import QuantLinear
 
 H, FFN, LAYERS, HEADS, VOCAB = 256, 512, 2, 4, 320
 
@@ -93,3 +97,36 @@ def same_bytes(a: Any, b: Any) -> bool:
     return x.keys() == y.keys() and all(
         x[n][0] == y[n][0] and torch.equal(x[n][1], y[n][1]) for n in x
     )
+
+
+def products_of(model: Any, run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
+    """{packed linear layer: its x and y} while run() runs the model or a copy of it."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    hooks = [
+        layer.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantLinear)
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def decoded_product(layer: Any, x: Tensor) -> Value:
+    """What a packed linear layer gives for x, before the store: that of the specification's W."""
+    k = layer.in_features
+    w, y = spec(layer.format, layer.weight, k), Value.of(x)
+    if layer.format in OFFSETS:  # some kernels add up q x and x apart
+        y = y.dot(w, k + 8, size=addends(layer.format, layer.weight, k))
+    else:
+        y = y.dot(w)
+    return y if layer.bias is None else y + Value.of(layer.bias.detach())
+
+
+def check_products(model: Any, run: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:
+    """products_of, each of them checked."""
+    seen = products_of(model, run)
+    for name, (x, y) in seen.items():
+        check(y, decoded_product(model.get_submodule(name), x).store(y.dtype), name)
+    return seen

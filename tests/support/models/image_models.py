@@ -7,13 +7,14 @@ where its file says.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import diffusers
 import torch
 from torch import Tensor
 
-from torch_metalmm import QuantLinear
+from torch_metalmm import quantize_
 
 _SIZES = {
     "attention_head_dim": 64,
@@ -46,6 +47,13 @@ def random_transformer(name: str) -> Any:
     return IMAGES[name][1](**IMAGES[name][2]).eval()
 
 
+def packed_transformer(name: str, spec: Any = "q4_k") -> Any:
+    """The random transformer, packed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "K is not a multiple")  # K = 64 of x_embedder
+        return quantize_(random_transformer(name), spec, progress=False)
+
+
 def pipeline(name: str) -> Any:
     """The random transformer with a small decoder of images and no text encoders."""
     transformer = random_transformer(name)
@@ -65,9 +73,10 @@ def without(name: str) -> list[str]:
 
 
 def image(pipe: Any) -> Tensor:
-    """An image of 8 x 8 after two steps, the same at every call."""
+    """An image of 8 x 8 after two steps, the same at every call; prompts in the pipe's dtype."""
     torch.manual_seed(1)
     given = {"prompt_embeds": torch.randn(1, 8, 256), "pooled_prompt_embeds": torch.randn(1, 256)}
+    given = {key: value.to(pipe.dtype) for key, value in given.items()}
     if isinstance(pipe, diffusers.StableDiffusion3Pipeline):
         given |= {f"negative_{key}": torch.randn_like(value) for key, value in given.items()}
     pipe = type(pipe)(**{name: copy.deepcopy(part) for name, part in pipe.components.items()})
@@ -92,17 +101,3 @@ def noise(model: Any) -> Tensor:
     with torch.inference_mode():
         out: Tensor = copy.deepcopy(model)(**given)[0]
     return out
-
-
-def products(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """{packed layer: its x and y} when the transformer runs."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    hooks = [
-        layer.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
-        for name, layer in model.named_modules()
-        if isinstance(layer, QuantLinear)
-    ]
-    noise(model)
-    for hook in hooks:
-        hook.remove()
-    return seen

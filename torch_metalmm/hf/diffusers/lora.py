@@ -45,7 +45,7 @@ def _dequantize(model: Any, module: Any) -> Tensor:
 def _maybe_expand_lora_state_dict(
     cls: Any, transformer: Any, lora_state_dict: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Zeros for the inputs that an adapter lacks; diffusers would take as many as a row has bytes."""
+    """Zeros for the inputs that an adapter lacks: diffusers would add up to the bytes of a row."""
     layers = dict(transformer.named_modules())
     for key, given in lora_state_dict.items():
         if not key.endswith(_A):

@@ -111,7 +111,7 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
         return loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """ValueError: the file is a GGUF file, or a weight to pack is of no dtype that is packed."""
+        """ValueError: a GGUF file, or a weight to pack is of a dtype that is not packed."""
         if any(hasattr(value, "quant_type") for value in state_dict.values()):
             raise ValueError(
                 "quantization_config: MetalMMConfig packs dense weights; for a GGUF file give "
