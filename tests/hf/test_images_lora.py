@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import decoded_product, packed_bytes
+from hf_models import decoded_product, packed_bytes, same_bytes
 from image_models import IMAGES, noise, packed_transformer, pipeline
 from oracle import Value, check, spec
 from torch import Tensor, nn
+
+from torch_metalmm import quantize_
 
 BOTH = pytest.mark.parametrize("name", IMAGES)
 LAYERS = {
@@ -93,6 +96,31 @@ def test_a_control_adapter_widens_the_decoded_layer() -> None:
     assert torch.equal(wide.bias, packed.bias)
     kept = packed_bytes(pipe.transformer)
     assert {f"{layer}.base_layer" for layer in LAYERS} <= kept.keys() and wide not in kept
+
+
+@BOTH
+def test_what_cannot_be_done_under_adapters(name: str, tmp_path: Path) -> None:
+    pipe = packed_pipeline(name, "q8_0")
+    pipe.load_lora_weights(adapter(LAYERS))
+    with pytest.raises(ValueError, match="attn.to_q.base_layer could not .* unload the adapters"):
+        pipe.save_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match="no layer .*attn.to_q.base_layer; adapters are unloaded"):
+        pipe.transformer.dequantize()
+    with pytest.raises(ValueError, match="attn.to_q.base_layer is of a layer with adapters"):
+        quantize_(pipe.transformer, {"*.attn.to_q*": "q4_k"}, progress=False)
+    quantize_(pipe.transformer, {"*.attn.to_k": "q4_0"}, progress=False)
+    pipe.unload_lora_weights()
+    want = quantize_(packed_transformer(name, "q8_0"), {"*.attn.to_k": "q4_0"}, progress=False)
+    assert same_bytes(pipe.transformer, want)
+
+
+def test_the_adapters_own_layers_are_not_packed() -> None:
+    pipe = pipeline("sd3")
+    pipe.load_lora_weights(adapter(LAYERS))
+    alone = noise(pipe.transformer)
+    with pytest.raises(ValueError, match=r"attn.to_q.\S+ is of a layer with adapters; pack the"):
+        quantize_(pipe.transformer, "q8_0", progress=False)
+    assert torch.equal(noise(pipe.transformer), alone) and not packed_bytes(pipe.transformer)
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_k"])

@@ -79,7 +79,8 @@ def quantize_(
     Each dense weight is freed once its packed one exists. Returns `model`.
     ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
     formats for one shared weight, a format that is only read, NaN or Inf in a weight, a weight on
-    the meta device, an importance of no layer or that is not f32 [K], finite and not negative.
+    the meta device, a layer with adapters, an importance of no layer or that is not f32 [K], finite
+    and not negative.
     """
     jobs = plan(model, spec, filter_fn)
     if importance is not None:
@@ -216,12 +217,29 @@ def plan(
             f"{', '.join(layers[:8])}{', ...' if len(layers) > 8 else ''}"
         )
     jobs += _other_stacks(groups, jobs)
+    _refuse_adapted(model, jobs)
     if read:
         warnings.warn(
             f"left dense, because the model reads their weight itself: {summary(read)}",
             stacklevel=3,
         )
     return jobs
+
+
+def _refuse_adapted(model: nn.Module, jobs: list[Job]) -> None:
+    """ValueError: a job is of a layer under an adapter of PEFT, or of the adapter's own layers.
+
+    PEFT chooses the adapter's class by that of the layer, and casts x to the dtype of its lora_A.
+    """
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    for job in jobs:
+        for name, _ in job.sites:
+            parts = name.split(".")
+            if any(".".join(parts[:i]) in adapted for i in range(1, len(parts))):
+                raise ValueError(
+                    f"{name} is of a layer with adapters; pack the model before it gets them, or "
+                    "unload them first"
+                )
 
 
 def _other_stacks(groups: list[Sites], jobs: list[Job]) -> list[Job]:

@@ -76,7 +76,15 @@ def unpack_(model: nn.Module, originals: nn.Module, dtype: torch.dtype) -> list[
     """Replace the packed layers by those of `originals`, with what the packed ones decode to.
 
     originals: a dense model of the same class. Returns the names of the dense experts.
+    ValueError, before anything is changed: it has no such layer.
     """
+    known = dict(originals.named_modules(remove_duplicate=False))
+    for name, packed in model.named_modules(remove_duplicate=False):
+        if isinstance(packed, QuantLinear | QuantEmbedding | QuantExperts) and name not in known:
+            raise ValueError(
+                f"dequantize: a {type(originals).__name__} of this config has no layer {name}; "
+                "adapters are unloaded first"
+            )
     experts, weights = [], dict[int, nn.Parameter]()
     for name, packed in list(model.named_modules(remove_duplicate=False)):
         if isinstance(packed, QuantExperts):

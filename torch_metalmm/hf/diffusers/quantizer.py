@@ -212,9 +212,12 @@ def check_layers(model: nn.Module, names: Sequence[str]) -> None:
             problem = f"{_shape(theirs)}, the packed layer has {_shape(ours)}"
         else:
             continue
+        advice = "change the layer or the config"
+        if name.endswith(".base_layer"):
+            advice = "unload the adapters, which save_lora_adapter saves, and save the model then"
         raise ValueError(
             f"{name} could not be loaded again: a {type(model).__name__} of this config has "
-            f"{problem}; change the layer or the config"
+            f"{problem}; {advice}"
         )
     expected = made.state_dict()
     for name, tensor in model.state_dict().items():
