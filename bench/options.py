@@ -209,6 +209,11 @@ def tokens_options(tok: argparse.ArgumentParser) -> None:
     tok.add_argument(
         "--tp", type=int, help="over so many processes with a device each, beside one (cuda: NCCL)"
     )
+    tok.add_argument(
+        "--one-device",
+        action="store_true",
+        help="--tp where there is one GPU: logits of processes that share it, times of one's part",
+    )
     tok.add_argument("--new-tokens", type=int, help="tokens decoded in a round (8)")
     tok.add_argument("--budget", type=float, default=3600, help="compile for so many seconds")
     tok.add_argument("--chip", default="m4-max", help="whose passes are counted on a CPU (m4-max)")
@@ -247,6 +252,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.command == "tokens":
         if args.tp is not None and (args.tp < 2 or args.cache or args.overhead):
             raise ValueError(f"--tp {args.tp}: at least 2, and not with --cache or --overhead")
+        if args.one_device and args.tp is None:
+            raise ValueError("--one-device goes with --tp")
         of_contexts(args)
     return args
 

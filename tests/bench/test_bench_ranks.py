@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from bench.__main__ import main
+from bench.devices import Device
 from bench.models import ranks
+from bench.options import parse
 
 
 @pytest.mark.usefixtures("own_threads")
@@ -29,28 +31,55 @@ def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "metalmm q4_0, fuse_, 2 processes" in capsys.readouterr().out
 
 
-class Processes:
-    """A mesh as far as its size."""
+@pytest.mark.usefixtures("own_threads")
+def test_tokens_of_a_part_on_one_device(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    options = "--quick --device cpu --threads 1 --models tiny --formats q4_0 --tp 2 --prompt 40"
+    assert main(["tokens", *options.split(), "--one-device", "--json", str(file)]) == 0
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {r["system"]: r for r in records if r["kind"] == "tokens"}
+    ours, dense = ("metalmm q4_0", "metalmm q4_0, fuse_"), ("transformers f32",)
+    shared, part = "2 processes on one device", "part 1 of 2 without sums"
+    wanted = [f"{n}, 1 process" for n in ours + dense] + [f"{n}, {shared}" for n in ours]
+    assert list(found) == wanted + [f"{n}, {part}" for n in ours + dense]
+    for name in ours:
+        assert found[f"{name}, {shared}"]["ok"] and found[f"{name}, {shared}"]["error"] > 0
+        whole, half = found[f"{name}, 1 process"], found[f"{name}, {part}"]
+        assert 1.9 < whole["weight_bytes"] / half["weight_bytes"] <= 2
 
-    def __init__(self, count: int) -> None:
-        self.count = count
 
-    def size(self) -> int:
-        return self.count
+def job(count: int, way: str) -> ranks.Job:
+    numbers = (40, 40, 8, 1, 1)
+    return ranks.Job("8b", ("q4_0",), "cuda", torch.float16, *numbers, True, "", count, way)
 
 
 def test_what_does_not_run() -> None:
     """One of two processes without memory: the other waits for it, and must be ended."""
     full, other = torch.OutOfMemoryError("no room\nfor it"), RuntimeError("cannot capture")
     with pytest.raises(torch.OutOfMemoryError):
-        ranks.skipped("8b", "ours", Processes(2), full)
-    for count, error, why in ((1, full, "no room"), (2, other, "cannot capture")):
-        found = ranks.skipped("8b", "ours", Processes(count), error)
+        ranks.skipped(job(2, ranks.EACH), "ours", full)
+    alone, part = job(1, ranks.EACH), job(2, ranks.PART)
+    for of, error, why in (
+        (alone, full, "no room"),
+        (part, full, "no room"),
+        (job(2, ranks.EACH), other, "cannot capture"),
+    ):
+        found = ranks.skipped(of, "ours", error)
         assert (found["kind"], found["why"]) == ("skipped", why)
-        assert found["what"].startswith(f"8b, ours, {count} process")
+        assert found["what"] == f"8b, ours, {of.over}"
 
 
-@pytest.mark.parametrize("given", [["--tp", "1"], ["--tp", "2", "--models", "smollm2"]])
+@pytest.mark.parametrize(
+    "given", [["--tp", "1"], ["--tp", "2", "--models", "smollm2"], ["--one-device"]]
+)
 def test_what_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokens", "--quick", "--device", "cpu", *given]) == 2
     assert "--tp" in capsys.readouterr().err
+
+
+def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    args = parse(["tokens", "--device", "cuda", "--tp", "2", "--models", "tiny"])
+    gpu = Device("cuda")
+    with pytest.raises(ValueError, match="--tp 2: 1 GPUs; --one-device"):
+        next(ranks.run(args, gpu, torch.float16, print))

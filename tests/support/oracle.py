@@ -224,7 +224,9 @@ def check(actual: Tensor, expected: Value, what: str = "") -> float:
 # format the codes are the first plane of a row.
 CODES = {"q4_1": (4, 20), "q5_1": (4, 24), "q2_k": (16, 80), "q4_k": (16, 144), "q5_k": (16, 176)}
 OFFSETS = [n for n in FORMATS if n in CODES or n.startswith("affine")]
-Q4_K_BIAS = 64
+# {what vector shaders leave on top of codes: (their ones, values of a run, the bias of each run)}
+BIASES = {"q4_k": (0x11, 32, (0, 64)), "q2_k": (0x55, 32, (0, 64, 16, 4))}
+BIASES |= {n: (0x55, 1, (0, 64, 16, 4)) for n in OFFSETS if n.startswith("affine2_")}
 
 
 def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
@@ -241,13 +243,14 @@ def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
 def addends(name: str, packed: Tensor, k: int, biased: bool = True) -> Tensor:
     """|d q| + |m| of each weight of a format with an offset, float64 [N, k].
 
-    biased: with the bias that the vector shaders give to codes of q4_k.
+    biased: with the bias that the vector shaders give to codes of some formats.
     """
     offset = _with_codes(name, packed, k, 0)
     out = (spec(name, packed, k).double() - offset).abs() + offset.abs()
-    if name == "q4_k" and biased:
-        codes = (_with_codes(name, packed, k, 0x11) - offset).abs()
-        out += Q4_K_BIAS * codes * (torch.arange(k) % 64 >= 32)
+    if name in BIASES and biased:
+        ones, run, biases = BIASES[name]
+        steps = (_with_codes(name, packed, k, ones) - offset).abs()
+        out += steps * torch.tensor(biases)[torch.arange(k) // run % len(biases)]
     return out
 
 
