@@ -193,7 +193,10 @@ def _pack_hqq(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
 
 def _torchao(quantization: Mapping[str, Any]) -> Method:
     if "Activation" in str(quantization.get("quant_type")):
-        raise ValueError("quant_type quantizes activations too, which is not done here")
+        raise ValueError(
+            f"quant_type is {quantization['quant_type']!r}, which quantizes activations too; "
+            "read here: types that quantize weights alone"
+        )
     leaves = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale")
     return Method(tuple(f"_weight_{leaf}" for leaf in leaves), _pack_torchao)
 

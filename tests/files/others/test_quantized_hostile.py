@@ -246,7 +246,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "activations of 8": (
         "torchao",
         says(quant_type={"default": {"_type": "Float8DynamicActivationInt4WeightConfig"}}),
-        "quant_type quantizes activations too",
+        "which quantizes activations too",
     ),
 }
 

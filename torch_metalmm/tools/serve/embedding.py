@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...files.blame import blaming
+from .engine import Stopped, stoppable
 from .errors import ApiError
 from .prompts import checked, tokens_of, vocabulary_of
 from .rows import can_join
-from .stopping import Stopped, stoppable
 
 POOLINGS = ("mean", "cls", "last")
 _FORWARD = 1024  # tokens that texts of one forward have together

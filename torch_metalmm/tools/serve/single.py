@@ -7,8 +7,7 @@ import threading
 import torch
 
 from ..chat.session import Session
-from .engine import Finish, Job
-from .stopping import Stopped, stoppable
+from .engine import Finish, Job, Stopped, stoppable
 
 
 class Single:
