@@ -181,13 +181,18 @@ def _pack_hqq(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     for key in ("quant_scale", "quant_zero"):
         if key in t and bool(t[key].any()):
             raise ValueError(f"{key} is set: scales and zeros that are codes are not read here")
-    if "axis" not in t or t["axis"].numel() != 1 or int(t["axis"]) != 1:
-        raise ValueError("axis must be 1: groups of other axes run across rows, affine ones do not")
-    if "packing" not in t or t["packing"].dtype != torch.uint8:
-        raise ValueError("packing must be a name as uint8 characters")
+    axis, packing = t.get("axis"), t.get("packing")
+    if axis is None or axis.numel() != 1 or int(axis) != 1:
+        found = None if axis is None else axis.flatten()[:4].tolist()
+        raise ValueError(
+            f"axis must be 1, got {found}: groups of other axes run across rows, affine ones do not"
+        )
+    if packing is None or packing.dtype != torch.uint8:
+        found = None if packing is None else packing.dtype
+        raise ValueError(f"packing must be a name as uint8 characters, got {found}")
     if "shape" in t and t["shape"].tolist() != [n, k]:
         raise ValueError(f"shape is {t['shape'].tolist()}, the layer is [{n}, {k}]")
-    name = "".join(map(chr, t["packing"].flatten().tolist()))
+    name = "".join(map(chr, packing.flatten().tolist()))
     return hqq_rows(t, n, k, name)
 
 
