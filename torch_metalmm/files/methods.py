@@ -183,13 +183,13 @@ def _pack_hqq(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
             raise ValueError(f"{key} is set: scales and zeros that are codes are not read here")
     axis, packing = t.get("axis"), t.get("packing")
     if axis is None or axis.numel() != 1 or int(axis) != 1:
-        found = None if axis is None else axis.flatten()[:4].tolist()
+        given = None if axis is None else axis.flatten()[:4].tolist()
         raise ValueError(
-            f"axis must be 1, got {found}: groups of other axes run across rows, affine ones do not"
+            f"axis must be 1, got {given}: groups of other axes run across rows, affine ones do not"
         )
     if packing is None or packing.dtype != torch.uint8:
-        found = None if packing is None else packing.dtype
-        raise ValueError(f"packing must be a name as uint8 characters, got {found}")
+        dtype = None if packing is None else packing.dtype
+        raise ValueError(f"packing must be a name as uint8 characters, got {dtype}")
     if "shape" in t and t["shape"].tolist() != [n, k]:
         raise ValueError(f"shape is {t['shape'].tolist()}, the layer is [{n}, {k}]")
     name = "".join(map(chr, packing.flatten().tolist()))
