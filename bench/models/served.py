@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,10 +38,10 @@ def run(quick: bool, threads: int, progress: Callable[[str], None]) -> Iterator[
     tokens, turns, seconds = (8, 2, 2.0) if quick else (96, 9, 60.0)
     model, tokenizer = load_gguf(demo_model())
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    with server(threads) as (port, name, pid):
+    with server("--threads", str(threads)) as started:
         ways = {
             "generate": lambda: generated(model, ids, tokens),
-            "serve": lambda: streamed(port, name, tokens)[1:],
+            "serve": lambda: streamed(started.port, started.name, tokens)[1:],
         }
         samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(turns + 1):
@@ -53,7 +53,7 @@ def run(quick: bool, threads: int, progress: Callable[[str], None]) -> Iterator[
         for way, found in samples.items():
             yield one_client(way, tokens, found)
         progress(f"{CLIENTS} clients for {seconds:g} s")
-        yield four_clients(port, name, pid, tokens, seconds)
+        yield four_clients(started, tokens, seconds)
 
 
 def one_client(way: str, tokens: int, found: list[tuple[float, float]]) -> Record:
@@ -129,14 +129,14 @@ def streamed(port: int, name: str, tokens: int, prompt: str = PROMPT) -> tuple[i
     return came, first, last
 
 
-def four_clients(port: int, name: str, pid: int, tokens: int, seconds: float) -> Record:
+def four_clients(started: Server, tokens: int, seconds: float) -> Record:
     """Answers, errors, and how the server's process grew after the first round."""
     counts, errors = [0] * CLIENTS, list[str]()
 
     def ask(client: int, until: float) -> None:
         while True:
             try:
-                counts[client] += streamed(port, name, tokens)[0]
+                counts[client] += streamed(started.port, started.name, tokens)[0]
             except (OSError, RuntimeError, http.client.HTTPException) as error:
                 errors.append(str(error))
             if time.perf_counter() >= until:
@@ -150,7 +150,7 @@ def four_clients(port: int, name: str, pid: int, tokens: int, seconds: float) ->
             thread.join()
 
     together(0.0)
-    before, start = resident(pid), time.perf_counter()
+    before, start = resident(started.pid), time.perf_counter()
     counts[:] = [0] * CLIENTS
     together(start + seconds)
     took = time.perf_counter() - start
@@ -162,7 +162,7 @@ def four_clients(port: int, name: str, pid: int, tokens: int, seconds: float) ->
         "answers": sum(counts) // tokens,
         "errors": len(errors),
         "resident": before,
-        "growth": resident(pid) - before,
+        "growth": resident(started.pid) - before,
         "ok": not errors,
     }
 
@@ -174,28 +174,37 @@ def resident(pid: int) -> int:
     return int(psutil.Process(pid).memory_info().rss)
 
 
+class Server(NamedTuple):
+    name: str  # of the model
+    url: str  # http://127.0.0.1:PORT
+    pid: int
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
 @contextmanager
-def server(threads: int) -> Iterator[tuple[int, str, int]]:
-    """(port, the model's name, process). RuntimeError: it does not start."""
-    flags = ["--port", "0", "--threads", str(threads)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    env.pop("METALMM_API_KEY", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch_metalmm.tools.cli", "serve", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
+def server(*flags: str, **variables: str) -> Iterator[Server]:
+    """`metalmm serve` of these flags in a process of its own, on a free port of this machine.
+
+    It has no key but of the variables. RuntimeError: it does not start.
+    """
+    command = [sys.executable, "-m", "torch_metalmm.tools.cli", "serve", "--port", "0", *flags]
+    env = {name: value for name, value in os.environ.items() if name != "METALMM_API_KEY"}
+    env |= {"PYTHONPATH": str(ROOT)} | variables
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stderr is not None
     try:
         said = ""
-        for line in process.stderr:
+        for line in process.stderr:  # progress bars may come first
             said += line
-            found = re.search(r"^(.+): http://.+:(\d+)/v1$", line)
-            if found:
-                yield int(found[2]), found[1], process.pid
-                return
-        raise RuntimeError(said)
+            found = re.fullmatch(r"(.+): (http://.+:\d+)/v1\n", line.rpartition("\r")[2])
+            if found is not None:
+                break
+        else:
+            raise RuntimeError(said)
+        yield Server(found[1], found[2], process.pid)
     finally:
         process.terminate()
         process.wait(60)

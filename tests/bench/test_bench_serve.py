@@ -29,7 +29,8 @@ def test_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_answer_of_fewer_tokens_is_an_error() -> None:
-    with served.server(1) as (port, name, _):
+    with served.server("--threads", "1") as started:
+        port, name = started.port, started.name
         assert served.streamed(port, name, 3)[0] == 3
         with pytest.raises(RuntimeError, match="tokens; the context has"):
             served.streamed(port, name, 3, prompt="word " * 9000)

@@ -181,19 +181,27 @@ def _pack_hqq(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     for key in ("quant_scale", "quant_zero"):
         if key in t and bool(t[key].any()):
             raise ValueError(f"{key} is set: scales and zeros that are codes are not read here")
-    if "axis" not in t or t["axis"].numel() != 1 or int(t["axis"]) != 1:
-        raise ValueError("axis must be 1: groups of other axes run across rows, affine ones do not")
-    if "packing" not in t or t["packing"].dtype != torch.uint8:
-        raise ValueError("packing must be a name as uint8 characters")
+    axis, packing = t.get("axis"), t.get("packing")
+    if axis is None or axis.numel() != 1 or int(axis) != 1:
+        given = None if axis is None else axis.flatten()[:4].tolist()
+        raise ValueError(
+            f"axis must be 1, got {given}: groups of other axes run across rows, affine ones do not"
+        )
+    if packing is None or packing.dtype != torch.uint8:
+        dtype = None if packing is None else packing.dtype
+        raise ValueError(f"packing must be a name as uint8 characters, got {dtype}")
     if "shape" in t and t["shape"].tolist() != [n, k]:
         raise ValueError(f"shape is {t['shape'].tolist()}, the layer is [{n}, {k}]")
-    name = "".join(map(chr, t["packing"].flatten().tolist()))
+    name = "".join(map(chr, packing.flatten().tolist()))
     return hqq_rows(t, n, k, name)
 
 
 def _torchao(quantization: Mapping[str, Any]) -> Method:
     if "Activation" in str(quantization.get("quant_type")):
-        raise ValueError("quant_type quantizes activations too, which is not done here")
+        raise ValueError(
+            f"quant_type is {quantization['quant_type']!r}, which quantizes activations too; "
+            "read here: types that quantize weights alone"
+        )
     leaves = ("qdata", "scale", "zero_point", "scale_and_zero", "act_pre_scale")
     return Method(tuple(f"_weight_{leaf}" for leaf in leaves), _pack_torchao)
 

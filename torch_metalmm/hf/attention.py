@@ -82,7 +82,10 @@ def attention_forward(
     )
     if not known or (not has_traits and _records_grad(query, key, value)):
         if has_traits:
-            raise ValueError("metalmm attention: no dropout or bias beside a soft cap or sinks")
+            raise ValueError(
+                f"metalmm attention: dropout {dropout}, a position_bias, a paged cache, or rows of "
+                "other dtypes or shapes beside a soft cap or sinks; none of these is computed there"
+            )
         key, value = (t.decoded() if isinstance(t, PackedRows) else t for t in (key, value))
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs

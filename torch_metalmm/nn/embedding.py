@@ -65,7 +65,10 @@ class QuantEmbedding(Packed, nn.Embedding):
         ValueError: max_norm is set, or as `torch.ops.metalmm.quantize`.
         """
         if embedding.max_norm is not None:
-            raise ValueError("max_norm rewrites the weight at run time; a packed one is frozen")
+            raise ValueError(
+                f"max_norm: {embedding.max_norm}; must be None, it rewrites the weight at run time "
+                "and a packed one is frozen"
+            )
         name = formats.get(format).name
         if not isinstance(embedding, QuantEmbedding):
             packed, dtype = quantize_weight(embedding.weight, name), embedding.weight.dtype

@@ -212,10 +212,18 @@ CASES: dict[str, tuple[str, Change, str]] = {
         up("weight_zero_point", lambda _: torch.zeros(3, 4, dtype=torch.int32)),
         r"weight_zero_point must be torch.int32 \[64, 4\]",
     ),
-    "axis": ("hqq", up("axis", lambda t: t * 0), "axis must be 1: groups of other axes run"),
-    "no axis": ("hqq", up("axis", None), "axis must be 1"),
+    "axis": (
+        "hqq",
+        up("axis", lambda t: t * 0),
+        r"axis must be 1, got \[0\]: groups of other axes run",
+    ),
+    "no axis": ("hqq", up("axis", None), "axis must be 1, got None"),
     "packing": ("hqq", up("packing", lambda t: t + 1), "packing is '5cju`v9', known are"),
-    "no packing": ("hqq", up("packing", None), "packing must be a name"),
+    "no packing": (
+        "hqq",
+        up("packing", None),
+        "packing must be a name as uint8 characters, got None",
+    ),
     "zeros are codes": ("hqq", up("quant_zero", lambda t: t + 1), "quant_zero is set: scales"),
     "hqq shape": ("hqq", up("shape", lambda t: t.flip(0)), r"shape is \[256, 512\], the layer"),
     "W_q is cut": ("hqq", up("W_q", lambda t: t[1:]), r"W_q must be torch.uint8 \[1024, 64\]"),
@@ -246,7 +254,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "activations of 8": (
         "torchao",
         says(quant_type={"default": {"_type": "Float8DynamicActivationInt4WeightConfig"}}),
-        "quant_type quantizes activations too",
+        "which quantizes activations too",
     ),
 }
 

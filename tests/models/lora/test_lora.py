@@ -223,7 +223,10 @@ def test_dora_merges_as_on_the_dense_layer() -> None:
         ({"init_lora_weights": "olora"}, "'olora' needs the dense weight"),
         ({"init_lora_weights": "loftq"}, "'loftq' needs the dense weight"),
         ({"init_lora_weights": "mica"}, "'mica' needs the dense weight"),
-        ({"kasa_config": peft.tuners.lora.KasaConfig()}, "kasa_config: rewrites the weight"),
+        (
+            {"kasa_config": peft.tuners.lora.KasaConfig()},
+            "kasa_config: must be None, it rewrites the weight",
+        ),
     ],
 )
 def test_variants_that_need_the_dense_weight_are_refused(

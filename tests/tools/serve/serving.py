@@ -1,28 +1,20 @@
-"""`metalmm serve` in a process of its own, on a free port of this machine."""
+"""Requests to a `metalmm serve` of tests."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-from places import ROOT
+from bench.models.served import Server, server
 
 KEY = "a-key-of-tests"
 
 
-class Served(NamedTuple):
-    name: str  # of the model
-    url: str  # http://127.0.0.1:PORT
-    pid: int
-
+class Served(Server):
     def ask(
         self, path: str, body: Any = None, key: str = KEY, **headers: str
     ) -> tuple[int, dict[str, str], Any]:
@@ -43,22 +35,6 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(*flags: str) -> Iterator[Served]:
-    """A server of these flags, which ends at the end. AssertionError: it did not start."""
-    command = [sys.executable, "-m", "torch_metalmm.tools.cli", "serve", "--port", "0", *flags]
-    env = os.environ | {"METALMM_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    assert process.stderr is not None
-    try:
-        said = ""
-        for line in process.stderr:  # progress bars may come first
-            said += line
-            found = re.fullmatch(r"(.+): (http://.+:\d+)/v1\n", line.rpartition("\r")[2])
-            if found is not None:
-                break
-        else:
-            raise AssertionError(said)
-        yield Served(found[1], found[2], process.pid)
-    finally:
-        process.terminate()
-        process.wait(60)
-        process.stderr.close()
+    """A server of these flags, which ends at the end. RuntimeError: it did not start."""
+    with server(*flags, METALMM_API_KEY=KEY, HF_HUB_OFFLINE="1") as found:
+        yield Served(*found)

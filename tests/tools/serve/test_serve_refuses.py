@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +134,43 @@ def test_pages_of_other_sites_are_refused(served: Served) -> None:
         for path in ("/v1/models", "/health"):
             found, _, told = served.ask(path, Host=f"{host}:{port}")
             assert found == status and ("error" in told) == (status == 400)
+
+
+def asked_until(served: Served, status: int) -> Any:
+    """What /health tells with this status, which comes when the server has read what came."""
+    for _ in range(100):
+        found, headers, told = served.ask("/health")
+        if found == status:
+            return headers, told
+        time.sleep(0.05)
+    raise AssertionError(f"status {found}, not {status}")
+
+
+def test_too_many_requests_at_a_time(served: Served) -> None:
+    """Those whose bodies are still to come are counted, too; it ends with them."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+    head += f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    with ExitStack() as opened:
+        for _ in range(4 + 16 + 64 - 1):
+            one = opened.enter_context(socket.create_connection((host, int(port))))
+            one.sendall(head.encode())
+        asked_until(served, 200)
+        one = opened.enter_context(socket.create_connection((host, int(port))))
+        one.sendall(head.encode())
+        headers, told = asked_until(served, 503)
+        assert told["error"]["code"] == "requests" and headers["retry-after"] == "1"
+    asked_until(served, 200)
+
+
+def test_what_is_no_http(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as one:
+        one.sendall(b"GET / HTTP/one\r\n\r\n")
+        answer = http.client.HTTPResponse(one)
+        answer.begin()
+        told = json.loads(answer.read())
+    assert answer.status == 400 and told["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("fields", ({"\ud800": 1}, {"model": "\ud800"}, {"prompt": "\ud800"}))

@@ -124,39 +124,6 @@ def test_the_repetition_penalty(
     assert (texts[0] == "".join(map(str, plain[:-1]))) == (asked is not None)
 
 
-def test_parts_of_embeddings(loaded: tuple[Any, Any]) -> None:
-    """A forward has a bounded number of tokens, keeps no cache, and is followed by a pause."""
-    model, tokenizer = loaded
-    embedder = Embedder(model, tokenizer, "last", None)
-    texts = [[3 + i % 9] * (i % 40 + 1) for i in range(120)] + [[4] * 1500]
-    seen = list[tuple[int, int]]()
-
-    def see(_: Any, __: Any, given: dict[str, Any], out: Any) -> None:
-        seen.append(tuple(given["input_ids"].shape))
-        assert out.past_key_values is None
-
-    hook = model.base_model.register_forward_hook(see, with_kwargs=True)
-    work, pauses = embedder.vectors(texts), 0
-    try:
-        with torch.inference_mode():
-            while True:
-                next(work)
-                pauses += 1
-                assert len(seen) == pauses
-    except StopIteration as end:
-        vectors = end.value
-    finally:
-        hook.remove()
-    assert sum(count for count, _ in seen) == len(texts) == len(vectors)
-    assert all(count * most <= 1024 for count, most in seen[:-1]) and seen[-1] == (1, 1500)
-    again = embedder.vectors(texts[5:6])
-    with torch.inference_mode():
-        next(again)
-    with pytest.raises(StopIteration) as alone:
-        next(again)
-    torch.testing.assert_close(alone.value.value[0], vectors[5])
-
-
 def test_embeddings_of_too_many_tokens(loaded: tuple[Any, Any]) -> None:
     embedder = Embedder(*loaded, "last", None)
     for texts, told in (([[3] * 8193], "8193 tokens"), ([[3] * 8000] * 38, "more than 300000")):

@@ -49,7 +49,10 @@ class _OnPacked(MergesPacked):
                 f"allowed: True, False, {', '.join(map(repr, _INITS))}"
             )
         if config.kasa_config is not None:
-            raise ValueError(f"kasa_config: rewrites the weight of {describe(self.base_layer)}")
+            raise ValueError(
+                "kasa_config: must be None, it rewrites the weight of "
+                f"{describe(self.base_layer)}, which is packed"
+            )
         super().update_layer(adapter_name, *args, config=config, **kwargs)  # type: ignore[misc]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -27,6 +28,7 @@ from .feed import Feed
 from .prompts import Prompts
 from .replies import ChatReply, CompletionReply
 from .schema import Chat, Completion, Embedding, Generation, parse
+from .wire import Bounded, refused
 
 _BODY_SECONDS = 30.0  # to send a body
 _DEFAULT_NEW = 16  # of completions: OpenAI's
@@ -38,6 +40,7 @@ class Limits:
     body: int  # bytes
     messages: int  # of a chat, and texts of one request for embeddings
     seconds: float  # of a request, the time it waits included
+    requests: int  # at a time, those that are still read included
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class Server:
             Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
             Route("/v1/embeddings", self._guarded(self.embed), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _told, 500: _failed})
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(Bounded, most=self.limits.requests)],
+            exception_handlers={HTTPException: _told, 500: _failed},
+        )
 
     # ---- routes
 
@@ -112,7 +119,7 @@ class Server:
 
         async def work() -> Response:
             texts = await feed.within(asyncio.to_thread(self.embedder.tokens_of, inputs))
-            feed.submit(Task(self.embedder.vectors(texts), feed.tell))
+            feed.submit(Task(self.embedder.vectors(texts, feed.is_closed), feed.tell))
             vectors = await feed.result()
             as_text = given.encoding_format == "base64"
             data = [
@@ -167,7 +174,7 @@ class Server:
                     self._check_key(request)
                 return await route(request)
             except ApiError as error:
-                return _refused(error)
+                return refused(error)
             except ClientDisconnect:
                 return Response(status_code=499)
 
@@ -296,10 +303,6 @@ def _encoded(vector: Any, as_text: bool) -> Any:
     return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
-def _refused(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, error.headers)
-
-
 async def _told(_: Request, error: Exception) -> Response:
     """Of Starlette: no such path, a method that is not there."""
     assert isinstance(error, HTTPException)
@@ -308,4 +311,4 @@ async def _told(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return _refused(ApiError(500, f"the server failed: {type(error).__name__}"))
+    return refused(ApiError(500, f"the server failed: {type(error).__name__}"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _KEY = "METALMM_API_KEY"
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
-_SPARE = 64  # connections beside the requests that are answered and wait; more get status 503
+_SPARE = 64  # requests beside those that are answered and wait; more get status 503
 _SHUTDOWN = 5  # seconds that answers under way have when the server ends
 
 
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     import uvicorn
 
     from ..chat.template import Template
+    from .wire import Protocol
 
     bound = _bound(args.host, args.port)
     with closing(bound), closing(Template()) as template:
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
             log_level="warning",
             timeout_graceful_shutdown=_SHUTDOWN,
             server_header=False,
-            limit_concurrency=args.parallel + args.queue + _SPARE,
+            http=Protocol,
         )
         server.engine.start()
         try:
@@ -127,7 +128,12 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
         engine=Engine(runner, args.queue),
         prompts=prompts,
         embedder=Embedder(model, tokenizer, pooling, context_of(model)),
-        limits=Limits(args.max_body, args.max_messages, args.timeout),
+        limits=Limits(
+            body=args.max_body,
+            messages=args.max_messages,
+            seconds=args.timeout,
+            requests=args.parallel + args.queue + _SPARE,
+        ),
         key=key,
         hosts=[*_LOOPBACK, _shown(args.host)] if _is_loopback(args.host) else [],
     )

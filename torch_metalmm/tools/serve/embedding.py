@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...files.blame import blaming
+from .engine import Stopped, stoppable
 from .errors import ApiError
 from .prompts import checked, tokens_of, vocabulary_of
+from .rows import can_join
 
 POOLINGS = ("mean", "cls", "last")
-_FORWARD = 1024  # tokens that texts of one forward have together; a longer text has its own
-_MOST = 8192  # tokens of a text: OpenAI's limit. Nothing stops a forward
+_FORWARD = 1024  # tokens that texts of one forward have together
+_MOST = 8192  # tokens of a text: OpenAI's limit
 _REQUEST = 300_000  # tokens of a request: OpenAI's limit
 
 
@@ -71,6 +73,7 @@ class Embedder:
         self._pooling, self._most = pooling, min(context or _MOST, _MOST)
         takes = inspect.signature(self._base.forward).parameters
         self._options = {"use_cache": False} if "use_cache" in takes else {}
+        self._reads_on = _reads_on(self._base)
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
         """ApiError 400: a text is too long, or has tokens that the model does not know."""
@@ -89,32 +92,70 @@ class Embedder:
                 raise ApiError(400, message, "input", "context_length_exceeded")
         return found
 
-    def vectors(self, texts: list[list[int]]) -> Generator[None, None, list[Tensor]]:
-        """[size] f32 of length 1 for each. Texts of about one length share a forward.
+    def vectors(
+        self, texts: list[list[int]], is_over: Callable[[], bool]
+    ) -> Generator[None, None, list[Tensor]]:
+        """[size] f32 of length 1 for each; nothing where it is over before the end.
 
-        A forward for each part, so that answers go on between them and a client may leave.
+        Texts of about one length share a forward. A forward for each part, so that answers go on
+        between them and a client may leave; it may so in a forward, too.
         """
         found: dict[int, Tensor] = {}
         for part in _shared([len(text) for text in texts]):
-            found |= zip(part, self._pooled([texts[i] for i in part]), strict=True)
-            yield
+            pooled = yield from self._pooled([texts[i] for i in part], is_over)
+            if pooled is None:
+                return []
+            found |= zip(part, pooled, strict=True)
         return [found[i] for i in range(len(texts))]
 
-    def _pooled(self, texts: list[list[int]]) -> Tensor:
+    def _pooled(
+        self, texts: list[list[int]], is_over: Callable[[], bool]
+    ) -> Generator[None, None, Tensor | None]:
         most = max(map(len, texts))
         # Zeros come last: a causal model's tokens do not see them, another's are told by the mask.
         ids = torch.tensor([text + [0] * (most - len(text)) for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (most - len(text)) for text in texts])
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
-        out = self._base(input_ids=ids, attention_mask=mask, **self._options)
-        states = out.last_hidden_state.float()
+        options, size = self._options, most
+        if most > _FORWARD and self._reads_on:
+            options, size = {"past_key_values": self._new_cache(), "use_cache": True}, _FORWARD
+        states = []
+        for end in range(size, most + size, size):
+            try:
+                with stoppable(self._base, is_over):
+                    out = self._base(
+                        input_ids=ids[:, end - size : end], attention_mask=mask[:, :end], **options
+                    )
+            except Stopped:
+                return None
+            states.append(out.last_hidden_state.float())
+            yield
+        return self._of_states(torch.cat(states, dim=1), mask)
+
+    def _of_states(self, states: Tensor, mask: Tensor) -> Tensor:
+        """[T, size] of [T, tokens, size]; mask: [T, tokens], 1 of a text and 0 after it."""
         if self._pooling == "mean":
             weights = mask[..., None]
             pooled = (states * weights).sum(1) / weights.sum(1)
         else:
-            places = mask.sum(1) - 1 if self._pooling == "last" else torch.zeros(len(texts))
-            pooled = states[torch.arange(len(texts)), places.long()]
+            count = len(mask)
+            places = mask.sum(1) - 1 if self._pooling == "last" else torch.zeros(count)
+            pooled = states[torch.arange(count), places.long()]
         return torch.nn.functional.normalize(pooled, dim=-1).cpu()
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._base.config)
+
+
+def _reads_on(base: Any) -> bool:
+    """Whether a text may be read in parts: no token sees those after it, and a cache has the rest.
+
+    Models say so at their attention; one that says nothing gets its text in one part.
+    """
+    said = [bool(module.is_causal) for module in base.modules() if hasattr(module, "is_causal")]
+    return bool(said) and all(said) and can_join(base)
 
 
 def _shared(lengths: list[int]) -> Iterator[list[int]]:

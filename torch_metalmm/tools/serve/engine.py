@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from ..chat.session import Options
 from .errors import ApiError
@@ -183,3 +185,27 @@ class Engine:
             if self._task is None if isinstance(request, Task) else self.runner.room():
                 return request
         return None
+
+
+class Stopped(Exception):
+    """Nobody waits for what is computed."""
+
+
+@contextmanager
+def stoppable(model: nn.Module, is_over: Callable[[], bool]) -> Iterator[None]:
+    """Look before each layer of the model's stacks whether it is over. Stopped: it is.
+
+    A forward of a long text takes minutes, whose client may be gone.
+    """
+
+    def look(*_: Any) -> None:
+        if is_over():
+            raise Stopped
+
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    hooks = [layer.register_forward_pre_hook(look) for stack in stacks for layer in stack]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -28,6 +28,7 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self._came: asyncio.Queue[Any] = asyncio.Queue()
         self._request: Job | Task | None = None
+        self._is_closed = False
         engine.reserve()
         self._is_reserved = True
 
@@ -37,6 +38,10 @@ class Feed:
             self._loop.call_soon_threadsafe(self._came.put_nowait, what)
         except RuntimeError:  # the loop is closed: the server ended
             return
+
+    def is_closed(self) -> bool:
+        """From any thread."""
+        return self._is_closed
 
     def submit(self, request: Job | Task) -> None:
         """ApiError 503: as Engine.submit."""
@@ -71,6 +76,7 @@ class Feed:
                 return
 
     def close(self) -> None:
+        self._is_closed = True
         if self._is_reserved:
             self._engine.release()
             self._is_reserved = False

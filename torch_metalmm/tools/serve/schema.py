@@ -70,7 +70,7 @@ class Generation(Request):
                 raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
         stops = self.stops()
         if len(stops) > _MOST_STOPS:
-            raise ApiError(400, f"stop: more than {_MOST_STOPS} texts", "stop")
+            raise ApiError(400, f"stop: {len(stops)} texts; at most {_MOST_STOPS}", "stop")
         if not _all_are(str, stops) or "" in stops:
             raise ApiError(400, "stop: must be a text or a list of texts, none empty", "stop")
 

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from ..chat.session import Session
-from .engine import Finish, Job
+from .engine import Finish, Job, Stopped, stoppable
 
 
 class Single:
@@ -40,9 +40,15 @@ class Single:
             torch.seed()
         else:
             torch.manual_seed(job.seed)
-        answer = session.go_on(job.prompt, job.ids, job.tell)
+        try:  # a prompt of a longrope may have a part of thousands of tokens
+            with stoppable(session.model, lambda: job.is_cancelled):
+                answer = session.go_on(job.prompt, job.ids, job.tell)
+        except Stopped:
+            answer = None
         with self._lock:
             self._job = None
+        if answer is None:
+            return
         job.tell(Finish(answer.finish, len(job.ids), answer.kept_tokens, answer.new_tokens))
 
     def fail(self, error: Exception) -> None:
