@@ -1,4 +1,4 @@
-"""What mkdocs is told: pages of the repository that lie outside of docs/, and where links lead.
+"""What mkdocs is told: pages that lie outside of docs/ or are notebooks, and where links lead.
 
 The pages are written for a forge, where a link is a path of the repository. On the site a link to
 a page leads to that page, and one to another file of the repository becomes its path.
@@ -6,6 +6,8 @@ a page leads to that page, and one to another file of the repository becomes its
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import posixpath
 import re
@@ -36,7 +38,36 @@ def site_path(path: str) -> str | None:
     """The site's path of a file of the repository; None where the site does not have it."""
     if path in OUTSIDE:
         return OUTSIDE[path]
-    return path.removeprefix("docs/") if path.startswith("docs/") else None
+    return page_of(path.removeprefix("docs/")) if path.startswith("docs/") else None
+
+
+def page_of(path: str) -> str:
+    """The site's path of a file in docs/: a notebook is a page."""
+    return re.sub(r"\.ipynb$", ".md", path)
+
+
+def as_markdown(notebook: str, name: str) -> tuple[str, dict[str, bytes]]:
+    """(the notebook as a page, {file: picture}) of its JSON; pictures are name-1.png and so on.
+
+    Text and PNG are all that it takes, and nbconvert would bring twenty packages. An output of
+    another kind is a ValueError.
+    """
+    parts, pictures = [], {}
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                file = f"{name}-{len(pictures) + 1}.png"
+                pictures[file] = base64.b64decode(data["image/png"])
+                parts.append(f"![Output of the cell above]({file})")
+            elif "text" in output or "text/plain" in data:
+                text = "".join(output["text"] if "text" in output else data["text/plain"])
+                parts.append(f"```text\n{text.rstrip()}\n```")
+            else:
+                raise ValueError(f"{name}: an output of a cell is neither text nor PNG")
+    return "\n\n".join(parts), pictures
 
 
 def link(found: re.Match[str], source: str, page: str) -> str:
@@ -101,6 +132,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=os.fspath(ROOT / name)))
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        files.remove(notebook)
+        folder, name = posixpath.split(notebook.src_uri.removesuffix(".ipynb"))
+        text, pictures = as_markdown(notebook.content_string, name)
+        files.append(File.generated(config, page_of(notebook.src_uri), content=text))
+        for file, picture in pictures.items():
+            files.append(File.generated(config, posixpath.join(folder, file), content=picture))
     return files
 
 

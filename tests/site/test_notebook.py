@@ -1,0 +1,104 @@
+"""The notebook runs in a fresh kernel, and its committed outputs are what its cells print."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from places import ROOT
+
+pytest.importorskip("ipykernel")
+pytest.importorskip("nbclient")
+nbformat: Any = pytest.importorskip("nbformat")
+pytest.importorskip("matplotlib")
+
+from run_notebook import digest, executed, read, texts, words  # noqa: E402
+
+# A path from the root of a file system, of two folders or more, or a home.
+MACHINE = re.compile(r"(?<![\w.:/])/(?:[\w.-]+/)+[\w.-]+|\b[A-Z]:\\|~/|site-packages")
+
+
+def of_code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def small(*sources: str) -> Any:
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "hooks.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_outputs_are_those_of_its_cells(tmp_path: Path) -> None:
+    """Not one output of a cell that was changed since, and the same words when it runs again."""
+    committed = read()
+    assert committed.metadata.outputs_of == digest(committed)
+    again = executed(read(), tmp_path)
+    assert [words(cell) for cell in of_code(committed)] == [words(c) for c in of_code(again)]
+    counts = [cell.execution_count for cell in of_code(committed)]
+    assert counts == [*range(1, len(counts) + 1)]
+
+
+def test_it_does_what_it_is_for() -> None:
+    """A block, a plan, a plot, an answer, a loss that falls, a load."""
+    said = [" ".join(words(cell)) for cell in of_code(read())]
+    for wanted in ("bytes #", "pass # of #", "image/png", "Paris", "values trained loss", "MB"):
+        assert any(wanted in text for text in said), wanted
+
+
+def test_it_tells_nothing_of_a_machine() -> None:
+    found = {cell.id: MACHINE.findall("\n".join(texts(cell))) for cell in of_code(read())}
+    assert not {name: paths for name, paths in found.items() if paths}
+    for path in ("in /tmp/x/y.py", "~/a", "C:\\b", "'/home/me/a'"):
+        assert MACHINE.search(path), path
+    assert not MACHINE.search("0.3 s/step, a/b/c, 1 / 2, https://a.b/c/d")
+
+
+def test_a_cell_that_raises_or_warns_is_noticed(tmp_path: Path) -> None:
+    from nbclient.exceptions import CellExecutionError
+
+    with pytest.raises(CellExecutionError, match="no such thing"):
+        executed(small("1 + 1", "raise KeyError('no such thing')"), tmp_path)
+    with pytest.raises(ValueError, match="standard error: careful"):
+        executed(small("import sys\nprint('careful', file=sys.stderr)"), tmp_path)
+
+
+def test_a_change_of_its_code_is_noticed() -> None:
+    first = digest(small("a", "b"))
+    assert len({first, digest(small("a", "c")), digest(small("ab")), digest(small("b", "a"))}) == 4
+    note = nbformat.v4.new_markdown_cell("A note changes no output.")
+    notebook = small("a", "b")
+    notebook.cells.insert(1, note)
+    assert digest(notebook) == first
+
+
+def test_its_page_has_its_cells_texts_and_pictures(hooks: ModuleType) -> None:
+    v4 = nbformat.v4
+    cell = v4.new_code_cell("1 + 1")
+    cell.outputs = [
+        v4.new_output("stream", name="stdout", text="a\nb\n"),
+        v4.new_output("execute_result", data={"text/plain": "2"}),
+        v4.new_output("display_data", data={"text/plain": "<x>", "image/png": "AAEC"}),
+    ]
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# A\n\nb"), cell])
+    page, pictures = hooks.as_markdown(nbformat.writes(notebook), "n")
+    assert page == (
+        "# A\n\nb\n\n```python\n1 + 1\n```\n\n```text\na\nb\n```\n\n```text\n2\n```\n\n"
+        "![Output of the cell above](n-1.png)"
+    )
+    assert pictures == {"n-1.png": bytes(range(3))}
+    cell.outputs = [v4.new_output("display_data", data={"text/html": "<b>"})]
+    with pytest.raises(ValueError, match="neither text nor PNG"):
+        hooks.as_markdown(nbformat.writes(notebook), "n")
+    link = hooks.outside_code("[a](guide/notebook.ipynb#b)", "docs/chat.md", "chat.md")
+    assert link == "[a](guide/notebook.md#b)"
