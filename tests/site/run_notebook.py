@@ -1,4 +1,4 @@
-"""Runs docs/guide/notebook.ipynb in a fresh kernel, and writes its outputs into it.
+"""Runs docs/notebook.ipynb in a fresh kernel, and writes its outputs into it.
 
     .venv/bin/python tests/site/run_notebook.py
 
@@ -23,7 +23,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "docs" / "guide" / "notebook.ipynb"
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 SECONDS = 300  # of a cell, on a machine that does other work, too
 # tqdm misses ipywidgets, whose bars no page shows; peft asks transformers for an old name.
 WARNINGS = ("ignore:IProgress not found", "ignore:`is_gradient_checkpointing` is deprecated")
