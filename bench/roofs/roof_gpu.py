@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..devices import Device
+from ..peers.dense import LABELS
 from ..timing import interleave
 from .roof import Probe, Roof
 from .roof_cuda import Reader
@@ -34,9 +35,9 @@ def memory_probes(device: Device, bytes: int) -> list[Probe]:
     ]
 
 
-def matrix_probe(device: Device, size: int) -> Probe:
-    a, b = (torch.randn(size, size, dtype=torch.float16, device=device.type) for _ in range(2))
-    return Probe(f"f16 mm {size}³", lambda: a @ b, 2.0 * size**3, device)
+def matrix_probe(device: Device, size: int, dtype: torch.dtype = torch.float16) -> Probe:
+    a, b = (torch.randn(size, size, device=device.type).to(dtype) for _ in range(2))
+    return Probe(f"{LABELS[dtype]} mm {size}³", lambda: a @ b, 2.0 * size**3, device)
 
 
 def measure(device: Device, repetitions: int = 7, quick: bool = False) -> Roof:
