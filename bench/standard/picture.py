@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_metalmm.extras import require
+
 from ..report.plots import DOTS_PER_INCH
 from .layers import Layer, layers
 
@@ -59,11 +61,12 @@ def against_torch(ax: Axes, lines: Mapping[str, Sequence[Layer]]) -> None:
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """Writes the picture. ImportError: no matplotlib. ValueError: nothing to draw."""
-    import matplotlib
-
     lines = by_variant(layers(record))
     if not lines:
-        raise ValueError("no layer was timed")
+        raise ValueError("no picture: no layer was timed as a whole")
+    require("a picture", "matplotlib")
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

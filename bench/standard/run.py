@@ -97,10 +97,8 @@ def drawn(found: Record, picture: Path) -> str:
 
     try:
         draw(found, picture)
-    except ImportError as error:
-        return f"no picture: {error}: pip install matplotlib"
-    except ValueError as error:
-        return f"no picture: {error}"
+    except (ImportError, ValueError) as error:
+        return str(error)
     return f"picture: {picture}"
 
 
@@ -108,7 +106,10 @@ def compare(paths: Sequence[str]) -> None:
     """The ratios of two records. ValueError: not two, or one is none."""
     if len(paths) != 2:
         raise ValueError(f"compare: two records, as A.json B.json; given {len(paths)}")
-    print_tables([show.comparison(*(record.read(Path(path)) for path in paths))])
+    first, second = (record.read(Path(path)) for path in paths)
+    table = show.comparison(first, second)
+    print(f"first:  {show.named(first)}", f"second: {show.named(second)}", sep="\n")
+    print_tables([table])
 
 
 def pass_on(name: str, arguments: Sequence[str]) -> int:

@@ -106,6 +106,13 @@ def remarks(record: Mapping[str, Any]) -> list[str]:
     return out
 
 
+def named(record: Mapping[str, Any]) -> str:
+    """A record in a line."""
+    r = record
+    versions = f"torch_metalmm {r['package']}, torch {r['torch']}"
+    return f"{r['chip']}, {r['cores']} cores, {r['device']}, {r['dtype']}; {versions}; {r['date']}"
+
+
 def comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
     """What both have, and the second's by the first's. ValueError: nothing, or one was quick."""
     if a["is_quick"] != b["is_quick"]:
@@ -114,10 +121,7 @@ def comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
     names = [name for name in left if name in right]
     if not names:
         raise ValueError("the records have no figure in common")
-    titles = [f"{r['chip']}, {r['device']}, {r['date']}, {r['package']}" for r in (a, b)]
-    if titles[0] == titles[1]:
-        titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
-    table = Table("", ["", *titles, "second / first"])
+    table = Table("", ["", "first", "second", "second / first"])
     for name in names:
         ratio = digits(right[name] / left[name])
         table.rows.append([name, digits(left[name]), digits(right[name]), ratio])
