@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..devices import Device
@@ -40,10 +42,20 @@ def matrix_probe(device: Device, size: int, dtype: torch.dtype = torch.float16) 
     return Probe(f"{LABELS[dtype]} mm {size}³", lambda: a @ b, 2.0 * size**3, device)
 
 
-def measure(device: Device, repetitions: int = 7, quick: bool = False) -> Roof:
-    """Times all candidates on memory far larger than the cache; keeps the best of each kind."""
-    memory = memory_probes(device, max(MIN_BYTES, 8 * device.cache_bytes) >> (4 if quick else 0))
-    matrix = [matrix_probe(device, n) for n in ((1024,) if quick else (4096, 8192))]
+def measure(
+    device: Device,
+    repetitions: int = 7,
+    quick: bool = False,
+    read_bytes: int | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Roof:
+    """Times all candidates on memory far larger than the cache; keeps the best of each kind.
+
+    read_bytes, sizes of the matrices: in place of those that suit a GPU of a data centre.
+    """
+    read_bytes = read_bytes or max(MIN_BYTES, 8 * device.cache_bytes)
+    memory = memory_probes(device, read_bytes >> (4 if quick else 0))
+    matrix = [matrix_probe(device, n) for n in ((1024,) if quick else sizes or (4096, 8192))]
     timings = interleave({p.name: p.timed() for p in memory + matrix}, repetitions)
     rates = {p.name: p.work / timings[p.name].median / 1e9 for p in memory + matrix}
     return Roof(

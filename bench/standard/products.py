@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from torch_metalmm import _C, formats
 from torch_metalmm.tools.chips import Chip, predict
 
-from ..devices import CPU, Device
+from ..devices import CPU, GPU_MAX_BURST, MIN_CALLS, ROW_SECONDS, Device
 from ..ops import matmul
 from ..peers.dense import LABELS
 from ..problem import COLD_FACTOR, Checker, Problem, Setting, Variant
@@ -31,9 +31,27 @@ MS, QUICK_MS = (1, 8, 64, 512), (1, 8)
 COPIES_PART = 1 / 64
 # A cell of which all calls would take longer is left out: a run is to end within three minutes.
 CELL_SECONDS = 15.0
-CALLS, FEW_CALLS, QUICK_CALLS = 20, 5, 3
-SLOW_SECONDS = 0.01  # a call that takes longer is repeated FEW_CALLS times
-WARM_CALLS = 5  # of check and warm-up, before those that are timed
+QUICK_CALLS = 3
+# Of an Apple GPU, of which ten cores do 2 f16 TFLOP/s: probes are timed beside every cell, and one
+# of 8192³ and 1 GiB, as a data centre's GPU takes, is there half a second for each of 16 calls.
+SMALL: Record = {"read_bytes": 256 << 20, "sizes": (2048,)}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How often a device is asked: repetitions of interleave(), and what they come to."""
+
+    repetitions: int
+    few: int  # where a sample takes longer than `slow`
+    slow: float
+    samples_each: int  # of a repetition
+    before: int  # samples of check and warm-up
+    least_seconds: float  # of a sample
+
+
+ON_CPU = Sampling(20, 5, 0.01, 1, 5, 0.0)
+# A sample is a row of calls, of which a turn has GPU_MAX_BURST.
+ON_GPU = Sampling(3, 1, 0.1, GPU_MAX_BURST, 2, ROW_SECONDS)
 
 
 def setting_of(device: Device, threads: int, memory: float, quick: bool) -> Setting:
@@ -56,14 +74,16 @@ def chip_of(device: Device) -> Chip | None:
 
 def measure_roofs(device: Device, threads: int, quick: bool) -> tuple[Roof, Record]:
     """GB/s and GFLOP/s: the best of all candidates, and torch.mm in the dtypes of models."""
+    sampling = ON_CPU if device == CPU else ON_GPU
     if device == CPU:
         found = roof.measure(threads, device.cache_bytes, quick=quick)
         size, dtypes = 1024, (torch.float32, torch.bfloat16)  # f16 has no fast product there
     else:
-        found = roof_gpu.measure(device, quick=quick)
-        size, dtypes = (512 if quick else 4096), (torch.float32, torch.float16)
+        small = SMALL if device.type == "mps" else {}
+        found = roof_gpu.measure(device, sampling.repetitions, quick, **small)
+        size, dtypes = (512 if quick else 2048 if small else 4096), (torch.float32, torch.float16)
     probes = {LABELS[d]: roof_gpu.matrix_probe(device, size, d) for d in dtypes}
-    times = interleave({name: p.timed() for name, p in probes.items()}, FEW_CALLS)
+    times = interleave({name: p.timed() for name, p in probes.items()}, sampling.few)
     best = {
         kind: max(found.candidates[p.name] for p in some)
         for kind, some in (("read_gb_s", found.read), ("gflop_s", found.fma))
@@ -89,11 +109,17 @@ def with_bounds(cell: Record, chip: Chip | None, dtype: str) -> Record:
 
 
 def calls_of(m: int, variants: Sequence[Variant], shape: Shape, roofs: Record) -> tuple[int, float]:
-    """How often each variant is called, and the seconds that all calls take at least."""
+    """The repetitions of a cell, and the seconds that it takes if all reach the roofs."""
     flops = 2.0 * m * shape.n * shape.k / (1e9 * roofs["gflop_s"])
-    each = [max(flops, v.weight_bytes / (1e9 * roofs["read_gb_s"])) for v in variants]
-    calls = FEW_CALLS if max(each) > SLOW_SECONDS else CALLS
-    return calls, sum(each) * (calls + WARM_CALLS)
+    on_gpu = variants[0].device != CPU
+    how = ON_GPU if on_gpu else ON_CPU
+    each = []
+    for v in variants:
+        row = v.copies * -(-MIN_CALLS // v.copies) if on_gpu else 1
+        call = max(flops, v.weight_bytes / (1e9 * roofs["read_gb_s"]))
+        each.append(max(how.least_seconds, row * call))
+    repetitions = how.few if max(each) > how.slow else how.repetitions
+    return repetitions, sum(each) * (repetitions * how.samples_each + how.before)
 
 
 def run(

@@ -18,7 +18,8 @@ import torch
 from torch_metalmm import _C
 from torch_metalmm.bench.devices import CPU, Device
 from torch_metalmm.bench.models import llamas
-from torch_metalmm.bench.problem import Setting
+from torch_metalmm.bench.problem import Setting, Variant
+from torch_metalmm.bench.shapes import Shape
 from torch_metalmm.bench.standard import layers, products, record, run, show, stack
 from torch_metalmm.tools.chips import LAUNCH_US, REACHED, Chip
 from torch_metalmm.tools.cli import main
@@ -183,6 +184,27 @@ def test_a_product_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
     found = [*products.run(*given)]  # type: ignore[arg-type]
     assert [r["what"] for r in found] == ["W 512x1024, 1 rows", "W 512x1024, 512 rows"]
     assert all(r["why"].endswith("0 are allowed") for r in found)
+
+
+@pytest.mark.parametrize(
+    ("device", "m", "repetitions", "seconds"),
+    [
+        ("cpu", 1, 20, 0.001 * 25),  # by W's bytes
+        ("cpu", 1000, 5, 0.02 * 10),  # by the products
+        ("mps", 1, 3, 0.03 * 14),  # the least that a row takes
+        ("mps", 1000, 1, 18 * 0.02 * 6),  # rows of 18 calls, twice all copies
+    ],
+)
+def test_how_long_a_cell_takes(device: str, m: int, repetitions: int, seconds: float) -> None:
+    def unused(*_: object) -> torch.Tensor:
+        raise AssertionError("it is not called")
+
+    wide = Shape("", 1000, 1000)
+    bind, decoded = (lambda _: unused), unused
+    one = Variant("", "", 10**6, 9, bind, decoded, device=Device(device))
+    roofs = {"gflop_s": 100.0, "read_gb_s": 1.0}
+    found = products.calls_of(m, [one, one], wide, roofs)
+    assert found == (repetitions, pytest.approx(2 * seconds))
 
 
 def test_what_is_refused(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
