@@ -247,7 +247,7 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
 
 INSTALLED = """
 import sys
-sys.modules["transformers"] = None
+sys.modules |= dict.fromkeys(["transformers", "safetensors", "gguf", "rich", "matplotlib"])
 from torch_metalmm.tools.cli import main
 assert main(["bench", "--quick", "--formats", "q4_0", "--output", sys.argv[1]]) == 0
 assert "bench" not in sys.modules
@@ -275,6 +275,8 @@ def test_an_installation_measures_without_a_clone(clone: Path, tmp_path: Path) -
     written = json.loads(record.read_text())
     assert {c["format"] for c in written["products"]} == {"q4_0", ""} and not written["tokens"]
     skipped = {"kind": "skipped", "what": "tokens", "why": "transformers is not installed"}
+    assert "**What the machine reached**" in done.stdout  # rich would frame it
+    assert "a picture needs matplotlib: pip install matplotlib" in done.stdout
     assert written["skipped"] == [skipped] and written["roofs"]["read_gb_s"] > 0
     refused = ("cells", "chips", "registers", "tiles", "plot-formats")
     assert done.stdout.splitlines()[-5:] == [f"{name} 2" for name in refused]
