@@ -114,5 +114,7 @@ setup(
         ],
         f"{PACKAGE}.formats": ["tables/*.h"],
         f"{PACKAGE}.tools": ["issue_cycles.json"],
+        f"{PACKAGE}.bench.models": ["loomings.txt"],
+        f"{PACKAGE}.bench.roofs": ["roof.cpp"],
     },
 )

@@ -18,21 +18,14 @@ from . import machine, shapes, tables
 from .devices import CPU, Device
 from .models import cache_cost, quality, weighed
 from .ops import attention, experts, matmul, matrix_ops, norm
-from .options import DTYPES, parse
+from .options import DTYPES, OF_A_CLONE, parse
 from .problem import COLD_FACTOR, Setting
 from .report import report
+from .report.terminal import status
 from .roofs import roof, roof_gpu
 from .timing import Timing
 
 Record = dict[str, Any]
-
-
-def status(text: str) -> None:
-    """Progress, on stderr; one line that is overwritten on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -233,6 +226,8 @@ def main(argv: list[str]) -> int:
     """0; 1 if a result was wrong; 2 for bad arguments."""
     try:
         args = parse(argv)
+        if args.command in OF_A_CLONE:
+            machine.need_clone(args.command)
         if args.command == "report":
             before = report.read_records(args.baseline) if args.baseline else ()
             report.show(report.read_records(args.file), args.markdown, before)
@@ -278,7 +273,7 @@ def main(argv: list[str]) -> int:
             return 0
         torch.set_num_threads(args.threads)
         device = Device.named(args.device)
-        about = machine.describe(args.threads, device.name, device.cache_bytes)
+        about = machine.describe(argv, args.threads, device.name, device.cache_bytes)
         about["quick"] = args.quick
         busy = about["load_before"] > 0.5
         if busy:

@@ -8,13 +8,22 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import torch_metalmm
 from torch_metalmm import _C
+
+# The folder that this one lies in: a clone, or an installation, whose bench has no pages.
+ROOT = Path(__file__).resolve().parents[1]
+# As it was called: bench of a clone, or the package's, which is the same folder by a link.
+PROGRAM = "python -m bench" if __package__ == "bench" else "metalmm bench"
+# The folder that either is imported from.
+IMPORTED_FROM = Path(torch_metalmm.__file__).parents[1]
 
 UNKNOWN_CACHE = 96 << 20  # larger than most: cold stays cold where the size cannot be read
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -27,10 +36,15 @@ def _read(path: Path) -> str:
         return ""
 
 
+def need_clone(what: str) -> None:
+    """ValueError: this is an installation, which lacks what `what` reads."""
+    if not (ROOT / "bench" / "README.md").is_file():
+        raise ValueError(f"{what}: works in a clone of the repository, not in an installation")
+
+
 def _output(*command: str) -> str:
-    root = Path(__file__).parent
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip()
@@ -62,14 +76,14 @@ def load_average() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def describe(threads: int, name: str, cache_bytes: int) -> dict[str, Any]:
+def describe(argv: Sequence[str], threads: int, name: str, cache_bytes: int) -> dict[str, Any]:
     """Date, commit, command, machine and versions of this run."""
     dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
     return {
         "kind": "run",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": (_output("git", "rev-parse", "--short", "HEAD") or "unknown") + "+" * dirty,
-        "command": "python -m bench " + shlex.join(sys.argv[1:]),
+        "command": shlex.join([*PROGRAM.split(), *argv]),
         "machine": name,
         "threads": threads,
         "cache_bytes": cache_bytes,

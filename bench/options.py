@@ -15,6 +15,7 @@ from torch_metalmm.nn.activations import KINDS
 from . import shapes
 from .devices import Device
 from .engines import ENGINES
+from .machine import PROGRAM
 from .models import cache_cost, llamas, quality
 from .ops import matrix_ops
 
@@ -27,6 +28,8 @@ COMMANDS = (
     *MEASURES,
     *("report", "plot", "plot-formats", "cells", "chips", "registers", "tiles"),
 )
+# What reads or writes pages, shaders and tests beside the package.
+OF_A_CLONE = ("cells", "chips", "registers", "tiles", "plot-formats")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
@@ -100,7 +103,7 @@ def device_option() -> argparse.ArgumentParser:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench", description="What torch_metalmm costs.")
+    p = argparse.ArgumentParser(prog=PROGRAM, description="What torch_metalmm costs.")
     sub = p.add_subparsers(dest="command", required=True)
     common = [common_options()]
     on_device = [*common, device_option()]

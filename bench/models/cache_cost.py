@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ import torch_metalmm
 from torch_metalmm import formats, load_gguf
 from torch_metalmm.tools.generate import demo_model
 
+from ..machine import IMPORTED_FROM, ROOT, need_clone
 from . import growth, llamas
 
 PARTS = ("bytes", "quality", "growth")
-ROOT = Path(__file__).parents[2]
 FORMATS = "f32,f16,bf16,q8_0,q5_1,q5_0,q4_1,q4_0,iq4_nl,mxfp4"
 FORMATS += ",affine8_g64,affine6_g64,affine5_g64,affine4_g32,affine4_g64,affine3_g64,affine2_g64"
 GROWN = ("dynamic", "f32", "f16", "q8_0", "q4_0")  # caches whose process is watched
@@ -89,7 +88,8 @@ class Scores:
 
 
 def text() -> str:
-    """README and the pages of docs."""
+    """README and the pages of docs. ValueError: this is an installation, which has none."""
+    need_clone("cache: quality")
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return "\n".join(page.read_text("utf-8") for page in pages)
 
@@ -156,8 +156,8 @@ def equal(given: Tensor, wanted: Tensor) -> int:
 
 def grown(cache: str, tokens: int, device: str) -> Record:
     """What a process of its own says of itself."""
-    command = [sys.executable, "-m", "bench.models.growth", cache, str(tokens), device]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", f"{__package__}.growth", cache, str(tokens), device]
+    done = subprocess.run(command, cwd=IMPORTED_FROM, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"kind": "skipped", "what": f"growth, {cache}", "why": why, "ok": False}

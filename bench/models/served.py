@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,9 @@ import torch
 from torch_metalmm import load_gguf
 from torch_metalmm.tools.generate import demo_model
 
+from ..machine import IMPORTED_FROM
 from ..timing import Timing
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "One, two, three, four, five, six, seven, eight, nine, ten,"
 CLIENTS = 4
 Record = dict[str, Any]
@@ -192,7 +191,7 @@ def server(*flags: str, **variables: str) -> Iterator[Server]:
     """
     command = [sys.executable, "-m", "torch_metalmm.tools.cli", "serve", "--port", "0", *flags]
     env = {name: value for name, value in os.environ.items() if name != "METALMM_API_KEY"}
-    env |= {"PYTHONPATH": str(ROOT)} | variables
+    env |= {"PYTHONPATH": str(IMPORTED_FROM)} | variables
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stderr is not None
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch_metalmm import formats
 
+from ..machine import ROOT
 from ..tables import ABSENT, Table, digits, replace_block, to_markdown
 from .plots import DOTS_PER_INCH, FIGURE_INCHES
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COMMAND = "plot-formats"
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results.md"
 PAGE = ROOT / "docs" / "guide" / "formats.md"
 PLOTS = ROOT / "docs" / "plots"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ..ops import matrix_ops
 from ..tables import ABSENT, Table, digits, percent, scientific, to_markdown
 from . import cache_tables, serve_tables, token_tables
+from .terminal import print_tables
 
 Record = dict[str, Any]
 NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
@@ -289,16 +289,5 @@ def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] =
     if markdown:
         print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")
         return
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    for line in run_lines(records):
-        console.print(line, markup=False)
-    for t in tables:
-        rich = RichTable(title=t.title or None, title_justify="left")
-        for i, column in enumerate(t.columns):
-            rich.add_column(column, justify="right" if i else "left", no_wrap=True)
-        for row in t.rows:
-            rich.add_row(*row)
-        console.print(rich)
+    print(*run_lines(records), sep="\n")
+    print_tables(tables)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..devices import Device
+from ..peers.dense import LABELS
 from ..timing import interleave
 from .roof import Probe, Roof
 from .roof_cuda import Reader
@@ -34,15 +37,25 @@ def memory_probes(device: Device, bytes: int) -> list[Probe]:
     ]
 
 
-def matrix_probe(device: Device, size: int) -> Probe:
-    a, b = (torch.randn(size, size, dtype=torch.float16, device=device.type) for _ in range(2))
-    return Probe(f"f16 mm {size}³", lambda: a @ b, 2.0 * size**3, device)
+def matrix_probe(device: Device, size: int, dtype: torch.dtype = torch.float16) -> Probe:
+    a, b = (torch.randn(size, size, device=device.type).to(dtype) for _ in range(2))
+    return Probe(f"{LABELS[dtype]} mm {size}³", lambda: a @ b, 2.0 * size**3, device)
 
 
-def measure(device: Device, repetitions: int = 7, quick: bool = False) -> Roof:
-    """Times all candidates on memory far larger than the cache; keeps the best of each kind."""
-    memory = memory_probes(device, max(MIN_BYTES, 8 * device.cache_bytes) >> (4 if quick else 0))
-    matrix = [matrix_probe(device, n) for n in ((1024,) if quick else (4096, 8192))]
+def measure(
+    device: Device,
+    repetitions: int = 7,
+    quick: bool = False,
+    read_bytes: int | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Roof:
+    """Times all candidates on memory far larger than the cache; keeps the best of each kind.
+
+    read_bytes, sizes of the matrices: in place of those that suit a GPU of a data centre.
+    """
+    read_bytes = read_bytes or max(MIN_BYTES, 8 * device.cache_bytes)
+    memory = memory_probes(device, read_bytes >> (4 if quick else 0))
+    matrix = [matrix_probe(device, n) for n in ((1024,) if quick else sizes or (4096, 8192))]
     timings = interleave({p.name: p.timed() for p in memory + matrix}, repetitions)
     rates = {p.name: p.work / timings[p.name].median / 1e9 for p in memory + matrix}
     return Roof(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -171,11 +172,14 @@ print(backend.get_requires_for_build_wheel(), backend.get_requires_for_build_edi
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources of a build and the tests, without what builds and tests leave."""
+    """The sources of a build and the tests, without what builds and tests leave.
+
+    Links stay links: the package has some to files, and one to the benchmark.
+    """
     folder = tmp_path_factory.mktemp("clone")
     leftovers = shutil.ignore_patterns("*.so", "*.dylib", "ptx", "*.metallib", "__pycache__")
-    for name in ("torch_metalmm", "cmake", "csrc", "metal", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=leftovers)
+    for name in ("torch_metalmm", "bench", "cmake", "csrc", "metal", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=leftovers, symlinks=True)
     for name in (
         "setup.py",
         "pyproject.toml",
@@ -229,11 +233,56 @@ def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None
     assert {"torch_metalmm/__init__.py", "torch_metalmm/py.typed"} <= wheel
     data = {"torch_metalmm/formats.def", "torch_metalmm/tools/issue_cycles.json"}
     data |= {str(f.relative_to(clone)) for f in package.glob("formats/tables/*.h")}
+    data |= {f"torch_metalmm/bench/{name}" for name in ("models/loomings.txt", "roofs/roof.cpp")}
     python = {str(f.relative_to(clone)) for f in package.rglob("*.py")}
-    assert wheel == data | {"torch_metalmm/py.typed"} | {f for f in python if "/msl/" not in f}
-    assert python <= sdist
+    bench = {f"torch_metalmm/{f.relative_to(clone)}" for f in (clone / "bench").rglob("*.py")}
+    assert "torch_metalmm/bench/standard/run.py" in bench
+    left_out = re.compile("torch_metalmm/(msl|bench/shaders)/")  # compile the shaders of a clone
+    packed = {f for f in python | bench if not left_out.match(f)}
+    assert wheel == data | {"torch_metalmm/py.typed"} | packed
+    assert packed | python <= sdist
     assert not [name for name in wheel if name.endswith((".ptx", ".so", ".dylib", ".metallib"))]
     shutil.rmtree(package / "ptx")
+
+
+INSTALLED = """
+import sys
+sys.modules |= dict.fromkeys(["transformers", "safetensors", "gguf", "rich", "matplotlib"])
+from torch_metalmm.tools.cli import main
+assert main(["bench", "--quick", "--formats", "q4_0", "--output", sys.argv[1]]) == 0
+assert "bench" not in sys.modules
+for name in ("cells", "chips", "registers", "tiles", "plot-formats"):
+    try:
+        main(["bench", name])
+    except SystemExit as end:
+        print(name, end.code)
+"""
+
+
+def test_an_installation_measures_without_a_clone(clone: Path, tmp_path: Path) -> None:
+    """The folder of a wheel, and nothing of the clone on the path but what it is made of."""
+    folder = tmp_path / "installed"
+    done = setup(clone, "build_py", "--build-lib", str(folder))
+    assert done.returncode == 0, done.stderr
+    for kind in ("*.so", "*.dylib"):
+        for file in (ROOT / "torch_metalmm").glob(kind):
+            shutil.copy(file, folder / "torch_metalmm")
+    command = [sys.executable, "-c", INSTALLED, str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (record,) = tmp_path.glob("metalmm-bench-*.json")
+    written = json.loads(record.read_text())
+    assert {c["format"] for c in written["products"]} == {"q4_0", ""} and not written["tokens"]
+    skipped = {"kind": "skipped", "what": "tokens", "why": "transformers is not installed"}
+    assert "**What the machine reached**" in done.stdout  # rich would frame it
+    assert "a picture needs matplotlib: pip install matplotlib" in done.stdout
+    assert written["skipped"] == [skipped] and written["roofs"]["read_gb_s"] > 0
+    refused = ("cells", "chips", "registers", "tiles", "plot-formats")
+    assert done.stdout.splitlines()[-5:] == [f"{name} 2" for name in refused]
+    said = [line for line in done.stderr.splitlines() if line.startswith("bench: ")]
+    why = "works in a clone of the repository, not in an installation"
+    assert said == [f"bench: {name}: {why}" for name in refused]
 
 
 @pytest.mark.parametrize("name", ["metalmm.metallib", "_ops_t2_10.so", "libmetalmm_core.dylib"])

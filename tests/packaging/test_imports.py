@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-COMMANDS = ("generate", "quantize", "explain", "doctor")
+COMMANDS = ("generate", "quantize", "explain", "doctor", "bench")
 PRINTED = [["--version"], ["info"], ["--help"], *([name, "--help"] for name in COMMANDS)]
 
 
@@ -28,7 +28,7 @@ def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
     *printed, modules = python("-c", script).splitlines()
     assert {"torch", "numpy", "transformers"}.isdisjoint(modules.split())
     assert python("-m", "torch_metalmm", *arguments).splitlines() == printed
-    if arguments[0] in ("generate", "quantize", "doctor"):
+    if arguments[0] in ("generate", "quantize", "doctor", "bench"):
         assert "--device DEVICE cpu, mps, cuda" in " ".join(" ".join(printed).split())
 
 

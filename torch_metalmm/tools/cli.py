@@ -16,6 +16,7 @@ from .. import __version__
 from ..engines import check_device
 from . import info
 from .arguments import OF_DEVICE, add_common, dtype_of, positive_int, start
+from .bench import add_bench
 from .chat.once import add_generate
 from .chat.screen import harmless, one_line
 from .chat.talk import add_chat
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_quantize(commands.add_parser("quantize", help="pack a model's weights into a folder"))
     _add_explain(commands.add_parser("explain", help="what the Metal engine would run, and why"))
     _add_doctor(commands.add_parser("doctor", help="check every engine that runs here"))
+    add_bench(commands.add_parser("bench", help="measure this machine, for a record to send"))
     measure = commands.add_parser("imatrix", help="measure which columns of weights matter")
     add_imatrix(measure)
     add_common(measure)

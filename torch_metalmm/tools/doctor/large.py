@@ -23,7 +23,7 @@ _COLD_BYTES = 3 * (96 << 20)  # three times the largest cache that Apple builds
 _SAMPLE_SECONDS = 0.03  # seconds of a sample, to which the 10 µs of a command buffer add nothing
 
 
-def _memory(device: str) -> float:
+def memory_of(device: str) -> float:
     """Bytes that tensors of the device may take together, at most."""
     if device == "mps":
         return float(torch.mps.recommended_max_memory())
@@ -40,7 +40,7 @@ def beyond_4_gib(device: str) -> Check:
     name, n, k = "q8_0", 97, 8192
 
     def prepare() -> Prepared:
-        memory = _memory(device)
+        memory = memory_of(device)
         if memory < _FAR_MEMORY:
             raise Skipped(f"needs {_FAR_MEMORY / 1e9:.0f} GB of memory, here {memory / 1e9:.1f}")
         packed, w = packed_and_decoded(name, n, k)

@@ -1,0 +1,147 @@
+"""The record of a machine: what `metalmm bench` writes, others send, and `compare` reads.
+
+It states the machine, not whose it is: no name of a user or a host, no path, no command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metalmm import _C, __version__
+
+from ..devices import Device
+from ..machine import cpu_name, load_average
+
+Record = dict[str, Any]
+PROGRAM, SCHEMA = "metalmm bench", 1
+# {field: type of its value} of every record.
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "program": str,
+    "schema": int,
+    "date": str,
+    "package": str,
+    "torch": str,
+    "transformers": (str, type(None)),
+    "python": str,
+    "system": str,
+    "chip": str,
+    "cores": int,
+    "cpu": str,
+    "memory_gb": (int, float),
+    "device": str,
+    "dtype": str,
+    "threads": int,
+    "load_before": (int, float),
+    "is_quick": bool,
+    "model": (dict, type(None)),  # the chip that predictions are for
+    "roofs": dict,
+    "layer": dict,  # {shape: how often a layer has it}
+    "products": list,
+    "tokens": list,
+    "skipped": list,
+}
+
+
+def chip_name(device: Device) -> str:
+    """The chip that computes, as its maker calls it."""
+    if device.type == "mps":
+        return str(_C.mps_facts()["name"])
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return re.split(r" \(|,", cpu_name())[0]
+
+
+def cores(device: Device) -> int:
+    """Those of the GPU, or CPUs that the system shows; 0 where a GPU does not say."""
+    if device.type == "mps":
+        return int(_C.mps_facts()["cores"])
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties().multi_processor_count)
+    return os.cpu_count() or 0
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def facts(device: Device, dtype: str, threads: int, memory: float, is_quick: bool) -> Record:
+    """The record's head. memory: bytes that tensors of the device may take."""
+    release = platform.mac_ver()[0]
+    system = f"macOS {release}" if release else platform.system()
+    return {
+        "program": PROGRAM,
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "package": __version__,
+        "torch": str(torch.__version__),
+        "transformers": version_of("transformers"),
+        "python": platform.python_version(),
+        "system": f"{system} {platform.machine()}",
+        "chip": chip_name(device),
+        "cores": cores(device),
+        "cpu": cpu_name(),
+        "memory_gb": round(memory / 1e9, 1),
+        "device": device.type,
+        "dtype": dtype,
+        "threads": threads,
+        "load_before": round(load_average(), 2),
+        "is_quick": is_quick,
+    }
+
+
+def file_name(head: Record) -> str:
+    """The name of a record's file, without its ending."""
+    chip = re.sub(r"[^a-z0-9]+", "-", str(head["chip"]).lower()).strip("-")
+    return f"metalmm-bench-{chip}-{head['date']}"
+
+
+def places(folder: Path, head: Record, force: bool) -> tuple[Path, Path]:
+    """The record and its picture. ValueError: no such folder, or one is there and not force."""
+    if not folder.is_dir():
+        raise ValueError(f"--output: {folder} is no folder")
+    found = tuple(folder / f"{file_name(head)}.{kind}" for kind in ("json", "png"))
+    for path in found:
+        if path.exists() and not force:
+            raise ValueError(f"{path} exists: --force replaces it, --output takes another folder")
+    return found[0], found[1]
+
+
+def write(path: Path, record: Record) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read(path: Path) -> Record:
+    """A record that was written. ValueError: the file is none, or one of another schema."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(found, dict) or found.get("program") != PROGRAM:
+        raise ValueError(f"{path}: not a record of {PROGRAM}")
+    if found.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: schema {found.get('schema')!r}; this version reads {SCHEMA}")
+    if wrong := wrong_fields(found):
+        raise ValueError(f"{path}: missing or of another type: {', '.join(wrong)}")
+    return found
+
+
+def wrong_fields(record: Mapping[str, object]) -> list[str]:
+    """The names of FIELDS that the record has not, or not of that type."""
+    return [
+        name
+        for name, kind in FIELDS.items()
+        if name not in record or not isinstance(record[name], kind)
+    ]

@@ -1,0 +1,127 @@
+"""`metalmm bench`: one run of one to three minutes, its tables, its record and its picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_metalmm.tools.doctor.large import memory_of
+
+from ..devices import Device
+from ..options import COMMANDS, OF_A_CLONE, parser
+from ..peers.dense import LABELS
+from ..report.terminal import print_tables, status
+from . import products, record, show, stack
+
+Record = dict[str, Any]
+SENT_TO = "to send them: attach both files to an issue of the repository, with what surprises you"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says."""
+
+    device: str | None
+    threads: int | None
+    formats: str | None
+    folder: Path
+    force: bool
+    quick: bool
+
+
+def measure(asked: Asked, head: Record, setting: Any, memory: float) -> Record:
+    """The whole record: roofs, a layer's products, a token."""
+    device, quick = setting.device, asked.quick
+    layer = products.QUICK_LAYER if quick else products.LAYER
+    names = (asked.formats or ",".join(products.FORMATS)).split(",")
+    chosen = products.check_formats(names, layer)
+    status("roofs")
+    found = products.measure_roofs(device, setting.threads, quick)
+    ms = products.QUICK_MS if quick else products.MS
+    cells = [*products.run(chosen, layer, ms, setting, found, quick, status)]
+    chip = products.chip_of(device)
+    if find_spec("transformers") is None:
+        tokens: list[Record] = [_skipped("tokens", "transformers is not installed")]
+    else:
+        tokens = [*stack.run(setting, memory, found[1], chip, quick, status)]
+    status("\n" if sys.stderr.isatty() else "done")
+    return {
+        **head,
+        "model": None if chip is None else asdict(chip),
+        "roofs": found[1],
+        "layer": layer,
+        "products": _without_kind(cells),
+        "tokens": _without_kind(tokens),
+        "skipped": [r for r in (*cells, *tokens) if r.get("kind") == "skipped"],
+    }
+
+
+def _skipped(what: str, why: str) -> Record:
+    return {"kind": "skipped", "what": what, "why": why}
+
+
+def _without_kind(records: Iterable[Record]) -> list[Record]:
+    measured = [r for r in records if r.get("kind") != "skipped"]
+    return [{name: value for name, value in r.items() if name != "kind"} for r in measured]
+
+
+def standard(asked: Asked) -> int:
+    """0; 1 where a result was wrong. ValueError: bad arguments, before anything is measured."""
+    device = Device.named(asked.device or Device.default())
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    threads, memory = torch.get_num_threads(), memory_of(device.type)
+    head = record.facts(device, LABELS[device.dtype], threads, memory, asked.quick)
+    written, picture = record.places(asked.folder, head, asked.force)
+    with torch.inference_mode():
+        setting = products.setting_of(device, threads, memory, asked.quick)
+        found = measure(asked, head, setting, memory)
+    record.write(written, found)
+    print(*show.head(found), "", sep="\n")
+    print_tables([show.roof_table(found), show.layer_table(found), show.token_table(found)])
+    print(*show.remarks(found), sep="\n")
+    print(f"record: {written}")
+    print(drawn(found, picture), SENT_TO, sep="\n")
+    return int(any(not r["ok"] for r in (*found["products"], *found["tokens"])))
+
+
+def drawn(found: Record, picture: Path) -> str:
+    """Draws; what became of it, in a line."""
+    from .picture import draw
+
+    try:
+        draw(found, picture)
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return f"picture: {picture}"
+
+
+def compare(paths: Sequence[str]) -> None:
+    """The ratios of two records. ValueError: not two, or one is none."""
+    if len(paths) != 2:
+        raise ValueError(f"compare: two records, as A.json B.json; given {len(paths)}")
+    first, second = (record.read(Path(path)) for path in paths)
+    table = show.comparison(first, second)
+    print(f"first:  {show.named(first)}", f"second: {show.named(second)}", sep="\n")
+    print_tables([table])
+
+
+def pass_on(name: str, arguments: Sequence[str]) -> int:
+    """One of `python -m bench`, with its own options. ValueError: none of this name."""
+    if name not in COMMANDS:
+        raise ValueError(f"bench: unknown {name!r}; allowed: compare, {', '.join(COMMANDS)}")
+    from ..__main__ import main
+
+    return main([name, *arguments])
+
+
+def listing() -> str:
+    """All commands, and which of them an installation lacks."""
+    lacks = f"In a clone of the repository alone: {', '.join(OF_A_CLONE)}; the quality of cache."
+    return f"{parser().format_help()}\n{lacks}"
