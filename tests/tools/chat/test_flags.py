@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -19,7 +20,10 @@ from peft import LoraConfig, get_peft_model
 from places import ROOT
 
 from torch_metalmm import load_gguf
+from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.tools import generate
+from torch_metalmm.tools.chat.flags import add_flags
+from torch_metalmm.tools.chat.loading import load
 from torch_metalmm.tools.cli import main
 
 TEMPLATE = (
@@ -169,6 +173,23 @@ def test_an_adapter_and_a_draft(
     assert run(capsys, "hello", *flags[:3], "--draft", gguf)["text"] == plain
     message = failure(capsys, "generate", "x", "-m", gguf, "--adapter", tmp_path)
     assert "has no adapter_config.json" in message
+
+
+def test_layers_are_fused(gguf: Path, tmp_path: Path) -> None:
+    """Those of the draft, too; none that has an adapter, and none where the flag says so."""
+    model, _ = load_gguf(gguf)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+
+    def fused(*flags: str) -> list[bool]:
+        loaded = load(parser.parse_args(["-m", str(gguf), *flags]))
+        models = [loaded.model] if loaded.draft is None else [loaded.model, loaded.draft[0]]
+        return [all(map(fused_layer, each.get_decoder().layers)) for each in models]
+
+    assert fused() == [True] and fused("--cache", "q8_0") == [True]
+    assert fused("--no-fuse", "--draft", str(gguf)) == [False, False]
+    assert fused("--adapter", str(tmp_path), "--draft", str(gguf)) == [False, True]
 
 
 def test_a_missing_package_is_named(

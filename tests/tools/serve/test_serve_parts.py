@@ -9,10 +9,11 @@ import pytest
 import torch
 from gguf_files import random_model
 
-from torch_metalmm import load_gguf
+from torch_metalmm import fuse_, load_gguf
+from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.embedding import Embedder
-from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.engine import Job, stoppable
 from torch_metalmm.tools.serve.single import Single
 
 LONG = [4 + i % 60 for i in range(1500)]  # tokens, more than a part has
@@ -122,3 +123,26 @@ def test_a_prompt_whose_client_leaves(loaded: tuple[Any, Any]) -> None:
         one.step()
         answers.append(said)
     assert answers[0] == answers[1]
+
+
+def test_what_may_stop_leaves_layers_fused(tmp_path: Path) -> None:
+    """A hook of a layer is called beside its fused forward; one of a module within would end it."""
+    model, _ = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    layers = fuse_(model).model.layers
+    looks = list[None]()
+    with stoppable(model, lambda: bool(looks.append(None))), torch.inference_mode():
+        model(input_ids=torch.tensor([LONG[:9]]))
+        assert all(layer.forward.__self__.watch.plain() for layer in map(fused, layers))
+    assert len(looks) == len(layers)
+
+
+def fused(layer: Any) -> Any:
+    assert fused_layer(layer) is not None
+    return layer
+
+
+def test_experts_have_no_hooks() -> None:
+    inner = torch.nn.ModuleList([torch.nn.Identity()])
+    outer = torch.nn.ModuleList([torch.nn.ModuleDict({"experts": inner})])
+    with stoppable(torch.nn.ModuleDict({"layers": outer}), lambda: False):
+        assert outer[0]._forward_pre_hooks and not inner[0]._forward_pre_hooks

@@ -51,6 +51,11 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         "says, else exactly",
     )
     group.add_argument(
+        "--no-fuse",
+        action="store_true",
+        help="leave decoder layers as transformers computes them, as a model with an adapter is",
+    )
+    group.add_argument(
         "-c",
         "--ctx",
         type=positive_int,

@@ -11,6 +11,7 @@ from ...extras import require
 from ...files.hub import fetch
 from ...models.activations import activations_
 from ...models.attach import set_cache
+from ...models.fuse.apply import fuse_
 from .. import generate
 from ..arguments import dtype_of
 from .flags import options_of
@@ -43,6 +44,11 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
         set_cache([model], args.cache)
     if args.activations is not None:
         activations_(model, args.activations)
+    if not args.no_fuse:
+        if args.adapter is None:  # layers with adapters compute alone, and fuse_ warns of each
+            fuse_(model)
+        if draft is not None:
+            fuse_(draft[0])
     return Loaded(Path(name).name, path, model, tokenizer, draft)
 
 

@@ -191,19 +191,29 @@ class Stopped(Exception):
     """Nobody waits for what is computed."""
 
 
+def _outer_stacks(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The lists of modules that are in no other list."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outer_stacks(child)
+
+
 @contextmanager
 def stoppable(model: nn.Module, is_over: Callable[[], bool]) -> Iterator[None]:
     """Look before each layer of the model's stacks whether it is over. Stopped: it is.
 
-    A forward of a long text takes minutes, whose client may be gone.
+    A forward of a long text takes minutes, whose client may be gone. A stack within a layer, of
+    experts for one, has no hooks: with some the layer would not be fused.
     """
 
     def look(*_: Any) -> None:
         if is_over():
             raise Stopped
 
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    hooks = [layer.register_forward_pre_hook(look) for stack in stacks for layer in stack]
+    layers = (layer for stack in _outer_stacks(model) for layer in stack)
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
         yield
     finally:
