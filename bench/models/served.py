@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_metalmm import load_gguf
+from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.generate import demo_model
 
 from ..machine import IMPORTED_FROM
@@ -36,6 +36,7 @@ def run(quick: bool, threads: int, progress: Callable[[str], None]) -> Iterator[
     """Turns of one client, then a minute of four."""
     tokens, turns, seconds = (8, 2, 2.0) if quick else (96, 9, 60.0)
     model, tokenizer = load_gguf(demo_model())
+    fuse_(model)  # as the server does
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with server("--threads", str(threads)) as started:
         ways = {

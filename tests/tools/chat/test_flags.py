@@ -192,6 +192,19 @@ def test_layers_are_fused(gguf: Path, tmp_path: Path) -> None:
     assert fused("--adapter", str(tmp_path), "--draft", str(gguf)) == [False, True]
 
 
+def test_one_answer_of_the_cpu_is_not_fused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
+) -> None:
+    from torch_metalmm.tools.chat import loading
+
+    fused = list[Any]()
+    monkeypatch.setattr(loading, "fuse_", fused.append)
+    assert run(capsys, "hello", "-m", gguf) and not fused
+    assert run(capsys, "hello", "-m", gguf, "--fuse") and len(fused) == 1
+    message = failure(capsys, "generate", "x", "-m", gguf, "--fuse", "--adapter", gguf.parent)
+    assert "--fuse" in message
+
+
 def test_a_missing_package_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
 ) -> None:

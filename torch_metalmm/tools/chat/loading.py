@@ -44,7 +44,7 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
         set_cache([model], args.cache)
     if args.activations is not None:
         activations_(model, args.activations)
-    if not args.no_fuse:
+    if args.fuse is not False:
         if args.adapter is None:  # layers with adapters compute alone, and fuse_ warns of each
             fuse_(model)
         if draft is not None:

@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> None:
     """Do what the arguments say. ValueError, OSError, ImportError: it cannot be done."""
     begun = time.perf_counter()
     check(args)
+    if args.fuse is None:
+        args.fuse = args.device != "cpu"  # one answer on a CPU seldom repays what it takes
     for flag in ("system", "tools"):
         if args.raw and getattr(args, flag) is not None:
             raise ValueError(f"--{flag} is for the chat template, which --raw does not apply")
