@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import threading
 from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import torch
 from gguf_files import random_model
 
 from torch_metalmm import load_gguf
+from torch_metalmm.tools.chat import loading
 from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.template import Template
+from torch_metalmm.tools.serve import command
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Engine, Finish, Job, Task
 from torch_metalmm.tools.serve.errors import ApiError
@@ -225,3 +230,24 @@ def test_a_deadline(tmp_path: Path) -> None:
     assert error.status == 504 and engine.load()[0] == 0
     go.set()
     engine.close()
+
+
+def test_one_thread_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the model, too: a second thread with OpenMP's threads would let both wait."""
+    file = random_model(tmp_path / "m.gguf", "llama")
+    parser, threads, load = argparse.ArgumentParser(), list[threading.Thread](), loading.load
+    command.add_serve(parser)
+
+    def seen(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return load(*given, **named)
+
+    monkeypatch.setattr(loading, "load", seen)
+    args = parser.parse_args(["-m", str(file)])
+    with closing(Template()) as template:
+        engine = command._server(args, template, None).engine
+    threads.append(engine.worker.call(threading.current_thread).result())
+    assert threads[0] is threads[1] is not threading.current_thread()
+    with pytest.raises(ZeroDivisionError):
+        engine.worker.call(lambda: 1 // 0).result()
+    assert engine.worker.call(torch.get_num_threads).result() == torch.get_num_threads()

@@ -107,12 +107,13 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     from .app import Limits, Server
     from .batch import Batch
     from .embedding import Embedder, pooling_of
-    from .engine import Engine, Runner
+    from .engine import Engine, Runner, Worker
     from .prompts import Prompts
     from .rows import can_join
     from .single import Single
 
-    loaded = load(args, generating=False)
+    worker = Worker("metalmm-engine")
+    loaded = worker.call(lambda: load(args, generating=False)).result()
     model, tokenizer = loaded.model, loaded.tokenizer
     generates = bool(getattr(model, "can_generate", lambda: False)())
     prompts, session = None, None
@@ -125,7 +126,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     pooling = args.pooling or pooling_of(loaded.path, generates)
     return Server(
         name=args.name or loaded.name,
-        engine=Engine(runner, args.queue),
+        engine=Engine(runner, args.queue, worker),
         prompts=prompts,
         embedder=Embedder(model, tokenizer, pooling, context_of(model)),
         limits=Limits(

@@ -6,9 +6,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from ..chat.session import Options
 from .errors import ApiError
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Finish(NamedTuple):
@@ -60,12 +63,41 @@ class Runner(Protocol):
     def stop(self, job: Job) -> None: ...
 
 
+class Worker:
+    """A thread that calls functions one after the other, and ends with the process.
+
+    A server loads its model and computes answers in the same one: where two threads have used
+    OpenMP, GNU's holds more threads than there are cores, and lets them sleep between the ops of a
+    token (SmolLM2, two cores: 67 tokens/s in place of 126).
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """What it returns or raises, some time."""
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, function = self._calls.get()
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, function  # what they hold is not kept until the next call
+
+
 @dataclass
 class Engine:
     """Gives requests to a runner in the order they come; at most `queue` of them wait."""
 
     runner: Runner
     queue: int
+    worker: Worker = field(default_factory=lambda: Worker("metalmm-engine"))
     _waiting: deque[Job | Task] = field(default_factory=deque)
     _task: Task | None = None  # under way
     _reserved: int = 0  # places of the queue for requests that are being prepared
@@ -73,17 +105,16 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="metalmm-engine", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self._over = self.worker.call(self._run)
 
     def close(self) -> None:
         """Finish the step, or part of a task, that is under way, and nothing more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        self._over.result()
 
     def reserve(self) -> None:
         """Keep a place of the queue. ApiError 429: as many requests wait as may; 503: it ends."""
