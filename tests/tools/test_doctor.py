@@ -167,7 +167,7 @@ def test_an_exception_is_a_failed_check() -> None:
 
 def test_what_a_machine_cannot_run_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little memory, no transformers: the report says so."""
-    monkeypatch.setattr(doctor_large, "_memory", lambda _: 4e9)
+    monkeypatch.setattr(doctor_large, "memory_of", lambda _: 4e9)
     monkeypatch.setattr(doctor_large, "find_spec", lambda _: None)
     far = doctor_child.perform(doctor_large.beyond_4_gib("cpu"), "cpu")
     model = doctor_child.perform(doctor_large.generation("cpu"), "cpu")
