@@ -221,6 +221,19 @@ def test_packed_projections_are_not_fused(name: str) -> None:
     assert [n for n, _ in model.named_modules()] == layers and torch.equal(noise(model), alone)
 
 
+def test_dense_weights_of_another_variant_stay_readable(tmp_path: Path) -> None:
+    """All variants of a folder have one config.json."""
+    dense, packed = random_transformer("flux"), packed_transformer("flux")
+    dense.save_pretrained(tmp_path)
+    with pytest.raises(FileExistsError, match=f"{WEIGHTS}: .* another variant, which are not pack"):
+        packed.save_pretrained(tmp_path, variant="fp16")
+    assert torch.equal(noise(load("flux", tmp_path)), noise(dense))
+    packed.save_pretrained(tmp_path / "packed")
+    packed.save_pretrained(tmp_path / "packed", variant="fp16")
+    for variant in (None, "fp16"):
+        assert same_bytes(load("flux", tmp_path / "packed", variant=variant), packed)
+
+
 def another_layer(model: Any) -> None:
     model.proj_out = QuantLinear.from_linear(nn.Linear(256, 3), "q8_0")
 
