@@ -64,4 +64,4 @@ for _owner, _name in (
     if isinstance(_kind, type) and issubclass(_kind, nn.Module):
         _kind.parameters = _floats_first  # type: ignore[method-assign]
         if _owner is sentence_transformers:
-            _kind.save = _checked(_kind.save)
+            _kind.save = _checked(_kind.save)  # type: ignore[attr-defined]

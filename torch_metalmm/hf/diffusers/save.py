@@ -19,7 +19,7 @@ from ...files.staging import is_staging, staged
 from ...models.attach import quantized_by_another
 from ..config import stored_config
 from ..counts import of_weights
-from .quantizer import attach, check_layers
+from .quantizer import attach, check_layers, forget
 
 _save = ModelMixin.save_pretrained
 _signature = inspect.signature(_save)
@@ -65,6 +65,7 @@ def _save_pretrained(
 ) -> None:
     given = _signature.bind(self, save_directory, *args, **options).arguments
     if stored_config(self) is None:
+        forget(self)  # those that it had are dense again
         _save(self, save_directory, *args, **options)
         return
     _check(self, given)
