@@ -50,6 +50,8 @@ REPOSITORIES = {
         "model.safetensors": b"weights",
         "modules.json": b"[]",
         "1_Pooling/config.json": b"cls",
+        "2_Dense/model.safetensors": b"a layer",
+        "2_Dense/pytorch_model.bin": b"code",
         "onnx/config.json": b"other",
     },
     "org/pickles": {"config.json": b"{ }", "pytorch_model.bin": b"code"},
@@ -133,11 +135,11 @@ def test_models_are_fetched_once(tmp_path: Path) -> None:
     assert gone == offline
 
 
-def test_the_pooling_of_an_embedder_is_fetched(tmp_path: Path) -> None:
-    """It lies below the folder, where twins of the weights do, too."""
+def test_the_modules_of_an_embedder_are_fetched(tmp_path: Path) -> None:
+    """They lie below the folder, where twins of the weights do, too."""
     with FakeHub(REPOSITORIES) as hub:
         found = ask(tmp_path, hub.url, "org/embedder")
-    assert found[-1][2] == ["cls", "{    }", "weights", "[]"]
+    assert found[-1][2] == ["cls", "a layer", "{    }", "weights", "[]"]
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

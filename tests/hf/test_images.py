@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from pathlib import Path
@@ -26,7 +25,7 @@ from oracle import spec
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torch_metalmm import MetalMMConfig, QuantLinear, activations_, quantize_
+from torch_metalmm import MetalMMConfig, QuantLinear, activations_, adopt_, fuse_, quantize_
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 BOTH = pytest.mark.parametrize("name", IMAGES)
@@ -162,16 +161,6 @@ def test_a_single_file_packs(tmp_path: Path) -> None:
     assert torch.equal(noise(load("sd3", tmp_path / "packed")), noise(model))
 
 
-def test_shards_of_an_earlier_save_are_gone(tmp_path: Path) -> None:
-    model = packed_transformer("flux")
-    model.save_pretrained(tmp_path, max_shard_size="500KB")
-    assert (tmp_path / f"{WEIGHTS}.index.json").exists()
-    assert same_bytes(load("flux", tmp_path), model)
-    model.save_pretrained(tmp_path)
-    assert {f.name for f in tmp_path.iterdir()} == {WEIGHTS, "config.json"}
-    assert same_bytes(load("flux", tmp_path), model)
-
-
 @BOTH
 def test_parameters_are_those_of_the_dense_model(name: str) -> None:
     dense, packed, by_hand = (random_transformer(name) for _ in range(3))
@@ -200,16 +189,15 @@ def test_dense_projections_beside_packed_layers_are_fused(name: str) -> None:
     assert torch.equal(attention.to_qkv.weight, torch.cat(separate))
 
 
-def test_another_model_of_diffusers(tmp_path: Path) -> None:
-    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
-    name = next(n for n, m in model.named_modules() if type(m) is nn.Linear)
-    quantize_(model, {name: "q8_0"}, progress=False)
-    model.save_pretrained(tmp_path)
-    loaded = diffusers.AutoencoderKL.from_pretrained(tmp_path)
-    assert packed_bytes(loaded).keys() == {name} and same_bytes(loaded, model)
-
-
 # ---- refused
+
+
+@pytest.mark.parametrize(
+    "change", [lambda p: quantize_(p, "q8_0"), lambda p: activations_(p, None), adopt_, fuse_]
+)
+def test_a_pipeline_is_no_model(change: Any) -> None:
+    with pytest.raises(ValueError, match="model must be a torch.nn.Module, got FluxPipeline"):
+        change(pipeline("flux"))
 
 
 @BOTH
@@ -219,37 +207,6 @@ def test_packed_projections_are_not_fused(name: str) -> None:
     with pytest.raises(ValueError, match=r"to_q is packed in q4_k, and packed .* fuse the dense"):
         model.fuse_qkv_projections()
     assert [n for n, _ in model.named_modules()] == layers and torch.equal(noise(model), alone)
-
-
-def another_layer(model: Any) -> None:
-    model.proj_out = QuantLinear.from_linear(nn.Linear(256, 3), "q8_0")
-
-
-def another_name(model: Any) -> None:
-    model.extra = QuantLinear.from_linear(nn.Linear(256, 3), "q8_0")
-
-
-def another_method(model: Any) -> None:
-    model.hf_quantizer = Path()
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        (another_layer, {}, "proj_out could not be loaded again: .* has 64 rows of 256"),
-        (another_name, {}, "extra could not be loaded again: .* no layer that can be packed"),
-        (another_method, {}, "quantized by PosixPath, too"),
-        (id, {"safe_serialization": False}, "as safetensors only"),
-    ],
-)
-def test_what_could_not_be_loaded_is_not_saved(
-    change: Any, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    model = packed_transformer("flux")
-    change(model)
-    with pytest.raises(ValueError, match=message):
-        model.save_pretrained(tmp_path / "packed", **options)
-    assert not (tmp_path / "packed").exists()
 
 
 @pytest.mark.parametrize(
@@ -333,10 +290,3 @@ def test_dense_files_without_a_weight(tmp_path: Path) -> None:
     change_tensor(folder, "proj_out.weight", None)
     with pytest.raises(ValueError, match="no tensor for proj_out.weight, which is to be packed"):
         load("flux", folder, quantization_config=MetalMMConfig("q8_0"))
-
-
-def test_dense_models_are_saved_as_ever(tmp_path: Path) -> None:
-    model = random_transformer("flux")
-    quantize_(copy.deepcopy(model), {"proj_out": "q8_0"}, progress=False)
-    model.save_pretrained(tmp_path, safe_serialization=False)
-    assert "quantization_config" not in (tmp_path / "config.json").read_text()

@@ -12,9 +12,15 @@ from hf_models import check_products, packed_bytes, same_bytes
 from sentence_transformers import SentenceTransformer, util
 from torch import Tensor
 
+try:
+    from sentence_transformers.sentence_transformer.modules import Dense
+except ImportError:  # before version 6
+    from sentence_transformers.models import Dense
+
 from bench.models.quality import minilm_folder
 from torch_metalmm import MetalMMConfig, quantize_
-from torch_metalmm.tools.serve.embedding import pooling_of
+from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.sentences import pooling_of
 
 DOCUMENTS = [
     "The cat sleeps on the warm windowsill all afternoon.",
@@ -79,13 +85,51 @@ def test_a_folder_packs_and_loads_again(
     assert bytes_of[0] < bytes_of[1] / 3
 
 
-def test_a_loaded_model_is_packed_by_quantize(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_loaded_model_is_packed_by_quantize(whole: bool, tmp_path: Path) -> None:
     model = load()
-    quantize_(model, "q8_0", progress=False)
+    quantize_(model if whole else model[0], "q8_0", progress=False)
     want = load(quantization_config=MetalMMConfig("q8_0"))
     assert [w for _, w in packed_bytes(model).values()]
     model.save_pretrained(str(tmp_path))
     assert same_bytes(model, want) and same_bytes(load(tmp_path), want)
+
+
+def test_packed_layers_of_other_modules_are_not_saved(tmp_path: Path) -> None:
+    """sentence-transformers would find the packed bytes to be of another shape."""
+    model = load()
+    model.append(Dense(384, 32))
+    quantize_(model, "q8_0", progress=False)
+    with pytest.raises(ValueError, match=r"^3.linear could not be loaded .* quantize_\(model\[0\]"):
+        model.save_pretrained(str(tmp_path / "packed"))
+    assert not (tmp_path / "packed").exists()
+
+
+def test_the_command_keeps_the_modules(tmp_path: Path) -> None:
+    """Of a model with a layer after the pooling, and lengths and prompts of its own."""
+    model = load()
+    torch.manual_seed(0)
+    model.append(Dense(384, 32))
+    model.max_seq_length, model.prompts = 77, {"query": "Question: "}
+    model.save_pretrained(str(tmp_path / "dense"))
+    command = ["quantize", str(tmp_path / "dense"), "--format", "q8_0"]
+    assert main([*command, "--output", str(tmp_path / "packed")]) == 0
+    loaded = load(tmp_path / "packed")
+    want = load(tmp_path / "dense", quantization_config=MetalMMConfig("q8_0"))
+    assert same_bytes(loaded, want) and torch.equal(encode(loaded), encode(want))
+    assert loaded.max_seq_length == 77 and loaded.prompts["query"] == "Question: "
+
+
+def test_the_command_reads_no_module_outside_of_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load().save_pretrained(str(tmp_path / "dense"))
+    listed = tmp_path / "dense" / "modules.json"
+    listed.write_text(listed.read_text().replace('"1_Pooling"', '"../1_Pooling"'))
+    command = ["quantize", str(tmp_path / "dense"), "--format", "q8_0"]
+    assert main([*command, "--output", str(tmp_path / "packed")]) == 1
+    assert "path '../1_Pooling' is not that of a folder" in capsys.readouterr().err
+    assert not (tmp_path / "packed").exists()
 
 
 @pytest.mark.parametrize(

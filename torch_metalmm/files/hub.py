@@ -24,7 +24,7 @@ from .untrusted import check_index
 
 # Of the top folder; originals, ONNX and other twins of the weights lie in folders below it.
 _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
-_POOLING = re.compile(r"\d+_Pooling/config\.json")  # of sentence-transformers, beside modules.json
+_MODULE = re.compile(r"\d+_\w+/[\w.]+\.(json|safetensors)")  # a file beside modules.json's model
 _USUAL = "Q4_K_M"  # where a repository has several: the choice of llama.cpp and Ollama, too
 _SECONDS = 10.0  # to wait for the hub's answer
 
@@ -106,8 +106,8 @@ def _folder_files(files: Iterable[str]) -> list[str]:
     weights = [f for f in top if f.endswith(".safetensors")]
     if any(f.startswith("model") for f in weights):  # else its twin, Mistral's consolidated file
         top = [f for f in top if f not in weights or f.startswith("model")]
-    poolings = [f for f in files if "modules.json" in top and _POOLING.fullmatch(f)]
-    return top + poolings if weights else []
+    modules = [f for f in files if "modules.json" in top and _MODULE.fullmatch(f)]
+    return top + modules if weights else []
 
 
 def _gguf_files(named: Named, files: Iterable[str]) -> list[str]:

@@ -9,6 +9,7 @@ random.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
     if is_sharded(model):
         on_whole(model, lambda: save_packed(model, tokenizer, folder, **options))
         return
+    save_beside(model, tokenizer, folder, {}, **options)
+
+
+def save_beside(
+    model: Any,
+    tokenizer: Any,
+    folder: str | os.PathLike[str],
+    files: Mapping[str, Path],
+    **options: Any,
+) -> None:
+    """As save_packed, of a model that is not sharded; files, {name in the folder: file}, are copied
+    with it."""
     from .config import stored_config
     from .save import check_save
 
@@ -57,6 +70,9 @@ def save_packed(model: Any, tokenizer: Any, folder: str | os.PathLike[str], **op
         model.save_pretrained(staging, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+        for name, file in files.items():
+            (staging / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, staging / name)
 
 
 def load_packed(

@@ -9,6 +9,7 @@ from torch import nn
 from ..nn import QuantExperts, QuantLinear
 from ..nn.activations import Activations, check_kind, set_activations, takes_int8
 from .attach import attach, quantized_by_another
+from .replace import check_model
 
 
 def activations_(model: nn.Module, kind: str | None) -> nn.Module:
@@ -20,9 +21,10 @@ def activations_(model: nn.Module, kind: str | None) -> nn.Module:
     of a 127th). Layers of formats without integer codes (the dense ones, those of grids),
     embeddings, and all layers on other devices read x exactly. The setting travels with
     save_pretrained and save_packed.
-    Returns `model`. ValueError: another kind, or "int8" for a model without a packed linear layer
-    that can take it.
+    Returns `model`. ValueError: model is no module, another kind, or "int8" for a model without a
+    packed linear layer that can take it.
     """
+    check_model(model)
     check_kind(kind)
     able = [m for m in model.modules() if _takes_int8(m)]
     if kind is not None and not able:

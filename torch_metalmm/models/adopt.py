@@ -23,7 +23,7 @@ from .attach import attach
 from .ggml import type_names
 from .integers.affine import NoFormat, Rows
 from .integers.modules import check_computes, integer_rows
-from .replace import replaceable, summary
+from .replace import check_model, replaceable, summary
 from .structure import activation_of
 
 _DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
@@ -71,9 +71,10 @@ def adopt_(
     itself, or if it is GPTQ's or AWQ's and does not compute here what its tensors say. Where no
     layer stays, a model of transformers or diffusers can be saved as any packed one. Returns
     `model`.
-    ValueError, before anything is changed: tensors that contradict each other or their layer, a
-    weight on the meta device, patches (ComfyUI's LoRA) not merged into the weight.
+    ValueError, before anything is changed: model is no module, tensors that contradict each other
+    or their layer, a weight on the meta device, patches (ComfyUI's LoRA) not merged into it.
     """
+    check_model(model)
     jobs, left = _plan(model, filter_fn)
     if any("" in job.names for job in jobs):
         raise ValueError(f"model is itself a {type(model).__name__}: nothing to replace it in")

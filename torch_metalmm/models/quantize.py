@@ -18,6 +18,7 @@ from .attach import attach, quantized_by_another
 from .experts import Stack, dense_format, homes, unpackable
 from .importance import Importance, columns_of
 from .replace import (
+    check_model,
     dense_weight,
     largest_magnitude,
     pack_module,
@@ -77,10 +78,10 @@ def quantize_(
     with a warning; of layers that share a weight one is enough.
 
     Each dense weight is freed once its packed one exists. Returns `model`.
-    ValueError, before anything is changed: an unknown format, a pattern that matches no layer, two
-    formats for one shared weight, a format that is only read, NaN or Inf in a weight, a weight on
-    the meta device, a layer with adapters, an importance of no layer or that is not f32 [K], finite
-    and not negative.
+    ValueError, before anything is changed: model is no module, an unknown format, a pattern that
+    matches no layer, two formats for one shared weight, a format that is only read, NaN or Inf in a
+    weight, a weight on the meta device, a layer with adapters, an importance of no layer or that is
+    not f32 [K], finite and not negative.
     """
     jobs = plan(model, spec, filter_fn)
     if importance is not None:
@@ -185,6 +186,7 @@ def plan(
     apart: names of experts whose gate and up become stacks of their own.
     ValueError: as quantize_, of all but the weights' values.
     """
+    check_model(model)
     if packable(model):
         raise ValueError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; "

@@ -31,6 +31,15 @@ _READ_ELSEWHERE = {
 }
 
 
+def check_model(model: object) -> None:
+    """ValueError: it is no module, as a pipeline of diffusers, which only holds some."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; of a pipeline give one "
+            "of its models"
+        )
+
+
 def packable(module: nn.Module) -> bool:
     """Whether a packed layer can compute what this one does."""
     if isinstance(module, QuantLinear | QuantEmbedding):

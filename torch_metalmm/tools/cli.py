@@ -190,7 +190,7 @@ def _quantize(args: argparse.Namespace) -> None:
         to_file(args.source, args.output, args.force, spec.values(), make)
         size = args.output.stat().st_size
     else:
-        to_folder(args.output, args.force, make)
+        to_folder(args.source, args.output, args.force, make)
         size = sum(f.stat().st_size for f in args.output.glob("*.safetensors"))
     print(f"{args.output}: {size / 1e6:.1f} MB", file=sys.stderr)
 

@@ -72,18 +72,21 @@ def to_file(
     save_gguf(model, tokenizer, output, replace=force)
 
 
-def to_folder(output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
-    """Write what `make` makes as a packed folder; a new folder is gone again if that fails."""
+def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
+    """Write what `make` makes of the source as a packed folder, with the modules that
+    sentence-transformers has there; a new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
     from ..files.owned import prepare_folder
-    from ..hf.packed import save_packed
+    from ..hf.packed import save_beside
+    from .sentences import files_beside
 
+    beside = files_beside(source)
     is_new = not output.exists()
     prepare_folder(output, replaceable_weights)
     if is_packed(output) and not force:
         raise FileExistsError(f"{output} holds a packed model; --force replaces it")
     try:
-        save_packed(*make(), output)
+        save_beside(*make(), output, beside)
     except BaseException:
         if is_new:
             with suppress(OSError):  # the folder has files of others meanwhile

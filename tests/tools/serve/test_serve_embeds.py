@@ -17,7 +17,7 @@ from serving import Served, serving
 from bench.models.quality import embeddings, minilm_folder
 from torch_metalmm import load_packed
 from torch_metalmm.tools.cli import main
-from torch_metalmm.tools.serve.embedding import pooling_of
+from torch_metalmm.tools.sentences import pooling_of
 
 pytest.importorskip("uvicorn")
 

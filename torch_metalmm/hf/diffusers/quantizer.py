@@ -46,6 +46,12 @@ def attach(model: Any) -> None:
     model.register_to_config(quantization_config=config)
 
 
+def forget(model: Any) -> None:
+    """Take out of the config of a diffusers model that it has packed layers."""
+    if isinstance(model.config.get("quantization_config"), MetalMMConfig):
+        model._internal_dict = FrozenDict(_without_quantization(model.config))
+
+
 def empty_like(model: Any) -> Any:
     """A model of the class and config of the diffusers model, dense, parameters on meta."""
     with parameters_on_meta():
@@ -196,7 +202,7 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
         """Give the model its dense layers back, with what the packed ones decode to."""
         dtype = model.dtype if model.dtype.is_floating_point else torch.float32
         unpack_(model, empty_like(model), dtype)
-        model._internal_dict = FrozenDict(_without_quantization(model.config))
+        forget(model)
         return model
 
 

@@ -14,14 +14,16 @@ from typing import Any
 
 from diffusers.models.modeling_utils import ModelMixin
 
+from ...files.folder import is_packed
 from ...files.staging import is_staging, staged
 from ...models.attach import quantized_by_another
 from ..config import stored_config
 from ..counts import of_weights
-from .quantizer import attach, check_layers
+from .quantizer import attach, check_layers, forget
 
 _save = ModelMixin.save_pretrained
 _signature = inspect.signature(_save)
+_STEM = "diffusion_pytorch_model"
 
 
 def _check(model: Any, given: dict[str, Any]) -> None:
@@ -38,13 +40,23 @@ def _check(model: Any, given: dict[str, Any]) -> None:
     check_layers(model, [name for name, format in config.modules.items() if format])
 
 
-def _obsolete(folder: Path, new: set[str], variant: str | None) -> set[str]:
-    """The weights that a new save of that variant would leave behind as a second model."""
+def _weights_of(folder: Path, variant: str | None) -> set[str]:
+    """The names of that variant's weights in the folder: what a new save of it replaces."""
     part = "" if variant is None else re.escape(f".{variant}")
-    stem = "diffusion_pytorch_model"
-    shard = rf"{stem}{part}(-\d{{5}}-of-\d{{5}})?\.(safetensors|bin)"
-    pattern = re.compile(rf"{shard}|{stem}\.(safetensors|bin)\.index{part}\.json")
-    return {f.name for f in folder.iterdir() if pattern.fullmatch(f.name)} - new
+    shard = rf"{_STEM}{part}(-\d{{5}}-of-\d{{5}})?\.(safetensors|bin)"
+    pattern = re.compile(rf"{shard}|{_STEM}\.(safetensors|bin)\.index{part}\.json")
+    return {f.name for f in folder.iterdir() if pattern.fullmatch(f.name)}
+
+
+def _check_variants(folder: Path, variant: str | None) -> None:
+    """FileExistsError: config.json, which variants share, would say of dense ones that they are
+    packed, and none of them could be loaded any more."""
+    others = {f.name for f in folder.glob(f"{_STEM}*")} - _weights_of(folder, variant)
+    if others and not is_packed(folder):
+        raise FileExistsError(
+            f"{folder / min(others)}: the folder has weights of another variant, which are not "
+            "packed; choose another folder"
+        )
 
 
 @functools.wraps(_save)
@@ -53,6 +65,7 @@ def _save_pretrained(
 ) -> None:
     given = _signature.bind(self, save_directory, *args, **options).arguments
     if stored_config(self) is None:
+        forget(self)  # those that it had are dense again
         _save(self, save_directory, *args, **options)
         return
     _check(self, given)
@@ -64,7 +77,9 @@ def _save_pretrained(
     target.mkdir(parents=True, exist_ok=True)
     if given.get("push_to_hub"):  # it names the repository after the folder
         options.setdefault("repo_id", target.resolve().name)
-    with staged(target, lambda new: _obsolete(target, new, given.get("variant"))) as staging:
+    variant = given.get("variant")
+    _check_variants(target, variant)
+    with staged(target, lambda new: _weights_of(target, variant) - new) as staging:
         _save(self, str(staging), *args, **options)
 
 

@@ -19,7 +19,7 @@ from ...nn.activations import exactly
 from ...nn.fused import FORMS, MergedLinear, SwiGLU, plain
 from ...nn.sharded import is_sharded
 from ..attach import check_cache, drop_cache, set_cache
-from ..replace import summary
+from ..replace import check_model, summary
 from .gated import gated_mlp
 from .layers import fuse_layers, transformers_models, unfuse_layers
 from .merge import merge_layers
@@ -57,11 +57,12 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     its caller gives no past_key_values and neither the caller nor the model's generation_config a
     cache_implementation. The model's attention function becomes "metalmm", so that a fused layer
     writes and reads the cache itself. None leaves both as they are.
-    Returns `model`. ValueError, before anything changes: mlp_form is no form, a packed weight is on
-    the meta device, cache is no format or one whose blocks do not divide the model's heads, or is
-    for a model that does not generate, has an encoder beside its decoder, or attention that cannot
-    be chosen.
+    Returns `model`. ValueError, before anything changes: model is no module, mlp_form is no form, a
+    packed weight is on the meta device, cache is no format or one whose blocks do not divide the
+    model's heads, or is for a model that does not generate, has an encoder beside its decoder, or
+    attention that cannot be chosen.
     """
+    check_model(model)
     if mlp_form is not None and mlp_form not in FORMS:
         raise ValueError(f"mlp_form: {mlp_form!r}; allowed: None, {', '.join(map(repr, FORMS))}")
     for name, module in model.named_modules():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import positive_int, start
 from ..chat.flags import add_model, check_model
+from ..sentences import POOLINGS, pooling_of
 
 if TYPE_CHECKING:
     from .app import Server
@@ -47,7 +48,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pooling",
         metavar="KIND",
-        help="of embeddings: mean, cls or last; default: what the folder says, else last of a "
+        help=f"of embeddings: {', '.join(POOLINGS)}; default: what the folder says, else last of a "
         "model that generates, mean of another",
     )
 
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--model {args.model}: the model is {args.source} already")
         args.model = args.source
     key = _key(args)
-    if args.pooling not in (None, "mean", "cls", "last"):
-        raise ValueError(f"--pooling {args.pooling}: must be mean, cls or last")
+    if args.pooling not in (None, *POOLINGS):
+        raise ValueError(f"--pooling {args.pooling}: must be one of {', '.join(POOLINGS)}")
     start(args, "psutil", "pydantic", "starlette", "uvicorn")
     import uvicorn
 
@@ -106,7 +107,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     from ..chat.session import Options, Session, context_of
     from .app import Limits, Server
     from .batch import Batch
-    from .embedding import Embedder, pooling_of
+    from .embedding import Embedder
     from .engine import Engine, Runner, Worker
     from .prompts import Prompts
     from .rows import can_join

@@ -3,71 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import json
-import re
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...files.blame import blaming
 from .engine import Stopped, stoppable
 from .errors import ApiError
 from .prompts import checked, tokens_of, vocabulary_of
 from .rows import can_join
 
-POOLINGS = ("mean", "cls", "last")
 _FORWARD = 1024  # tokens that texts of one forward have together
 _MOST = 8192  # tokens of a text: OpenAI's limit
 _REQUEST = 300_000  # tokens of a request: OpenAI's limit
-
-
-def pooling_of(path: Path, generates: bool) -> str:
-    """As the folder's sentence-transformers modules say; else last where it generates, or mean.
-
-    ValueError: they ask for what is not there. FileNotFoundError: a module's config is missing.
-    """
-    modules, place = path / "modules.json", "1_Pooling"
-    if modules.is_file():
-        with blaming(modules, "it is no list of modules"):
-            listed = json.loads(modules.read_text(encoding="utf-8"))
-            kinds = [module["type"].rpartition(".")[2] for module in listed]
-            places = [module["path"] for module in listed]
-        # Others compute something more of the vector, or from the tokens.
-        if sorted(kinds) not in (
-            ["Normalize", "Pooling", "Transformer"],
-            ["Pooling", "Transformer"],
-        ):
-            allowed = "Transformer, Pooling and Normalize"
-            raise ValueError(f"{modules}: {', '.join(kinds)}; only {allowed} are supported")
-        place = places[kinds.index("Pooling")]
-        if not re.fullmatch(r"\w+", str(place)):
-            raise ValueError(f"{modules}: path {place!r} is not that of a folder in this one")
-        if not (path / place / "config.json").is_file():
-            raise FileNotFoundError(f"{path / place / 'config.json'}, which {modules} names")
-    file = path / place / "config.json"
-    if not file.is_file():
-        return "last" if generates else "mean"
-    with blaming(file, "it says no pooling"):
-        config = dict(json.loads(file.read_text(encoding="utf-8")))
-    modes = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
-    asked = [k for k in config if k.startswith("pooling_mode_") and config[k] is True]
-    if "pooling_mode" in config:  # from version 6 on: a name, or several
-        modes = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-        given = config["pooling_mode"]
-        asked = [str(mode) for mode in (given if isinstance(given, list) else [given])]
-    if len(asked) == 1 and (kind := modes.get(asked[0].removeprefix("pooling_mode_"))):
-        return kind
-    raise ValueError(f"{file}: {', '.join(asked) or 'no kind'}; must be one of {', '.join(modes)}")
 
 
 class Embedder:
     """Of one model and tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Any, pooling: str, context: int | None) -> None:
-        """context: the most tokens of a text. pooling: of POOLINGS."""
+        """context: the most tokens of a text. pooling: of sentences.POOLINGS."""
         self._model, self._tokenizer = model, tokenizer
         self._base = getattr(model, "base_model", model)  # without a head for tokens
         self._pooling, self._most = pooling, min(context or _MOST, _MOST)
