@@ -38,7 +38,7 @@ async def reading(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def told(app: Any, *sent: bytes) -> tuple[bytes, list[dict[str, Any]]]:
-    """(what a client gets that sends these, each after an answer to the last; the loop's errors)."""
+    """(what a client gets that sends these, each after the last's answer; the loop's errors)."""
     loop, errors = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: errors.append(context))
     config = uvicorn.Config(app, log_config=None, lifespan="off")
