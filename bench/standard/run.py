@@ -21,7 +21,9 @@ from ..report.terminal import print_tables, status
 from . import products, record, show, stack
 
 Record = dict[str, Any]
-SENT_TO = "to send them: attach both files to an issue of the repository, with what surprises you"
+SENT_TO = (
+    "to send it: attach what was written to an issue of the repository, with what surprises you"
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def standard(asked: Asked) -> int:
         found = measure(asked, head, setting, memory)
     record.write(written, found)
     print(*show.head(found), "", sep="\n")
-    print_tables([show.roof_table(found), show.layer_table(found), show.token_table(found)])
+    tables = (show.roof_table(found), show.layer_table(found), show.token_table(found))
+    print_tables([table for table in tables if table.rows])
     print(*show.remarks(found), sep="\n")
     print(f"record: {written}")
     print(drawn(found, picture), SENT_TO, sep="\n")

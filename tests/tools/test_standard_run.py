@@ -278,7 +278,9 @@ def test_a_token_that_fails_loses_no_products(
     monkeypatch.setattr(products, "measure_roofs", lambda *_: (None, rates))
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--quick", "--output", str(tmp_path)])
-    assert ended.value.code == 1 and str(tmp_path) in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1 and str(tmp_path) in err
+    assert "The products of a layer" in out and "A token" not in out  # no table without a row
     (path,) = tmp_path.glob("*.json")
     found = record.read(path)
     assert len(found["products"]) == 1 and found["tokens"] == []
