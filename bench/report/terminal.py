@@ -24,7 +24,9 @@ def print_tables(tables: Sequence[Table]) -> None:
     except ImportError:
         print(*map(to_markdown, tables), sep="\n\n")
         return
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    width = None if sys.stdout.isatty() else 140
+    # Text as it is: names in a record of others may look like rich's markup.
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
     for t in tables:
         rich = RichTable(title=t.title or None, title_justify="left")
         for i, column in enumerate(t.columns):

@@ -69,6 +69,12 @@ def _sum(m: int, variant: str, parts: list[tuple[int, Record]]) -> Layer:
     )
 
 
+def token_name(token: Mapping[str, Any]) -> str:
+    """With the context, which is another on a CPU."""
+    t = token
+    return f"token after {t['context']}, {t['model']}, {t['format']}, {t['form']}, ms"
+
+
 def figures(record: Mapping[str, Any]) -> dict[str, float]:
     """What two records can be compared by: {its name: microseconds, or a rate with "/s"}."""
     roofs = record["roofs"]
@@ -76,5 +82,5 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
     out |= {f"torch.mm {name}, GFLOP/s": rate for name, rate in roofs["mm_gflop_s"].items()}
     out |= {f"layer, {x.variant}, M = {x.m}, µs": x.us for x in layers(record)}
     tokens = [t for t in record["tokens"] if "ms" in t]
-    out |= {f"token, {t['model']}, {t['format']}, {t['form']}, ms": t["ms"] for t in tokens}
+    out |= {token_name(t): t["ms"] for t in tokens}
     return out

@@ -10,6 +10,7 @@ from torch_metalmm.extras import require
 
 from ..report.plots import DOTS_PER_INCH
 from .layers import Layer, layers
+from .record import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,5 +77,6 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     title = f"{record['chip']}, {record['device']}, torch_metalmm {record['package']}"
     figure.legend(loc="outside right upper", fontsize="small")
     figure.suptitle(f"{title}, torch {record['torch']}, {record['date']}")
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    with replaced(path) as part:
+        figure.savefig(part, dpi=DOTS_PER_INCH)
     plt.close(figure)

@@ -6,10 +6,13 @@ It states the machine, not whose it is: no name of a user or a host, no path, no
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +21,12 @@ from typing import Any
 import torch
 
 from torch_metalmm import _C, __version__
+from torch_metalmm.files.blame import blaming
+from torch_metalmm.files.staging import cannot_write
 
 from ..devices import Device
 from ..machine import cpu_name, load_average
+from .layers import figures
 
 Record = dict[str, Any]
 PROGRAM, SCHEMA = "metalmm bench", 1
@@ -109,32 +115,57 @@ def file_name(head: Record) -> str:
 
 
 def places(folder: Path, head: Record, force: bool) -> tuple[Path, Path]:
-    """The record and its picture. ValueError: no such folder, or one is there and not force."""
+    """The record and its picture.
+
+    ValueError: no such folder, or one is there and not force. OSError: it cannot be written to.
+    """
     if not folder.is_dir():
         raise ValueError(f"--output: {folder} is no folder")
     found = tuple(folder / f"{file_name(head)}.{kind}" for kind in ("json", "png"))
     for path in found:
         if path.exists() and not force:
             raise ValueError(f"{path} exists: --force replaces it, --output takes another folder")
+    try:  # before minutes of measurements; access() knows no read-only mounts of a superuser
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise cannot_write(folder, error) from error
     return found[0], found[1]
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file to write, which becomes `path` once it is whole; nothing is left of it otherwise."""
+    part = path.with_name(f".part-{path.name}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write(path: Path, record: Record) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    with replaced(path) as part:
+        part.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def read(path: Path) -> Record:
-    """A record that was written. ValueError: the file is none, or one of another schema."""
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    """A record that was written. ValueError: the file is none, or one of another schema.
+
+    OSError: it cannot be read.
+    """
+    with blaming(path, "it is no JSON"):
+        found = json.loads(path.read_text("utf-8"))
     if not isinstance(found, dict) or found.get("program") != PROGRAM:
         raise ValueError(f"{path}: not a record of {PROGRAM}")
     if found.get("schema") != SCHEMA:
         raise ValueError(f"{path}: schema {found.get('schema')!r}; this version reads {SCHEMA}")
     if wrong := wrong_fields(found):
         raise ValueError(f"{path}: missing or of another type: {', '.join(wrong)}")
+    with blaming(path, "it lacks what is compared"):
+        wrong = [name for name, value in figures(found).items() if not 0 < value < math.inf]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: must be more than 0 and finite")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torch_metalmm.tools.chat.screen import harmless, one_line
 from torch_metalmm.tools.doctor.large import memory_of
 
 from ..devices import Device
@@ -20,7 +21,9 @@ from ..report.terminal import print_tables, status
 from . import products, record, show, stack
 
 Record = dict[str, Any]
-SENT_TO = "to send them: attach both files to an issue of the repository, with what surprises you"
+SENT_TO = (
+    "to send it: attach what was written to an issue of the repository, with what surprises you"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def measure(asked: Asked, head: Record, setting: Any, memory: float) -> Record:
     """The whole record: roofs, a layer's products, a token."""
     device, quick = setting.device, asked.quick
     layer = products.QUICK_LAYER if quick else products.LAYER
-    names = (asked.formats or ",".join(products.FORMATS)).split(",")
+    names = products.FORMATS if asked.formats is None else asked.formats.split(",")
     chosen = products.check_formats(names, layer)
     status("roofs")
     found = products.measure_roofs(device, setting.threads, quick)
@@ -49,7 +52,7 @@ def measure(asked: Asked, head: Record, setting: Any, memory: float) -> Record:
     if find_spec("transformers") is None:
         tokens: list[Record] = [_skipped("tokens", "transformers is not installed")]
     else:
-        tokens = [*stack.run(setting, memory, found[1], chip, quick, status)]
+        tokens = _tokens(lambda: stack.run(setting, memory, found[1], chip, quick, status))
     status("\n" if sys.stderr.isatty() else "done")
     return {
         **head,
@@ -62,6 +65,16 @@ def measure(asked: Asked, head: Record, setting: Any, memory: float) -> Record:
     }
 
 
+def _tokens(run: Callable[[], Iterable[Record]]) -> list[Record]:
+    """Those of the run; one that says that it failed: minutes of products are not lost by it."""
+    try:
+        return [*run()]
+    except (ImportError, RuntimeError, MemoryError) as error:
+        # Not into the record: the messages of imports have paths.
+        print(f"\na token: {one_line(error)}", file=sys.stderr)
+        return [_skipped("tokens", f"failed, {type(error).__name__}") | {"ok": False}]
+
+
 def _skipped(what: str, why: str) -> Record:
     return {"kind": "skipped", "what": what, "why": why}
 
@@ -72,7 +85,10 @@ def _without_kind(records: Iterable[Record]) -> list[Record]:
 
 
 def standard(asked: Asked) -> int:
-    """0; 1 where a result was wrong. ValueError: bad arguments, before anything is measured."""
+    """0; 1 where a result was wrong or failed.
+
+    ValueError, OSError: bad arguments, before anything is measured.
+    """
     device = Device.named(asked.device or Device.default())
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
@@ -84,11 +100,13 @@ def standard(asked: Asked) -> int:
         found = measure(asked, head, setting, memory)
     record.write(written, found)
     print(*show.head(found), "", sep="\n")
-    print_tables([show.roof_table(found), show.layer_table(found), show.token_table(found)])
+    tables = (show.roof_table(found), show.layer_table(found), show.token_table(found))
+    print_tables([table for table in tables if table.rows])
     print(*show.remarks(found), sep="\n")
     print(f"record: {written}")
     print(drawn(found, picture), SENT_TO, sep="\n")
-    return int(any(not r["ok"] for r in (*found["products"], *found["tokens"])))
+    kinds = (found["products"], found["tokens"], found["skipped"])
+    return int(any(not r.get("ok", True) for records in kinds for r in records))
 
 
 def drawn(found: Record, picture: Path) -> str:
@@ -108,7 +126,8 @@ def compare(paths: Sequence[str]) -> None:
         raise ValueError(f"compare: two records, as A.json B.json; given {len(paths)}")
     first, second = (record.read(Path(path)) for path in paths)
     table = show.comparison(first, second)
-    print(f"first:  {show.named(first)}", f"second: {show.named(second)}", sep="\n")
+    print(harmless(f"first:  {show.named(first)}"))
+    print(harmless(f"second: {show.named(second)}"))
     print_tables([table])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch_metalmm.tools.chat.screen import harmless
+
 from ..tables import ABSENT, Table, digits, percent
 from .layers import figures, layers
 
@@ -124,5 +126,5 @@ def comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
     table = Table("", ["", "first", "second", "second / first"])
     for name in names:
         ratio = digits(right[name] / left[name])
-        table.rows.append([name, digits(left[name]), digits(right[name]), ratio])
+        table.rows.append([harmless(name), digits(left[name]), digits(right[name]), ratio])
     return table

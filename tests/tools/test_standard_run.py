@@ -66,6 +66,16 @@ def invented(written: Record) -> Record:
     return written | changed
 
 
+@pytest.fixture
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that takes no file, not even from a superuser, where the system has one."""
+    if Path("/proc/self").is_dir():
+        return Path("/proc")
+    folder = tmp_path_factory.mktemp("closed")
+    folder.chmod(0o500)
+    return folder
+
+
 def strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -207,13 +217,17 @@ def test_how_long_a_cell_takes(device: str, m: int, repetitions: int, seconds: f
     assert found == (repetitions, pytest.approx(2 * seconds))
 
 
-def test_what_is_refused(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(
+    made: Path, tmp_path: Path, closed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a line, before anything is measured, and nothing is written."""
     before = sorted((f, f.stat().st_mtime_ns) for f in made.iterdir())
     assert "exists: --force replaces it" in failure(capsys, "--quick", "--output", made)
     assert "is no folder" in failure(capsys, "--output", tmp_path / "gone")
+    assert "cannot write to the folder" in failure(capsys, "--output", closed)
     here = ("--output", tmp_path)
-    assert "q9" in failure(capsys, "--formats", "q9", *here)
+    for name in ("q9", ""):
+        assert f"unknown '{name}'" in failure(capsys, "--formats", name, *here)
     assert "iq1_s is only read" in failure(capsys, "--formats", "q4_0,iq1_s", *here)
     assert failure(capsys, "--device", "tpu", *here).startswith("device: tpu: no engine")
     assert failure(capsys, "--quick", "tokens").startswith("--quick: before tokens")
@@ -249,28 +263,29 @@ def test_a_run_that_was_wrong(
         assert record.read(path) == found
 
 
-def test_two_records_are_compared(
-    tmp_path: Path, invented: Record, capsys: pytest.CaptureFixture[str]
+def test_a_token_that_fails_loses_no_products(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slower = [c | {"us": 2 * c["us"]} for c in invented["products"]]
-    paths = [tmp_path / name for name in ("a.json", "b.json")]
-    record.write(paths[0], invented)
-    record.write(paths[1], invented | {"products": slower, "chip": "Apple M0"})
-    assert main(["bench", "compare", *map(str, paths)]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"layer, metalmm q4_0, M = 1, µs\W+40\.0\W+80\.0\W+2\.00", out)
-    assert re.search(r"^second: Apple M0, ", out, re.M) and "memory, GB/s" in out
-    assert "two records" in failure(capsys, "compare", paths[0])
-    bad = {
-        "[1]": "not a record of metalmm bench",
-        "{": "a.json: Expecting property name",
-        json.dumps(invented | {"schema": 2}): "schema 2; this version reads 1",
-        json.dumps(invented | {"products": None}): "missing or of another type: products",
-        json.dumps(invented | {"is_quick": True}): "they measure different things",
-    }
-    for text, why in bad.items():
-        paths[0].write_text(text)
-        assert why in failure(capsys, "compare", *paths)
+    """The record is written, without the message, which may have paths; the status is 1."""
+
+    def fails(*_: object) -> Iterator[Record]:
+        raise ImportError(f"cannot import a name from {tmp_path}")
+        yield
+
+    monkeypatch.setattr(stack, "run", fails)
+    monkeypatch.setattr(products, "run", lambda *_: iter([cell("tiny", 1, 1.0)]))
+    rates = {"read_gb_s": 1.0, "gflop_s": 1.0, "mm_gflop_s": {}, "is_native": True}
+    monkeypatch.setattr(products, "measure_roofs", lambda *_: (None, rates))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--quick", "--output", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1 and str(tmp_path) in err
+    assert "The products of a layer" in out and "A token" not in out  # no table without a row
+    (path,) = tmp_path.glob("*.json")
+    found = record.read(path)
+    assert len(found["products"]) == 1 and found["tokens"] == []
+    assert [s["why"] for s in found["skipped"]] == ["failed, ImportError"]
+    assert str(tmp_path) not in path.read_text()
 
 
 def test_other_measurements_have_their_own_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "Measure this machine: its roofs, the products of a layer and a token of Llama 3.1 8B, "
         "beside torch's own product and what the chip model predicts. One to three minutes. "
         "Writes metalmm-bench-CHIP-DATE.json, a record without names of users, hosts or paths, "
-        "and a picture of it, .png. Exit status 1 if a result was wrong."
+        "and a picture of it, .png. Exit status 1 if a result was wrong or failed."
     )
     parser.add_argument("--device", help=f"{OF_DEVICE}; default: mps on a Mac, else cpu")
     parser.add_argument("-t", "--threads", type=positive_int, metavar="N", help="CPU threads")

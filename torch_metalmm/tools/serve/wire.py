@@ -45,6 +45,12 @@ class Protocol(H11Protocol):  # type: ignore[misc]
     """HTTP that h11 reads; without it uvicorn takes httptools where that is installed."""
 
     def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the app's own response would be a second one
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # what is no HTTP came after a response, or beside one
+            return
         body = json.dumps(ApiError(400, msg).body()).encode()
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         for event in (
