@@ -204,6 +204,8 @@ def server(*flags: str, **variables: str) -> Iterator[Server]:
                 break
         else:
             raise RuntimeError(said)
+        # What it logs is read, or a full pipe would stop it.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
         yield Server(found[1], found[2], process.pid)
     finally:
         process.terminate()
