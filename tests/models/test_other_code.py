@@ -144,8 +144,11 @@ class SentenceTransformer(nn.Sequential):
         self.to(next(self.parameters()).dtype)
         for module in list(self.children())[1:]:
             module.to(next(self[0].parameters()).dtype)
+    def save(self, path):
+        raise NotImplementedError
 class CrossEncoder(nn.Module):
-    pass
+    def save(self, path):
+        raise NotImplementedError
 """
 LOADS = """
 import torch_metalmm, sentence_transformers as st, torch
