@@ -55,12 +55,13 @@ def test_dense_models_are_saved_as_ever(tmp_path: Path) -> None:
 # ---- refused
 
 
-def test_dense_weights_of_another_variant_stay_readable(tmp_path: Path) -> None:
-    """All variants of a folder have one config.json."""
+def test_dense_weights_stay_readable(tmp_path: Path) -> None:
+    """Also those of another variant: all of a folder have one config.json."""
     dense, packed = random_transformer("flux"), packed_transformer("flux")
     dense.save_pretrained(tmp_path)
-    with pytest.raises(FileExistsError, match=f"{WEIGHTS}: .* another variant, which are not pack"):
-        packed.save_pretrained(tmp_path, variant="fp16")
+    for variant in (None, "fp16"):
+        with pytest.raises(FileExistsError, match=f"{WEIGHTS}: .* weights that are not packed"):
+            packed.save_pretrained(tmp_path, variant=variant)
     assert torch.equal(noise(load(tmp_path)), noise(dense))
     packed.save_pretrained(tmp_path / "packed")
     packed.save_pretrained(tmp_path / "packed", variant="fp16")

@@ -48,14 +48,17 @@ def _weights_of(folder: Path, variant: str | None) -> set[str]:
     return {f.name for f in folder.iterdir() if pattern.fullmatch(f.name)}
 
 
-def _check_variants(folder: Path, variant: str | None) -> None:
-    """FileExistsError: config.json, which variants share, would say of dense ones that they are
-    packed, and none of them could be loaded any more."""
-    others = {f.name for f in folder.glob(f"{_STEM}*")} - _weights_of(folder, variant)
-    if others and not is_packed(folder):
+def _check_dense(folder: Path) -> None:
+    """FileExistsError: the folder has weights that no packed model wrote.
+
+    They would be lost; or, of another variant, could not be loaded any more, since config.json,
+    which variants share, would say that they are packed.
+    """
+    found = {f.name for f in folder.glob(f"{_STEM}*")}
+    if found and not is_packed(folder):
         raise FileExistsError(
-            f"{folder / min(others)}: the folder has weights of another variant, which are not "
-            "packed; choose another folder"
+            f"{folder / min(found)}: the folder has weights that are not packed; choose another "
+            "folder"
         )
 
 
@@ -78,7 +81,7 @@ def _save_pretrained(
     if given.get("push_to_hub"):  # it names the repository after the folder
         options.setdefault("repo_id", target.resolve().name)
     variant = given.get("variant")
-    _check_variants(target, variant)
+    _check_dense(target)
     with staged(target, lambda new: _weights_of(target, variant) - new) as staging:
         _save(self, str(staging), *args, **options)
 
