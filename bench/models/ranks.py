@@ -31,7 +31,16 @@ from torch_metalmm import formats, fuse_
 from ..devices import Device
 from . import llamas
 from .systems import Graph, Transformers
-from .tokens import BEYOND, CHECKED_TOKENS, ROUNDED_LIMIT, Progress, Race, Record
+from .tokens import (
+    BEYOND,
+    CHECKED_TOKENS,
+    ROUNDED_LIMIT,
+    Progress,
+    Race,
+    Record,
+    distance,
+    last_logits,
+)
 
 # How the processes are laid over devices: a device each, all on one, or the first one by itself.
 EACH, SHARED, PART = "each", "shared", "part"
@@ -259,12 +268,8 @@ def _tokens(job: Job) -> list[int]:
 
 
 def _logits(job: Job, system: Any) -> Tensor:
-    """Those after CHECKED_TOKENS of the prompt, the last by a step of decoding."""
-    tokens = _tokens(job)[:CHECKED_TOKENS]
-    system.reset()
-    system.feed(tokens[:-1])
-    given: Tensor = system.feed(tokens[-1:])
-    return given.cpu().double()
+    """Those after CHECKED_TOKENS of the prompt."""
+    return last_logits(system, _tokens(job)[:CHECKED_TOKENS])
 
 
 def _error(job: Job, system: Any, name: str | None) -> float:
@@ -275,8 +280,7 @@ def _error(job: Job, system: Any, name: str | None) -> float:
     given = _logits(job, system)
     if name is None or job.way == PART:
         return 0.0 if bool(given.isfinite().all()) else torch.inf
-    wanted = torch.load(_wanted(job, name))
-    return float((given - wanted).norm() / wanted.norm())
+    return distance(given, torch.load(_wanted(job, name)))
 
 
 def _local_bytes(model: nn.Module) -> int:

@@ -37,6 +37,18 @@ Progress = Callable[[str], None]
 Record = dict[str, Any]
 
 
+def last_logits(system: System, tokens: Sequence[int]) -> Tensor:
+    """Those after the tokens, float64 on the CPU, the last token by a step of decoding."""
+    system.reset()
+    system.feed(tokens[:-1])
+    return system.feed(tokens[-1:]).cpu().double()
+
+
+def distance(given: Tensor, wanted: Tensor) -> float:
+    """|given - wanted| / |wanted|."""
+    return float((given - wanted).norm() / wanted.norm())
+
+
 class Reference:
     """The logits that systems are compared with, after some tokens.
 
@@ -53,13 +65,10 @@ class Reference:
 
     def error(self, system: System, weights: nn.Module) -> float:
         """|logits - wanted| / |wanted|, the last of the tokens by a step of decoding."""
-        system.reset()
-        system.feed(self.tokens[:-1])
-        given = system.feed(self.tokens[-1:]).cpu().double()
+        given = last_logits(system, self.tokens)
         if self._wanted[0] is not weights:
             self._wanted = weights, self._of(weights, given)
-        wanted = self._wanted[1]
-        return float((given - wanted).norm() / wanted.norm())
+        return distance(given, self._wanted[1])
 
     def _of(self, weights: nn.Module, given: Tensor) -> Tensor:
         if self.model is None:

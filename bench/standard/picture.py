@@ -77,6 +77,6 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     title = f"{record['chip']}, {record['device']}, torch_metalmm {record['package']}"
     figure.legend(loc="outside right upper", fontsize="small")
     figure.suptitle(f"{title}, torch {record['torch']}, {record['date']}")
-    with replaced(path) as part:
-        figure.savefig(part, dpi=DOTS_PER_INCH)
+    with replaced(path) as new:
+        figure.savefig(new, dpi=DOTS_PER_INCH)
     plt.close(figure)

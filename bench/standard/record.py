@@ -10,9 +10,7 @@ import math
 import os
 import platform
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 
 from torch_metalmm import _C, __version__
 from torch_metalmm.files.blame import blaming
-from torch_metalmm.files.staging import cannot_write
+from torch_metalmm.files.staging import check_writable, replaced
 
 from ..devices import Device
 from ..machine import cpu_name, load_average
@@ -62,9 +60,7 @@ def chip_name(device: Device) -> str:
     """The chip that computes, as its maker calls it."""
     if device.type == "mps":
         return str(_C.mps_facts()["name"])
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    return re.split(r" \(|,", cpu_name())[0]
+    return device.name if device.type == "cuda" else re.split(r" \(|,", device.name)[0]
 
 
 def cores(device: Device) -> int:
@@ -125,28 +121,13 @@ def places(folder: Path, head: Record, force: bool) -> tuple[Path, Path]:
     for path in found:
         if path.exists() and not force:
             raise ValueError(f"{path} exists: --force replaces it, --output takes another folder")
-    try:  # before minutes of measurements; access() knows no read-only mounts of a superuser
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    check_writable(folder)  # before minutes of measurements
     return found[0], found[1]
 
 
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A file to write, which becomes `path` once it is whole; nothing is left of it otherwise."""
-    part = path.with_name(f".part-{path.name}")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def write(path: Path, record: Record) -> None:
-    with replaced(path) as part:
-        part.write_text(json.dumps(record, indent=1) + "\n")
+    with replaced(path) as new:
+        new.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def read(path: Path) -> Record:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from .headers import read_headers
-from .staging import cannot_write, settle
+from .staging import cannot_write, check_writable, settle
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -34,10 +33,9 @@ def prepare_folder(
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
     except OSError as error:
         raise cannot_write(path, error) from None
+    check_writable(path)
     settle(path)
     if (path / CONFIG).is_dir():
         raise IsADirectoryError(f"cannot write to the folder {path}: {path / CONFIG} is a folder")

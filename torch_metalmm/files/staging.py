@@ -35,6 +35,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 _PREFIX = ".saving-"
 
@@ -77,6 +78,29 @@ def cannot_write(target: Path, error: OSError) -> OSError:
     named = type(error)(f"cannot write to the folder {target}: {error.strerror}")
     named.errno = error.errno
     return named
+
+
+def check_writable(folder: Path) -> None:
+    """OSError: no file can be made in the folder.
+
+    access() does not know of read-only mounts for a superuser.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write, which takes its place once it is whole, or is gone again."""
+    new = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _settle(target: Path) -> None:

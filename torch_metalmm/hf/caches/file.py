@@ -16,7 +16,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import DummyLayer
 
 from ... import formats
+from ...files.staging import replaced
 from .layers import DTYPE_NAMES, PackedLayer
 
 KEY, VERSION = "metalmm_cache", 1
@@ -58,17 +58,14 @@ def write(layers: Iterable[Any], format: str | None, path: str | os.PathLike[str
                 tensors[f"layers.{i}.{name}"] = t.contiguous().cpu()
     said = json.dumps({"version": VERSION, "format": format, "layers": entries})
     target = Path(path)
-    new = target.with_name(f".{target.name}.{uuid4().hex}")
-    new.open("xb").close()
-    mode = new.stat().st_mode & 0o777
     try:
-        save_file(tensors, new, metadata={KEY: said})
-        new.chmod(mode)  # safetensors makes a file for its owner alone
-        os.replace(new, target)
+        with replaced(target) as new:
+            new.open("xb").close()
+            mode = new.stat().st_mode & 0o777
+            save_file(tensors, new, metadata={KEY: said})
+            new.chmod(mode)  # safetensors makes a file for its owner alone
     except SafetensorError as error:  # safetensors' word for a full disk, too
         raise OSError(f"cannot write {target}: {error}") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 class File:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+
+from ...files.staging import replaced
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST = 64 << 20  # bytes
@@ -22,13 +22,9 @@ def save(path: Path, model: str, messages: list[dict[str, Any]]) -> None:
             load(path)
         except ValueError:
             raise FileExistsError(f"{path} is no chat; it stays as it is") from None
-    new = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1)
+    text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1)
+    with replaced(path) as new:
         new.write_text(text + "\n", encoding="utf-8")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def load(path: Path) -> list[dict[str, Any]]:
