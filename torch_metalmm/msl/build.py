@@ -260,7 +260,8 @@ def _compile(folder: Path, text: str, checked: bool) -> Path:
     file, obj = folder / "shader.cpp", folder / "shader.o"
     file.write_text(text)
     checks = _CHECKS if checked else []
-    command = [*LANGUAGE, *_CODE, *_machine(), *checks, "-c", str(file), "-o", str(obj)]
+    places = [f"-ffile-prefix-map={ROOT}/="]  # a library serves every checkout
+    command = [*LANGUAGE, *_CODE, *_machine(), *checks, *places, "-c", str(file), "-o", str(obj)]
     done = zig("clang", *command)
     if done.returncode:
         if frame := _FRAME.search(done.stderr):
@@ -315,7 +316,8 @@ def build_text(
 def build_file(path: Path, checked: bool) -> Path:
     """The library of a shader of metal/, which keeps the rules and is compiled as it is."""
     expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
-    library = CACHE / digest(_tool_digest(), expanded, str(checked), _scripts()) / "library.so"
+    moved = expanded.replace(f"{ROOT}/", "")  # line markers name this checkout
+    library = CACHE / digest(_tool_digest(), moved, str(checked), _scripts()) / "library.so"
     with _missing(library) as missing:
         if missing:
             plain, places = unmark(expanded, path.name)
