@@ -126,7 +126,8 @@ struct Gemm {
       X::load(X::lane_of(panel, b * (kFragment / 2) + column / 2, row), xs);
       MM_UNROLL
       for (uint j = 0; j < X::kRun; ++j) {
-        simdgroup_multiply_accumulate(acc[b], fragment(w[first + j]), fragment(xs[j]), acc[b]);
+        simdgroup_multiply_accumulate(acc[b], fragment_of(w[first + j]), fragment_of(xs[j]),
+                                      acc[b]);
       }
     }
   }

@@ -23,7 +23,7 @@ METAL_FUNC uint fragment_column(uint lane) { return (lane % 2) * 2 + ((lane / 8)
 
 // The matrix of which every lane has two elements in registers.
 template <class E>
-METAL_FUNC simdgroup_matrix<E, kFragment, kFragment> fragment(vec<E, 2> elements) {
+METAL_FUNC simdgroup_matrix<E, kFragment, kFragment> fragment_of(vec<E, 2> elements) {
   simdgroup_matrix<E, kFragment, kFragment> out;
   out.thread_elements()[0] = elements.x;
   out.thread_elements()[1] = elements.y;

@@ -321,7 +321,7 @@ def build_file(path: Path, checked: bool) -> Path:
     with _missing(library) as missing:
         if missing:
             plain, places = unmark(expanded, path.name)
-            check_rules(plain, places, _standard(), METAL_VERSION)
+            check_rules(plain, places, _standard(), METAL_VERSION, ours=True)
             source = Reader(plain).read()
             text = prefix(source.constants, translated=False) + f'#include "{path}"\n'
             _link(library, text + tables(source, checked), checked)
@@ -331,7 +331,7 @@ def build_file(path: Path, checked: bool) -> Path:
 @functools.cache
 def _scripts() -> str:
     folder = Path(__file__).parent
-    names = ("source", "excluded", "rules", "translate", "repair", "tables", "build")
+    names = ("source", "excluded", "words", "rules", "translate", "repair", "tables", "build")
     return digest(*(folder / f"{name}.py" for name in names))
 
 

@@ -27,6 +27,7 @@ from .source import (
     split,
     split_head,
 )
+from .words import misused
 
 SPACES = ("device", "constant", "threadgroup", "thread", "threadgroup_imageblock", "ray_data")
 # Parts of Metal that the emulator does not run.
@@ -46,27 +47,33 @@ _NO_VARIABLE = frozenset(
 
 
 def violations(
-    text: str, standard: frozenset[str] = frozenset(), version: int = 310
+    text: str, standard: frozenset[str] = frozenset(), version: int = 310, ours: bool = False
 ) -> list[Error]:
     """(word, message) of all that Metal forbids in `text`, in its order.
 
-    standard: names of functions of the standard library. version: __METAL_VERSION__.
+    standard: names of functions of the standard library. version: __METAL_VERSION__. ours: whether
+    the text is of metal/, where names of the library stay free (words.py).
     """
     tokens = lex(text)
     checker = _Checker(tokens, standard)
     checker.words()
     checker.scope(0, len(tokens), checker.outside)
+    checker.errors += misused(tokens, ours)
     checker.errors += excluded(tokens, internal_parts(text), version)
     checker.errors += recursion(tokens, checker.functions, checker.is_standard)
     return sorted(checker.errors, key=lambda e: e[0].at)
 
 
 def check_rules(
-    text: str, places: Sequence[tuple[str, int]], standard: frozenset[str], version: int
+    text: str,
+    places: Sequence[tuple[str, int]],
+    standard: frozenset[str],
+    version: int,
+    ours: bool = False,
 ) -> None:
     """Raises MetalSyntaxError for what Metal forbids in `text`, whose lines come from `places`."""
     errors = []
-    for token, message in violations(text, standard, version):
+    for token, message in violations(text, standard, version, ours):
         before = text[: token.at]
         file, line = places[before.count("\n")]
         column = token.at - before.rfind("\n")
