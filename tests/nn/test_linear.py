@@ -133,6 +133,8 @@ def test_from_packed_shares_the_bytes_and_takes_dense_tensors() -> None:
     layer = QuantLinear.from_packed(dense, 64, "f16")
     assert layer.weight.data_ptr() == dense.data_ptr()
     assert torch.equal(layer.dequantize(torch.float16), dense)
+    column = torch.randn(1, 4).t()  # contiguous, with a last stride of 4
+    assert torch.equal(QuantLinear.from_packed(column, 1, "f32").dequantize(), column)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,16 @@ def join_fields(q: Tensor, weaves: int, bits: int) -> Tensor:
     return out.reshape(q.shape[0], -1)
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """x [..., C] as uint8 [..., C * its item size]; a copy only where x is not contiguous.
+
+    By one dimension: view() refuses a last dimension of 1 whose stride is not 1, contiguous() does
+    not change it.
+    """
+    flat = x.contiguous().view(-1).view(torch.uint8)
+    return flat.view(*x.shape[:-1], x.shape[-1] * x.itemsize)
+
+
 def half_to_bytes(x: Tensor) -> Tensor:
     """f32 [B] -> its nearest f16 (ties to even, overflow to Inf) as bytes, uint8 [B, 2]."""
     return x.to(torch.float16)[:, None].view(torch.uint8)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._base import BlockFormat
-from ._bits import codes_to_stream, stream_to_codes
+from ._bits import as_bytes, codes_to_stream, stream_to_codes
 
 
 class Planes(BlockFormat):
@@ -48,7 +48,7 @@ class Planes(BlockFormat):
                 f"{self.name}: scales must be uint8 [{n}, {k // self.group}], "
                 f"got {scales.dtype} {list(scales.shape)}"
             )
-        q = stream_to_codes(codes.contiguous().view(torch.uint8), self.bits)
+        q = stream_to_codes(as_bytes(codes), self.bits)
         if (what := self.refused(q, scales)) is not None:
             raise ValueError(f"{self.name}: {what}")
         of_blocks = scales.reshape(-1, self.block_values // self.group)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._base import Format
-from ._bits import codes_to_stream, stream_to_codes
+from ._bits import as_bytes, codes_to_stream, stream_to_codes
 from ._search import elements_first, f32, groups_first, ordered_sum, to_code
 
 ROW_ALIGNMENT = 16
@@ -65,7 +65,7 @@ class Affine(Format):
         out = torch.zeros(n, row_bytes, dtype=torch.uint8, device=codes.device)
         begin = 0
         for plane in (codes, scales, biases):
-            data = plane.contiguous().view(torch.uint8)
+            data = as_bytes(plane)
             out[:, begin : begin + data.shape[1]] = data
             begin += data.shape[1]
         return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._base import DTYPES, Format
+from ._bits import as_bytes
 
 
 class Dense(Format):
@@ -19,7 +20,7 @@ class Dense(Format):
         self.block_bytes = dtype.itemsize
 
     def _encode_rows(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
-        return x.to(self.dtype).contiguous().view(torch.uint8)
+        return as_bytes(x.to(self.dtype))
 
     def _decode_rows(self, packed: Tensor, k: int) -> Tensor:
         data = packed.clone(memory_format=torch.contiguous_format)

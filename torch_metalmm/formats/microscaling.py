@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._bits import join_fields, split_fields
+from ._bits import as_bytes, join_fields, split_fields
 from ._planes import Planes
 from .codebook import FP4_DOUBLED, look_up
 
@@ -20,7 +20,7 @@ _E4M3_MAX = 448.0
 def e4m3_of(x: Tensor) -> Tensor:
     """f32 -> its nearest e4m3 (ties to even, at most 448) as uint8."""
     near = x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-    return near.contiguous().view(torch.uint8)
+    return as_bytes(near)
 
 
 def e4m3_values(codes: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import formats
 from .. import ops as ops  # registers torch.ops.metalmm
+from ..formats._bits import as_bytes
 
 
 class Packed(nn.Module):
@@ -127,7 +128,7 @@ def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, n
     spec = formats.get(format)
     dense = getattr(spec, "dtype", None)
     if dense is not None and weight.dtype == dense and weight.dim() == 2 and weight.shape[1] == k:
-        weight = weight.detach().contiguous().view(torch.uint8)
+        weight = as_bytes(weight.detach())
     row_bytes = spec.row_bytes(k)
     if weight.dtype != torch.uint8 or weight.dim() != 2 or weight.shape[1] != row_bytes:
         raise ValueError(

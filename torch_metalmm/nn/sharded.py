@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats
+from ..formats._bits import as_bytes
 from .activations import of_call
 from .collective import Ranks, all_gather, all_reduce, copied, on_every_rank
 from .embedding import QuantEmbedding
@@ -61,7 +62,7 @@ class Shard:
             part = whole[begin:end] if self.rows else whole[:, begin:end]
             if self.dense is None:
                 return part
-            return part.to(self.dense).contiguous().view(torch.uint8)
+            return as_bytes(part.to(self.dense))
         if self.rows:
             return whole[begin:end]
         return columns(self.format, whole, self.k, begin, end)

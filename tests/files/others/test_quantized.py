@@ -68,6 +68,16 @@ def test_no_weight_is_rounded(name: str, bits: int, group: int, dtype: torch.dty
         assert torch.equal(w.to(dtype), layer.weight(dtype))
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_of_one_word(bits: int) -> None:
+    """N codes fill one int32: the tensor has one row, and its transpose one column."""
+    n = 32 // bits
+    layer, layout = random_layer(n, K, bits, 64), layouts(bits, 64)["compressed-tensors"]
+    tensors = layout.tensors(layer)
+    assert tensors["weight_zero_point"].shape == (1, K // 64)
+    assert torch.equal(decoded(method_of(layout.config).pack(tensors, n, K)), layer.weight())
+
+
 @pytest.mark.parametrize("bits", BITS["gptq"])
 @pytest.mark.parametrize("name", ["gptq", "gptq_v2", "compressed-tensors"])
 def test_act_order(name: str, bits: int) -> None:

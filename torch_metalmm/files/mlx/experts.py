@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import formats
+from ...formats._bits import as_bytes
 from ...models.experts import Home, dense_format, homes
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
 from ..source import Source
@@ -112,7 +113,7 @@ def _rows(
                 f"{list(shape)}, and has no scales"
             )
         format = dense_format(codes)
-        return format, codes.to(formats.DTYPES[format]).flatten(0, 1).contiguous().view(torch.uint8)
+        return format, as_bytes(codes.to(formats.DTYPES[format]).flatten(0, 1))
     planes: list[Tensor | None] = [codes]
     for leaf in ("scales", "biases"):
         is_there = f"{name}.{leaf}" in source.keys

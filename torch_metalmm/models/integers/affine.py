@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import formats
 from ...formats._base import row_slices
-from ...formats._bits import codes_to_stream, stream_to_codes
+from ...formats._bits import as_bytes, codes_to_stream, stream_to_codes
 
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (128, 64, 32)
 
@@ -55,7 +55,7 @@ def from_stream(stream: Tensor, bits: int, k: int) -> Codes:
 
 def words(tensor: Tensor, bits: int, count: int) -> Tensor:
     """int32 words of rows -> their first `count` codes, uint8 [R, count]; low bits first."""
-    stream = tensor.contiguous().view(torch.uint8)
+    stream = as_bytes(tensor)
     stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % bits))
     return stream_to_codes(stream, bits)[:, :count]
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...formats._bits import as_bytes
 from .affine import Rows, affine_rows, columns, from_stream, times_zero, words
 from .checks import check, integer
 
@@ -47,5 +48,5 @@ def compressed_rows(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
             check(t, "weight_g_idx", (torch.int32, torch.int64), (k,)),
             integer("group size", k, groups),
         )
-    stream = from_stream(packed.contiguous().view(torch.uint8), bits, k)
+    stream = from_stream(as_bytes(packed), bits, k)
     return affine_rows(stream, scales, times_zero(scales, zeros), order)

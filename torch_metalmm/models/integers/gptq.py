@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...formats._bits import as_bytes
 from .affine import Codes, Rows, affine_rows, columns, from_stream, times_zero, words
 from .checks import check, integer
 
@@ -47,7 +48,7 @@ def gptq_rows(t: Mapping[str, Tensor], n: int, k: int, stored_minus_one: bool) -
     if "g_idx" in t:
         size = integer("group size", k, groups)
         order = columns(check(t, "g_idx", (torch.int32, torch.int64), (k,)), size)
-    stream = t["qweight"].t().contiguous().view(torch.uint8)
+    stream = as_bytes(t["qweight"].t())
     return affine_rows(from_stream(stream, bits, k), scales, times_zero(scales, zeros), order)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...formats._bits import as_bytes
 from .affine import Codes, NoFormat, Rows, affine_rows, from_stream, times_zero
 from .checks import check
 
@@ -40,7 +41,7 @@ def _nibbles(t: Mapping[str, Tensor], n: int, k: int) -> Rows:
     qdata = check(t, "qdata", (torch.uint8, torch.int8), (n, k // 2))
     scale = check(t, "scale", None, (None, n)).t()
     zero = check(t, "zero_point", None, (scale.shape[1], n)).t()
-    unsigned = qdata.contiguous().view(torch.uint8) ^ 0x88  # a nibble of 4 signed bits plus 8
+    unsigned = as_bytes(qdata) ^ 0x88  # a nibble of 4 signed bits plus 8
     return affine_rows(from_stream(unsigned, 4, k), scale, zero.float() - 8 * scale.float())
 
 

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...formats._bits import as_bytes
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.activations import set_activations
 from ...nn.collective import Ranks
@@ -124,7 +124,7 @@ def _sharded(old: Any, part: Part, ranks: Ranks, weights: dict[int, nn.Parameter
     shard = Shard(ranks, part.rows, part.ranges, n, k, format, dense)
     whole = old.weight.detach()
     if dense is not None:
-        whole = whole.contiguous().view(torch.uint8)
+        whole = as_bytes(whole)
     if id(old.weight) not in weights:
         taken = shard.take("weight", whole)
         # A view would keep the whole tensor; the columns are a copy already.
