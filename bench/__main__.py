@@ -209,10 +209,8 @@ def collect(args: argparse.Namespace, about: Record) -> list[Record]:
 
 def predictions(args: argparse.Namespace) -> str:
     """The tables of `chips`; with --context or --cache that of tokens by both alone."""
-    from .shaders import chips, link_chips, token_chips
+    from .shaders import chips, token_chips
 
-    if args.links:
-        return link_chips.markdown()
     if not args.tokens and (args.context or args.cache):
         raise ValueError("--context and --cache: only with --tokens")
     if not (args.context or args.cache):
@@ -243,11 +241,8 @@ def main(argv: list[str]) -> int:
         if args.command == "registers":
             from .shaders import registers
 
-            found = registers.all_registers()
-            if args.write:
-                print(*registers.write(found), sep="\n")
-                return 0
-            print(*map(tables.to_markdown, registers.tables(found)), sep="\n\n")
+            found = registers.tables(registers.all_registers())
+            print(*map(tables.to_markdown, found), sep="\n\n")
             return 0
         if args.command == "tiles":
             from .shaders import tiles

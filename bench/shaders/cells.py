@@ -25,7 +25,7 @@ from torch_metalmm.msl.build import LANGUAGE, ROOT, BuildError, zig
 from torch_metalmm.tools import chips as chip_model
 
 from ..tables import Table, replace_block, to_markdown
-from . import chips, link_chips, ptx, token_chips
+from . import chips, ptx, token_chips
 
 METAL = ROOT / "metal"
 RESULTS = ROOT / "bench" / "results.md"
@@ -240,5 +240,4 @@ def write() -> list[Path]:
     replace_block(RESULTS, "cells", markdown())
     replace_block(chips.PAGE, "chips", chips.markdown())
     replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.markdown())
-    replace_block(link_chips.PAGE, link_chips.COMMAND, link_chips.markdown())
-    return [chip_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE, link_chips.PAGE]
+    return [chip_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE]

@@ -12,7 +12,6 @@ line. It is counted as the division that NVIDIA GPUs do in line.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -26,12 +25,9 @@ from typing import Any
 
 from torch_metalmm import _C, formats
 from torch_metalmm.msl import ptx
-from torch_metalmm.msl.build import digest
 
-from ..tables import Table, replace_block, to_markdown
+from ..tables import Table
 
-FILE = Path(__file__).with_name("registers.json")
-RESULTS = Path(__file__).parents[1] / "results.md"
 LIMIT, NO_LIMIT = 128, 255
 TRIED = (LIMIT, 120, 112, 104, 96)
 # What is planned for: enough that every rule of plan() takes each side.
@@ -46,13 +42,12 @@ Pass = dict[str, Any]
 @dataclass(frozen=True)
 class Registers:
     """A kernel's registers without a limit, its bytes of spills with one of 128, and whether plan()
-    chooses the kernel for an Apple chip. `text`: digest of what was compiled."""
+    chooses the kernel for an Apple chip."""
 
     kernel: str
     registers: int
     spilled: int
     is_chosen: bool
-    text: str
 
 
 def codecs() -> dict[str, str]:
@@ -164,7 +159,7 @@ def measure(kernel: str, one: Pass, is_chosen: bool, ptx_text: str) -> Registers
             if not spilled:
                 break
             spilled = min(spilled, _assemble(text, limit)[1])
-    return Registers(kernel, registers, spilled, is_chosen, digest(text))
+    return Registers(kernel, registers, spilled, is_chosen)
 
 
 def passes() -> dict[str, tuple[Pass, bool]]:
@@ -192,12 +187,6 @@ def all_registers(folder: Path = ptx.FOLDER) -> list[Registers]:
         return list(pool.map(job, passes().items()))
 
 
-def recorded() -> dict[str, Registers]:
-    """The committed figures."""
-    rows = json.loads(FILE.read_text())
-    return {kernel: Registers(kernel, *values) for kernel, values in rows.items()}
-
-
 def cell(found: Registers) -> str:
     """ "96", or "153" without a limit where that fits in 128, or "153 (48 B)" where it spills."""
     mark = "" if found.is_chosen else "*"
@@ -215,14 +204,3 @@ def tables(found: Iterable[Registers]) -> list[Table]:
         ]
         out.append(Table(f"Registers without a limit, x {dtype}", ["format", *columns], rows))
     return out
-
-
-def write(found: list[Registers]) -> list[Path]:
-    """Rewrites the committed figures; the files."""
-    rows = [
-        f" {json.dumps(r.kernel)}: {json.dumps([r.registers, r.spilled, r.is_chosen, r.text])}"
-        for r in found
-    ]
-    FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    replace_block(RESULTS, "registers", "\n\n".join(map(to_markdown, tables(found))))
-    return [FILE, RESULTS]

@@ -10,7 +10,7 @@ import pytest
 from plan_cases import codecs
 
 from bench.__main__ import main
-from bench.shaders import cells, chips, link_chips, ptx, token_chips
+from bench.shaders import cells, chips, ptx, token_chips
 from bench.tables import replace_block
 from torch_metalmm.tools import chips as chip_model
 
@@ -167,19 +167,17 @@ def test_committed_figures_are_those_of_the_compiled_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`bench cells --write` makes the committed files again, from files that say something else."""
-    pages = (chips.PAGE, token_chips.PAGE, link_chips.PAGE)
+    pages = (chips.PAGE, token_chips.PAGE)
     committed = (chip_model.COUNTS, cells.RESULTS, *pages)
     written = [Path(shutil.copy(file, tmp_path)) for file in committed]
     written[0].write_text("{}")
     replace_block(written[1], "cells", "")
     replace_block(written[2], "chips", "")
     replace_block(written[3], token_chips.COMMAND, "")
-    replace_block(written[4], link_chips.COMMAND, "")
     monkeypatch.setattr(chip_model, "COUNTS", written[0])
     monkeypatch.setattr(cells, "RESULTS", written[1])
     monkeypatch.setattr(chips, "PAGE", written[2])
     monkeypatch.setattr(token_chips, "PAGE", written[3])
-    monkeypatch.setattr(link_chips, "PAGE", written[4])
     assert main(["cells", "--write"]) == 0
     chip_model.counts.cache_clear()
     for file, other in zip(committed, written, strict=True):
