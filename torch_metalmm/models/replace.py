@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import inspect
 import re
 from functools import cache
@@ -15,7 +14,9 @@ from torch import Tensor, nn
 from .. import formats
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.embedding import embedding_scale
+from .code import reads
 from .experts import Stack
+from .trial import weights_read
 
 # Linear layers in all but name: transformers' classes that compute x · W (Conv1D), x · Wᵀ + bias.
 _LINEAR_CLASSES = {
@@ -89,11 +90,14 @@ def replaceable(model: nn.Module, name: str) -> bool:
     """Whether the model works on with the packable layer of that name replaced.
 
     Not if its parent's forward reads `layer.weight`, to compute with it or to convert activations
-    to its dtype (T5's `wo`, Mamba's `lm_head`), nor if the model keeps the layer in f32.
+    to its dtype (T5's `wo`, Mamba's `lm_head`), nor if other code of the model reads it, nor if the
+    model keeps the layer in f32.
     """
     owner, _, child = name.rpartition(".")
     read = _weights_read_by(type(model.get_submodule(owner)))  # type: ignore[arg-type]
-    return child not in read and not kept_in_f32(model, f"{name}.weight")
+    if child in read or kept_in_f32(model, f"{name}.weight"):
+        return False
+    return name not in weights_read(model, packable)
 
 
 def kept_in_f32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
@@ -169,15 +173,13 @@ def _weights_read_by(parent: type[nn.Module]) -> frozenset[str]:
     forward = inspect.unwrap(parent.forward)
     if not isinstance(forward, FunctionType):
         return frozenset()
-    code = [i for i in dis.get_instructions(forward) if i.opname != "CACHE"]
-    code.append(code[-1])
-    found = set()
-    for owner, weight, use in zip(code, code[1:], code[2:], strict=False):
-        if owner.opname == weight.opname == "LOAD_ATTR" and weight.argval == "weight":
-            harmless = use.argval in ("device", "shape")
-            if not harmless and (parent.__name__, owner.argval) not in _READ_ELSEWHERE:
-                found.add(str(owner.argval))
-    return frozenset(found)
+    return frozenset(
+        str(owner.argval)
+        for owner, use in reads(forward.__code__)
+        if owner.opname == "LOAD_ATTR"
+        and use.argval not in ("device", "shape")
+        and (parent.__name__, owner.argval) not in _READ_ELSEWHERE
+    )
 
 
 def summary(names: list[str]) -> str:
