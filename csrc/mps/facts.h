@@ -21,7 +21,13 @@ constexpr int kFirstFamily = 7;  // of M1
 constexpr int kLastFamily = 20;  // the newest that a device is asked for; the newest chip's is 10
 constexpr int kFirstMacOS = 14;  // has Metal 3.1, and so bfloat
 
-// The machine to plan for. Throws std::runtime_error: older than an M1 or than macOS 14.
+// The GPU of a virtual machine on a Mac, hosted runners of GitHub included: it executes on the
+// Apple GPU of the host, M1 or newer, and admits to family 5 at most (Metal.jl 309, pytorch
+// 196881).
+constexpr const char* kVirtualDevice = "Apple Paravirtual device";
+
+// The machine to plan for, a virtual one as an M1 with 32 KiB of threadgroup memory. Throws
+// std::runtime_error: older than an M1 or than macOS 14.
 Gpu supported_gpu(const Facts& facts);
 
 }  // namespace metalmm::mps

@@ -259,6 +259,7 @@ int main(int, char** argv) {
     supported({"AMD Radeon Pro 5500M", 0, 0, 65536, 1024, 15});
     supported({"Apple A13", 6, 4, 32768, 1024, 15});
     supported({"Apple M1", 7, 8, 32768, 1024, 13});
+    for (int family : {0, 5}) supported({kVirtualDevice, family, 0, 16384, 1024, 15});
   }
   return 0;
 }

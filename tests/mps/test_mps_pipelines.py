@@ -109,8 +109,9 @@ def test_each_stream_is_committed_after_its_own_passes(run: Run) -> None:
 
 
 def test_machines_that_are_supported(run: Run) -> None:
-    """From M1 and macOS 14 on, a newer chip than the table's included."""
-    m4, m2, m9, amd, a13, ventura = run("facts")
+    """From M1 and macOS 14 on, a newer chip than the table's and a virtual machine's included."""
+    m4, m2, m9, amd, a13, ventura, *virtual = run("facts")
+    assert virtual == ["gpu paravirtual-device 7 8 32768 1024"] * 2
     assert m4 == "gpu m4-max 9 32 32768 1024"  # what the device reports: 32 cores, not 40
     assert m2 == "gpu m2 8 10 32768 1024"  # what it does not report: the table's
     assert m9 == "gpu m9-pro 13 24 65536 2048"

@@ -28,7 +28,7 @@ def steps(file: Any) -> list[dict[str, Any]]:
 
 
 def test_the_schema() -> None:
-    assert [f.name for f in FILES] == ["ci.yml", "wheels.yml"]
+    assert [f.name for f in FILES] == ["ci.yml", "hosted-mac.yml", "wheels.yml"]
     command = [sys.executable, "-m", "check_jsonschema"]
     command += ["--builtin-schema", "vendor.github-workflows", *map(str, FILES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -45,10 +45,34 @@ def test_what_they_run_exists(file: Any) -> None:
         assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*", step["uses"])
         for target in re.findall(r"^make (\w+)", step.get("run", ""), re.M):
             assert re.search(rf"^{target}:", makefile, re.M), target
-        for script in re.findall(r"^\.ci/\w+", step.get("run", ""), re.M):
+        scripts = r"^(?:python3? |\.venv/bin/python )?((?:\.ci|cmake)/[\w.]+)"
+        for script in re.findall(scripts, step.get("run", ""), re.M):
             assert (ROOT / script).exists()
     for option in re.findall(r"-D(\w+)=", file.read_text()):
         assert option in cmake
+
+
+def test_the_shards_for_hosted_macs() -> None:
+    """They have every test that runs on mps, once, on each torch from 2.13 on; a doctor that hangs
+    ends before the job does."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "hosted-mac.yml").read_text())["jobs"]
+    mps = jobs["mps"]
+    assert mps["timeout-minutes"] <= 60 and mps["runs-on"] == "macos-15"
+    assert mps["env"]["METALMM_TEST_BACKENDS"] == "cpu,mps"
+    assert mps["strategy"]["matrix"]["torch"] == [m for m in MINORS if m >= "2.13"]
+    globs = " ".join(mps["strategy"]["matrix"]["tests"]).split()
+    found = [f for g in globs for f in ROOT.glob(g)]
+    assert all(any(ROOT.glob(g)) for g in globs)
+    files = [f for one in found for f in (one.rglob("test_*.py") if one.is_dir() else [one])]
+    assert len(files) == len(set(files))
+    takes_engine = re.compile(r"^def test_\w+\([^)]*\bbackend: ", re.M)
+    with_engine = {
+        f for f in (ROOT / "tests").rglob("test_*.py") if takes_engine.search(f.read_text())
+    }
+    assert len(with_engine) > 20 and with_engine <= set(files)
+    (doctor,) = (s for s in mps["steps"] if "metalmm doctor" in s.get("run", ""))
+    _, *arguments = shlex.split(doctor["run"])
+    assert doctor["timeout-minutes"] < 60 and cli._parser().parse_args(arguments).limit > LIMIT
 
 
 def test_wheels_are_of_the_versions_that_are_supported() -> None:
