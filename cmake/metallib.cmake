@@ -21,21 +21,13 @@ if(NOT METAL_COMPILER)
   return()
 endif()
 
-# The options with which metal.mm compiles: the language of macOS 14, no fast math.
-# The two warnings that are off: `if constexpr` is of C++17, which every Metal compiler takes in C++14;
-# and a compiler older than Metal 3.2 does not know the pragma for what -fno-fast-math says.
-set(METAL_OPTIONS -std=metal3.1 -mmacosx-version-min=14.0 -fno-fast-math -Wall -Wextra
-  -Wno-c++17-extensions -Wno-unknown-pragmas)
 if(METAL_STRICT)
-  list(APPEND METAL_OPTIONS -Werror)
   set(METAL_STRICT_FLAG --strict)
 endif()
-file(GLOB_RECURSE METAL_SHADERS CONFIGURE_DEPENDS metal/library/*.metal)
 set(METALLIB ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/metalmm.metallib)
 # No file where every shader is rejected: then the next build tries again.
 add_custom_command(OUTPUT ${METALLIB}
-  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/metallib.py ${METALLIB} ${METAL_SHADERS}
-    --compiler "${METAL_COMPILER};${METAL_OPTIONS}"
-    --linker "${METAL_COMPILER};-mmacosx-version-min=14.0" ${METAL_STRICT_FLAG}
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/metallib.py ${METALLIB}
+    --compiler "${METAL_COMPILER}" ${METAL_STRICT_FLAG}
   DEPENDS ${SHADERS} cmake/metallib.py VERBATIM)
 add_custom_target(metallib ALL DEPENDS ${METALLIB})

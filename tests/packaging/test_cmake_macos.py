@@ -11,7 +11,14 @@ import pytest
 from macos_build import configure
 from places import ROOT
 
-SHADERS = {f.name for f in (ROOT / "metal").rglob("*.metal")}
+from bench.shaders.registers import chosen, split
+from torch_metalmm import _C
+
+sys.path.insert(0, str(ROOT / "cmake"))
+import metallib  # noqa: E402
+
+PROBES = {f"elementwise_{op}" for op in ("add", "sub", "mul", "div")}  # in elementwise.metal
+SHADERS = {f.name for f in metallib.shaders()}
 # A Metal compiler: "compiles" a shader to its name, "links" names to a list, rejects what REJECT
 # names, and warns.
 COMPILER = """
@@ -21,7 +28,7 @@ out = words[words.index("-o") + 1]
 rejected = os.environ["REJECT"].split()
 if "-c" in words:
     name = os.path.basename(words[words.index("-c") + 1])
-    assert "-std=metal3.1" in words and "-fno-fast-math" in words
+    assert {"-std=metal3.1", "-fno-fast-math", "-ffp-contract=off"} <= set(words)
     if name in rejected:
         sys.exit(name + ":7:1: error: no derived classes")
     if "-Werror" in words and "warning" in rejected:
@@ -66,6 +73,14 @@ def library(folder: Path) -> set[str] | None:
     """The shaders in the library, if there is one."""
     file = folder / "out" / "metalmm.metallib"
     return set(file.read_text().splitlines()) if file.exists() else None
+
+
+def test_only_what_plan_never_chooses_is_left_out() -> None:
+    strategies = {split(kernel)[0] for kernel in chosen()}
+    left_out = {f.stem for f in metallib.LIBRARY.rglob("*.metal") if f.name not in SHADERS}
+    assert left_out == metallib.LEFT_OUT
+    assert not strategies & {*metallib.LEFT_OUT, *PROBES}
+    assert {s for s in _C.strategies("linear") if f"{s}.metal" in SHADERS} <= strategies
 
 
 def test_a_shader_that_is_rejected_does_not_fail_the_build(mac: Path) -> None:
