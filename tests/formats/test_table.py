@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-import gguf
 import pytest
 import torch
 from backends import Backend
@@ -13,7 +12,7 @@ from inputs import random_weight
 from places import ROOT
 
 from torch_metalmm import _C, formats
-from torch_metalmm.tools.format_table import FAMILIES, NOT_GGML, markdown
+from torch_metalmm.tools.format_table import FAMILIES, markdown
 
 pytestmark = pytest.mark.quick
 
@@ -116,26 +115,19 @@ def test_rows_of_bytes_agree(backend: Backend) -> None:
                 assert torch.ops.metalmm.quantize(source, row.name).shape == (1, size)
 
 
-def test_blocks_that_are_not_ggmls_are_named_so() -> None:
-    known = {kind.name.lower() for kind in gguf.GGMLQuantizationType}
-    blocks = [r.name for r in TABLE if r.layout == "block"]
-    assert set(NOT_GGML) == set(blocks) - known
-
-
 def test_the_native_module_packs_what_the_specification_packs() -> None:
     packs = {f["name"]: f["packs"] for f in _C.formats()}
     assert packs == {name: formats.get(name).packs for name in formats.names()}
 
 
-README = (ROOT / "README.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "guide" / "formats.md").read_text("utf-8")
 LAYOUTS = {family: layout for layout, family in FAMILIES.items()}
-LAYOUTS |= dict.fromkeys(NOT_GGML.values(), "block")
 
 
-def readme(text: str) -> list[Row]:
-    """The table between the markers of a README."""
+def rows_of(text: str) -> list[Row]:
+    """The table between the markers of a page."""
     found = re.findall(r"<!-- formats -->\n(.*?)\n<!-- /formats -->", text, re.S)
-    assert len(found) == 1, "README.md must have one table between the markers"
+    assert len(found) == 1, "the page must have one table between the markers"
     rows = []
     for line in found[0].splitlines()[2:]:
         names, family, values, bits = (cell.strip() for cell in line.strip("|").split("|"))
@@ -147,13 +139,12 @@ def readme(text: str) -> list[Row]:
     return rows
 
 
-# The types of affine scales are one sentence of the README, not rows.
+# The types of affine scales are one sentence of the page, not rows.
 PLAIN = [r for r in TABLE if not r.name.endswith(("_bf16", "_f32"))]
 
 
-def test_the_readme_has_the_formats_of_the_table() -> None:
-    assert differences(PLAIN, readme(README)) == []
-    assert {int(n) for n in re.findall(r"(\d+) formats", README)} == {len(TABLE)}
-    assert f"<!-- formats -->\n{markdown().strip()}\n<!-- /formats -->" in README
+def test_the_page_has_the_formats_of_the_table() -> None:
+    assert differences(PLAIN, rows_of(PAGE)) == []
+    assert f"<!-- formats -->\n{markdown().strip()}\n<!-- /formats -->" in PAGE
     for suffix in SCALES:
-        assert f"`affine4_g64{suffix}`" in README
+        assert f"`affine4_g64{suffix}`" in PAGE

@@ -19,7 +19,7 @@ from torch_metalmm import testing
 
 # Tasks that the pages must have a block for: what people come for.
 TASKS = {
-    "README.md: Use",
+    "README.md: Install and run",
     "docs/guide/gguf.md: Run a GGUF file",
     "docs/guide/quantize.md: Quantize a Hugging Face model",
     "docs/guide/mlx.md: Load an MLX checkpoint",

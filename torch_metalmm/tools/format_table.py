@@ -1,4 +1,4 @@
-"""The format table of the README: `python -m torch_metalmm.tools.format_table` prints it."""
+"""The table of docs/guide/formats.md: `python -m torch_metalmm.tools.format_table` prints it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 
 from .. import _C
 
-FAMILIES = {"dense": "dense", "block": "GGML", "affine": "MLX affine"}
-NOT_GGML = {"mxfp8": "MLX"}  # blocks that ggml does not have
+FAMILIES = {"dense": "dense", "block": "blocks", "affine": "MLX affine"}
 
 
 def markdown() -> str:
@@ -17,8 +16,8 @@ def markdown() -> str:
     for f in _C.formats():
         bits = f"{8 * f['block_bytes'] / f['block_values']:g}"
         if f["layout"] != "affine":
-            family = NOT_GGML.get(f["name"], FAMILIES[f["layout"]])
-            lines.append(f"| `{f['name']}` | {family} | {f['block_values']} | {bits} |")
+            family, values = FAMILIES[f["layout"]], f["block_values"]
+            lines.append(f"| `{f['name']}` | {family} | {values} | {bits} |")
         elif not re.search(r"_b?f\d+$", f["name"]):
             codec, group = f["name"].split("_g")
             affine.setdefault(codec, []).append((group, bits))
