@@ -7,6 +7,7 @@ torch is. Everything else is imported at its first use, so that the command line
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,11 @@ def _plug_into_sentences() -> None:
         warnings.warn(f"this sentence-transformers has other modules: {error}", stacklevel=2)
 
 
+def _plug_into_trl() -> None:
+    with suppress(ImportError, AttributeError):  # older ones, whose loss takes the model's logits
+        from .hf import trl  # noqa: F401  # its loss decodes slices of a packed output head
+
+
 def _plug_into_peft() -> None:
     try:
         from .models.lora import layers, others  # noqa: F401  # they register layers and checks
@@ -197,4 +203,5 @@ for _module, _part, _what in (
     when_imported(f"diffusers.{_module}", _plug_into_diffusers(_part, _what))
 when_imported("transformers.modeling_utils", _plug_into_models)
 when_imported("sentence_transformers", _plug_into_sentences)
+when_imported("trl.trainer.utils", _plug_into_trl)
 when_imported("peft.tuners.lora", _plug_into_peft)
