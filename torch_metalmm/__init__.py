@@ -11,7 +11,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import old_names
 from .late import when_imported
 
 if TYPE_CHECKING:
@@ -82,12 +81,12 @@ _MODULE_OF = {
     "shard_": "models.shard.apply",
     "unfuse_": "models.fuse.apply",
 }
-# Reachable as attributes without an import of their own, as are the old names.
+# Reachable as attributes without an import of their own.
 _MODULES = ("_C", "formats", "ops")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES or name in old_names.PLACES:
+    if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -186,7 +185,6 @@ def _plug_into_peft() -> None:
         warnings.warn(f"this PEFT cannot merge LoRA into packed layers: {error}", stacklevel=2)
 
 
-old_names.install()
 when_imported("torch", _register_ops)
 # Imported here, transformers' quantizers would add 1.2 s and 75 MB to torch's 2.2 s and 220 MB.
 when_imported("transformers.quantizers.auto", _plug_into_transformers)

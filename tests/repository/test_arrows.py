@@ -12,7 +12,7 @@ from places import ROOT
 PACKAGE = "torch_metalmm"
 
 # {room: what its modules may import beside those of the room}. "" is the package itself.
-LEAVES = {"_C", "ops", "late", "extras", "engines", "old_names"}
+LEAVES = {"_C", "ops", "late", "extras", "engines"}
 ARROWS: dict[str, set[str]] = {
     **dict.fromkeys(LEAVES, {"_C"}),
     "formats": LEAVES,
