@@ -15,6 +15,7 @@ import pytest
 import support  # noqa: F401  (its modules by their plain names)
 import torch
 from backends import BACKENDS, CPU, SELECTED, absences, engines_of, formats_of, select
+from covering import covered
 
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import _C, testing
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "formats: takes `name`, a format of each decode struct")
     config.addinivalue_line("markers", "every_pipeline: takes `name`, every format on a GPU")
     config.addinivalue_line("markers", "every_format: takes `name`, every format")
+    config.addinivalue_line("markers", "covering: of a product of parameters, every pair")
     os.environ.pop("FORCE_COLOR", None)  # what commands print is compared
     # A process of pytest per core: threads of torch, here and in the processes that tests start,
     # would spin for each other. Tests of threads set their number.
@@ -69,6 +71,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases += [(backend, *row) for row in rows]
         ids += ["-".join((backend.name, *(part or "auto" for part in row))) for row in rows]
     metafunc.parametrize(("backend", *by_strategy, *(["name"] * len(by_name))), cases, ids=ids)
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    run = covered(items)
+    left_out = {*items} - {*run}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = run
 
 
 @pytest.fixture(autouse=True)

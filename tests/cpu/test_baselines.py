@@ -9,6 +9,8 @@ import torch
 
 from torch_metalmm import formats
 
+pytestmark = pytest.mark.covering
+
 STRATEGIES = ("gemm_naive", "gemm_tiled")
 
 

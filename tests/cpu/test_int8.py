@@ -15,6 +15,7 @@ from torch_metalmm import _C, formats
 from torch_metalmm.formats.activations import BLOCK, SMALLEST, quantize
 
 pytestmark = [
+    pytest.mark.covering,
     pytest.mark.isa,
     pytest.mark.skipif(CPU not in SELECTED, reason="the cpu engine was not asked for"),
 ]

@@ -38,6 +38,8 @@ from torch import Tensor
 from torch_metalmm import formats
 from torch_metalmm.formats import _base, _search
 
+pytestmark = pytest.mark.covering
+
 
 def ggml_type(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[name.upper()]

@@ -11,6 +11,8 @@ from torch import Tensor
 import torch_metalmm  # noqa: F401  (registers torch.ops.metalmm)
 from torch_metalmm import formats
 
+pytestmark = pytest.mark.covering
+
 N, K = 6, 1536  # six 256-blocks and twelve groups of 128: an odd number of SIMD registers of each
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from torch_metalmm import formats
 
+pytestmark = pytest.mark.covering
+
 DIM = 64
 
 

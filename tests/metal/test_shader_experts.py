@@ -14,6 +14,8 @@ from torch import Tensor
 
 from torch_metalmm import formats
 
+pytestmark = pytest.mark.covering
+
 GAP = 16  # values of x, bytes of W
 
 

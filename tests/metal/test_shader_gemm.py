@@ -19,6 +19,8 @@ from torch import Tensor
 from torch_metalmm import _C, formats
 from torch_metalmm.testing import EmulatorFault, MetalSource
 
+pytestmark = pytest.mark.covering
+
 STRATEGIES = tuple(name for name in plan_cases.STRATEGIES if name.startswith("gemm"))
 KINDS = ("f32", "bf16", "q4_0", "q5_1", "q6_k", "affine3_g64_bf16")
 DENSE = {"f32": 4, "f16": 2, "bf16": 2}  # bytes of a value

@@ -18,6 +18,8 @@ from torch import Tensor
 from bench.shaders import cells
 from torch_metalmm import _C, formats
 
+pytestmark = pytest.mark.covering
+
 KERNELS = tuple(name for name in STRATEGIES if name.startswith("gemv"))
 WIDEST = 33  # rows of W: one more than the widest threadgroup owns
 # One format of each decode struct and plane: values of N and K vary over these only.

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from torch_metalmm import _C, formats
 
+pytestmark = pytest.mark.covering
+
 KERNELS = tuple(s for s in _C.strategies("linear") if _C.strategy(s)["takes_norm"])
 # A format of each family, and of each way of the vector kernels through K.
 KINDS = ("f32", "f16", "q4_0", "q8_0", "q4_k", "q6_k", "iq4_nl", "mxfp4", "affine4_g64")

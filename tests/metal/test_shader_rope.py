@@ -13,6 +13,8 @@ from oracle import DTYPES, Value, check
 from shaders import execute, memory_of
 from torch import Tensor
 
+pytestmark = pytest.mark.covering
+
 EPS = 1e-5
 
 

@@ -25,6 +25,8 @@ from torch_metalmm import _C, formats
 from torch_metalmm.msl.build import preprocess, unmark
 from torch_metalmm.msl.source import Reader
 
+pytestmark = pytest.mark.covering
+
 ops = torch.ops.metalmm
 FORMATS = ("f16", "q4_0", "q4_k", "mxfp4", "affine4_g64_f32")
 RESULTS = ("y", "y2", "y3")

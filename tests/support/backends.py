@@ -46,7 +46,7 @@ ONE_OF_EACH = tuple(of[(4 * i + 3) % len(of)] for i, of in enumerate(VARIANTS.va
 # A format of each family: of each module of the specification.
 ONE_OF_FAMILY = tuple({type(formats.get(n)).__module__: n for n in ONE_OF_EACH}.values())
 
-CASES = os.environ.get("METALMM_TEST_CASES")
+CASES = os.environ.get("METALMM_TEST_CASES") or None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from torch_metalmm import QuantLinear, fuse_
 from torch_metalmm.models.fuse.read import groups_of_one_input
 from torch_metalmm.nn.fused import MergedLinear
 
+pytestmark = pytest.mark.covering
+
 K, N = 32, 8
 WEIGHTS = [packed("q8_0", N, K, seed=i).weight for i in range(4)]
 TEMPLATE = "import torch\nimport torch.nn.functional as F\ndef forward(self, x, z=None):\n"

@@ -17,6 +17,8 @@ from torch_metalmm import PackedCache, fuse_
 from torch_metalmm.hf.attention import op_options
 from torch_metalmm.hf.caches.rows import FEW_QUERIES
 
+pytestmark = pytest.mark.covering
+
 NEAR = 2 * 10 * 96**0.5 * 2.0**-24  # as in test_layers.py
 HEADS_OF_16 = ("phi3", "olmo2", "helium")  # q8_0 needs 32
 # Of these the size may be chosen.
