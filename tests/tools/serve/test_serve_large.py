@@ -41,10 +41,10 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_memory_after_the_largest_bodies(served: Served) -> None:
-    """16 at once and 4 after them; a short request between them is answered soon."""
+    """16 at once and 4 after them; one that is short is answered meanwhile."""
     short = {"model": "m", "prompt": "Hi", "max_tokens": 1}
     assert served.ask("/v1/completions", short)[0] == 200
-    process, statuses, waits = psutil.Process(served.pid), list[int](), list[float]()
+    process, statuses = psutil.Process(served.pid), list[int]()
     before = process.memory_info().rss
 
     def ask(path: str, body: dict[str, Any]) -> None:
@@ -57,8 +57,7 @@ def test_memory_after_the_largest_bodies(served: Served) -> None:
     for thread in threads:
         thread.start()
     begun = time.monotonic()
-    served.ask("/health")
-    waits.append(time.monotonic() - begun)
+    assert served.ask("/health")[0] == 200 and time.monotonic() - begun < 10
     for thread in threads:
         thread.join()
     for one in bodies():
@@ -66,7 +65,8 @@ def test_memory_after_the_largest_bodies(served: Served) -> None:
     assert len(statuses) == 20 and set(statuses) <= {400, 429}
     assert served.ask("/v1/completions", short)[0] == 200
     grown = process.memory_info().rss - before
-    assert grown < 128 << 20, f"{grown >> 20} MiB stay"
+    # Each of 16 bodies is held a few times at once, and malloc keeps pieces between what is used.
+    assert grown < 320 << 20, f"{grown >> 20} MiB stay"
 
 
 @pytest.fixture(scope="module")
