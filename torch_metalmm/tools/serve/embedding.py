@@ -42,14 +42,16 @@ class Embedder:
         """ApiError 400: a text is too long, or has tokens that the model does not know."""
         found, count = [], 0
         for given in inputs:
-            is_text = isinstance(given, str)
-            ids = self._tokens.of(given, "input", self._most) if is_text else given
+            if isinstance(given, str):
+                ids = self._tokens.of(given, "input", self._most)
+            else:
+                ids = given
             if not ids:
                 raise ApiError(400, "input: no tokens", "input")
             if len(ids) > self._most:
                 message = f"input: {len(ids)} tokens; at most {self._most} of a text are read"
                 raise ApiError(400, message, "input", "context_length_exceeded")
-            found.append(ids if is_text else self._tokens.checked(ids, "input"))
+            found.append(self._tokens.checked(ids, "input"))
             count += len(ids)
             if count > _REQUEST:
                 message = f"input: more than {_REQUEST} tokens"

@@ -75,7 +75,7 @@ class Protocol(H11Protocol):  # type: ignore[misc]
     _is_waiting = True  # for a request
     _since = 0.0  # when it began to wait
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._since = self.loop.time()
         if len(self.connections) <= self.most:
