@@ -42,10 +42,7 @@ class Embedder:
         """ApiError 400: a text is too long, or has tokens that the model does not know."""
         found, count = [], 0
         for given in inputs:
-            if isinstance(given, str):
-                ids = self._tokens.of(given, "input", self._most)
-            else:
-                ids = given
+            ids = self._tokens.of(given, "input", self._most) if isinstance(given, str) else given
             if not ids:
                 raise ApiError(400, "input: no tokens", "input")
             if len(ids) > self._most:
