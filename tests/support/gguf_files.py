@@ -65,7 +65,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": _DECODER,
     "stablelm": _DECODER | _LAYER_NORM,
     "starcoder2": _DECODER | _LAYER_NORM,
-    "falcon": _DECODER | _LAYER_NORM | {"attention.head_count_kv": 4},
+    "falcon": _DECODER | _LAYER_NORM | {"attention.head_count_kv": 1},
     "bloom": _DECODER | _LAYER_NORM,
     "gpt2": _DECODER | _LAYER_NORM,
     "nemotron": _DECODER | {"attention.layer_norm_rms_epsilon": 1e-5},
@@ -284,16 +284,21 @@ def _random_tensor(
     return (data.view(np.float16), "f16") if format == "f16" else (data, format)
 
 
-def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(GGUF name, shape in the file) of every tensor a model with this header needs."""
-    from torch_metalmm.files.gguf.file import GgufFile
-    from torch_metalmm.files.gguf.map import model_config, tensor_map
+def map_and_model(file: GgufFile) -> tuple[Any, Any]:
+    """Where the tensors of the file go, and the model, without weights."""
+    from torch_metalmm.files.gguf.architectures import model_config
+    from torch_metalmm.files.gguf.map import tensor_map
     from torch_metalmm.models.skeleton import empty_model
 
-    file = GgufFile(path)
-    config, values = model_config(file)
+    config, row, values = model_config(file)
     model = empty_model(config, torch.float32)
-    mapping = tensor_map(file, model, values)
+    return tensor_map(file, model, row, values), model
+
+
+def _tensor_shapes(path: Path, architecture: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(GGUF name, shape in the file) of every tensor a model with this header needs."""
+    file = GgufFile(path)
+    mapping, model = map_and_model(file)
     untied = "output.weight" in file.tensors
     names = _names(mapping, model, architecture)
     state = model.state_dict()

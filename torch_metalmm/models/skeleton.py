@@ -60,21 +60,59 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     The class is named_class, else the causal LM, the sequence-to-sequence LM or the bare model of
     the config. ValueError: none exists.
     """
+    with parameters_on_meta():
+        return _built(config, dtype)
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """As empty_model, with the buffers on meta too: nothing of it takes memory."""
+    with torch.device("meta"), parameters_on_meta():
+        return _built(config, dtype)
+
+
+def real_buffers(model: Any, config: Any, dtype: torch.dtype) -> None:
+    """Make the buffers of a meta_model on the CPU, with the values that its modules give them.
+
+    transformers models compute in _init_weights what no checkpoint has, since from_pretrained
+    builds on meta. A class that leaves one out is built once more with real buffers.
+    """
+    owners: dict[str, Any] = {"": model}
+    unset: list[Tensor] = []
+    for name, module in model.named_modules():
+        parent = owners[name.rpartition(".")[0]]
+        owners[name] = module if hasattr(module, "_init_weights") else parent
+        made = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
+        for key in made:
+            floating = module._buffers[key].is_floating_point()
+            value = float("nan") if floating else torch.iinfo(module._buffers[key].dtype).max
+            module._buffers[key] = torch.full_like(module._buffers[key], value, device="cpu")
+        if made:
+            owners[name]._init_weights(module)
+            unset += [b for b in (module._buffers[key] for key in made) if _unset(b)]
+    if unset:
+        real = dict(empty_model(config, dtype).named_buffers())
+        for name, buffer in model.named_buffers():
+            buffer.copy_(real[name])
+
+
+def _unset(buffer: Tensor) -> bool:
+    """Whether the buffer has what real_buffers fills it with."""
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return bool((buffer == torch.iinfo(buffer.dtype).max).any())
+
+
+def _built(config: Any, dtype: torch.dtype) -> Any:
     import transformers
 
     named = named_class(config)
-    with parameters_on_meta():
-        if named is not None:
-            model = named._from_config(config, dtype=dtype)
-        else:
-            for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
-                factory = getattr(transformers, auto)
-                if type(config) in factory._model_mapping:
-                    model = factory.from_config(config, dtype=dtype)
-                    break
-            else:
-                raise ValueError(f"transformers has no model for the config {type(config)}")
-    return model.eval()
+    if named is not None:
+        return named._from_config(config, dtype=dtype).eval()
+    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
+        factory = getattr(transformers, auto)
+        if type(config) in factory._model_mapping:
+            return factory.from_config(config, dtype=dtype).eval()
+    raise ValueError(f"transformers has no model for the config {type(config)}")
 
 
 def empty_like(model: Any, dtype: torch.dtype) -> Any:

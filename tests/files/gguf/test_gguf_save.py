@@ -277,6 +277,7 @@ def test_what_gguf_has_no_place_for(tmp_path: Path, tiny: tuple[Any, Any]) -> No
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     refuses("no key of GGUF says rope_type = 'dynamic'", transformers.LlamaForCausalLM(config))
     narrow, _, _ = load_quietly(random_model(tmp_path / "tiny.gguf", "gemma2"))
+    narrow.config.query_pre_attn_scalar = 256
     refuses("no key of GGUF says query_pre_attn_scalar = 256, not 64", narrow)
     random_model(tmp_path / "tiny.gguf", "llama")
     gathers, _, _ = load_quietly(tmp_path / "tiny.gguf")

@@ -136,8 +136,6 @@ def test_attributes_that_models_read_are_compared(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     refuses(small("Qwen2", **window), tmp_path, "its config has layer_types = ")
     refuses(small("Mistral", sliding_window=8), tmp_path, "its config has sliding_window = 8")
-    # Its class does not know head_dim, and its model asks for it.
-    refuses(small("Qwen2", head_dim=64), tmp_path, "its config has head_dim = 64")
 
 
 def test_layers_that_predict_further_tokens_are_no_part_of_a_model(tmp_path: Path) -> None:

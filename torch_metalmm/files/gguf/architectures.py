@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import derive
 from .file import GgufFile
 from .latent import latent_config, latent_metadata
 from .routing import check_routing
 from .rows import (
+    ARCHITECTURES,
     GRANITE,
+    LAYER,
+    RMS,
     SIZES,
     STORED_AS,
     WINDOW,
@@ -21,6 +26,7 @@ from .rows import (
     row_of,
 )
 
+ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3, one for each frequency
 _KV_HEADS, _KEY_LENGTH = "attention.head_count_kv", "attention.key_length"
 _EXPERTS = "expert_count"
 # Parts of a rotation's scaling, under rope.scaling., and in rope_parameters.
@@ -41,19 +47,47 @@ _SHARED = ("expert_shared_feed_forward_length", "expert_shared_count")
 _OTHERS = (_EXPERTS, *_SHARED, *WINDOW)
 # Values without which a model would silently have its class's default.
 _NEEDED = (
-    *(*SIZES, *GRANITE, "attention.layer_norm_rms_epsilon", *WINDOW, "logit_scale"),
+    *(*SIZES, *GRANITE, RMS, LAYER, *WINDOW, "logit_scale"),
     *(_EXPERTS, "expert_used_count"),
 )
 _BOOLS = ("expert_weights_norm",)
 
 
-def config_values(file: GgufFile) -> dict[str, Any]:
-    """The config of a file whose architecture has a row.
+def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
+    """The transformers config of the file, its row, and the values that the config is made of.
 
-    ValueError: a value is missing, or is one of a model that no row describes.
+    ValueError that lists the supported architectures if the file's is not one of them; a value is
+    missing, or is one of a model that no row describes.
     """
-    row, prefix = row_of(file.architecture, file.metadata), f"{file.architecture}."
-    assert row is not None
+    from transformers import CONFIG_MAPPING
+
+    row = row_of(file.architecture, file.metadata)
+    if row is None:
+        raise ValueError(
+            f"{file.path}: no model is known for the GGUF architecture {file.architecture!r}; "
+            f"supported: {', '.join(supported_architectures())}"
+        )
+    values = config_values(file, row)
+    if "t5" in file.architecture and "umt5" in str(file.metadata.get("general.name")).lower():
+        values["model_type"] = "umt5"
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None:
+        values["vocab_size"] = embedding.shape[0]
+    _add_rope_scaling(file, values)
+    kind = CONFIG_MAPPING[values["model_type"]]
+    fixed = [n for n in values if getattr(getattr(kind, n, 0), "fset", 0) is None]  # properties
+    made = {name: value for name, value in values.items() if name not in fixed}
+    return kind.from_dict(made), row, values
+
+
+def supported_architectures() -> list[str]:
+    """The values of general.architecture that can be loaded, sorted."""
+    return sorted(ARCHITECTURES)
+
+
+def config_values(file: GgufFile, row: Architecture) -> dict[str, Any]:
+    """The config of the file by its row. ValueError as of model_config."""
+    prefix = f"{file.architecture}."
     known = {*row.keys, *row.states, *row.computed}
     for key in _OTHERS:
         if key not in known and file.metadata.get(prefix + key):
@@ -61,32 +95,62 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model_type": row.model_type,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rotation(file, prefix),
     }
+    for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
+        values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if "attention.head_count" in row.keys:
+        _heads(file)
+    if row.rotates:
+        values["rope_parameters"] = _rotation(file, prefix)
     for path, constant in row.has.items():
         if "truncate" not in path or values["rope_parameters"]["rope_type"] == "yarn":
-            _put(values, path, constant)
-    for key, name in {**row.keys, _KV_HEADS: "num_key_value_heads"}.items():
-        value = file.metadata.get(prefix + key)
-        if value is None and (key in _NEEDED or prefix + key in file.arrays):
-            raise ValueError(f"{file.path}: {prefix + key} is missing, or a list")
-        if value is not None:
-            _put(values, name, value)
+            _put(values, path, copy.deepcopy(constant))
+    for key, name in row.keys.items():
+        _read(file, row, prefix + key, name, values)
+    if "num_hidden_layers" in values:
+        values["num_hidden_layers"] -= _predicting(file, prefix)
+    if "attention.head_count" in row.keys:
+        heads = _heads(file)
+        kv_heads = file.stated(_KV_HEADS)
+        if isinstance(kv_heads, list) and "num_key_value_heads" not in row.derived:
+            raise ValueError(f"{file.path}: {prefix}{_KV_HEADS} is missing, or a list")
+        values["num_key_value_heads"] = heads if kv_heads is None else kv_heads
+        values["head_dim"] = derive.head_dim(values, file)
     check_routing(file, prefix, row.keys, row.states, values)
     for key, number in row.states.items():
         if file.metadata.get(prefix + key, number) != number:
             given = file.metadata[prefix + key]
             raise ValueError(f"{file.path}: {prefix + key} is {given!r}; it must be {number}")
-    values["num_hidden_layers"] -= _predicting(file, prefix)
-    values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    values["head_dim"] = _head_dim(file, prefix)
     values |= {name: tensor in file.tensors for name, tensor in row.flags.items()}
     if row.latent:
         values |= latent_config(file, prefix, values)
-    values |= {name: of(values) for name, of in row.derived.items()}
-    for name, key in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
-        values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    for name, rule in row.derived.items():
+        values[name] = rule(values, file)
     return values
+
+
+def _read(file: GgufFile, row: Architecture, key: str, name: str, values: dict[str, Any]) -> None:
+    """Read the key's number into the values. ValueError: it is missing and needed, or a list."""
+    value, short = file.metadata.get(key), key.partition(".")[2]
+    either = {RMS, LAYER} <= row.keys.keys() and short in (RMS, LAYER)
+    needed = short in _NEEDED and name not in row.has and name not in row.derived and not either
+    if value is None and (needed or key in file.arrays):
+        raise ValueError(f"{file.path}: {key} is missing, or a list")
+    if value is not None:
+        none = name == "sliding_window" and value == 0
+        _put(values, name, None if none else value)
+
+
+def _heads(file: GgufFile) -> int:
+    heads, width = file.stated("attention.head_count"), file.stated("embedding_length")
+    if heads is None:
+        raise ValueError(f"{file.path}: {file.architecture}.attention.head_count is missing")
+    if type(heads) is not int or type(width) is not int or not 0 < heads <= width:
+        raise ValueError(
+            f"{file.path}: {file.architecture}.attention.head_count = {heads!r}; allowed: integers "
+            f"from 1 to {width}, the width"
+        )
+    return heads
 
 
 def _predicting(file: GgufFile, prefix: str) -> int:
@@ -119,9 +183,14 @@ def metadata(config: Any) -> tuple[str, Architecture, dict[str, Any]]:
         )
     ((architecture, row),) = found
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scale = getattr(config, "query_pre_attn_scalar", head)
-    if scale != head:  # llama.cpp has 1 / sqrt(head_dim) for Gemma, but in the models of 27 B
-        raise ValueError(f"model: no key of GGUF says query_pre_attn_scalar = {scale}, not {head}")
+    scalar = derive.attention_scalar(
+        architecture, config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head
+    )
+    scale = getattr(config, "query_pre_attn_scalar", scalar)
+    if scale != scalar:
+        raise ValueError(
+            f"model: no key of GGUF says query_pre_attn_scalar = {scale}, not {scalar}"
+        )
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError("model: no key of GGUF says use_bidirectional_attention")
     values = {"vocab_size": config.vocab_size, _KEY_LENGTH: head, "attention.value_length": head}
@@ -193,21 +262,26 @@ def divisors(count: int, rope: dict[str, Any]) -> Tensor:
     return found
 
 
-def _head_dim(file: GgufFile, prefix: str) -> int:
-    """attention.key_length, or what the heads have of the width."""
-    given = file.metadata.get(prefix + _KEY_LENGTH)
-    if given is None:
-        given = file.metadata[prefix + "embedding_length"]
-        given //= file.metadata[prefix + "attention.head_count"]
-    return int(given)
+def _add_rope_scaling(file: GgufFile, values: dict[str, Any]) -> None:
+    """State Llama 3's rope scaling in the config; the file has it as one divisor per frequency."""
+    theta = values.get("rope_parameters", {}).get("rope_theta")
+    if ROPE_DIVISORS not in file.tensors or theta is None:
+        return
+    given = file.dense(ROPE_DIVISORS).flatten().double()
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": float(given.max())}
+    rope |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+    for high in (4.0, 1.0):  # of Llama 3.1 to 3.3, and 4; only the overall factor differs
+        expected = divisors(given.numel(), rope | {"high_freq_factor": high})
+        if rope["factor"] > 1 and torch.allclose(given, expected, rtol=1e-4):
+            values["rope_parameters"] = rope | {"high_freq_factor": high}
 
 
 def _rotation(file: GgufFile, prefix: str) -> dict[str, Any]:
     """rope_parameters. The defaults are those of llama.cpp."""
     rope = {"rope_theta": file.metadata.get(prefix + "rope.freq_base", 10000.0)}
     turned = file.metadata.get(prefix + "rope.dimension_count")
-    if turned is not None and f"{prefix}attention.head_count" in file.metadata:
-        rope["partial_rotary_factor"] = turned / _head_dim(file, prefix)
+    if turned is not None and file.stated("attention.head_count"):
+        rope["partial_rotary_factor"] = turned / derive.head_dim({}, file)
     for key, name in _SCALING.items():
         value = file.metadata.get(f"{prefix}rope.scaling.{key}")
         if value is not None:

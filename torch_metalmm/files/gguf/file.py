@@ -6,11 +6,10 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ _U32_VALUE, _STRING, _ARRAY = 4, 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
-# Limits that no model comes near, and up to which this reader and transformers' take seconds: files
+# Limits that no model comes near, and up to which this reader and transformers take seconds: files
 # of 2026 have up to 100 values, 2,000 tensors, and chat templates of 60 KB.
 _MAX_VALUES, _MAX_TENSORS, _MAX_TEXT = 1 << 12, 1 << 16, 1 << 20
 _MIN_ALIGNMENT = 8  # the specification's default; with it every tensor may be viewed as f32
@@ -124,30 +123,29 @@ class GgufFile:
         out: Tensor = torch.ops.metalmm.dequantize(rows, entry.format, k)
         return out.view(entry.shape)
 
-    def write_header(
-        self,
-        out: IO[bytes],
-        keys: Iterable[str],
-        tensors: Iterable[str],
-        empty: Container[str] = (),
-    ) -> None:
-        """A GGUF file with these keys of the metadata, and these tensors, all of them empty.
+    def stated(self, key: str, default: Any = None) -> Any:
+        """The value of a key without the architecture's prefix; an array as a list."""
+        full = f"{self.architecture}.{key}"
+        return self.array(full) if full in self.arrays else self.metadata.get(full, default)
 
-        The arrays of strings in `empty` have no elements. Such a file is for other readers, which
-        are slow on arrays and tensors that they do not need, or keep them in memory.
-        """
-        keys, tensors = list(keys), list(tensors)
-        out.write(_MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys)))
-        for key in keys:
-            start, end = self._spans[key]
-            if key in empty:
-                end = start + 8 + len(key.encode()) + 4
-            out.write(self._bytes[start:end])
-            if key in empty:
-                out.write(struct.pack("<IQ", _STRING, 0))
-        for tensor in tensors:
-            name = tensor.encode()
-            out.write(_U64.pack(len(name)) + name + struct.pack("<IQIQ", 1, 0, 0, 0))
+    def array(self, key: str) -> list[Any]:
+        """The elements of an array of the metadata. ValueError: a text of it is not UTF-8."""
+        start, end = self._spans[key]
+        (length,) = _U64.unpack_from(self._bytes, start)
+        pos = start + 8 + length + 4
+        kind, count = struct.unpack_from("<IQ", self._bytes, pos)
+        data = bytes(self._bytes[pos + 12 : end])
+        if kind != _STRING:
+            return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data))
+        texts, pos = [], 0
+        try:
+            for _ in range(count):
+                after = pos + 8
+                pos = after + int.from_bytes(data[pos:after], "little")
+                texts.append(data[after:pos].decode())
+        except UnicodeDecodeError:
+            raise self.error(f"{key} has a text that is not UTF-8") from None
+        return texts
 
     def _map_privately(self) -> mmap.mmap:
         """The file in memory, copy-on-write: torch wants writable memory."""
@@ -297,21 +295,3 @@ def _formats_in_files() -> list[str]:
     """The formats that a GGUF tensor can have."""
     known = set(type_names().values())
     return [name for name in formats.names() if name in known]
-
-
-def write_out(writer: Any) -> None:
-    """Write what a GGUFWriter of one file was given, and close it.
-
-    Not write_tensors_to_file(): numpy's tofile() loses the system's number of an error.
-    """
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    (out,), (tensors,) = writer.fout, writer.tensors
-    try:
-        writer.write_padding(out, out.tell())
-        for tensor in tensors.values():
-            out.write(np.ascontiguousarray(tensor.tensor).data)
-            writer.write_padding(out, tensor.nbytes)
-    finally:
-        writer.close()

@@ -44,6 +44,10 @@ class TensorMap(ABC):
     def convert(self, name: str, value: np.ndarray) -> dict[str, Tensor]:
         """The model tensors that are complete once this one is given: {model name: tensor}."""
 
+    def sources(self, target: str) -> list[str]:
+        """The tensors whose rows the target has one after the other; none if it is not such."""
+        return []
+
     def shape(self, tensors: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
         """The shape of the one model tensor that these tensors of the file, {name: shape}, make.
 

@@ -18,30 +18,32 @@ from ...models.replace import is_conv1d, summary
 from ...models.shard.apply import part_of, part_of_columns, part_of_rows, shard_
 from ...models.skeleton import (
     can_pack,
-    empty_model,
+    meta_model,
     put_dense,
     put_packed,
+    real_buffers,
     set_input_order,
     tied_names,
     untie,
 )
 from ..blame import blaming
 from ..limits import MAX_LAYERS
+from .architectures import ROPE_DIVISORS, model_config
 from .experts import Experts, experts_of, put_experts
 from .file import GgufFile
 from .layout import Layout, TensorMap
-from .map import ROPE_DIVISORS, model_config, tensor_map, tokenizer
+from .map import layer_of, tensor_map
+from .rows import Architecture
 from .split import open_gguf
+from .tokenizer import tokenizer
 
-# Trained in bfloat16, with residuals beyond float16's 65504.
-_BEYOND_F16 = ("gemma", "t5")
 _MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
 
 
 def load_gguf(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     mesh: Any = None,
     plan: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
@@ -55,7 +57,7 @@ def load_gguf(
     Files larger than memory load, and writing to a weight never reaches the file. The file must not
     be truncated while the model is used: a read beyond its end kills the process (SIGBUS). A tied
     output head shares the embedding's bytes. Everything else (norms, biases, convolutions) is
-    decoded to `dtype`, the dtype of the activations too; by default that of default_dtype.
+    decoded to `dtype`, the dtype of the activations too.
     A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
     With a mesh, this rank loads and reads its part of the model, as shard_(model, mesh, plan).
@@ -66,30 +68,30 @@ def load_gguf(
     be mapped, a missing tensor or one of another shape than the model's, metadata too large for a
     model. ValueError, too, where the file is truncated while it is read.
     """
-    if dtype not in (None, *DTYPES.values()):
+    if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     require("load_gguf", "gguf", *HF)
 
     file = open_gguf(path)
     _check_sizes(file)
-    dtype = dtype or default_dtype(file, device)
     with blaming(file.path, "transformers makes no config of its metadata"):
-        config, values = model_config(file)
+        config, row, values = model_config(file)
     with blaming(file.path, "no model fits its metadata"):
-        with torch.device("meta"):
-            outline = empty_model(config, dtype)
-        mapping = tensor_map(file, outline, values)
-    _check_shapes(file, outline, mapping)
-    _check_buffers(file, outline)
-    _plan(file, outline, mapping)  # finds what is missing; packs less than the model with buffers
+        model = meta_model(config, dtype)
+        mapping = tensor_map(file, model, row, values)
+    experts = experts_of(file, model)
+    _check_shapes(file, model, mapping, experts)
+    _check_buffers(file, model)
+    todo = _plan(file, model, mapping, experts, row)
     with blaming(file.path, "transformers makes no tokenizer of its metadata"):
         tokens = tokenizer(file, config)
     with blaming(file.path, "no model fits its metadata"):
-        model = empty_model(config, dtype)
-    todo = _plan(file, model, mapping)
+        real_buffers(model, config, dtype)
     scaling = values.get("rope_parameters", {}).get("rope_type")
     if scaling == "llama3" and ROPE_DIVISORS in todo.unused:
         todo.unused.remove(ROPE_DIVISORS)  # they are in the config
+    if scaling == "longrope":
+        todo.unused = [name for name in todo.unused if not name.startswith("rope_factors_")]
     _warn(file, todo, dtype)
     if mesh is not None:
         _put_empty(model, file, todo)
@@ -100,24 +102,11 @@ def load_gguf(
     return model.requires_grad_(False), tokens
 
 
-def default_dtype(file: GgufFile, device: torch.device | str) -> torch.dtype:
-    """The dtype of activations where none is asked for: float32, but on mps one of 16 bits.
-
-    There float32 takes float tiles, matrix kernels from 9 rows on where float16 has them from 33,
-    and never the matrix units of M5. bfloat16 where a matrix of the file is, and for architectures
-    whose activations float16 does not hold; else float16.
-    """
-    if torch.device(device).type != "mps":
-        return torch.float32
-    bf16 = any(t.format == "bf16" and len(t.shape) > 1 for t in file.tensors.values())
-    return torch.bfloat16 if bf16 or file.architecture.startswith(_BEYOND_F16) else torch.float16
-
-
 @dataclass
 class _Packed:
     """A tensor of the file that stays packed, and where it goes."""
 
-    source: str
+    sources: list[str]  # several have the rows one after the other
     names: list[str]
     layout: Layout
 
@@ -128,6 +117,7 @@ class _Plan:
     packed: list[_Packed] = field(default_factory=list)
     dense: list[str] = field(default_factory=list)
     zeros: list[str] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)  # parameters that the metadata has
     experts: list[Experts] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # buffers that stay as the class makes them
@@ -151,10 +141,10 @@ def _check_sizes(file: GgufFile) -> None:
         )
 
 
-def _check_shapes(file: GgufFile, model: Any, mapping: TensorMap) -> None:
+def _check_shapes(file: GgufFile, model: Any, mapping: TensorMap, experts: list[Experts]) -> None:
     """ValueError for tensors that do not make the model's, by their names and shapes alone."""
     state: dict[str, Tensor] = model.state_dict()
-    stacks = {name for item in experts_of(file, model) for name in item.tensors}
+    stacks = {name for item in experts for name in item.tensors}
     makers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, entry in file.tensors.items():
         target = mapping.target(name)
@@ -199,10 +189,11 @@ def _check_buffers(file: GgufFile, model: nn.Module) -> None:
             )
 
 
-def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
+def _plan(
+    file: GgufFile, model: Any, mapping: TensorMap, experts: list[Experts], row: Architecture
+) -> _Plan:
     """What becomes of every tensor of the file and of every parameter of the model."""
     state = model.state_dict()
-    experts = experts_of(file, model)
     stacks = {name for item in experts for name in item.tensors}
     targets = {name: mapping.target(name) for name in file.tensors if name not in stacks}
     given = {target for target in targets.values() if target is not None and target in state}
@@ -212,12 +203,20 @@ def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
             plan.unused.append(name)
             continue
         names = plan.names[target]
+        sources = mapping.sources(target)
+        if len(sources) > 1 and _joins(file, model, sources, names):
+            if name == sources[0]:
+                plan.packed.append(_Packed(sources, names, Layout()))
+            continue
         layout = _packed_layout(file, model, mapping, name, names)
         if layout is None:
             plan.dense.append(name)
         else:
-            plan.packed.append(_Packed(name, names, layout))
-    filled = {name for names in plan.names.values() for name in names}
+            plan.packed.append(_Packed([name], names, layout))
+    for end, key in row.parameters.items():
+        for name in (n for n in state if n.endswith(end)):
+            plan.numbers[name] = _number(file, key, layer_of(name))
+    filled = {name for names in plan.names.values() for name in names} | plan.numbers.keys()
     filled.update(name for item in experts for name in item.parameters)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in filled:
@@ -228,6 +227,16 @@ def _plan(file: GgufFile, model: Any, mapping: TensorMap) -> _Plan:
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)} - filled
     plan.kept = [n for n, t in state.items() if n in buffers and t.is_floating_point()]
     return plan
+
+
+def _number(file: GgufFile, key: str, layer: int | None) -> float:
+    """The layer's number, of a key that states one for all or for each."""
+    given = file.array(key) if key in file.arrays else file.metadata.get(key)
+    if isinstance(given, list):
+        given = given[layer] if layer is not None and layer < len(given) else None
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise ValueError(f"{file.path}: {key} has no number of layer {layer}")
+    return float(given)
 
 
 def _names_to_fill(model: Any, given: set[str]) -> dict[str, list[str]]:
@@ -245,6 +254,13 @@ def _names_to_fill(model: Any, given: set[str]) -> dict[str, list[str]]:
         free = [name for name in group if name not in given] if target == first else []
         result[target] = [target, *free]
     return result
+
+
+def _joins(file: GgufFile, model: nn.Module, sources: list[str], names: list[str]) -> bool:
+    """Whether the rows of these tensors, one after the other, stay packed as one matrix."""
+    entries = [file.tensors.get(source) for source in sources]
+    kinds = {None if entry is None else (entry.format, entry.shape[-1]) for entry in entries}
+    return len(kinds) == 1 and None not in kinds and can_pack(model, names)
 
 
 def _packed_layout(
@@ -280,12 +296,19 @@ def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
         warnings.warn(f"not used by the model: {summary(plan.unused)}", stacklevel=3)
 
 
+def _rows(file: GgufFile, item: _Packed) -> Tensor:
+    parts = [file.packed(source) for source in item.sources]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _format(file: GgufFile, item: _Packed) -> str:
+    return file.tensors[item.sources[0]].format
+
+
 def _put_empty(model: Any, file: GgufFile, plan: _Plan) -> None:
     """Packed layers without data, from whose formats and sizes shard_ sees what to divide."""
     for item in plan.packed:
-        put_packed(
-            model, item.names, file.packed(item.source).to("meta"), file.tensors[item.source].format
-        )
+        put_packed(model, item.names, _rows(file, item).to("meta"), _format(file, item))
         if item.layout.columns is not None:
             order = torch.empty(len(item.layout.columns), dtype=torch.int64, device="meta")
             set_input_order(model, item.names, order)
@@ -295,14 +318,14 @@ def _fill(
     model: Any, file: GgufFile, mapping: TensorMap, plan: _Plan, device: torch.device | str
 ) -> None:
     for item in plan.packed:
-        weight, name = file.packed(item.source), item.names[0]
+        weight, name = _rows(file, item), item.names[0]
         if item.layout.rows is not None:
             rows = part_of_rows(model, name, torch.from_numpy(item.layout.rows))
             # numpy, because torch's index_select is 100 times slower on rows of bytes
             weight = part_of_columns(model, name, torch.from_numpy(weight.numpy()[rows.numpy()]))
         else:
             weight = part_of(model, name, weight)
-        put_packed(model, item.names, weight.to(device), file.tensors[item.source].format)
+        put_packed(model, item.names, weight.to(device), _format(file, item))
         if item.layout.columns is not None:
             order = torch.from_numpy(item.layout.columns.argsort())
             order = part_of(model, f"{name.removesuffix('weight')}input_order", order)
@@ -313,6 +336,14 @@ def _fill(
         for target, value in mapping.convert(name, file.dense(name).numpy()).items():
             names = plan.names[target]
             put_dense(model, names, part_of(model, names[0], value).contiguous(), device)
+    for name, number in plan.numbers.items():
+        *_, leaf = name.rpartition(".")
+        value = torch.full(model.state_dict()[name].shape, number)
+        module = model.get_submodule(name.removesuffix(f".{leaf}"))
+        if leaf in module._buffers:
+            module._buffers[leaf] = value.to(module._buffers[leaf].dtype)
+        else:
+            put_dense(model, [name], value, device)
     for name in plan.zeros:
         put_dense(model, [name], torch.zeros(model.get_parameter(name).shape), device)
     model.to(device)  # buffers, which were made on the CPU

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUFTensor,
+    LlamaTensorProcessor,
+    Qwen2MoeTensorProcessor,
+    TensorProcessor,
+)
 
 from .latent import joined
 
@@ -34,3 +39,51 @@ class CorrectedProcessor(TensorProcessor):
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         return GGUFTensor(weights.reshape(1, -1) if "exp_probs_b" in name else weights, name, {})
+
+
+class GateProcessor(Qwen2MoeTensorProcessor):
+    """A shared expert's gate, which files have as a vector or as a matrix of one row."""
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        if "ffn_gate_inp_shexp" in name:
+            return GGUFTensor(weights.reshape(1, -1), name, {})
+        return super().process(weights, name, **kwargs)
+
+
+class FalconProcessor(TensorProcessor):
+    """Rows of queries, keys and values by group of heads, which files have one kind at a time."""
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        if "attn_qkv" in name:
+            groups = self.config["num_key_value_heads"]
+            size = weights.shape[0] // (self.config["num_attention_heads"] + 2 * groups)
+            ends = [weights.shape[0] - 2 * groups * size, weights.shape[0] - groups * size]
+            parts = [
+                part.reshape(groups, -1, *weights.shape[1:]) for part in np.split(weights, ends)
+            ]
+            weights = np.concatenate(parts, 1).reshape(weights.shape)
+        return GGUFTensor(weights, name, {})
+
+
+class HybridProcessor(TensorProcessor):
+    """Layers of Mamba 2: a number for each head is a column in the file, A is -exp(A_log)."""
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        if name.endswith((".ssm_a", ".ssm_d")):
+            weights = weights.reshape(-1)
+            return GGUFTensor(np.log(-weights) if name.endswith("a") else weights, name, {})
+        if ".ssm_norm." in name:
+            return GGUFTensor(weights.reshape(-1), name, {})
+        if ".ssm_conv1d.weight" in name:
+            return GGUFTensor(np.expand_dims(weights, 1), name, {})
+        return super().process(weights, name, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class GraniteHybridProcessor(HybridProcessor):
+    """The same with interleaved rows of q and k."""
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        if ".attn_q." in name or ".attn_k." in name:
+            paired: Any = LlamaTensorProcessor
+            return paired(self.config).process(weights, name, **kwargs)
+        return super().process(weights, name, **kwargs)

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files as rows: what transformers does not read, what save_gguf writes.
+"""The architectures of GGUF files as rows: what load_gguf reads, what save_gguf writes.
 
 A row says under which names a file and a transformers config state the same value. Read this way a
 row gives the config of a file; read the other way, the metadata of a model. What every decoder has,
@@ -8,9 +8,10 @@ the width of its heads and its rotation, is not in the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from . import derive
 from .routing import GATING, SIGMOID, SOFTMAX
 
 SIZES = {
@@ -20,8 +21,9 @@ SIZES = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-_RMS = SIZES | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_NORM = SIZES | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_RMS = SIZES | {RMS: "rms_norm_eps"}
+_NORM = SIZES | {LAYER: "layer_norm_eps"}
 GRANITE = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -65,9 +67,44 @@ _ROUTED_ELSE = {
 # Of Mistral's models in these files, which scale queries by their position.
 _NO_TEMPERATURE = {"attention.temperature_scale": 0}
 _CHUNKED = {"attention.sliding_window": 8192}  # another value: not the layers of Llama 4
-_QWEN2_MOE = "Qwen2MoeTensorProcessor"  # whose files have the shared expert's gate in one dimension
 _LLAMA, _GEMMA = "LlamaTensorProcessor", "Gemma2TensorProcessor"
 _LATENT, _CORRECTION = "LatentProcessor", "CorrectedProcessor"  # of processors.py
+_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_EVERY_BIAS = _BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
+_SSM_BIASES = {"mamba_conv_bias": "blk.0.ssm_conv1d.bias", "mamba_proj_bias": "blk.0.ssm_in.bias"}
+_SSM = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+_QWEN35 = _RMS | {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_T5 = {
+    "context_length": "n_positions",
+    "embedding_length": "d_model",
+    "feed_forward_length": "d_ff",
+    "block_count": "num_layers",
+    "attention.head_count": "num_heads",
+    "attention.key_length": "d_kv",
+    "attention.relative_buckets_count": "relative_attention_num_buckets",
+    LAYER: "layer_norm_epsilon",
+    "decoder_start_token_id": "decoder_start_token_id",
+}
+_MAMBA = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    RMS: "layer_norm_epsilon",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "state_size",
+    "ssm.time_step_rank": "time_step_rank",
+    "ssm.inner_size": "intermediate_size",
+}
 
 # Keys and values of a latent, which a file may have as two stacks.
 _BOTH, _STACKS = "self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight")
@@ -80,59 +117,107 @@ class Architecture:
     keys: {key without the architecture's prefix: attribute of the config}. flags: {attribute that
     is whether the file has a tensor: its name}. processor: of transformers or of processors.py,
     which undoes what llama.cpp's converter did to values: it interleaves rows of q and k, or adds 1
-    to norms. reads: whether the config of a file is made by the row, not by transformers. writes:
-    whether a model of this type is saved as this architecture. states: values by their keys that a
-    file of the architecture may only state so. has: attributes of the config that no key says, or
-    whose key a file may leave out. derived: {attribute: what it is by the others}. computed: {key:
-    what it is by the config}, which a read takes from the others. names: ends of names in the model
-    that the gguf package does not know, and those in the file. latent: whether its heads share a
-    latent of keys and values (latent.py).
+    to norms. rotates: whether the model has a rotation. writes: whether a model of this type is
+    saved as this architecture. states: values by their keys that a file of the architecture may
+    only state so. has: attributes of the config that no key says, or whose key a file may leave
+    out. derived: {attribute: what it is by the others and the file}. computed: {key: what it is by
+    the config}, which a read takes from the others. names: ends of names in the model that the gguf
+    package does not know, and those in the file. joined: {end of a name in the model: ends of the
+    tensors whose rows it has, one after the other}. parameters: {end of a name in the model: the
+    whole key of the numbers that its layers have}. latent: whether its heads share a latent of keys
+    and values (latent.py).
     """
 
     model_type: str
     keys: Mapping[str, str] = field(default_factory=lambda: _RMS)
     flags: Mapping[str, str] = field(default_factory=dict)
     processor: str = "TensorProcessor"
-    reads: bool = True
+    rotates: bool = True
     writes: bool = True
     states: Mapping[str, int] = field(default_factory=dict)
     has: Mapping[str, Any] = field(default_factory=dict)
-    derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    derived: Mapping[str, derive.Rule] = field(default_factory=dict)
     computed: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     latent: bool = False
 
     @property
     def leaves(self) -> list[tuple[str, str]]:
         """(end of a name in the file, end of the model's) of names that gguf does not know."""
         own = [(leaf, end) for end, leaf in self.names.items()]
+        own += [(leaf, end) for end, leaves in self.joined.items() for leaf in leaves]
         return own + [(leaf, _BOTH) for leaf in _STACKS if self.latent]
 
 
+_SCALE = {"query_pre_attn_scalar": derive.gemma_scale}
+_WINDOWS = {"layer_types": derive.windows}
+_HYBRID = Architecture(
+    "granitemoehybrid",
+    _RMS | GRANITE | _SSM | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    _BIAS | _SSM_BIASES,
+    processor="GraniteHybridProcessor",
+    writes=False,
+    states={"expert_count": 0},
+    has={"num_local_experts": 0, "num_experts_per_tok": 0},
+    derived={
+        "num_key_value_heads": derive.most_kv_heads,
+        "layer_types": derive.granite_layers,
+        "position_embedding_type": derive.granite_rotation,
+        "mamba_d_head": derive.ssm_head,
+        "mamba_expand": derive.ssm_expand,
+    },
+    names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"}
+    | {
+        "mamba.dt_bias": "ssm_dt.bias",
+        "mamba.A_log": "ssm_a",
+        "mamba.D": "ssm_d",
+        "shared_mlp.output_linear.weight": "ffn_down.weight",
+    },
+    joined={"shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight")},
+)
+_SHARED_ROWS = {"shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")}
+_MIXED = {
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+}
+
 ARCHITECTURES = {
-    # Read by transformers
-    "llama": Architecture("llama", reads=False),
-    "qwen2": Architecture("qwen2", reads=False),
-    "qwen3": Architecture("qwen3", reads=False),
-    "gemma2": Architecture("gemma2", _RMS | WINDOW | _CAPS, reads=False),
-    "gemma3": Architecture("gemma3_text", _RMS | WINDOW, reads=False),
-    "phi3": Architecture("phi3", _RMS | WINDOW, reads=False),
-    # Read by these rows
-    "arcee": Architecture("arcee", processor=_LLAMA),
+    "apertus": Architecture(
+        "apertus",
+        flags=_BIAS,
+        writes=False,
+        parameters={f"act_fn.{name}": f"xielu.{name}" for name in derive.XIELU},
+    ),
+    "arcee": Architecture("arcee", flags=_EVERY_BIAS, processor=_LLAMA),
+    "bloom": Architecture(
+        "bloom",
+        {
+            "embedding_length": "hidden_size",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            LAYER: "layer_norm_epsilon",
+        },
+        processor="BloomTensorProcessor",
+        rotates=False,
+        writes=False,
+        has={"tie_word_embeddings": True},
+    ),
     "command-r": Architecture(
         "cohere",
         _NORM | {"logit_scale": "logit_scale"},
         {"use_qk_norm": "blk.0.attn_q_norm.weight"},
     ),
     "cohere2": Architecture("cohere2", _NORM | WINDOW | {"logit_scale": "logit_scale"}),
-    "ernie4_5": Architecture("ernie4_5"),
+    "ernie4_5": Architecture("ernie4_5", flags={"use_bias": "blk.0.attn_q.bias"}),
     "deepseek2": Architecture(
         "deepseek_v2",
         _ROUTED,
         processor=_LATENT,
         states={GATING: SOFTMAX, "expert_weights_norm": False} | _NO_TEMPERATURE,
         has=_ROUTED_ELSE,
-        derived={"topk_method": lambda v: "group_limited_greedy" if v["n_group"] > 1 else "greedy"},
+        derived={"topk_method": derive.deepseek_choice},
         latent=True,
     ),
     "dots1": Architecture("dots1", _ROUTED, states=_SIGMOID, has=_ROUTED_ELSE, names=_CORRECTED),
@@ -156,8 +241,76 @@ ARCHITECTURES = {
         },
         names={"mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
     ),
+    "exaone4": Architecture(
+        "exaone4", _RMS | WINDOW, writes=False, has={"sliding_window": None}, derived=_WINDOWS
+    ),
+    "falcon": Architecture(
+        "falcon",
+        {
+            "context_length": "max_position_embeddings",
+            "embedding_length": "hidden_size",
+            "block_count": "num_hidden_layers",
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count": "num_attention_heads",
+            LAYER: "layer_norm_epsilon",
+        },
+        {"new_decoder_architecture": "blk.0.attn_norm_2.weight", "bias": "blk.0.attn_qkv.bias"},
+        processor="FalconProcessor",
+        writes=False,
+        has={"tie_word_embeddings": True},
+        derived={
+            "num_kv_heads": lambda v, f: v["num_key_value_heads"],
+            "multi_query": lambda v, f: v["num_key_value_heads"] == 1,
+        },
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        _RMS | _SSM | {"ssm.inner_size": "mamba_d_ssm"},
+        _EVERY_BIAS | _SSM_BIASES | {"mamba_rms_norm": "blk.0.ssm_norm.weight"},
+        processor="HybridProcessor",
+        writes=False,
+        # The converter multiplies the weights by each.
+        has={f"{name}_multiplier": 1.0 for name in derive.FALCON_H1}
+        | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
+        | {"mamba_norm_before_gate": False},
+        derived={"mamba_d_head": derive.ssm_head},
+        names={
+            "mamba.dt_bias": "ssm_dt.bias",
+            "mamba.A_log": "ssm_a",
+            "mamba.D": "ssm_d",
+            "pre_ff_layernorm.weight": "ffn_norm",
+            "feed_forward.gate_proj.weight": "ffn_gate.weight",
+            "feed_forward.up_proj.weight": "ffn_up.weight",
+            "feed_forward.down_proj.weight": "ffn_down.weight",
+        },
+    ),
     "gemma": Architecture("gemma", processor=_GEMMA),
-    "glm4": Architecture("glm4", flags={"attention_bias": "blk.0.attn_q.bias"}),
+    "gemma2": Architecture(
+        "gemma2",
+        _RMS | WINDOW | _CAPS,
+        processor=_GEMMA,
+        has={"sliding_window": 4096, "attn_logit_softcapping": 50.0}
+        | {"final_logit_softcapping": 30.0},
+        derived=_SCALE,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _RMS | WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
+        processor=_GEMMA,
+        has={"sliding_window": None, "final_logit_softcapping": None},
+        derived=_SCALE
+        | {"layer_types": derive.gemma3_windows, "rope_parameters": derive.gemma3_rotations},
+    ),
+    # Two sizes of heads, and layers that share keys: as transformers reads it.
+    "gemma4": Architecture(
+        "gemma4_text",
+        _RMS | WINDOW,
+        rotates=False,
+        writes=False,
+        has={"sliding_window": 512, "eos_token_id": [1, 106, 50]},
+        derived={"head_dim": lambda v, f: 256, "global_head_dim": derive.head_dim},
+    ),
+    "glm4": Architecture("glm4", flags=_BIAS),
     "glm4moe": Architecture(
         "glm4_moe",
         _ROUTED,
@@ -171,13 +324,49 @@ ARCHITECTURES = {
         _LOCAL | WINDOW | {"expert_feed_forward_length": "intermediate_size"},
         has={"rope_parameters.truncate": False},
     ),
-    "granite": Architecture("granite", _RMS | GRANITE, processor=_LLAMA),
+    "gpt2": Architecture(
+        "gpt2",
+        {
+            "context_length": "n_positions",
+            "embedding_length": "n_embd",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            LAYER: "layer_norm_epsilon",
+        },
+        processor="GPT2TensorProcessor",
+        rotates=False,
+        writes=False,
+        derived={"n_inner": derive.feed_forward},
+    ),
+    "granite": Architecture("granite", _RMS | GRANITE, _EVERY_BIAS, processor=_LLAMA),
     "granitemoe": Architecture(
         "granitemoe",
         _LOCAL | GRANITE,
         processor=_LLAMA,
         names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
     ),
+    "granitehybrid": _HYBRID,
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        flags=_BIAS,
+        writes=False,
+        names={
+            "self_attn.query_layernorm.weight": "attn_q_norm.weight",
+            "self_attn.key_layernorm.weight": "attn_k_norm.weight",
+        },
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        SIZES | {RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        {"conv_bias": "blk.0.shortconv.in_proj.bias"},
+        writes=False,
+        has={"block_auto_adjust_ff_dim": False},  # the width is the adjusted one
+        derived={
+            "num_key_value_heads": derive.most_kv_heads,
+            "layer_types": derive.lfm2_layers,
+        },
+    ),
+    "llama": Architecture("llama", flags=_EVERY_BIAS, processor=_LLAMA),
     "llama4": Architecture(
         "llama4_text",
         {key: name for key, name in _LOCAL.items() if key != "feed_forward_length"}
@@ -189,7 +378,7 @@ ARCHITECTURES = {
         {"attention_bias": "blk.0.attn_q.bias"},
         states=_CHUNKED,
         # By their number alone llama.cpp knows Scout's 16 from Maverick's, which norms no heads.
-        derived={"use_qk_norm": lambda v: v["num_local_experts"] != 128},
+        derived={"use_qk_norm": lambda v, f: v["num_local_experts"] != 128},
     ),
     "mistral3": Architecture(
         "ministral3",
@@ -197,26 +386,146 @@ ARCHITECTURES = {
         processor=_LLAMA,
     ),
     "olmo": Architecture("olmo", SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
+    "mamba": Architecture(
+        "mamba", _MAMBA, processor="MambaTensorProcessor", rotates=False, writes=False
+    ),
+    "mamba2": Architecture(
+        "mamba2",
+        {key: name for key, name in _MAMBA.items() if name != "intermediate_size"}
+        | {"ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads"},
+        {"use_conv_bias": "blk.0.ssm_conv1d.bias", "use_bias": "blk.0.ssm_in.bias"},
+        processor="HybridProcessor",
+        rotates=False,
+        writes=False,
+        derived={"head_dim": derive.ssm_head, "expand": derive.ssm_expand},
+        names={"mixer.dt_bias": "ssm_dt.bias", "mixer.A_log": "ssm_a", "mixer.D": "ssm_d"},
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        _LOCAL | {"rope.dimension_count": "rotary_dim"},
+        processor="MiniMaxM2TensorProcessor",
+        writes=False,
+        has={"use_routing_bias": True},
+        derived={"scoring_func": derive.scoring},
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        SIZES | {RMS: "norm_eps", LAYER: "norm_eps"},
+        _EVERY_BIAS,
+        processor="NemotronTensorProcessor",
+        writes=False,
+    ),
     "olmo2": Architecture("olmo2"),
     "olmoe": Architecture("olmoe", _EXPERTS),  # llama.cpp clips nothing
-    "phi2": Architecture("phi", _NORM),
+    "phi2": Architecture("phi", _NORM, derived={"intermediate_size": derive.feed_forward}),
+    "phi3": Architecture(
+        "phi3",
+        _RMS | WINDOW,
+        has={"sliding_window": None},
+        derived={"rope_parameters": derive.phi3_rotation}
+        | {"original_max_position_embeddings": derive.phi3_context},
+    ),
+    "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture(
-        "qwen2_moe",
-        _EXPERTS
-        | _WIDTH
-        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        processor=_QWEN2_MOE,
+        "qwen2_moe", _EXPERTS | _WIDTH | _SHARED_WIDTH, processor="GateProcessor"
     ),
     "qwen2vl": Architecture("qwen2", writes=False),  # for text its rotation in 3 parts is that of 1
+    "qwen3": Architecture("qwen3", flags=_BIAS),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        _QWEN35,
+        writes=False,
+        derived={
+            "layer_types": derive.qwen35_layers,
+            "linear_value_head_dim": derive.ssm_head,
+            "rope_parameters": derive.qwen35_rotation,
+        },
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        _QWEN35 | _CHOSEN | _WIDTH | _SHARED_WIDTH | {"expert_count": "num_experts"},
+        writes=False,
+        derived={
+            "layer_types": derive.qwen35_layers,
+            "linear_value_head_dim": derive.ssm_head,
+            "rope_parameters": derive.qwen35_rotation,
+        },
+    ),
     "qwen3moe": Architecture(
-        "qwen3_moe", _EXPERTS | _WIDTH, processor=_QWEN2_MOE, has={"norm_topk_prob": True}
+        "qwen3_moe", _EXPERTS | _WIDTH, processor="GateProcessor", has={"norm_topk_prob": True}
     ),
     "qwen3vl": Architecture("qwen3", writes=False),
-    "seed_oss": Architecture("seed_oss", flags={"attention_bias": "blk.0.attn_q.bias"}),
-    "smollm3": Architecture("smollm3", processor=_LLAMA),
+    "seed_oss": Architecture("seed_oss", flags=_BIAS),
+    "smollm3": Architecture("smollm3", flags=_EVERY_BIAS, processor=_LLAMA),
+    "stablelm": Architecture(
+        "stablelm",
+        _NORM,
+        {"use_qkv_bias": "blk.0.attn_q.bias"},
+        writes=False,
+        derived={"use_parallel_residual": lambda v, f: "blk.0.ffn_norm.weight" not in f.tensors},
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        SIZES | {LAYER: "norm_epsilon"},
+        {"use_bias": "blk.0.attn_q.bias"},
+        writes=False,
+        has={"sliding_window": None},
+    ),
+    "t5": Architecture(
+        "t5",
+        _T5,
+        processor="T5TensorProcessor",
+        rotates=False,
+        writes=False,
+        derived={"feed_forward_proj": derive.t5_activation},
+    ),
+    "t5encoder": Architecture(
+        "t5",
+        _T5,
+        processor="T5TensorProcessor",
+        rotates=False,
+        writes=False,
+        has={"architectures": ["T5EncoderModel"]},
+        derived={"feed_forward_proj": derive.t5_activation},
+    ),
 }
-# Of a name that two models have, the row of files in which a key is this; None: anything but 0.
+# Of a name that several models have, rows of files in which a key is this; None: anything but 0.
 VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
+    "granitehybrid": (
+        "expert_count",
+        None,
+        replace(
+            _HYBRID,
+            keys={**_HYBRID.keys, **_LOCAL},
+            states={},
+            names={**_HYBRID.names, **_MIXED},
+            joined=_SHARED_ROWS,
+        ),
+    ),
+    "granitemoe": (
+        "expert_shared_feed_forward_length",
+        None,
+        Architecture(
+            "granitemoeshared",
+            _LOCAL | GRANITE | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+            processor=_LLAMA,
+            writes=False,
+            names=_MIXED,
+            joined=_SHARED_ROWS,
+        ),
+    ),
+    "mamba": (
+        "ssm.dt_b_c_rms",
+        None,
+        Architecture(
+            "falcon_mamba", _MAMBA, processor="MambaTensorProcessor", rotates=False, writes=False
+        ),
+    ),
+    "olmo2": (
+        "attention.sliding_window",
+        None,
+        Architecture("olmo3", _RMS | WINDOW, writes=False, derived=_WINDOWS),
+    ),
     "llama": ("expert_count", None, Architecture("mixtral", _LOCAL, processor=_LLAMA)),
     "deepseek2": (
         GATING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
-from ..staging import replaced
-from .architectures import llama3_divisors, metadata
+from .architectures import ROPE_DIVISORS, llama3_divisors, metadata, model_config
 from .experts import check_format, stored_experts
-from .file import GgufFile, write_out
+from .file import GgufFile
 from .layout import TensorMap
-from .map import ROPE_DIVISORS, ProcessorMap, model_config
+from .map import ProcessorMap
 from .routing import one_group
 from .rows import Architecture
 from .vocabulary import vocabulary
@@ -70,9 +70,18 @@ def save_gguf(
         )
     values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture, row)
-    with replaced(target) as made:
+    try:
+        # Not staging's prefix: saves of folders remove what is left under theirs.
+        temporary = tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.parent)
+    except OSError as error:  # which names the temporary folder
+        raise type(error)(error.errno, error.strerror, str(target)) from error
+    with temporary as folder:
+        made = Path(folder, "model.gguf")
         _write(made, architecture, values, tensors)
         _check_config(made, model.config)
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(made, target)
 
 
 def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:
@@ -216,7 +225,10 @@ def _write(
         packed = tensor.dtype == torch.uint8  # parts of a stack are copied when they are written
         data = (tensor if packed else tensor.contiguous().view(torch.uint8)).numpy()
         writer.add_tensor(name, data, raw_dtype=kind)
-    write_out(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _check_config(path: Path, config: Any) -> None:

@@ -1,0 +1,43 @@
+"""Files of llama.cpp's converter against transformers, recorded: every value is the model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from converted_models import CASES, VOCABULARY, logits, random_model, read_record
+from gguf_files import load_quietly, write_gguf
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("case", CASES)
+def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
+    architecture, values, tensors = read_record(case)
+    prefix = f"{architecture}."
+    stated = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
+    words = {key: v for key, v in values.items() if not key.startswith(prefix)} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*(chr(33 + i) for i in range(VOCABULARY - 1)), "!#"],
+        "tokenizer.ggml.merges": ["! #"],
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        architecture,
+        {name: (value, "f32") for name, value in tensors.items()},
+        stated,
+        words,
+        tokenizer=False,
+    )
+    loaded, _, warned = load_quietly(path)
+    assert warned == []
+    original = random_model(case)
+    expected = logits(original)
+    error = (logits(loaded) - expected).abs().max().item()
+    print(f"{case}: {error:.1e} of {expected.abs().max():.1f}")
+    rounding = 0.0
+    if error > 1e-5:  # 62 layers amplify the rounding of the original itself
+        rounding = (logits(original.double()) - expected).abs().max().item()
+    assert torch.isfinite(expected).all() and rounding < 1e-3
+    assert error <= max(1e-5, 2 * rounding)

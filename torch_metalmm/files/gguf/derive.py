@@ -1,0 +1,159 @@
+"""What a file implies of a config without a key of its own, by llama.cpp's rules.
+
+Each rule takes the values read so far and the file; rows.py says which attribute it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .file import GgufFile
+
+Rule = Callable[[dict[str, Any], GgufFile], Any]
+
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+FALCON_H1 = (
+    *("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out"),
+)
+_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27 B
+_PATTERN = "attention.sliding_window_pattern"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+
+
+def head_dim(values: dict[str, Any], file: GgufFile) -> int:
+    """attention.key_length, or what the heads have of the width."""
+    given = file.stated("attention.key_length")
+    if given is None:
+        given = file.stated("embedding_length") // file.stated("attention.head_count")
+    return int(given)
+
+
+def gemma_scale(values: dict[str, Any], file: GgufFile) -> int:
+    return attention_scalar(
+        file.architecture,
+        values["num_hidden_layers"],
+        values["hidden_size"],
+        values["num_attention_heads"],
+        values["head_dim"],
+    )
+
+
+def attention_scalar(architecture: str, layers: int, width: int, heads: int, head: int) -> int:
+    """query_pre_attn_scalar of Gemma: the width of a head, and width / heads in models of 27 B.
+
+    No key says it; llama.cpp knows these models by their number of layers.
+    """
+    return width // heads if layers == _LARGEST.get(architecture) else head
+
+
+def windows(values: dict[str, Any], file: GgufFile, every: int = 4) -> list[str]:
+    """layer_types by the file's pattern, True of a window; else 1 layer of `every` has none."""
+    layers = range(values["num_hidden_layers"])
+    if not values["sliding_window"]:
+        return [_FULL for _ in layers]
+    pattern = file.stated(_PATTERN, every)
+    if isinstance(pattern, list):
+        if len(pattern) != len(layers):
+            raise ValueError(f"{file.path}: {_PATTERN} has {len(pattern)} elements")
+        return [_SLIDING if window else _FULL for window in pattern]
+    return [_SLIDING if (layer + 1) % pattern else _FULL for layer in layers]
+
+
+def gemma3_windows(values: dict[str, Any], file: GgufFile) -> list[str]:
+    return windows(values, file, 6)
+
+
+def gemma3_rotations(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """One rotation of layers with a window, which is never scaled, and one of the others."""
+    sliding = {"rope_type": "default", "rope_theta": file.stated("rope.freq_base_swa", 10000.0)}
+    return {_FULL: values["rope_parameters"], _SLIDING: sliding}
+
+
+def phi3_context(values: dict[str, Any], file: GgufFile) -> int:
+    given = file.stated("rope.scaling.original_context_length")
+    return int(values["max_position_embeddings"] if given is None else given)
+
+
+def phi3_rotation(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """longrope, if the file has its factors of long and of short texts."""
+    rope: dict[str, Any] = values["rope_parameters"]
+    if not all(tensor in file.tensors for tensor in _FACTORS.values()):
+        return rope
+    factors = {name: file.dense(tensor).flatten().tolist() for name, tensor in _FACTORS.items()}
+    rope = rope | factors | {"rope_type": "longrope"}
+    rope["original_max_position_embeddings"] = phi3_context(values, file)
+    attention = file.stated("rope.scaling.attn_factor")
+    return rope if attention is None else rope | {"attention_factor": attention}
+
+
+def most_kv_heads(values: dict[str, Any], file: GgufFile) -> int:
+    """Of layers with attention: one count for each layer says 0 of the others."""
+    return max(_each(values, file, "attention.head_count_kv"))
+
+
+def granite_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
+    heads = _each(values, file, "attention.head_count_kv")
+    return ["attention" if count else "mamba" for count in heads]
+
+
+def granite_rotation(values: dict[str, Any], file: GgufFile) -> str:
+    return "rope" if file.stated("rope.scaling.finetuned", True) else "nope"
+
+
+def lfm2_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
+    heads = _each(values, file, "attention.head_count_kv")
+    return [_FULL if count else "conv" for count in heads]
+
+
+def qwen35_layers(values: dict[str, Any], file: GgufFile) -> list[str]:
+    every = file.stated("full_attention_interval", 4)
+    linear = file.stated("attention.recurrent_layers")
+    if linear is None:
+        linear = [(layer + 1) % every != 0 for layer in range(values["num_hidden_layers"])]
+    layers = linear[: values["num_hidden_layers"]]
+    return ["linear_attention" if recurrent else _FULL for recurrent in layers]
+
+
+def qwen35_rotation(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """One section for each axis, padded to four."""
+    sections = [section for section in file.stated("rope.dimension_sections") if section]
+    rope: dict[str, Any] = values["rope_parameters"]
+    return rope | {"mrope_section": sections, "mrope_interleaved": True}
+
+
+def ssm_head(values: dict[str, Any], file: GgufFile) -> int:
+    return int(file.stated("ssm.inner_size") // file.stated("ssm.time_step_rank"))
+
+
+def ssm_expand(values: dict[str, Any], file: GgufFile) -> int:
+    return int(file.stated("ssm.inner_size") // values["hidden_size"])
+
+
+def feed_forward(values: dict[str, Any], file: GgufFile) -> int:
+    """By the tensor: the converter of these models states 4 times the width, whatever it is."""
+    entry = file.tensors.get("blk.0.ffn_up.weight")
+    return entry.shape[0] if entry is not None else int(file.stated("feed_forward_length"))
+
+
+def t5_activation(values: dict[str, Any], file: GgufFile) -> str:
+    return "gated-gelu" if any(".ffn_gate." in name for name in file.tensors) else "relu"
+
+
+def deepseek_choice(values: dict[str, Any], file: GgufFile) -> str:
+    return "group_limited_greedy" if values["n_group"] > 1 else "greedy"
+
+
+def scoring(values: dict[str, Any], file: GgufFile) -> str:
+    gating = file.stated("expert_gating_func", 2)
+    return {0: "none", 2: "sigmoid"}.get(gating, "softmax")
+
+
+def _each(values: dict[str, Any], file: GgufFile, key: str) -> list[int]:
+    """The numbers of every layer, of which the file states one for all, or a list."""
+    given = file.stated(key)
+    count = values["num_hidden_layers"]
+    if isinstance(given, list) and len(given) != count:
+        raise ValueError(f"{file.path}: {key} has {len(given)} elements; allowed: {count}")
+    return given if isinstance(given, list) else [given] * count
