@@ -1,4 +1,4 @@
-"""The house: rooms of few files, all of them on the map, and imports that point one way."""
+"""The house: every room is on the map, and imports point one way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from places import ROOT
 
 pytestmark = pytest.mark.quick
 
-MOST = 15  # files of a folder
 # {folder of the root: how many levels of rooms below it are on the map}
 MAPPED = {"bench": 2, "cmake": 0, "csrc": 2, "docs": 1, "metal": 2, "tests": 1, "torch_metalmm": 2}
 
@@ -42,12 +41,6 @@ def names_imported(file: Path) -> set[str]:
     return {name for names in means for name in names}
 
 
-def crowded(files: list[Path]) -> dict[str, int]:
-    """{folder: its files} where one has too many for a reader to see at a glance."""
-    counts = Counter(str(file.parent) for file in files)
-    return {folder: count for folder, count in counts.items() if count > MOST}
-
-
 def rooms_of_map(page: str) -> list[str]:
     """The folders on the map of CONTRIBUTING.md: a line each, indented below the one it is in."""
     house = page.partition("\n## The house\n")[2].partition("\n## ")[0]
@@ -64,39 +57,12 @@ def rooms_with_files(files: list[Path]) -> set[str]:
     return {f"{f}/" for f in folders if len(f.parts) <= MAPPED[f.parts[0]] + 1}
 
 
-def test_no_room_is_crowded() -> None:
-    files = tracked(*MAPPED)
-    assert files and crowded(files) == {}
-
-
-def test_a_crowded_room_is_named() -> None:
-    files = [Path(f"{folder}/a{i}.py") for folder in ("nn", "nn/b") for i in range(MOST)]
-    assert crowded(files) == {} and crowded([*files, Path("nn/c.py")]) == {"nn": 16}
-
-
 def test_every_room_is_on_the_map() -> None:
     """A line of CONTRIBUTING's map for each room, and no line for a room that does not exist."""
     on_map = rooms_of_map((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     there = rooms_with_files(tracked(*MAPPED))
     assert not there.difference(on_map)
     assert not [room for room in on_map if room not in there or on_map.count(room) > 1]
-
-
-def test_a_room_that_is_not_on_the_map_is_named() -> None:
-    """A folder that is deeper than the map need not be on it."""
-    lines = [
-        "## The house",
-        "    csrc/  a",
-        "      cpu/  b",
-        "        x/  c",
-        "    docs/  d",
-        "## B",
-    ]
-    page = "# A\n" + "".join(f"\n{line}\n" for line in lines)
-    files = [Path("csrc/cpu/x/deep/a.h"), Path("csrc/gpu/a.h"), Path("docs/a.md")]
-    on_map, there = set(rooms_of_map(page)), rooms_with_files(files)
-    assert on_map == {"csrc/", "csrc/cpu/", "csrc/cpu/x/", "docs/"}
-    assert there - on_map == {"csrc/gpu/"}
 
 
 def test_no_two_tests_have_one_name() -> None:
