@@ -290,7 +290,20 @@ def of_model(builder: Builder) -> Iterator[Record]:
             race.system.feed(prompt[: args.context])
             found = shares.of_system(race.system, prompt[0], builder.device, args.chip)
             record |= found.record()
+            if builder.device.type == "cuda" and race.system.prefills:
+                record["prefill_gpu_ms"] = 1e3 * gpu_seconds(race.system, prompt, builder.device)
         yield record
+
+
+def gpu_seconds(system: System, prompt: Sequence[int], device: Device) -> float:
+    """The time of the kernels of one prompt, which the host's does not hide."""
+
+    def read() -> None:
+        system.reset()
+        system.feed(prompt)
+
+    found = shares.profiled(read, device, steps=2)
+    return sum(found.seconds.values()) if found.seconds else float("nan")
 
 
 def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> Iterator[Record]:

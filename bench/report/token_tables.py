@@ -39,12 +39,15 @@ def _rates(model: str, cells: Sequence[Record]) -> Table:
     prompt = cells[0]["prompt"]
     columns = ["MB", "decode tok/s", "quartiles", f"prefill {prompt}", "quartiles"]
     gain = ["by fuse_", "quartiles"] if any("gain" in r for r in cells) else []
-    table = Table(model, ["system", *columns, *gain, "error"])
+    busy = ["prefill, GPU ms"] if any("prefill_gpu_ms" in r for r in cells) else []
+    table = Table(model, ["system", *columns, *busy, *gain, "error"])
     for r in cells:
         row = [r["system"], digits(r["weight_bytes"] / 1e6)]
         for part in ("decode", "prefill"):
             quartiles = f"{digits(r[part + '_q1'])}–{digits(r[part + '_q3'])}" if part in r else ""
             row += [digits(r.get(part)), quartiles]
+        if busy:
+            row.append(digits(r.get("prefill_gpu_ms")))
         if "gain" in r:
             row += [f"× {r['gain']:.3f}", f"{r['gain_q1']:.3f}–{r['gain_q3']:.3f}"]
         elif gain:
