@@ -9,7 +9,7 @@ import torch
 from gguf_files import random_model
 
 from torch_metalmm import load_gguf
-from torch_metalmm.tools.chat import session as module
+from torch_metalmm.tools import sequence as module
 from torch_metalmm.tools.chat.session import Options, Session
 
 ORIGINAL = 32  # positions that the short factors are for

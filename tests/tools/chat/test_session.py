@@ -13,7 +13,7 @@ from gguf_files import random_model
 
 from torch_metalmm import load_gguf
 from torch_metalmm.models.attach import drop_cache, set_cache
-from torch_metalmm.tools.chat import session as module
+from torch_metalmm.tools import sequence as module
 from torch_metalmm.tools.chat.conversation import Conversation
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.chat.template import Template
@@ -95,7 +95,7 @@ def test_a_packed_cache_stays_too(real: Models) -> None:
             second = session.answer(messages, silent)
         assert second.kept_tokens == first.prompt_tokens + first.new_tokens - 1
         assert sum(counts) == second.prompt_tokens - second.kept_tokens + second.new_tokens - 1
-        assert {layer.format for layer in session._cache.layers} == {"q8_0"}
+        assert {layer.format for layer in session.sequence.cache.layers} == {"q8_0"}
     finally:
         drop_cache([real[0]])
 

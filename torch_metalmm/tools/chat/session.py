@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sequence import Sequence
 from .stream import Answer, Stream
 from .template import Template
-
-# Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
-# parameters on two cores.
-CHUNK = 512
 
 Message = dict[str, Any]
 
@@ -50,9 +47,7 @@ class Options:
 class Session:
     """Answers of one model. Only tokens that differ from those of the answer before are computed.
 
-    The model's cache stays between answers with the tokens that it holds. The next prompt is
-    compared with them, and the cache cropped to what both begin with; where its layers cannot be
-    cropped, sliding windows and recurrent ones, the prompt is read anew.
+    Its sequence stays between answers.
     """
 
     def __init__(
@@ -68,12 +63,7 @@ class Session:
         tokenizer) that proposes tokens, which the model accepts or not."""
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.template, self.draft = template, draft
-        self._format = cache
-        self._keeps = keeps_cache(model)
-        self._cache: Any = None
-        self._held: list[int] = []  # the tokens whose keys and values the cache has
-        self._long_from = long_from(model)
-        self._is_long = False  # which of a longrope's factors turned the cache's keys
+        self.sequence = Sequence(model, cache)
         self.prompt = ""  # the text that is, or was, answered
         self._last: tuple[str, list[int]] = "", []  # the last prompt and answer, as text and tokens
         self._stopped = threading.Event()
@@ -147,18 +137,15 @@ class Session:
         self.prompt = prompt
         stream = Stream(self.tokenizer, self.options.stops, show)
         begun, finish = time.perf_counter(), "length"
-        kept = self._reuse(ids)
+        kept = self.sequence.reuse(ids)
         try:
             with torch.inference_mode():
-                if self._prefill(ids, kept):
-                    finish = self._generate(ids, room, stream)
-                else:
-                    finish = "interrupted"
+                finish = self._generate(ids, room, stream) if self._prefill(ids) else "interrupted"
         except KeyboardInterrupt:  # in the middle of a layer, whose rows may be half there
-            self._forget()
+            self.sequence.forget()
             finish = "interrupted"
         except BaseException:
-            self._forget()
+            self.sequence.forget()
             raise
         finally:
             self._stopped.clear()
@@ -177,21 +164,11 @@ class Session:
             )
         return min(context - count, self.options.max_new_tokens or context)
 
-    def _prefill(self, ids: list[int], done: int) -> bool:
+    def _prefill(self, ids: list[int]) -> bool:
         """Read all but the last tokens, which generate() reads; False: stopped before the end."""
-        if not self._keeps:
-            return not self._stopped.is_set()
-        logits = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         while not self._stopped.is_set():
-            # A part that ends where the short factors hold would get these, and the rest the long.
-            least = max(0, self._long_from - done) if self._is_long and self._long_from else 0
-            if len(ids) - done <= (least or CHUNK):
+            if not self.sequence.read_on(ids):
                 return True
-            count = min(max(CHUNK, least), len(ids) - done - 1)
-            part = torch.tensor([ids[done : done + count]], device=self.model.device)
-            self.model(input_ids=part, past_key_values=self._cache, use_cache=True, **logits)
-            done += count
-            self._held = ids[:done]
         return False
 
     def _generate(self, ids: list[int], room: int, stream: Stream) -> str:
@@ -204,10 +181,10 @@ class Session:
 
         prompt = torch.tensor([ids], device=self.model.device)
         options = self.options.generation()
-        if self._keeps:
+        if self.sequence.keeps:
             # Whatever the model's generation config says: without use_cache each step would append
             # the whole sequence to the cache, and a second kind of cache is refused.
-            options |= {"past_key_values": self._cache, "use_cache": True}
+            options |= {"past_key_values": self.sequence.cache, "use_cache": True}
             options["cache_implementation"] = None
         with self._assisted(options):
             self.model.generate(
@@ -219,9 +196,7 @@ class Session:
                 pad_token_id=_first(self.tokenizer.pad_token_id, *self._end_tokens, 0),
                 **options,
             )
-        if self._cache is not None:
-            count = int(self._cache.get_seq_length())
-            self._held = (ids + stream.ids)[:count]
+        self.sequence.advanced(ids + stream.ids)
         if stream.stops.found or (stream.ids and stream.ids[-1] in self._end_tokens):
             return "stop"
         return "interrupted" if self._stopped.is_set() else "length"
@@ -236,7 +211,7 @@ class Session:
         options["assistant_model"] = model
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             options |= {"tokenizer": self.tokenizer, "assistant_tokenizer": tokenizer}
-        if self._cache is None:
+        if self.sequence.cache is None:
             yield
             return
 
@@ -249,44 +224,11 @@ class Session:
             yield
         finally:
             hook.remove()
-        for layer in self._cache.layers:
+        for layer in self.sequence.cache.layers:
             if hasattr(layer, "record_past"):  # set by assisted decoding; it keeps all rows
                 layer.record_past = False
 
     # ---- what stays
-
-    def _reuse(self, ids: list[int]) -> int:
-        """Make the cache one of the first tokens of the prompt; how many."""
-        if not self._keeps:
-            return 0
-        is_long = self._long_from is not None and len(ids) >= self._long_from
-        if self._cache is None or is_long != self._is_long:
-            self._cache, self._held, self._is_long = self._new_cache(), [], is_long
-        same = 0
-        for held, token in zip(self._held, ids[:-1], strict=False):  # the last one is always read
-            if held != token:
-                break
-            same += 1
-        surplus = len(self._held) - same
-        if surplus:
-            try:
-                self._cache.crop(-surplus)
-            except (RuntimeError, ValueError, NotImplementedError, AttributeError):
-                self._cache, same = self._new_cache(), 0
-        self._held = self._held[:same]
-        return same
-
-    def _new_cache(self) -> Any:
-        from transformers import DynamicCache
-
-        from ...hf.cache import PackedCache
-
-        config = self.model.config
-        return (
-            DynamicCache(config=config)
-            if self._format is None
-            else PackedCache(config, self._format)
-        )
 
     def _remember(self, prompt: str, ids: list[int], new: list[int]) -> None:
         while new and new[-1] in self._end_tokens:  # which the template writes, too
@@ -294,39 +236,12 @@ class Session:
         answer = self.tokenizer.decode(new, clean_up_tokenization_spaces=False) if new else ""
         self._last = prompt + answer, ids + new
 
-    def _forget(self) -> None:
-        self._cache, self._held = None, []
-
-
-def keeps_cache(model: Any) -> bool:
-    """Whether the model goes on from a cache that it is given."""
-    import inspect
-
-    takes = inspect.signature(model.forward).parameters
-    return "past_key_values" in takes and not model.config.is_encoder_decoder
-
 
 def context_of(model: Any) -> int | None:
     """The tokens that the model was made for."""
     config = model.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
-
-
-def long_from(model: Any) -> int | None:
-    """Of how many tokens on a longrope turns all keys by its long factors; None: there is none.
-
-    A forward chooses by its last position, and transformers reads a prompt in one. The dynamic
-    type, which chooses too, does so beyond max_position_embeddings alone, where no prompt may be.
-    """
-    given = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]  # of layers
-    lengths = [
-        kind["original_max_position_embeddings"]
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
-    return min(lengths) + 1 if lengths else None
 
 
 def _only_new_tokens(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

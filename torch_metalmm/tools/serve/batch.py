@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ..chat.session import CHUNK, end_tokens
+from ..chat.session import end_tokens
 from ..chat.stream import Stream
+from ..sequence import CHUNK, Sequence
 from .choosing import Chooser
 from .engine import Finish, Job
 from .rows import Held, apart, mask_of, together
@@ -49,9 +50,8 @@ class Batch:
         """most: answers at a time."""
         self._model, self._tokenizer, self._most = model, tokenizer, most
         self._end_tokens = end_tokens(model)
-        self._logits = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         self._prompts: list[_Answer] = []  # of the first, _filling has what was read
-        self._filling: Any = None
+        self._filling: Sequence | None = None
         self._answers: list[_Answer] = []  # the rows of _cache
         self._cache: Any = None
 
@@ -99,27 +99,22 @@ class Batch:
             return
         if answer.read < len(answer.tokens):
             return
+        assert self._filling is not None
         if self._goes_on(answer, logits[:, -1]):
             if self._answers:
                 held = apart(self._cache, [a.read for a in self._answers])
-                held += apart(self._filling, [answer.read])
+                held += apart(self._filling.cache, [answer.read])
                 self._join([*self._answers, answer], held)
             else:
-                self._answers, self._cache = [answer], self._filling
+                self._answers, self._cache = [answer], self._filling.cache
         self._drop_first()  # not before: fail() tells those that are here
 
     def _read(self, answer: _Answer) -> torch.Tensor:
         """The logits of the next part of the prompt."""
         if self._filling is None:
-            self._filling = self._new_cache()
-        part = answer.tokens[answer.read : answer.read + CHUNK]
-        logits: torch.Tensor = self._model(
-            input_ids=torch.tensor([part], device=self._model.device),
-            past_key_values=self._filling,
-            use_cache=True,
-            **self._logits,
-        ).logits
-        answer.read += len(part)
+            self._filling = Sequence(self._model)
+        logits = self._filling.read(answer.tokens[answer.read : answer.read + CHUNK])
+        answer.read = len(self._filling.tokens)
         return logits
 
     def _drop_first(self) -> None:

@@ -23,7 +23,7 @@ def can_join(model: Any) -> bool:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    from ..chat.session import keeps_cache, long_from
+    from ..sequence import keeps_cache, long_from
 
     takes = inspect.signature(model.forward).parameters
     if not keeps_cache(model) or not {"attention_mask", "position_ids"} <= set(takes):

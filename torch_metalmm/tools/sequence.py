@@ -1,0 +1,120 @@
+"""Which tokens a model has read, and the cache that holds them: one owner of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
+# parameters on two cores.
+CHUNK = 512
+
+
+class Sequence:
+    """The tokens of one text and their cache, under `generate`, `chat` and `serve`.
+
+    The next text is compared with the tokens, and the cache cropped to what both begin with; where
+    its layers cannot be cropped, sliding windows and recurrent ones, it is read anew. After an
+    error or interrupt within a forward, when some layers have a token and others not, there is
+    nothing to go on from, and the sequence is empty.
+    """
+
+    def __init__(self, model: Any, format: str | None = None) -> None:
+        """format: of a PackedCache, whose attention the model has; None: transformers' cache."""
+        self.model, self._format = model, format
+        self.keeps = keeps_cache(model)
+        self.cache: Any = None
+        self.tokens: list[int] = []  # those whose keys and values the cache has
+        self._long_from = long_from(model)
+        self._is_long = False  # which of a longrope's factors turned the cache's keys
+        self._logits = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+    def reuse(self, ids: list[int]) -> int:
+        """Be the longest beginning of the text that is held, without its last token; its length."""
+        if not self.keeps:
+            return 0
+        is_long = self._long_from is not None and len(ids) >= self._long_from
+        if self.cache is None or is_long != self._is_long:
+            self.cache, self.tokens, self._is_long = self._new_cache(), [], is_long
+        same = 0
+        for held, token in zip(self.tokens, ids[:-1], strict=False):  # the last is always read
+            if held != token:
+                break
+            same += 1
+        surplus = len(self.tokens) - same
+        if surplus:
+            try:
+                self.cache.crop(-surplus)
+            except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+                self.cache, same = self._new_cache(), 0
+        self.tokens = self.tokens[:same]
+        return same
+
+    def read_on(self, ids: list[int]) -> bool:
+        """Read the next part of the text after reuse(); False: what is left is for one forward."""
+        done = len(self.tokens)
+        # A part that ends where the short factors hold would get these, and the rest the long.
+        least = max(0, self._long_from - done) if self._is_long and self._long_from else 0
+        if not self.keeps or len(ids) - done <= (least or CHUNK):
+            return False
+        self.read(ids[done : done + min(max(CHUNK, least), len(ids) - done - 1)])
+        return True
+
+    def read(self, ids: list[int]) -> Tensor:
+        """Append these tokens; the logits [1, S, vocabulary], of models that can the last alone."""
+        if self.cache is None:
+            self.cache = self._new_cache()
+        part = torch.tensor([ids], device=self.model.device)
+        try:
+            logits: Tensor = self.model(
+                input_ids=part, past_key_values=self.cache, use_cache=True, **self._logits
+            ).logits
+        except BaseException:
+            self.forget()
+            raise
+        self.tokens = self.tokens + ids
+        return logits
+
+    def advanced(self, ids: list[int]) -> None:
+        """generate() has appended to the cache, of a text that begins with these tokens."""
+        if self.cache is not None:
+            self.tokens = ids[: int(self.cache.get_seq_length())]
+
+    def forget(self) -> None:
+        self.cache, self.tokens = None, []
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        from ..hf.cache import PackedCache
+
+        config = self.model.config
+        if self._format is None:
+            return DynamicCache(config=config)
+        return PackedCache(config, self._format)
+
+
+def keeps_cache(model: Any) -> bool:
+    """Whether the model goes on from a cache that it is given."""
+    import inspect
+
+    takes = inspect.signature(model.forward).parameters
+    return "past_key_values" in takes and not model.config.is_encoder_decoder
+
+
+def long_from(model: Any) -> int | None:
+    """Of how many tokens on a longrope turns all keys by its long factors; None: there is none.
+
+    A forward chooses by its last position, and transformers reads a prompt in one. The dynamic
+    type, which chooses too, does so beyond max_position_embeddings alone, where no prompt may be.
+    """
+    given = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]  # of layers
+    lengths = [
+        kind["original_max_position_embeddings"]
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min(lengths) + 1 if lengths else None
