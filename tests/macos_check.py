@@ -4,9 +4,10 @@
 
 For each minor version: downloads torch's macOS wheel (about 100 MB), compiles every file of the
 module for arm64 macOS with its headers, and looks for every symbol that the module takes in its
-libraries. Nothing is linked or run. Prints the table, and writes it to docs/macos-check.md if it is
-of all minors; exit status 1 if a file does not compile or a symbol is missing. About ten minutes on
-two cores.
+libraries. Nothing is linked or run. Passes of the Metal engine rely on the order of torch's
+encoder: libraries that could make one that runs passes side by side are reported. Prints the table,
+and writes it to docs/macos-check.md if it is of all minors; exit status 1 if a file does not
+compile, a symbol is missing or an encoder may be concurrent. About ten minutes on two cores.
 
 --wheels keeps the downloads in FOLDER, and takes those that are there.
 """
@@ -41,6 +42,8 @@ from torch_wheels import LIBRARIES, PLATFORMS, download
 
 PAGE = ROOT / "docs" / "macos-check.md"
 _BLOCK = re.compile(r"(?<=<!-- make macos-check -->\n).*(?=\n<!-- end -->)", re.S)
+# What a concurrent encoder is made with, and what orders passes in one.
+_CONCURRENT = re.compile(rb"computeCommandEncoderWithDispatchType:|memoryBarrier\w*:?")
 Source = tuple[Path, tuple[str, ...]]
 
 
@@ -53,6 +56,7 @@ class Row:
     errors: dict[str, str] = field(default_factory=dict)  # by file
     found: int = 0  # symbols of torch
     missing: list[str] = field(default_factory=list)
+    concurrent: list[str] = field(default_factory=list)  # messages to Metal in torch's libraries
 
 
 class Objects:
@@ -95,22 +99,25 @@ def wheel(minor: str, folder: Path) -> Path:
     return max(there) if there else download(minor, PLATFORMS["Darwin", "arm64"], folder)
 
 
-def unpack(path: Path, folder: Path) -> tuple[Path, set[str]]:
-    """The folder of the headers, and what the libraries export."""
+def unpack(path: Path, folder: Path) -> tuple[Path, set[str], set[str]]:
+    """The folder of the headers; of the libraries: exports, and messages of _CONCURRENT."""
     exported: set[str] = set()
+    concurrent: set[str] = set()
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.startswith("torch/include/"):
                 archive.extract(name, folder)
         for library in LIBRARIES:
-            exported |= MachO(archive.read(f"torch/lib/{library}.dylib")).defined
-    return folder / "torch" / "include", exported
+            data = archive.read(f"torch/lib/{library}.dylib")
+            exported |= MachO(data).defined
+            concurrent |= {found.decode() for found in _CONCURRENT.findall(data)}
+    return folder / "torch" / "include", exported, concurrent
 
 
 def check(path: Path, files: list[Source], objects: Objects, scratch: Path) -> Row:
     version = path.name.split("-")[1]
-    include, exported = unpack(path, scratch / version)
-    row = Row(version)
+    include, exported, concurrent = unpack(path, scratch / version)
+    row = Row(version, concurrent=sorted(concurrent))
     made = []
     results = objects.of(files, include, version)
     for (file, defines), result in zip(files, results, strict=True):
@@ -155,13 +162,17 @@ def main() -> int:
             rows.append(row)
             for name, said in row.errors.items():
                 print(f"torch {row.version}: {name}:\n{said}", file=sys.stderr)
+            for name in row.concurrent:
+                print(
+                    f"torch {row.version}: its encoders may be concurrent: {name}", file=sys.stderr
+                )
             seconds = time.monotonic() - start
             print(f"torch {row.version}: {row.compiled} files, {seconds:.0f} s", file=sys.stderr)
     block = f"{time.strftime('%Y-%m-%d')}\n\n{markdown(rows, len(files))}"
     print(block)
     if tuple(a.minors) == torch_version.MINORS:
         keep(PAGE, block)
-    return int(any(row.errors or row.missing for row in rows))
+    return int(any(row.errors or row.missing or row.concurrent for row in rows))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 try:
     from .msl.build import (
+        ELEMENT_ALIGNED,
         JOBS,
         METAL_VERSION,
         ROOT,
@@ -62,6 +63,8 @@ class MetalSource:
 
     checked=False runs faster, without memory checks. name: what reports call the text. include:
     folders of its #include lines. version: of Metal, as __METAL_VERSION__ says it: 310 or more.
+    element_aligned: a pointer in device memory may be cast to one of vectors where an element may
+    lie, as the hardware reads them; Metal's specification asks for the vector's own alignment.
     MetalSyntaxError if it is not valid.
     """
 
@@ -73,8 +76,10 @@ class MetalSource:
         include: Sequence[Path] = (),
         checked: bool = True,
         version: int = METAL_VERSION,
+        element_aligned: bool = False,
     ) -> None:
-        self.library = Library(build_text(text, name, include, checked, version))
+        more = ELEMENT_ALIGNED if element_aligned else ()
+        self.library = Library(build_text(text, name, include, checked, version, more))
 
     @property
     def kernels(self) -> list[str]:

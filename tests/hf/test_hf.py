@@ -281,3 +281,17 @@ def test_dequantize(dense: Any, tmp_path: Path, architecture: str) -> None:
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
     assert torch.equal(logits(load(architecture, tmp_path)), logits(model))
+
+
+def test_casts_of_a_packed_model() -> None:
+    """transformers refuses half() and float() of what any quantizer made."""
+    model = quantize_(random_model("llama"), "q8_0", progress=False)
+    before = quantize_(random_model("llama"), "q8_0", progress=False)
+    exact = logits(model)
+    assert model.half() is model and logits(model).dtype == model.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"double\(\): packed .* float32, float16 or bfloat16"):
+        model.double()
+    assert model.float().dtype == torch.float32 and same_bytes(model, before)
+    assert (logits(model) - exact).abs().max() <= 2.0**-6 * exact.abs().max()  # norms in f16
+    dense = random_model("llama")
+    assert dense.double().dtype == torch.float64 and dense.half().dtype == torch.float16

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import pytest
 import torch
 from msl_kernels import HEAD
+from places import ROOT
 
+from torch_metalmm import _C
+from torch_metalmm.msl.build import zig
 from torch_metalmm.testing import EmulatorFault, MetalSource
 
 
@@ -215,3 +219,53 @@ def test_fused_multiply_adds_are_not_made() -> None:
     a = torch.tensor(1 + 2**-12)
     exact = 1 + 2**-11 + 2**-24
     assert results(text, 2, [torch.stack([a, a * a])]) == [0, exact - (a * a).item()]
+
+
+def test_messages_are_lines_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    text = """#include <metal_logging>
+constant metal::os_log mine("org.example", "rows");
+kernel void k(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  if (i == 33) { os_log_default.log("%d of %u", -1, i); mine.log_error("%.2f %s", 1.5h, "no"); }
+  y[i] = i;
+}"""
+    k = MetalSource(HEAD + text, version=320).function("k")
+    k(2, 32, [torch.empty(64)], schedule="ascending")
+    place = "k: threadgroup (1, 0, 0), thread 1: "
+    assert capfd.readouterr().err == f"{place}log: -1 of 33\n{place}error: 1.50 no\n"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_vectors_at_the_alignment_of_their_elements(checked: bool) -> None:
+    """Where it is asked for, and in device memory; an element keeps its own."""
+    text = """kernel void k(device float* y [[buffer(0)]], device const uchar* x [[buffer(1)]],
+  constant uint& n [[buffer(2)]], threadgroup float* t [[threadgroup(0)]]) {
+  t[0] = t[1] = t[2] = t[3] = 1;
+  if (n < 16) { float4 v = ((device const float4*)(x + n))[1]; y[0] = v.y; }
+  else { float2 v = *(threadgroup float2*)(t + n - 16); y[0] = v.x; }
+}"""
+    x = torch.arange(32.0)
+
+    def run(n: int, aligned: bool) -> float:
+        source = MetalSource(HEAD + text, checked=checked, element_aligned=aligned)
+        y = torch.zeros(1)
+        source.function("k")(1, 1, [y, x, struct.pack("I", n)], [64], schedule="ascending")
+        return y.item()
+
+    assert [run(n, True) for n in (0, 4, 8)] == [5, 6, 7] and run(16, True) == 1
+    refused = [(2, True), (17, True)] + ([(4, False), (17, False)] if checked else [])
+    for n, aligned in refused:
+        with pytest.raises(EmulatorFault, match="is not a multiple of (4|8|16) bytes"):
+            run(n, aligned)
+
+
+def test_the_text_itself_forbids_contraction() -> None:
+    """By a pragma that any clang knows: the compiler of a driver is given no option for it."""
+    pragmas = re.findall(r"^#pragma .*$", (ROOT / "metal" / "entry.h").read_text(), re.M)
+    function = "float f(float a, float b, float c) { return a * b + c; }"
+    command = ["clang", "-x", "c++", "-S", "-emit-llvm", "-O1", "-ffp-contract=on", "-", "-o", "-"]
+    for lines, is_contracted in (([], True), (pragmas, False)):
+        done = zig(*command, text="\n".join([*lines, function]))
+        assert done.returncode == 0 and ("fmuladd" in done.stdout) == is_contracted
+    for kernel in ("gemv_q4_0_f16", "rms_norm_f32"):  # what the driver compiles
+        source = _C.metal_source(kernel)
+        assert 0 < source.index(pragmas[-1]) < source.index("kernel void")

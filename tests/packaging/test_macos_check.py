@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
+import macos_check
 import pytest
 from macos_build import compile_for_macos, is_of_macos, sources, torch_version, uses_torch
 from macos_check import LIBRARIES, PAGE, Objects, Row, check, keep, markdown
@@ -15,13 +17,16 @@ from places import ROOT
 HEADER = "#pragma once\nnamespace at { int present(); int absent(); }\n"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a torch whose libraries have one of the two functions its header declares."""
-    folder = tmp_path_factory.mktemp("wheel")
+@pytest.fixture
+def wheel(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The wheel of a torch whose libraries have one of the two functions its header declares, and
+    the text that the test gives."""
+    folder = tmp_path / "wheel"
+    folder.mkdir()
     library = folder / "library.cpp"
     library.write_text(
         'namespace at { __attribute__((visibility("default"))) int present() { return 1; } }\n'
+        f'extern "C" const char text[] = "{getattr(request, "param", "computeCommandEncoder")}";\n'
     )
     assert compile_for_macos(library, folder / "library.o") == ""
     out = folder / "torch-2.13.7-cp311-cp311-macosx_14_0_arm64.whl"
@@ -46,9 +51,27 @@ def test_what_is_missing_and_what_does_not_compile(wheel: Path, tmp_path: Path) 
     files = [(tmp_path / name, ()) for name in texts]
     row = check(wheel, files, Objects(tmp_path), tmp_path)
     assert (row.version, row.compiled, row.found) == ("2.13.7", 2, 1)
-    assert row.missing == ["__ZN2at6absentEv"]
+    assert row.missing == ["__ZN2at6absentEv"] and row.concurrent == []
     assert list(row.errors) == ["wrong.cpp"] and "renamed" in row.errors["wrong.cpp"]
     assert markdown([row], 3).endswith("| 2.13.7 | 2 of 3 | 1 | `__ZN2at6absentEv` |")
+
+
+SENT = ("computeCommandEncoderWithDispatchType:", "memoryBarrierWithScope:", "memoryBarrier")
+
+
+@pytest.mark.parametrize("wheel", SENT, indirect=True)
+def test_encoders_that_run_passes_side_by_side(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone a reason to fail."""
+    (file := tmp_path / "plain.cpp").write_text("int f() { return 1; }\n")
+    monkeypatch.setattr(macos_check, "sources", lambda _: [(file, ())])
+    monkeypatch.setattr(sys, "argv", ["macos_check", "--wheels", str(wheel.parent), "2.13"])
+    assert macos_check.main() == 1
+    said = capsys.readouterr().err
+    assert re.search(
+        r"torch 2.13.7: its encoders may be concurrent: (computeComm|memoryBarr)", said
+    )
 
 
 def test_every_file_of_the_module_is_there(tmp_path: Path) -> None:

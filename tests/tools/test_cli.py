@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 import re
 import shutil
 import sys
@@ -169,7 +170,6 @@ def test_quantize_replaces_a_folder_if_forced(
 
 def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
-        [],
         ["fly"],
         ["generate", "x", "--top-p", "1.5"],
         ["chat", "--ctx", "0"],
@@ -182,6 +182,24 @@ def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert exit.value.code == 2
         assert "usage: metalmm" in capsys.readouterr().err
+
+
+def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    shown = capsys.readouterr().err
+    assert exit.value.code == 2 and "error" not in shown
+    assert all(f"\n    {name} " in shown for name in ("generate", "chat", "quantize", "info"))
+
+
+def test_libraries_that_transformers_imports_are_quiet(
+    capsys: pytest.CaptureFixture[str], gguf: Path
+) -> None:
+    assert main(["generate", "x", "--model", str(gguf), "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
+    for name in ("torchao", "torch.utils._pytree"):  # what torchao 0.18 says when imported
+        logging.getLogger(name).warning("Failed to load _C.so")
+    assert capsys.readouterr().err == ""
 
 
 def test_errors_are_one_line(

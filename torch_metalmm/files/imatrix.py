@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..extras import require
 from ..models.replace import packable, weight_shape
-from .gguf.file import GgufFile
+from .gguf.file import GgufFile, write_out
 from .gguf.map import gguf_names
+from .staging import replaced
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _I32 = struct.Struct("<i")
@@ -107,16 +108,22 @@ def write_imatrix(path: str | os.PathLike[str], matrix: Imatrix) -> None:
         if type(value) is not int or value < least:
             raise ValueError(f"{what} must be an integer of at least {least}, got {value!r}")
     if os.fspath(path).endswith(".dat"):
-        Path(path).write_bytes(_dat(matrix))
+        with replaced(Path(path)) as new:
+            new.write_bytes(_dat(matrix))
         return
     require("write_imatrix", "gguf")
+    with replaced(Path(path)) as new:
+        _write_gguf(new, matrix)
+
+
+def _write_gguf(path: Path, matrix: Imatrix) -> None:
     from gguf import GGUFWriter
 
     class Writer(GGUFWriter):
         def add_architecture(self) -> None:
             """There is none."""
 
-    writer = Writer(os.fspath(path), "")
+    writer = Writer(path, "")
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", list(matrix.datasets))
     writer.add_uint32("imatrix.chunk_count", matrix.chunks)
@@ -124,10 +131,7 @@ def write_imatrix(path: str | os.PathLike[str], matrix: Imatrix) -> None:
     for name, entry in sorted(matrix.entries.items()):
         writer.add_tensor(name + _SUMS, np.ascontiguousarray(entry.sums, np.float32))
         writer.add_tensor(name + _COUNTS, entry.counts.astype(np.float32)[:, None])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def _read_gguf(path: str | os.PathLike[str]) -> Imatrix:

@@ -21,6 +21,10 @@ link meanwhile. Before step 1 the save locks the folder and settles what a kille
 Rejected: exchanging the whole folder with another one (renameat2, renamex_np), because it takes
 .git, README.md and a shell's current folder along, needs a writable parent and fails on mount
 points; a journal that loaders replay, because other libraries would load a mixture.
+
+One file alone is written in a folder of its own, folder/.writing-x/, which its process locks; one
+rename puts it in its place. A folder whose lock nobody has is a killed save's, and the next save
+removes it.
 """
 
 from __future__ import annotations
@@ -35,9 +39,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import uuid4
 
 _PREFIX = ".saving-"
+_ALONE = ".writing-"  # whose lock is its own: saves of several files go on in one folder
 
 
 @contextmanager
@@ -73,9 +77,9 @@ def is_staging(folder: str | os.PathLike[str]) -> bool:
     return Path(folder).parent.name.startswith(_PREFIX)
 
 
-def cannot_write(target: Path, error: OSError) -> OSError:
-    """The error with the folder in its message; type and errno stay."""
-    named = type(error)(f"cannot write to the folder {target}: {error.strerror}")
+def cannot_write(target: Path, error: OSError, kind: str = "to the folder ") -> OSError:
+    """The error with the folder, or for kind="" the file, in its message; type and errno stay."""
+    named = type(error)(f"cannot write {kind}{target}: {error.strerror}")
     named.errno = error.errno
     return named
 
@@ -94,16 +98,50 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write, which takes its place once it is whole, or is gone again."""
-    new = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
-    try:
-        yield new
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    """A file of the same name to write, which takes the place of `path` once it is whole.
+
+    It is on the disk before. What killed saves left in the folder is removed. OSError that names
+    `path`: the disk is full, the folder cannot be written.
+    """
+    with _errors_name(path, kind=""):
+        _sweep(path.parent)
+        work, lock = _own_folder(path.parent)
+        try:
+            yield work / path.name
+            _sync(work / path.name)
+            os.replace(work / path.name, path)
+            _sync(path.parent)
+        finally:
+            os.close(lock)
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _own_folder(parent: Path) -> tuple[Path, int]:
+    """An empty folder for one file, and the descriptor that has its lock."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=_ALONE, dir=parent))
+        lock = os.open(work, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks: nobody takes it for a killed one's
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if work.exists():  # else a sweep came before the lock
+            return work, lock
+        os.close(lock)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of single files whose processes are gone."""
+    for work in parent.glob(f"{_ALONE}*"):
+        with suppress(OSError):  # it is gone, is written, or cannot be locked
+            lock = os.open(work, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(work, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _settle(target: Path) -> None:
+    _sweep(target)
     for work in target.glob(f"{_PREFIX}*"):
         names = sorted(_names(work / "new") | _names(work / "old"))
         for name in names:
@@ -223,8 +261,8 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _errors_name(target: Path) -> Iterator[None]:
-    """OSErrors of writing name the folder, and safetensors' errors of writing are OSErrors."""
+def _errors_name(target: Path, kind: str = "to the folder ") -> Iterator[None]:
+    """OSErrors of writing name what cannot_write() names; safetensors' errors become such."""
     from safetensors import SafetensorError
 
     try:
@@ -234,10 +272,10 @@ def _errors_name(target: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # some library's own, with its own words
             raise
-        raise cannot_write(target, error) from error
+        raise cannot_write(target, error, kind) from error
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
         code = int(number[1])
-        raise cannot_write(target, OSError(code, os.strerror(code))) from error
+        raise cannot_write(target, OSError(code, os.strerror(code)), kind) from error

@@ -1,4 +1,4 @@
-"""Methods of PreTrainedModel that would take packed bytes for weights.
+"""Methods of PreTrainedModel that take packed bytes for weights, or refuse quantized models.
 
 The methods are replaced in the class, because nothing tells a model that its layers are packed one
 by one.
@@ -7,12 +7,15 @@ by one.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..models.shard.apply import whole_shape
-from ..nn import QuantEmbedding, QuantLinear
+from ..nn import QuantEmbedding, QuantExperts, QuantLinear
+from ..nn.packed import Packed
 from ..nn.sharded import Sharded
 from .counts import of_weights
 
@@ -46,6 +49,36 @@ def resize_token_embeddings(
     return _resize(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 
+def _cast(name: str) -> Callable[[PreTrainedModel], PreTrainedModel]:
+    """half() or float(), which transformers refuses of every quantized model."""
+    theirs = getattr(PreTrainedModel, name)
+
+    @functools.wraps(theirs)
+    def cast(self: PreTrainedModel, *args: Any) -> PreTrainedModel:
+        method = getattr(nn.Module, name) if _is_packed(self) else theirs
+        cast_model: PreTrainedModel = method(self, *args)
+        return cast_model
+
+    return cast
+
+
+def double(self: PreTrainedModel) -> PreTrainedModel:
+    """ValueError: the model has packed layers, which have no kernels of float64."""
+    if _is_packed(self):
+        raise ValueError(
+            "double(): packed layers compute in float32, float16 or bfloat16; call dequantize() "
+            "first"
+        )
+    return nn.Module.double(self)
+
+
+def _is_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, Packed | QuantExperts) for module in model.modules())
+
+
+PreTrainedModel.half = _cast("half")  # type: ignore[method-assign]
+PreTrainedModel.float = _cast("float")  # type: ignore[method-assign]
+PreTrainedModel.double = double  # type: ignore[assignment]
 PreTrainedModel.num_parameters = of_weights(  # type: ignore[method-assign]
     PreTrainedModel.num_parameters
 )

@@ -53,6 +53,8 @@ _CODE += ["-fno-plt"]  # a stub of the linker has no line, and belongs to no sec
 # What a checked library calls before each access, and where an alignment or an index is wrong.
 _CHECKS = ["-DMM_CHECKED", "-fsanitize=kernel-address"]
 _CHECKS += ["-fsanitize=alignment,array-bounds,integer-divide-by-zero"]
+# No alignment that a pointer's type implies is relied on: cast_pointer() of host/runtime.h checks.
+ELEMENT_ALIGNED = ("-fmax-type-align=1", "-DMM_ELEMENT_ALIGNED")
 for _option in (
     "instrumentation-with-call-threshold=0",
     "kernel-mem-intrinsic-prefix=1",
@@ -255,11 +257,11 @@ def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
 _FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULTILINE)
 
 
-def _compile(folder: Path, text: str, checked: bool) -> Path:
+def _compile(folder: Path, text: str, checked: bool, more: Sequence[str]) -> Path:
     """Compiles translated `text` into folder/shader.o."""
     file, obj = folder / "shader.cpp", folder / "shader.o"
     file.write_text(text)
-    checks = _CHECKS if checked else []
+    checks = [*(_CHECKS if checked else []), *more]
     places = [f"-ffile-prefix-map={ROOT}/="]  # a library serves every checkout
     command = [*LANGUAGE, *_CODE, *_machine(), *checks, *places, "-c", str(file), "-o", str(obj)]
     done = zig("clang", *command)
@@ -270,11 +272,11 @@ def _compile(folder: Path, text: str, checked: bool) -> Path:
     return obj
 
 
-def _link(library: Path, text: str, checked: bool) -> None:
+def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> None:
     """Compiles `text` and links it with the emulator."""
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
-        objects = [str(_compile(Path(temporary), text, checked)), *runtime_objects()]
+        objects = [str(_compile(Path(temporary), text, checked, more)), *runtime_objects()]
         done = zig("cc", "-shared", "-g1", "-o", str(linked), *objects, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
@@ -284,7 +286,7 @@ def _link(library: Path, text: str, checked: bool) -> None:
 def compile_text(folder: Path, text: str, name: str, checked: bool) -> Path:
     """The object file of a text by somebody else, in `folder`, to link with another emulator."""
     translated, source = translate(text, name, ())
-    return _compile(folder, translated + "\n" + tables(source, checked), checked)
+    return _compile(folder, translated + "\n" + tables(source, checked), checked, ())
 
 
 @contextlib.contextmanager
@@ -300,16 +302,21 @@ def _missing(file: Path) -> Iterator[bool]:
 
 
 def build_text(
-    text: str, name: str, include: Sequence[Path], checked: bool, version: int = METAL_VERSION
+    text: str,
+    name: str,
+    include: Sequence[Path],
+    checked: bool,
+    version: int = METAL_VERSION,
+    more: Sequence[str] = (),
 ) -> Path:
-    """The library of a text by somebody else."""
+    """The library of a text by somebody else. more: options of clang."""
     expanded = preprocess(text, name, include, version)  # with what its #include lines give
-    key = digest(_tool_digest(), expanded, name, str(checked), str(version), _scripts())
+    key = digest(_tool_digest(), expanded, name, str(checked), str(version), *more, _scripts())
     library = CACHE / key / "library.so"
     with _missing(library) as missing:
         if missing:
             translated, source = _translate(expanded, name, version)
-            _link(library, translated + "\n" + tables(source, checked), checked)
+            _link(library, translated + "\n" + tables(source, checked), checked, more)
     return library
 
 

@@ -219,7 +219,7 @@ class _Checker:
                 self.body(body, close)
         elif not set(words) & _NO_VARIABLE and not body and len(words) > 1:
             self.fail(plain[0], "program scope variable must reside in constant address space")
-        elif "constant" in words and not body and not {"=", "extern"} & set(words):
+        elif "constant" in words and not body and not {"=", "(", "extern"} & set(words):
             attributes = {a[0].text for a in _attributes(head) if a}
             if "function_constant" not in attributes:
                 self.fail(plain[0], "a variable in constant address space must be initialized")

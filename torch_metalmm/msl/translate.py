@@ -76,7 +76,7 @@ def visible_edits(text: str, source: Source) -> list[Edit]:
             edits.append(Edit(token.at, token.end, f"static_cast<{type_}>({narrow[1]}L)"))
         elif token.text == "threadgroup" and bodies and _declares_storage(tokens, i):
             edits.append(Edit(token.at, token.at, _STORAGE))
-        edits += _vector_words(tokens, i) or _pointer_cast(tokens, i)
+        edits += _vector_words(tokens, i) or _pointer_cast(tokens, i) or _logger(tokens, i)
         i += 1
     return edits
 
@@ -166,6 +166,14 @@ def _vector_words(tokens: list[Token], i: int) -> list[Edit]:
                 Edit(tokens[last].end, tokens[last].end, ")"),
             ]
     return []
+
+
+def _logger(tokens: list[Token], i: int) -> list[Edit]:
+    """os_log name("…", "…") gets braces: it is an aggregate here (csrc/msl/host/logging.h)."""
+    if tokens[i].text != "os_log" or i + 2 >= len(tokens) or tokens[i + 2].text != "(":
+        return []
+    opening, closing = tokens[i + 2], tokens[matching(tokens, i + 2)]
+    return [Edit(t.at, t.end, brace) for t, brace in ((opening, "{"), (closing, "}"))]
 
 
 def _pointer_cast(tokens: list[Token], i: int) -> list[Edit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import TYPE_CHECKING
 
 from ..engines import DEVICES, check_device
@@ -17,7 +18,9 @@ OF_DEVICE = ", ".join(DEVICES)
 
 def add_common(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of activations and unpacked weights; default the model's"
+        "--dtype",
+        choices=_DTYPES,
+        help="of activations and unpacked weights; default the model's, on mps 16 bits",
     )
     parser.add_argument("--device", default="cpu", help=f"{OF_DEVICE}; default: cpu")
     parser.add_argument("-t", "--threads", type=positive_int, metavar="N", help="CPU threads")
@@ -52,6 +55,9 @@ def start(args: argparse.Namespace, *packages: str) -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     require("this command", "gguf", *HF, *packages)
+    # transformers imports an installed torchao, which warns of its CUDA libraries and enums.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

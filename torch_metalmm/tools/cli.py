@@ -27,7 +27,10 @@ from .serve.command import add_serve
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 1 for an error, 2 for wrong usage."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.exit(2, parser.format_help())
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: (
         f"metalmm: warning: {harmless(str(message))}\n"
@@ -53,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="metalmm", description="Run and make models whose weights stay packed."
     )
     parser.add_argument("--version", action="version", version=f"metalmm {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     add_generate(commands.add_parser("generate", help="answer a prompt"))
     add_chat(commands.add_parser("chat", help="talk with a model"))
     add_serve(commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does"))

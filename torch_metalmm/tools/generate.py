@@ -31,12 +31,20 @@ def reads_gguf(path: Path) -> bool:
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's."""
+    """(model, tokenizer) of a GGUF file, or of a folder: packed, MLX's or load_quantized's.
+
+    dtype None: the model's, but float16 for one of float32 on mps (see load_gguf's default_dtype).
+    """
     if not reads_gguf(path):
+        from ..files.folder import read_config
         from ..files.mlx.load import is_mlx, load_mlx
         from ..files.quantized import is_quantized, load_quantized
         from ..hf.packed import load_packed
 
+        if dtype is None and device == "mps" and (path / "config.json").exists():
+            values = read_config(path)
+            if (values.get("dtype") or values.get("torch_dtype")) == "float32":
+                dtype = torch.float16
         if is_mlx(path):
             return load_mlx(path, device, dtype)
         if is_quantized(path):
@@ -46,7 +54,7 @@ def load_model(path: Path, device: str, dtype: torch.dtype | None) -> tuple[Any,
         return load_packed(path, device, dtype)
     from ..files.gguf.load import load_gguf
 
-    return load_gguf(path, device, dtype or torch.float32)
+    return load_gguf(path, device, dtype)
 
 
 def check_loadable(folder: Path, name: str) -> None:

@@ -187,6 +187,18 @@ __attribute__((visibility("default"))) int mm_launch(const MmLaunch* in, MmRepor
 
 bool mm_constant_is_set(const void* storage) { return constant_is_set(storage); }
 
+void mm_log(const char* level, const char* format, ...) {
+  const Worker& w = *this_worker();
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  // One call, so that lines of several workers stay whole.
+  fprintf(stderr, "%s: threadgroup (%u, %u, %u), thread %u: %s: %s\n", w.launch->in->kernel,
+          w.tg[0], w.tg[1], w.tg[2], w.current->index, level, text);
+}
+
 void* mm_argument_memory(MmRole role, uint32_t index) {
   const Worker& w = *this_worker();
   return role == kMmRoleThreadgroup ? w.memory[index].begin : w.launch->buffers[index].span.begin;

@@ -280,14 +280,21 @@ static void fail_at(const UbsanPlace& place, MmFault fault, const char* format, 
   metalmm::fail_here(fault, 0, format, a, b);
 }
 
-void __ubsan_handle_type_mismatch_v1(UbsanTypeMismatch* data, uintptr_t p) {
+static void fail_misaligned(const void* p, uint32_t alignment, const char* file, uint32_t line) {
   metalmm::Worker* w = metalmm::this_worker();
   if (!w || !w->current) return;
   char where[96];
-  metalmm::name_memory(*w, reinterpret_cast<const char*>(p), where, sizeof where);
-  if (!w->current->site_file) mm_site(data->place.file, data->place.line);
+  metalmm::name_memory(*w, static_cast<const char*>(p), where, sizeof where);
+  if (!w->current->site_file) mm_site(file, line);
   metalmm::fail_here(kMmMisaligned, 0, "misaligned: %s is not a multiple of %u bytes in memory",
-                     where, 1u << data->log_alignment);
+                     where, alignment);
+}
+void __ubsan_handle_type_mismatch_v1(UbsanTypeMismatch* data, uintptr_t p) {
+  fail_misaligned(reinterpret_cast<const void*>(p), 1u << data->log_alignment, data->place.file,
+                  data->place.line);
+}
+void mm_aligned(const void* p, uint32_t alignment, const char* file, uint32_t line) {
+  if (reinterpret_cast<uintptr_t>(p) % alignment) fail_misaligned(p, alignment, file, line);
 }
 void __ubsan_handle_out_of_bounds(UbsanPlace* place, uintptr_t index) {
   fail_at(*place, kMmUndefined, "out of bounds: index %lld of an array of fixed length", index, 0);

@@ -79,6 +79,10 @@ bool mm_constant_is_set(const void* storage);
 void mm_site(const char* file, uint32_t line);
 // An access of n bytes: clang calls functions of its own, but for atomic ones.
 void mm_access(const void* p, uint64_t n, bool write, bool atomic);
+// A cast to a pointer: p is a multiple of `alignment`, or that is a fault.
+void mm_aligned(const void* p, uint32_t alignment, const char* file, uint32_t line);
+// A line on stderr with the thread's place; `format` is printf's.
+void mm_log(const char* level, const char* format, ...);
 // An argument of the kernel: where its memory is, or the three numbers of a position.
 void* mm_argument_memory(MmRole role, uint32_t index);
 void mm_argument_value(MmRole role, uint32_t* xyz);

@@ -1,7 +1,7 @@
 // Checks that the emulator makes, and copies of memory, for the other headers here.
 #pragma once
 
-#include "language/types.h"
+#include "language/traits.h"
 
 #include "abi.h"  // after the types, by which it knows a shader
 
@@ -31,6 +31,40 @@ METAL_FUNC void site(const char* file, uint line) {
   (void)file, (void)line;
 #endif
 }
+
+// What a pointer to T in a space is a multiple of: where MM_ELEMENT_ALIGNED, of a vector in device
+// memory its element's size.
+template <class T>
+constexpr uint alignment_of() {
+  using Plain = remove_cv_t<remove_addrspace_t<T>>;
+  if constexpr (__is_void(Plain)) {
+    return 1;
+  } else if constexpr (vector_of<Plain>::size > 1 && space_of<T>::value == 1) {
+    return sizeof(element_t<Plain>);
+  } else {
+    return alignof(Plain);
+  }
+}
+
+// (P)x, which may not change an address space: msl/translate.py writes it for casts to pointers.
+template <class P, class X>
+constexpr bool keeps_space() {
+  if constexpr (__is_pointer(X)) {
+    return space_of<__remove_pointer(P)>::value == space_of<__remove_pointer(X)>::value;
+  }
+  return true;
+}
+template <class P, class X, enable_if_t<keeps_space<P, X>(), int> = 0>
+METAL_FUNC P cast_pointer(X x, const char* file = __builtin_FILE(), uint line = __builtin_LINE()) {
+#ifdef MM_ELEMENT_ALIGNED  // clang then assumes nothing of pointers, and checks none
+  mm_aligned((const void*)x, alignment_of<__remove_pointer(P)>(), file, line);
+#else
+  (void)file, (void)line;
+#endif
+  return (P)x;
+}
+template <class P, class X, enable_if_t<!keeps_space<P, X>(), int> = 0>
+P cast_pointer(X x) = delete;
 
 // Copies of structs out of and into an address space, which C++ has no implicit constructors for.
 template <class T>

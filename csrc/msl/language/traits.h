@@ -126,21 +126,6 @@ struct space_of<threadgroup T> : integral_constant<int, 2> {};
 template <class T>
 struct space_of<constant T> : integral_constant<int, 3> {};
 
-// (P)x, which may not change an address space: msl/translate.py writes it for casts to pointers.
-template <class P, class X>
-constexpr bool keeps_space() {
-  if constexpr (__is_pointer(X)) {
-    return space_of<__remove_pointer(P)>::value == space_of<__remove_pointer(X)>::value;
-  }
-  return true;
-}
-template <class P, class X, enable_if_t<keeps_space<P, X>(), int> = 0>
-METAL_FUNC P cast_pointer(X x) {
-  return (P)x;
-}
-template <class P, class X, enable_if_t<!keeps_space<P, X>(), int> = 0>
-P cast_pointer(X x) = delete;
-
 }  // namespace emulator
 
 template <class... B>

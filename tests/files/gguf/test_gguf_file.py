@@ -53,6 +53,29 @@ def test_dtype_is_that_of_activations_and_norms(tiny_llama: Path, dtype: torch.d
     assert (y.float() - exact(ids).logits).abs().max() < 16 * torch.finfo(dtype).eps * size
 
 
+@pytest.mark.parametrize(
+    ("architecture", "formats", "dtype"),
+    [
+        ("llama", ("q4_k", "q6_k"), torch.float16),
+        ("llama", ("q4_k", "bf16"), torch.bfloat16),
+        ("gemma3", ("q4_k",), torch.bfloat16),
+    ],
+)
+def test_the_dtype_on_mps_has_16_bits(
+    folder: Path,
+    architecture: str,
+    formats: tuple[str, ...],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights are left out: no other step takes the device."""
+    path = random_model(folder / f"{architecture}{len(formats)}.gguf", architecture, kinds=formats)
+    monkeypatch.setattr("torch_metalmm.files.gguf.load._fill", lambda *_: None)
+    assert load_quietly(path, device="mps")[0].dtype == dtype
+    assert load_quietly(path, device="mps", dtype=torch.float32)[0].dtype == torch.float32
+    assert load_quietly(path)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", ["eot", "eom"])
 def test_generation_stops_at_every_end_token(folder: Path, kind: str) -> None:
     tensors = dict(tensors_of(random_model(folder / "a.gguf", "llama")))

@@ -295,3 +295,21 @@ def _formats_in_files() -> list[str]:
     """The formats that a GGUF tensor can have."""
     known = set(type_names().values())
     return [name for name in formats.names() if name in known]
+
+
+def write_out(writer: Any) -> None:
+    """Write what a GGUFWriter of one file was given, and close it.
+
+    Not write_tensors_to_file(): numpy's tofile() loses the system's number of an error.
+    """
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    (out,), (tensors,) = writer.fout, writer.tensors
+    try:
+        writer.write_padding(out, out.tell())
+        for tensor in tensors.values():
+            out.write(np.ascontiguousarray(tensor.tensor).data)
+            writer.write_padding(out, tensor.nbytes)
+    finally:
+        writer.close()

@@ -37,13 +37,15 @@ from .rows import Architecture
 from .split import open_gguf
 from .tokenizer import tokenizer
 
+# Trained in bfloat16, with residuals beyond float16's 65504.
+_BEYOND_F16 = ("gemma", "t5")
 _MOST_BUFFERS = 1 << 20  # bytes, of models that are smaller than what they have of these
 
 
 def load_gguf(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     mesh: Any = None,
     plan: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
@@ -57,7 +59,7 @@ def load_gguf(
     Files larger than memory load, and writing to a weight never reaches the file. The file must not
     be truncated while the model is used: a read beyond its end kills the process (SIGBUS). A tied
     output head shares the embedding's bytes. Everything else (norms, biases, convolutions) is
-    decoded to `dtype`, the dtype of the activations too.
+    decoded to `dtype`, the dtype of the activations too; by default that of default_dtype.
     A quantized weight that cannot stay packed is decoded with a warning; another warning names the
     tensors of the file that the model has no place for. The model is frozen and in eval mode.
     With a mesh, this rank loads and reads its part of the model, as shard_(model, mesh, plan).
@@ -68,12 +70,13 @@ def load_gguf(
     be mapped, a missing tensor or one of another shape than the model's, metadata too large for a
     model. ValueError, too, where the file is truncated while it is read.
     """
-    if dtype not in DTYPES.values():
+    if dtype not in (None, *DTYPES.values()):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     require("load_gguf", "gguf", *HF)
 
     file = open_gguf(path)
     _check_sizes(file)
+    dtype = dtype or default_dtype(file, device)
     with blaming(file.path, "transformers makes no config of its metadata"):
         config, row, values = model_config(file)
     with blaming(file.path, "no model fits its metadata"):
@@ -100,6 +103,19 @@ def load_gguf(
     _set_end_tokens(model, file)
     attach(model)
     return model.requires_grad_(False), tokens
+
+
+def default_dtype(file: GgufFile, device: torch.device | str) -> torch.dtype:
+    """The dtype of activations where none is asked for: float32, but on mps one of 16 bits.
+
+    There float32 takes float tiles, matrix kernels from 9 rows on where float16 has them from 33,
+    and never the matrix units of M5. bfloat16 where a matrix of the file is, and for architectures
+    whose activations float16 does not hold; else float16.
+    """
+    if torch.device(device).type != "mps":
+        return torch.float32
+    bf16 = any(t.format == "bf16" and len(t.shape) > 1 for t in file.tensors.values())
+    return torch.bfloat16 if bf16 or file.architecture.startswith(_BEYOND_F16) else torch.float16
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from ...models.replace import dense_weight, is_conv1d, weight_shape
 from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
+from ..staging import replaced
 from .architectures import ROPE_DIVISORS, llama3_divisors, metadata, model_config
 from .experts import check_format, stored_experts
-from .file import GgufFile
+from .file import GgufFile, write_out
 from .layout import TensorMap
 from .map import ProcessorMap
 from .routing import one_group
@@ -70,18 +70,9 @@ def save_gguf(
         )
     values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture, row)
-    try:
-        # Not staging's prefix: saves of folders remove what is left under theirs.
-        temporary = tempfile.TemporaryDirectory(prefix=".gguf-", dir=target.parent)
-    except OSError as error:  # which names the temporary folder
-        raise type(error)(error.errno, error.strerror, str(target)) from error
-    with temporary as folder:
-        made = Path(folder, "model.gguf")
+    with replaced(target) as made:
         _write(made, architecture, values, tensors)
         _check_config(made, model.config)
-        with made.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(made, target)
 
 
 def check_target(path: str | os.PathLike[str], replace: bool, option: str) -> Path:
@@ -225,10 +216,7 @@ def _write(
         packed = tensor.dtype == torch.uint8  # parts of a stack are copied when they are written
         data = (tensor if packed else tensor.contiguous().view(torch.uint8)).numpy()
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def _check_config(path: Path, config: Any) -> None:

@@ -57,15 +57,11 @@ def write(layers: Iterable[Any], format: str | None, path: str | os.PathLike[str
             for name, t in zip(_ROWS, rows, strict=True):
                 tensors[f"layers.{i}.{name}"] = t.contiguous().cpu()
     said = json.dumps({"version": VERSION, "format": format, "layers": entries})
-    target = Path(path)
-    try:
-        with replaced(target) as new:
-            new.open("xb").close()
-            mode = new.stat().st_mode & 0o777
-            save_file(tensors, new, metadata={KEY: said})
-            new.chmod(mode)  # safetensors makes a file for its owner alone
-    except SafetensorError as error:  # safetensors' word for a full disk, too
-        raise OSError(f"cannot write {target}: {error}") from error
+    with replaced(Path(path)) as new:
+        new.open("xb").close()
+        mode = new.stat().st_mode & 0o777
+        save_file(tensors, new, metadata={KEY: said})
+        new.chmod(mode)  # safetensors makes a file for its owner alone
 
 
 class File:

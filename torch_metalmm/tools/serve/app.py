@@ -28,6 +28,7 @@ from .feed import Feed
 from .prompts import Prompts
 from .replies import ChatReply, CompletionReply
 from .schema import Chat, Completion, Embedding, Generation, parse
+from .tokens import LARGE, give_memory_back
 from .wire import Bounded, refused
 
 _BODY_SECONDS = 30.0  # to send a body
@@ -177,6 +178,9 @@ class Server:
                 return refused(error)
             except ClientDisconnect:
                 return Response(status_code=499)
+            finally:
+                if getattr(request.state, "is_large", False):
+                    give_memory_back()
 
         return guarded
 
@@ -223,6 +227,7 @@ class Server:
                         raise ApiError(413, message, code="body_too_large")
         except TimeoutError:
             raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from None
+        request.state.is_large = len(body) > LARGE
         return bytes(body)
 
     def _model(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     import uvicorn
 
     from ..chat.template import Template
-    from .wire import Protocol
+    from .wire import BACKLOG, connections_of, protocol
 
     bound = _bound(args.host, args.port)
     with closing(bound), closing(Template()) as template:
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
             log_level="warning",
             timeout_graceful_shutdown=_SHUTDOWN,
             server_header=False,
-            http=Protocol,
+            backlog=BACKLOG,
+            http=protocol(connections_of(server.limits.requests)),
         )
         server.engine.start()
         try:
@@ -112,14 +113,15 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     from .prompts import Prompts
     from .rows import can_join
     from .single import Single
+    from .tokens import Tokens
 
     worker = Worker("metalmm-engine")
     loaded = worker.call(lambda: load(args, generating=False)).result()
     model, tokenizer = loaded.model, loaded.tokenizer
     generates = bool(getattr(model, "can_generate", lambda: False)())
-    prompts, session = None, None
+    prompts, session, tokens = None, None, Tokens(model, tokenizer)
     if generates:
-        prompts = Prompts(model, tokenizer, template, args.ctx, args.max_new_tokens)
+        prompts = Prompts(model, tokenizer, template, args.ctx, args.max_new_tokens, tokens)
         session = Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
     runner: Runner = Single(session)
     if generates and args.cache is None and loaded.draft is None and can_join(model):
@@ -129,7 +131,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
         name=args.name or loaded.name,
         engine=Engine(runner, args.queue, worker),
         prompts=prompts,
-        embedder=Embedder(model, tokenizer, pooling, context_of(model)),
+        embedder=Embedder(model, tokenizer, pooling, context_of(model), tokens),
         limits=Limits(
             body=args.max_body,
             messages=args.max_messages,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .engine import Stopped, stoppable
 from .errors import ApiError
-from .prompts import checked, tokens_of, vocabulary_of
 from .rows import can_join
+from .tokens import Tokens
 
 _FORWARD = 1024  # tokens that texts of one forward have together
 _MOST = 8192  # tokens of a text: OpenAI's limit
@@ -22,9 +22,16 @@ _REQUEST = 300_000  # tokens of a request: OpenAI's limit
 class Embedder:
     """Of one model and tokenizer."""
 
-    def __init__(self, model: Any, tokenizer: Any, pooling: str, context: int | None) -> None:
-        """context: the most tokens of a text. pooling: of sentences.POOLINGS."""
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        pooling: str,
+        context: int | None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """context: the most tokens of a text. pooling: of sentences.POOLINGS. tokens: Prompts'."""
+        self._model, self._tokens = model, tokens or Tokens(model, tokenizer)
         self._base = getattr(model, "base_model", model)  # without a head for tokens
         self._pooling, self._most = pooling, min(context or _MOST, _MOST)
         takes = inspect.signature(self._base.forward).parameters
@@ -33,15 +40,15 @@ class Embedder:
 
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
         """ApiError 400: a text is too long, or has tokens that the model does not know."""
-        size, found, count = vocabulary_of(self._model), [], 0
+        found, count = [], 0
         for given in inputs:
-            ids = given if isinstance(given, list) else tokens_of(self._tokenizer, given, "input")
+            ids = self._tokens.of(given, "input", self._most) if isinstance(given, str) else given
             if not ids:
                 raise ApiError(400, "input: no tokens", "input")
             if len(ids) > self._most:
                 message = f"input: {len(ids)} tokens; at most {self._most} of a text are read"
                 raise ApiError(400, message, "input", "context_length_exceeded")
-            found.append(checked(ids, size, "input"))
+            found.append(self._tokens.checked(ids, "input"))
             count += len(ids)
             if count > _REQUEST:
                 message = f"input: more than {_REQUEST} tokens"

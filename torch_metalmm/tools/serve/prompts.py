@@ -10,6 +10,7 @@ from ..chat.session import context_of
 from ..chat.template import Template
 from .errors import ApiError
 from .schema import Chat, Completion
+from .tokens import Tokens
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -18,14 +19,21 @@ class Prompts:
     """Of one model. The chat template runs in its own process; one request at a time uses it."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, template: Template, context: int | None, most: int | None
+        self,
+        model: Any,
+        tokenizer: Any,
+        template: Template,
+        context: int | None,
+        most: int | None,
+        tokens: Tokens | None = None,
     ) -> None:
-        """context: tokens of prompt and answer, None: the model's. most: new tokens."""
+        """context: tokens of prompt and answer, None: the model's. most: new tokens. tokens: those
+        of the same model that others read texts with."""
         self._tokenizer, self._template = tokenizer, template
+        self._tokens = tokens or Tokens(model, tokenizer)
         own = context_of(model)
         self._context = min(context, own) if context and own else context or own
         self._most = most
-        self._size = vocabulary_of(model)
         self._lock = threading.Lock()
 
     def of_chat(self, request: Chat) -> tuple[str, list[int]]:
@@ -44,7 +52,7 @@ class Prompts:
     def of_completion(self, request: Completion) -> tuple[str, list[int]]:
         if isinstance(request.prompt, str):
             return request.prompt, self._ids(request.prompt, "prompt")
-        return "", checked(request.prompt, self._size, "prompt")
+        return "", self._tokens.checked(request.prompt, "prompt")
 
     def room(self, ids: list[int], wanted: int | None, name: str) -> int:
         """How many tokens may follow. ApiError 400: none."""
@@ -62,28 +70,7 @@ class Prompts:
         return min(limits) if limits else 1 << 30
 
     def _ids(self, text: str, name: str, **options: Any) -> list[int]:
-        return checked(tokens_of(self._tokenizer, text, name, **options), self._size, name)
-
-
-def tokens_of(tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
-    """ApiError 400: the text is no Unicode."""
-    try:
-        return list(tokenizer(text, verbose=False, **options).input_ids)
-    except (UnicodeError, TypeError):  # a lone surrogate
-        raise ApiError(400, f"{name}: the text has half a surrogate pair", name) from None
-
-
-def checked(ids: list[int], size: int, name: str) -> list[int]:
-    """ApiError 400: one of them is no token of the model; a text may have such, too."""
-    for token in ids:
-        if not 0 <= token < size:
-            raise ApiError(400, f"{name}: token {token}; must be from 0 to {size - 1}", name)
-    return ids
-
-
-def vocabulary_of(model: Any) -> int:
-    """How many tokens the model knows; its tokenizer may have more."""
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+        return self._tokens.of(text, name, self._context, **options)
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,171 @@
+"""Clients of `metalmm serve` that say half of a request, or read nothing: real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import random_model
+from serving import serving
+
+pytest.importorskip("uvicorn")
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from torch_metalmm.tools.serve import wire
+
+HALF = b"GET /0 HTTP/1.1\r\nHost: local"
+WHOLE = b"GET /0 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+DESCRIPTORS = 512
+
+
+async def answers(scope: Any, receive: Any, send: Any) -> None:
+    """As many MiB as the path says."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(int(scope["path"].strip("/") or 0)):
+        await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@asynccontextmanager
+async def listening(connections: int = 8) -> AsyncIterator[tuple[int, ServerState]]:
+    """A port where `answers` does."""
+    config = uvicorn.Config(answers, log_config=None, lifespan="off", timeout_keep_alive=60)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: wire.protocol(connections)(config=config, server_state=state, app_state={}),
+        "127.0.0.1",
+        0,
+    )
+    async with server:
+        yield server.sockets[0].getsockname()[1], state
+        for connection in list(state.connections):
+            connection.transport.abort()
+
+
+async def closed_after(port: int, *sent: bytes) -> tuple[bytes, float]:
+    """(what comes, the seconds until the server closes) of a client that sends these parts."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+    begun, came = time.monotonic(), b""
+    for part in sent:
+        writer.write(part)
+        await asyncio.sleep(0.1)
+    with suppress(ConnectionError):
+        came = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return came, time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ((), (HALF,), (WHOLE,), (WHOLE, HALF), tuple(HALF[i : i + 1] for i in range(20))),
+    ids=("nothing", "half", "idle after", "half after", "drops"),
+)
+def test_a_request_that_does_not_come(
+    sent: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection ends in time, however slowly its head comes; what was asked is answered."""
+    monkeypatch.setattr(wire, "HEAD_SECONDS", 0.5)
+
+    async def ask() -> tuple[bytes, float]:
+        async with listening() as (port, _):
+            return await closed_after(port, *sent)
+
+    came, seconds = asyncio.run(ask())
+    assert came.count(b"ok") == (WHOLE in sent) and seconds < 3
+
+
+def test_an_answer_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and frees what it has; one that is read slowly is whole."""
+    monkeypatch.setattr(wire, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(wire, "WRITE_SECONDS", 0.5)
+    get = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def ask() -> tuple[int, int]:
+        async with listening() as (port, state):
+            _, unread = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+            unread.write(get % 64)
+            reader, slow = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+            slow.write(get % 8)
+            count = 0
+            while len(part := await asyncio.wait_for(reader.read(1 << 16), 10)):
+                count += len(part)
+                await asyncio.sleep(0.01)
+            for _ in range(50):
+                if not state.connections and not state.tasks:
+                    break
+                await asyncio.sleep(0.1)
+            left = len(state.connections) + len(state.tasks)
+            unread.close()
+            slow.close()
+            return count, left
+
+    count, left = asyncio.run(ask())
+    assert count > 8 << 20 and left == 0
+
+
+def test_too_many_connections() -> None:
+    """One that waits for its request makes room; where all are answered, a new one is refused."""
+
+    async def ask() -> list[bytes]:
+        async with listening(connections=2) as (port, _):
+            halves = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in halves:
+                writer.write(HALF)
+            busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in busy:
+                writer.write(b"GET /64 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            found = [await asyncio.wait_for(reader.read(), 10) for reader, _ in halves]
+            await asyncio.sleep(0.2)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(WHOLE)
+            found.append(await asyncio.wait_for(reader.read(), 10))
+            for _, opened in (*halves, *busy, (reader, writer)):
+                opened.close()
+            return found
+
+    *halves, refused = asyncio.run(ask())
+    assert halves == [b"", b""]
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    error = json.loads(refused[refused.index(b"{") :])["error"]
+    assert error["code"] == "connections"
+
+
+@contextmanager
+def descriptors(count: int) -> Iterator[None]:
+    """This process, and those that it starts, may have so many files open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_half_requests_than_descriptors(tmp_path: Path) -> None:
+    """700 clients that send half of a head do not keep others out."""
+    file = random_model(tmp_path / "m.gguf", "llama")
+    with ExitStack() as opened:
+        with descriptors(DESCRIPTORS):
+            served = opened.enter_context(serving(str(file)))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < 1000:
+            opened.enter_context(descriptors(1000 if hard < 0 else min(hard, 1000)))
+        host, port = served.url.removeprefix("http://").split(":")
+        for _ in range(700):
+            one = opened.enter_context(socket.create_connection((host, int(port)), 30))
+            one.sendall(HALF)
+        begun = time.monotonic()
+        for _ in range(3):
+            assert served.ask("/health")[0] == 200
+        assert time.monotonic() - begun < 10
