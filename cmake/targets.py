@@ -80,10 +80,12 @@ def options() -> list[str]:
     """The arguments of cmake."""
     import pybind11
 
+    # Files that begin with a precompiled header are not what ccache finds again.
+    launched = "CMAKE_CXX_COMPILER_LAUNCHER" in os.environ and not is_wheel_of_several()
     return [
         f"-DTORCHES={';'.join(torches())}",
         f"-DPYTHONS={';'.join(pythons())}",
         f"-DPYBIND11_INCLUDE={pybind11.get_include()}",
         f"-DPython_EXECUTABLE={sys.executable}",
-        f"-DPRECOMPILED={'ON' if is_wheel_of_several() else 'OFF'}",
+        f"-DPRECOMPILED={'OFF' if launched else 'ON'}",
     ]

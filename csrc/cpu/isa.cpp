@@ -1,4 +1,6 @@
-// The kernels of one instruction set. Compiled once per set; MM_ISA names it.
+// The kernels of one instruction set. Compiled once per set, which MM_ISA names, and once per part
+// of the codecs, which MM_PART numbers: the parts of a set are compiled side by side. Without
+// MM_PART it is the whole set.
 #include "attention/softmax.h"
 #include "codecs/block.h"
 #include "codecs/bytes.h"
@@ -43,6 +45,37 @@ void decode(const Weight& w, int64_t n, int64_t first, int64_t last, T* out) {
     std::memcpy(out, values, (last - done) * sizeof(T));
   }
 }
+
+#if defined(__AVX2__) || defined(MM_NEON)
+template <class Codec, int kM>
+constexpr DotKernel kDot = Dot<Codec, dot_rows<Codec>(kM), kM>::run;
+#else
+// Not to be fast, but to compile soon: one product for all codecs, of values decoded to memory.
+template <int kM>
+void add_products(const float* w, int64_t n, const float* x, F (&acc)[kM]) {
+  for (int64_t k = 0; k < n; k += kWidth, x += kM * kWidth) {
+    for (int m = 0; m < kM; ++m) acc[m] = fma(load(w + k), load(x + m * kWidth), acc[m]);
+  }
+}
+
+template <class Codec, int kM>
+void dot_decoded(const DotArgs& a) {
+  constexpr int kValues = 256;
+  static_assert(kValues % Codec::kBlockValues == 0);
+  for (int64_t n = a.first_row; n < a.last_row; ++n) {
+    F acc[kM] = {};
+    for (int64_t k = 0; k < a.weight.k; k += kValues) {
+      const int64_t last = k + kValues < a.weight.k ? k + kValues : a.weight.k;
+      float w[kValues] = {};
+      decode<Codec>(a.weight, n, k, last, w);
+      add_products(w, last - k, a.x + k * kM, acc);
+    }
+    for (int m = 0; m < kM; ++m) a.y[m * a.y_stride + n - a.first_row] = sum(acc[m]);
+  }
+}
+template <class Codec, int kM>
+constexpr DotKernel kDot = dot_decoded<Codec, kM>;
+#endif
 
 // A tile of c: kTileRows rows of W by kPanels panels of kWidth rows of x.
 // Owner: one thread. Traffic: per k, kPanels loads of x and kTileRows broadcasts of w.
@@ -104,26 +137,51 @@ constexpr StepKernels step_kernels(Indices<i...>) {
 
 template <class Codec, int... i>
 constexpr CodecKernels codec_kernels(Indices<i...>) {
-  return {{Dot<Codec, dot_rows<Codec>(kDotRows[i]), kDotRows[i]>::run...},
+  return {{kDot<Codec, kDotRows[i]>...},
           step_kernels<Codec>(typename UpTo<kNumStepKernels>::type{}),
           decode<Codec, float>,
           decode<Codec, uint16_t>};
 }
 
+// Those of a codec of the part, else none.
+template <class Codec, int part, int of>
+constexpr CodecKernels kernels_of_part() {
+  if constexpr (part == of) {
+    return codec_kernels<Codec>(typename UpTo<kNumDotKernels>::type{});
+  } else {
+    return {};
+  }
+}
+
+template <int part>
+constexpr IsaPart isa_part() {
+  return {{
+#define MM_FORMAT(name, Struct) kernels_of_part<Struct, part, part_of(Codec::Struct)>(),
+#include "metal/formats.def"
+  }};
+}
+
+extern const IsaPart kPart0, kPart1, kAffinePart;
+#if !defined(MM_PART) || MM_PART == 1
+const IsaPart kPart1 = isa_part<1>();
+#endif
+#if !defined(MM_PART) || MM_PART == 2
+const IsaPart kAffinePart = isa_part<kAffine>();
+#endif
+
+#if !defined(MM_PART) || MM_PART == 0
+const IsaPart kPart0 = isa_part<0>();
+
 template <int... i>
 constexpr IsaKernels kernels(const char* name, Indices<i...>) {
   static_assert(kPanelsPerTile <= kMaxPanels);
-  using Dots = UpTo<kNumDotKernels>::type;
   return {name,
           kWidth,
           kTileRows,
           kPanelsPerTile,
           {tile<i + 1>...},
           kAttention,
-          {
-#define MM_FORMAT(name, Struct) codec_kernels<Struct>(Dots{}),
-#include "metal/formats.def"
-          }};
+          {&kPart0, &kPart1, &kAffinePart}};
 }
 
 #define MM_STRING_(x) #x
@@ -131,6 +189,7 @@ constexpr IsaKernels kernels(const char* name, Indices<i...>) {
 
 extern const IsaKernels kKernels;
 const IsaKernels kKernels = kernels(MM_STRING(MM_ISA), UpTo<kPanelsPerTile>::type{});
+#endif
 
 #define MM_BLOCK(name, Struct, values, bytes, ...) \
   static_assert(Struct::kBlockValues == values && Struct::kBlockBytes == bytes, #name);

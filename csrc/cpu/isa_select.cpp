@@ -33,6 +33,20 @@ namespace metalmm::cpu {
   }
 MM_FOR_EACH_ISA(MM_DECLARE)
 
+#if defined(__x86_64__)
+// avx512 with affine kernels that permute bytes: 5 and 6 bits at M = 1 take 1.47 of the time
+// without (Zen 5, one thread, W in the cache), at M = 4 1.05; every other format 0.97 to 1.05.
+namespace avx512vbmi {
+extern const IsaPart kAffinePart;
+const IsaKernels kKernels = [] {
+  IsaKernels k = avx512::kKernels;
+  k.name = "avx512vbmi";
+  k.parts[kAffine] = &kAffinePart;
+  return k;
+}();
+}  // namespace avx512vbmi
+#endif
+
 const float* const half_table = [] {
   auto* table = new float[1 << 16];
   for (uint32_t h = 0; h < 1 << 16; ++h) table[h] = half_bits_to_float(h);

@@ -139,6 +139,16 @@ struct AttentionKernels {
   WeighKernel weigh[kNumWeighKernels];
 };
 
+// The kernels of a set are compiled in parts: affine formats are one, the others are dealt to two,
+// so that neighbours in metal/formats.def, which cost alike, are apart.
+constexpr int kAffine = 2, kIsaParts = 3;
+constexpr int part_of(Codec codec) {
+  return codec >= Codec::Affine2 ? kAffine : static_cast<int>(codec) % kAffine;
+}
+struct IsaPart {
+  CodecKernels codec[kNumCodecs];
+};
+
 struct IsaKernels {
   const char* name;
   int width;                    // floats per vector, columns of a panel
@@ -146,7 +156,10 @@ struct IsaKernels {
   int panels;                   // panels per tile, at most kMaxPanels
   TileKernel tile[kMaxPanels];  // by panels - 1
   AttentionKernels attention;
-  CodecKernels codec[kNumCodecs];
+  const IsaPart* parts[kIsaParts];
+  const CodecKernels& of(Codec codec) const {
+    return parts[part_of(codec)]->codec[static_cast<int>(codec)];
+  }
 };
 
 // The instruction sets this build holds and this machine runs, best first.

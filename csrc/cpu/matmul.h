@@ -33,7 +33,7 @@ Strategy choose_strategy(int64_t m, at::ScalarType dtype);
 
 // The kernels of a format for the instruction set in use.
 inline const CodecKernels& kernels_of(const Format& format) {
-  return current_isa().codec[static_cast<int>(format.codec)];
+  return current_isa().of(format.codec);
 }
 
 // A packed weight [N, row_bytes] as the kernels take it. `w` must outlive the result.

@@ -62,8 +62,8 @@ Weight random_weight(const Format& f, std::vector<uint8_t>& packed) {
 int check_format(const Format& f) {
   std::vector<uint8_t> packed;
   const Weight w = random_weight(f, packed);
-  const CodecKernels& fast = neon::kKernels.codec[static_cast<int>(f.codec)];
-  const CodecKernels& slow = scalar::kKernels.codec[static_cast<int>(f.codec)];
+  const CodecKernels& fast = neon::kKernels.of(f.codec);
+  const CodecKernels& slow = scalar::kKernels.of(f.codec);
   int failures = 0;
   std::vector<float> a(kK), b(kK);
   for (int64_t r = 0; r < kRows; ++r) {

@@ -108,7 +108,7 @@ def configure(folder: Path, *options: str, apple: bool = True) -> subprocess.Com
     command += [f"-DCMAKE_PROJECT_torch_metalmm_INCLUDE={folder / 'apple.cmake'}"]
     command += [f"-DCMAKE_MAKE_PROGRAM={bin / 'ninja'}", *targets.options()]
     command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'out'}"]
-    command += ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options]
+    command += ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", "-DPRECOMPILED=OFF", *options]
     (folder / "out").mkdir(exist_ok=True)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
