@@ -58,7 +58,7 @@ neon: $(VENV)/.torch
 	$(AARCH64) tests/cpu/neon_check.cpp build/neon/*.o csrc/plan/format.cpp csrc/cpu/quantize/*.cpp -o build/neon/check
 	qemu-aarch64 build/neon/check
 
-# Faults that the tests shall notice: about an hour of a quiet machine.
+# Faults that the tests shall notice; those of C++ are compiled together.
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants.py
 

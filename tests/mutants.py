@@ -5,8 +5,11 @@
 A mutant is a copy of the tree with one operator, number, condition or call changed in one of the
 files of TARGETS; the tests of that row run on it until one fails. Faults are drawn evenly over the
 rows, by the seed. The copy lies in build/mutants; what changes there is put back after each mutant.
-Prints each mutant that survives, then the score. A C++ mutant is compiled, which takes a minute the
-first time; one that does not compile is drawn again.
+Prints each mutant, then the score by room and language.
+
+All C++ mutants of a run cost one compilation: the copy is built with each, METALMM_MUTANT in the
+environment chooses one. A condition, an initial value or a statement of one line is changed
+so; what does not compile is left out. A mutant of a shader is compiled for the emulator.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import support  # noqa: F401  (its modules by their plain names)
 
@@ -128,21 +132,61 @@ def of_python(file: str) -> Iterator[Mutant]:
         yield Mutant(file, *change.place, ast.unparse(tree) + "\n")
 
 
-def of_cpp(file: str) -> Iterator[Mutant]:
+def _changed(line: str) -> Iterator[str]:
+    """The line with one operator or number changed; texts and comments stay."""
+    code = line.split("//")[0]
+    code = re.sub(r'"[^"]*"', lambda m: "'" * len(m[0]), code)
+    for pattern, new in _CPP.items():
+        for match in re.finditer(pattern, code):
+            yield line[: match.start()] + new + line[match.end() :]
+
+
+def of_shader(file: str) -> Iterator[Mutant]:
     lines = (ROOT / file).read_text().split("\n")
     for i, line in enumerate(lines):
-        code = line.split("//")[0]
-        if not code.strip() or code.lstrip().startswith(("#", "template", "constexpr char")):
-            continue
-        code = re.sub(r'"[^"]*"', lambda m: "'" * len(m[0]), code)  # texts stay
-        for pattern, new in _CPP.items():
-            for match in re.finditer(pattern, code):
-                changed = line[: match.start()] + new + line[match.end() :]
+        if not line.lstrip().startswith(("#", "template")):
+            for changed in _changed(line):
                 text = "\n".join([*lines[:i], changed, *lines[i + 1 :]])
                 yield Mutant(file, i + 1, changed.strip(), text)
-        if re.match(r"\s+(throw |reject\(|TORCH_CHECK).*;$", code):
-            text = "\n".join([*lines[:i], "", *lines[i + 1 :]])
-            yield Mutant(file, i + 1, "left out: " + line.strip(), text)
+
+
+# Lines whose second group may be chosen while the program runs.
+_CHOSEN = (
+    r"(\s+return )([^{}\[\]]+)(;)",
+    r"(\s+(?:\} else )?if \()([^;{}\[\]]+)(\)(?: \{| return[^;]*;| continue;| break;))",
+    r"(\s+for \([^;]*; )([^;]+)(; .*)",
+    r"(\s+(?:const )?(?:u?int\w*|size_t|bool|double|float|auto)[ &]*\w+ = )([^{}\[\]]+)(;)",
+    r"(\s+[\w.>()-]+ [-+*/|&]?= )([^{}\[\]]+)(;)",
+)
+
+
+def of_cpp(file: str) -> Iterator[Mutant]:
+    """Mutants whose `text` is the line with both: `chosen(0) ? (changed) : (what it was)`."""
+    for i, line in enumerate((ROOT / file).read_text().split("\n")):
+        if re.match(r"\s+(throw |reject\(|TORCH_CHECK).*;$", line):
+            yield Mutant(file, i + 1, "left out: " + line.strip(), f"  if (!{_ID}) {{ {line} }}")
+        for form in _CHOSEN:
+            if "constexpr" not in line and (parts := re.fullmatch(form, line)):
+                before, value, after = parts.groups()
+                for new in _changed(value):
+                    both = f"{before}{_ID} ? ({new}) : ({value}){after}"
+                    yield Mutant(file, i + 1, f"{before}{new}{after}".strip(), both)
+                break
+
+
+_ID = "mm_mutant(@)"  # @: the number of the mutant
+_MUTANT = (
+    "#include <cstdlib>\n"
+    "static bool mm_mutant(int n) {\n"
+    '  static const char* chosen = getenv("METALMM_MUTANT");\n'
+    "  return chosen && atoi(chosen) == n;\n"
+    "}\n"
+)
+
+
+def mutants_of(file: str) -> Iterator[Mutant]:
+    by_suffix = {".py": of_python, ".cpp": of_cpp, ".h": of_shader}
+    return by_suffix[file[file.rindex(".") :]](file)
 
 
 def drawn(seed: int, only: str) -> Iterator[Mutant]:
@@ -151,7 +195,7 @@ def drawn(seed: int, only: str) -> Iterator[Mutant]:
     rows = []
     for file in TARGETS:
         if only in file:
-            mutants = list(of_python(file) if file.endswith(".py") else of_cpp(file))
+            mutants = list(mutants_of(file))
             pick.shuffle(mutants)
             rows.append(mutants)
     for turn in itertools.zip_longest(*rows):
@@ -179,7 +223,10 @@ def copy_tree() -> None:
     for file in filter(None, files):
         to = TREE / file
         to.parent.mkdir(parents=True, exist_ok=True)
-        if not to.exists() or to.read_bytes() != (ROOT / file).read_bytes():
+        if (ROOT / file).is_dir():  # a link to a room
+            to.unlink(missing_ok=True)
+            to.symlink_to((ROOT / file).readlink())
+        elif not to.exists() or to.read_bytes() != (ROOT / file).read_bytes():
             shutil.copy(ROOT / file, to)
     for module in (ROOT / "torch_metalmm").glob("*.so"):
         shutil.copy(module, TREE / "torch_metalmm")
@@ -188,27 +235,48 @@ def copy_tree() -> None:
         (TREE / "build" / "msl").symlink_to(ROOT / "build" / "msl")
 
 
-def verdict(mutant: Mutant) -> str:
-    """noticed, survives, or "does not compile"."""
+def build(mutants: list[Mutant]) -> list[Mutant]:
+    """Compiles the copy with all of them, its number before each; those that compile."""
+    left = mutants
+    while left:
+        numbers = {mutant: i + 1 for i, mutant in enumerate(left)}
+        for file in {mutant.file for mutant in mutants}:
+            lines = (ROOT / file).read_text().split("\n")
+            for mutant, i in numbers.items():
+                if mutant.file == file:
+                    lines[mutant.line - 1] = mutant.text.replace("@", str(i))
+            (TREE / file).write_text(_MUTANT + f'#line 1 "{file}"\n' + "\n".join(lines))
+        done = run(f"{sys.executable} setup.py -q build_ext --inplace")
+        if not done.returncode:
+            return left
+        said = set(re.findall(r"([\w/]+\.cpp):(\d+):\d+: error", done.stdout + done.stderr))
+        wrong = [m for m in left if any(m.file.endswith(f) and m.line == int(n) for f, n in said)]
+        if not wrong:
+            raise RuntimeError(done.stderr[-2000:])
+        left = [m for m in left if m not in wrong]
+    return left
+
+
+def verdict(mutant: Mutant, number: int) -> str:
+    """noticed or survives; number: of a C++ mutant, which is built already."""
     file = TREE / mutant.file
-    before, modules = file.read_text(), list((TREE / "torch_metalmm").glob("*.so"))
-    native = mutant.file.startswith("csrc/")
-    saved = {m: m.read_bytes() for m in modules} if native else {}
-    file.write_text(mutant.text)
+    before = file.read_text()
+    if not number:
+        file.write_text(mutant.text)
     try:
-        build = f"{sys.executable} setup.py -q build_ext --inplace"
-        if native and run(build).returncode:
-            return "does not compile"
-        done = run(f"{sys.executable} -m pytest -x -q {tests_of(mutant.file)}")
-        if done.returncode not in (0, 1, 2):
-            raise RuntimeError(f"pytest: {done.stdout[-800:]}{done.stderr[-800:]}")
-        return "noticed" if done.returncode else "survives"
+        return "noticed" if fails(mutant.file, number) else "survives"
     except subprocess.TimeoutExpired:
         return "noticed"
     finally:
         file.write_text(before)
-        for module, data in saved.items():
-            module.write_bytes(data)
+
+
+def fails(file: str, number: int = 0) -> bool:
+    """Whether a test of the file's row fails, or the process of the tests ends."""
+    done = run(f"METALMM_MUTANT={number} {sys.executable} -m pytest -x -q {tests_of(file)}")
+    if done.returncode in (3, 4, 5):  # pytest itself, its options, no tests
+        raise RuntimeError(f"pytest: {done.stdout[-800:]}{done.stderr[-800:]}")
+    return bool(done.returncode)
 
 
 def main() -> None:
@@ -218,17 +286,30 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of files")
     asked = parser.parse_args()
     copy_tree()
-    noticed = tried = 0
+    # A line takes one mutant of C++.
+    mutants: list[Mutant] = []
     for mutant in drawn(asked.seed, asked.only):
-        if tried == asked.count:
-            break
-        said = verdict(mutant)
-        if said == "does not compile":
+        if mutant.file.endswith(".cpp") and (mutant.file, mutant.line) in {
+            (m.file, m.line) for m in mutants
+        }:
             continue
-        tried += 1
-        noticed += said == "noticed"
-        print(f"{tried:3} {said:9} {mutant.file}:{mutant.line}: {mutant.what}", flush=True)
-    print(f"{noticed} of {tried} mutants noticed, {noticed / max(tried, 1):.0%}")
+        mutants.append(mutant)
+        if len(mutants) == asked.count:
+            break
+    native = build([m for m in mutants if m.file.endswith(".cpp")])
+    if broken := [file for file in sorted({m.file for m in mutants}) if fails(file)]:
+        raise SystemExit(f"the tests fail without a fault: {', '.join(broken)}")
+    scores: dict[str, list[bool]] = {}
+    for mutant in mutants:
+        if mutant.file.endswith(".cpp") and mutant not in native:
+            continue
+        number = native.index(mutant) + 1 if mutant in native else 0
+        said = verdict(mutant, number)
+        for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):
+            scores.setdefault(part, []).append(said == "noticed")
+        print(f"{said:9} {mutant.file}:{mutant.line}: {mutant.what}", flush=True)
+    for part, of in scores.items():
+        print(f"{part:28} {sum(of)} of {len(of)} noticed")
 
 
 if __name__ == "__main__":
