@@ -9,6 +9,8 @@ import torch
 from converted_models import CASES, VOCABULARY, logits, random_model, read_record
 from gguf_files import load_quietly, write_gguf
 
+AMPLIFIES = "gemma3-27b"  # 62 layers amplify the rounding of the original itself
+
 
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("case", CASES)
@@ -36,8 +38,7 @@ def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
     expected = logits(original)
     error = (logits(loaded) - expected).abs().max().item()
     print(f"{case}: {error:.1e} of {expected.abs().max():.1f}")
-    rounding = 0.0
-    if error > 1e-5:  # 62 layers amplify the rounding of the original itself
-        rounding = (logits(original.double()) - expected).abs().max().item()
-    assert torch.isfinite(expected).all() and rounding < 1e-3
-    assert error <= max(1e-5, 2 * rounding)
+    most = 1e-5
+    if case == AMPLIFIES:
+        most = 2 * (logits(original.double()) - expected).abs().max().item()
+    assert torch.isfinite(expected).all() and error <= most < 2e-3
