@@ -35,7 +35,8 @@ MM_FOR_EACH_ISA(MM_DECLARE)
 
 #if defined(__x86_64__)
 // avx512 with affine kernels that permute bytes: 5 and 6 bits at M = 1 take 1.47 of the time
-// without (Zen 5, one thread, W in the cache), at M = 4 1.05; every other format 0.97 to 1.05.
+// without (Zen 5, one thread, W in the cache), at M = 4 1.05; the other 11 of 13 formats 0.93 to
+// 1.05. Formats of grids were not timed.
 namespace avx512vbmi {
 extern const IsaPart kAffinePart;
 const IsaKernels kKernels = [] {
