@@ -234,6 +234,9 @@ def test_an_unknown_format_names_near_ones(capsys: pytest.CaptureFixture[str], g
         shape = ("--shape", "1x256x256", "--chip", "m1")
         assert f"mean {near}" in failure(capsys, "explain", *shape, "--format", given)
     assert "did you mean" not in failure(capsys, "quantize", gguf, "--format", "zzz", *out)
+    for mixture, most in (("Q4_K_M", "q4_k"), ("q3_k_l", "q3_k"), ("Q5_K_S", "q5_k")):
+        message = failure(capsys, "quantize", gguf, "--format", mixture, *out)
+        assert f"'{mixture}' is a mixture of llama.cpp's" in message and f"'{most}'" in message
 
 
 def test_an_absent_device_is_found_before_loading(

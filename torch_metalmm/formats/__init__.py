@@ -43,6 +43,12 @@ def get(name: str) -> Format:
     """The format of that name, in any case. ValueError: none; it lists all, and those near it."""
     found = _BY_NAME.get(name.lower())
     if found is None:
+        most, _, size = name.lower().rpartition("_")
+        if size in ("xs", "s", "m", "l", "xl") and most in _BY_NAME:
+            raise ValueError(
+                f"format: '{name}' is a mixture of llama.cpp's, which gives most tensors {most}; a "
+                f"weight has one format: '{most}', or a pattern for each layer that differs"
+            )
         near = get_close_matches(name.lower(), _BY_NAME)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"format: unknown '{name}'; allowed: {', '.join(_BY_NAME)}{hint}")
