@@ -42,8 +42,7 @@ struct Call {
       : problem(std::move(asked)) {
     problem.format = &shape.cache.keys;
     operands[kSlotX] = q.contiguous();
-    operands[kSlotIds] =
-        length.has_value() ? *length : at::full({}, problem.n, q.options().dtype(at::kLong));
+    if (length.has_value()) operands[kSlotIds] = *length;
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     set_cache(readable(keys, shape.cache.keys), readable(values, shape.cache.values));
     if (options.mask.has_value()) set_mask(*options.mask);

@@ -48,6 +48,7 @@ KernelArgs args_of(const Problem& p, int64_t parts) {
   out.n = u32(p.n, "n");
   out.k = u32(p.k, "k");
   out.parts = u32(parts, "parts");
+  out.count = a.filled ? 1 : 0;
   out.heads = u32(a.heads, "heads");
   out.kv_heads = u32(a.kv_heads, "kv_heads");
   out.positions = u32(a.queries, "queries");
