@@ -1,41 +1,35 @@
 #include "commits.h"
 
-#include <cstdlib>
-#include <stdexcept>
-#include <string>
+#include <algorithm>
 
 namespace metalmm::mps {
 namespace {
 
-#define MM_COMMIT(passes) constexpr uint32_t kCommitEvery = passes;
-#include "plan/tuning.def"
+struct Groups {
+  size_t first, most;
+  std::chrono::microseconds pause;
+};
 
-constexpr const char* kVariable = "METALMM_COMMIT_EVERY";
-constexpr size_t kMostDigits = 7;
-constexpr uint32_t kMost = 1000000;
+constexpr Groups kGroups =
+#define MM_COMMIT(first, most, pause_us) {first, most, std::chrono::microseconds(pause_us)};
+#include "plan/tuning.def"
 
 }  // namespace
 
-uint32_t commit_every() {
-  const char* set = std::getenv(kVariable);
-  if (!set || !*set) return kCommitEvery;
-  const std::string text = set;
-  const bool is_number =
-      text.size() <= kMostDigits && text.find_first_not_of("0123456789") == std::string::npos;
-  const unsigned long value = is_number ? std::stoul(text) : kMost + 1;
-  if (value <= kMost) return static_cast<uint32_t>(value);
-  throw std::invalid_argument(std::string(kVariable) + ": '" + text +
-                              "' must be a whole number of passes from 0 (never) to " +
-                              std::to_string(kMost));
-}
-
-bool Commits::is_due(const void* stream, size_t passes) {
-  if (!every_) return false;
+bool Commits::is_due(const void* stream, size_t passes, Clock::time_point now) {
+  if (every_ && !*every_) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  size_t& count = passes_[stream];
-  count += passes;
-  if (count < every_) return false;
-  count = 0;
+  Stream& s = streams_[stream];
+  if (every_) {
+    s.group = *every_;
+  } else if (!s.group || now - s.last > kGroups.pause) {
+    s.group = kGroups.first;
+  }
+  s.last = now;
+  s.passes += passes;
+  if (s.passes < s.group) return false;
+  s.passes = 0;
+  s.group = std::min(2 * s.group, kGroups.most);
   return true;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "plan.h"
+#include "reason.h"
 
 namespace metalmm {
 
@@ -78,7 +79,8 @@ int64_t heads_of(const RopeSizes& rope);
 uint32_t rope_bits(const Problem& problem);
 
 // plan() of kRopeAppend, and what of it can be planned.
-Plan plan_append(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);
+Plan plan_append(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy,
+                 Reason reason);
 void check_append(const Problem& problem);
 
 // Rows of x per threadgroup.
@@ -114,6 +116,9 @@ size_t arranged_bytes(const Problem& problem, const Pass& arrange);
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
 
+// The reason of a plan without passes.
+constexpr const char* kNoOutput = "no output: no pass";
+
 // What rows decoded for torch may take at a time. Large enough that torch's
 // matmul of a panel hides its launch and fills the machine: 8192 rows of 4096 halves are 256 tiles
 // of 128 x 128 at M = 512, two for each of an H200's 132 multiprocessors. Small beside the model:
@@ -123,10 +128,10 @@ constexpr int64_t kPanelBytes = int64_t{64} << 20;
 // Whether rows of the format are rows of values of the problem's dtype as they lie.
 bool is_readable(const Problem& problem);
 
-// Why torch's matmul takes the problem (tuning.def); empty where a kernel does.
-std::string why_dense(const Problem& problem, const Gpu& gpu);
+// Whether torch's matmul takes the problem, not a kernel (tuning.def).
+bool dense_pays(const Problem& problem, const Gpu& gpu, Reason why);
 // plan() of linear by torch's matmul.
-Plan plan_dense(const Problem& problem, const std::string& why);
+Plan plan_dense(const Problem& problem, const Gpu& gpu, Reason reason);
 
 // What of an op on experts can be planned, and what of it kernels are told.
 void check_experts(const Problem& problem);
@@ -134,12 +139,12 @@ void set_experts(const Problem& problem, KernelArgs& args);
 uint32_t expert_bits(const Problem& problem);
 
 // plan() of kAttention, and what of it can be planned.
-Plan plan_attention(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy);
+Plan plan_attention(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy,
+                    Reason reason);
 void check_attention(const Problem& problem);
 
-// Why torch's scaled_dot_product_attention takes kAttention (tuning.def); empty where a kernel
-// does.
-std::string why_sdpa(const Problem& problem, const Gpu& gpu);
+// Whether torch's scaled_dot_product_attention takes kAttention, not a kernel (tuning.def).
+bool sdpa_pays(const Problem& problem, const Gpu& gpu, Reason why = Reason(nullptr));
 // Whether it has all that is asked for: no soft cap, no sinks, no mask that is added.
 bool has_sdpa(const Problem& problem);
 // Throws std::invalid_argument: what it has not.

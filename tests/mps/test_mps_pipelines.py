@@ -108,6 +108,23 @@ def test_each_stream_is_committed_after_its_own_passes(run: Run) -> None:
     assert threads == "own 4000 common 4000"
 
 
+def test_weights_are_kept_while_they_live_and_are_used(run: Run) -> None:
+    """Taken in at the first beat, asked for at every one; a heap goes with the last of its weights,
+    residency three minutes after the last use, the weights' places with the weights."""
+    assert run("residency") == [
+        "nothing:",
+        "used: add heap add buffer commit request",
+        "again: request",
+        "one of a heap is gone: commit request",
+        "another has its memory: request",
+        "of no use: end",
+        "still:",
+        "in use: request",
+        "gone: remove heap remove buffer commit end",
+        "and stays so:",
+    ]
+
+
 def test_machines_that_are_supported(run: Run) -> None:
     """From M1 and macOS 14 on, a newer chip than the table's and a virtual machine's included."""
     m4, m2, m9, amd, a13, ventura, *virtual = run("facts")

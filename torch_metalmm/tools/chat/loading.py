@@ -12,6 +12,7 @@ from ...files.hub import fetch
 from ...models.activations import activations_
 from ...models.attach import set_cache
 from ...models.fuse.apply import fuse_
+from ...models.kernels import compile_kernels
 from .. import generate
 from ..arguments import dtype_of
 from .flags import options_of
@@ -49,6 +50,8 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
             fuse_(model)
         if draft is not None:
             fuse_(draft[0])
+    for answering in (model, *(draft or ())[:1]):
+        compile_kernels(answering)
     return Loaded(Path(name).name, path, model, tokenizer, draft)
 
 
