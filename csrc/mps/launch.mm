@@ -6,13 +6,13 @@
 #include <thread>
 #include <vector>
 
-#include "collect.h"
-#include "commits.h"
+#include "decisions/collect.h"
+#include "decisions/commits.h"
+#include "decisions/residency.h"
+#include "decisions/settings.h"
 #include "metal.h"
 #include "plan/launch.h"
 #include "profile.h"
-#include "residency.h"
-#include "settings.h"
 
 namespace metalmm::mps {
 namespace {

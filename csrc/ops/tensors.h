@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "plan/torch_matmul.h"
+#include "plan/matmul/torch.h"
 
 namespace metalmm {
 

@@ -6,9 +6,9 @@
 #include <memory>
 
 #include "hooks/hooks.h"
-#include "mps/collect.h"
-#include "mps/commits.h"
-#include "mps/settings.h"
+#include "mps/decisions/collect.h"
+#include "mps/decisions/commits.h"
+#include "mps/decisions/settings.h"
 #include "mps/source.h"
 #include "plan/launch.h"
 

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "mps/commits.h"
+#include "mps/decisions/commits.h"
 #include "mps/facts.h"
 #include "mps/pipelines.h"
-#include "mps/residency.h"
+#include "mps/decisions/residency.h"
 
 using namespace metalmm;
 using namespace metalmm::mps;

@@ -25,8 +25,8 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MachO]:
     """{file: its object} of every .mm file, and of the plain C++ that it calls."""
     folder = tmp_path_factory.mktemp("objects")
     out = {}
-    plain = (MPS / f"{name}.cpp" for name in ("collect", "commits", "facts", "settings", "source"))
-    for file in [*sorted(MPS.glob("*.mm")), *plain]:
+    plain = (MPS / f"{name}.cpp" for name in ("facts", "source"))
+    for file in [*sorted(MPS.glob("*.mm")), *sorted(MPS.glob("decisions/*.cpp")), *plain]:
         target = folder / f"{file.name}.o"
         assert compile_for_macos(file, target) == "", file.name
         out[file.name] = MachO(target.read_bytes())

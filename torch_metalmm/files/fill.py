@@ -15,8 +15,8 @@ from ..models.replace import is_conv1d, packable, replaceable
 from ..models.shard.apply import part_of
 from ..models.skeleton import put_dense, put_packed, set_input_order, tied_names
 from ..nn import QuantExperts, QuantLinear
+from ..nn.place import place
 from .blame import blaming
-from .place import place
 from .source import Source
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import formats
 from ..formats.codebook import MXFP4
 from ..models.experts import homes
-from .place import place
+from ..nn.place import place
 from .source import Source
 
 _BLOCKS, _SCALES, _CODES = "_blocks", "_scales", 16  # bytes of codes in a block

@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "plan/matmul/torch.h"
 #include "plan/passes.h"
-#include "plan/torch_matmul.h"
 
 namespace metalmm {
 namespace {

@@ -17,7 +17,7 @@ from ... import formats
 from ...models.experts import Home, dense_format, homes
 from ...models.ggml import type_names
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
-from ..place import place
+from ...nn.place import place
 from .file import GgufFile
 from .map import layer_of
 

@@ -26,9 +26,9 @@ from ...models.skeleton import (
     tied_names,
     untie,
 )
+from ...nn.place import place
 from ..blame import blaming
 from ..limits import MAX_LAYERS
-from ..place import place
 from .architectures import ROPE_DIVISORS, model_config
 from .experts import Experts, experts_of, put_experts
 from .file import GgufFile

@@ -18,7 +18,7 @@ from ... import formats
 from ...formats._bits import as_bytes
 from ...models.experts import Home, dense_format, homes
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
-from ..place import place
+from ...nn.place import place
 from ..source import Source
 from .layout import Packing, Quantization, check_planes, pack, packing_of, unpack
 

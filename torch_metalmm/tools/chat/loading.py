@@ -12,9 +12,9 @@ from ...files.hub import fetch
 from ...models.activations import activations_
 from ...models.attach import set_cache
 from ...models.fuse.apply import fuse_
-from ...models.kernels import compile_kernels
 from .. import generate
 from ..arguments import dtype_of
+from ..kernels import compile_kernels
 from .flags import options_of
 from .session import Session
 from .template import Template

@@ -11,14 +11,15 @@ from torch import nn
 
 from .. import _C
 
-# Tokens of a prompt: one for each size of a tile. A longer prompt takes the tiles of one of these.
+# Tokens of a prompt: one for each size of a tile. A longer prompt takes the tiles of one of these;
+# on M1 and M2 those of 2 to 15 tokens have kernels by their number, and wait for them.
 LENGTHS = (1, 8, 16, 32, 48, 64)
 
 
 def compile_kernels(model: nn.Module, progress: bool = True) -> int:
-    """Compiles what a causal language model on MPS runs for prompts of any length and the token
-    behind them, as many kernels at a time as the machine has cores; returns how many. Of a model on
-    another device 0, and nothing is done.
+    """Compiles what a causal language model on MPS runs for prompts of 16 tokens and more and the
+    token behind them, as many kernels at a time as the machine has cores; returns how many. Of a
+    model on another device 0, and nothing is done.
 
     A forward of each of LENGTHS tokens tells which they are; nothing of it is computed by a kernel
     of this package. progress: a line on stderr. RuntimeError: a kernel does not compile.

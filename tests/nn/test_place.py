@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_metalmm.files import place as room
-from torch_metalmm.files.place import place
+from torch_metalmm.nn import place as room
+from torch_metalmm.nn.place import place
 
 
 def test_the_cpu_writes_once_where_the_gpu_reads(monkeypatch: pytest.MonkeyPatch) -> None:
