@@ -326,6 +326,14 @@ using gradients::rope_append;
 
 }  // namespace
 
+TORCH_LIBRARY_IMPL(metalmm, Negative, m) {
+  m.impl("cache_append", gradients::cache_append_of_views);
+}
+
+TORCH_LIBRARY_IMPL(metalmm, Conjugate, m) {
+  m.impl("cache_append", gradients::cache_append_of_views);
+}
+
 TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
 #define MM_HOST_OP(name, ...)  // its result has no gradient
 #define MM_OP(name, ...) m.impl(#name, name);

@@ -194,7 +194,7 @@ def test_what_it_is_made_of() -> None:
     )
     mistral.get_text_config = lambda decoder: mistral
     cache = PackedCache(mistral, "Q8_0")
-    assert cache.format == "q8_0" and cache.is_sliding == [False, True, False]
+    assert cache.format == "f16/q8_0" and cache.is_sliding == [False, True, False]
     assert [type(layer).__name__ for layer in cache.layers][:2] == [
         "PackedLayer",
         "PackedSlidingLayer",
