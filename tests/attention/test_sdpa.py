@@ -173,7 +173,7 @@ def test_torch_multiplies_over_few_slots_at_a_time() -> None:
     rows = torch.randn(1, 1, 40000, 32)
     w = torch.zeros(40000, 32)
     with torch.profiler.profile(record_shapes=True) as seen:
-        y = torch.ops.metalmm.attention(q, rows, rows, "f32", "f32", strategy="torch")
+        y = torch.ops.metalmm.attention(q, rows, rows, "f32", "f32", None, strategy="torch")
         y.sum().backward()
         grad = torch.ops.metalmm.linear_input_grad(torch.ones(2, 40000), w, "f32", 32)
     assert torch.isfinite(grad).all()
