@@ -12,7 +12,7 @@
 namespace metalmm {
 
 // Why a plan is what it is, in words, written where somebody asked for them: a call of plan() takes
-// 0.14 us for a product of one row, where prose that nobody read made it 0.29 (Zen 4, g++ -O2).
+// 0.14 us for a product of one row, where prose that nobody read made it 0.29 (AMD EPYC, g++ -O2).
 class Reason {
  public:
   explicit Reason(std::string* to) : to_(to) {}
