@@ -76,7 +76,9 @@ def test_a_save_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("torch_metalmm.hf.caches.file.save_file", full)
     with pytest.raises(OSError, match=f"cannot write {file}: .*No space left"):
         PackedCache(config, "q4_0/q4_0").save(file)
-    assert list(tmp_path.iterdir()) == [file] and PackedCache.load(file, config).format == "q8_0/q8_0"
+    assert (
+        list(tmp_path.iterdir()) == [file] and PackedCache.load(file, config).format == "q8_0/q8_0"
+    )
 
 
 def test_static_slots(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "version that is no whole number": (said(version=1.0), "version: 1.0; allowed: 1"),
     "format": (said(format="q9"), "format: unknown 'q9'"),
     "a format that is a number": (said(format=3), "format: unknown 3"),
-    "another format": (said(format="q4_0/q4_0"), r"layers\[0\]: keys are rows of 34 .*; q4_0 has 18"),
+    "another format": (said(format="q4_0"), r"layers\[0\]: keys are rows of 34 .*; q4_0 has 18"),
     "no format": (said(format=None), r"layers\[0\]: keys are rows of 34 torch.uint8; f32 has 32"),
     "blocks that do not fit": (said(format="q4_k"), r"layers\[0\]: q4_k: K = 32 is not a multiple"),
     "layers": (said(layers=4), "layers: 4; must be a list"),

@@ -91,6 +91,22 @@ def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> N
         check(module(backend.put(x)), want, f"{form} {m}")
 
 
+def test_a_child_may_have_the_name_of_what_is_known_of_an_mlp() -> None:
+    """As granitemoeshared's `activation`."""
+    module = Gated()
+    module.activation = module._modules.pop("act")
+
+    class Named(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.activation(self.one(x)) * self.two(x))
+
+    module.__class__ = Named
+    x = activations(2, K) / 4
+    want, stood_in = module(x), fused(module)
+    assert type(stood_in) is SwiGLU and stood_in.get_submodule("activation") is module.activation
+    assert (stood_in(x) - want).norm() <= 1e-5 * want.norm()
+
+
 class Squared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(x).square()

@@ -14,7 +14,7 @@ def pair_of(format: str) -> tuple[str, str]:
 
     "K/V" names both. The name of one packed format is that of the values, beside keys in f16:
     scores are products of keys, and softmax makes a small error of a score a factor. In SmolLM2
-    keys in q8_0 treble the error of logits that values in q8_0 make (bench/results.md, Caches).
+    keys in q8_0, too, make six times the error of a question's last logits (docs/guide/fuse.md).
     ValueError: such a name there is not, or of a format that is only read.
     """
     names = format.split("/")

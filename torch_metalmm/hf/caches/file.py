@@ -88,7 +88,7 @@ class File:
             self.refuse("version", f"{fields['version']!r}; allowed: {VERSION}")
         self.format: str | None = fields["format"]
         if self.format is not None:
-            names = self.format.split("/") if isinstance(self.format, str) else ()
+            names = str(self.format).split("/")
             if len(names) not in (1, 2) or any(name not in formats.names() for name in names):
                 self.refuse("format", f"unknown {self.format!r}")
             self.format = f"{names[0]}/{names[-1]}"

@@ -131,7 +131,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise ValueError(f"PackedCache: values {list(v.shape)}; must be {list(want)}")
         # A cache without rows may be given another batch, or keys of another model.
         if not has_slots:
-            if self.is_initialized and int(self.get_seq_length()) > 0:
+            if self.is_initialized and self._has_rows():
                 (batch, heads), size = self.keys.shape[:2], self.dims[0]
                 raise ValueError(
                     f"PackedCache: keys of {k.shape[0]} sequences; it has {batch}"
@@ -141,6 +141,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
             self.lazy_initialization(k, v)
         self.dtype = k.dtype  # rows of any dtype decode to the model's
+
+    def _has_rows(self) -> bool:
+        """Before it gets those of the step that has begun."""
+        return self.position() > 0
 
     def takes(self, batch: int, heads: int, size: int) -> bool:
         """It has slots for keys [batch, heads, S, size]."""

@@ -45,6 +45,9 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def length(self) -> Tensor:
         return self.last_and_length[1]
 
+    def _has_rows(self) -> bool:
+        return int(self.length) > self.transaction.advanced.get(self.device, (0,))[0]
+
     def _advance(self, count: int) -> Tensor:
         """The slots of `count` rows more, of which one layer makes room."""
         if not torch.compiler.is_compiling():
