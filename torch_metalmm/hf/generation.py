@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
 from .. import formats
 from ..models.attach import plug_in_caches
-from .caches import ATTENTION, name_of, pair_of
+from .caches import ATTENTION
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -63,9 +62,9 @@ def default_cache(model: Any) -> DefaultCache | None:
 def check_cache(models: Iterable[Any], format: str) -> None:
     """ValueError: set_cache(models, format) would fail."""
     if not isinstance(format, str):
-        raise ValueError(f"cache: {format!r}; must be the name of a format, or of two")
+        raise ValueError(f"cache: {format!r}; must be the name of a format")
     try:
-        kinds = [formats.get(name) for name in pair_of(format)]
+        kind = formats.get(format)
     except ValueError as error:
         raise ValueError(f"cache: {str(error).removeprefix('format: ')}") from None
     generating = _generating(models)
@@ -75,7 +74,7 @@ def check_cache(models: Iterable[Any], format: str) -> None:
         config = _text_config(model)
         if model.config.is_encoder_decoder:
             raise ValueError(f"cache: {format!r}; {type(model).__name__} has an encoder, too")
-        for size, kind in product(_head_sizes(config), kinds):
+        for size in _head_sizes(config):
             if size % kind.block_values:
                 raise ValueError(
                     f"cache: {format!r}; its blocks of {kind.block_values} values do not divide "
@@ -96,10 +95,10 @@ def set_cache(models: Iterable[Any], format: str) -> None:
     check_cache(models, format)
     for model in _generating(models):
         if (earlier := default_cache(model)) is not None:
-            earlier.format = name_of(pair_of(format))
+            earlier.format = formats.get(format).name
             _set_attention(model, ATTENTION)
         else:
-            DefaultCache(model, name_of(pair_of(format))).attach()
+            DefaultCache(model, formats.get(format).name).attach()
 
 
 def drop_cache(models: Iterable[Any]) -> None:
