@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 FIGURE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 110  # 880 x 550 pixels: some 60 KB
-MARKERS = {"dense": "s", "GGML": "o", "MLX affine": "^"}
+MARKERS = {"dense": "s", "blocks": "o", "MLX affine": "^"}
 PEER_MARKER = "x"
 OWN_LINES = ("-", ":", "-.", (0, (1, 4)), (0, (8, 2)))
 
