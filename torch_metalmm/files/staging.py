@@ -263,8 +263,6 @@ def _locked(target: Path) -> Iterator[None]:
 @contextmanager
 def _errors_name(target: Path, kind: str = "to the folder ") -> Iterator[None]:
     """OSErrors of writing name what cannot_write() names; safetensors' errors become such."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except ConnectionError:  # of an upload
@@ -273,9 +271,9 @@ def _errors_name(target: Path, kind: str = "to the folder ") -> Iterator[None]:
         if error.errno is None:  # some library's own, with its own words
             raise
         raise cannot_write(target, error, kind) from error
-    except SafetensorError as error:
+    except Exception as error:  # safetensors', which need not be installed
         number = re.search(r"os error (\d+)", str(error))
-        if number is None:
+        if type(error).__name__ != "SafetensorError" or number is None:
             raise
         code = int(number[1])
         raise cannot_write(target, OSError(code, os.strerror(code)), kind) from error
