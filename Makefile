@@ -86,7 +86,7 @@ $(VENV)/.torch: Makefile cmake/check_python.py cmake/torch_version.py
 
 # --verbose: pip would hide the lines [done/all] of ninja.
 $(VENV)/.built: $(VENV)/.torch $(SOURCES)
-	@echo "Compiling the native module: about two minutes on two cores, less on more"
+	@echo "Compiling the native module: some minutes on two cores, less on more"
 	$(PIP_ALOUD) --verbose --no-build-isolation --no-deps --editable .
 	touch $@
 
