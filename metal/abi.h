@@ -30,7 +30,8 @@ struct KernelArgs {
                       // one part
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
   MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope,
-                      // from a bias of gate of an expert to the next
+                      // from a bias of gate of an expert to the next; attention: whether all n
+                      // slots hold rows
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
   // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that

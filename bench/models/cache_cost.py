@@ -166,5 +166,7 @@ def grown(cache: str, tokens: int, device: str) -> Record:
 
 
 def named(text: str) -> list[str]:
-    """The formats of a list, as they are called."""
-    return [formats.get(name).name for name in text.split(",")]
+    """The formats of a list, as they are called; "K/V" is that of keys and that of values."""
+    return [
+        "/".join(formats.get(part).name for part in name.split("/")) for name in text.split(",")
+    ]

@@ -42,8 +42,7 @@ struct Call {
       : problem(std::move(asked)) {
     problem.format = &shape.cache.keys;
     operands[kSlotX] = q.contiguous();
-    operands[kSlotIds] =
-        length.has_value() ? *length : at::full({}, problem.n, q.options().dtype(at::kLong));
+    if (length.has_value()) operands[kSlotIds] = *length;
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     set_cache(readable(keys, shape.cache.keys), readable(values, shape.cache.values));
     if (options.mask.has_value()) set_mask(*options.mask);
@@ -109,8 +108,7 @@ at::Tensor attention(const Engine& e, const at::Tensor& q, const at::Tensor& key
                            has_attention(shape.cache.keys, q.size(3)) && slots > 0 && q.numel() > 0;
   std::optional<AttentionWay> way = find_way(options);
   const Problem problem = attention_problem(q, shape, options, slots, !length.has_value());
-  if (way == AttentionWay::kSdpa ||
-      (!way.has_value() && !why_sdpa(problem, e.gpu(q.device())).empty())) {
+  if (way == AttentionWay::kSdpa || (!way.has_value() && sdpa_pays(problem, e.gpu(q.device())))) {
     const auto decode = [&](const at::Tensor& rows, const Format& format) {
       return decoded(e, rows, format, q.size(3), q.scalar_type());
     };

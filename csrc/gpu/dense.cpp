@@ -5,14 +5,15 @@
 namespace metalmm::gpu {
 namespace {
 
-// out [M, rows] = x panel^T, out f32 or of x's dtype.
+// out [M, rows] = the first M rows of x panel^T, out f32 or of x's dtype.
 void multiply(const at::Tensor& x, const at::Tensor& panel, at::Tensor out) {
   const bool is_wider = out.scalar_type() != x.scalar_type();
+  const bool is_padded = x.size(0) != out.size(0);
   if (is_wider && x.is_cuda()) {
     out.copy_(at::mm(x, panel.t(), out.scalar_type()));
-  } else if (is_wider || (x.is_mps() && !out.is_contiguous())) {
+  } else if (is_wider || is_padded || (x.is_mps() && !out.is_contiguous())) {
     // To mps, columns of a result are memory of their own that it copies back, or does not.
-    out.copy_(at::mm(x, panel.t()));
+    out.copy_(at::mm(x, panel.t()).narrow(0, 0, out.size(0)));
   } else {
     at::mm_out(out, x, panel.t());
   }
@@ -34,8 +35,9 @@ void launch_pass(const Engine& e, const Plan& made, size_t i, const Buffers& buf
 }  // namespace
 
 void launch_dense(const Engine& e, const Plan& made, const Operands& o) {
-  const at::Tensor &x = o[kSlotX], &w = o[kSlotWeight], &y = o[kSlotY];
-  const int64_t n = w.size(0);
+  const at::Tensor &w = o[kSlotWeight], &y = o[kSlotY];
+  const int64_t n = w.size(0), more = made.x_rows - o[kSlotX].size(0);
+  const at::Tensor x = more ? at::constant_pad_nd(o[kSlotX], {0, 0, 0, more}) : o[kSlotX];
   const bool is_joined = made.passes.size() > static_cast<size_t>(made.panels);
   const at::Tensor products = is_joined ? at::empty(y.sizes(), y.options().dtype(at::kFloat)) : y;
   if (x.size(1) == 0) {

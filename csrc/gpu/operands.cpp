@@ -38,10 +38,23 @@ at::Tensor aligned_rows(const PackedWeight& w) {
 
 DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 
+namespace {
+
+// Not of a cache, which the same slots hold.
+void use_weights(const Engine& e, Op op, const Operands& o) {
+  if (!e.use_weight || !has_weight(op) || op == Op::kRopeAppend || op == Op::kAttention) return;
+  for (const Slot slot : {kSlotWeight, kSlotWeight2}) {
+    if (o[slot].defined()) e.use_weight(o[slot].storage());
+  }
+}
+
+}  // namespace
+
 void launch(const Engine& e, const Problem& p, const Operands& o,
             std::optional<StrategyId> strategy) {
   const c10::Device device = o[kSlotY].device();
   const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
+  use_weights(e, p.op, o);
   if (made.panel_rows) {
     launch_dense(e, made, o);
     return;

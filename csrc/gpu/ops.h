@@ -31,6 +31,8 @@ namespace metalmm::gpu {
 struct Engine {
   std::function<Gpu(c10::Device)> gpu;  // what plan() shall know of a device of this engine
   std::function<void(const Plan&, const Buffers&, c10::Device)> launch;
+  // Where there is one: told of the memory of W before each plan that reads it.
+  std::function<void(const c10::Storage&)> use_weight{};
 };
 
 // As ops/ops.def.

@@ -27,6 +27,7 @@ struct Hooks {
   void (*restore_cpu)() = nullptr;
   // What the Metal device reports: mps/launch.h. On macOS.
   void (*mps_facts)(mps::Facts* out) = nullptr;
+  void (*mps_compile)(const Pass& pass) = nullptr;
 };
 
 // For a module of ops to fill in.

@@ -1,6 +1,8 @@
 // The Metal engine for plain C++: this process's device, and launch(Plan, Buffers) on it.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <string>
 
 #include "facts.h"
@@ -18,6 +20,19 @@ const Gpu& gpu();
 // buffer's base is an MTLBuffer. From any thread. Throws std::runtime_error as Pipelines::of does,
 // before anything is encoded.
 void launch(const Plan& plan, const Buffers& buffers);
+
+// Compiles the kernel of a pass, unless it is. From any thread. Throws as Pipelines::of does.
+void compile(const Pass& pass);
+
+// A weight of torch's, as residency.h needs it.
+struct WeakWeight {
+  std::function<bool()> expired;
+  std::function<std::shared_ptr<void>()> lock;
+};
+
+// Keeps the MTLBuffer of a weight resident while the weight lives and is in use (residency.h), on
+// macOS 15 and newer. From any thread.
+void keep_resident(const void* buffer, const std::function<WeakWeight()>& weight);
 
 // Where the library built ahead of time lies: beside this module, whether it is there or not.
 std::string archive_path();

@@ -3,9 +3,13 @@
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 
+#include <thread>
 #include <vector>
 
-#include "commits.h"
+#include "decisions/collect.h"
+#include "decisions/commits.h"
+#include "decisions/residency.h"
+#include "decisions/settings.h"
 #include "metal.h"
 #include "plan/launch.h"
 #include "profile.h"
@@ -20,10 +24,26 @@ struct Metal {
   Commits commits;
 };
 
+using Weights = Residency<MetalSet, WeakWeight>;
+
 Metal* make_metal() {
-  const Gpu gpu = supported_gpu(facts());
+  Gpu gpu = supported_gpu(facts());
+  gpu.sdpa_queries = sdpa_from();
   const MetalDevice device(at::mps::MPSDevice::getInstance()->device());
   return new Metal{gpu, Pipelines<MetalDevice>(device), Commits(commit_every())};
+}
+
+Weights* make_weights() {
+  auto* made = new Weights(MetalSet(at::mps::MPSDevice::getInstance()->device()));
+  std::thread([made] {
+    for (;;) {
+      std::this_thread::sleep_for(kBeat);
+      @autoreleasepool {
+        made->beat();
+      }
+    }
+  }).detach();
+  return made;
 }
 
 Metal& metal() {
@@ -72,8 +92,19 @@ Facts facts() {
 
 const Gpu& gpu() { return metal().gpu; }
 
+void compile(const Pass& pass) {
+  @autoreleasepool {
+    metal().pipelines.of(pass);
+  }
+}
+
+void keep_resident(const void* buffer, const std::function<WeakWeight()>& weight) {
+  static Weights* weights = MetalSet::is_there() ? make_weights() : nullptr;
+  if (weights) weights->use(buffer, weight);
+}
+
 void launch(const Plan& plan, const Buffers& buffers) {
-  if (plan.passes.empty()) return;
+  if (plan.passes.empty() || collector().takes(plan)) return;
   @autoreleasepool {
     Metal& m = metal();
     std::vector<id<MTLComputePipelineState>> pipelines;  // before the queue waits for us

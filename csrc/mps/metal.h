@@ -32,6 +32,25 @@ class MetalDevice {
   id<MTLDevice> device_;
 };
 
+// The set of residency.h, which macOS 15 brought. Handles are MTLBuffers and MTLHeaps.
+class MetalSet {
+ public:
+  using Handle = id<NSObject>;
+
+  static bool is_there();
+  explicit MetalSet(id<MTLDevice> device);
+
+  Handle of(const void* buffer);
+  void add(Handle handle);
+  void remove(Handle handle);
+  void commit();
+  void request();
+  void end();
+
+ private:
+  id<NSObject> set_;
+};
+
 // Where the library built ahead of time lies: beside this module, whether it is there or not.
 std::string archive_path();
 

@@ -55,6 +55,45 @@ id<MTLComputePipelineState> MetalDevice::pipeline(Function function, std::string
   return out;
 }
 
+// An SDK before macOS 15's has no such set.
+#if __has_include(<Metal/MTLResidencySet.h>)
+#define MM_SET(...)                         \
+  if (@available(macOS 15.0, *)) {          \
+    auto set = (id<MTLResidencySet>)(set_); \
+    __VA_ARGS__;                            \
+  }
+bool MetalSet::is_there() {
+  if (@available(macOS 15.0, *)) return true;
+  return false;
+}
+MetalSet::MetalSet(id<MTLDevice> device) {
+  if (@available(macOS 15.0, *)) {
+    MTLResidencySetDescriptor* wanted = [MTLResidencySetDescriptor new];
+    set_ = [device newResidencySetWithDescriptor:wanted error:nil];
+  }
+}
+#else
+#define MM_SET(...)
+bool MetalSet::is_there() { return false; }
+MetalSet::MetalSet(id<MTLDevice>) {}
+#endif
+
+MetalSet::Handle MetalSet::of(const void* buffer) {
+  id<MTLBuffer> b = (__bridge id<MTLBuffer>)buffer;
+  id<NSObject> heap = b.heap;
+  return heap ? heap : b;
+}
+void MetalSet::add([[maybe_unused]] Handle handle) {
+  MM_SET([set addAllocation:(id<MTLAllocation>)handle])
+}
+void MetalSet::remove([[maybe_unused]] Handle handle) {
+  MM_SET([set removeAllocation:(id<MTLAllocation>)handle])
+}
+void MetalSet::commit() { MM_SET([set commit]) }
+void MetalSet::request() { MM_SET([set requestResidency]) }
+void MetalSet::end(){MM_SET([set endResidency])}
+#undef MM_SET
+
 Facts facts_of(id<MTLDevice> device, uint32_t cores) {
   Facts out;
   out.name = device.name.UTF8String;

@@ -326,6 +326,15 @@ using gradients::rope_append;
 
 }  // namespace
 
+// Ops without a result: see cache_append_of_views.
+void register_views(torch::Library& m) {
+  m.impl("cache_append", gradients::cache_append_of_views);
+  m.impl("_cache_append_shape", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(metalmm, Negative, m) { register_views(m); }
+TORCH_LIBRARY_IMPL(metalmm, Conjugate, m) { register_views(m); }
+
 TORCH_LIBRARY_IMPL(metalmm, Autograd, m) {
 #define MM_HOST_OP(name, ...)  // its result has no gradient
 #define MM_OP(name, ...) m.impl(#name, name);

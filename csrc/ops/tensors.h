@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "plan/matmul/torch.h"
+
 namespace metalmm {
 
 // The elements of a dense tensor whose dtype is that of T. Not t.const_data_ptr<T>(), whose name in
@@ -54,7 +56,7 @@ inline int64_t streamed_rows(int64_t k, int64_t values = 8 << 20) {
 template <class Decode>
 at::Tensor times_decoded(const at::Tensor& g, int64_t k, Decode decode) {
   at::Tensor out = at::zeros({g.size(0), k}, g.options());
-  const int64_t n = g.size(1), most = streamed_rows(k);
+  const int64_t n = g.size(1), most = std::min(streamed_rows(k), kMostInner);
   for (int64_t r = 0; r < n; r += most) {
     const int64_t last = std::min(n, r + most);
     out.addmm_(g.narrow(1, r, last - r), decode(r, last));

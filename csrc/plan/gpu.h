@@ -39,6 +39,9 @@ struct Gpu {
   int64_t norm_weights_per_core = 0;
   std::string row{};  // of the table, where the numbers are from: "m4-max"
   Accelerator accelerator = Accelerator::kNone;
+  // Queries from which torch's attention takes kAttention, whatever tuning.def says; 0: as that
+  // says.
+  int64_t sdpa_queries = 0;
 };
 
 // plan() knows Macs: an NVIDIA GPU is planned for as an M4 Max, a large one whose matrix units work

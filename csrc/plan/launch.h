@@ -41,10 +41,9 @@ struct Plan {
   // the panel is multiplied before the next pass. Without such a pass W is multiplied where it
   // lies. 0: nothing is multiplied but by the passes.
   int64_t panel_rows = 0, panels = 0;
-  SdpaPanels sdpa;  // without passes: each panel is decoded by a plan of its own
-  size_t workspace_bytes =
-      0;               // scratch bound to kSlotPartial (and to kSlotY of the pass that fills it)
-  std::string reason;  // why this strategy, in words
+  int64_t x_rows = 0;          // that torch's matmul is given: those of x, and zeros
+  SdpaPanels sdpa;             // without passes: each panel is decoded by a plan of its own
+  size_t workspace_bytes = 0;  // scratch bound to kSlotPartial, and to kSlotY of what fills it
 };
 
 // Memory bound to a slot: a base, the byte offset at which the operand starts, and the bytes after

@@ -174,7 +174,9 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
   uint32_t out = 0;
   if (s.family == Family::Matmul) {
     if (p.n % s.n) out |= kBoundsN;
-    if (p.m % rows_of_x(strategy, p)) out |= kBoundsM;
+    // The matrix units' tiles ask for it always: a length of a prompt would be a pipeline more.
+    const bool is_any = s.on_matrix_unit && p.op != Op::kExpertTiles;
+    if (is_any || p.m % rows_of_x(strategy, p)) out |= kBoundsM;
     // A tile loads its first step before it knows of another: of no K there is none to load.
     if (p.k % s.k || p.k == 0) out |= kBoundsK;
     const int64_t value_bytes = dtype_bytes(p.dtype);
@@ -281,7 +283,10 @@ int64_t rows_of_x(StrategyId strategy, const Problem& p) {
   const StrategyInfo& s = info_of(strategy);
   if (!s.batch_of || p.m <= 0) return s.m;
   if (p.op == Op::kExpertTiles) return p.experts.tile_rows;
-  return s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
+  const int64_t rows = s.batch_of(p.m, p.dtype == DType::kF16, piece_of(p.format->codec).values);
+  // Of each size there is a pipeline: one matrix of the unit, or an even number of them.
+  const int64_t two = 2 * kFragment;
+  return s.on_matrix_unit && rows > kFragment ? product(ceil_div(rows, two), two) : rows;
 }
 
 int64_t threadgroups_of(StrategyId strategy, const Problem& p) {

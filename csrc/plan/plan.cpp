@@ -75,11 +75,6 @@ const Split* split_of(StrategyId strategy) {
 
 // ---- the choice
 
-struct Choice {
-  StrategyId strategy;
-  std::string reason;
-};
-
 std::string str(int64_t v) { return std::to_string(v); }
 
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
@@ -96,90 +91,96 @@ int64_t batched_max_m(const Problem& p, const Gpu& gpu) {
 // Rows of x up to which gemm_small decodes W once.
 int64_t one_small_tile(const Problem& p) { return GemmSmallTile::rows(p.dtype == DType::kF16); }
 
-Choice choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t) {
+StrategyId choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t, Reason why) {
   const Piece piece = piece_of(p.format->codec);
   if (p.n > t.wide_n_min_n && piece.is_wide) {
-    return {S::gemv_wide_n, "M = 1 and N = " + str(p.n) + " is over " + str(t.wide_n_min_n) +
-                                ": more rows per simdgroup, fewer loads of x"};
+    why.add("M = 1 and N = ", p.n, " is over ", t.wide_n_min_n,
+            ": more rows per simdgroup, fewer loads of x");
+    return S::gemv_wide_n;
   }
   const int64_t threadgroups = threadgroups_of(S::gemv, p);
-  const int64_t wanted = t.large_k_threadgroups * gpu.cores;
+  const int64_t each = t.large_k_threadgroups, cores = gpu.cores;
   const int64_t long_k = t.large_k_steps * GemvLargeK::kThreads * piece.values;
-  const int64_t min_k = threadgroups < gpu.cores ? long_k / 2 : long_k;
-  const std::string grid = "the standard grid of " + str(threadgroups) + " threadgroups ";
-  const std::string fill =
-      str(t.large_k_threadgroups) + " for each of " + str(gpu.cores) + " cores";
-  if (threadgroups >= wanted) {
-    return {S::gemv, "M = 1, and " + grid + "has " + fill};
-  }
-  const std::string few = "M = 1, " + grid + "is under " + fill + ", and K = " + str(p.k) + " is ";
+  const int64_t min_k = threadgroups < cores ? long_k / 2 : long_k;
+  const bool is_full = threadgroups >= each * cores;
+  why.add("M = 1, ", is_full ? "and " : "", "the standard grid of ", threadgroups,
+          is_full ? " threadgroups has " : " threadgroups is under ", each, " for each of ", cores,
+          " cores");
+  if (is_full) return S::gemv;
   if (p.k < min_k) {
-    return {S::gemv, few + "under " + str(min_k) + ", too short to share among simdgroups"};
+    why.add(", and K = ", p.k, " is under ", min_k, ", too short to share among simdgroups");
+    return S::gemv;
   }
-  return {S::gemv_large_k, few + "at least " + str(min_k) + ": simdgroups share rows and split K"};
+  why.add(", and K = ", p.k, " is at least ", min_k, ": simdgroups share rows and split K");
+  return S::gemv_large_k;
 }
 
-Choice choose_linear(const Problem& p, const Gpu& gpu) {
+StrategyId choose_linear(const Problem& p, const Gpu& gpu, Reason why) {
   const Tuning& t = tuning_of(gpu);
-  if (p.m <= 1) return choose_gemv(p, gpu, t);
+  if (p.m <= 1) return choose_gemv(p, gpu, t, why);
   const int64_t batched = batched_max_m(p, gpu);
   if (p.m <= batched) {
-    return {S::gemv_batched, "M = " + str(p.m) + " is in 2 ... " + str(batched) +
-                                 ": every weight is decoded once for up to " + str(kBatchPerPass) +
-                                 " rows"};
+    why.add("M = ", p.m, " is in 2 ... ", batched, ": every weight is decoded once for up to ",
+            kBatchPerPass, " rows");
+    return S::gemv_batched;
   }
   const int64_t small = std::min<int64_t>(t.small_max_m, one_small_tile(p));
   if (p.m <= small) {
-    return {S::gemm_small, "M = " + str(p.m) + " is in " + str(std::max<int64_t>(batched, 1) + 1) +
-                               " ... " + str(small) + ": matrix-unit tiles of " +
-                               str(GemmSmallTile::kN) +
-                               " rows of W, in a finer grid than those of " + str(GemmTile::kN)};
+    why.add("M = ", p.m, " is in ", std::max<int64_t>(batched, 1) + 1, " ... ", small,
+            ": matrix-unit tiles of ", GemmSmallTile::kN,
+            " rows of W, in a finer grid than those of ", GemmTile::kN);
+    return S::gemm_small;
   }
-  return {S::gemm, "M = " + str(p.m) + " is over " + str(std::max(batched, small)) +
-                       ": matrix-unit tiles of " + str(GemmTile::kN) + " rows of W by " +
-                       str(rows_of_x(S::gemm, p)) + " of x"};
+  why.add("M = ", p.m, " is over ", std::max(batched, small), ": matrix-unit tiles of ",
+          GemmTile::kN, " rows of W by ", rows_of_x(S::gemm, p), " of x");
+  return S::gemm;
 }
 
 // The kernel that multiplies, where torch's matmul does not.
-Choice choose(const Problem& p, const Gpu& gpu) {
+StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
+  const auto only = [&](StrategyId strategy, const char* words) {
+    why.add(words);
+    return strategy;
+  };
   switch (p.op) {
     case Op::kLinear:
-      return choose_linear(p, gpu);
+      return choose_linear(p, gpu, why);
     case Op::kSwigluUp:
-      return {S::swiglu_up, "gate and up in one pass over x"};
+      return only(S::swiglu_up, "gate and up in one pass over x");
     case Op::kSwigluDown:
-      return {S::swiglu_down, "act(gate) * up is computed as x is loaded"};
+      return only(S::swiglu_down, "act(gate) * up is computed as x is loaded");
     case Op::kExpertLinear:
-      return {S::expert_gemv, "each choice reads W of its expert"};
+      return only(S::expert_gemv, "each choice reads W of its expert");
     case Op::kExpertDown:
-      return {S::expert_down,
-              "the choices of a row, weighted, are summed where they are multiplied"};
+      return only(S::expert_down,
+                  "the choices of a row, weighted, are summed where they are multiplied");
     case Op::kExpertUp:
-      return {S::expert_up, "gate and up of a choice in one pass over x"};
+      return only(S::expert_up, "gate and up of a choice in one pass over x");
     case Op::kExpertTiles:
-      return {S::expert_gemm, "rows by expert, " + str(p.experts.tile_rows) + " a tile"};
+      why.add("rows by expert, ", p.experts.tile_rows, " a tile");
+      return S::expert_gemm;
     case Op::kEmbedding:
-      return {S::embedding, "only the rows asked for are decoded"};
+      return only(S::embedding, "only the rows asked for are decoded");
     case Op::kDequantize:
-      return {S::dequantize, "every row is decoded"};
+      return only(S::dequantize, "every row is decoded");
     case Op::kAdd:
-      return {S::elementwise_add, "a probe"};
+      return only(S::elementwise_add, "a probe");
     case Op::kSub:
-      return {S::elementwise_sub, "a probe"};
+      return only(S::elementwise_sub, "a probe");
     case Op::kMul:
-      return {S::elementwise_mul, "a probe"};
+      return only(S::elementwise_mul, "a probe");
     case Op::kDiv:
-      return {S::elementwise_div, "a probe"};
+      return only(S::elementwise_div, "a probe");
     case Op::kDot:
-      return {S::dot, "a probe"};
+      return only(S::dot, "a probe");
     case Op::kActMul:
-      return {S::act_mul, "gate and up as f32, their product rounded once"};
+      return only(S::act_mul, "gate and up as f32, their product rounded once");
     case Op::kRmsNorm:
-      return {S::rms_norm, "a norm on its own, a threadgroup a row"};
+      return only(S::rms_norm, "a norm on its own, a threadgroup a row");
     case Op::kAddRmsNorm:
-      return {S::add_rms_norm, "a sum and its norm, a threadgroup a row"};
+      return only(S::add_rms_norm, "a sum and its norm, a threadgroup a row");
     case Op::kRope:
-      return {S::rope, "a simdgroup a head"};
+      return only(S::rope, "a simdgroup a head");
     case Op::kRopeAppend:
     case Op::kAttention:
     case Op::kCount:
@@ -189,18 +190,19 @@ Choice choose(const Problem& p, const Gpu& gpu) {
 }
 
 // The strategy, or one that does the same in less threadgroup memory.
-Choice fitting(Choice choice, const Problem& p, const Gpu& gpu) {
-  const StrategyId first = choice.strategy;
+StrategyId fitting(StrategyId first, const Problem& p, const Gpu& gpu, Reason reason) {
   const auto fits = [&](StrategyId s) {
     return threadgroup_bytes_of(s, p.dtype) <= gpu.max_threadgroup_memory;
   };
-  if (fits(first)) return choice;
+  if (fits(first)) return first;
   const std::string why =
       std::string(to_string(first)) + " needs " + str(threadgroup_bytes_of(first, p.dtype)) +
       " bytes of threadgroup memory, over the " + str(gpu.max_threadgroup_memory) + " of this GPU";
   if (p.op == Op::kLinear) {
     for (StrategyId s : {S::gemm_small, S::gemm_naive}) {
-      if (fits(s)) return {s, choice.reason + "; but " + why};
+      if (!fits(s)) continue;
+      reason.add("; but ", why);
+      return s;
     }
   }
   throw std::invalid_argument("gpu: " + why);
@@ -209,7 +211,7 @@ Choice fitting(Choice choice, const Problem& p, const Gpu& gpu) {
 // Parts of K: as many as bring the grid to what the cores need, none shorter than the table allows.
 // Forced: at least 2, if K has so many steps.
 Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
-                   std::string* reason) {
+                   Reason reason) {
   const Split* split = split_of(strategy);
   if (!split && !forced) return {1, p.k};
   const int64_t threadgroups = threadgroups_of(strategy, p);
@@ -219,13 +221,15 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
   if (forced) count = std::max<int64_t>(count, 2);
   const Parts parts = cut(strategy, p, count);
   if (parts.count > 1) {
-    *reason += "; K in " + str(parts.count) + " parts of " + str(parts.k_per_part) +
-               (is_needed ? ", for " + str(threadgroups) + " threadgroups are under " +
-                                str(split->threadgroups_per_core) + " for each of " +
-                                str(gpu.cores) + " cores"
-                          : ", as asked");
+    reason.add("; K in ", parts.count, " parts of ", parts.k_per_part);
+    if (is_needed) {
+      reason.add(", for ", threadgroups, " threadgroups are under ", split->threadgroups_per_core,
+                 " for each of ", gpu.cores, " cores");
+    } else {
+      reason.add(", as asked");
+    }
   } else if (forced) {
-    *reason += "; split-K as asked, in one part: K has no second step";
+    reason.add("; split-K as asked, in one part: K has no second step");
   }
   return parts;
 }
@@ -244,7 +248,7 @@ bool computes(StrategyId strategy, Op op) {
   return std::find(able.begin(), able.end(), strategy) != able.end();
 }
 
-Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
+StrategyId force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
   if (!computes(strategy, p.op)) {
     std::vector<Op> ops;
     for (int i = 0; i < static_cast<int>(Op::kCount); ++i) {
@@ -261,7 +265,7 @@ Choice force(StrategyId strategy, const Problem& p, const Gpu& gpu) {
     reject("strategy: " + std::string(to_string(strategy)) + " needs " + str(bytes) +
            " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
   }
-  return {strategy, "forced"};
+  return strategy;
 }
 
 bool has_no_output(const Problem& p) {
@@ -275,40 +279,48 @@ bool has_no_output(const Problem& p) {
 
 }  // namespace
 
-Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy) {
+Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy,
+          std::string* words) {
   check(problem);
-  if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy);
-  if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy);
+  if (words) words->clear();
+  std::string why;  // behind the name of the strategy, which is known last
+  const Reason reason(words ? &why : nullptr);
+  if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy, Reason(words));
+  if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy, Reason(words));
   const bool is_split_forced = strategy == S::split_reduce;
   if (is_split_forced && problem.has_norm) reject("strategy: split_reduce does not normalise x");
   if (is_split_forced) force(S::split_reduce, problem, gpu);
   Plan out;
   if (has_no_output(problem)) {
-    out.reason = "no output: no pass";
+    Reason(words).add(kNoOutput);
     return out;
   }
   check_sizes(problem);
-  const std::string why = strategy ? "" : why_dense(problem, gpu);
-  Choice choice =
-      strategy && !is_split_forced
-          ? force(*strategy, problem, gpu)
-          : fitting(why.empty() ? choose(problem, gpu) : Choice{S::dense, why}, problem, gpu);
-  if (choice.strategy == S::dense) return plan_dense(problem, choice.reason);
-  if (problem.has_norm) {
-    if (!takes_norm(choice.strategy)) {
-      reject("norm: " + std::string(to_string(choice.strategy)) +
-             " does not normalise x; rms_norm is a pass before it");
-    }
-    choice.reason += "; norm fused: simdgroups sum the squares of x as they multiply it";
+  StrategyId chosen = S::dense;
+  if (strategy && !is_split_forced) {
+    chosen = force(*strategy, problem, gpu);
+    reason.add("forced");
+  } else {
+    if (strategy || !dense_pays(problem, gpu, reason)) chosen = choose(problem, gpu, reason);
+    chosen = fitting(chosen, problem, gpu, reason);
   }
   Parts parts{1, problem.k};  // of a norm too: every part would need the squares of all
-  if (problem.op <= Op::kSwigluDown && !problem.has_norm) {
-    parts = choose_parts(choice.strategy, problem, gpu, is_split_forced, &choice.reason);
+  if (chosen == S::dense) {
+    out = plan_dense(problem, gpu, reason);
+  } else if (problem.has_norm) {
+    if (!takes_norm(chosen)) {
+      reject("norm: " + std::string(to_string(chosen)) +
+             " does not normalise x; rms_norm is a pass before it");
+    }
+    reason.add("; norm fused: simdgroups sum the squares of x as they multiply it");
+  } else if (problem.op <= Op::kSwigluDown) {
+    parts = choose_parts(chosen, problem, gpu, is_split_forced, reason);
   }
+  Reason(words).add(to_string(chosen), ": ", why);
+  if (chosen == S::dense) return out;
   const bool is_split = is_split_forced || parts.count > 1;
-  out.reason = std::string(to_string(choice.strategy)) + ": " + choice.reason;
-  Pass main = main_pass(choice.strategy, problem, parts, is_split);
-  if (takes_arranged(choice.strategy, main)) {
+  Pass main = main_pass(chosen, problem, parts, is_split);
+  if (takes_arranged(chosen, main)) {
     out.passes.push_back(arrange_pass(problem, main));
     out.arranged_bytes = arranged_bytes(problem, out.passes.front());
     out.main = 1;

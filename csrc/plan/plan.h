@@ -137,8 +137,9 @@ struct Problem {
 // split-K: the table's strategy in two parts or more, in one where K has no second. Empty when
 // there is no output. Throws std::invalid_argument, before any work, that names the argument or the
 // strategy, what was given and what is allowed.
-Plan plan(const Problem& problem, const Gpu& gpu,
-          std::optional<StrategyId> strategy = std::nullopt);
+// `reason`, where there is one, becomes why this strategy, in words.
+Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> strategy = std::nullopt,
+          std::string* reason = nullptr);
 
 // Whether the SwiGLU halves pay at M rows of x: their kernels decode W once per row, so that beyond
 // a few rows linears and act_mul, with a result in f32 between them, are faster. plan() runs what

@@ -191,7 +191,8 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   std::optional<StrategyId> forced;
   if (strategy) forced = strategy_by_name(*strategy);
   const Gpu planned_for = read_gpu(chip, gpu);
-  const Plan made = plan(p, planned_for, forced);
+  std::string reason;
+  const Plan made = plan(p, planned_for, forced, &reason);
   py::dict out;
   out["chip"] = planned_for.row;
   py::list passes;
@@ -202,7 +203,7 @@ py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const s
   out["dense"] = product_of(made, p);
   out["sdpa"] = panels_of(made.sdpa);
   out["workspace_bytes"] = made.workspace_bytes;
-  out["reason"] = made.reason;
+  out["reason"] = reason;
   return out;
 }
 

@@ -102,6 +102,7 @@ inline py::object product_of(const Plan& made, const Problem& p) {
   py::dict out;
   out["rows"] = made.panel_rows;
   out["panels"] = made.panels;
+  out["x_rows"] = made.x_rows;
   out["m"] = p.m;
   out["n"] = p.n;
   out["k"] = p.k;

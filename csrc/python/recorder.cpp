@@ -6,7 +6,9 @@
 #include <memory>
 
 #include "hooks/hooks.h"
-#include "mps/commits.h"
+#include "mps/decisions/collect.h"
+#include "mps/decisions/commits.h"
+#include "mps/decisions/settings.h"
 #include "mps/source.h"
 #include "plan/launch.h"
 
@@ -46,22 +48,46 @@ class Recorder {
 constexpr const char* kName = "recorder";
 py::list* g_calls;  // of the last installation, as is the count of passes
 std::unique_ptr<Commits> g_commits;
+constexpr auto kBetweenPasses = std::chrono::microseconds(30);
+Commits::Clock::time_point g_now;  // each pass takes kBetweenPasses
 
 void record(const Plan& plan, const Buffers& buffers) {
+  if (collector().takes(plan)) return;
   const py::gil_scoped_acquire gil;
   Recorder recorder(*g_calls);
   for (const Pass& pass : plan.passes) encode(recorder, pass, buffers);
-  if (g_commits->is_due(nullptr, plan.passes.size())) recorder.commit();
+  g_now += kBetweenPasses * plan.passes.size();
+  if (g_commits->is_due(nullptr, plan.passes.size(), g_now)) recorder.commit();
 }
 
 void install(const std::string& chip, uint32_t cores) {
   Gpu gpu = gpu_by_name(chip);
   if (cores) gpu.cores = cores;
+  gpu.sdpa_queries = sdpa_from();
   auto commits = std::make_unique<Commits>(commit_every());
   stand_in(kName, gpu, record);
   g_commits = std::move(commits);
   delete g_calls;
   g_calls = new py::list;
+}
+
+std::vector<Pass> g_collected;
+
+std::vector<std::string> collected() {
+  g_collected = collector().end();
+  std::vector<std::string> out;
+  for (const Pass& pass : g_collected) out.push_back(pass.kernel);
+  return out;
+}
+
+void compile(size_t i) {
+  const Pass pass = g_collected.at(i);
+  if (loaded_hooks().mps_compile) {
+    const py::gil_scoped_release nobody;
+    loaded_hooks().mps_compile(pass);
+  } else if (g_calls) {
+    g_calls->append(py::make_tuple("compile", pass.kernel, pass.constants));
+  }
 }
 
 py::list remove() {
@@ -81,9 +107,18 @@ void bind_recorder(py::module_& m) {
       "constants), "
       "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
       "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, threads), (\"commit\",).");
-  m.def("commit_every", commit_every,
-        "Passes between two commits of a stream; 0: never. ValueError: METALMM_COMMIT_EVERY is not "
-        "a whole number from 0 to 1000000.");
+  m.def(
+      "recorder_waits", [](int64_t us) { g_now += std::chrono::microseconds(us); }, py::arg("us"),
+      "Lets so many microseconds pass on the recorder's clock, by which every pass takes 30.");
+  m.def(
+      "collect_kernels", [] { collector().begin(); },
+      "From here on this thread's ops launch nothing on MPS, or on what the recorder stands for: "
+      "the kernels of their plans are collected, and their results are not computed.");
+  m.def("collected_kernels", collected,
+        "Until here. The kernels by name, one for each set of function constants.");
+  m.def("compile_kernel", compile, py::arg("i"),
+        "Compiles a kernel of collected_kernels(), unless it is compiled; the recorder records "
+        "(\"compile\", kernel, constants). From any thread. RuntimeError: it does not compile.");
   m.def("metal_source", source_of, py::arg("kernel"),
         "The text that Metal compiles for a kernel. ValueError: no such kernel.");
 }

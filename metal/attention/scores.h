@@ -44,9 +44,10 @@ METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.positions + row.query) * args.heads + row.head;
 }
 
-// A length that the host has not seen, made one that the cache has.
+// All slots, where args.count says that they hold rows; else a length that the host has not seen,
+// made one that the cache has.
 METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args) {
-  return uint(clamp(*length, 0L, long(args.n)));
+  return args.count != 0 ? args.n : uint(clamp(*length, 0L, long(args.n)));
 }
 
 // The slots that a query sees where `filled` slots have rows, the last ones the queries' own.

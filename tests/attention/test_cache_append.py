@@ -248,3 +248,26 @@ def test_a_compiled_step(name: str, backend: Backend) -> None:
             assert torch.equal(aot(*copies, x, slot), want)
     assert graphs == 1
     assert torch.equal(keys, eager[0]) and torch.equal(copies[1], eager[1])
+
+
+def test_views_that_are_negated_or_conjugate() -> None:
+    """Of every op without a result: torch's fallback for such views takes the first of them."""
+    assert ops_without_results() == {"cache_append", "_cache_append_shape"}
+    k = torch.randn(1, 2, 3, 64)
+    negated = torch._neg_view(-k)
+    slots = torch.arange(3)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            keys, values = torch.zeros(1, 2, 4, 64), torch.zeros(1, 2, 4, 64)
+            ops.cache_append(keys, values, negated, k.clone(), slots, "f32", "f32")
+            assert torch.equal(keys[:, :, :3], k) and torch.equal(values, keys)
+            ops._cache_append_shape(keys, values, negated, k, slots, "f32", "f32")
+            with pytest.raises(ValueError, match="keys: a negated or conjugate view"):
+                ops.cache_append(torch._neg_view(keys), values, k, k, slots, "f32", "f32")
+            with pytest.raises(ValueError, match="k: "):
+                ops.cache_append(keys, values, k.to(torch.cfloat).conj(), k, slots, "f32", "f32")
+
+
+def ops_without_results() -> set[str]:
+    schemas = torch._C._jit_get_all_schemas()
+    return {s.name[9:] for s in schemas if s.name.startswith("metalmm::") and not s.returns}

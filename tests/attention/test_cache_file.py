@@ -22,7 +22,7 @@ from torch_metalmm.hf.caches.file import KEY
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-FORMATS = (None, "f32", "f16", "q8_0", "q4_0")
+FORMATS = (None, "f32", "f16", "q8_0/q8_0", "q4_0/q4_0")
 
 
 def continued(model: Any, cache: Any, tokens: Tensor, mask: Tensor) -> Any:
@@ -68,15 +68,17 @@ def test_a_prompt_goes_on(tmp_path: Path, kind: str, format: str | None, prompt:
 
 def test_a_save_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, file = tiny_llama().config, tmp_path / "c"
-    PackedCache(config, "q8_0").save(file)
+    PackedCache(config, "q8_0/q8_0").save(file)
 
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("torch_metalmm.hf.caches.file.save_file", full)
     with pytest.raises(OSError, match=f"cannot write {file}: .*No space left"):
-        PackedCache(config, "q4_0").save(file)
-    assert list(tmp_path.iterdir()) == [file] and PackedCache.load(file, config).format == "q8_0"
+        PackedCache(config, "q4_0/q4_0").save(file)
+    assert (
+        list(tmp_path.iterdir()) == [file] and PackedCache.load(file, config).format == "q8_0/q8_0"
+    )
 
 
 def test_static_slots(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_static_slots(tmp_path: Path) -> None:
     tokens, mask = ids(2, 1, seed=7), torch.ones(2, 10, dtype=torch.long)
     file, results = tmp_path / "c", []
     for slots in (None, 20):
-        cache = PackedCache(model.config, "q8_0", slots)
+        cache = PackedCache(model.config, "q8_0/q8_0", slots)
         with torch.no_grad():
             model(ids(2, 9), past_key_values=cache)
         cache.save(file)
@@ -101,15 +103,15 @@ def test_static_slots(tmp_path: Path) -> None:
 
 def test_an_empty_cache(tmp_path: Path) -> None:
     config = tiny_llama().config
-    PackedCache(config, "q8_0").save(tmp_path / "c")
+    PackedCache(config, "q8_0/q8_0").save(tmp_path / "c")
     loaded = PackedCache.load(tmp_path / "c", config)
-    assert loaded.get_seq_length() == 0 and loaded.format == "q8_0"
+    assert loaded.get_seq_length() == 0 and loaded.format == "q8_0/q8_0"
 
 
 def test_a_file_holds_no_more_than_is_needed(tmp_path: Path) -> None:
     """Rows, not slots; of a window those that the next query sees."""
     model = small("gemma3_text")
-    cache = PackedCache(model.config, "q8_0")
+    cache = PackedCache(model.config, "q8_0/q8_0")
     with torch.no_grad():
         model(ids(1, 30), past_key_values=cache)
     cache.save(tmp_path / "c")
@@ -120,7 +122,7 @@ def test_a_file_holds_no_more_than_is_needed(tmp_path: Path) -> None:
 def test_onto_a_device(tmp_path: Path, backend: Backend) -> None:
     model = tiny_llama().to(backend.device)
     model.set_attn_implementation("metalmm")
-    cache = PackedCache(model.config, "q8_0")
+    cache = PackedCache(model.config, "q8_0/q8_0")
     with torch.no_grad():
         model(ids(1, 5).to(backend.device), past_key_values=cache)
     cache.save(tmp_path / "c")
@@ -246,7 +248,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     model = small("gemma3_text")
-    cache = PackedCache(model.config, "q8_0")
+    cache = PackedCache(model.config, "q8_0/q8_0")
     with torch.no_grad():
         model(ids(1, 30), past_key_values=cache)
     file = tmp_path_factory.mktemp("good") / "cache.safetensors"

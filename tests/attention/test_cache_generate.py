@@ -16,12 +16,13 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from torch_metalmm import PackedCache, load_gguf
+from torch_metalmm import PackedCache, formats, load_gguf
 from torch_metalmm.tools.generate import demo_model
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 ATTENTION = ("metalmm", "sdpa", "eager")
+PACKED = ("q8_0", "q4_0", "affine8_g32", "iq4_nl")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -140,7 +141,7 @@ def forced(model: Any, cache: Any, ids: Tensor, parts: tuple[int, ...]) -> Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt"])
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "affine8_g32", "iq4_nl"])
+@pytest.mark.parametrize("format", [*(f"{f}/{f}" for f in PACKED), "f16/q8_0", "q4_0/f16"])
 def test_packed_rows_read_where_they_lie(kind: str, format: str) -> None:
     """As the eager attention function reads them decoded; prompts in parts, and one by one.
 
@@ -154,7 +155,8 @@ def test_packed_rows_read_where_they_lie(kind: str, format: str) -> None:
     cache = PackedCache(model.config, format)
     got = forced(model, cache, ids, parts)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
-    assert cache.layers[0].keys.dtype == torch.uint8
+    dtypes = [t.dtype for t in (cache.layers[0].keys, cache.layers[0].values)]
+    assert dtypes == [formats.DTYPES.get(name, torch.uint8) for name in format.split("/")]
     exact = forced(eager, DynamicCache(config=eager.config), ids, parts)
     assert (got - exact).abs().max() > 1e-4 * exact.abs().max()  # it was packed
 

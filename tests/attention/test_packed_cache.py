@@ -194,7 +194,7 @@ def test_what_it_is_made_of() -> None:
     )
     mistral.get_text_config = lambda decoder: mistral
     cache = PackedCache(mistral, "Q8_0")
-    assert cache.format == "q8_0" and cache.is_sliding == [False, True, False]
+    assert cache.format == "f16/q8_0" and cache.is_sliding == [False, True, False]
     assert [type(layer).__name__ for layer in cache.layers][:2] == [
         "PackedLayer",
         "PackedSlidingLayer",
@@ -221,6 +221,70 @@ def test_what_is_refused() -> None:
         PackedCache(config()).update(k.double(), v.double(), 0)
     with pytest.raises(ValueError, match="keeps no gradient"):
         PackedCache(config()).update(k.requires_grad_(), v, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "keys"),
+    [
+        ("q8_0", "f16/q8_0", "f16"),
+        ("Q8_0/q4_0", "q8_0/q4_0", "q8_0"),
+        ("q4_0/q4_0", "q4_0/q4_0", "q4_0"),
+        ("f16", "f16", "f16"),
+    ],
+)
+@pytest.mark.parametrize("slots", [None, 8])
+def test_formats_of_keys_and_values(asked: str, name: str, keys: str, slots: int | None) -> None:
+    """One name of a packed format is that of the values, beside keys in f16."""
+    cache = PackedCache(config(), asked, slots)
+    assert cache.format == name
+    k, v = rows(1, 3, 0)
+    got = [t[:, :, :3] for t in cache.update(k, v, 0)]
+    assert torch.equal(got[0], as_kept(keys, k))
+    assert torch.equal(got[1], as_kept(name.split("/")[-1], v))
+
+
+@pytest.mark.parametrize("format", [None, "f16", "q8_0"])
+@pytest.mark.parametrize("slots", [None, 8])
+def test_values_of_other_sizes_than_keys_are_refused(format: str | None, slots: int | None) -> None:
+    """A copy would broadcast them."""
+    cache = PackedCache(config(), format, slots)
+    k, v = rows(2, 3, 0)
+    for _ in range(2):  # without rows, and beside some
+        for wrong in (v[:, :1], v[:1], v[:, :, :1], k[:, :, 1:]):
+            with pytest.raises(ValueError, match="PackedCache: values .*; must be"):
+                cache.update(k, wrong, 0)
+        cache.update(k, v, 0)
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_a_step_that_failed_in_code_of_others_is_not_gone_on_from(slots: int | None) -> None:
+    """Of a first one nobody knows which layers were to come; of a later one all do."""
+    cache, (k, v) = PackedCache(config(), slots=slots), rows(1, 1, 0)
+    cache.update(k, v, 0)  # and then the model failed
+    cache.update(k, v, 0)
+    with pytest.raises(ValueError, match=r"a step failed; call reset\(\)"):
+        cache.update(k, v, 1)
+    cache.reset()
+    for layer in (0, 1, 0, 0, 1):  # the second step failed
+        cache.update(k, v, layer)
+    assert int(cache.get_seq_length()) == int(cache.get_seq_length(1)) == 2
+
+
+class _Additions(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op._schema.name in ("aten::add_", "aten::arange")
+        return op(*args, **(kwargs or {}))
+
+
+def test_slots_are_advanced_once_for_all_layers() -> None:
+    cache, (k, v) = PackedCache(config(num_hidden_layers=5), "q8_0", slots=8), rows(1, 1, 0)
+    for _ in range(2):
+        with _Additions() as seen:
+            for layer in range(5):
+                cache.update(k, v, layer)
+    assert seen.count == 1 and int(cache.get_seq_length()) == 2
 
 
 @pytest.mark.parametrize("format", ["f16", "q8_0"])

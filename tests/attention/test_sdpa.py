@@ -164,3 +164,23 @@ def test_a_prompt_of_transformers_needs_no_mask(format: str | None, cuda: None) 
     kept.reset()
     *_, keys, values, length = kept.room(QUERIES)
     assert keys.shape[2] == values.shape[2] == QUERIES and length is None
+
+
+def test_torch_multiplies_over_few_slots_at_a_time() -> None:
+    """On MPS products over 32767 values and more are wrong: attention of torch's ops, its gradient,
+    and that of linear by few columns."""
+    q = torch.randn(1, 1, 2, 32, requires_grad=True)
+    rows = torch.randn(1, 1, 40000, 32)
+    w = torch.zeros(40000, 32)
+    with torch.profiler.profile(record_shapes=True) as seen:
+        y = torch.ops.metalmm.attention(q, rows, rows, "f32", "f32", None, strategy="torch")
+        y.sum().backward()
+        grad = torch.ops.metalmm.linear_input_grad(torch.ones(2, 40000), w, "f32", 32)
+    assert torch.isfinite(grad).all()
+    first = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm_": 1}
+    shapes = [e.input_shapes[first[e.name]] for e in seen.events() if e.name in first]
+    inner = [shape[-1] for shape in shapes]
+    assert inner and max(inner) <= 32766
+    own = torch.arange(40000) <= torch.arange(39998, 40000)[:, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q, rows, rows, own)
+    torch.testing.assert_close(y, want.transpose(1, 2))

@@ -18,11 +18,12 @@ from torch_metalmm import PackedCache, formats
 pytestmark = pytest.mark.usefixtures("own_threads")
 
 
-@pytest.mark.parametrize("name", ["f16", "q8_0", "affine4_g64"])
+@pytest.mark.parametrize("name", ["f16", "q8_0", "q8_0/affine4_g64"])
 def test_bytes_of_a_context(name: str) -> None:
     """Those of the 8B shape: 32 layers of 8 heads of 128 keys and 128 values."""
     found = cache_cost.memory(name)
-    token = 2 * 32 * 8 * formats.get(name).row_bytes(128)
+    both = ("f16", "q8_0") if name == "q8_0" else (name.split("/")[0], name.split("/")[-1])
+    token = 32 * 8 * sum(formats.get(each).row_bytes(128) for each in both)
     assert found["token"] == token
     assert found["sizes"] == {str(slots): slots * token for slots in cache_cost.SLOTS}
 
@@ -30,9 +31,9 @@ def test_bytes_of_a_context(name: str) -> None:
 def test_a_run_has_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cache_cost, "GROWN", ("q8_0",))
+    monkeypatch.setattr(cache_cost, "GROWN", ("q8_0/q8_0",))
     out = tmp_path / "out.jsonl"
-    options = ("--quick", "--threads", "1", "--json", str(out), "--formats", "f32,q4_0")
+    options = ("--quick", "--threads", "1", "--json", str(out), "--formats", "f32,q4_0/q4_0")
     assert main(["cache", *options]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["kind"] for r in records[1:3]] == ["cache-bytes"] * 2
@@ -76,7 +77,7 @@ def test_a_cache_of_each_name() -> None:
     config = llamas.SHAPES["tiny"].config()
     assert type(growth.cache_of("dynamic", config)).__name__ == "DynamicCache"
     packed = growth.cache_of("q4_0", config)
-    assert isinstance(packed, PackedCache) and packed.format == "q4_0"
+    assert isinstance(packed, PackedCache) and packed.format == "f16/q4_0"
 
 
 def test_tokens_before_the_first_difference() -> None:

@@ -158,8 +158,8 @@ def rope_append(name: str, dtype: torch.dtype) -> Call:
     return Call(run, operands | {"weight": keys, "weight2": values}, problem | {"w_stride": row})
 
 
-def attention(name: str, dtype: torch.dtype, queries: int) -> Call:
-    """Two sequences, 4 heads of q for 2 of keys, a part of a larger cache."""
+def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False) -> Call:
+    """Two sequences, 4 heads of q for 2 of keys, a part of a larger cache; filled: no length."""
     name = name if name in stored() else "q8_0"
     q = torch.zeros(3, 4, queries, 32, dtype=dtype)[1:]
     row = formats.get(name).row_bytes(32)
@@ -170,13 +170,24 @@ def attention(name: str, dtype: torch.dtype, queries: int) -> Call:
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": queries, "bool_mask": True}
     sizes |= {"head_stride": 90 * row, "sequence_stride": 270 * row, "window": 70, "sinks": True}
     sizes |= {"mask_stride": 100, "mask_sequence_stride": 100 * queries, "scale": 0.5}
+    sizes |= {"filled": filled}
     if queries == 1:
         sizes["mask_stride"] = 0
     problem = {"op": "attention", "n": 84, "k": 32, "format": name, "attention": sizes}
     run = lambda: ops.attention(  # noqa: E731
-        q, keys, values, name, name, length, mask=mask, scale=0.5, window=70, sinks=sinks
+        q,
+        keys,
+        values,
+        name,
+        name,
+        None if filled else length,
+        mask=mask,
+        scale=0.5,
+        window=70,
+        sinks=sinks,
     )
-    operands = {"x": q, "weight": keys, "weight2": values, "c": mask, "bias": sinks, "ids": length}
+    operands = {"x": q, "weight": keys, "weight2": values, "c": mask, "bias": sinks}
+    operands |= {} if filled else {"ids": length}
     return Call(run, operands, problem | {"w_stride": row})
 
 
@@ -261,6 +272,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "rope_append": rope_append,
     "attention_split": lambda f, t: attention(f, t, 1),
     "attention_tile": lambda f, t: attention(f, t, 40),
+    **{f"{m} queries, no length": lambda f, t, m=m: attention(f, t, m, True) for m in (1, 40)},
     **{s: lambda f, t, s=s: experts(f, s, t) for s in EXPERTS},
     "gemm op": gemm,
     "embedding": embedding,

@@ -10,9 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "mps/commits.h"
+#include "mps/decisions/commits.h"
 #include "mps/facts.h"
 #include "mps/pipelines.h"
+#include "mps/decisions/residency.h"
 
 using namespace metalmm;
 using namespace metalmm::mps;
@@ -199,6 +200,58 @@ void commits() {
   printf("own %d common %d\n", own.load(), common.load());
 }
 
+// A set that prints what it is told. Buffers 1 and 2 lie in one heap, the others alone.
+struct PrintedSet {
+  using Handle = const char*;
+  Handle of(const void* buffer) {
+    const auto number = reinterpret_cast<uintptr_t>(buffer);
+    return number <= 2 ? "heap" : "buffer";
+  }
+  void add(Handle handle) { printf(" add %s", handle); }
+  void remove(Handle handle) { printf(" remove %s", handle); }
+  void commit() { printf(" commit"); }
+  void request() { printf(" request"); }
+  void end() { printf(" end"); }
+};
+
+void residency() {
+  using Weak = std::weak_ptr<int>;
+  Residency<PrintedSet, Weak> r{PrintedSet{}};
+  std::shared_ptr<int> weights[3];
+  for (auto& w : weights) w = std::make_shared<int>(0);
+  auto now = std::chrono::steady_clock::time_point{} + std::chrono::hours(1);
+  const auto use = [&](uintptr_t buffer, const std::shared_ptr<int>& weight) {
+    r.use(reinterpret_cast<const void*>(buffer), [&] { return Weak(weight); }, now);
+  };
+  const auto beat = [&](const char* what) {
+    printf("%s:", what);
+    r.beat(now);
+    printf("\n");
+    now += kBeat;
+  };
+  beat("nothing");
+  use(1, weights[0]);
+  use(2, weights[1]);
+  use(3, weights[2]);
+  use(3, weights[2]);
+  beat("used");
+  beat("again");
+  weights[0].reset();
+  beat("one of a heap is gone");
+  weights[2].reset();
+  weights[2] = std::make_shared<int>(1);
+  use(3, weights[2]);
+  beat("another has its memory");
+  now += kKeepFor;
+  beat("of no use");
+  beat("still");
+  use(2, weights[1]);
+  beat("in use");
+  for (auto& w : weights) w.reset();
+  beat("gone");
+  beat("and stays so");
+}
+
 void supported(const Facts& f) {
   try {
     const Gpu gpu = supported_gpu(f);
@@ -251,6 +304,7 @@ int main(int, char** argv) {
     sequence(s, {kGemv});
   }
   if (scenario == "commits") commits();
+  if (scenario == "residency") residency();
   if (scenario == "no_kernel") sequence(s, {"gemv_q4_0"});
   if (scenario == "facts") {
     supported({"Apple M4 Max", 9, 32, 32768, 1024, 15});

@@ -15,16 +15,26 @@ ops = torch.ops.metalmm
 VARIABLE = "METALMM_COMMIT_EVERY"
 
 
-def recorded(tokens: int) -> list[str]:
-    """The names of the encoder calls that end or commit a pass, of as many linears."""
+def recorded(*tokens: int, pause: int = 0) -> list[str]:
+    """The names of the encoder calls that end or commit a pass: of so many linears, a pause of so
+    many microseconds, so many linears, ..."""
     x, w = torch.ones(1, 32), torch.ones(2, 32)
     _C.install_recorder()
     try:
-        for _ in range(tokens):
-            ops.linear(x, w, None, "f32")
+        for i, count in enumerate(tokens):
+            if i:
+                _C.recorder_waits(pause)
+            for _ in range(count):
+                ops.linear(x, w, None, "f32")
     finally:
         calls: list[Any] = _C.remove_recorder()
     return [call[0] for call in calls if call[0] in ("dispatch", "commit")]
+
+
+def groups(calls: list[str]) -> list[int]:
+    """The dispatches before each commit."""
+    text = "".join("d" if call == "dispatch" else "c" for call in calls)
+    return [len(group) for group in text.split("c")[:-1]]
 
 
 @pytest.mark.parametrize("every", [1, 3, 12])
@@ -53,14 +63,23 @@ def test_zero_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", [None, ""])
-def test_the_default_is_the_one_of_the_table(
+def test_groups_grow_until_somebody_waits(
     text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A token of 200 passes is five commits; after a pause the first group is the smallest again,
+    with what was left of the last."""
     monkeypatch.delenv(VARIABLE, raising=False)
     if text is not None:
         monkeypatch.setenv(VARIABLE, text)
-    rows = re.findall(r"^MM_COMMIT\((\d+)\)$", (ROOT / "csrc/plan/tuning.def").read_text(), re.M)
-    assert [_C.commit_every()] == list(map(int, rows))
+    table = (ROOT / "csrc/plan/tuning.def").read_text()
+    (row,) = re.findall(r"^MM_COMMIT\((\d+), (\d+), (\d+)\)$", table, re.M)
+    first, most, pause = map(int, row)
+    grown = [first * 2**i for i in range(9) if first * 2**i < most] + [most] * 9
+    left = 200 - sum(grown[:5])
+    assert 0 < left < most
+    assert groups(recorded(200)) == grown[:5]
+    assert groups(recorded(200, 100, pause=pause + 100)) == [*grown[:5], left + 1, 2 * first, 32]
+    assert groups(recorded(200, 100, pause=pause - 50)) == [*grown[:5], most]
 
 
 @pytest.mark.parametrize("text", ["-1", "x", " 3", "3.0", "1000001", "99999999999999999999", "0x3"])
@@ -68,7 +87,5 @@ def test_what_is_no_number_of_passes(text: str, monkeypatch: pytest.MonkeyPatch)
     """The error names the variable, its value and what is allowed, before anything is encoded."""
     monkeypatch.setenv(VARIABLE, text)
     message = f"{VARIABLE}: '{re.escape(text)}' must be a whole number .* from 0 .* to 1000000"
-    with pytest.raises(ValueError, match=message):
-        _C.commit_every()
     with pytest.raises(ValueError, match=message):
         _C.install_recorder()

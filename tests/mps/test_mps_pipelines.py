@@ -13,7 +13,7 @@ from places import ROOT, TESTS
 from torch_metalmm import _C
 
 SOURCES = [f"plan/{name}" for name in ("names", "passes", "format", "gpu", "experts/experts")]
-SOURCES += [f"mps/{name}" for name in ("source", "facts", "commits")]
+SOURCES += [f"mps/{name}" for name in ("source", "facts", "decisions/commits")]
 Run = Callable[[str], list[str]]
 
 
@@ -106,6 +106,23 @@ def test_each_stream_is_committed_after_its_own_passes(run: Run) -> None:
     assert due == ["b 1", "a 1", "a 7", "a 1"] and len(turns) == 9
     assert never == "never 0"
     assert threads == "own 4000 common 4000"
+
+
+def test_weights_are_kept_while_they_live_and_are_used(run: Run) -> None:
+    """Taken in at the first beat, asked for at every one; a heap goes with the last of its weights,
+    residency three minutes after the last use, the weights' places with the weights."""
+    assert run("residency") == [
+        "nothing:",
+        "used: add heap add buffer commit request",
+        "again: request",
+        "one of a heap is gone: commit request",
+        "another has its memory: request",
+        "of no use: end",
+        "still:",
+        "in use: request",
+        "gone: remove heap remove buffer commit end",
+        "and stays so:",
+    ]
 
 
 def test_machines_that_are_supported(run: Run) -> None:

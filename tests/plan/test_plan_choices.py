@@ -57,7 +57,7 @@ def test_the_ladder_of_m(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", explain.chips())
 def test_w_is_decoded_once_for_64_rows_of_x(chip: str) -> None:
-    """From 17 to 64 rows of x one tile of x, of at most 7 rows more than there are; beyond, as few
+    """From 17 to 64 rows of x one tile of x, of at most 15 rows more than there are; beyond, as few
     tiles as there can be, as large as each other. Threadgroup memory as the rows need it."""
     for dtype in ("f16", "f32", "bf16"):
         for m in (17, 24, 25, 32, 33, 47, 64, 65, 96, 130, 512):
@@ -65,8 +65,8 @@ def test_w_is_decoded_once_for_64_rows_of_x(chip: str) -> None:
             plan = _C.plan(**sizes, chip=chip, strategy="gemm")
             one = plan["passes"][0]
             rows, tiles = one["constants"]["batch"], one["grid"][0]
-            assert tiles == -(-m // 64) and rows % 8 == 0
-            assert m <= tiles * rows < m + 8 * tiles
+            assert tiles == -(-m // 64) and rows % 16 == 0
+            assert m <= tiles * rows < m + 16 * tiles
             assert one["threadgroup_bytes"] == 288 * rows
 
 
@@ -291,3 +291,20 @@ def test_packed_rows(changes: dict[str, Any], packed: bool) -> None:
 def test_refused(problem: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _C.plan(**{"n": 8, "k": 32, "format": "q4_0", "chip": "m1"} | problem)
+
+
+@pytest.mark.parametrize("chip", ["m1-max", "m4-max"])
+def test_a_prompt_of_another_length_compiles_little(chip: str) -> None:
+    """Kernels with their function constants of the products of a model, for prompts of 33 to 1024
+    tokens: two sizes of tiles, a part of K or all, and the sum of the parts."""
+    shapes = ((960, 576), (576, 576), (1536, 576), (576, 1536), (49152, 576))
+    made = {
+        (one["kernel"], *one["constants"].values())
+        for m in range(33, 1025)
+        for n, k in shapes
+        for one in _C.plan(m=m, n=n, k=k, format="q4_0", chip=chip)["passes"]
+    }
+    bounds = {constants[-1] for kernel, *constants in made if kernel.startswith("gemm_")}
+    assert all(b & _C.BOUNDS_BITS["m"] for b in bounds)
+    batches = {constants[4] for kernel, *constants in made if kernel.startswith("gemm_")}
+    assert batches == {48, 64} and len(made) <= 8

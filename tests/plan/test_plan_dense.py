@@ -78,7 +78,7 @@ def test_the_reason_says_why_and_how() -> None:
 )
 def test_panels(n: int, k: int, dtype: str, rows: int, panels: int) -> None:
     """Of like size, at most 64 MB, a multiple of 16 rows where there are several."""
-    plan = _C.plan(m=2, n=n, k=k, format="q4_0", dtype=dtype, chip="m1", strategy="dense")
+    plan = _C.plan(m=2, n=n, k=k, format="q4_0", dtype=dtype, chip=_C.CUDA, strategy="dense")
     assert (plan["dense"]["rows"], plan["dense"]["panels"]) == (rows, panels)
     assert strategies_used(plan) == ["dequantize"] * panels
 
@@ -138,3 +138,19 @@ def test_without_threadgroup_memory_a_kernel_is_refused_as_ever() -> None:
 def test_an_nvidia_gpu_has_a_chip_s_row_and_is_none() -> None:
     gpu, row = _C.gpu("CUDA"), _C.gpu("m4-max")
     assert gpu == row | {"name": _C.CUDA} and _C.CUDA not in explain.chips()
+
+
+def test_rows_of_x_are_those_of_few_graphs() -> None:
+    """MPS compiles a graph for each M: on Macs multiples of 64, elsewhere as they are."""
+    for m, rows in ((1, 64), (64, 64), (65, 128), (600, 640)):
+        assert (dense(m=m, chip="m1", strategy="dense") or {})["x_rows"] == rows
+        assert (dense(m=m, chip=_C.CUDA, strategy="dense") or {})["x_rows"] == m
+
+
+def test_torch_gets_no_product_that_is_wrong_on_macs() -> None:
+    """From K = 32767 on a kernel multiplies; asked for by name, torch's product is refused."""
+    for chip, taken in (("m5-max", False), (_C.CUDA, True)):
+        assert bool(dense(m=512, k=32768, chip=chip)) == taken
+    assert dense(m=512, k=32512, chip="m5-max")
+    with pytest.raises(ValueError, match=r"strategy: dense multiplies K = 32768 .* up to 32766"):
+        dense(m=512, k=32768, chip="m1", strategy="dense")

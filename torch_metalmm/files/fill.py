@@ -15,6 +15,7 @@ from ..models.replace import is_conv1d, packable, replaceable
 from ..models.shard.apply import part_of
 from ..models.skeleton import put_dense, put_packed, set_input_order, tied_names
 from ..nn import QuantExperts, QuantLinear
+from ..nn.place import place
 from .blame import blaming
 from .source import Source
 
@@ -50,7 +51,7 @@ def fill(
         if not (packable(layer) and replaceable(model, owner)):
             put_dense(model, names, _decoded(made), device)
             continue
-        put_packed(model, names, made.weight.to(device), made.format)
+        put_packed(model, names, place(made.weight, device), made.format)
         if made.input_order is not None:
             if not all(
                 isinstance(model.get_submodule(n.removesuffix(".weight")), QuantLinear)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import formats
 from ..formats.codebook import MXFP4
 from ..models.experts import homes
+from ..nn.place import place
 from .source import Source
 
 _BLOCKS, _SCALES, _CODES = "_blocks", "_scales", 16  # bytes of codes in a block
@@ -29,7 +30,7 @@ def put_experts(path: Path, model: Any, source: Source, device: torch.device | s
     for name, home in homes(model).items():
         for stack, part in home.stacks.items():
             rows = _rows(path, source, f"{name}.{stack}", part.shape)
-            part.put(model, [f"{name}.{stack}"], rows.to(device), MXFP4.name)
+            part.put(model, [f"{name}.{stack}"], place(rows, device), MXFP4.name)
         for bias, own in list(home.made.named_parameters()):
             if bias.endswith("_bias"):
                 value = _take(path, source, f"{name}.{bias}", tuple(own.shape), own.dtype)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
 from ..extras import require
 
 require("PackedCache", "transformers")
@@ -32,11 +31,12 @@ from transformers.cache_utils import (  # noqa: E402
     get_layer_types_and_kwargs,
 )
 
-from .caches import ATTENTION  # noqa: E402
+from .caches import ATTENTION, name_of, pair_of  # noqa: E402
 from .caches.file import File, write  # noqa: E402
 from .caches.layers import PackedLayer, PackedSlidingLayer, Room  # noqa: E402
 from .caches.rows import Slots  # noqa: E402
 from .caches.static import StaticPackedLayer  # noqa: E402
+from .caches.transaction import Transaction  # noqa: E402
 
 SLIDING = ("sliding_attention", "chunked_attention")
 
@@ -44,9 +44,14 @@ SLIDING = ("sliding_attention", "chunked_attention")
 class PackedCache(Cache):
     """A cache for generate() and for past_key_values of a model with this config.
 
-    format: any weight format whose blocks divide the head size ("q8_0", "q4_0", "f16", ...), or
-    None for the model's dtype. slots: as many from the start and no more, of whose shapes a
-    compiled model makes one graph. Layers without keys are those of transformers' own caches.
+    format: "f16/q8_0", keys and values in any two weight formats whose blocks divide the head size;
+    of one name, "f16" is of both, and a packed "q8_0" is of values beside keys in f16 (pair_of in
+    caches says why); None: the model's dtype. What f16 cannot hold, beyond 65504, becomes infinite
+    in it; take bf16 or f32 for keys like these. slots: as many from the start and no more, of whose
+    shapes a compiled model makes one graph. Layers without keys are those of transformers' own
+    caches.
+
+    A step of a model that fails leaves no rows: see caches/transaction.py.
     """
 
     def __init__(
@@ -60,18 +65,16 @@ class PackedCache(Cache):
             raise ValueError(f"format: {format!r}; must be None or the name of a format")
         if slots is not None and (type(slots) is not int or slots < 1):
             raise ValueError(f"slots: {slots!r}; must be None or a whole number from 1 on")
-        if format is not None and not formats.get(format).packs:
-            raise ValueError(f"format: {formats.get(format).refusal()}")
-        self.format = None if format is None else formats.get(format).name
+        self.format = None if format is None else name_of(pair_of(format))
         self.config = config.get_text_config(decoder=True)
         layers = [
             self._layer(kind, options, slots)
             for kind, options in zip(*get_layer_types_and_kwargs(self.config), strict=True)
         ]
-        shared = Slots()
+        shared, self.transaction = Slots(), Transaction()
         for layer in layers:
             if isinstance(layer, PackedLayer):
-                layer.slots = shared
+                layer.slots, layer.transaction = shared, self.transaction
         super().__init__(layers=layers, offloading=offloading)
 
     def _layer(self, kind: str, options: dict[str, Any], slots: int | None) -> Any:
@@ -91,8 +94,26 @@ class PackedCache(Cache):
         layer = self.layers[layer_idx]
         if isinstance(layer, PackedLayer):
             layer.returns_packed = self.config._attn_implementation == ATTENTION
-        rows: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        given = (key_states, value_states, layer_idx, *args)
+        rows: tuple[Any, Any]
+        if torch.compiler.is_compiling():
+            rows = super().update(*given, **kwargs)
+            return rows
+        try:
+            rows = super().update(*given, **kwargs)
+        except BaseException:
+            self.undo()
+            raise
         return rows
+
+    def begins(self, number: int) -> None:
+        """The code of the layer begins; a step does, where the layer wrote in the one before."""
+        if getattr(self.layers[number], "before", None) is not None:
+            self.transaction.settle()
+
+    def undo(self) -> None:
+        """Forget the rows of a step that has not reached all layers."""
+        self.transaction.undo()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as a safetensors file, which replaces another at once.
@@ -130,6 +151,7 @@ class PackedCache(Cache):
             return None
         if self.offloading or "update" in self.__dict__:
             return None
+        self.transaction.begin(layer)
         shape = x.shape
         if not layer.takes(shape[0], kv_heads, head_size):
             like = x.new_empty(shape[0], kv_heads, 0, head_size)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
 from .. import formats
 from ..models.attach import plug_in_caches
-from .caches import ATTENTION
+from .caches import ATTENTION, name_of, pair_of
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -62,9 +63,9 @@ def default_cache(model: Any) -> DefaultCache | None:
 def check_cache(models: Iterable[Any], format: str) -> None:
     """ValueError: set_cache(models, format) would fail."""
     if not isinstance(format, str):
-        raise ValueError(f"cache: {format!r}; must be the name of a format")
+        raise ValueError(f"cache: {format!r}; must be the name of a format, or of two")
     try:
-        kind = formats.get(format)
+        kinds = [formats.get(name) for name in pair_of(format)]
     except ValueError as error:
         raise ValueError(f"cache: {str(error).removeprefix('format: ')}") from None
     generating = _generating(models)
@@ -74,7 +75,7 @@ def check_cache(models: Iterable[Any], format: str) -> None:
         config = _text_config(model)
         if model.config.is_encoder_decoder:
             raise ValueError(f"cache: {format!r}; {type(model).__name__} has an encoder, too")
-        for size in _head_sizes(config):
+        for size, kind in product(_head_sizes(config), kinds):
             if size % kind.block_values:
                 raise ValueError(
                     f"cache: {format!r}; its blocks of {kind.block_values} values do not divide "
@@ -95,10 +96,10 @@ def set_cache(models: Iterable[Any], format: str) -> None:
     check_cache(models, format)
     for model in _generating(models):
         if (earlier := default_cache(model)) is not None:
-            earlier.format = formats.get(format).name
+            earlier.format = name_of(pair_of(format))
             _set_attention(model, ATTENTION)
         else:
-            DefaultCache(model, formats.get(format).name).attach()
+            DefaultCache(model, name_of(pair_of(format))).attach()
 
 
 def drop_cache(models: Iterable[Any]) -> None:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .activations import Activations, of_call, set_activations
 from .collective import all_reduce
 from .linear import QuantLinear
+from .settings import Settings
 from .sharded import ColumnsLinear, RowsLinear, entered
 
 _linear = torch.ops.metalmm.linear.default
@@ -86,6 +87,7 @@ class MergedLinear(Activations, nn.Module):
             parent.register_forward_hook(self.close, always_call=True),
         ]
         self.hook_numbers = tuple(hook.id for hook in self._hooks)
+        self._settings = Settings([parent])
 
     def detach(self, parent: nn.Module) -> None:
         """Undo attach. Adapters around the parts stay, around the layers."""
@@ -110,6 +112,8 @@ class MergedLinear(Activations, nn.Module):
         for name in self.beside:
             if not isinstance(children[name], QuantLinear):
                 return
+        if not self._settings.same():
+            return
         hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
         if not hooked and "forward" not in parent.__dict__:
             self._held[_thread()] = ()
@@ -245,69 +249,24 @@ class Roles:
     gate_first: bool = True
 
 
-class SwiGLU(nn.Module):
-    """An MLP down(act(gate(x)) * up(x)) whose gate and up are computed by one op.
+@dataclass(frozen=True)
+class GatedMLP:
+    """A module that computes down(act(gate(x)) * up(x)); the activation as the ops call it."""
 
-    Stands in for `original` and shares its children, under their names. A single row (decoding)
-    takes the form, more rows always the first:
-      "swiglu"         gate, up, activation and product in one op, then down
-      "swiglu_linear"  gate, then up, then activation, product and down in one op
-    Where a layer is not a plain packed one any more (it got an adapter or a hook), the original
-    computes.
-    """
-
-    original: nn.Module
-    activation = "silu"  # as the ops call it
-
-    def __init__(
-        self,
-        original: nn.Module,
-        roles: Roles,
-        form: str,
-        note: str = "",
-        activation: str = "silu",
-    ) -> None:
-        super().__init__()
-        self._modules = original._modules
-        # Not a child: its parameters would have two names.
-        self.__dict__["original"] = original
-        self.roles, self.form, self.note, self.activation = roles, form, note, activation
-        self.training = original.training
-        layers = (roles.gate, roles.up, roles.down)
-        self.others = tuple((n, c) for n, c in self._modules.items() if n not in layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.layers()
-        children = self._modules
-        replaced = any(children.get(name) is not child for name, child in self.others)
-        packed = plain(gate) and plain(up) and plain(down)
-        if replaced or not packed or gate.activations != up.activations:
-            self.original.training = self.training
-            y: Tensor = self.original(x)
-            return y
-        gate_weight, up_weight = self.weights(gate, up)
-        weight, bias = down._parameters["weight"], down._parameters["bias"]
-        ranks = down.shard.ranks if type(down) is ColumnsLinear else None
-        if ranks is not None and ranks.rank:
-            bias = None  # rank 0 adds it
-        x = entered(gate, x)
-        # One row. torch.Size.numel would make a constant of a symbolic size.
-        if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
-            a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
-            b = _linear(x, up_weight, None, up.format, **of_call(up.activations, x))
-            kind = of_call(down.activations, x)
-            y = _swiglu_linear(a, b, weight, bias, down.format, self.activation, **kind)
-        else:
-            given = (x, gate_weight, up_weight, gate.format, up.format, self.activation)
-            h = _swiglu(*given, **of_call(gate.activations, x))
-            y = _linear(h, weight, bias, down.format, **of_call(down.activations, x))
-        return y if ranks is None else all_reduce(y, ranks)
+    module: Any
+    roles: Roles
+    activation: str = "silu"
 
     def layers(self) -> tuple[Any, Any, Any]:
         """gate, up and down; gate is up where both are halves of one layer."""
-        layers, roles = self._modules, self.roles
+        layers, roles = self.module._modules, self.roles
         gate = layers[roles.gate]
         return gate, gate if roles.up is None else layers[roles.up], layers[roles.down]
+
+    def others(self) -> list[tuple[str, nn.Module | None]]:
+        """The children that are none of these, by name."""
+        names = (self.roles.gate, self.roles.up, self.roles.down)
+        return [(n, child) for n, child in self.module._modules.items() if n not in names]
 
     def weights(self, gate: Any, up: Any) -> tuple[Tensor, Tensor]:
         """The packed weights of gate and up."""
@@ -319,8 +278,58 @@ class SwiGLU(nn.Module):
                 gate_weight, up_weight = up_weight, gate_weight
         return gate_weight, up_weight
 
+
+class SwiGLU(nn.Module):
+    """An MLP down(act(gate(x)) * up(x)) whose gate and up are computed by one op.
+
+    Stands in for `gated.module` and shares its children, under their names, which may be any but
+    those of this class. A single row (decoding) takes the form, more rows always the first:
+      "swiglu"         gate, up, activation and product in one op, then down
+      "swiglu_linear"  gate, then up, then activation, product and down in one op
+    Where a layer is not a plain packed one any more (it got an adapter or a hook), or the module
+    has changed, it computes itself.
+    """
+
+    gated: Any = None
+    form = note = ""
+
+    def __init__(self, gated: GatedMLP, form: str, note: str = "") -> None:
+        super().__init__()
+        self._modules = gated.module._modules
+        # Not a child: its parameters would have two names.
+        self.gated, self.form, self.note, self._others = gated, form, note, gated.others()
+        self._settings = Settings([gated.module, *(c for _, c in self._others if c is not None)])
+        self.training = gated.module.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated, children = self.gated, self._modules
+        gate, up, down = gated.layers()
+        replaced = any(children.get(name) is not child for name, child in self._others)
+        packed = plain(gate) and plain(up) and plain(down) and self._settings.same()
+        if replaced or not packed or gate.activations != up.activations:
+            gated.module.training = self.training
+            y: Tensor = gated.module(x)
+            return y
+        gate_weight, up_weight = gated.weights(gate, up)
+        weight, bias = down._parameters["weight"], down._parameters["bias"]
+        ranks = down.shard.ranks if type(down) is ColumnsLinear else None
+        if ranks is not None and ranks.rank:
+            bias = None  # rank 0 adds it
+        x = entered(gate, x)
+        # One row. torch.Size.numel would make a constant of a symbolic size.
+        if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
+            a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
+            b = _linear(x, up_weight, None, up.format, **of_call(up.activations, x))
+            kind = of_call(down.activations, x)
+            y = _swiglu_linear(a, b, weight, bias, down.format, gated.activation, **kind)
+        else:
+            given = (x, gate_weight, up_weight, gate.format, up.format, gated.activation)
+            h = _swiglu(*given, **of_call(gate.activations, x))
+            y = _linear(h, weight, bias, down.format, **of_call(down.activations, x))
+        return y if ranks is None else all_reduce(y, ranks)
+
     def extra_repr(self) -> str:
-        return f"activation={self.activation}, form={self.form}{self.note}"
+        return f"activation={self.gated.activation}, form={self.form}{self.note}"
 
 
 def plain(layer: Any) -> bool:

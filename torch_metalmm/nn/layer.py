@@ -47,6 +47,7 @@ class FusedLayer:
       where a gradient is recorded, in training and under autocast;
       where an argument is given that the layer was not seen to take;
       where a module of the layer has a hook or another forward, or is another one (an adapter);
+      where a number of a module (eps, a scale) or the code of a class is not what fuse_ saw;
       where some of its linear layers round their input to int8 and others do not.
     """
 
@@ -105,19 +106,30 @@ class FusedLayer:
         known = x.dtype is self.dtype and self._norm_dtypes() == self.dtypes
         if not known and not self._keeps_dtype(x):
             return self.original(x, **kwargs)
-        held = self.step.held
-        cos = angles[0]
-        if held.given is not cos or held.version is not None and held.version != cos._version:
-            if torch._C._is_any_autocast_enabled():
-                return self.original(x, **kwargs)
-            held = self.step.begin(*angles)
-        return self.compute(_DIRECT[self.kind if x.is_cpu else None], x, kwargs, held)
+        if torch._C._is_any_autocast_enabled():
+            return self.original(x, **kwargs)
+        held, ops = self.step.of(*angles), _DIRECT[self.kind if x.is_cpu else None]
+        cache = kwargs.get(recipe.cache)
+        begins = getattr(cache, "begins", None)
+        if begins is None:
+            return self.compute(ops, x, kwargs, held)
+        begins(self.number())
+        try:
+            return self.compute(ops, x, kwargs, held)
+        except BaseException:
+            cache.undo()  # type: ignore[union-attr]
+            raise
+
+    def number(self) -> Any:
+        """The layer's in the cache."""
+        recipe = self.recipe
+        return recipe.attention.layer_idx if recipe.number is None else recipe.number
 
     def fused(self, x: Tensor, **kwargs: Any) -> Tensor:
         """The layer's result in our ops, whatever became of its modules."""
         r = self.recipe
         function, angles = r.attend.function(), tables(r.angles, *kwargs[r.embeddings])
-        held = Held(None, None, *angles, function, None, self.step.op(function))
+        held = Held((None, None), None, None, *angles, function, None, self.step.op(function))
         return self.compute(_TRACED[self.kind if x.is_cpu else None], x, kwargs, held)
 
     def compute(self, ops: _Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
@@ -158,24 +170,21 @@ class FusedLayer:
             return None
         if length > 1 and mask is None and not getattr(r.attention, "is_causal", True):
             return None
-        number = r.attention.layer_idx if r.number is None else r.number
-        found = find(number, x, r.kv_heads, r.head_size)
+        found = find(self.number(), x, r.kv_heads, r.head_size)
         if found is None:
             return None
-        format, keys, values, slots, k, v, end = found
+        both, keys, values, slots, k, v, end = found
         norms = {} if r.head_norms is None else _of_heads(*r.head_norms)
         q = ops.rope_append(
             *(projected[0], held.cos, held.sin, r.heads, r.kv_heads),
-            *(keys, values, slots, format, format),
+            *(keys, values, slots, *both),
             v=projected[1],
             interleaved=r.interleaved,
             **norms,
         )
         if mask is not None and mask.shape[2] != length:
             mask = mask.expand(-1, -1, length, -1)
-        a: Tensor = ops.attention(
-            q, k, v, format, format, end, mask=mask, causal=mask is None, **options
-        )
+        a: Tensor = ops.attention(q, k, v, *both, end, mask=mask, causal=mask is None, **options)
         return a
 
     def _attended(
@@ -195,8 +204,7 @@ class FusedLayer:
         q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **norms)
         cache = kwargs.get(r.cache)
         if cache is not None:
-            number = r.attention.layer_idx if r.number is None else r.number
-            k, v = cache.update(k, v, number)
+            k, v = cache.update(k, v, self.number())
         if direct is not None and x.shape[1] == 1 and mask is None:
             return F.scaled_dot_product_attention(q, k, v, **direct)
         attend = r.attend

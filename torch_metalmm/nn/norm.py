@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .recipe import Norm
+from .settings import Settings
 
 _rms_norm = torch.ops.metalmm.rms_norm.default
 
@@ -15,12 +16,12 @@ _rms_norm = torch.ops.metalmm.rms_norm.default
 class FusedNorm:
     """The forward of a module that computes an RMS norm, which stays the object that it was.
 
-    The class's own forward computes where a gradient is recorded, under autocast, and where x has
-    not the weight's dtype.
+    The class's own forward computes where a gradient is recorded, under autocast, where x has not
+    the weight's dtype, and once eps or that forward is another.
     """
 
     def __init__(self, norm: Norm) -> None:
-        self.norm = norm
+        self.norm, self._settings = norm, Settings([norm.module])
 
     def attach(self) -> None:
         self.norm.module.__dict__["forward"] = self.forward
@@ -36,6 +37,7 @@ class FusedNorm:
             or kwargs
             or weight is None
             or weight.dtype != x.dtype
+            or not self._settings.same()
             or torch.is_autocast_enabled(x.device.type)
             or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         )

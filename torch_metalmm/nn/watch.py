@@ -1,4 +1,4 @@
-"""Whether a layer's modules are those that fuse_ saw, and nothing is called beside them."""
+"""Whether a layer's modules are what fuse_ saw, and nothing is called beside them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from .fused import PLAIN, MergedLinear
+from .fused import PLAIN, MergedLinear, SwiGLU
 from .linear import QuantLinear
+from .settings import Settings
 
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -20,8 +21,9 @@ class Watch:
     """The modules below a layer.
 
     `same` is cheap: torch counts the hooks that are registered anywhere, children are compared by
-    identity, and what is set on a module or taken from it changes the size of one of its dicts.
-    Where one of these is another, `plain` looks at each module.
+    identity, and what is set on a module or taken from it changes the size of one of its dicts;
+    Settings compares their numbers and the code of their classes. Where one of these is another,
+    `plain` looks at each module.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -31,6 +33,8 @@ class Watch:
         # A parametrization takes a weight away and gives its module a child.
         self.names = [(m, (*m._parameters,), (*m._modules,)) for m in self.modules]
         self.children = [(m, tuple(m._modules.values())) for m in parents]
+        stood_in = [m.gated.module for m in self.modules if isinstance(m, SwiGLU)]
+        self.settings = Settings([layer, *self.modules, *stood_in])
         self._forget()
 
     def _forget(self) -> None:
@@ -43,7 +47,7 @@ class Watch:
         self.captured: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layer", "modules", "children", "names")
+        kept = ("layer", "modules", "children", "names", "settings")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,11 +64,15 @@ class Watch:
         for buffers in self._buffers:
             if buffers["input_order"] is not None:  # a state dict brought one
                 return False
+        if not self.settings.same():
+            return False
         return not self.captured or not _collected(self.captured)
 
     def plain(self) -> bool:
         """Whether calling the modules is calling the forwards of their classes."""
         self._hooks = -1
+        if not self.settings.same():
+            return False
         for parent, seen in self.children:
             if tuple(parent._modules.values()) != seen:
                 return False

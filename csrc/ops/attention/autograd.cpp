@@ -1,5 +1,7 @@
 #include "autograd.h"
 
+#include <utility>
+
 #include "checks.h"
 #include "composed.h"
 #include "ops/gradients.h"
@@ -46,6 +48,16 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& k, con
     call_cache_append(keys, values, k, v, slots, format_k, format_v);
   }
   bump_versions(keys, values);
+}
+
+void cache_append_of_views(const Tensor& keys, const Tensor& values, const Tensor& k,
+                           const Tensor& v, const Tensor& slots, Name format_k, Name format_v) {
+  for (const auto& [name, rows] : {std::pair{"keys", keys}, std::pair{"values", values}}) {
+    TORCH_CHECK_VALUE(!rows.is_neg() && !rows.is_conj(), name,
+                      ": a negated or conjugate view, which is not written; pass the tensor");
+  }
+  const auto plain = [](const Tensor& t) { return t.resolve_neg().resolve_conj(); };
+  call_cache_append(keys, values, plain(k), plain(v), plain(slots), format_k, format_v);
 }
 
 Tensor rope_append(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads,

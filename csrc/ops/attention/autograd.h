@@ -15,6 +15,11 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, Name
 void cache_append(const Tensor& keys, const Tensor& values, const Tensor& k, const Tensor& v,
                   const Tensor& slots, Name format_k, Name format_v);
 
+// In place of torch's fallback for negated and conjugate views, which takes the first result of an
+// op for granted: such k and v are computed, such caches refused.
+void cache_append_of_views(const Tensor& keys, const Tensor& values, const Tensor& k,
+                           const Tensor& v, const Tensor& slots, Name format_k, Name format_v);
+
 Tensor rope_append(const Tensor& qkv, const Tensor& cos, const Tensor& sin, int64_t heads,
                    int64_t kv_heads, const Tensor& keys, const Tensor& values, const Tensor& slots,
                    Name format_k, Name format_v, const OptionalTensor& v,

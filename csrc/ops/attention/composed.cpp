@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "checks.h"
 #include "ops/tensors.h"
@@ -49,6 +50,33 @@ at::Tensor q4_0(const at::Tensor& x) {
 
 }  // namespace
 
+namespace {
+
+// q kᵀ [..., S, T] of q [..., S, D] and k [..., T, D]. In parts of the slots: its gradient of q is
+// a product over them.
+at::Tensor scores(const at::Tensor& q, const at::Tensor& k) {
+  const int64_t slots = k.size(2);
+  if (slots <= kMostInner) return at::matmul(q, k.transpose(-1, -2));
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& part : k.split(kMostInner, 2)) {
+    parts.push_back(at::matmul(q, part.transpose(-1, -2)));
+  }
+  return at::cat(parts, -1);
+}
+
+// p v [..., S, D] of p [..., S, T] and v [..., T, D].
+at::Tensor weighted(const at::Tensor& p, const at::Tensor& v) {
+  at::Tensor out;
+  for (int64_t t = 0; t < v.size(2); t += kMostInner) {
+    const int64_t count = std::min(kMostInner, v.size(2) - t);
+    const at::Tensor sum = at::matmul(p.narrow(-1, t, count), v.narrow(2, t, count));
+    out = out.defined() ? out + sum : sum;
+  }
+  return out;
+}
+
+}  // namespace
+
 at::Tensor visible(const at::Tensor& t, const at::Tensor& own, int64_t window, bool causal) {
   const at::Tensor after = t > own - (window > 0 ? window : kMaxK);
   return causal ? after & (t <= own) : after;
@@ -73,9 +101,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tens
   const at::Tensor held = (t < length).unsqueeze(-1);
   const at::Tensor v0 = values.narrow(2, 0, slots).to(at::kFloat);
   const at::Tensor v = at::where(held, v0, at::zeros_like(v0));  // nobody wrote the others
-  at::Tensor s = at::matmul(q.to(at::kFloat).reshape({batch, kv_heads, group * queries, dim}),
-                            k.transpose(-1, -2)) *
-                 scale_of(o, dim);
+  const at::Tensor rows = q.to(at::kFloat).reshape({batch, kv_heads, group * queries, dim});
+  at::Tensor s = scores(rows, k) * scale_of(o, dim);
   s = s.view({batch, heads, queries, slots});
   if (o.softcap > 0) s = (s / o.softcap).tanh() * o.softcap;
   at::Tensor open = seen;
@@ -97,7 +124,7 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tens
   const at::Tensor p = (s - top).exp();
   at::Tensor total = p.sum(-1, true);
   if (sinks.defined()) total = total + (sinks - top).exp();
-  const at::Tensor sum = at::matmul(p.reshape({batch, kv_heads, group * queries, slots}), v);
+  const at::Tensor sum = weighted(p.reshape({batch, kv_heads, group * queries, slots}), v);
   const at::Tensor y =
       sum.view({batch, heads, queries, dim}) / at::where(total == 0, at::ones_like(total), total);
   return stored(y.transpose(1, 2), q.scalar_type());

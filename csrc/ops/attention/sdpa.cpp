@@ -84,7 +84,8 @@ struct Call {
     OptionalTensor seen;
     if (panels.is_masked) seen = open(mask, queries, slots, q.options().dtype(at::kLong));
     const bool is_grouped = q.size(1) != keys.size(1);
-    if (!options.strategy.has_value() &&
+    // Which no torch has for MPS: its attention stores no scores there from 2.13 on.
+    if (!options.strategy.has_value() && !q.is_mps() &&
         at::_fused_sdp_choice(q, keys, values, seen, 0.0, panels.is_causal, options.scale,
                               is_grouped) == static_cast<int64_t>(at::SDPBackend::math)) {
       return {};

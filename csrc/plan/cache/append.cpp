@@ -46,14 +46,15 @@ void check_append(const Problem& p) {
   }
 }
 
-Plan plan_append(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced) {
+Plan plan_append(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
+                 Reason reason) {
   Plan out;
   if (forced && *forced != StrategyId::rope_append) {
     throw std::invalid_argument("strategy: " + std::string(to_string(*forced)) +
                                 " does not compute rope_append; allowed: rope_append");
   }
   if (p.m == 0 || p.k == 0 || heads_of(p.rope) == 0) {
-    out.reason = "no output: no pass";
+    reason.add(kNoOutput);
     return out;
   }
   const StrategyInfo& s = info_of(StrategyId::rope_append);
@@ -74,7 +75,7 @@ Plan plan_append(const Problem& p, const Gpu& gpu, std::optional<StrategyId> for
   }
   u32(product(pass.grid[0], s.threads), "threads");  // kernels number them in 32 bits
   out.passes.push_back(pass);
-  out.reason = "rope_append: a simdgroup a head, of k and v into the cache";
+  reason.add("rope_append: a simdgroup a head, of k and v into the cache");
   return out;
 }
 

@@ -48,6 +48,7 @@ KernelArgs args_of(const Problem& p, int64_t parts) {
   out.n = u32(p.n, "n");
   out.k = u32(p.k, "k");
   out.parts = u32(parts, "parts");
+  out.count = a.filled ? 1 : 0;
   out.heads = u32(a.heads, "heads");
   out.kv_heads = u32(a.kv_heads, "kv_heads");
   out.positions = u32(a.queries, "queries");
@@ -119,22 +120,24 @@ Pass join_of(const Problem& p, const Pass& first) {
 }
 
 // plan() by torch's attention.
-Plan plan_sdpa(const Problem& p, const std::string& why) {
+Plan plan_sdpa(const Problem& p, Reason reason) {
   check_sdpa(p);
   Plan out;
   out.sdpa = sdpa_panels(p);
   const auto& [sequences, heads, queries, is_causal, is_masked] = out.sdpa;
-  out.reason = "sdpa: " + why + "; " +
-               (is_masked ? "a mask for " + str(queries) + " queries at a time"
-                          : (is_causal ? "causal, no mask" : "all slots, no mask")) +
-               (is_readable(p) ? ""
-                               : ", rows of " + str(sequences) + " sequences and " + str(heads) +
-                                     " heads decoded at a time");
+  if (is_masked) {
+    reason.add("; a mask for ", queries, " queries at a time");
+  } else {
+    reason.add(is_causal ? "; causal, no mask" : "; all slots, no mask");
+  }
+  if (!is_readable(p)) {
+    reason.add(", rows of ", sequences, " sequences and ", heads, " heads decoded at a time");
+  }
   return out;
 }
 
 StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
-                  std::string* reason) {
+                  Reason reason) {
   if (forced) {
     const auto all = strategies_of(Op::kAttention);
     if (std::find(all.begin(), all.end(), *forced) == all.end()) {
@@ -142,17 +145,17 @@ StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> fo
              " does not compute attention; allowed: " +
              join_names(static_cast<int>(all.size()), [&](int i) { return to_string(all[i]); }));
     }
-    *reason = "forced";
+    reason.add(to_string(*forced), ": forced");
     return *forced;
   }
-  *reason = why_sdpa(p, gpu);
-  if (!reason->empty()) return S::sdpa;
+  if (sdpa_pays(p, gpu, reason)) return S::sdpa;
   const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kMostRows;
   const bool is_split = rows <= most;
-  *reason = str(rows) + " rows of q for a head of keys are " + (is_split ? "at most " : "over ") +
-            str(most) +
-            (is_split ? ": lanes share the values of a slot" : ": matrix-unit tiles of 32 rows");
-  return is_split ? S::attention_split : S::attention_tile;
+  const StrategyId out = is_split ? S::attention_split : S::attention_tile;
+  reason.add(to_string(out), ": ", rows, " rows of q for a head of keys are ",
+             is_split ? "at most " : "over ", most,
+             is_split ? ": lanes share the values of a slot" : ": matrix-unit tiles of 32 rows");
+  return out;
 }
 
 }  // namespace
@@ -181,27 +184,27 @@ void check_attention(const Problem& p) {
   if (a.bool_mask && a.float_mask) reject("mask: of bools or of f32, not both");
 }
 
-Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced) {
+Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
+                    Reason reason) {
   Plan out;
   const AttentionSizes& a = p.attention;
   if (a.batch == 0 || a.queries == 0) {
-    out.reason = "no output: no pass";
+    reason.add(kNoOutput);
     return out;
   }
   check_sizes(p);
-  const StrategyId strategy = choose(p, gpu, forced, &out.reason);
-  if (strategy == S::sdpa) return plan_sdpa(p, out.reason);
+  const StrategyId strategy = choose(p, gpu, forced, reason);
+  if (strategy == S::sdpa) return plan_sdpa(p, reason);
   if (bytes_of(strategy, p) > gpu.max_threadgroup_memory) {
     reject("gpu: " + std::string(to_string(strategy)) + " needs " + str(bytes_of(strategy, p)) +
            " bytes of threadgroup memory; this GPU has " + str(gpu.max_threadgroup_memory));
   }
   const int64_t parts = parts_of(p);
-  out.reason = std::string(to_string(strategy)) + ": " + out.reason;
   out.passes.push_back(pass_of(strategy, p, parts));
   if (parts > 1) {
     const int64_t results = product(out.passes[0].args.m, parts);
     out.workspace_bytes = static_cast<size_t>(product(results, (p.k + 2) * 4));
-    out.reason += "; the slots in up to " + str(parts) + " parts";
+    reason.add("; the slots in up to ", parts, " parts");
     out.passes.push_back(join_of(p, out.passes[0]));
   }
   return out;

@@ -24,8 +24,6 @@ constexpr SdpaFrom kSdpaFrom[] = {
 #include "plan/tuning.def"
 };
 
-std::string str(int64_t v) { return std::to_string(v); }
-
 // What torch's attention has no argument for, or rounds to q's dtype.
 const char* lacking(const AttentionSizes& a) {
   return a.softcap != 0 ? "soft cap" : a.sinks ? "sinks" : a.float_mask ? "mask that is added" : "";
@@ -50,17 +48,23 @@ int64_t rows_of_panel(const Problem& p) {
 
 }  // namespace
 
-std::string why_sdpa(const Problem& p, const Gpu& gpu) {
+bool sdpa_pays(const Problem& p, const Gpu& gpu, Reason why) {
   const AttentionSizes& a = p.attention;
+  if (gpu.sdpa_queries) {
+    if (a.queries < gpu.sdpa_queries || !has_sdpa(p)) return false;
+    why.add("sdpa: ", a.queries, " queries are at least the ", gpu.sdpa_queries, " asked for");
+    return true;
+  }
   for (const SdpaFrom& from : kSdpaFrom) {
     if (from.accelerator != gpu.accelerator || from.dtype != p.dtype) continue;
     if (a.queries < from.queries || !has_sdpa(p)) continue;
     if (!a.filled && p.n > product(a.queries, from.slots)) continue;
     if (rows_of_panel(p) < from.rows) continue;
-    return str(a.queries) + " queries are at least " + str(from.queries) +
-           ", and torch's attention reaches the tensor cores at full rate";
+    why.add("sdpa: ", a.queries, " queries are at least ", from.queries,
+            ", and torch's attention reaches the tensor cores at full rate");
+    return true;
   }
-  return "";
+  return false;
 }
 
 bool has_sdpa(const Problem& p) { return !*lacking(p.attention); }

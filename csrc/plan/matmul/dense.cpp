@@ -1,8 +1,10 @@
 // linear by torch's own matmul: which rows of W are decoded at a time, and what is done with the
 // products.
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 
+#include "plan/matmul/torch.h"
 #include "plan/passes.h"
 
 namespace metalmm {
@@ -45,7 +47,10 @@ constexpr DenseFrom kDenseFrom[] = {
 #include "plan/tuning.def"
 };
 
-std::string str(int64_t v) { return std::to_string(v); }
+// Whether torch multiplies rows of K values rightly on this GPU.
+bool takes_inner(const Problem& p, const Gpu& gpu) {
+  return gpu.accelerator == Accelerator::kTensorCores || p.k <= kMostInner;
+}
 
 }  // namespace
 
@@ -53,21 +58,31 @@ bool is_readable(const Problem& p) {
   return p.format->layout == Layout::kDense && p.format->name == to_string(p.dtype);
 }
 
-std::string why_dense(const Problem& p, const Gpu& gpu) {
-  if (p.op != Op::kLinear || p.has_norm) return "";
+bool dense_pays(const Problem& p, const Gpu& gpu, Reason why) {
+  if (p.op != Op::kLinear || p.has_norm || !takes_inner(p, gpu)) return false;
   for (const DenseFrom& d : kDenseFrom) {
     const int64_t least = is_readable(p) ? d.readable_m : d.packed_m;
     if (d.accelerator != gpu.accelerator || d.dtype != p.dtype || p.m < least) continue;
-    return "M = " + str(p.m) + " is at least " + str(least) + ", and torch's matmul reaches " +
-           (d.accelerator == Accelerator::kNeural ? "the neural accelerators"
+    why.add("M = ", p.m, " is at least ", least, ", and torch's matmul reaches ",
+            d.accelerator == Accelerator::kNeural ? "the neural accelerators"
                                                   : "the tensor cores at full rate");
+    return true;
   }
-  return "";
+  return false;
 }
 
-Plan plan_dense(const Problem& p, const std::string& why) {
+Plan plan_dense(const Problem& p, const Gpu& gpu, Reason reason) {
+  if (!takes_inner(p, gpu)) {
+    throw std::invalid_argument("strategy: dense multiplies K = " + std::to_string(p.k) +
+                                " by torch's matmul, which is right on Apple GPUs up to " +
+                                std::to_string(kMostInner));
+  }
   Plan out;
   out.panel_rows = p.n;
+  out.x_rows = p.m;
+  if (gpu.accelerator != Accelerator::kTensorCores) {
+    out.x_rows = product(ceil_div(p.m, kRowsOfGraph), kRowsOfGraph);
+  }
   if (p.k > 0 && !is_readable(p)) {
     out.panel_rows = rows_of_panel(p);
     for (int64_t n = 0; n < p.n; n += out.panel_rows) {
@@ -75,10 +90,11 @@ Plan plan_dense(const Problem& p, const std::string& why) {
     }
     out.panels = static_cast<int64_t>(out.passes.size());
   }
-  out.reason = "dense: " + why + "; W is " +
-               (out.panels ? "decoded in panels of " + str(out.panel_rows) + " rows, " +
-                                 str(out.panels) + " in all"
-                           : "multiplied as it lies");
+  if (out.panels) {
+    reason.add("; W is decoded in panels of ", out.panel_rows, " rows, ", out.panels, " in all");
+  } else {
+    reason.add("; W is multiplied as it lies");
+  }
   if (p.has_bias || p.alpha != 1 || (p.has_c && p.beta != 0)) {
     out.workspace_bytes = static_cast<size_t>(product(product(p.m, p.n), sizeof(float)));
     out.passes.push_back(reduce_pass(p, {1, p.k}));

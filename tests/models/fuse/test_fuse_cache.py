@@ -55,7 +55,8 @@ def test_generate_makes_the_cache(format: str) -> None:
     model = model_of(cache=format)
     out = made(model, ids(2, 7))
     assert type(out.past_key_values) is PackedCache
-    assert out.past_key_values.format == format.lower()
+    name = format.lower()
+    assert out.past_key_values.format == (f"f16/{name}" if name.startswith("q") else name)
     assert model.config._attn_implementation == "metalmm"
     cache = PackedCache(model.config, format)
     assert out.sequences.tolist() == tokens(model, ids(2, 7), past_key_values=cache)
@@ -126,7 +127,7 @@ def test_unfuse_and_other_formats() -> None:
     assert default_cache(model) is None
     fuse_(model, cache="q8_0")
     fuse_(model)  # changes no cache
-    assert made(model, ids(1, 4)).past_key_values.format == "q8_0"
+    assert made(model, ids(1, 4)).past_key_values.format == "f16/q8_0"
     fuse_(model, cache="f16")
     assert made(model, ids(1, 4)).past_key_values.format == "f16"
     unfuse_(model)
@@ -175,7 +176,7 @@ def test_adapters() -> None:
     assert type(out.past_key_values) is PackedCache and out.sequences.tolist() == want
     with pytest.warns(UserWarning, match="layers with adapters are not fused"):
         fuse_(adapted, cache="q8_0")
-    assert made(adapted, ids(2, 7)).past_key_values.format == "q8_0"
+    assert made(adapted, ids(2, 7)).past_key_values.format == "f16/q8_0"
     adapted.train()
     adapted(input_ids=ids(2, 7), labels=ids(2, 7)).loss.backward()
 
@@ -206,7 +207,7 @@ def test_a_text_model_in_another() -> None:
     fuse_(model, cache="q8_0")
     assert config.text_config._attn_implementation == "metalmm"
     assert config.vision_config._attn_implementation == config._attn_implementation == "sdpa"
-    assert made(model, ids(1, 5)).past_key_values.format == "q8_0"
+    assert made(model, ids(1, 5)).past_key_values.format == "f16/q8_0"
     unfuse_(model)
     assert config.text_config._attn_implementation == "sdpa"
 
@@ -226,7 +227,7 @@ def test_a_part_that_generates() -> None:
     want = tokens(model, given)
     fuse_(model, cache="q8_0")
     out = made(model, given)
-    assert type(out.past_key_values) is PackedCache and out.past_key_values.format == "q8_0"
+    assert type(out.past_key_values) is PackedCache and out.past_key_values.format == "f16/q8_0"
     fuse_(model, cache="f32")
     assert tokens(model, given) == want
     unfuse_(model)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear, fuse_
 from torch_metalmm.models.fuse import times as fuse_times
-from torch_metalmm.nn.fused import FORMS, MergedLinear, Roles, SwiGLU
+from torch_metalmm.nn.fused import FORMS, GatedMLP, MergedLinear, Roles, SwiGLU
 
 
 def swiglu_exact(
@@ -44,7 +44,7 @@ def test_swiglu_computes_what_the_mlp_did(
     format: str, form: str, dtype: torch.dtype, backend: Backend
 ) -> None:
     module = fused(Gated(format).to(backend.device), form)
-    assert type(module) is SwiGLU and module.roles == Roles("one", "two", "three")
+    assert type(module) is SwiGLU and module.gated.roles == Roles("one", "two", "three")
     gate, up = decoded(module.one), decoded(module.two)
     for shape in ((K,), (1, 1, K), (2, 3, K), (0, K)):
         x = activations(*shape, dtype=dtype) / 4
@@ -71,7 +71,7 @@ def test_activations(activation: str, form: str, backend: Backend) -> None:
     x = activations(2, K) / 4
     want = plain(x)
     module = fused(Gated(act=functions[activation]).to(backend.device), form)
-    assert type(module) is SwiGLU and module.activation == activation
+    assert type(module) is SwiGLU and module.gated.activation == activation
     for rows in (x, x[:1]):
         got = module(backend.put(rows)).cpu()
         assert (got - want[: len(rows)]).norm() <= 1e-5 * want[: len(rows)].norm()
@@ -81,7 +81,7 @@ def test_activations(activation: str, form: str, backend: Backend) -> None:
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> None:
     module = fused(Halves(gate_first).to(backend.device), form)
-    assert module.roles == Roles("both", None, "down", gate_first)
+    assert module.gated.roles == Roles("both", None, "down", gate_first)
     gate, up = decoded(module.both).chunk(2)
     if not gate_first:
         gate, up = up, gate
@@ -89,6 +89,22 @@ def test_halves_of_one_layer(gate_first: bool, form: str, backend: Backend) -> N
         x = activations(m, K) / 4
         want = swiglu_exact(x, gate, up, module.down, form if m == 1 else "swiglu")
         check(module(backend.put(x)), want, f"{form} {m}")
+
+
+def test_a_child_may_have_the_name_of_what_is_known_of_an_mlp() -> None:
+    """As granitemoeshared's `activation`."""
+    module = Gated()
+    module.activation = module._modules.pop("act")
+
+    class Named(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.activation(self.one(x)) * self.two(x))
+
+    module.__class__ = Named
+    x = activations(2, K) / 4
+    want, stood_in = module(x), fused(module)
+    assert type(stood_in) is SwiGLU and stood_in.get_submodule("activation") is module.activation
+    assert (stood_in(x) - want).norm() <= 1e-5 * want.norm()
 
 
 class Squared(nn.Module):
@@ -183,7 +199,7 @@ def test_the_faster_form_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_timing_both_forms_gives_times(backend: Backend) -> None:
     module = Gated().to(backend.device)
-    mlps = [fuse_times.MLP(module, Roles("one", "two", "three"))] * 3
+    mlps = [GatedMLP(module, Roles("one", "two", "three"))] * 3
     seconds = fuse_times._times(mlps, torch.float32)
     assert len(seconds) == 2 and all(0 < t < 10 for t in seconds)
 

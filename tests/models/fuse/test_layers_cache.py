@@ -10,6 +10,7 @@ import pytest
 import torch
 from layer_models import FUSED, are_fused, ids, layers, padded, small
 from op_counts import Calls
+from random_steps import check_sequence
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
@@ -118,6 +119,12 @@ def test_the_bits_are_those_of_update_and_attention_function(
     got = logits(model, static, parts)
     assert torch.equal(got, logits(model, Updated(model.config, format, slots=40), parts))
     assert int(static.get_seq_length()) == cache.get_seq_length() == FEW_QUERIES + 15
+
+
+def test_random_steps_with_faults_and_changes() -> None:
+    """tests/fuzz_caches.py takes more of them."""
+    for number in range(150):
+        check_sequence(number)
 
 
 def changed(cache: PackedCache, r: random.Random, batch: int) -> int:

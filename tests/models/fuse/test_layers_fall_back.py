@@ -14,6 +14,8 @@ from layer_models import are_fused, ids, layers, padded, small
 from lora_cases import QUIET, lora, randomize
 from peft import get_peft_model
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torch_metalmm import fuse_, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
@@ -218,8 +220,6 @@ def test_outputs_of_layers_and_attention(kind: str) -> None:
 
 
 def test_another_attention_function_is_called() -> None:
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     model, seen = fused(), []
 
@@ -249,7 +249,7 @@ def test_copies_and_files_are_fused_and_independent() -> None:
         for layer, own in zip(layers(other), layers(model), strict=True):
             assert fused_layer(layer) is not fused_layer(own)
             recipe = fused_layer(layer).recipe
-            assert recipe.attention is layer.self_attn and recipe.mlp is layer.mlp
+            assert recipe.attention is layer.self_attn and recipe.mlp is layer.mlp.gated
             assert fused_layer(layer).watch.layer is layer
         layers(other)[0].input_layernorm.weight.data.zero_()
         assert not torch.equal(logits(other), want) and torch.equal(logits(model), want)
@@ -316,3 +316,30 @@ def test_a_layer_may_take_another_place() -> None:
             layer.self_attn.layer_idx = number
     made = [m.generate(**padded(2, 5), max_new_tokens=8, do_sample=False) for m in (model, plain)]
     assert torch.equal(*made) and ours(model) == [0, 1]
+
+
+def test_what_layers_share_is_of_both_angles_and_the_function() -> None:
+    """One cos, and then another sin, attention function or autocast."""
+    model, plain = fused("llama"), small("llama")
+    x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
+    cos, sin = model.model.rotary_emb(x, torch.arange(3)[None])
+    calls: list[str] = []
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        calls.append("called")
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("calling", attention)
+    first, second = layers(model)
+    own = layers(plain)[1]
+    with torch.no_grad():
+        first(x, position_embeddings=(cos, sin))
+        for angles in ((cos, sin), (cos, sin * 0.5)):
+            got, want = (each(x, position_embeddings=angles) for each in (second, own))
+            assert (got - want).norm() <= 1e-5 * want.norm()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = second(x, position_embeddings=(cos, sin))
+            assert torch.equal(got, type(second).forward(second, x, position_embeddings=(cos, sin)))
+        model.config._attn_implementation = "calling"
+        second(x, position_embeddings=(cos, sin))
+    assert calls == ["called"]

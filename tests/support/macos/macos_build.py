@@ -32,7 +32,7 @@ STUBS = Path(__file__).with_name("apple_stubs")
 # What libc++, its ABI library and libobjc have. ziglang has the list of libSystem's.
 _LANGUAGE = re.compile(
     r"__ZN?K?St|__ZT[ISTV]N?K?St|__ZTVN10__cxxabiv1|__Znwm|__Znam|__Zd[la]P|___cxa_|___gxx_"
-    r"|___dynamic_cast$|___dso_handle$|__Unwind_|_objc_"
+    r"|___dynamic_cast$|___isPlatformVersionAtLeast$|___dso_handle$|__Unwind_|_objc_"
 )
 
 

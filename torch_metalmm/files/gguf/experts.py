@@ -17,6 +17,7 @@ from ... import formats
 from ...models.experts import Home, dense_format, homes
 from ...models.ggml import type_names
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
+from ...nn.place import place
 from .file import GgufFile
 from .map import layer_of
 
@@ -117,7 +118,7 @@ def put_experts(model: Any, file: GgufFile, item: Experts, device: torch.device 
         setattr(item.home.made, bias, nn.Parameter(value.to(device, dtype), False))
     for stack, tensor in item.stacks.items():
         name, format = f"{item.name}.{stack}", file.tensors[tensor].format
-        item.home.stacks[stack].put(model, [name], file.packed(tensor).to(device), format)
+        item.home.stacks[stack].put(model, [name], place(file.packed(tensor), device), format)
 
 
 def stored_experts(name: str, home: Home) -> dict[str, tuple[Tensor, str]]:

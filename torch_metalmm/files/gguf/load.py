@@ -26,6 +26,7 @@ from ...models.skeleton import (
     tied_names,
     untie,
 )
+from ...nn.place import place
 from ..blame import blaming
 from ..limits import MAX_LAYERS
 from .architectures import ROPE_DIVISORS, model_config
@@ -341,7 +342,7 @@ def _fill(
             weight = part_of_columns(model, name, torch.from_numpy(weight.numpy()[rows.numpy()]))
         else:
             weight = part_of(model, name, weight)
-        put_packed(model, item.names, weight.to(device), _format(file, item))
+        put_packed(model, item.names, place(weight, device), _format(file, item))
         if item.layout.columns is not None:
             order = torch.from_numpy(item.layout.columns.argsort())
             order = part_of(model, f"{name.removesuffix('weight')}input_order", order)

@@ -18,6 +18,7 @@ from ... import formats
 from ...formats._bits import as_bytes
 from ...models.experts import Home, dense_format, homes
 from ...nn.experts import DOWN, GATE, GATE_UP, UP, QuantExperts
+from ...nn.place import place
 from ..source import Source
 from .layout import Packing, Quantization, check_planes, pack, packing_of, unpack
 
@@ -82,7 +83,7 @@ def put_experts(
             continue  # dense, as transformers has it
         for stack, part in home.stacks.items():
             format, rows = _rows(path, source, quantization, f"{name}.{stack}", part.shape)
-            part.put(model, [f"{name}.{stack}"], rows.to(device), format)
+            part.put(model, [f"{name}.{stack}"], place(rows, device), format)
         for bias in [n for n, _ in home.made.named_parameters() if n.endswith("_bias")]:
             _put_bias(path, source, name, home.made, bias, device)
         done.update(f"{name}.{leaf}" for leaf, _ in home.made.named_parameters())

@@ -1,8 +1,8 @@
 """A PackedCache as a safetensors file: the rows that are held, and in the metadata what they are.
 
 Tensors "layers.0.keys", "layers.0.values" [B, kv_heads, length, row]. In the metadata
-"metalmm_cache", JSON: version; format, the one that the cache was asked for, or null; layers, null
-where there are no rows, else
+"metalmm_cache", JSON: version; format, "K/V" or one of both, or null; layers, null where there are
+no rows, else
     length  how many rows are held; of a sliding window the last ones
     base    the position of the first
     dtype   the model's
@@ -87,8 +87,11 @@ class File:
         if type(fields["version"]) is not int or fields["version"] != VERSION:
             self.refuse("version", f"{fields['version']!r}; allowed: {VERSION}")
         self.format: str | None = fields["format"]
-        if self.format is not None and self.format not in formats.names():
-            self.refuse("format", f"unknown {self.format!r}")
+        if self.format is not None:
+            names = str(self.format).split("/")
+            if len(names) not in (1, 2) or any(name not in formats.names() for name in names):
+                self.refuse("format", f"unknown {self.format!r}")
+            self.format = f"{names[0]}/{names[-1]}"
         if not isinstance(fields["layers"], list):
             self.refuse("layers", f"{fields['layers']!r}; must be a list")
         self.layers: list[Any] = fields["layers"]

@@ -11,12 +11,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ... import formats
 from .rows import FEW_QUERIES, PackedRows, Slots, lasting
+from .transaction import Transaction
 
 ops = torch.ops.metalmm
 
-# The format; keys and values, and the slots of new rows in them; keys and values that the queries
-# of these rows see, and how many of their slots hold rows, None: all.
-Room = tuple[str | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+# The formats of keys and values; both, and the slots of new rows in them; keys and values that the
+# queries of these rows see, and how many of their slots hold rows, None: all.
+Room = tuple[tuple[str, str], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 FIRST, STEP = 256, 4096  # slots of a new cache; the most that it grows by
 SLACK = 256  # slots of a sliding window beyond those that it needs
@@ -32,31 +33,36 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     values: Any
 
     def __init__(self, format: str | None = None) -> None:
+        """format: "K/V", or one name of both; None: of the first keys' dtype."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.format = format
+        names = None if format is None else format.split("/")
+        self.formats = None if names is None else (names[0], names[-1])
         self.end = 0  # the slots below hold rows
         self.base = 0  # the position of slot 0
         self.returns_packed = False
-        self.slots = Slots()  # PackedCache gives all of its layers the same
+        self.before: int | None = None  # the position before the step that has begun
+        # PackedCache gives all of its layers the same.
+        self.slots, self.transaction = Slots(), Transaction()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        if self.format is None:
+        if self.formats is None:
             if self.dtype not in DTYPE_NAMES:
                 raise ValueError(f"PackedCache: keys of {self.dtype}; name a format")
-            self.format = DTYPE_NAMES[self.dtype]
+            self.formats = (DTYPE_NAMES[self.dtype],) * 2
         self.dims = key_states.shape[-1], value_states.shape[-1]
-        self.keys, self.values = (self._empty(t.shape, 0) for t in (key_states, value_states))
+        both = enumerate((key_states, value_states))
+        self.keys, self.values = (self._empty(t.shape, 0, which) for which, t in both)
         self.end = self.base = 0
         self.is_initialized = True
 
-    def _empty(self, shape: Sequence[int], slots: int) -> Tensor:
-        """Slots for rows of this shape [B, kv_heads, S, D]."""
-        assert self.format is not None
-        size = (shape[0], shape[1], slots)
-        row, dtype = shape[3], formats.DTYPES.get(self.format)
+    def _empty(self, shape: Sequence[int], slots: int, which: int) -> Tensor:
+        """Slots for rows of this shape [B, kv_heads, S, D], which: 0 of keys, 1 of values."""
+        assert self.formats is not None
+        format, size = self.formats[which], (shape[0], shape[1], slots)
+        row, dtype = shape[3], formats.DTYPES.get(format)
         if dtype is None:
-            row, dtype = formats.get(self.format).row_bytes(row), torch.uint8
+            row, dtype = formats.get(format).row_bytes(row), torch.uint8
         with lasting():
             return torch.empty(*size, row, dtype=dtype, device=self.device)
 
@@ -101,10 +107,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Write the rows; the rows that these queries may see."""
+        self.transaction.begin(self)
         self.prepare(key_states, value_states)
         count = key_states.shape[2]
         self._make_room(count)
-        first = self._first_seen()
+        first = self._first_seen(self.end)
         self._write(key_states, value_states)
         self.end += count
         keys, values = self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
@@ -118,9 +125,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "PackedCache: keys require grad, but a cache keeps no gradient; call the model "
                 "under torch.no_grad(), or with use_cache=False"
             )
+        has_slots = self.takes(k.shape[0], k.shape[1], k.shape[3])
+        dim = self.dims[1] if has_slots else v.shape[-1]
+        if v.shape != (want := (*k.shape[:3], dim)):
+            raise ValueError(f"PackedCache: values {list(v.shape)}; must be {list(want)}")
         # A cache without rows may be given another batch, or keys of another model.
-        if not self.takes(k.shape[0], k.shape[1], k.shape[3]):
-            if self.is_initialized and int(self.get_seq_length()) > 0:
+        if not has_slots:
+            if self.is_initialized and self._has_rows():
                 (batch, heads), size = self.keys.shape[:2], self.dims[0]
                 raise ValueError(
                     f"PackedCache: keys of {k.shape[0]} sequences; it has {batch}"
@@ -129,8 +140,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     f"{heads} of {size}"
                 )
             self.lazy_initialization(k, v)
-        elif k.dtype != self.dtype:
-            self.dtype = k.dtype  # rows of any dtype decode to the model's
+        self.dtype = k.dtype  # rows of any dtype decode to the model's
+
+    def _has_rows(self) -> bool:
+        """Before it gets those of the step that has begun."""
+        return self.position() > 0
 
     def takes(self, batch: int, heads: int, size: int) -> bool:
         """It has slots for keys [batch, heads, S, size]."""
@@ -139,24 +153,25 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows = self.keys.shape
         return (rows[0], rows[1], self.dims[0]) == (batch, heads, size)
 
-    def _first_seen(self) -> int:
-        """The first slot that the next query sees."""
+    def _first_seen(self, end: int) -> int:
+        """The first slot that the next query sees, where `end` slots have rows."""
         return 0
 
     def _write(self, k: Tensor, v: Tensor) -> None:
         count = k.shape[2]
-        if self.format in formats.DTYPES:
+        if not self._is_packed():
             self.keys.narrow(2, self.end, count).copy_(k)
             self.values.narrow(2, self.end, count).copy_(v)
         else:
             self._append(k, v, self.slots.of(self.end, count, k.device)[0])
 
     def _append(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        assert self.formats is not None
         if self.dims[0] == self.dims[1]:
-            ops.cache_append(self.keys, self.values, k, v, slots, self.format, self.format)
+            ops.cache_append(self.keys, self.values, k, v, slots, *self.formats)
             return
-        for rows, new in ((self.keys, k), (self.values, v)):
-            ops.cache_append(rows, rows, new, new, slots, self.format, self.format)
+        for rows, new, format in zip((self.keys, self.values), (k, v), self.formats, strict=True):
+            ops.cache_append(rows, rows, new, new, slots, format, format)
 
     def room(self, count: int) -> Room:
         """Room for `count` rows more, which the caller writes."""
@@ -168,22 +183,28 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = self.keys, self.values
         slots, length = self.slots.of(end, count, keys.device)
         if count <= FEW_QUERIES:
-            return self.format, keys, values, slots, keys, values, length
+            return self.formats, keys, values, slots, keys, values, length  # type: ignore[return-value]
         k, v = (rows.narrow(2, 0, end + count) for rows in (keys, values))
-        return self.format, keys, values, slots, k, v, None
+        return self.formats, keys, values, slots, k, v, None  # type: ignore[return-value]
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:
-        assert self.format is not None
+        assert self.formats is not None
         seen = rows[:, :, first : self.end]
-        if self.format in formats.DTYPES:
-            return seen if seen.dtype == self.dtype else seen.to(self.dtype)
-        packed = PackedRows(seen, self.format, self.dims[which], self.dtype)
-        return packed if self.returns_packed else packed.decoded()
+        if not self._is_packed() and seen.dtype == self.dtype:
+            return seen
+        packed = PackedRows(seen, self.formats[which], self.dims[which], self.dtype)
+        return packed if self.returns_packed and self._is_packed() else packed.decoded()
+
+    def _is_packed(self) -> bool:
+        """Whether keys or values are rows that not every attention function reads."""
+        assert self.formats is not None
+        return not formats.DTYPES.keys() >= set(self.formats)
 
     # ---- as a file has them
 
     def held(self) -> tuple[int, Tensor, Tensor] | None:
         """(the position of the first row; rows of keys and of values) that later queries need."""
+        self.transaction.settle()
         if not self.is_initialized or self.end == 0:
             return None
         first = min(self._first_kept(), self.end - 1)
@@ -203,11 +224,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._check_held(base, keys.shape[2])
         (batch, heads, count, _), like = keys.shape, torch.empty(0, dtype=dtype, device=device)
         self.lazy_initialization(*(like.new_empty(batch, heads, 0, size) for size in dims))
-        for name, rows in (("keys", keys), ("values", values)):
+        assert self.formats is not None
+        given = zip(("keys", "values"), (keys, values), self.formats, strict=True)
+        for name, rows, format in given:
             own = getattr(self, name)
             if (rows.dtype, rows.shape[3]) != (own.dtype, own.shape[3]):
                 raise ValueError(
-                    f"{name} are rows of {rows.shape[3]} {rows.dtype}; {self.format} has "
+                    f"{name} are rows of {rows.shape[3]} {rows.dtype}; {format} has "
                     f"{own.shape[3]} {own.dtype} for {dims[name == 'values']} values"
                 )
         self._fit(count)
@@ -225,30 +248,44 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     # ---- what a cache is asked
 
-    def get_seq_length(self) -> int:
+    def position(self) -> int:
+        """That of the next row."""
         return self.base + self.end
+
+    def rewind(self, position: int) -> None:
+        self.end = position - self.base
+
+    def get_seq_length(self) -> int:
+        """The rows that count: those before a step that has not reached all layers."""
+        if self.transaction.is_open() and self.before is not None:
+            return self.before
+        return self.position()
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many rows the next queries see, and the position of the first."""
-        first = self._first_seen()
-        return self.end - first + query_length, self.base + first
+        end = self.get_seq_length() - self.base
+        first = self._first_seen(end)
+        return end - first + query_length, self.base + first
 
     # ---- what is done to a cache
 
     def reset(self) -> None:
         """No rows, in the same memory."""
+        self.transaction.forget()
         self.base = self.end = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove positions."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop: {tokens_to_remove}; must be negative, the tokens to remove")
+        self.transaction.settle()
         self.end = max(0, self.end + tokens_to_remove)
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.transaction.settle()
         if self.is_initialized:
             with lasting():
                 self.keys, self.values = change(self.keys), change(self.values)
@@ -297,17 +334,17 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         end = min(self.end, self.cropped) if self.record_past else self.end
         return max(0, end - self.sliding_window + 1)
 
-    def _first_seen(self) -> int:
-        return max(0, self.end - self.sliding_window + 1)
+    def _first_seen(self, end: int) -> int:
+        return max(0, end - self.sliding_window + 1)
 
     def room(self, count: int) -> Room:
         self._make_room(count)
-        first = self._first_seen()
-        format, keys, values, slots, k, v, length = super().room(count)
+        first = self._first_seen(self.end)
+        both, keys, values, slots, k, v, length = super().room(count)
         if first > 0:  # masks begin with the first of them
             k, v = (rows.narrow(2, first, self.end - first) for rows in (keys, values))
             length = None if length is None else self.slots.length(k)
-        return format, keys, values, slots, k, v, length
+        return both, keys, values, slots, k, v, length
 
     def _capacity(self, rows: int, slots: int) -> int:
         most = max(rows, self.sliding_window - 1 + SLACK)
@@ -342,6 +379,7 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
         self.cropped = 0
 
     def crop(self, tokens_to_remove: int) -> None:
+        self.transaction.settle()
         left = self.end + tokens_to_remove
         if tokens_to_remove < 0 and left < self.sliding_window - 1 and self.base > 0:
             raise RuntimeError(

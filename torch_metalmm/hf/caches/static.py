@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .layers import PackedLayer, Room
-from .rows import PackedRows, lasting
+from .rows import PackedRows
+from .transaction import advanced
 
 
 class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
@@ -18,21 +19,24 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     """
 
     is_compileable = True
+    last_and_length: Tensor
 
     def __init__(self, slots: int, format: str | None = None, is_sliding: bool = False) -> None:
         super().__init__(format)
+        self.leads = False
         self.slot_count, self.is_sliding = slots, is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         # Zeros: attention functions that see the empty slots multiply them by 0.
         self.keys, self.values = (
-            self._empty(t.shape, self.slot_count).zero_() for t in (key_states, value_states)
+            self._empty(t.shape, self.slot_count, which).zero_()
+            for which, t in enumerate((key_states, value_states))
         )
-        # The last slot that has a row, and the number of rows: a token's slot and length are what
-        # one addition leaves.
-        with lasting():
-            self.last_and_length = torch.arange(-1, 1, device=self.device)
+        # The layer that made the length of its device is the one that crops and resets it.
+        earlier = self.last_and_length if self.leads else None
+        self.last_and_length, is_new = self.transaction.length_on(self.device)
+        self.leads = is_new or self.last_and_length is earlier
         if not torch.compiler.is_compiling():
             for t in (self.keys, self.values, self.last_and_length):
                 torch._dynamo.mark_static_address(t)
@@ -41,40 +45,47 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def length(self) -> Tensor:
         return self.last_and_length[1]
 
+    def _has_rows(self) -> bool:
+        return int(self.length) > self.transaction.advanced.get(self.device, (0,))[0]
+
     def _advance(self, count: int) -> Tensor:
-        """The slots of `count` rows more."""
+        """The slots of `count` rows more, of which one layer makes room."""
+        if not torch.compiler.is_compiling():
+            return self.transaction.advance(self.device, count)
+        if self.leads:
+            return advanced(self.last_and_length, count)
         if count == 1:
-            return self.last_and_length.add_(1)[:1]
-        slots = torch.arange(count, device=self.device) + self.length
-        self.last_and_length.add_(count)
-        return slots
+            return self.last_and_length[:1]
+        return torch.arange(count, device=self.device) + (self.length - count)
 
     def room(self, count: int) -> Room:
         slots, keys, values = self._advance(count), self.keys, self.values
-        return self.format, keys, values, slots, keys, values, self.length
+        return self.formats, keys, values, slots, keys, values, self.length  # type: ignore[return-value]
 
     def _fit(self, count: int) -> None:
         pass  # _check_held did
 
     def hold(self, *args: Any) -> None:
         super().hold(*args)
-        self._advance(self.end)
+        self._set_length(torch.tensor(self.end, device=self.device))
         self.end = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Write the rows; all rows, of which the mask hides those that nobody wrote."""
+        self.transaction.begin(self)
         self.prepare(key_states, value_states)
         self._append(key_states, value_states, self._advance(key_states.shape[2]))
         return self._rows(self.keys, 0, 0), self._rows(self.values, 0, 1)
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:
-        assert self.format is not None
-        packed = PackedRows(rows, self.format, self.dims[which], self.dtype, self.length)
+        assert self.formats is not None
+        packed = PackedRows(rows, self.formats[which], self.dims[which], self.dtype, self.length)
         return packed if self.returns_packed else packed.decoded()
 
     def held(self) -> tuple[int, Tensor, Tensor] | None:
+        self.transaction.settle()
         if not self.is_initialized:
             return None
         if (end := int(self.length)) == 0:
@@ -86,8 +97,19 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
         if count > self.slot_count:
             raise ValueError(f"length: {count}; the cache has {self.slot_count} slots")
 
+    def position(self) -> int:
+        return 0  # of any layer: the device alone has it
+
+    def rewind(self, position: int) -> None:
+        pass  # the transaction has the length
+
     def get_seq_length(self) -> Any:
-        return self.length if self.is_initialized else 0
+        if not self.is_initialized:
+            return 0
+        if torch.compiler.is_compiling() or self.device not in self.transaction.advanced:
+            return self.length
+        counts = self.before is not None and not self.transaction.is_open()
+        return self.length if counts else self.length - self.transaction.advanced[self.device][0]
 
     def get_max_length(self) -> int:
         return self.slot_count
@@ -96,19 +118,23 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
         return self.slot_count, 0
 
     def reset(self) -> None:
+        self.transaction.forget()
         if self.is_initialized:
             self._set_length(self.length - self.length)
 
     def _set_length(self, length: Tensor) -> None:
-        self.last_and_length.copy_(torch.stack((length - 1, length)))
+        if self.leads:
+            self.last_and_length.copy_(torch.stack((length - 1, length)))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop: {tokens_to_remove}; must be negative, the tokens to remove")
+        self.transaction.settle()
         if self.is_initialized:
             self._set_length((self.length + tokens_to_remove).clamp(min=0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.transaction.settle()
         if self.is_initialized:
             if len(beam_idx) != len(self.keys):
                 raise ValueError(

@@ -16,14 +16,14 @@ from torch import nn
 
 from ...nn import QuantEmbedding, QuantLinear
 from ...nn.activations import exactly
-from ...nn.fused import FORMS, MergedLinear, SwiGLU, plain
+from ...nn.fused import FORMS, GatedMLP, MergedLinear, SwiGLU, plain
 from ...nn.sharded import is_sharded
 from ..attach import check_cache, drop_cache, set_cache
 from ..replace import check_model, summary
 from .gated import gated_mlp
 from .layers import fuse_layers, transformers_models, unfuse_layers
 from .merge import merge_layers
-from .times import MLP, faster_forms
+from .times import faster_forms, sizes_of
 
 
 def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = None) -> nn.Module:
@@ -84,7 +84,7 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
     """The names of modules that are not fused for their adapters."""
     dtype = _activation_dtype(model)
     adapted: list[str] = []
-    mlps: dict[str, MLP] = {}
+    mlps: dict[str, GatedMLP] = {}
     for name, parent in list(model.named_modules()):
         if isinstance(parent, SwiGLU):
             continue
@@ -100,8 +100,8 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
     timed = mlp_form is None and not is_sharded(model)
     chosen = faster_forms(list(mlps.values()), dtype) if timed else {}
     for name, mlp in mlps.items():
-        form, note = chosen.get(mlp.sizes(), (mlp_form or FORMS[0], ""))
-        model.set_submodule(name, mlp.fused(form, note))
+        form, note = chosen.get(sizes_of(mlp), (mlp_form or FORMS[0], ""))
+        model.set_submodule(name, SwiGLU(mlp, form, note))
     fuse_layers(model, mlp_form or FORMS[0])
     return adapted
 
@@ -115,8 +115,8 @@ def unfuse_(model: nn.Module) -> nn.Module:
     unfuse_layers(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, SwiGLU):
-            module.original.training = module.training
-            model.set_submodule(name, module.original)
+            module.gated.module.training = module.training
+            model.set_submodule(name, module.gated.module)
     for parent in list(model.modules()):
         for child in list(parent.children()):
             if isinstance(child, MergedLinear):

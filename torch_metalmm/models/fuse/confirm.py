@@ -100,8 +100,7 @@ def _run(
     """(the result, the keys and the values that are in the cache afterwards)."""
     recipe, own = fused.recipe, copy_of(cache)
     y = forward(x.clone(), **{**kwargs, recipe.cache: own})
-    number = recipe.attention.layer_idx if recipe.number is None else recipe.number
-    layer = own.layers[number]
+    layer = own.layers[fused.number()]
     return y, layer.keys, layer.values
 
 

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import Roles, plain, unhooked
+from ...nn.fused import GatedMLP, Roles, SwiGLU, plain, unhooked
 from ...nn.gate import ACTIVATIONS
 from ...nn.sharded import ColumnsLinear
 from .draw import normal
 from .merge import evaluating
-from .times import MLP
 
 
-def gated_mlp(module: nn.Module) -> MLP | None:
+def gated_mlp(module: nn.Module) -> GatedMLP | None:
     """The MLP if the module computes one, None otherwise."""
     layers = {n: c for n, c in module._modules.items() if isinstance(c, QuantLinear)}
     others = (c for n, c in module._modules.items() if c is not None and n not in layers)
@@ -25,7 +24,7 @@ def gated_mlp(module: nn.Module) -> MLP | None:
         return None
     if module._parameters or module._buffers or any(_is_more(c) for c in others):
         return None
-    if not unhooked(module):
+    if not unhooked(module) or any(hasattr(SwiGLU, name) for name in module._modules):
         return None
     candidates = [(roles, act) for roles in _candidates(layers) for act in ACTIVATIONS]
     if not candidates:
@@ -34,7 +33,7 @@ def gated_mlp(module: nn.Module) -> MLP | None:
         with evaluating(module):
             module.train(training)
             candidates = _computed(module, candidates)
-    return next((MLP(module, *found) for found in candidates), None)
+    return next((GatedMLP(module, *found) for found in candidates), None)
 
 
 def _is_more(module: nn.Module) -> bool:

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from ...nn.fused import FORMS, Roles, SwiGLU
+from ...nn.fused import FORMS, GatedMLP, SwiGLU
 
 _TIMED = 16  # MLPs of one size that are timed
 
 
-@dataclass(frozen=True)
-class MLP:
-    """A module that computes a gated MLP, the roles of its layers and the gate's activation."""
-
-    module: Any
-    roles: Roles
-    activation: str = "silu"
-
-    def fused(self, form: str, note: str = "") -> SwiGLU:
-        return SwiGLU(self.module, self.roles, form, note, self.activation)
-
-    def sizes(self) -> object:
-        """What the time of a row depends on, apart from the dtype."""
-        names = (self.roles.gate, self.roles.up, self.roles.down)
-        layers = [self.module._modules[name] for name in names if name is not None]
-        return (
-            str(layers[0].weight.device),
-            self.roles.gate_first,
-            self.activation,
-            *((layer.format, layer.in_features, layer.out_features) for layer in layers),
-        )
+def sizes_of(mlp: GatedMLP) -> object:
+    """What the time of a row depends on, apart from the dtype."""
+    layers = mlp.layers() if mlp.roles.up is not None else mlp.layers()[1:]
+    return (
+        str(layers[0].weight.device),
+        mlp.roles.gate_first,
+        mlp.activation,
+        *((layer.format, layer.in_features, layer.out_features) for layer in layers),
+    )
 
 
 _TIMES: dict[object, tuple[float, float]] = {}
 
 
-def faster_forms(mlps: list[MLP], dtype: torch.dtype) -> dict[object, tuple[str, str]]:
+def faster_forms(mlps: list[GatedMLP], dtype: torch.dtype) -> dict[object, tuple[str, str]]:
     """{sizes: (the form that takes less time for one row on this machine, both times in words)}."""
-    alike: dict[object, list[MLP]] = {}
+    alike: dict[object, list[GatedMLP]] = {}
     for mlp in mlps:
-        alike.setdefault(mlp.sizes(), []).append(mlp)
+        alike.setdefault(sizes_of(mlp), []).append(mlp)
     chosen = {}
     for sizes, group in alike.items():
         if (sizes, dtype) not in _TIMES:
@@ -55,16 +41,16 @@ def faster_forms(mlps: list[MLP], dtype: torch.dtype) -> dict[object, tuple[str,
     return chosen
 
 
-def _times(mlps: list[MLP], dtype: torch.dtype) -> tuple[float, float]:
+def _times(mlps: list[GatedMLP], dtype: torch.dtype) -> tuple[float, float]:
     """Seconds of one row of an MLP in each form: medians of short runs, the forms by turns.
 
     A run goes through the MLPs one after the other, as decoding does, which in a model of any size
     finds their weights in memory and not in a cache.
     """
-    first = mlps[0].module._modules[mlps[0].roles.gate]
+    first = mlps[0].layers()[0]
     device, k = first.weight.device, first.in_features
     x = torch.ones(1, k, dtype=dtype, device=device)
-    modules = [[m.fused(form) for m in mlps[:_TIMED]] for form in FORMS]
+    modules = [[SwiGLU(m, form) for m in mlps[:_TIMED]] for form in FORMS]
     samples: list[list[float]] = [[] for _ in FORMS]
     rounds = max(1, 4 // len(mlps))
     with torch.inference_mode():

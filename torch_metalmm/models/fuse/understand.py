@@ -61,8 +61,8 @@ def recipe_of(layer: nn.Module, runs: list[Seen]) -> Recipe:
         pre=pre,
         output=_output(layer, outer, o.module, a.out, x, h),
         pre_mlp=pre_mlp,
-        mlp=mlp.module,
-        down=_output(layer, outer, mlp.module.layers()[2], mlp.out, h, seen.out),
+        mlp=mlp.module.gated,
+        down=_output(layer, outer, mlp.module.gated.layers()[2], mlp.out, h, seen.out),
         **projections_of(inner, normed, seen, seen.kwargs[names.embeddings]),
     )
 

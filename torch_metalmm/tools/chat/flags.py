@@ -42,7 +42,8 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cache",
         metavar="FORMAT",
-        help="of keys and values, for instance f16 or q8_0; default: transformers' own cache",
+        help="of keys and values: f16, q8_0 (values; keys in f16), q8_0/q8_0, ...; default: "
+        "transformers' own cache",
     )
     group.add_argument(
         "--activations",
@@ -142,14 +143,14 @@ def check(args: argparse.Namespace) -> None:
 def check_model(args: argparse.Namespace) -> None:
     """check() of the flags of add_model.
 
-    The cache's format gets the name that the table of formats has for it.
+    The cache's format gets its full name.
     """
-    from ... import formats
+    from ...hf.caches import name_of, pair_of
     from ...nn.activations import check_kind
 
     if args.cache is not None:
         try:
-            args.cache = formats.get(args.cache).name
+            args.cache = name_of(pair_of(args.cache))
         except ValueError as error:
             raise ValueError(f"--cache: {str(error).removeprefix('format: ')}") from None
     check_kind(args.activations, "--activations")

@@ -14,6 +14,7 @@ from ...models.attach import set_cache
 from ...models.fuse.apply import fuse_
 from .. import generate
 from ..arguments import dtype_of
+from ..kernels import compile_kernels
 from .flags import options_of
 from .session import Session
 from .template import Template
@@ -49,6 +50,8 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
             fuse_(model)
         if draft is not None:
             fuse_(draft[0])
+    for answering in (model, *(draft or ())[:1]):
+        compile_kernels(answering)
     return Loaded(Path(name).name, path, model, tokenizer, draft)
 
 

@@ -21,7 +21,12 @@ static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUIntege
   return size;
 }
 
-@protocol MTLBuffer <NSObject>
+#import <Metal/MTLResidencySet.h>
+
+@protocol MTLHeap <MTLAllocation>
+@end
+@protocol MTLBuffer <MTLAllocation>
+@property(readonly) id<MTLHeap> heap;
 @end
 @protocol MTLCommandBuffer <NSObject>
 @end
@@ -60,6 +65,9 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @property(readonly) NSString* name;
 @property(readonly) MTLSize maxThreadsPerThreadgroup;
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)wanted
+                                               error:(__autoreleasing NSError**)error
+    __attribute__((availability(macos, introduced = 15)));
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(__autoreleasing NSError**)error;
