@@ -19,11 +19,12 @@ struct KernelArgs {
   MM_I64 x_stride;   // row m of x, and of gate and up
   MM_I64 x2_stride;  // row m of x2 of add_rms_norm, of v of rope, of a mask
   MM_I64 y_stride;   // row m of y and of c
-  MM_I64 w_stride;   // row n of weight; slot of a cache
-  MM_I64 w2_stride;  // row n of weight2
-  // Of a cache, bytes; of x and x2 of rope_append, values. The mask of attention is x2: 0 repeats.
+  MM_I64 w_stride;   // row n of weight; slot of keys of a cache
+  MM_I64 w2_stride;  // row n of weight2; slot of values of a cache
+  // Of keys and (2) of values of a cache, bytes; of x and x2 of rope_append, values. The mask of
+  // attention is x2: 0 repeats.
   // Of experts, bytes from one to the next: head_stride of weight, sequence_stride of weight2.
-  MM_I64 head_stride, sequence_stride;
+  MM_I64 head_stride, sequence_stride, head2_stride, sequence2_stride;
   MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
   MM_U32 m, n, k;     // k of rope and of attention: values of a head
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
@@ -136,10 +137,11 @@ enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2 };
 enum RopeBits : MM_U32 {
   kRopeNormQ = 1,
   kRopeNormK = 2,
-  kRopeOffset = 4,       // as kEpilogueNormOffset
-  kRopeInterleaved = 8,  // values 2 i and 2 i + 1 are a pair, else i and i + rotated / 2
-  kRopeApart = 16,       // v is x2
-  kRopeFloatTables = 32  // cos and sin are f32, whatever x is
+  kRopeOffset = 4,        // as kEpilogueNormOffset
+  kRopeInterleaved = 8,   // values 2 i and 2 i + 1 are a pair, else i and i + rotated / 2
+  kRopeApart = 16,        // v is x2
+  kRopeFloatTables = 32,  // cos and sin are f32, whatever x is
+  kRopeHalfKeys = 64      // rows of keys are f16, whatever the format of values
 };
 
 // The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
@@ -152,7 +154,8 @@ enum AttentionBits : MM_U32 {
   kAttentionBoolMask = 16,
   kAttentionFloatMask = 32,  // f32, whatever q is
   kAttentionSinks = 64,
-  kAttentionFloatSinks = 128  // and they are f32
+  kAttentionFloatSinks = 128,  // and they are f32
+  kAttentionHalfKeys = 256     // rows of keys are f16, whatever the format of values
 };
 
 enum BoundsBits : MM_U32 {

@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t kMaxGridYZ = 65535;
 
 using Operands = metalmm::Operands<const void*>;
-static_assert(sizeof(Operands) == 128 && sizeof(KernelArgs) == 152);
+static_assert(sizeof(Operands) == 128 && sizeof(KernelArgs) == 168);
 
 // What is compiled into a kernel: function constants, then 1 for a grid of one row.
 using Constants = std::array<uint32_t, kConstantCount + 1>;

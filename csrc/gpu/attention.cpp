@@ -40,7 +40,8 @@ struct Call {
   Call(Problem asked, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
        const AttentionShape& shape, const OptionalTensor& length, const AttentionOptions& options)
       : problem(std::move(asked)) {
-    problem.format = &shape.cache.keys;
+    problem.format = &shape.cache.values;
+    problem.attention.half_keys = has_half_keys(shape.cache.keys, shape.cache.values);
     operands[kSlotX] = q.contiguous();
     if (length.has_value()) operands[kSlotIds] = *length;
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
@@ -58,16 +59,17 @@ struct Call {
   }
 
  private:
-  // One set of strides for both.
-  void set_cache(at::Tensor keys, at::Tensor values) {
-    if (keys.strides() != values.strides() || keys.element_size() != values.element_size()) {
-      keys = keys.contiguous();
-      values = values.contiguous();
-    }
-    const int64_t size = keys.element_size();
-    problem.w_stride = keys.stride(2) * size;
-    problem.attention.head_stride = keys.stride(1) * size;
-    problem.attention.sequence_stride = keys.stride(0) * size;
+  void set_cache(const at::Tensor& keys, const at::Tensor& values) {
+    AttentionSizes& a = problem.attention;
+    const auto bytes = [](const at::Tensor& t, int64_t d) {
+      return t.stride(d) * t.element_size();
+    };
+    problem.w_stride = bytes(keys, 2);
+    problem.w2_stride = bytes(values, 2);
+    a.head_stride = bytes(keys, 1);
+    a.head2_stride = bytes(values, 1);
+    a.sequence_stride = bytes(keys, 0);
+    a.sequence2_stride = bytes(values, 0);
     problem.x_alignment = alignment_of(operands[kSlotX]);
     problem.w_alignment = std::min(alignment_of(keys), alignment_of(values));
     operands[kSlotWeight] = keys;
@@ -104,8 +106,9 @@ at::Tensor attention(const Engine& e, const at::Tensor& q, const at::Tensor& key
       check_attention(q, keys, values, format_k, format_v, length, options);
   if (q.is_cpu() && length.has_value()) check_length(*length, keys, mask);
   const int64_t slots = mask.has_value() ? std::min(keys.size(2), mask->size(3)) : keys.size(2);
-  const bool has_kernels = shape.cache.keys.codec == shape.cache.values.codec &&
-                           has_attention(shape.cache.keys, q.size(3)) && slots > 0 && q.numel() > 0;
+  const bool has_kernels = is_pair_of_kernels(shape.cache.keys, shape.cache.values) &&
+                           has_attention(shape.cache.values, q.size(3)) && slots > 0 &&
+                           q.numel() > 0;
   std::optional<AttentionWay> way = find_way(options);
   const Problem problem = attention_problem(q, shape, options, slots, !length.has_value());
   if (way == AttentionWay::kSdpa || (!way.has_value() && sdpa_pays(problem, e.gpu(q.device())))) {

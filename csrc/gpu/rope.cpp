@@ -74,18 +74,24 @@ struct Call {
   }
 
   void write(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
-             const Format& format) {
-    const int64_t size = keys.element_size();
-    const auto bytes = [&](int64_t d) { return keys.size(d) > 1 ? keys.stride(d) * size : 0; };
+             const CacheShape& cache) {
+    const auto bytes = [](const at::Tensor& t, int64_t d) {
+      return t.size(d) > 1 ? t.stride(d) * t.element_size() : 0;
+    };
     operands[kSlotWeight] = keys;
     operands[kSlotWeight2] = values;
     operands[kSlotIds] = slots.contiguous();
     if (!operands[kSlotY].defined()) operands[kSlotY] = keys;  // not written: no heads of q
-    problem.format = &format;
+    problem.format = &cache.values;
     problem.n = keys.size(2);
-    problem.w_stride = bytes(2);
-    problem.append.head_stride = bytes(1);
-    problem.append.sequence_stride = bytes(0);
+    problem.w_stride = bytes(keys, 2);
+    problem.w2_stride = bytes(values, 2);
+    AppendSizes& a = problem.append;
+    a.half_keys = has_half_keys(cache.keys, cache.values);
+    a.head_stride = bytes(keys, 1);
+    a.head2_stride = bytes(values, 1);
+    a.sequence_stride = bytes(keys, 0);
+    a.sequence2_stride = bytes(values, 0);
     problem.w_alignment = std::min(alignment_of(keys), alignment_of(values));
   }
 
@@ -98,21 +104,19 @@ struct Call {
   }
 };
 
-// Whether rope_append writes this cache: one format and layout of keys and values, of which a
-// shader finds every row at an address that it can write.
+// Whether rope_append writes this cache: formats that it has, of which a shader finds every row at
+// an address that it can write.
 bool is_written_by_a_kernel(const at::Tensor& keys, const at::Tensor& values,
                             const CacheShape& shape) {
-  const Format& f = shape.keys;
-  const int64_t size = keys.element_size();
-  bool fits = f.name == shape.values.name && has_append(f) && keys.numel() > 0 &&
-              values.element_size() == size && alignment_of(keys) % f.alignment == 0 &&
-              alignment_of(values) % f.alignment == 0 && keys.stride(3) == 1 &&
-              values.stride(3) == 1;
-  for (int64_t d = 0; d < 3 && fits; ++d) {
-    fits = keys.size(d) == 1 ||
-           (keys.stride(d) == values.stride(d) && keys.stride(d) * size % f.alignment == 0);
-  }
-  return fits;
+  const auto fits = [](const at::Tensor& rows, const Format& f) {
+    bool out = alignment_of(rows) % f.alignment == 0 && rows.stride(3) == 1;
+    for (int64_t d = 0; d < 3; ++d) {
+      out = out && (rows.size(d) == 1 || rows.stride(d) * rows.element_size() % f.alignment == 0);
+    }
+    return out;
+  };
+  return is_pair_of_kernels(shape.keys, shape.values) && has_append(shape.values) &&
+         keys.numel() > 0 && fits(keys, shape.keys) && fits(values, shape.values);
 }
 
 // Rows [B, kv_heads, S, D] as those of the cache: packed, or of its dtype.
@@ -162,7 +166,7 @@ at::Tensor rope_append(const Engine& e, const at::Tensor& qkv, const at::Tensor&
     return q;
   }
   Call call(Op::kRopeAppend, shape.rope, qkv, cos, sin, options, qkv.scalar_type());
-  call.write(keys, values, slots, shape.cache.keys);
+  call.write(keys, values, slots, shape.cache);
   launch(e, call.problem, call.operands);
   return call.operands[kSlotY];
 }
@@ -176,7 +180,7 @@ void cache_append(const Engine& e, const at::Tensor& keys, const at::Tensor& val
   if (k.numel() == 0) return;
   if (is_written_by_a_kernel(keys, values, shape)) {
     Call call(k, v, common_dtype(k, {v}));
-    call.write(keys, values, slots, shape.keys);
+    call.write(keys, values, slots, shape);
     launch(e, call.problem, call.operands);
     return;
   }

@@ -63,8 +63,9 @@ void check(const Problem& p) {
   }
   for (int64_t stride :
        {p.x_stride, p.x2_stride, p.y_stride, p.w_stride, p.w2_stride, p.append.head_stride,
-        p.append.sequence_stride, p.append.x_head_stride, p.append.x_sequence_stride,
-        p.append.x2_head_stride, p.append.x2_sequence_stride}) {
+        p.append.sequence_stride, p.append.head2_stride, p.append.sequence2_stride,
+        p.append.x_head_stride, p.append.x_sequence_stride, p.append.x2_head_stride,
+        p.append.x2_sequence_stride}) {
     if (stride < kPacked || stride > kMaxStride) {
       reject("stride: " + str(stride) + "; must be 0 to " + str(kMaxStride) + ", or " +
              str(kPacked) + " for rows that follow each other");

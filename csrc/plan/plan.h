@@ -73,7 +73,9 @@ struct RopeSizes {
 // The sizes of kAttention, and what its operands are.
 struct AttentionSizes {
   int64_t batch = 1, heads = 1, kv_heads = 1, queries = 1;
-  int64_t head_stride = 0, sequence_stride = 0;  // of keys and of values, bytes
+  // Bytes, of keys and (2) of values; those of slots are w_stride and w2_stride.
+  int64_t head_stride = 0, sequence_stride = 0, head2_stride = 0, sequence2_stride = 0;
+  bool half_keys = false;  // keys are f16, values of the problem's format
   int64_t mask_stride = 0, mask_head_stride = 0, mask_sequence_stride = 0;  // values; 0 repeats
   int64_t window = 0;                                                       // 0: none
   float scale = 1, softcap = 0;
@@ -84,10 +86,12 @@ struct AttentionSizes {
 
 constexpr int64_t kPacked = -1;  // a stride: rows follow each other
 
-// The strides of kRopeAppend beside those of rows and slots: of the cache in bytes, of keys and
-// values alike; of x, and of x2 where v is apart, in values.
+// The strides of kRopeAppend beside those of rows and slots: of the cache as AttentionSizes has
+// them; of x, and of x2 where v is apart, in values.
 struct AppendSizes {
+  bool half_keys = false;
   int64_t head_stride = kPacked, sequence_stride = kPacked;
+  int64_t head2_stride = kPacked, sequence2_stride = kPacked;
   int64_t x_head_stride = kPacked, x_sequence_stride = kPacked;
   int64_t x2_head_stride = kPacked, x2_sequence_stride = kPacked;
 };
@@ -161,6 +165,12 @@ int64_t expert_tile_rows(int64_t choices, int64_t experts);
 
 // Whether there are kernels for heads of k values of a cache of this format.
 bool has_attention(const Format& format, int64_t k);
+
+// Whether kernels read and write keys and values of these formats where they do those of values
+// alone: both are of one format, or keys are f16.
+bool is_pair_of_kernels(const Format& keys, const Format& values);
+// Of such a pair: the kernels are those of values, told that keys are f16.
+bool has_half_keys(const Format& keys, const Format& values);
 
 const char* to_string(StrategyId s);
 const char* to_string(Op op);

@@ -35,14 +35,16 @@ constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogue
                                                               {"norm_offset", kEpilogueNormOffset},
                                                               {"activation", kEpilogueActivation}};
 constexpr std::pair<const char*, uint32_t> kRopeBits[] = {
-    {"norm_q", kRopeNormQ},  {"norm_k", kRopeNormK},
-    {"offset", kRopeOffset}, {"interleaved", kRopeInterleaved},
-    {"apart", kRopeApart},   {"float_tables", kRopeFloatTables}};
+    {"norm_q", kRopeNormQ},      {"norm_k", kRopeNormK},
+    {"offset", kRopeOffset},     {"interleaved", kRopeInterleaved},
+    {"apart", kRopeApart},       {"float_tables", kRopeFloatTables},
+    {"half_keys", kRopeHalfKeys}};
 constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"causal", kAttentionCausal},      {"window", kAttentionWindow},
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
     {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
-    {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks}};
+    {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks},
+    {"half_keys", kAttentionHalfKeys}};
 constexpr std::pair<const char*, uint32_t> kExpertBits[] = {
     {"limit", kExpertLimit}, {"oai", kExpertOai}, {"float_scores", kExpertFloatScores}};
 constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
@@ -65,6 +67,8 @@ constexpr void each_arg(const KernelArgs& a, Visit visit) {
   visit("w2_stride", a.w2_stride);
   visit("head_stride", a.head_stride);
   visit("sequence_stride", a.sequence_stride);
+  visit("head2_stride", a.head2_stride);
+  visit("sequence2_stride", a.sequence2_stride);
   visit("x_head_stride", a.x_head_stride);
   visit("x_sequence_stride", a.x_sequence_stride);
   visit("x2_head_stride", a.x2_head_stride);

@@ -50,10 +50,15 @@ inline RopeSizes read_rope(const py::dict& given) {
 
 inline AppendSizes read_append(const py::dict& given) {
   using A = AppendSizes;
-  static const std::vector<Field<A>> fields = {
-      {"head_stride", &A::head_stride},       {"sequence_stride", &A::sequence_stride},
-      {"x_head_stride", &A::x_head_stride},   {"x_sequence_stride", &A::x_sequence_stride},
-      {"x2_head_stride", &A::x2_head_stride}, {"x2_sequence_stride", &A::x2_sequence_stride}};
+  static const std::vector<Field<A>> fields = {{"half_keys", &A::half_keys},
+                                               {"head_stride", &A::head_stride},
+                                               {"sequence_stride", &A::sequence_stride},
+                                               {"head2_stride", &A::head2_stride},
+                                               {"sequence2_stride", &A::sequence2_stride},
+                                               {"x_head_stride", &A::x_head_stride},
+                                               {"x_sequence_stride", &A::x_sequence_stride},
+                                               {"x2_head_stride", &A::x2_head_stride},
+                                               {"x2_sequence_stride", &A::x2_sequence_stride}};
   A out;
   set_fields("append", given, fields, out);
   return out;
@@ -67,6 +72,9 @@ inline AttentionSizes read_attention(const py::dict& given) {
                                                {"queries", &A::queries},
                                                {"head_stride", &A::head_stride},
                                                {"sequence_stride", &A::sequence_stride},
+                                               {"head2_stride", &A::head2_stride},
+                                               {"sequence2_stride", &A::sequence2_stride},
+                                               {"half_keys", &A::half_keys},
                                                {"mask_stride", &A::mask_stride},
                                                {"mask_head_stride", &A::mask_head_stride},
                                                {"mask_sequence_stride", &A::mask_sequence_stride},

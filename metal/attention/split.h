@@ -26,14 +26,14 @@
 
 namespace metalmm {
 
-template <class Format, class T>
-struct AttentionSplit {
+template <class KeyFormat, class ValueFormat, class T>
+struct AttentionSplitOf {
   using G = AttentionSplitGeometry;
-  using Own = Eight<Format>;
-  using Raw = typename Own::Raw;
-  MM_CONST int kSlots = 4, kRows = G::kRows, kRun = Own::Layout::kRun;
+  using Keys = Eight<KeyFormat>;
+  using Values = Eight<ValueFormat>;
+  MM_CONST int kSlots = 4, kRows = G::kRows, kRun = Keys::Layout::kRun;
 
-  // What a lane has of the rows of q: values, or sums of values.
+  // What a lane has of the rows of q: values in the order of keys, or sums of values.
   struct Pieces {
     float v[kRows][8];
   };
@@ -41,7 +41,7 @@ struct AttentionSplit {
   // The slots of a simdgroup, and what of each a lane owns.
   struct Walk {
     Row keys, values;  // of slot 0
-    long stride;
+    long key_stride, value_stride;
     uint last;                        // no slot from here on
     uint lane, lanes, group, groups;  // the lane of its group
     uint piece;
@@ -64,10 +64,11 @@ struct AttentionSplit {
   static METAL_FUNC Walk walk(AttentionOperands<T> in, constant KernelArgs& args, uint last,
                               Position at) {
     const uint lanes = lanes_of_slot(), own = at.lane % lanes, pieces = fc_k / 8;
-    const long head = long(at.tg.z) * args.sequence_stride + long(at.tg.y) * args.head_stride;
-    return {in.keys + head,
-            in.values + head,
-            weight_stride<Format>(args.w_stride),
+    const long sequence = at.tg.z, head = at.tg.y;
+    return {in.keys + (sequence * args.sequence_stride + head * args.head_stride),
+            in.values + (sequence * args.sequence2_stride + head * args.head2_stride),
+            weight_stride<KeyFormat>(args.w_stride),
+            weight_stride<ValueFormat>(args.w2_stride),
             last,
             own,
             lanes,
@@ -94,10 +95,12 @@ struct AttentionSplit {
     return query_row(args, at.tg.z, at.tg.y, min(r, rows_of_head(args) - 1));
   }
 
-  static METAL_FUNC void fetch(Walk w, Row rows, uint first, thread Raw (&raw)[kSlots]) {
+  template <class Own>
+  static METAL_FUNC void fetch(Walk w, Row rows, long stride, uint first,
+                               thread typename Own::Raw (&raw)[kSlots]) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
-      raw[u] = Own::fetch(rows + slot(w, first, u) * w.stride, w.piece);
+      raw[u] = Own::fetch(rows + slot(w, first, u) * stride, w.piece);
     }
   }
 
@@ -112,7 +115,7 @@ struct AttentionSplit {
       MM_UNROLL
       for (int i = 0; i < 8; i += kRun) {
         float run[kRun];
-        load_x(from, Own::Layout::value(w.piece, i), fc_k, run);
+        load_x(from, Keys::Layout::value(w.piece, i), fc_k, run);
         MM_UNROLL
         for (int n = 0; n < kRun; ++n) q.v[j][i + n] = run[n];
       }
@@ -120,10 +123,11 @@ struct AttentionSplit {
   }
 
   // Products of the rows with a key: of the lane's row 0, summed over the 4 lanes around.
-  static METAL_FUNC float multiply(Walk w, thread const Raw& raw, thread const Pieces& q) {
+  static METAL_FUNC float multiply(Walk w, thread const typename Keys::Raw& raw,
+                                   thread const Pieces& q) {
     float key[8], s[kRows];
-    Own::unpack(raw, w.piece, key);
-    const float scale = Own::scale(raw);
+    Keys::unpack(raw, w.piece, key);
+    const float scale = Keys::scale(raw);
     MM_UNROLL
     for (uint j = 0; j < kRows; ++j) {
       s[j] = 0.0f;
@@ -203,20 +207,21 @@ struct AttentionSplit {
   }
 
   // Values behind the last slot become zeros: their weight is 0, which Inf would make NaN.
-  static METAL_FUNC void drop_behind(Walk w, uint first, thread Raw (&raw)[kSlots]) {
+  static METAL_FUNC void drop_behind(Walk w, uint first,
+                                     thread typename Values::Raw (&raw)[kSlots]) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
-      if (is_behind(w, first, u)) Own::drop(raw[u]);
+      if (is_behind(w, first, u)) Values::drop(raw[u]);
     }
   }
 
-  static METAL_FUNC void add_values(Walk w, thread const Raw (&raw)[kSlots],
+  static METAL_FUNC void add_values(Walk w, thread const typename Values::Raw (&raw)[kSlots],
                                     thread const float (&own)[2], thread Pieces& sums) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
       float value[8];
-      Own::unpack(raw[u], w.piece, value);
-      const float scale = Own::scale(raw[u]);
+      Values::unpack(raw[u], w.piece, value);
+      const float scale = Values::scale(raw[u]);
       MM_UNROLL
       for (uint j = 0; j < kRows; ++j) {
         if (j >= lane_rows()) continue;
@@ -233,14 +238,15 @@ struct AttentionSplit {
     const uint step = kSlots * w.groups, stride = G::kSimdgroups * step;
     uint t = span.first + sg * step;
     if (t >= span.last) return;
-    Raw keys[kSlots], values[kSlots];
-    fetch(w, w.keys, t, keys);
+    typename Keys::Raw keys[kSlots];
+    typename Values::Raw values[kSlots];
+    fetch<Keys>(w, w.keys, w.key_stride, t, keys);
     for (; t < span.last; t += stride) {
       float s[kSlots], own[2];
-      fetch(w, w.values, t, values);
+      fetch<Values>(w, w.values, w.value_stride, t, values);
       MM_UNROLL
       for (uint u = 0; u < kSlots; ++u) s[u] = multiply(w, keys[u], q);
-      fetch(w, w.keys, t + stride, keys);
+      fetch<Keys>(w, w.keys, w.key_stride, t + stride, keys);
       add_up(s, own);
       weigh(w, args, row, t, own, total, sums);
       drop_behind(w, t, values);
@@ -281,7 +287,7 @@ struct AttentionSplit {
       if (j >= lane_rows() || r >= fc_batch || w.group != 0 || !w.owns) continue;
       threadgroup float* to = joint(memory, sg, r);
       MM_UNROLL
-      for (int i = 0; i < 8; ++i) to[Own::Layout::value(w.piece, i)] = sums.v[j][i];
+      for (int i = 0; i < 8; ++i) to[Values::Layout::value(w.piece, i)] = sums.v[j][i];
     }
     if (w.group == 0 && w.lane < fc_batch) {
       threadgroup float* to = joint(memory, sg, w.lane) + fc_k;
@@ -334,6 +340,20 @@ struct AttentionSplit {
     join_groups(w, total, sums);
     share(w, total, sums, floats, at.sg);
     store({y, in.sinks}, args, floats, r0, part, at);
+  }
+};
+
+// Keys are of the values' format, or f16: a function constant says which, so that a pair of formats
+// is no kernel more.
+template <class Format, class T>
+struct AttentionSplit {
+  static METAL_FUNC void run(AttentionOperands<T> in, device T* y, constant KernelArgs& args,
+                             threadgroup float4* memory, Position at) {
+    if (fc_epilogue & kAttentionHalfKeys) {
+      AttentionSplitOf<F16, Format, T>::run(in, y, args, memory, at);
+    } else {
+      AttentionSplitOf<Format, Format, T>::run(in, y, args, memory, at);
+    }
   }
 };
 

@@ -14,12 +14,14 @@
 //          which round keys, values and weights to 11 bits, else float ones.
 #pragma once
 
+#include "../formats/dense.h"
 #include "../tile/mma.h"
 #include "scores.h"
 
 namespace metalmm {
 
-template <class Format, class T>
+// Keys are of the values' format, or f16, as for attention_split.
+template <class ValueFormat, class T>
 struct AttentionTile {
   using G = AttentionTileGeometry;
   using E = typename MatrixOperand<T>::type;
@@ -35,6 +37,7 @@ struct AttentionTile {
   };
 
   // 64 values of each of kSlots rows of the cache from slot t on, zero behind the last slot.
+  template <class Format>
   static METAL_FUNC void load_slots(Row rows, long stride, threadgroup E* operands, uint t,
                                     uint last, uint k0, Position at) {
     for (uint i = at.index; i < uint(G::kSlots * kLoaders); i += G::kThreads) {
@@ -107,7 +110,12 @@ struct AttentionTile {
     clear(s);
     for (uint k = 0; k < fc_k; k += G::kStep) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there is read
-      load_slots(keys, weight_stride<Format>(args.w_stride), slots, t, last, k, at);
+      if (fc_epilogue & kAttentionHalfKeys) {
+        load_slots<F16>(keys, weight_stride<F16>(args.w_stride), slots, t, last, k, at);
+      } else {
+        load_slots<ValueFormat>(keys, weight_stride<ValueFormat>(args.w_stride), slots, t, last, k,
+                                at);
+      }
       load_queries(in, args, queries, rows.first, rows.count, k, at);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       multiply<G::kStep>(queries + at.sg * kFragment * kStride, slots, s);
@@ -131,7 +139,8 @@ struct AttentionTile {
     for (uint k = 0; k < uint(kMaxHeadValues); k += G::kStep) {
       if (k >= fc_k) continue;
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_slots(values, weight_stride<Format>(args.w_stride), slots, t, last, k, at);
+      load_slots<ValueFormat>(values, weight_stride<ValueFormat>(args.w2_stride), slots, t, last, k,
+                              at);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       MM_UNROLL
       for (uint i = 0; i < uint(G::kStep / kFragment); ++i) {
@@ -189,7 +198,9 @@ struct AttentionTile {
     const uint own = min(first + at.sg * kFragment + fragment_row(at.lane), count - 1);
     const QueryRow row = query_row(args, at.tg.z, at.tg.y, own);
     Rows rows = {first, count, Scores::of_row(in, args, filled, row), {-INFINITY, 0.0f}};
-    const long head = long(at.tg.z) * args.sequence_stride + long(at.tg.y) * args.head_stride;
+    const long sequence = at.tg.z, head = at.tg.y;
+    const Row keys = in.keys + (sequence * args.sequence_stride + head * args.head_stride);
+    const Row values = in.values + (sequence * args.sequence2_stride + head * args.head2_stride);
 
     simdgroup_float8x8 sums[kMostSums];
     MM_UNROLL
@@ -198,9 +209,9 @@ struct AttentionTile {
     }
     for (uint t = span.first; t < span.last; t += G::kSlots) {
       simdgroup_float8x8 s[1][kColumns];
-      multiply_keys(in, in.keys + head, args, slots, rows, t, span.last, at, s);
+      multiply_keys(in, keys, args, slots, rows, t, span.last, at, s);
       const float factor = weigh(rows, args, t, span.last, at.lane, s);
-      add_values(in.values + head, args, slots, t, span.last, at, factor, s, sums);
+      add_values(values, args, slots, t, span.last, at, factor, s, sums);
     }
     store({y, in.sinks}, args, rows, part, at, sums);
   }

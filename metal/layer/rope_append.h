@@ -69,12 +69,20 @@ struct RopeAppend {
     const long slot = cache.slots[position];
     if (slot < 0 || slot >= long(args.n)) return;
     const Head<T> head = Rope<T>::head(values, place, from, args, at.lane);
-    device uchar* row = (place.group == 1 ? cache.keys : cache.values) +
-                        (long(sequence) * args.sequence_stride +
-                         long(place.head) * args.head_stride + slot * args.w_stride);
+    const bool is_key = place.group == 1;
+    const bool is_half = is_key && (fc_epilogue & kRopeHalfKeys) != 0;
+    device uchar* row =
+        is_key ? cache.keys + (long(sequence) * args.sequence_stride +
+                               long(place.head) * args.head_stride + slot * args.w_stride)
+               : cache.values + (long(sequence) * args.sequence2_stride +
+                                 long(place.head) * args.head2_stride + slot * args.w2_stride);
     for (uint i = at.lane; i < fc_k; i += kSimdWidth) {
-      const float value = turned(head, cosines, sines, rotated, i);
-      Encoder<Format>::store(row, i, float(T(value)), at.lane);
+      const float value = float(T(turned(head, cosines, sines, rotated, i)));
+      if (is_half) {
+        Encoder<F16>::store(row, i, value, at.lane);
+      } else {
+        Encoder<Format>::store(row, i, value, at.lane);
+      }
     }
   }
 };

@@ -19,9 +19,12 @@ KernelArgs args_of(const Problem& p) {
   a.x2_head_stride = or_packed(c.x2_head_stride, p.k);
   a.x_sequence_stride = or_packed(c.x_sequence_stride, product(a.x_stride, r.positions));
   a.x2_sequence_stride = or_packed(c.x2_sequence_stride, product(a.x2_stride, r.positions));
-  a.w_stride = or_packed(p.w_stride, p.format->row_bytes(p.k));
+  a.w_stride = or_packed(p.w_stride, c.half_keys ? 2 * p.k : p.format->row_bytes(p.k));
   a.head_stride = or_packed(c.head_stride, product(a.w_stride, p.n));
   a.sequence_stride = or_packed(c.sequence_stride, product(a.head_stride, r.kv_heads));
+  a.w2_stride = or_packed(p.w2_stride, p.format->row_bytes(p.k));
+  a.head2_stride = or_packed(c.head2_stride, product(a.w2_stride, p.n));
+  a.sequence2_stride = or_packed(c.sequence2_stride, product(a.head2_stride, r.kv_heads));
   a.m = u32(p.m, "m");
   a.n = u32(p.n, "n");
   a.k = u32(p.k, "k");

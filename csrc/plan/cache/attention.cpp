@@ -32,15 +32,25 @@ uint32_t bits_of(const AttentionSizes& a) {
   return (a.causal && a.queries > 1 ? kAttentionCausal : 0u) | (a.window ? kAttentionWindow : 0u) |
          (a.softcap != 0 ? kAttentionSoftcap : 0u) | (a.bool_mask ? kAttentionBoolMask : 0u) |
          (a.float_mask ? kAttentionFloatMask : 0u) | (a.sinks ? kAttentionSinks : 0u) |
-         (a.sinks && a.float_sinks ? kAttentionFloatSinks : 0u);
+         (a.sinks && a.float_sinks ? kAttentionFloatSinks : 0u) |
+         (a.half_keys ? kAttentionHalfKeys : 0u);
+}
+
+// The format of keys.
+const Format& keys_of(const Problem& p) {
+  static const Format& half = format_by_name("f16");
+  return p.attention.half_keys ? half : *p.format;
 }
 
 KernelArgs args_of(const Problem& p, int64_t parts) {
   const AttentionSizes& a = p.attention;
   KernelArgs out{};
-  out.w_stride = or_packed(p.w_stride, p.format->row_bytes(p.k));
+  out.w_stride = or_packed(p.w_stride, keys_of(p).row_bytes(p.k));
+  out.w2_stride = or_packed(p.w2_stride, p.format->row_bytes(p.k));
   out.head_stride = a.head_stride;
   out.sequence_stride = a.sequence_stride;
+  out.head2_stride = a.head2_stride;
+  out.sequence2_stride = a.sequence2_stride;
   out.x2_stride = a.mask_stride;
   out.x2_head_stride = a.mask_head_stride;
   out.x2_sequence_stride = a.mask_sequence_stride;
@@ -62,14 +72,26 @@ KernelArgs args_of(const Problem& p, int64_t parts) {
 // sequences do.
 uint32_t bounds_of(const Problem& p, const KernelArgs& args) {
   const bool is_aligned = p.x_alignment % 16 == 0 && p.k * dtype_bytes(p.dtype) % 16 == 0;
-  Problem slots = p;
-  const auto begin_at = [&](int64_t count, int64_t stride) {
-    const int64_t at = stride | 16;
-    if (count > 1) slots.w_alignment = std::min(slots.w_alignment, at & -at);
+  const auto of = [&](const Format& format, int64_t slot, int64_t head, int64_t sequence) {
+    Problem rows = p;
+    rows.format = &format;
+    const auto begin_at = [&](int64_t count, int64_t stride) {
+      const int64_t at = stride | 16;
+      if (count > 1) rows.w_alignment = std::min(rows.w_alignment, at & -at);
+    };
+    begin_at(p.attention.kv_heads, head);
+    begin_at(p.attention.batch, sequence);
+    KernelArgs strides{};
+    strides.w_stride = slot;
+    return bounds_of_weights(rows, strides);
   };
-  begin_at(p.attention.kv_heads, args.head_stride);
-  begin_at(p.attention.batch, args.sequence_stride);
-  return bounds_of_weights(slots, args) | (is_aligned ? kBoundsAlignedX : 0u);
+  const uint32_t keys = of(keys_of(p), args.w_stride, args.head_stride, args.sequence_stride);
+  const uint32_t values = of(*p.format, args.w2_stride, args.head2_stride, args.sequence2_stride);
+  // What bits of alignment say of dense rows they do not of blocks.
+  const uint32_t of_one = kBoundsAlignedWeight | kBoundsWordBlocks | kBoundsLongBlocks;
+  const bool is_apart = keys_of(p).layout != p.format->layout;
+  const uint32_t out = (keys & values) | (is_apart ? (keys | values) & of_one : 0u);
+  return out | (is_aligned ? kBoundsAlignedX : 0u);
 }
 
 // Rows of q of a threadgroup.
@@ -162,6 +184,14 @@ StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> fo
 
 bool has_attention(const Format& format, int64_t k) {
   return is_stored(format.codec) && k >= kHeadStep && k % kHeadStep == 0 && k <= kMaxHeadValues;
+}
+
+bool has_half_keys(const Format& keys, const Format& values) {
+  return keys.codec == Codec::F16 && values.codec != Codec::F16;
+}
+
+bool is_pair_of_kernels(const Format& keys, const Format& values) {
+  return keys.codec == values.codec || has_half_keys(keys, values);
 }
 
 void check_attention(const Problem& p) {
