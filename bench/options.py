@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torch_metalmm import formats
 from torch_metalmm.engines import DEVICES
 from torch_metalmm.nn.activations import KINDS
 
@@ -263,8 +262,7 @@ def of_contexts(args: argparse.Namespace) -> None:
     """--context as numbers: one, or with --cache several in `contexts`."""
     found = shapes.parse_ints(",".join(map(str, shapes.parse_counts(args.context))))
     if args.cache:
-        names = args.cache.split(",")
-        args.cache, args.contexts = [formats.get(name).name for name in names], found
+        args.cache, args.contexts = cache_cost.named(args.cache), found
     elif len(found) != 1:
         raise ValueError(f"--context {args.context}: several only with --cache")
     args.context = found[0]

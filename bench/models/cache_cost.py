@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import torch_metalmm
-from torch_metalmm import formats, load_gguf
+from torch_metalmm import load_gguf
+from torch_metalmm.hf.caches import name_of, pair_of
 from torch_metalmm.tools.generate import demo_model
 
 from ..machine import IMPORTED_FROM, ROOT, need_clone
@@ -166,7 +167,5 @@ def grown(cache: str, tokens: int, device: str) -> Record:
 
 
 def named(text: str) -> list[str]:
-    """The formats of a list, as they are called; "K/V" is that of keys and that of values."""
-    return [
-        "/".join(formats.get(part).name for part in name.split("/")) for name in text.split(",")
-    ]
+    """The caches of a list, as a PackedCache calls them: "f16", "f16/q8_0"."""
+    return [name_of(pair_of(name)) for name in text.split(",")]

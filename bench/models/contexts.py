@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from torch_metalmm import PackedCache, formats, fuse_
+from torch_metalmm.hf.caches import pair_of
 
 from ..devices import Device
 from ..peers import llama_cpp_model
@@ -129,7 +130,7 @@ class Builder:
         reference = Reference(self.source, tokens)
         room = max(self.args.contexts) + self.beyond
         for cache in dict.fromkeys(("f16", *self.args.cache)):
-            if cache not in llama_cpp_model.CACHES:
+            if not llama_cpp_model.CACHES.keys() >= set(pair_of(cache)):
                 continue
             where = (self.folder, self.args.threads, room, CHUNK, cache)
             system = llama_cpp_model.load(packed, name, *where)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from torch_metalmm import formats
+from torch_metalmm.hf.caches import pair_of
 
 from ..peers import llama_cpp_model
 from .systems import Graph, Transformers, counts
@@ -65,14 +66,14 @@ def rounded(rows: Tensor, format: str) -> Tensor:
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]
-    """Keys and values as a format has them, in the dtype of the model."""
+    """Keys and values as the formats of a cache have them, in the dtype of the model."""
 
     def __init__(self, format: str) -> None:
         super().__init__()
         self.format = format
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        given = (rounded(t, self.format) for t in (k, v))
+        given = map(rounded, (k, v), pair_of(self.format))
         return super().update(*given, layer_idx, *args, **kwargs)
 
 

@@ -136,10 +136,11 @@ class Static(Transformers):
 
 
 def counts(cache: Any) -> list[Tensor]:
-    """What each layer of a cache of constant size counts, all of which moves with a token: the
-    length of StaticCache's; the last slot and the length of ours."""
+    """What a cache of constant size counts, all of which moves with a token: the length of each
+    layer of StaticCache; the last slot and the length that the layers of ours share."""
     names = ("cumulative_length", "last_and_length")
-    return [getattr(layer, next(n for n in names if hasattr(layer, n))) for layer in cache.layers]
+    held = [getattr(layer, next(n for n in names if hasattr(layer, n))) for layer in cache.layers]
+    return list({id(t): t for t in held}.values())
 
 
 class Compiled(Static):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import save_gguf
+from torch_metalmm.hf.caches import pair_of
 
 NAME = "llama.cpp"
 # Of a cache: formats by the numbers that ggml has for them.
@@ -59,7 +60,7 @@ class LlamaCpp:
         settings.n_ctx, settings.n_batch, settings.n_ubatch = room, batch, batch
         if cache is not None:
             settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            settings.type_k = settings.type_v = CACHES[cache]
+            settings.type_k, settings.type_v = (CACHES[kind] for kind in pair_of(cache))
         settings.n_threads = settings.n_threads_batch = threads
         self.context = api.llama_init_from_model(model, settings)
         if not self.context:
@@ -98,7 +99,7 @@ def load(
     """llama.cpp with the weights of `packed`, through a file in `folder`.
 
     room: tokens that fit; batch: tokens that it takes at a time, all of them if None. cache: the
-    format of keys and values, of CACHES, with its flash attention; None: what it takes by itself.
+    formats of keys and values, of CACHES, with its flash attention; None: what it takes by itself.
     """
     path = folder / f"{format}.gguf"
     if not path.exists():

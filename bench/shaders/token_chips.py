@@ -22,7 +22,7 @@ SHOWN = ("Llama 3.1 8B", "Llama 3.2 3B", "Qwen3 4B", "Qwen3 0.6B")
 APART = "m4-max"  # the chip whose tokens are taken apart
 OP_TIMES = (2.0, 5.0, OP_US, 30.0)
 CONTEXTS = (CONTEXT, 2048, 8192, 32768)
-CACHES = ("f16", "q8_0", "q4_0")
+CACHES = ("f16", "f16/q8_0", "f16/q4_0")
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def test_a_prompt_is_evaluated_once() -> None:
 
 def test_the_defaults_of_contexts(tmp_path: Path) -> None:
     args = parse(["tokens", "--cache", "Q8_0,f16", "--device", "cpu"])
-    assert (args.cache, args.contexts) == (["q8_0", "f16"], (128, 2048, 8192))
+    assert (args.cache, args.contexts) == (["f16/q8_0", "f16"], (128, 2048, 8192))
     assert parse(["tokens", "--cache", "f16", "--context", "32k", "--device", "cpu"]).contexts == (
         32768,
     )

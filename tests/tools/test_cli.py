@@ -117,9 +117,9 @@ def test_generate_with_a_packed_cache(
     for options in ([], ["--cache", "f32"], ["--cache", "Q8_0"]):
         assert main([*common, *options]) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] and made == ["f32", "q8_0"]
+    assert texts[0] == texts[1] and made == ["f32", "f16/q8_0"]
     assert "--cache: unknown 'q9'" in failure(capsys, *common, "--cache", "q9")
-    assert "cache: 'q4_k'; its blocks of 256" in failure(capsys, *common, "--cache", "q4_k")
+    assert "cache: 'f16/q4_k'; its blocks of 256" in failure(capsys, *common, "--cache", "q4_k")
 
 
 def test_quantize_a_folder_and_generate_from_it(

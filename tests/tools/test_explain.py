@@ -72,11 +72,12 @@ def test_explain_names_every_bit(bits: dict[str, int], words: dict[str, str]) ->
 
 
 def test_explain_says_which_sizes_have_a_tail() -> None:
-    tails = {"64x64x128": "", "63x64x128": "M", "64x63x128": "N", "64x64x125": "K"}
+    """Tiles of the matrix units are told of one of M always: prompts share a pipeline."""
+    tails = {"64x64x128": "M", "63x64x128": "M", "64x63x128": "NM", "64x64x125": "MK"}
     tails["9x97x1061"] = "NMK"
     for shape, sizes in tails.items():
         text = explain(shape, "f32", "m1", "f32", "gemm")
-        assert "".join(re.findall(r"\b([NMK]) has a tail", text)) == sizes
+        assert "".join(re.findall(r"\b([NMK]) (?:has|may have) a tail", text)) == sizes
 
 
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ EPILOGUE = {
 }
 BOUNDS = {
     "n": "N has a tail",
-    "m": "M has a tail",
+    "m": "M may have a tail",
     "k": "K has a tail",
     "aligned_x": "x aligned",
     "aligned_weight": "weight aligned",

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import _C, formats
+from ..hf.caches import pair_of
 from .chips import LAUNCH_US, REACHED, Chip, predict
 
 FORMS = ("unfused", "fused", "gpu")
@@ -82,9 +83,9 @@ class Model:
         return self.layers * in_layer + _BESIDE["fused" if fused else "unfused"]
 
     def cache_bytes(self, context: int, cache: str) -> int:
-        """Keys and values of the context in a format."""
-        row = formats.get(cache).row_bytes(self.head_size)
-        return 2 * self.layers * self.kv_heads * row * context
+        """Keys and values of the context in the formats that the name stands for."""
+        row = sum(formats.get(name).row_bytes(self.head_size) for name in pair_of(cache))
+        return self.layers * self.kv_heads * row * context
 
 
 MODELS = {
@@ -140,7 +141,7 @@ def token_time(
 ) -> TokenTime:
     """The prediction for a model of MODELS after `context` tokens, x f16.
 
-    op_us: the host's time for an op of torch. cache: the format of a PackedCache, which our
+    op_us: the host's time for an op of torch. cache: the formats of a PackedCache, which our
     attention reads; None: DynamicCache, f16, and torch's attention.
 
     ValueError: an unknown model, format, chip or form.

@@ -95,7 +95,7 @@ def test_a_packed_cache_stays_too(real: Models) -> None:
             second = session.answer(messages, silent)
         assert second.kept_tokens == first.prompt_tokens + first.new_tokens - 1
         assert sum(counts) == second.prompt_tokens - second.kept_tokens + second.new_tokens - 1
-        assert {layer.format for layer in session.sequence.cache.layers} == {"q8_0"}
+        assert {layer.formats for layer in session.sequence.cache.layers} == {("f16", "q8_0")}
     finally:
         drop_cache([real[0]])
 
