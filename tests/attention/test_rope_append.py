@@ -112,10 +112,11 @@ def test_shapes(s: Shape, dtype: torch.dtype, backend: Backend) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_formats(name: str, backend: Backend) -> None:
-    """Of keys, of values, of both; dense formats of every dtype."""
+    """Of keys, of values, of both, of values beside keys in f16; dense formats of every dtype."""
     s = Shape(2, 3, 2, 2, 64, 48)
     for dtype in DTYPES:
         check_append(s, (name, name), dtype, (False, False), False, backend)
+    check_append(s, ("f16", name), torch.bfloat16, (True, True), True, backend)
     check_append(s, (name, "q8_0"), torch.float16, (True, True), True, backend)
     check_append(s, ("f32", name), torch.bfloat16, (False, True), True, backend)
 

@@ -32,7 +32,10 @@ from torch_metalmm import _C, formats
         ({"op": "rope_append", "rope": {"rotated": 34}}, "rotated: 34; must be even, 0 to the 32"),
         ({"op": "rope_append", "k": 48}, "k: 48 is not a multiple of the 32 values of a block"),
         ({"op": "rope_append", "append": {"head_stride": -2}}, "stride: -2; must be 0 to"),
-        ({"op": "rope_append", "append": {"head": 4}}, "append: unknown 'head'; allowed: head_str"),
+        (
+            {"op": "rope_append", "append": {"head": 4}},
+            "append: unknown 'head'; allowed: half_keys",
+        ),
         ({"op": "rope_append", "w_stride": 9}, "rows of q4_0 begin at multiples of 2 .* stride 9"),
         ({"op": "rope_append", "strategy": "rope"}, "strategy: rope does not compute rope_append"),
         ({"op": "rope", "rope": {"head": 4}}, "rope: unknown 'head'; allowed: heads, kv_heads"),

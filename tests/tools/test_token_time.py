@@ -36,12 +36,15 @@ def test_a_token_by_hand() -> None:
     assert t.total == t.beside + max(t.gpu, t.host) and t.bound == "GPU"
 
 
-@pytest.mark.parametrize(("cache", "row"), [("f16", 256), ("q8_0", 136), ("q4_0", 72)])
-def test_a_cache_by_hand(cache: str, row: int) -> None:
+@pytest.mark.parametrize(
+    ("cache", "rows"),
+    [("f16", 2 * 256), ("q8_0", 256 + 136), ("q4_0", 256 + 72), ("q8_0/q4_0", 136 + 72)],
+)
+def test_a_cache_by_hand(cache: str, rows: int) -> None:
     """Its bytes once; two passes of attention, and one that appends where no rotation does."""
     without = token_time(SMALL, "q4_0", "m4-max", "fused", context=8192)
     t = token_time(SMALL, "q4_0", "m4-max", "fused", context=8192, cache=cache)
-    assert t.attention == pytest.approx(2 * 2 * 8 * 8192 * row / (546e3 * 0.9))
+    assert t.attention == pytest.approx(2 * 8 * 8192 * rows / (546e3 * 0.9))
     assert (t.passes, t.others) == (without.passes + 2 * 2, without.others - 2 * 3)
     plain = token_time(SMALL, "q4_0", "m4-max", "unfused", context=8192)
     unfused = token_time(SMALL, "q4_0", "m4-max", "unfused", context=8192, cache=cache)
@@ -121,7 +124,7 @@ def test_contexts_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chips", "--tokens", "--context", "128,8k", "--cache", "q8_0"]) == 0
     head, _, *rows = capsys.readouterr().out.split("\n\n")[1].strip().splitlines()
     assert head == "| model, cache | 128 tokens | 8192 tokens |"
-    assert len(rows) == 2 * len(token_chips.SHOWN) and "PackedCache q8_0" in rows[1]
+    assert len(rows) == 2 * len(token_chips.SHOWN) and "PackedCache f16/q8_0" in rows[1]
     assert main(["chips", "--cache", "q8_0"]) == 2
     assert "only with --tokens" in capsys.readouterr().err
 

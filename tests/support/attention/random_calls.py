@@ -26,8 +26,8 @@ DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_kernels(c: Call) -> bool:
-    """Whether shaders have this cache: one format, that a shader stores."""
-    return c.cache.format_k in stored() and c.cache.format_k == c.cache.format_v
+    """Whether shaders have this cache: one format that they store, or values of it and keys in f16."""
+    return c.cache.format_v in stored() and c.cache.format_k in (c.cache.format_v, "f16")
 
 
 def has_sdpa(c: Call) -> bool:
