@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_kernels(c: Call) -> bool:
-    """Whether shaders have this cache: one format that they store, or values of it and keys in f16."""
+    """Whether shaders have this cache: one format that they store, or such values and f16 keys."""
     return c.cache.format_v in stored() and c.cache.format_k in (c.cache.format_v, "f16")
 
 
