@@ -150,7 +150,9 @@ def rope_append(name: str, dtype: torch.dtype) -> Call:
     slots = torch.arange(9)[3:6] - 3
     sizes = {"heads": 2, "kv_heads": 1, "rotated": 8, "positions": 3, "angle_rows": 3}
     problem = {"op": "rope_append", "m": 6, "n": 5, "k": 32, "rope": sizes, "format": name}
-    problem |= {"append": {"head_stride": 0, "sequence_stride": 18 * row}, "x_stride": 136}
+    strides = dict.fromkeys(("sequence_stride", "sequence2_stride"), 18 * row)
+    strides |= {"head_stride": 0, "head2_stride": 0}
+    problem |= {"append": strides, "x_stride": 136, "w2_stride": row}
     run = lambda: ops.rope_append(  # noqa: E731
         qkv, cos, sin, 2, 1, keys, values, slots, name, name
     )
@@ -168,7 +170,9 @@ def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False)
     length, mask = torch.arange(84)[80], torch.ones(2, 1, queries, 100, dtype=torch.bool)[..., 3:]
     sinks = torch.zeros(9, dtype=dtype)[5:]
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "queries": queries, "bool_mask": True}
-    sizes |= {"head_stride": 90 * row, "sequence_stride": 270 * row, "window": 70, "sinks": True}
+    for which in ("", "2"):
+        sizes |= {f"head{which}_stride": 90 * row, f"sequence{which}_stride": 270 * row}
+    sizes |= {"window": 70, "sinks": True}
     sizes |= {"mask_stride": 100, "mask_sequence_stride": 100 * queries, "scale": 0.5}
     sizes |= {"filled": filled}
     if queries == 1:
@@ -188,7 +192,7 @@ def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False)
     )
     operands = {"x": q, "weight": keys, "weight2": values, "c": mask, "bias": sinks}
     operands |= {} if filled else {"ids": length}
-    return Call(run, operands, problem | {"w_stride": row})
+    return Call(run, operands, problem | {"w_stride": row, "w2_stride": row})
 
 
 def experts(name: str, strategy: str, dtype: torch.dtype) -> Call:
