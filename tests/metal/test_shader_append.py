@@ -120,8 +120,9 @@ def test_strides(name: str) -> None:
         m=batch * positions, n=capacity, k=DIM, format=name,
         rope={"heads": 0, "kv_heads": kv_heads, "positions": positions, "angle_rows": positions,
               "v_apart": True},
-        x_stride=k.stride(2), x2_stride=v.stride(2), w_stride=slot,
-        append=heads | sequences | {"head_stride": head, "sequence_stride": kv_heads * head},
+        x_stride=k.stride(2), x2_stride=v.stride(2), w_stride=slot, w2_stride=slot,
+        append=heads | sequences | {"head_stride": head, "sequence_stride": kv_heads * head,
+                                    "head2_stride": head, "sequence2_stride": kv_heads * head},
     )  # fmt: skip
     for got, rows in ((keys, k), (values, v)):
         want = torch.full((last,), 255, dtype=torch.uint8)
