@@ -87,7 +87,7 @@ _HEAD = re.compile(r"^\.(?:version|target|address_size)[^\n]*\n", re.MULTILINE)
 _VARIABLE = re.compile(r"^\.[^\n(]*? (\w+)(?:\[[^\n=]*\])*(?: =[^\n]*)?;\n", re.MULTILINE)
 _INDEX = re.compile(r"\bmm_index_(\w+)(?: = (\d+))?;")
 _ENTRY_OF = re.compile(r"^\.visible \.entry (\w+)\(.*?^\}\n", re.MULTILINE | re.DOTALL)
-_LOAD = re.compile(r"\bld\.global\.b(\d+) *\t?(%r[sd]?)(\d+), \[mm_fc_(\w+)\];")
+_LOAD = re.compile(r"\bld\.global\.b(\d+) *\t?(%r[sd]?)(\d+), \[mm_fc_(\w+)(?:\+(\d+))?\];")
 _BITS = {"%rs": 16, "%r": 32, "%rd": 64}  # of a register
 
 
@@ -100,6 +100,8 @@ def split(ptx: str) -> dict[str, str]:
 
     def token(m: re.Match[str]) -> str:
         value = f"MM_CONSTANT_{numbers[m[4]]}"
+        if m[5]:  # from a byte of it
+            value = f"({value}) >> {8 * int(m[5])}"
         if int(m[1]) < 32:  # part of a constant of 32 bits
             value = f"({value}) & {(1 << int(m[1])) - 1}"
         return f"mov.b{_BITS[m[2]]} {m[2]}{m[3]}, {value};"
