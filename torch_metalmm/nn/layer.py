@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .activations import KINDS, changes
 from .collective import all_reduce
-from .fused import LinearPart
+from .fused import GatedMLP, LinearPart
 from .recipe import Held, Norm, Output, Recipe, Step, tables
 from .sharded import ColumnsLinear
 from .watch import Watch
@@ -41,7 +41,8 @@ class FusedLayer:
     """The forward of `layer`, which stays the object that it was, its class and children, too.
 
     Norm and projections in one op; rotation; cache and attention, as the layer calls them; output
-    and residual; norm, gate and up; down and residual. Where the cache gives room for the new rows
+    and residual; norm, gate and up; down and residual. An MLP of another kind is called as it is,
+    between a norm and a sum. Where the cache gives room for the new rows
     and the attention function says that it is our op, rotation, cache and attention are two ops.
     `forward` is set on the layer, where nn.Module finds it before that of the class, which computes
       where a gradient is recorded, in training and under autocast;
@@ -61,16 +62,17 @@ class FusedLayer:
         only = recipe.projections[0] if len(recipe.projections) == 1 else None
         # Of the usual forms, what the modules are called is looked up once.
         self.qkv = None if recipe.whole_norms or isinstance(only, LinearPart) else only
-        self.gate, self.up, _ = recipe.mlp.layers()
+        self.gate: Any = None
+        self.up: Any = None
+        if isinstance(recipe.mlp, GatedMLP):
+            self.gate, self.up, _ = recipe.mlp.layers()
         self._changes = -1  # of settings, when kind and alike were read
         self._read_kinds()
 
     def _read_kinds(self) -> bool:
         """Whether the linear layers read their input in one way: `kind`."""
         if self._changes != changes():
-            r = self.recipe
-            linears = (*r.projections, self.gate, self.up, r.output.linear, r.down.linear)
-            kinds = {layer.activations for layer in linears}
+            kinds = {layer.activations for layer in self.recipe.linears()}
             self.alike, self.kind, self._changes = len(kinds) == 1, kinds.pop(), changes()
         return self.alike
 
@@ -127,13 +129,25 @@ class FusedLayer:
 
     def fused(self, x: Tensor, **kwargs: Any) -> Tensor:
         """The layer's result in our ops, whatever became of its modules."""
+        return self.second(self.first(x, **kwargs))
+
+    def second(self, h: Tensor) -> Tensor:
+        """The MLP's half of `fused`."""
+        return self.mlp(_TRACED[self.kind if h.is_cpu else None], h)
+
+    def first(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """The attention's half of `fused`."""
         r = self.recipe
         function, angles = r.attend.function(), tables(r.angles, *kwargs[r.embeddings])
         held = Held((None, None), None, None, *angles, function, None, self.step.op(function))
-        return self.compute(_TRACED[self.kind if x.is_cpu else None], x, kwargs, held)
+        return self.attention(_TRACED[self.kind if x.is_cpu else None], x, kwargs, held)
 
     def compute(self, ops: _Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
         """The layer's result."""
+        return self.mlp(ops, self.attention(ops, x, kwargs, held))
+
+    def attention(self, ops: _Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
+        """x and its attention: what the MLP's half of the layer is given."""
         r = self.recipe
         cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
         pre, qkv, v = r.pre, self.qkv, None
@@ -151,8 +165,7 @@ class FusedLayer:
         if a is None:
             a = self._attended(ops, x, (qkv, v), held, kwargs, mask)
         batch, length, _ = x.shape
-        h = _joined(ops, r.output, a.reshape(batch, length, -1), x)
-        return self._mlp(ops, h)
+        return _joined(ops, r.output, a.reshape(batch, length, -1), x)
 
     def _appended(
         self,
@@ -211,9 +224,16 @@ class FusedLayer:
         passed = {name: kwargs[name] for name in attend.passed if name in kwargs}
         return held.function(r.attention, q, k, v, mask, **attend.constants, **passed)[0]
 
-    def _mlp(self, ops: _Ops, h: Tensor) -> Tensor:
+    def mlp(self, ops: _Ops, h: Tensor) -> Tensor:
+        """h and what the MLP makes of it."""
         r, gate, up = self.recipe, self.gate, self.up
         mlp, norm = r.mlp, r.pre_mlp
+        if not isinstance(mlp, GatedMLP):
+            normed = h
+            if norm is not None:
+                normed = ops.rms_norm(h, norm.weight(), norm.eps, norm.offset)
+            out = mlp(normed)
+            return _joined(ops, r.down, out[0] if isinstance(out, tuple) else out, h)
         if gate is up:
             weights = mlp.weights(gate, up)
         else:
@@ -264,7 +284,8 @@ class FusedLayer:
     def _floats(self) -> list[Tensor]:
         """Norms and biases."""
         r = self.recipe
-        biases = [layer.bias for layer in (*r.projections, r.output.linear, r.down.linear)]
+        gated = (self.gate, self.up)  # of which the ops take no bias
+        biases = [layer.bias for layer in r.linears() if layer not in gated]
         return [t for t in (*(norm.weight() for norm in r.norms()), *biases) if t is not None]
 
     def _trained(self) -> bool:
@@ -332,6 +353,8 @@ def _joined(
     Where the layer has columns of W, linear(x) is a sum over the ranks.
     """
     layer, post, scale = output.linear, output.post, output.scale
+    if layer is None:
+        return _added(ops, post, scale, x, residual)
     own = layer._parameters
     weight, bias, format = own["weight"], own["bias"], layer.format
     plain = post is None and scale == 1
@@ -350,7 +373,14 @@ def _joined(
         return y.view(residual.shape)
     if ranks is not None:
         y = all_reduce(y, ranks)
+    return y if plain else _added(ops, post, scale, y, residual)
+
+
+def _added(ops: _Ops, post: Norm | None, scale: float, y: Tensor, residual: Tensor) -> Tensor:
+    """residual + scale * post(y)."""
     if post is not None:
         joined = residual if scale == 1 else None
         y = ops.rms_norm(y, post.weight(), post.eps, post.offset, joined)
-    return y if plain or (post is not None and scale == 1) else torch.add(residual, y, alpha=scale)
+        if scale == 1:
+            return y
+    return torch.add(residual, y, alpha=scale)

@@ -29,7 +29,7 @@ class Norm:
 
 @dataclass
 class Output:
-    """How a branch ends: residual + scale * post(linear(x))."""
+    """How a branch ends: residual + scale * post(linear(x)). linear None: of x itself."""
 
     linear: Any
     post: Norm | None
@@ -83,6 +83,7 @@ class Recipe:
     """A layer as ops. The layer's first argument is x [batch, length, size], the others have names.
 
     projections: one layer for q, k and v; or one for q and k, one for v; or three.
+    mlp: gate and up, whose down is in `down`; or the module, called as it is, whatever it computes.
     angles: "whole", cos and sin as they are given; "halves", each value of their first half twice;
     "none", nothing is rotated.
     """
@@ -105,13 +106,19 @@ class Recipe:
     angles: str
     output: Output
     pre_mlp: Norm | None
-    mlp: GatedMLP
+    mlp: GatedMLP | nn.Module
     down: Output
 
     def norms(self) -> list[Norm]:
         pairs = (*(self.head_norms or ()), *(self.whole_norms or ()))
         every = (self.pre, *pairs, self.output.post, self.pre_mlp, self.down.post)
         return [norm for norm in every if norm is not None]
+
+    def linears(self) -> list[Any]:
+        """The linear layers that our ops compute."""
+        gated = self.mlp.layers()[:2] if isinstance(self.mlp, GatedMLP) else ()
+        every = (*self.projections, *gated, self.output.linear, self.down.linear)
+        return [layer for layer in every if layer is not None]
 
 
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

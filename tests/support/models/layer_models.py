@@ -63,7 +63,6 @@ OTHERS = {
     "gpt_neox": "no gate",
     "gpt2": "no rotation, and a table of positions",
     "ministral3": "q grows with the position",
-    "seed_oss": "a dropout after the MLP",
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": _HEAD

@@ -30,7 +30,8 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     """Compute decoder layers, gated MLPs and layers of one input in fewer ops, in place.
 
     Decoder layers of transformers models with RMS norms, rotated heads and a gated MLP get a
-    forward of five ops beside attention and cache, or a few more where there are more norms. The
+    forward of five ops beside attention and cache, or a few more where there are more norms; an
+    MLP of another kind (experts) is called as it is, between a norm and a sum. The
     model runs on a few random tokens to see what its layers do; a layer stays as it is where both
     forms, run with caches, masks and positions, differ by more than rounding. The layer's own
     forward computes where gradients are recorded, in training, under autocast, and where a module

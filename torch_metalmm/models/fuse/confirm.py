@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ...nn import QuantLinear
+from ...nn.fused import GatedMLP, SwiGLU
 from ...nn.layer import FusedLayer
 from ...nn.sharded import everywhere
 from .draw import normal
@@ -72,12 +73,12 @@ def _close(
     signs = normal(*x.shape, seed=1).sign().to(x.device)
     moved = (x.float() * (1 + _ERROR * signs)).to(x.dtype)
     try:
-        want = _run(fused.original, fused, x, kwargs, cache)
-        near = _run(fused.original, fused, moved, kwargs, cache)
+        want = _run(_halves(fused), fused, x, kwargs, cache)
+        near = _run(_halves(fused), fused, moved, kwargs, cache)
     except Exception:
         return may_fail
     try:
-        got = _run(fused.fused, fused, x, kwargs, cache)
+        got = _run(_fused_halves(fused, want[0]), fused, x, kwargs, cache)
     except Exception:
         return False
     u = _U[x.dtype] if x.device.type == "cpu" else max(_U[x.dtype], 2.0**-11)
@@ -95,13 +96,36 @@ def _close(
 
 
 def _run(
-    forward: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the result, the keys and the values that are in the cache afterwards)."""
+    halves: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(what either half gives, the keys and the values that are in the cache afterwards)."""
     recipe, own = fused.recipe, copy_of(cache)
-    y = forward(x.clone(), **{**kwargs, recipe.cache: own})
+    h, y = halves(x.clone(), **{**kwargs, recipe.cache: own})
     layer = own.layers[fused.number()]
-    return y, layer.keys, layer.values
+    return h, y, layer.keys, layer.values
+
+
+def _halves(fused: FusedLayer) -> Any:
+    """The layer's own forward as a function that gives what the MLP's half is given, and y."""
+    recipe, seen = fused.recipe, []
+    stand_ins = (m for m in fused.layer.modules() if isinstance(m, SwiGLU))
+    mlp = next(stand_ins) if isinstance(recipe.mlp, GatedMLP) else recipe.mlp
+    entry = mlp if recipe.pre_mlp is None else recipe.pre_mlp.module
+
+    def run(x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        hook = entry.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+        try:
+            y = fused.original(x, **kwargs)
+        finally:
+            hook.remove()
+        return seen[0], y
+
+    return run
+
+
+def _fused_halves(fused: FusedLayer, h: Tensor) -> Any:
+    """Both halves in our ops, the second of the layer's own h: routers choose by roundings."""
+    return lambda x, **kwargs: (fused.first(x, **kwargs), fused.second(h))
 
 
 def _moved_far(value: Any) -> Any:

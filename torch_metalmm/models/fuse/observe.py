@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...nn import QuantLinear
 from .draw import numbers
 from .merge import evaluating
 
@@ -172,15 +171,15 @@ class _Observer:
             kind.get_interface = get
 
     def find_layers(self, model: nn.Module) -> None:
-        """A layer is the smallest module with packed layers outside of what it attends with."""
+        """A layer is the smallest module with weights outside of what it attends with."""
         names = {module: name for name, module in model.named_modules()}
         for module in dict.fromkeys(self.attending):
             name, inside = names.get(module, ""), set(module.modules())
             while name:
                 name = name.rpartition(".")[0]
                 layer = model.get_submodule(name)
-                packed = (m for m in layer.modules() if isinstance(m, QuantLinear))
-                if any(m not in inside for m in packed):
+                others = (m for m in layer.modules() if m not in inside)
+                if any(p.dim() > 1 for m in others for p in m.parameters(recurse=False)):
                     if "forward" not in layer.__dict__:
                         self.seen[layer] = []
                     break

@@ -39,7 +39,11 @@ def recipe_of(layer: nn.Module, runs: list[Seen]) -> Recipe:
     outer = [c for c in seen.calls if c.module is attention or c.module not in inside]
     inner = [c for c in seen.calls if c.module in inside and c.module is not attention]
     a = _one(c for c in outer if c.module is attention)
-    mlp = _one(c for c in outer if isinstance(c.module, SwiGLU))
+    within = {m for c in outer for m in c.module.modules() if m is not c.module}
+    tops = [c for c in outer if c is not a and c.module not in within]
+    changing = [c for c in tops if all(t is not c.out for t in c.inputs)]  # no dropout
+    mlp = _one(c for c in changing if as_norm(c.module, x.shape[-1]) is None)
+    gated = mlp.module.gated if isinstance(mlp.module, SwiGLU) else None
     normed = _one(t for t in a.inputs if t.shape == x.shape)
     pre = None if normed is x else _norm(outer, lambda c: c.out is normed, x)[0]
     into_mlp = _one(mlp.inputs)
@@ -59,10 +63,10 @@ def recipe_of(layer: nn.Module, runs: list[Seen]) -> Recipe:
         number=names.number,
         attend=_attend(attention, runs),
         pre=pre,
-        output=_output(layer, outer, o.module, a.out, x, h),
+        output=_output(layer, tops, o.module, a.out, x, h),
         pre_mlp=pre_mlp,
-        mlp=mlp.module.gated,
-        down=_output(layer, outer, mlp.module.gated.layers()[2], mlp.out, h, seen.out),
+        mlp=gated or mlp.module,
+        down=_output(layer, tops, gated and gated.layers()[2], mlp.out, h, seen.out),
         **projections_of(inner, normed, seen, seen.kwargs[names.embeddings]),
     )
 
@@ -87,9 +91,9 @@ def _norm(
 
 
 def _output(
-    layer: nn.Module, outer: list[Call], linear: nn.Module, out: Tensor, x: Tensor, y: Tensor
+    layer: nn.Module, outer: list[Call], linear: nn.Module | None, out: Tensor, x: Tensor, y: Tensor
 ) -> Output:
-    """How y comes from x and `out`, which the linear layer gave."""
+    """How y comes from x and `out`, which the linear layer, or else the MLP as a whole, gave."""
     after = [c for c in outer if c.out is not out and any(t is out for t in c.inputs)]
     post, branch = None, out
     if after:
