@@ -11,7 +11,7 @@ from expert_models import expert_model
 from layer_models import are_fused, layers, padded, small
 from op_counts import Calls
 
-from torch_metalmm import fuse_, quantize_
+from torch_metalmm import PackedCache, fuse_, quantize_
 
 # {architecture: kernels of one token in the last layer, those of experts, router, cache and
 # attention included: (without fuse_, with fuse_)}
@@ -38,8 +38,8 @@ def pair(kind: str) -> tuple[Any, Any]:
     return model, fused
 
 
-def generated(model: Any) -> torch.Tensor:
-    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1}
+def generated(model: Any, **options: Any) -> torch.Tensor:
+    options |= {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1}
     made: torch.Tensor = model.generate(**padded(3, 7), **options)
     return made
 
@@ -64,6 +64,10 @@ def test_greedy_tokens_of_padded_prompts(kind: str) -> None:
     """seed_oss has a dropout in its MLP, whose module is called as it is, too."""
     model, fused = pair(kind)
     assert torch.equal(generated(fused), generated(model))
+    fused = fuse_(fused, "swiglu", cache="q8_0")
+    model.set_attn_implementation("metalmm")
+    cache = PackedCache(model.config, "q8_0")
+    assert torch.equal(generated(fused), generated(model, past_key_values=cache))
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
