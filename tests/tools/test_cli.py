@@ -149,6 +149,11 @@ def test_quantize_a_gguf(gguf: Path, tmp_path: Path) -> None:
     assert main(command) == 0
     packed, _ = load_packed(tmp_path / "q8")
     assert {m.format for m in packed.modules() if hasattr(m, "format")} == {"q8_0"}
+    command = ["quantize", str(gguf), "--format", "Q3_K_M", "--pattern", "*.k_proj=q8_0"]
+    assert main([*command, "--output", str(tmp_path / "mixed.gguf")]) == 0
+    mixed = load_gguf(tmp_path / "mixed.gguf")[0].model.layers[0]
+    projections = (mixed.self_attn.q_proj, mixed.self_attn.k_proj, mixed.self_attn.v_proj)
+    assert [layer.format for layer in projections] == ["q3_k", "q8_0", "q5_k"]
 
 
 def test_quantize_replaces_a_folder_if_forced(
@@ -235,7 +240,7 @@ def test_an_unknown_format_names_near_ones(capsys: pytest.CaptureFixture[str], g
         assert f"mean {near}" in failure(capsys, "explain", *shape, "--format", given)
     assert "did you mean" not in failure(capsys, "quantize", gguf, "--format", "zzz", *out)
     for mixture, most in (("Q4_K_M", "q4_k"), ("q3_k_l", "q3_k"), ("Q5_K_S", "q5_k")):
-        message = failure(capsys, "quantize", gguf, "--format", mixture, *out)
+        message = failure(capsys, "explain", *shape, "--format", mixture)
         assert f"'{mixture}' is a mixture of llama.cpp's" in message and f"'{most}'" in message
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from .. import formats
 from ..extras import require
 from ..files.folder import QUANT_METHOD
 from ..models.activations import stored_activations
+from ..models.mixtures import resolve
 from ..models.spec import Spec
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.activations import check_kind
@@ -150,7 +150,7 @@ def _format(where: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where} must be the name of a format, got {value!r}")
     try:
-        return formats.get(value).name
+        return resolve(value)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from .. import formats
 from ..nn.experts import APART, GATE, GATE_UP, MERGED, UP, QuantExperts, SortedExperts
 from .structure import Structure, structure_of
+
+Site = tuple[str, Any]  # a layer, or a Stack of a module of experts, by name
+Sites = list[Site]  # what holds one weight
 
 _DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
 

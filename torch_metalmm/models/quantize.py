@@ -15,8 +15,9 @@ from ..nn.fused import LinearPart
 from ..nn.packed import quantize_weight
 from ..nn.sharded import is_sharded
 from .attach import attach, quantized_by_another
-from .experts import Stack, dense_format, homes, unpackable
+from .experts import Sites, Stack, dense_format, homes, unpackable
 from .importance import Importance, columns_of
+from .mixtures import MIXTURES, Mixture
 from .replace import (
     check_model,
     dense_weight,
@@ -27,7 +28,7 @@ from .replace import (
     summary,
     weight_shape,
 )
-from .spec import Filter, Patterns, Sites, Spec, chooser_of, told
+from .spec import Filter, Patterns, Spec, chooser_of, told
 
 _F16_MAX = 65504.0
 
@@ -56,6 +57,10 @@ def quantize_(
 ) -> nn.Module:
     """Replace the Linear, Conv1D (GPT-2) and Embedding layers of `model` by packed ones, in place,
     and the stacked experts of its mixtures.
+
+    A name of a format may also be one of llama.cpp's mixtures of formats, "q3_k_s", "q3_k_m",
+    "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s" or "q5_k_m": each layer gets what llama-quantize gives
+    it, and routers and tables of positions stay dense.
 
     spec: one format for every layer, embeddings and output head included, as llama.cpp and MLX do;
     or {pattern: format}, a layer taking the first pattern that matches its whole name: a glob where
@@ -198,9 +203,12 @@ def plan(
         raise ValueError("model has merged layers; call unfuse_ first")
     chooser = chooser_of(spec)
     groups = _shared_weights(model, apart)
+    mixture = Mixture(model, groups)
     jobs, read = [], []
     for sites in groups:
         wanted = chooser(sites)
+        if wanted in MIXTURES:
+            wanted = mixture.format(wanted, sites, weight_shape(sites[0][1])[1])
         excluded = filter_fn is not None and not all(filter_fn(*told(site)) for site in sites)
         if wanted is None or excluded:
             continue

@@ -9,13 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from .. import formats
-from .experts import Stack
+from .experts import Site, Sites, Stack
+from .mixtures import resolve
 
 Spec = str | Mapping[str, str | None] | Callable[[str, nn.Module], str | None]
 Filter = Callable[[str, nn.Module], bool]
-Site = tuple[str, Any]  # a layer, or a Stack of a module of experts, by name
-Sites = list[Site]  # what holds one weight
 
 
 def told(site: Site) -> tuple[str, nn.Module]:
@@ -30,7 +28,7 @@ class Patterns:
     def __init__(self, spec: Mapping[str, str | None]) -> None:
         self.rules: list[tuple[str, Callable[[str], object], str | None]] = []
         for pattern, format in spec.items():
-            name = None if format is None else formats.get(format).name
+            name = None if format is None else resolve(format)
             self.rules.append((pattern, _matcher(pattern), name))
         self.used: set[str] = set()
 
@@ -65,7 +63,7 @@ def _matcher(pattern: str) -> Callable[[str], object]:
 def chooser_of(spec: Any) -> Callable[[Sites], str | None]:
     """The spec as a function from the layers that share a weight to the format it gets."""
     if isinstance(spec, str):
-        name = formats.get(spec).name
+        name = resolve(spec)
         return lambda sites: name
     if isinstance(spec, Mapping):
         return Patterns(spec)
@@ -79,7 +77,7 @@ def _asked(spec: Callable[[str, nn.Module], Any], sites: Sites) -> str | None:
     for name, module in map(told, sites):
         choice = spec(name, module)
         if isinstance(choice, str):
-            asked[formats.get(choice).name] = name
+            asked[resolve(choice)] = name
         elif choice is not None:
             raise TypeError(f"spec gives {name} {choice!r}; it must be a format name or None")
     if len(asked) > 1:

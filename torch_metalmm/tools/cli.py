@@ -83,7 +83,8 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        help="for every layer no pattern names; a GGUF, GPTQ, AWQ, ... keeps its own by default",
+        help="or a mixture, as Q4_K_M: for every layer no pattern names; a GGUF, GPTQ, AWQ, ... "
+        "keeps its own by default",
     )
     parser.add_argument(
         "--pattern",
@@ -207,16 +208,16 @@ def _imatrix(args: argparse.Namespace) -> None:
 
 def _spec(format: str | None, patterns: list[str]) -> dict[str, str | None]:
     """{pattern: format} of the two options, checked. ValueError: malformed or unknown."""
-    from .. import formats
+    from ..models.mixtures import resolve
 
     spec: dict[str, str | None] = {}
     for item in patterns:
         pattern, equals, name = item.rpartition("=")
         if not equals or not pattern:
             raise ValueError(f"--pattern {item!r} is not NAME=FORMAT")
-        spec[pattern] = None if name.lower() == "none" else formats.get(name).name
+        spec[pattern] = None if name.lower() == "none" else resolve(name)
     if format is not None:
-        spec["*"] = formats.get(format).name
+        spec["*"] = resolve(format)
     return spec
 
 

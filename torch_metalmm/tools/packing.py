@@ -57,6 +57,7 @@ def to_file(
     from ..files.gguf.save import check_target, save_gguf
     from ..files.gguf.split import is_gguf, part_paths
     from ..models.ggml import type_names
+    from ..models.mixtures import MIXTURES
 
     check_target(output, force, "--force")
     if output.exists() and is_gguf(source):
@@ -64,7 +65,7 @@ def to_file(
         if any(output.samefile(path) for path in read):
             raise ValueError(f"--output {output} is one of the {len(read)} files of the source")
     for format in formats:
-        if format is not None and format not in type_names().values():
+        if format is not None and format not in {*type_names().values(), *MIXTURES}:
             raise ValueError(f"--output {output}: GGUF does not have the format {format}")
     model, tokenizer = make()
     if tokenizer is None:
