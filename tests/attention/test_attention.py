@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -90,7 +91,7 @@ def test_head_sizes(dim: int, dtype: torch.dtype, backend: Backend) -> None:
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_a_query_that_sees_nothing_gives_zero(queries: int, backend: Backend) -> None:
-    """As torch's SDPA does: no slot, a closed mask, one of -inf; with sinks too."""
+    """As torch's SDPA does: no slot, a closed mask, one of -inf; with sinks too, also of -inf."""
     q = activations(1, 2, queries, 64, seed="q")
     shape = (1, 1, queries, 8)
     closed = torch.zeros(shape, dtype=torch.bool)
@@ -99,10 +100,49 @@ def test_a_query_that_sees_nothing_gives_zero(queries: int, backend: Backend) ->
         (5, closed, None),
         (5, torch.full(shape, -torch.inf), None),
         (5, closed, torch.tensor([1.0, -3.0])),
+        (5, closed, torch.tensor([-torch.inf, -3.0])),
     ):
-        cache = layer((1, 1, 8, 64), length, ("f16", "q8_0"))
-        y = attend(Call(q, cache, Traits(mask=mask, sinks=sinks)), backend)
-        assert torch.equal(y.cpu(), torch.zeros(1, queries, 2, 64))
+        cache = layer((1, 1, 8, 64), length, ("q8_0", "q8_0"))
+        for way in (None, *STRATEGIES[:3]):
+            y = attend(Call(q, cache, Traits(mask=mask, sinks=sinks)), backend, way)
+            assert torch.equal(y.cpu(), torch.zeros(1, queries, 2, 64)), (length, way)
+
+
+@pytest.mark.parametrize("way", STRATEGIES[:3])
+def test_a_sink_of_minus_infinity_is_none(way: str, backend: Backend) -> None:
+    """Beside queries that see nothing, some that see a slot: 3 before the first of 5 slots."""
+    cache, q = layer((1, 1, 8, 64), 5, ("q8_0", "q8_0")), activations(1, 2, 8, 64, seed="q")
+    without = attend(Call(q, cache, Traits()), backend, way)
+    sinks = torch.full((2,), -torch.inf)
+    assert torch.equal(attend(Call(q, cache, Traits(sinks=sinks)), backend, way), without)
+    assert not without[:, :3].any() and without[:, 3:].any(-1).all()
+
+
+@pytest.mark.parametrize("way", (None, *STRATEGIES[:3]))
+def test_many_queries_of_few_slots(way: str | None, backend: Backend) -> None:
+    """Whole blocks of queries that see nothing, whose rows nothing writes but zeros."""
+    q, cache = activations(1, 2, 300, 64, seed="q"), layer((1, 1, 8, 64), 5, ("q8_0", "q8_0"))
+    torch.use_deterministic_algorithms(True)  # so that new memory is NaN
+    try:
+        y = checked(Call(q, cache, Traits()), backend, "300 of 5", way).cpu()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not y[:, :295].any() and y[:, 295:].any(-1).all()
+
+
+@pytest.mark.parametrize("length", [-1, -(2**40), 9])
+def test_a_length_that_the_cache_cannot_have(length: int, backend: Backend) -> None:
+    """Refused where the host sees it; a device takes the nearest, -1 as 0."""
+    cache, q = layer((1, 1, 8, 64), 8, ("q8_0", "q8_0")), activations(1, 2, 3, 64, seed="q")
+    call = Call(q, replace(cache, length=length), Traits())
+    for way in (None, *STRATEGIES[:3]):
+        if backend.device == "cpu":
+            with pytest.raises(ValueError, match=f"length: {length}; the cache has 8 slots"):
+                attend(call, backend, way)
+            continue
+        nearest = replace(cache, length=min(max(length, 0), 8))
+        want = attend(Call(q, nearest, Traits()), backend, way)
+        assert torch.equal(attend(call, backend, way), want)
 
 
 def test_a_cache_of_strides(backend: Backend) -> None:

@@ -108,6 +108,12 @@ def test_split_k_fills_the_cores() -> None:
     assert strategies_used(few)[1] == "split_reduce"
     many = _C.plan(m=512, n=4096, k=8192, format="q8_0", chip="m4-max")
     assert len(many["passes"]) == 1
+    # K has two parts of the fewest values, or one and a half: the reason says why, and as asked.
+    two: dict[str, Any] = {"m": 64, "n": 64, "format": "q8_0", "chip": "m1"}
+    needed, asked = _C.plan(k=1024, **two), _C.plan(k=768, strategy="split_reduce", **two)
+    assert "K in 2 parts of 512, for 2 threadgroups are under" in needed["reason"]
+    assert "K in 2 parts of 384, as asked" in asked["reason"]
+    assert [len(p["passes"]) for p in (needed, asked, _C.plan(k=768, **two))] == [2, 2, 1]
 
 
 def test_long_pieces_leave_the_vector_kernels_early() -> None:
@@ -134,6 +140,10 @@ def test_less_threadgroup_memory_takes_another_kernel() -> None:
     assert "18432 bytes" in plan["reason"]
     with pytest.raises(ValueError, match="strategy: gemm needs 18432 .* has 8192"):
         _C.plan(**problem, dtype="f32", gpu=small, strategy="gemm")
+    enough = {"max_threadgroup_memory": 18432}
+    for strategy in (None, "gemm"):
+        plan = _C.plan(**problem, dtype="f32", gpu=enough, strategy=strategy)
+        assert strategies_used(plan) == ["gemm"]
 
 
 def test_fused_swiglu_for_few_rows() -> None:

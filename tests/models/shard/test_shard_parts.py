@@ -117,6 +117,20 @@ def test_tied_layers_are_divided_alike() -> None:
         parts("q4_0", 2, {"lm_head": "colwise_gather_output"}, **tied)
 
 
+@pytest.mark.quick
+def test_a_tie_of_other_ranges_leaves_its_group_whole() -> None:
+    """512 rows among 3: a gated MLP cuts between blocks of 32, a head anywhere."""
+    model = tiny_llama(vocab_size=512)
+    model.lm_head.weight = model.model.layers[0].mlp.gate_proj.weight
+    found = plan_of(quantize_(model, "q4_0", progress=False), None, 3)
+    mlp = "model.layers.0.mlp"
+    whole = {f"{mlp}.{name}_proj" for name in ("gate", "up", "down")} | {"lm_head"}
+    assert not whole & {*found.parts}
+    assert found.whole["lm_head"] == f"its weight is that of {mlp}.gate_proj, too"
+    assert found.whole[f"{mlp}.up_proj"] == "gate_proj: its weight is that of lm_head, too"
+    assert "model.layers.1.mlp.up_proj" in found.parts
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a layer that is none": ({"model.layers.*.mlp.gate": "colwise"}, "no layer 'model.layers"),
     "a style": ({"lm_head": "packed_colwise"}, "lm_head has the style 'packed_colwise'; allowed"),

@@ -183,6 +183,12 @@ CACHE_CASES = {
     "attention mask": Case(
         attend(mask=lambda t: t.x.view(1, 1, 2, 96)), "mask", r"\[1, 1, 2, 96\]", "3, T"
     ),
+    "attention mask of other heads": Case(
+        attend(mask=lambda t: t.x.view(1, 4, 3, 16)), "mask", r"\[1, 4, 3, 16\]", "1 or 2, 3, T"
+    ),
+    "attention mask of other sequences": Case(
+        attend(mask=lambda t: t.x.view(4, 1, 3, 16)), "mask", r"\[4, 1, 3, 16\]", "1 or 1, 1 or 2"
+    ),
     "attention mask dtype": Case(
         attend(mask=lambda t: t.x.view(1, 2, 3, 32).int()), "mask", "int|Int", "float32"
     ),

@@ -63,7 +63,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> Pl
         if why is not None:
             plan.replicate(members, why)
     _agree_on_keys(groups, plan)
-    _agree_on_ties(model, plan)
+    _agree_on_ties(model, groups, plan)
     if given is not None and plan.whole:
         name, why = next(iter(plan.whole.items()))
         raise ValueError(f"plan: {name} cannot be divided among {ranks} ranks: {why}")
@@ -206,8 +206,8 @@ def _agree_on_keys(groups: dict[str, dict[str, str]], plan: Plan) -> None:
             plan.replicate(members, f"{wholly[0]} may read its keys")
 
 
-def _agree_on_ties(model: nn.Module, plan: Plan) -> None:
-    """Layers that share a weight are divided alike, or not at all."""
+def _agree_on_ties(model: nn.Module, groups: dict[str, dict[str, str]], plan: Plan) -> None:
+    """Layers that share a weight are divided alike, or not at all, nor is what they feed."""
     ties = tied_names(model)
     for name in list(plan.parts):
         others = [n.rpartition(".")[0] for n in ties.get(f"{name}.weight", ())]
@@ -219,7 +219,10 @@ def _agree_on_ties(model: nn.Module, plan: Plan) -> None:
                     continue
             elif mine is theirs:
                 continue
-            why = f"its weight is that of {other if other != name else others[0]}, too"
             for each in others:
-                if plan.parts.pop(each, None) is not None:
-                    plan.whole[each] = why
+                if each in plan.parts:
+                    tied = next(n for n in others if n != each)
+                    why = f"its weight is that of {tied}, too"
+                    plan.replicate([each], why)
+                    plan.replicate(groups.get(each.rpartition(".")[0], ()), f"{leaf(each)}: {why}")
+                    _agree_on_ties(model, groups, plan)  # of what is whole beside it
