@@ -132,12 +132,14 @@ def test_bad_alignments(tmp_path: Path, case: str) -> None:
 def test_the_alignment_says_where_tensors_are(tmp_path: Path, alignment: int) -> None:
     entries = [tensor("a", [2]), tensor("b", [2], offset=alignment)]
     data = struct.pack("<2f", 1, 2).ljust(alignment, b"\x7f") + struct.pack("<2f", 3, 4)
-    values = aligned(U32, alignment) if alignment != 32 else []
-    path = write(tmp_path / "x.gguf", values, entries, data, alignment)
-    file = GgufFile(path)
-    assert file.dense("a").tolist() == [1, 2] and file.dense("b").tolist() == [3, 4]
-    for theirs in GGUFReader(path).tensors:
-        assert theirs.data_offset == file.tensors[theirs.name].offset
+    for length in (0, 8, 16, 24):  # headers that end where some alignments have no multiple
+        values = aligned(U32, alignment) if alignment != 32 else []
+        values.append(value("text", STRING, "x" * length))
+        path = write(tmp_path / f"{length}.gguf", values, entries, data, alignment)
+        file = GgufFile(path)
+        assert file.dense("a").tolist() == [1, 2] and file.dense("b").tolist() == [3, 4]
+        for theirs in GGUFReader(path).tensors:
+            assert theirs.data_offset == file.tensors[theirs.name].offset
 
 
 T = [4]  # 16 bytes of f32
