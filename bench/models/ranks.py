@@ -28,16 +28,15 @@ from torch import Tensor, nn
 
 from torch_metalmm import formats, fuse_
 
-from ..devices import Device
+from ..runner import Record, Run
+from ..tables import status
 from . import llamas
 from .systems import Graph, Transformers
 from .tokens import (
     BEYOND,
     CHECKED_TOKENS,
     ROUNDED_LIMIT,
-    Progress,
     Race,
-    Record,
     distance,
     last_logits,
 )
@@ -79,8 +78,9 @@ class Job:
         return text + (" on one device" if self.way == SHARED else "")
 
 
-def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """The records of every model named, on one process and on args.tp."""
+    args, device, dtype = run.args, run.device, run.device.dtype
     names = tuple(formats.get(name).name for name in args.formats.split(","))
     known = [name for name, s in llamas.SHAPES.items() if isinstance(s, llamas.Shape)]
     devices = torch.cuda.device_count() if device.type == "cuda" else args.tp
@@ -95,7 +95,7 @@ def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> It
                 *(args.repetitions, args.threads, not args.no_peers, folder),
             )
             for job in _jobs(alone, args.tp, args.one_device):
-                progress(f"{model}: {job.over}, {job.device}")
+                status(f"{model}: {job.over}, {job.device}")
                 (Path(folder) / "store").unlink(missing_ok=True)
                 mp.spawn(_rank, (job,), nprocs=1 if job.way == PART else job.count)
                 yield from torch.load(_records_of(job))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,15 +25,17 @@ from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.generate import demo_model
 
 from ..machine import IMPORTED_FROM
+from ..runner import Record, Run
+from ..tables import status
 from ..timing import Timing
 
 PROMPT = "One, two, three, four, five, six, seven, eight, nine, ten,"
 CLIENTS = 4
-Record = dict[str, Any]
 
 
-def run(quick: bool, threads: int, progress: Callable[[str], None]) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """Turns of one client, then a minute of four."""
+    quick, threads = run.args.quick, run.args.threads
     tokens, turns, seconds = (8, 2, 2.0) if quick else (96, 9, 60.0)
     model, tokenizer = load_gguf(demo_model())
     fuse_(model)  # as the server does
@@ -45,14 +47,14 @@ def run(quick: bool, threads: int, progress: Callable[[str], None]) -> Iterator[
         }
         samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(turns + 1):
-            progress(f"one client: turn {turn} of {turns}")
+            status(f"one client: turn {turn} of {turns}")
             for way in random.sample(sorted(ways), len(ways)):
                 found = ways[way]()
                 if turn:
                     samples[way].append(found)
         for way, found in samples.items():
             yield one_client(way, tokens, found)
-        progress(f"{CLIENTS} clients for {seconds:g} s")
+        status(f"{CLIENTS} clients for {seconds:g} s")
         yield four_clients(started, tokens, seconds)
 
 
@@ -65,8 +67,8 @@ def one_client(way: str, tokens: int, found: list[tuple[float, float]]) -> Recor
         "way": way,
         "tokens": tokens,
         "first_ms": 1e3 * first.median,
-        "first_q1": 1e3 * first.q1,
-        "first_q3": 1e3 * first.q3,
+        "first_ms_q1": 1e3 * first.q1,
+        "first_ms_q3": 1e3 * first.q3,
         "tokens_s": speed.median,
         "tokens_s_q1": speed.q1,
         "tokens_s_q3": speed.q3,

@@ -6,10 +6,11 @@ Each system is checked, all are timed in turns, and then it is found where its t
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch_metalmm import activations_, formats, fuse_
 
 from ..devices import Device
 from ..peers import llama_cpp_model, mlx_model
+from ..runner import Record, Run
+from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
 from .systems import Compiled, Graph, Packed, System, Transformers
@@ -32,9 +35,6 @@ BEYOND = 16  # tokens that a cache of constant size has room for beyond those of
 # Errors of the logits against float64: as a multiple of transformers' own f32 error, and for
 # engines that round activations. A wrong layer is off by about 1.
 EXACT_FACTOR, ROUNDED_LIMIT = 10.0, 0.1
-
-Progress = Callable[[str], None]
-Record = dict[str, Any]
 
 
 def last_logits(system: System, tokens: Sequence[int]) -> Tensor:
@@ -95,8 +95,7 @@ class Builder:
     device: Device
     dtype: torch.dtype
     folder: Path
-    progress: Progress
-    deadline: float  # on time.monotonic(): nothing more is compiled then
+    deadline: float = math.inf  # on time.monotonic(): nothing more is compiled then
     skipped: list[Record] = field(default_factory=list)
 
     def entries(self) -> Iterator[Entry]:
@@ -104,7 +103,7 @@ class Builder:
         yield from dense
         yield from self.graphs(dense)
         for name in self.args.formats.split(","):
-            self.progress(f"{self.source.name}: packing {name}")
+            status(f"{self.source.name}: packing {name}")
             of_format = [*self.packed(name)]
             yield from of_format
             yield from self.graphs(of_format)
@@ -179,7 +178,7 @@ class Builder:
         for peer in (llama_cpp_model, mlx_model):
             why = peer.missing(name, self.device.type)
             if why is None:
-                self.progress(f"{self.source.name}: {peer.NAME} {name}")
+                status(f"{self.source.name}: {peer.NAME} {name}")
                 room = packed.config.max_position_embeddings
                 system = peer.load(packed, name, self.folder, self.args.threads, room)
                 yield Entry(system, packed)
@@ -212,7 +211,10 @@ class Race:
             int(self.system.feed(prompt).argmax())
             self.prefills.append(time.perf_counter() - start)
             self.system.reset()
-        token = int(self.system.feed(prompt[:context]).argmax())
+        self.decode(int(self.system.feed(prompt[:context]).argmax()), new_tokens)
+
+    def decode(self, token: int, new_tokens: int) -> None:
+        """Greedy steps."""
         for _ in range(new_tokens):
             start, busy = time.perf_counter(), time.thread_time()
             logits = self.system.feed([token])
@@ -244,12 +246,12 @@ class Race:
 
 def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[Race]:
     """The systems of a model, each compared with the reference."""
-    source, progress = builder.source, builder.progress
+    source = builder.source
     reference = Reference(source, prompt[:CHECKED_TOKENS])
     exact_error, races = 0.0, {}
     for entry in builder.entries():
         system = entry.system
-        progress(f"{source.name}: {system.name}: check")
+        status(f"{source.name}: {system.name}: check")
         try:
             error = reference.error(system, entry.weights)
         except Exception as e:
@@ -270,7 +272,7 @@ def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[Race]:
 
 def of_model(builder: Builder) -> Iterator[Record]:
     """One record per system; all of them decode and prefill in turns."""
-    args, progress, name = builder.args, builder.progress, builder.source.name
+    args, name = builder.args, builder.source.name
     pick = random.Random(1)
     prompt = [pick.randrange(builder.source.vocabulary) for _ in range(args.prompt)]
     races = [*checked(builder, prompt)]
@@ -279,13 +281,13 @@ def of_model(builder: Builder) -> Iterator[Record]:
         race.round(prompt, args.context, 2)
         race.clear()
     for i in range(args.repetitions):
-        progress(f"{name}: round {i + 1} of {args.repetitions}")
+        status(f"{name}: round {i + 1} of {args.repetitions}")
         for race in pick.sample(races, len(races)):
             race.round(prompt, args.context, args.new_tokens)
     for race in races:
         record = race.record(len(prompt))
         if isinstance(race.system, Transformers):
-            progress(f"{name}: {race.system.name}: shares")
+            status(f"{name}: {race.system.name}: shares")
             race.system.reset()
             race.system.feed(prompt[: args.context])
             found = shares.of_system(race.system, prompt[0], builder.device, args.chip)
@@ -306,8 +308,9 @@ def gpu_seconds(system: System, prompt: Sequence[int], device: Device) -> float:
     return sum(found.seconds.values()) if found.seconds else float("nan")
 
 
-def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """The records of every model named."""
+    args, device, dtype = run.args, run.device, run.device.dtype
     sources = []
     for found in llamas.sources(args.models, device.type, dtype):
         if isinstance(found, llamas.Source):
@@ -318,9 +321,7 @@ def run(args: Any, device: Device, dtype: torch.dtype, progress: Progress) -> It
     for i, source in enumerate(sources):
         deadline = start + args.budget * (i + 1) / len(sources)
         with tempfile.TemporaryDirectory() as folder:
-            yield from of_model(
-                Builder(source, args, device, dtype, Path(folder), progress, deadline)
-            )
+            yield from of_model(Builder(source, args, device, dtype, Path(folder), deadline))
         torch._dynamo.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ import ctypes
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,17 @@ from torch_metalmm.tools.generate import demo_model
 from torch_metalmm.tools.imatrix import measure
 
 from ..peers import ggml_library
+from ..runner import Record, Run, named
+from ..tables import status
 from . import cache_cost, quality
 
-FORMATS = (
-    "q4_0,q4_1,q5_0,q5_1,q4_k,q3_k,q2_k,iq4_xs,affine4_g64,affine4_g32,affine3_g64,affine2_g64"
-)
 CHUNK, CHUNKS = 512, 16
 
-Record = dict[str, Any]
 
-
-def run(names: list[str], quick: bool, progress: Callable[[str], None]) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """Records of the formats that read an importance; the first has the file's own weights."""
-    progress("SmolLM2: importance")
+    names, quick = named(run.args.formats), run.args.quick
+    status("SmolLM2: importance")
     model, tokenizer = load_gguf(demo_model())
     importance = measured(model, tokenizer, *((64, 1) if quick else (CHUNK, CHUNKS)))
     ids = tokenizer(quality.TEXT.read_text(), return_tensors="pt").input_ids
@@ -53,10 +51,10 @@ def run(names: list[str], quick: bool, progress: Callable[[str], None]) -> Itera
             ways[f"{name}, imatrix"] = importance
         made: dict[str, Any] = {}
         for variant, given in ways.items():
-            progress(f"SmolLM2: {variant}")
+            status(f"SmolLM2: {variant}")
             made[variant] = model if name is None else packed(model, name, given)
         if theirs and name in type_names().values():
-            progress(f"SmolLM2: {name}, llama.cpp's")
+            status(f"SmolLM2: {name}, llama.cpp's")
             made[f"{name}, imatrix, by llama.cpp"] = by_llama_cpp(model, name, importance)
         last = next(reversed(made.values()))
         for variant, other in made.items():

@@ -1,25 +1,276 @@
 """`python -m bench attention`: the op on caches of several formats, beside torch's own attention.
 
-Decoding is one query against a filled cache, a prefill several queries behind what is filled. All
-variants of a cell are checked, then timed in turns, with the roofs, on caches that rotate. On a CPU
-ggml's flash attention joins, where it is installed.
+Decoding is one query against a filled cache, a prefill several queries behind what is filled, on
+caches that rotate. On a CPU ggml's flash attention joins, where it is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from ..peers import ggml_attention
-from ..problem import Setting
-from ..roofs.roof import Roof
-from ..timing import Timed, Timing, interleave, wall_clock
-from .attention_data import SHORT, Cell, Data, Heads, Variant
-from .norm import ratio
+import torch
+from torch import Tensor
 
+from torch_metalmm import formats
+
+from ..peers import ggml_attention, sdpa
+from ..peers.dense import int8_activations
+from ..problem import LABELS, Setting, of_additions, of_store, rotated, unit, verdict, worst_of
+from ..runner import Cell, Record, Run, Way, check_formats
+from ..shapes import parse_counts, parse_ints
+from ..tables import status
+
+ops = torch.ops.metalmm
+PATTERN_ROWS = 1024  # rows that are quantized; those of a cache are copies of them, in random order
+CHECKED_HEADS = 3
+EXP_UNITS = 42  # roundings of a weight: torch's exp is within 20 ulp, its quotient and the sum's
+PEER_ROUNDINGS = (
+    4  # of a score to the dtype of q: q and k times roots of the scale, product, weight
+)
 MOST_BYTES = {"cpu": 6 << 30, "mps": 6 << 30, "cuda": 32 << 30}  # caches of a cell, without copies
-SLOW, FEW = 8.0, 3  # a variant that takes so many times the fastest has few calls on a CPU
-Record = dict[str, Any]
+Caches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, heads of the cache, values of a head."""
+
+    heads: int
+    kv_heads: int
+    size: int
+
+    @staticmethod
+    def parse(text: str) -> Heads:
+        """Of "32x8x128". ValueError: not three positive integers, or groups that are not whole."""
+        parts = text.lower().replace("×", "x").split("x")
+        if len(parts) != 3 or not all(p.isdigit() and int(p) for p in parts):
+            raise ValueError(f"--heads {text!r}; must be HEADSxKV_HEADSxSIZE, as 32x8x128")
+        found = Heads(*map(int, parts))
+        if found.heads % found.kv_heads:
+            raise ValueError(f"--heads {text!r}; HEADS must be a multiple of KV_HEADS")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads of {self.size}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """q [batch, heads, queries, size] against `slots` slots, of which the last are the queries'."""
+
+    heads: Heads
+    batch: int
+    queries: int
+    slots: int
+
+    def cache_bytes(self, format: str) -> int:
+        """Bytes of keys and values."""
+        row = formats.get(format).row_bytes(self.heads.size)
+        return 2 * self.batch * self.heads.kv_heads * self.slots * row
+
+    @property
+    def flops(self) -> float:
+        """Two products for each pair of a query and a slot that it sees."""
+        q = self.queries
+        pairs = q * (self.slots - q) + q * (q + 1) / 2
+        return 4.0 * self.batch * self.heads.heads * self.heads.size * pairs
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What is rounded beyond arithmetic in f32."""
+
+    dtype: torch.dtype = torch.float32  # of q and the result
+    score: float = 0.0  # of a score, in proportion to |q| |k|, and of a weight
+    value: float = 0.0  # of v, in proportion to it
+    sums: torch.dtype = torch.float32  # in which weighed values are added
+    q_error: Callable[[Tensor], Tensor] | None = None  # the largest |change| of q
+
+    @staticmethod
+    def to(dtype: torch.dtype, times: int) -> Rounds:
+        """Where q is not f32, scores and weights `times` times and values once to its dtype."""
+        half = 0.0 if dtype is torch.float32 else unit(dtype)
+        return Rounds(dtype, times * half, half)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """call(i) with cache i gives [B, heads, S, D] after `arrange`."""
+
+    name: str
+    format: str  # of the cache
+    call: Callable[[int], Tensor]
+    arrange: Callable[[Tensor], Tensor]
+    rounds: Rounds
+    is_ours: bool = False
+
+
+def by_heads(y: Tensor) -> Tensor:
+    """[B, S, heads, D] as [B, heads, S, D]."""
+    return y.transpose(1, 2)
+
+
+def as_it_is(y: Tensor) -> Tensor:
+    return y
+
+
+class Data:
+    """Queries and caches of a cell."""
+
+    def __init__(self, cell: Shape, setting: Setting) -> None:
+        self.cell, self.setting = cell, setting
+        self._make = torch.Generator().manual_seed(cell.slots)
+        h = cell.heads
+        self.q = torch.randn(cell.batch, h.heads, cell.queries, h.size, generator=self._make)
+        self.patterns = [torch.randn(PATTERN_ROWS, h.size, generator=self._make) for _ in "kv"]
+        shape = (cell.batch, h.kv_heads, cell.slots)
+        self.picks = torch.randint(PATTERN_ROWS, shape, generator=self._make)
+        self._caches: dict[str, Caches] = {}
+
+    @cached_property
+    def length(self) -> Tensor:
+        return torch.tensor(self.cell.slots, device=self.setting.device.type)
+
+    def rows(self, format: str) -> list[Tensor]:
+        """The patterns of keys and values in the format, as a cache has them."""
+        dtype = formats.DTYPES.get(format)
+        if dtype is not None:
+            return [p.to(dtype) for p in self.patterns]
+        return [ops.quantize(p, format) for p in self.patterns]
+
+    def decoded(self, format: str) -> list[Tensor]:
+        """The patterns as the format has them, in f64."""
+        size, spec = self.cell.heads.size, formats.get(format)
+        if format in formats.DTYPES:
+            return [rows.double() for rows in self.rows(format)]
+        return [spec.dequantize(rows, size).double() for rows in self.rows(format)]
+
+    def caches(self, format: str) -> Caches:
+        """Keys and values, as often as no cache of the machine holds."""
+        if format not in self._caches:
+            device = self.setting.device.type
+            picks = self.picks.to(device)
+            k, v = (rows.to(device)[picks] for rows in self.rows(format))
+            copies = self.setting.copies(self.cell.cache_bytes(format))
+            self._caches[format] = [*zip(rotated(k, copies), rotated(v, copies), strict=True)]
+        return self._caches[format]
+
+    # ---- variants
+
+    def ours(self, format: str) -> Variant:
+        dtype, caches = self.setting.dtype, self.caches(format)
+        q, name = self.q.to(self.setting.device.type, dtype), "metalmm"
+        # As PackedCache gives them: a token a length of the device, a prompt filled slots.
+        length = self.length if self.cell.queries == 1 else None
+        forced: dict[str, str] = {}
+        if self.setting.strategy is not None:
+            forced["strategy"] = self.setting.strategy
+            name += f" {self.setting.strategy}"
+        op = ops.attention.default
+
+        def call(i: int) -> Tensor:
+            return op(q, *caches[i], format, format, length, **forced)  # type: ignore[no-any-return]
+
+        # Many queries may be torch's, over keys decoded to the dtype; matrix tiles round keys, too.
+        may_be_torchs = self.cell.queries > 1 or self.setting.strategy == "torch"
+        rounds = Rounds.to(dtype, PEER_ROUNDINGS + 1 if may_be_torchs else 2)
+        return Variant(f"{name} {format}", format, call, by_heads, rounds, True)
+
+    def peers(
+        self, dtype: torch.dtype, compile: bool
+    ) -> Iterator[tuple[str, Variant | None, str | None]]:
+        """(name, variant, why it does not run) of torch's attention, cache and q in one dtype."""
+        format, heads = LABELS[dtype], self.cell.heads
+        caches, q = self.caches(format), self.q.to(self.setting.device.type, dtype)
+        for label, torchs, why in sdpa.running(q, caches, heads.kv_heads, compile):
+            name = f"{label} {format}"
+
+            def call(i: int, torchs: sdpa.Call = torchs) -> Tensor:
+                return torchs(*caches[i])
+
+            variant = Variant(name, format, call, as_it_is, Rounds.to(dtype, PEER_ROUNDINGS))
+            yield name, None if why else variant, why
+
+    def of_ggml(self, format: str) -> Variant:
+        """q f32, which ggml rounds to f16, or by blocks as it does x of a product where keys are
+        packed; f16 values are added in f16."""
+        run = ggml_attention.Attention(self.q, self.caches(format), format, self.setting.threads)
+        half = unit(torch.float16)
+        if format == "f32":
+            rounds = Rounds()
+        elif format == "f16":
+            rounds = Rounds(score=2 * half, value=half, sums=torch.float16)
+        else:
+            of_q = int8_activations(formats.get(format).block_values).x_error
+            rounds = Rounds(score=half, value=half, q_error=of_q)
+        return Variant(f"ggml flash {format}", format, run, by_heads, rounds)
+
+    # ---- check
+
+    def worst(self, variant: Variant) -> float:
+        """The largest error of a value of CHECKED_HEADS heads, in units of its bound."""
+        cell, h = self.cell, self.cell.heads
+        y = variant.arrange(variant.call(len(self.caches(variant.format)) - 1))
+        k, v = self.decoded(variant.format)
+        q = self.q.to(variant.rounds.dtype).double()
+        last, steps = cell.batch * h.heads - 1, CHECKED_HEADS - 1
+        errors = []
+        for at in {last * i // steps for i in range(CHECKED_HEADS)}:
+            b, head = divmod(at, h.heads)
+            picks = self.picks[b, head // (h.heads // h.kv_heads)]
+            found = attended(q[b, head], k[picks], v[picks], variant.rounds)
+            errors.append(worst_of(y[b, head], *found))
+        return max(errors)
+
+    def way(self, v: Variant) -> Way:
+        """ "of_f16": the speed by that of the same with a cache of f16."""
+        size, dtype = self.cell.cache_bytes(v.format), LABELS[v.rounds.dtype]
+        facts = {"format": v.format, "bytes": size, "dtype": dtype, "is_ours": v.is_ours}
+        return Way(
+            v.name,
+            v.call,
+            len(self.caches(v.format)),
+            lambda: verdict(self.worst(v)),
+            float(size),
+            self.cell.flops,
+            is_peer=not v.is_ours,
+            against={"of_f16": v.name.removesuffix(v.format) + "f16"} if v.is_ours else {},
+            facts=facts,
+        )
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor]:
+    """softmax(q k / sqrt(D)) v in f64 [S, D], causal, and its bound.
+
+    Sums have the error of of_additions. With scores off by e a weight is off by exp(e) and
+    EXP_UNITS, so the numerator by N, the sum of weights by W, the quotient by
+    (N + |y| W) / (sum - W).
+    """
+    (queries, size), slots = q.shape, len(k)
+    u, root = unit(torch.float32), size**-0.5
+    s, scale = q @ k.t() * root, (q.abs() @ k.abs().t()) * root
+    hidden = torch.arange(slots)[None] > torch.arange(slots - queries, slots)[:, None]
+    top = s.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+    e = of_additions(size, scale) + (3 * u + rounds.score) * scale + u * (top - s).abs()
+    if rounds.q_error is not None:
+        e += rounds.q_error(q) @ k.abs().t() * root
+    w = (s - top).exp().masked_fill(hidden, 0)
+    relative = torch.expm1(e + e.amax(-1, keepdim=True)) + EXP_UNITS * u + rounds.score
+    # The least number of f16 is 2^-24; those of f32 and bf16 are far smaller.
+    w_error = (w * relative + (2.0**-25 if rounds.score else 0.0)).masked_fill(hidden, 0)
+    total, total_error = w.sum(-1, keepdim=True), w_error.sum(-1, keepdim=True)
+    y, size_y = w @ v / total, w @ v.abs()
+    added = of_additions(slots, size_y) * (unit(rounds.sums) / u)
+    numerator = w_error @ v.abs() + added + rounds.value * size_y
+    total_error = total_error + of_additions(slots, total)
+    rest = total - total_error
+    error = torch.where(rest > 0, (numerator + y.abs() * total_error) / rest, torch.inf)
+    return y, of_store(y, error, rounds.dtype)
+
+
+# ---- cells
 
 
 def variants(
@@ -29,7 +280,7 @@ def variants(
     yield from (data.ours(name) for name in names)
     own = data.setting.dtype
     # A CPU's q is f32; f16 and bf16 read half as much and round, as the peers of products do.
-    for dtype in (*SHORT,) if data.setting.device.type == "cpu" else (own,):
+    for dtype in (*LABELS,) if data.setting.device.type == "cpu" else (own,):
         for name, variant, why in data.peers(dtype, compile and dtype is own):
             if variant is not None:
                 yield variant
@@ -43,101 +294,47 @@ def variants(
         refused.setdefault("ggml", why)
 
 
-def measure(
-    data: Data, found: Sequence[Variant], roof: Roof, repetitions: int, seconds: float
-) -> Iterator[Record]:
-    """A record per variant: checked, and timed in turns with the roofs."""
-    cell, device = data.cell, data.setting.device
-    worst = {v.name: data.worst(v) for v in found}
-    right = {v.name: v for v in found if worst[v.name] <= 1}
-    times = slow_ones(right) if device.type == "cpu" else {}
-    timed: dict[str, Timed] = {
-        name: device.timed(v.call, len(data.caches(v.format)))
-        for name, v in right.items()
-        if name not in times
-    }
-    times |= interleave({**timed, **roof.timed()}, repetitions, seconds)
-    gbs, gflops = roof.reached(times)
-    peers = [times[name] for name, v in right.items() if not v.is_ours]
-    best = min(peers, key=lambda t: t.median, default=None)
-    for v in found:
-        record: Record = {"kind": "attention", "system": v.name, "format": v.format}
-        record |= {"heads": str(cell.heads), "batch": cell.batch, "queries": cell.queries}
-        record |= {"slots": cell.slots, "dtype": SHORT[v.rounds.dtype], "is_ours": v.is_ours}
-        record |= {"bytes": cell.cache_bytes(v.format), "worst": worst[v.name]}
-        record["ok"] = worst[v.name] <= 1
-        if record["ok"]:
-            record |= rates(times[v.name], cell, v, gbs, gflops)
-            f16 = v.name.removesuffix(v.format) + "f16"
-            if best is not None:
-                record["of_best"] = ratio(best, times[v.name])
-            if v.is_ours and f16 in right:
-                record["of_f16"] = ratio(times[f16], times[v.name])
-        yield record
-
-
-def slow_ones(found: Mapping[str, Variant]) -> dict[str, Timing]:
-    """Those that take SLOW times as long as the fastest in each of FEW calls, from these."""
-
-    def once(v: Variant) -> float:
-        return wall_clock(lambda: v.call(0))
-
-    first = {name: once(v) for name, v in found.items()}
-    limit, slow = SLOW * min(first.values(), default=0.0), {}
-    for name, t in first.items():
-        samples = [t]
-        while samples[-1] > limit and len(samples) < FEW:
-            samples.append(once(found[name]))
-        if min(samples) > limit:
-            slow[name] = Timing.of(samples)
-    return slow
-
-
-def rates(t: Timing, cell: Cell, v: Variant, gbs: float, gflops: float) -> Record:
-    """Time, and what share of the roofs it reaches."""
-    read, computed = cell.cache_bytes(v.format) / t.median / 1e9, cell.flops / t.median / 1e9
-    record: Record = {"us": 1e6 * t.median, "us_q1": 1e6 * t.q1, "us_q3": 1e6 * t.q3}
-    record["count"] = t.count
-    record |= {"gbs": read, "roof_gbs": gbs, "percent_read": 100 * read / gbs}
-    return record | {"gflops": computed, "percent_peak": 100 * computed / gflops}
-
-
-def cells(
+def shapes(
     heads: Heads,
     batches: Sequence[int],
     contexts: Sequence[int],
     prefill: int,
     filled: Sequence[int],
-) -> list[Cell]:
+) -> list[Shape]:
     """Decoding at each batch and context; a prefill behind each number of filled slots."""
-    found = [Cell(heads, b, 1, n) for b in batches for n in contexts]
-    return found + [Cell(heads, batches[0], prefill, prefill + n) for n in filled if prefill]
+    found = [Shape(heads, b, 1, n) for b in batches for n in contexts]
+    return found + [Shape(heads, batches[0], prefill, prefill + n) for n in filled if prefill]
 
 
-def run(
-    wanted: Sequence[Cell],
-    names: Sequence[str],
-    setting: Setting,
-    roof: Roof,
-    times: tuple[int, float],
-    compile: bool,
-    progress: Callable[[str], None],
-) -> Iterator[Record]:
+def run(run: Run) -> Iterator[Record]:
     """The records of every cell; what does not run is named at the end."""
+    args, setting, device = run.args, run.setting, run.device.type
+    heads = Heads.parse(args.heads)
+    names = [formats.get(name).name for name in args.formats.split(",")]
+    check_formats(names, [heads.size])
+    contexts = parse_ints(",".join(map(str, parse_counts(args.context))))
+    wanted = shapes(
+        heads, parse_ints(args.batch), contexts, args.prefill, parse_counts(args.filled)
+    )
     refused: dict[str, str] = {}
-    device = setting.device.type
-    dense = SHORT if device == "cpu" else (setting.dtype,)
-    needed = {*names, *(SHORT[d] for d in dense)}
-    for cell in wanted:
-        what = f"batch {cell.batch}, {cell.queries} of {cell.slots}"
-        size = sum(cell.cache_bytes(name) for name in needed)
-        if size > MOST_BYTES[device]:
-            why = f"{size / 1e9:.0f} GB of caches; at most {MOST_BYTES[device] / 1e9:.0f}"
-            yield {"kind": "skipped", "what": what, "why": why}
-            continue
-        progress(f"attention: {what}: check")
-        data = Data(cell, setting)
-        found = [*variants(data, names, compile, refused)]
-        progress(f"attention: {what}")
-        yield from measure(data, found, roof, *times)
+    dense = LABELS if device == "cpu" else (setting.dtype,)
+    needed = {*names, *(LABELS[d] for d in dense)}
+
+    def cells() -> Iterator[Cell]:
+        for shape in wanted:
+            what = f"batch {shape.batch}, {shape.queries} of {shape.slots}"
+            size = sum(shape.cache_bytes(name) for name in needed)
+            if size > MOST_BYTES[device]:
+                most = MOST_BYTES[device] / 1e9
+                refused[what] = f"{size / 1e9:.0f} GB of caches; at most {most:.0f}"
+                continue
+            status(f"attention: {what}: check")
+            data = Data(shape, setting)
+            queries = f"{shape.queries} queries" if shape.queries > 1 else "one query"
+            about = {"batch": shape.batch, "queries": shape.queries, "slots": shape.slots}
+            ways = [data.way(v) for v in variants(data, names, args.compile, refused)]
+            title = f"Attention of {heads}, {queries}"
+            yield Cell("attention", title, about, ways, setting.device, may_be_slow=True)
+
+    yield from run.cells(cells())
     yield from ({"kind": "skipped", "what": n, "why": why} for n, why in refused.items())

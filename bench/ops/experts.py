@@ -9,25 +9,19 @@ beside `linear` of all rows by the W of one expert, which torch's matmul takes w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metalmm import formats
-
-from ..problem import Setting, of_additions, of_store, unit
-from ..roofs.roof import Roof
-from ..timing import interleave
-from .norm import ratio
+from ..problem import LABELS, Setting, copied_rows, of_additions, of_store, unit, verdict, worst_of
+from ..runner import Cell, Record, Run, Way, check_formats, named
+from ..shapes import parse_ints
 
 ops = torch.ops.metalmm
-PATTERN_ROWS = 64  # rows that are quantized; those of W are copies of them, in random order
 DRAWS = 16  # sets of ids that calls take in turn
 ROUNDINGS = 12  # of an activation, the product with up, and a sum weighted by scores, in f32
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Sizes:
         return f"{self.choices} of {self.experts}, {self.n}×{self.k}"
 
 
-class Cell:
+class Data:
     """W of all experts in one format, x, scores and ids of some tokens, on the device."""
 
     def __init__(self, sizes: Sizes, format: str, tokens: int, setting: Setting) -> None:
@@ -72,15 +66,12 @@ class Cell:
         self, n: int, k: int, make: torch.Generator
     ) -> tuple[Tensor, Callable[[int], Tensor]]:
         """W [E, n, row_bytes], and its experts in f64."""
-        rows = torch.randn(PATTERN_ROWS, k, generator=make).mul_(0.02)
-        pattern = ops.quantize(rows, self.format)
-        picks = torch.randint(PATTERN_ROWS, (self.sizes.experts, n), generator=make)
-        where = self.setting.device.type
-        decoded = formats.get(self.format).dequantize(pattern, k).double()
+        pattern, decoded, picks = copied_rows(self.sizes.experts * n, k, self.format, make)
+        picks, where = picks.view(-1, n), self.setting.device.type
         return pattern.to(where)[picks.to(where)], lambda expert: decoded[picks[expert]]
 
     def calls(self) -> dict[str, Callable[[int], Tensor]]:
-        """By the names of the columns; call(i) takes the i-th ids."""
+        """By name; call(i) takes the i-th ids."""
         x, ids, name = self.x, self.ids, self.format
         swiglu, linear, plain = (
             op.default for op in (ops.expert_swiglu, ops.expert_linear, ops.linear)
@@ -97,73 +88,46 @@ class Cell:
             out["one_expert"] = lambda i: plain(every, self.up[i % self.sizes.experts], None, name)
         return out
 
-    def worst(self, calls: Mapping[str, Callable[[int], Tensor]]) -> float:
-        """The largest error of the last token, in units of its bound.
-
-        The bound lets W be rounded to the dtype of x, as tiles of f16 do.
-        """
+    def check(self, name: str, call: Callable[[int], Tensor]) -> Record:
+        """The last token of "swiglu" or "down"; the bound lets W be rounded to the dtype of x."""
         dtype, s, u = self.setting.dtype, self.sizes, unit(torch.float32)
         half = 0.0 if dtype is torch.float32 else unit(dtype)
         ids, x, h, scores = (t[-1].cpu() for t in (self.ids[0], self.x, self.hidden, self.scores))
-        ratios = []
-        for c, expert in enumerate(ids.tolist()):
-            w = self.up_rows(expert)
-            exact, size = w @ x.double(), w.abs() @ x.double().abs()
-            error = 2 * of_additions(s.k, size) + half * size
-            gate, up = exact.split(s.n)
-            of_gate, of_up = error.split(s.n)
-            y = torch.nn.functional.silu(gate) * up
-            spread = (
-                1.1 * of_gate * (up.abs() + of_up) + gate.abs() * of_up + ROUNDINGS * u * y.abs()
+        if name == "down":
+            rows = [self.down_rows(expert) for expert in ids.tolist()]
+            exact, sizes = (
+                sum(f(c) * (f(w) @ f(y)) for w, c, y in zip(rows, scores, h.double(), strict=True))
+                for f in (lambda v: v, torch.abs)
             )
-            got = calls["swiglu"](0)[-1, c].cpu().double()
-            ratios.append(((got - y).abs() / of_store(y, spread, dtype)).max())
-        sums = torch.zeros(s.k, dtype=torch.float64)
-        sizes = torch.zeros_like(sums)
-        for c, expert in enumerate(ids.tolist()):
-            w, score = self.down_rows(expert), float(scores[c])
-            sums += score * (w @ h[c].double())
-            sizes += abs(score) * (w.abs() @ h[c].double().abs())
-        spread = 2 * of_additions(s.n * s.choices, sizes) + (half + ROUNDINGS * u) * sizes
-        got = calls["down"](0)[-1].cpu().double()
-        ratios.append(((got - sums).abs() / of_store(sums, spread, dtype)).max())
-        return float(torch.stack(ratios).max())
+            spread = 2 * of_additions(s.n * s.choices, sizes) + (half + ROUNDINGS * u) * sizes
+        else:
+            products = torch.stack([self.up_rows(e) @ x.double() for e in ids.tolist()])
+            size = torch.stack([self.up_rows(e).abs() @ x.double().abs() for e in ids.tolist()])
+            error = 2 * of_additions(s.k, size) + half * size
+            gate, up = products.split(s.n, -1)
+            of_gate, of_up = error.split(s.n, -1)
+            exact = torch.nn.functional.silu(gate) * up
+            spread = 1.1 * of_gate * (up.abs() + of_up) + gate.abs() * of_up
+            spread += ROUNDINGS * u * exact.abs()
+        return verdict(worst_of(call(0)[-1], exact, of_store(exact, spread, dtype)))
+
+    def cell(self) -> Cell:
+        calls, chosen = self.calls(), len(self.ids[0].unique())
+        read = {"swiglu": float(self.up[0].nbytes * chosen)}
+        read["down"] = float(self.down[0].nbytes * chosen)
+        ways = []
+        for name, call in calls.items():
+            check = (lambda n=name, c=call: self.check(n, c)) if name in read else None
+            against = {f"of_{n}": n for n in ("same_work", "one_expert") if name == "experts"}
+            ways.append(Way(name, call, DRAWS, check, read.get(name, 0.0), against=against))
+        about = {"format": self.format, "tokens": self.tokens, "sizes": str(self.sizes)}
+        title = f"Experts, {self.sizes}, x in {LABELS[self.setting.dtype]}"
+        return Cell("experts", title, about, ways, self.setting.device)
 
 
-def measure(cell: Cell, found: Roof, repetitions: int) -> Record:
-    """One record: check, and times."""
-    calls, s = cell.calls(), cell.sizes
-    worst = cell.worst(calls)
-    record: Record = {"kind": "experts", "format": cell.format, "sizes": str(s)}
-    record |= {"tokens": cell.tokens, "worst": worst, "ok": worst <= 1}
-    record["dtype"] = str(cell.setting.dtype).removeprefix("torch.")
-    if not record["ok"]:
-        return record
-    device = cell.setting.device
-    timed = {name: device.timed(call, DRAWS) for name, call in calls.items()}
-    t = interleave(timed | found.timed(), repetitions)
-    record |= {f"{name}_us": 1e6 * t[name].median for name in calls}
-    record["roof_gbs"], _ = found.reached(t)
-    chosen = len(cell.ids[0].unique())
-    for name, w in (("swiglu", cell.up), ("down", cell.down)):
-        record[f"{name}_gbs"] = w[0].nbytes * chosen / t[name].median / 1e9
-    if cell.share > 1:
-        record["of_same_work"] = ratio(t["same_work"], t["experts"])
-        record["of_one_expert"] = ratio(t["one_expert"], t["experts"])
-    return record
-
-
-def run(
-    sizes: Sizes,
-    names: Sequence[str],
-    tokens: Sequence[int],
-    setting: Setting,
-    found: Roof,
-    repetitions: int,
-    progress: Callable[[str], None],
-) -> Iterator[Record]:
-    """A record for every format and number of tokens."""
-    for name in names:
-        for count in tokens:
-            progress(f"{sizes} {name} tokens={count}")
-            yield measure(Cell(sizes, name, count, setting), found, repetitions)
+def run(run: Run) -> Iterator[Record]:
+    """The records of every format and number of tokens."""
+    sizes, names = Sizes.parse(run.args.experts), named(run.args.formats)
+    check_formats(names, (sizes.k, sizes.n))
+    tokens = parse_ints(run.args.tokens)
+    yield from run.cells(Data(sizes, n, t, run.setting).cell() for n in names for t in tokens)

@@ -1,21 +1,16 @@
-"""The matrix of shapes × M × variants: each cell checked, then timed beside the roofs."""
+"""The matrix of shapes × M × engines, and time against M."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Iterator, Sequence
 
 from ..devices import Device
 from ..engines import ENGINES
-from ..problem import Checker, Problem, Setting, Variant
-from ..roofs.roof import Roof
-from ..shapes import Shape
-from ..timing import Timing, interleave
+from ..problem import Checker, Problem, Variant
+from ..runner import Cell, Record, Run, Way, check_formats, run_cell
+from ..shapes import parse_ints, parse_names, parse_shape
+from ..tables import status
 
-Record = dict[str, Any]
-Progress = Callable[[str], None]
 REFERENCE = {"cpu": "F.linear f32", "cuda": "F.linear f16", "mps": "F.linear f16"}
 
 
@@ -40,149 +35,75 @@ def build(problem: Problem, formats: Sequence[str], names: Sequence[str]) -> lis
     return [v for name in names for v in ENGINES[name].variants(problem, formats)]
 
 
-def describe_cell(variant: Variant, shape: Shape, m: int) -> Record:
-    return {
-        "kind": "matmul",
-        "shape": shape.name,
-        "n": shape.n,
-        "k": shape.k,
-        "m": m,
-        "variant": variant.name,
-        "engine": variant.engine,
-        "format": variant.format,
-        "weight_bytes": variant.weight_bytes,
-        "copies": variant.copies,
-        "strategy": variant.strategy(m),
-    }
+def way(problem: Problem, v: Variant, checker: Checker, m: int, name: str | None = None) -> Way:
+    """A variant with m rows of x, under another name where one is given."""
+    x, shape = problem.x(m), problem.shape
+    call = v.bind(x)
+    facts = {"variant": v.name, "m": m, "engine": v.engine, "format": v.format}
+    facts |= {"weight_bytes": v.weight_bytes, "copies": v.copies, "strategy": v.strategy(m)}
+    return Way(
+        name or v.name,
+        call,
+        v.copies,
+        lambda: checker(v, x, call),
+        read=float(v.weight_bytes),
+        flops=2.0 * m * shape.n * shape.k,
+        against={"speedup": REFERENCE[problem.setting.device.type]},
+        facts=facts,
+    )
 
 
-def timing_fields(t: Timing) -> Record:
-    scaled = {"us": t.median, "us_q1": t.q1, "us_q3": t.q3}
-    return {**{key: round(value * 1e6, 3) for key, value in scaled.items()}, "count": t.count}
+def cell(problem: Problem, variants: Sequence[Variant], checker: Checker, m: int) -> Cell:
+    """All variants that take m rows of x."""
+    fit = [v for v in variants if v.max_m is None or m <= v.max_m]
+    return of_problem(problem, "matmul", [way(problem, v, checker, m) for v in fit])
 
 
-def rates(record: Record, t: Timing, roofs: tuple[float, float]) -> Record:
-    """Weight bytes and flops per second, and what part of the roofs (GB/s, GFLOP/s) that is."""
-    roof_gbs, roof_gflops = roofs
-    gbs = record["weight_bytes"] / t.median / 1e9
-    gflops = 2.0 * record["m"] * record["n"] * record["k"] / t.median / 1e9
-    return {
-        "gbs": gbs,
-        "gflops": gflops,
-        "roof_gbs": roof_gbs,
-        "roof_gflops": roof_gflops,
-        "percent_read": 100 * gbs / roof_gbs,
-        "percent_peak": 100 * gflops / roof_gflops,
-    }
+def of_problem(problem: Problem, kind: str, ways: Sequence[Way]) -> Cell:
+    shape = problem.shape
+    about = {"shape": shape.name, "n": shape.n, "k": shape.k}
+    return Cell(kind, f"W {shape.n}×{shape.k}", about, ways, problem.setting.device)
 
 
-def run_cell(
-    problem: Problem,
-    variants: Sequence[Variant],
-    checker: Checker,
-    m: int,
-    roof: Roof,
-    repetitions: int,
-    seconds: float,
-) -> list[Record]:
-    """One record per variant at this M. A wrong variant is not timed."""
-    x = problem.x(m)
-    cells: list[Record] = []
-    timed = roof.timed()
-    for v in variants:
-        if v.max_m is not None and m > v.max_m:
-            continue
-        call = v.bind(x)
-        check = checker(v, x, call)
-        cells.append({**describe_cell(v, problem.shape, m), **check.record()})
-        if check.ok:
-            timed[v.name] = v.device.timed(call, v.copies)
-    timings = interleave(timed, repetitions, seconds)
-    roofs = roof.reached(timings)
-    reference = timings.get(REFERENCE[problem.setting.device.type])
-    for cell in cells:
-        t = timings.get(cell["variant"])
-        if t is not None:
-            cell.update(timing_fields(t), **rates(cell, t, roofs))
-            if reference is not None:
-                cell["speedup"] = reference.median / t.median
-    return cells
+def run(run: Run) -> Iterator[Record]:
+    """The records of every cell, shape by shape; with --sweep-m those of the first shape."""
+    args = run.args
+    wanted = [parse_shape(s) for s in args.shapes.split(",")]
+    ms, names = parse_ints(args.m), parse_names(args.formats)
+    check_formats(names, [s.k for s in wanted])
+    engines, absent = choose_engines(parse_names(args.engines), run.device)
+    yield from ({"kind": "skipped", "what": name, "why": why} for name, why in absent.items())
+
+    def cells() -> Iterator[Cell]:
+        for shape in wanted:
+            problem = Problem(shape, run.setting)
+            status(f"{shape}: packing")
+            variants, checker = build(problem, names, engines), Checker(problem)
+            yield from (cell(problem, variants, checker, m) for m in ms)
+
+    if not args.sweep_m:
+        yield from run.cells(cells())
+        return
+    problem = Problem(wanted[0], run.setting)
+    for name in engines:
+        status(f"{wanted[0]} {name}: packing")
+        for variant in ENGINES[name].variants(problem, names):  # made one by one, as they come
+            yield from sweep(problem, variant, ms, args.repetitions)
 
 
-def run(
-    shapes: Sequence[Shape],
-    formats: Sequence[str],
-    ms: Sequence[int],
-    names: Sequence[str],
-    setting: Setting,
-    roof: Roof,
-    repetitions: int,
-    seconds: float,
-    progress: Progress,
-) -> Iterator[Record]:
-    """The records of every cell, shape by shape."""
-    for shape in shapes:
-        problem = Problem(shape, setting)
-        progress(f"{shape}: packing")
-        variants = build(problem, formats, names)
-        checker = Checker(problem)
-        for m in ms:
-            progress(f"{shape} M={m}")
-            yield from run_cell(problem, variants, checker, m, roof, repetitions, seconds)
-
-
-def sweep(
-    shape: Shape,
-    formats: Sequence[str],
-    ms: Sequence[int],
-    names: Sequence[str],
-    setting: Setting,
-    repetitions: int,
-    progress: Progress,
-) -> Iterator[Record]:
-    """Time against M: the variants one after another, all M of one interleaved."""
-    problem = Problem(shape, setting)
-    checker = Checker(problem)
-    for name in names:
-        progress(f"{shape} {name}: packing")
-        for variant in ENGINES[name].variants(problem, formats):  # made one by one, as they come
-            yield from sweep_variant(problem, variant, checker, ms, repetitions, progress)
-
-
-def sweep_variant(
-    problem: Problem,
-    variant: Variant,
-    checker: Checker,
-    ms: Sequence[int],
-    repetitions: int,
-    progress: Progress,
-) -> list[Record]:
-    """One record for each M that the variant takes."""
-    shape, timed, cells = problem.shape, {}, []
-    for m in ms:
-        if variant.max_m is not None and m > variant.max_m:
-            continue
-        progress(f"{shape} {variant.name} M={m}: check")
-        x = problem.x(m)
-        call: Callable[[int], Tensor] = variant.bind(x)
-        check = checker(variant, x, call)
-        cells.append({**describe_cell(variant, shape, m), **check.record(), "kind": "sweep"})
-        if check.ok:
-            timed[str(m)] = variant.device.timed(call, variant.copies)
-    progress(f"{shape} {variant.name}: timing {len(timed)} M, interleaved")
-    timings = interleave(timed, repetitions) if timed else {}
-    for cell in cells:
-        if (t := timings.get(str(cell["m"]))) is not None:
-            flops = 2.0 * cell["m"] * shape.n * shape.k
-            cell.update(timing_fields(t), gflops=flops / t.median / 1e9)
-    return mark_inversions(cells)
+def sweep(problem: Problem, v: Variant, ms: Sequence[int], repetitions: int) -> list[Record]:
+    """One record for each M that the variant takes, all M timed in turns."""
+    status(f"{problem.shape} {v.name}: time against M")
+    fit = [m for m in ms if v.max_m is None or m <= v.max_m]
+    ways = [way(problem, v, Checker(problem), m, name=str(m)) for m in fit]
+    return mark_inversions(run_cell(of_problem(problem, "sweep", ways), None, repetitions))
 
 
 def mark_inversions(cells: list[Record]) -> list[Record]:
     """Adds "slower_m": a smaller M that takes longer, the quartiles of both apart; the longest."""
     done = [c for c in cells if "us" in c]
-    for i, cell in enumerate(done):
-        slower = [c for c in done[:i] if c["us_q1"] > cell["us_q3"]]
+    for i, one in enumerate(done):
+        slower = [c for c in done[:i] if c["us_q1"] > one["us_q3"]]
         if slower:
-            cell["slower_m"] = max(slower, key=lambda c: c["us"])["m"]
+            one["slower_m"] = max(slower, key=lambda c: float(c["us"]))["m"]
     return cells

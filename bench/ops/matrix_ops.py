@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from torch_metalmm import _C, formats
+from torch_metalmm import _C
 
-from ..peers.dense import LABELS
-from ..problem import Problem, Setting, of_additions, of_store, rotated, unit
-from ..roofs.roof import Roof
+from ..devices import CPU
+from ..problem import (
+    LABELS,
+    Problem,
+    Setting,
+    of_additions,
+    of_store,
+    rotated,
+    unit,
+    verdict,
+    worst_of,
+)
+from ..runner import Cell, Record, Run, Way, check_formats
 from ..shapes import Shape
-from ..tables import digits, percent
-from ..timing import interleave
-from .operation import Operation
-from .row_ops import dequantize, embedding, swiglu
 
-Record = dict[str, Any]
+ops = torch.ops.metalmm
 MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemv": None,
     "gemm-naive": "gemm_naive",
@@ -29,19 +34,41 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
     "gemm": "gemm",
     "gemm-dense": "dense",
 }
-ROW_OPS = {"dequantize": dequantize, "embedding": embedding, "swiglu": swiglu}
 PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe
-OPERATIONS = (*PROBES, *MATMULS, *ROW_OPS)
-SIZES = {"gemv": "N K", "gemm": "M N K"}
-SIZES |= {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
+OF_ROWS = {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
+OPERATIONS = (*PROBES, *MATMULS, *OF_ROWS)
+SIZES = {"gemv": "N K", "gemm": "M N K"} | OF_ROWS
 SHOWN = 4
+SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
+SILU_ROUNDINGS = 8  # of exp, +, / and the product with up, in f32
 
 
 def sizes_of(name: str) -> str:
     return "N" if name in PROBES else SIZES[name.partition("-")[0]]
 
 
-def probe(name: str, n: int, setting: Setting) -> Operation:
+def checked(
+    name: str,
+    call: Callable[[int], Tensor],
+    copies: int,
+    picked: Callable[[Tensor], Tensor],
+    bound: tuple[Tensor, Tensor],
+    work: tuple[float, float],
+    **options: Any,
+) -> Way:
+    """A way whose results `picked` are compared with (exact, bound); work: bytes, flops."""
+
+    def check() -> Record:
+        y = call(0)
+        total = y.float() if y.device.type == "mps" else y.double()
+        first = y.flatten()[:SHOWN].float().tolist()
+        found = {"first": first, "checksum": float(total.sum())}
+        return found | verdict(worst_of(picked(y), *bound))
+
+    return Way(name, call, copies, check, *work, **options)
+
+
+def probe(name: str, n: int, setting: Setting) -> list[Way]:
     """Element-wise arithmetic, or the dot product, of two vectors of n."""
     dtype, g = setting.dtype, torch.Generator().manual_seed(n)
     x, x2 = (torch.randn(n, generator=g).to(dtype) for _ in range(2))
@@ -55,15 +82,17 @@ def probe(name: str, n: int, setting: Setting) -> Operation:
         compute = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}[name]
         exact = compute(a, b)
         error = unit(torch.float32) * exact.abs()
-    return Operation(
-        call=lambda i: torch.ops.metalmm.probe(operands[0][i], operands[1][i], name),
-        copies=copies,
-        checked=lambda y: y.reshape(-1),
-        exact=exact,
-        bound=of_store(exact, error, dtype),
-        bytes=float(x.nbytes * (2 if name == "dot" else 3)),
-        flops=float(n * (2 if name == "dot" else 1)),
-    )
+    work = (x.nbytes * (2.0 if name == "dot" else 3.0), n * (2.0 if name == "dot" else 1.0))
+    return [
+        checked(
+            name,
+            lambda i: ops.probe(operands[0][i], operands[1][i], name),
+            copies,
+            lambda y: y.reshape(-1),
+            (exact, of_store(exact, error, dtype)),
+            work,
+        )
+    ]
 
 
 def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
@@ -74,106 +103,130 @@ def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
     return setting.dtype is torch.float16 and bool(_C.strategy(strategy)["rounds_to_half"])
 
 
-def matmul(name: str, m: int, problem: Problem, format: str) -> Operation:
+def bound_of(name: str, m: int, problem: Problem, format: str) -> tuple[Tensor, Tensor]:
+    """(exact, bound) of x[M, K] W[rows, K]ᵀ."""
+    (n, k), setting = (problem.shape.n, problem.shape.k), problem.setting
+    x, w = problem.x(m).to(setting.dtype).double(), problem.decoded(problem.packed(format), format)
+    size = x.abs() @ w.abs().t()
+    error = of_additions(k, size)
+    if rounds_w(setting, {"m": m, "n": n, "k": k, "format": format, "strategy": MATMULS[name]}):
+        error += unit(setting.dtype) * size
+    exact = x @ w.t()
+    return exact, of_store(exact, error, setting.dtype)
+
+
+def matmul(name: str, m: int, problem: Problem, format: str) -> list[Way]:
     """y[M, N] = x[M, K] W[N, K]ᵀ, W packed; M = 1 for gemv."""
-    (n, k), setting, rows = (problem.shape.n, problem.shape.k), problem.setting, problem.rows
-    block, strategy, ops = formats.get(format).block_values, MATMULS[name], torch.ops.metalmm
-    if k % block:
-        raise ValueError(f"K = {k} is not a multiple of the block of {format}, {block}")
+    (n, k), setting, strategy = (problem.shape.n, problem.shape.k), problem.setting, MATMULS[name]
     packed, x = problem.packed(format), problem.x(m).to(setting.dtype)
     copies = setting.copies(packed.nbytes)
     weights, given = rotated(packed.to(setting.device.type), copies), x.to(setting.device.type)
-    decoded = problem.decoded(packed, format)
-    size = x.double().abs() @ decoded.abs().t()
-    error = of_additions(k, size)
-    if rounds_w(setting, {"m": m, "n": n, "k": k, "format": format, "strategy": strategy}):
-        error += unit(setting.dtype) * size
 
     def call(i: int) -> Tensor:
         if name == "gemv":
-            return ops.gemv(given[0], weights[i], format).unsqueeze(0)
-        return ops.gemm(given, weights[i], format, strategy=strategy)
+            return ops.gemv(given[0], weights[i], format).unsqueeze(0)  # type: ignore[no-any-return]
+        return ops.gemm(given, weights[i], format, strategy=strategy)  # type: ignore[no-any-return]
 
-    exact = x.double() @ decoded.t()
-    return Operation(
-        call=call,
-        copies=copies,
-        checked=lambda y: y[:, rows.to(y.device)],
-        exact=exact,
-        bound=of_store(exact, error, setting.dtype),
-        bytes=float(packed.nbytes + x.nbytes + m * n * x.element_size()),
-        flops=2.0 * m * n * k,
-    )
+    read = float(packed.nbytes + x.nbytes + m * n * x.element_size())
+    exact = bound_of(name, m, problem, format)
+    picked = problem.rows.to(setting.device.type)
+    return [checked(name, call, copies, lambda y: y[:, picked], exact, (read, 2.0 * m * n * k))]
 
 
-def build(args: argparse.Namespace, setting: Setting) -> Operation:
+def dequantize(n: int, k: int, problem: Problem, format: str) -> list[Way]:
+    """y[N, K] = W. Bytes: W read, y written."""
+    setting, packed = problem.setting, problem.packed(format)
+    copies = setting.copies(packed.nbytes)
+    weights = rotated(packed.to(setting.device.type), copies)
+    exact, rows = problem.decoded(packed, format), problem.rows.to(setting.device.type)
+    bound = of_store(exact, torch.zeros(()), setting.dtype)
+    work = (float(packed.nbytes + n * k * setting.dtype.itemsize), float(n * k))
+
+    def call(i: int) -> Tensor:
+        return ops.dequantize(weights[i], format, dtype=setting.dtype)  # type: ignore[no-any-return]
+
+    return [checked("dequantize", call, copies, lambda y: y[rows], (exact, bound), work)]
+
+
+def embedding(count: int, n: int, k: int, problem: Problem, format: str) -> list[Way]:
+    """y[COUNT, K] = W[ids], ids random, others in each call. Bytes: rows of W read, y written."""
+    setting, packed = problem.setting, problem.packed(format)
+    weight = packed.to(setting.device.type)
+    copies = setting.copies(count * packed.shape[1])
+    ids = torch.randint(n, (copies, count), generator=torch.Generator().manual_seed(n))
+    some = min(count, len(problem.rows))
+    ids[:, :some] = problem.rows[:some]
+    put, exact = ids.to(setting.device.type), problem.decoded(packed, format)[:some]
+    bound = of_store(exact, torch.zeros(()), setting.dtype)
+    work = (float(count * (packed.shape[1] + k * setting.dtype.itemsize)), float(count * k))
+
+    def call(i: int) -> Tensor:
+        return ops.embedding(put[i], weight, format, dtype=setting.dtype)  # type: ignore[no-any-return]
+
+    return [checked("embedding", call, copies, lambda y: y[:some], (exact, bound), work)]
+
+
+def swiglu(m: int, n: int, k: int, problem: Problem, format: str) -> list[Way]:
+    """y[M, N] = silu(x Wgᵀ) * (x Wuᵀ), gate and up packed; beside it the same as three calls.
+
+    The error of the two products reaches the result through |silu'| <= 1.1. Beyond the rows of the
+    fused kernel a GPU may multiply f16 x by W rounded to f16.
+    """
+    setting = problem.setting
+    pair = problem.packed(format), ops.quantize(problem.w.flip(0), format)
+    copies = setting.copies(2 * pair[0].nbytes)
+    gates, ups = (rotated(w.to(setting.device.type), copies) for w in pair)
+    x = problem.x(m).to(setting.dtype)
+    given = x.to(setting.device.type)
+    both = [problem.decoded(w, format) for w in pair]
+    g, u = (x.double() @ w.t() for w in both)
+    sizes = [x.double().abs() @ w.abs().t() for w in both]
+    in_tiles = setting.dtype is torch.float16 and not _C.is_fused("swiglu_up", m)
+    of_w = unit(torch.float16) if in_tiles and setting.device != CPU else 0.0
+    dg, du = (of_additions(k, size) + of_w * size for size in sizes)
+    exact = silu(g) * u
+    error = SILU_SLOPE * dg * (u.abs() + du) + silu(g).abs() * du
+    error += SILU_ROUNDINGS * unit(torch.float32) * exact.abs()
+
+    def unfused(i: int) -> Tensor:
+        gate, other = (ops.linear(given, w[i], None, format) for w in (gates, ups))
+        return silu(gate) * other
+
+    def call(i: int) -> Tensor:
+        return ops.swiglu(given, gates[i], ups[i], format, format)  # type: ignore[no-any-return]
+
+    rows = problem.rows.to(setting.device.type)
+    bound = (exact, of_store(exact, error, setting.dtype))
+    read = float(2 * pair[0].nbytes + x.nbytes + m * n * x.element_size())
+    of = {"of_unfused": "unfused"}
+    work = (read, 4.0 * m * n * k)
+    fused = checked("swiglu", call, copies, lambda y: y[:, rows], bound, work, against=of)
+    return [fused, Way("unfused", unfused, copies)]
+
+
+def cell(operation: str, sizes: list[int], format: str, setting: Setting) -> Cell:
     """The operation that the command line names. ValueError: the sizes do not fit it."""
-    sizes = sizes_of(args.operation).split()
-    if len(args.sizes) != len(sizes) or min(args.sizes) < 1:
-        raise ValueError(
-            f"{args.operation}: sizes {args.sizes}; takes {' '.join(sizes)}, each at least 1"
-        )
-    if args.operation in PROBES:
-        return probe(args.operation, *args.sizes, setting)
-    if args.operation in ROW_OPS:
-        return ROW_OPS[args.operation](*args.sizes, setting, args.format)
-    m, n, k = (1, *args.sizes) if args.operation == "gemv" else args.sizes
-    return matmul(args.operation, m, Problem(Shape(f"{n}x{k}", n, k), setting), args.format)
+    wanted = sizes_of(operation).split()
+    if len(sizes) != len(wanted) or min(sizes) < 1:
+        raise ValueError(f"{operation}: sizes {sizes}; takes {' '.join(wanted)}, each at least 1")
+    about: Record = {"operation": operation, "sizes": sizes, "dtype": LABELS[setting.dtype]}
+    title = f"{operation} {' '.join(map(str, sizes))}, {about['dtype']}"
+    if operation in PROBES:
+        ways = probe(operation, *sizes, setting)
+    else:
+        n, k = sizes[-2:]
+        check_formats([format], [k])
+        problem = Problem(Shape(f"{n}x{k}", n, k), setting)
+        about |= {"format": format}
+        title += f", W in {format}"
+        if operation in OF_ROWS:
+            rows = {"dequantize": dequantize, "embedding": embedding, "swiglu": swiglu}[operation]
+            ways = rows(*sizes, problem, format)
+        else:
+            ways = matmul(operation, 1 if operation == "gemv" else sizes[0], problem, format)
+    return Cell("matrix-op", title, about, ways, setting.device)
 
 
-def run(args: argparse.Namespace, setting: Setting, roof: Roof) -> Iterator[Record]:
-    """One record: results, check, time and rates."""
-    op, device = build(args, setting), setting.device
-    y = op.call(0)
-    got = op.checked(y).cpu().double()
-    worst = float(((got - op.exact).abs() / op.bound).max())
-    record: Record = {
-        "kind": "matrix-op",
-        "operation": args.operation,
-        "sizes": args.sizes,
-        "format": "" if args.operation in PROBES else args.format,
-        "dtype": str(setting.dtype).removeprefix("torch."),
-        "first": y.flatten()[:SHOWN].float().tolist(),
-        "checksum": float(y.double().sum()) if device.type != "mps" else float(y.float().sum()),
-        "worst": worst,
-        "ok": worst <= 1,
-    }
-    if record["ok"]:
-        timed = {"op": device.timed(op.call, op.copies), **roof.timed()}
-        if op.unfused:
-            timed["unfused"] = device.timed(op.unfused, op.copies)
-        timings = interleave(timed, args.repetitions)
-        gbs, gflops = roof.reached(timings)
-        t, samples = timings["op"].median, timed["op"].samples
-        record.update(us=t * 1e6, sigma_us=statistics.pstdev(samples) * 1e6, count=len(samples))
-        record.update(gbs=op.bytes / t / 1e9, gflops=op.flops / t / 1e9)
-        record.update(roof_gbs=gbs, roof_gflops=gflops)
-        if op.unfused:
-            record["unfused_us"] = timings["unfused"].median * 1e6
-        record["percent"] = max(op.bytes / t / gbs, op.flops / t / gflops) / 1e7
-    yield record
-
-
-def lines(r: Record) -> list[str]:
-    """The record for people."""
-    format = f", W in {r['format']}" if r["format"] else ""
-    out = [
-        f"{r['operation']} {' '.join(map(str, r['sizes']))}, {r['dtype']}{format}",
-        f"first     {', '.join(f'{v:.6g}' for v in r['first'])}",
-        f"checksum  {r['checksum']:.9g}",
-        f"check     {'ok' if r['ok'] else 'WRONG'}: largest error {r['worst']:.2g} of its bound",
-    ]
-    if r["ok"]:
-        us = digits(r["us"], 4)
-        roofs = f"{digits(r['roof_gbs'], 4)} GB/s, {digits(r['roof_gflops'], 4)} GFLOP/s"
-        in_memory = r["gbs"] / r["roof_gbs"] > r["gflops"] / r["roof_gflops"]
-        roof = "memory" if in_memory else "arithmetic"
-        out += [
-            f"time      {us} µs, σ {digits(r['sigma_us'])} µs, median of {r['count']}",
-            f"rate      {digits(r['gbs'], 4)} GB/s, {digits(r['gflops'], 4)} GFLOP/s",
-            f"roof      {percent(r['percent'])} of the {roof} roof ({roofs} in this run)",
-        ]
-        if "unfused_us" in r:
-            times = digits(r["unfused_us"] / r["us"])
-            out.append(f"unfused   {digits(r['unfused_us'], 4)} µs, × {times}")
-    return out
+def run(run: Run) -> Iterator[Record]:
+    args = run.args
+    yield from run.cells([cell(args.operation, args.sizes, args.format, run.setting)])

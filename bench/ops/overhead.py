@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from torch_metalmm import QuantLinear
 
-from ..timing import Timed, interleave
+from ..runner import Cell, Record, Run, Way, run_cell
 
-SIZE = 32
-FORMAT = "q4_0"
-LOOP = 200
-
+SIZE, FORMAT, LOOP = 32, "q4_0", 200
 Call = Callable[[Tensor], Tensor]
 
 
@@ -89,18 +86,17 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool, bool]] =
 }
 
 
-def run(quick: bool) -> Iterator[dict[str, Any]]:
-    """Microseconds per call, each mode's calls interleaved."""
+def run(run: Run) -> Iterator[Record]:
+    """Microseconds per call, each mode's calls in turns."""
     calls, _alive = _calls()
-    size = f"x[1, {SIZE}], W[{SIZE}, {SIZE}]"
+    title = f"Calls, x[1, {SIZE}], W[{SIZE}, {SIZE}]"
     for mode, (context, requires_grad, backward) in MODES.items():
         x = torch.randn(1, SIZE).requires_grad_(requires_grad)
         # "a Python op" has no formula to go backward with.
         chosen = {n: c for n, c in calls.items() if not (backward and n == "a Python op")}
+        ways = [Way(n, _loop(c, x, backward), times=LOOP) for n, c in chosen.items()]
         with context():
-            timed = {name: Timed(_loop(c, x, backward)) for name, c in chosen.items()}
-            timings = interleave(timed, 5 if quick else 50)
-        for name, t in timings.items():
-            us = {"us": t.median, "us_q1": t.q1, "us_q3": t.q3}
-            per_call = {key: round(seconds / LOOP * 1e6, 3) for key, seconds in us.items()}
-            yield {"kind": "overhead", "call": name, "mode": mode, "size": size, **per_call}
+            found = run_cell(
+                Cell("overhead", title, {"mode": mode}, ways), None, 5 if run.args.quick else 50
+            )
+        yield from found

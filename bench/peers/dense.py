@@ -10,10 +10,9 @@ from torch import Tensor
 from torch_metalmm import formats
 
 from ..devices import CPU, Device
-from ..problem import Problem, Rounding, Variant, rotated, unit
+from ..problem import LABELS, Problem, Rounding, Variant, rotated, unit
 
 GROUP = 64  # values per scale, where a peer lets us choose
-LABELS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class TorchDense:

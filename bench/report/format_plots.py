@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,3 +185,7 @@ def write() -> list[Path]:
         figure.savefig(written[-1], dpi=DOTS_PER_INCH)
         plt.close(figure)
     return written
+
+
+def print_(args: argparse.Namespace) -> None:
+    print(*write(), sep="\n")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_metalmm import _C
 from torch_metalmm.tools.format_table import FAMILIES
+
+from .report import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -202,3 +205,8 @@ def draw(records: Sequence[Record], folder: Path, prefix: str = "") -> list[Path
         plt.close(figure)
         written.append(path)
     return written
+
+
+def print_(args: argparse.Namespace) -> None:
+    records = [r for file in args.file for r in read_records(file)]
+    print(*draw(records, args.output, args.prefix), sep="\n")

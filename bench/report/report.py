@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ops import matrix_ops
-from ..tables import ABSENT, Table, digits, percent, scientific, to_markdown
-from . import cache_tables, serve_tables, token_tables
-from .terminal import print_tables
+from ..tables import ABSENT, Table, digits, percent, print_tables, scientific, to_markdown
+from .models import model_tables
 
 Record = dict[str, Any]
-NOISY = 20.0  # percent: interquartile ranges beyond it say that the machine was busy
-FULL_COLUMNS = ["variant", "M", "µs", "IQR", "GB/s", "of read", "GFLOP/s", "of peak"]
-FULL_COLUMNS += ["vs F.linear", "error"]
+# Kinds of cells, and the columns that their tables do without: names of variants have the format.
+CELLS: dict[str, set[str]] = {
+    "matmul": {"format", "worst"},
+    "norm": set(),
+    "experts": set(),
+    "attention": {"format"},
+    "matrix-op": {"format", "m"},
+}
+# Columns of a table of cells, of which a table has those that its records have: what they are of
+# stands before the variant, what was found after it.
+Column = tuple[str, str, Callable[[Any], str]]
+BEFORE: tuple[Column, ...] = (
+    ("format", "format", str),
+    ("w", "N×K", str),
+    ("m", "M", str),
+    ("tokens", "tokens", str),
+    ("batch", "batch", str),
+    ("slots", "slots", str),
+)
+AFTER: tuple[Column, ...] = (
+    ("bytes", "MB of cache", lambda b: digits(b / 1e6)),
+    ("us", "µs", lambda us: digits(us, 4)),
+    ("spread", "IQR", str),
+    ("gbs", "GB/s", digits),
+    ("percent_read", "of read", percent),
+    ("gflops", "GFLOP/s", digits),
+    ("percent_peak", "of peak", percent),
+    ("speedup", "vs F.linear", lambda r: f"{digits(r)}×"),
+    ("of_best", "vs best peer", lambda r: f"{digits(r)}×"),
+    ("of_f16", "vs f16", lambda r: f"{digits(r)}×"),
+    ("of_two_ops", "two ops over it", lambda r: f"{digits(r)}×"),
+    ("of_same_work", "linear of the same work over it", lambda r: f"{digits(r)}×"),
+    ("of_one_expert", "of one expert over it", lambda r: f"{digits(r)}×"),
+    ("of_unfused", "unfused over it", lambda r: f"{digits(r)}×"),
+    ("error", "error", scientific),
+    ("worst", "of bound", lambda w: percent(100 * w)),
+)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -67,6 +100,9 @@ def run_lines(records: Sequence[Record]) -> list[str]:
                 f"Roofs beside the cells, median (quartiles): memory {_range(r['gbs'])} GB/s, "
                 f"{_range(r['gflops'])} GFLOP/s; percentages refer to the cell's own"
             )
+        if "first" in r:
+            first = ", ".join(f"{v:.6g}" for v in r["first"])
+            out.append(f"{r['variant']}: first {first}; checksum {r['checksum']:.9g}")
     return out
 
 
@@ -78,69 +114,70 @@ def _range(q: Sequence[float]) -> str:
     return f"{digits(q[1])} ({digits(q[0])}–{digits(q[2])})"
 
 
-def full_tables(records: Sequence[Record]) -> list[Table]:
-    """One table per shape, one row per M and variant."""
-    tables: dict[str, Table] = {}
+def by_title(records: Iterable[Record], *kinds: str) -> dict[str, list[Record]]:
+    out: dict[str, list[Record]] = {}
     for r in records:
-        if r["kind"] != "matmul":
-            continue
-        title = f"{r['n']}×{r['k']}"
-        table = tables.setdefault(title, Table(f"W {title}", FULL_COLUMNS))
-        row = [r["variant"], str(r["m"])]
-        if r["ok"]:
-            speedup = r.get("speedup")
-            row += [
-                digits(r["us"], 4),
-                percent(spread(r)),
-                digits(r["gbs"]),
-                percent(r["percent_read"]),
-                digits(r["gflops"]),
-                percent(r["percent_peak"]),
-                ABSENT if speedup is None else f"{digits(speedup)}×",
-                scientific(r["error"]),
-            ]
-        else:
-            row += ["WRONG", *[ABSENT] * 6, scientific(r["error"])]
-        table.rows.append(row)
-    return list(tables.values())
+        if r["kind"] in kinds:
+            out.setdefault(r["title"], []).append(r)
+    return out
 
 
-def summary_tables(records: Sequence[Record]) -> list[Table]:
-    """One table per shape, a row per variant: ms by M, GB/s at the least M, GFLOP/s at the most."""
-    by_shape: dict[str, dict[str, dict[int, Record]]] = {}
-    for r in records:
-        if r["kind"] == "matmul":
-            rows = by_shape.setdefault(f"{r['n']}×{r['k']}", {})
-            rows.setdefault(r["variant"], {})[r["m"]] = r
-    return [_summary(shape, rows) for shape, rows in by_shape.items()]
+def cell_tables(records: Sequence[Record], *kinds: str) -> list[Table]:
+    """A table for each title, a row for each cell and way."""
+    tables = []
+    for title, cells in by_title(records, *kinds).items():
+        cells = [c | ({"spread": percent(spread(c))} if "us" in c else {}) for c in cells]
+        keys = {key for c in cells for key in c} - CELLS[cells[0]["kind"]]
+        if cells[0].get("queries") == 1:
+            keys -= {"gflops", "percent_peak"}
+        before, after = ([c for c in columns if c[0] in keys] for columns in (BEFORE, AFTER))
+        table = Table(title, ["variant", *(c[1] for c in (*before, *after))])
+        for c in cells:
+            row = [c["variant"]]
+            for key, _, text in (*before, *after):
+                row.append(text(c[key]) if c.get(key) is not None else ABSENT)
+            if not c.get("ok", True):
+                row[table.columns.index("µs") if "µs" in table.columns else -1] = "WRONG"
+            table.rows.append(row)
+        tables.append(table)
+    return tables
 
 
-def _summary(shape: str, rows: dict[str, dict[int, Record]]) -> Table:
-    ms = sorted({m for cells in rows.values() for m in cells})
-    first, last = ms[0], ms[-1]
-    columns = [f"W {shape}, ms at", *(f"M={m}" for m in ms)]
-    columns += [f"GB/s M={first}", "of read", f"GFLOP/s M={last}", "of peak"]
-    columns += ["worst IQR", "error"]
-    table = Table("", columns)
-    for name, cells in rows.items():
-        row = [name]
-        for m in ms:
-            cell = cells.get(m)
-            row.append(_milliseconds(cell))
-        low, high = cells.get(first, {}), cells.get(last, {})
-        row += [digits(low.get("gbs")), percent(low.get("percent_read"))]
-        row += [digits(high.get("gflops")), percent(high.get("percent_peak"))]
-        spreads = [spread(c) for c in cells.values() if c["ok"]]
-        row.append(percent(max(spreads)) if spreads else ABSENT)
-        row.append(scientific(max(c["error"] for c in cells.values())))
-        table.rows.append(row)
-    return table
+def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
+    """A table for each title: a row per variant, µs by `over`; what the cells of a row have at the
+    least and at the most M, and the values of M where more rows take less time."""
+    tables = []
+    for title, found in by_title(records, kind).items():
+        values = list(dict.fromkeys(c[over] for c in found))
+        values = sorted(values) if over == "m" else values
+        columns = [f"{title}, µs at", *(f"M={v}" if over == "m" else str(v) for v in values)]
+        rates = [("GB/s", 0, "gbs", digits), ("of read", 0, "percent_read", percent)]
+        rates += [("GFLOP/s", -1, "gflops", digits), ("of peak", -1, "percent_peak", percent)]
+        more = [rate for rate in rates if rate[2] in found[0]]
+        columns += [f"{n} M={values[i]}" if "/s" in n else n for n, i, *_ in more]
+        columns.append("worst IQR")
+        has_error, falls = "error" in found[0], any("slower_m" in c for c in found)
+        columns += ["error"] * has_error + ["time falls at M"] * falls
+        table = Table("", columns)
+        for name in dict.fromkeys(c["variant"] for c in found):
+            cells = {c[over]: c for c in found if c["variant"] == name}
+            row = [name, *(_microseconds(cells.get(v)) for v in values)]
+            row += [text(cells.get(values[i], {}).get(key)) for _, i, key, text in more]
+            spreads = [spread(c) for c in cells.values() if "us" in c]
+            row.append(percent(max(spreads)) if spreads else ABSENT)
+            if has_error:
+                row.append(scientific(max(c["error"] for c in cells.values())))
+            if falls:
+                row.append(", ".join(str(m) for m, c in cells.items() if "slower_m" in c) or "none")
+            table.rows.append(row)
+        tables.append(table)
+    return tables
 
 
-def _milliseconds(cell: Record | None) -> str:
+def _microseconds(cell: Record | None) -> str:
     if cell is None:
         return ABSENT
-    return digits(cell["us"] / 1e3) if cell["ok"] else "WRONG"
+    return digits(cell["us"]) if cell.get("ok", True) else "WRONG"
 
 
 def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Table:
@@ -158,132 +195,11 @@ def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Tab
     return table
 
 
-def sweep_tables(records: Sequence[Record]) -> list[Table]:
-    """Time against M: all of it for one variant; for several, times and what was inverted."""
-    by_variant: dict[str, list[Record]] = {}
-    for r in records:
-        if r["kind"] == "sweep":
-            by_variant.setdefault(r["variant"], []).append(r)
-    if len(by_variant) < 2:
-        return [_sweep_table(cells) for cells in by_variant.values()]
-    ms = sorted({r["m"] for cells in by_variant.values() for r in cells})
-    first = next(iter(by_variant.values()))[0]
-    table = Table("", [f"W {first['n']}×{first['k']}, µs at M", *by_variant])
-    for m in ms:
-        found = [next((r for r in cells if r["m"] == m), None) for cells in by_variant.values()]
-        table.rows.append([str(m), *(_microseconds(r) for r in found)])
-    table.rows.append(["worst IQR", *(_worst_spread(cells) for cells in by_variant.values())])
-    table.rows.append(["time falls at", *(_falls(cells) for cells in by_variant.values())])
-    return [table]
-
-
-def _microseconds(cell: Record | None) -> str:
-    if cell is None:
-        return ABSENT
-    return digits(cell["us"]) if cell["ok"] else "WRONG"
-
-
-def _worst_spread(cells: Sequence[Record]) -> str:
-    spreads = [spread(r) for r in cells if r["ok"]]
-    return percent(max(spreads)) if spreads else ABSENT
-
-
-def _falls(cells: Sequence[Record]) -> str:
-    return ", ".join(str(r["m"]) for r in cells if "slower_m" in r) or "none"
-
-
-def _sweep_table(cells: Sequence[Record]) -> Table:
-    """One variant, with the inversions that the quartiles confirm."""
-    c = cells[0]
-    falls = _falls(cells)
-    spreads = sorted(spread(r) for r in cells if r["ok"])
-    verdict = "time never falls as M grows" if falls == "none" else f"time falls at M = {falls}"
-    if len(spreads) < len(cells):
-        verdict = "wrong results are not timed"
-    elif spreads[len(spreads) // 2] > NOISY:
-        verdict += "; but the machine was too busy to tell"
-    title = f"{c['variant']}, W {c['n']}×{c['k']}: {verdict}"
-    table = Table(title, ["M", "µs", "IQR", "µs per row", "GFLOP/s", "error", "note"])
-    for r in cells:
-        if not r["ok"]:
-            table.rows.append([str(r["m"]), "WRONG", *[ABSENT] * 3, scientific(r["error"]), ""])
-            continue
-        note = f"faster than M={r['slower_m']}" if "slower_m" in r else ""
-        numbers = [digits(r["us"], 4), percent(spread(r)), digits(r["us"] / r["m"])]
-        table.rows.append(
-            [str(r["m"]), *numbers, digits(r["gflops"]), scientific(r["error"]), note]
-        )
-    return table
-
-
-def overhead_table(records: Sequence[Record]) -> list[Table]:
-    """Microseconds per call, a column per gradient mode."""
-    cells = [r for r in records if r["kind"] == "overhead"]
-    if not cells:
-        return []
-    modes = list(dict.fromkeys(r["mode"] for r in cells))
-    table = Table("", ["µs per call, " + cells[0]["size"], *modes])
-    for name in dict.fromkeys(r["call"] for r in cells):
-        found = {r["mode"]: r for r in cells if r["call"] == name}
-        row = [
-            f"{digits(r['us'])} ({digits(r['us_q1'])}–{digits(r['us_q3'])})" if r else ABSENT
-            for r in map(found.get, modes)
-        ]
-        table.rows.append([name, *row])
-    return [table]
-
-
-def quality_tables(records: Sequence[Record]) -> list[Table]:
-    """Quality and bytes of the formats, a table per model."""
-    tables: dict[str, Table] = {}
-    for r in records:
-        if r["kind"] != "quality":
-            continue
-        first = r["model"] not in tables
-        columns, numbers = _quality(r)
-        title = f"{r['model']}; {numbers[0]}"
-        table = tables.setdefault(r["model"], Table(title, ["", "MB", "less than f16", *columns]))
-        name = r["variant"]
-        others = [f"{100 * v:.0f} % {n}" for n, v in r["formats"].items() if n != name]
-        if others and not first:
-            name += f" ({', '.join(others)})"
-        saved = percent(100 * (1 - r["bytes"] / r["f16_bytes"]))
-        table.rows.append([name, digits(r["bytes"] / 1e6), saved, *numbers[1:]])
-    return list(tables.values())
-
-
-def _quality(r: Record) -> tuple[list[str], list[str]]:
-    """(columns, [what was measured on, a number for each column])."""
-    if "perplexity" in r:
-        columns = ["perplexity", "divergence", "same top token"]
-        numbers = [
-            f"{r['tokens']} tokens",
-            f"{r['perplexity']:.2f}",
-            f"{r['divergence']:.4f}",
-            f"{100 * r['same_top']:.1f} %",
-        ]
-        if "weighted_error" in r:
-            columns += ["weighted error", "bytes as llama.cpp's"]
-            numbers.append(f"{r['weighted_error']:.5f}")
-            numbers.append("" if r["same_bytes"] is None else f"{100 * r['same_bytes']:.2f} %")
-        return columns, numbers
-    return ["cosine", "worst", "largest change of a similarity"], [
-        f"{r['sentences']} sentences",
-        f"{r['cosine']:.5f}",
-        f"{r['worst_cosine']:.5f}",
-        f"{r['similarity_change']:.4f}",
-    ]
-
-
 def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
-    """Prints everything the records hold: summaries as markdown, every cell on the terminal."""
-    tables = (summary_tables if markdown else full_tables)(records)
-    tables += sweep_tables(records) + overhead_table(records) + token_tables.all_tables(records)
-    tables += quality_tables(records) + cache_tables.all_tables(records)
-    tables += serve_tables.all_tables(records)
-    for r in records:
-        if r["kind"] == "matrix-op":
-            print(*matrix_ops.lines(r), sep="\n")
+    """Prints everything the records hold: of products summaries as markdown, else every cell."""
+    tables = pivots(records, "matmul", "m") if markdown else cell_tables(records, "matmul")
+    tables += pivots(records, "sweep", "m") + pivots(records, "overhead", "mode")
+    tables += cell_tables(records, *[*CELLS][1:]) + model_tables(records)
     if baseline:
         tables.append(baseline_table(records, baseline))
     if markdown:
@@ -291,3 +207,8 @@ def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] =
         return
     print(*run_lines(records), sep="\n")
     print_tables(tables)
+
+
+def print_(args: argparse.Namespace) -> None:
+    before = read_records(args.baseline) if args.baseline else ()
+    show(read_records(args.file), args.markdown, before)

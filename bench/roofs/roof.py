@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,3 +147,8 @@ def measure(threads: int, cache_bytes: int, repetitions: int = 7, quick: bool = 
         candidates=rates,
         native=lib is not None,
     )
+
+
+def run(run: Any) -> Iterator[dict[str, Any]]:
+    """What the roofs of a run are."""
+    yield run.roof_record()

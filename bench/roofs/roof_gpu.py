@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..devices import Device
-from ..peers.dense import LABELS
+from ..problem import LABELS
 from ..timing import interleave
 from .roof import Probe, Roof
 from .roof_cuda import Reader

@@ -10,6 +10,7 @@ and cost nothing.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import operator
@@ -241,3 +242,10 @@ def write() -> list[Path]:
     replace_block(chips.PAGE, "chips", chips.markdown())
     replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.markdown())
     return [chip_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE]
+
+
+def print_(args: argparse.Namespace) -> None:
+    if args.write:
+        print(*write(), sep="\n")
+    else:
+        print(to_markdown(size_table()), markdown(), sep="\n\n")

@@ -12,6 +12,7 @@ line. It is counted as the division that NVIDIA GPUs do in line.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from typing import Any
 from torch_metalmm import _C, formats
 from torch_metalmm.msl import ptx
 
-from ..tables import Table
+from ..tables import Table, to_markdown
 
 LIMIT, NO_LIMIT = 128, 255
 TRIED = (LIMIT, 120, 112, 104, 96)
@@ -204,3 +205,7 @@ def tables(found: Iterable[Registers]) -> list[Table]:
         ]
         out.append(Table(f"Registers without a limit, x {dtype}", ["format", *columns], rows))
     return out
+
+
+def print_(args: argparse.Namespace) -> None:
+    print(*map(to_markdown, tables(all_registers())), sep="\n\n")

@@ -10,6 +10,7 @@ count.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -200,3 +201,11 @@ def write(block: str) -> Path:
     """Puts the table into bench/results.md; the file."""
     replace_block(cells.RESULTS, COMMAND, block)
     return cells.RESULTS
+
+
+def print_(args: argparse.Namespace) -> None:
+    """ValueError: --write without both peers."""
+    if args.write and not (args.ggml and args.mlx):
+        raise ValueError("--write: needs --ggml and --mlx")
+    block = markdown(args.ggml, args.mlx)
+    print(write(block) if args.write else block)

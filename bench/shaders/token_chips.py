@@ -6,12 +6,15 @@ the published ones their authors'.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_metalmm.msl.build import ROOT
 from torch_metalmm.tools.token_time import CONTEXT, FORMS, MODELS, OP_US, token_time
 
+from ..models.cache_cost import named
+from ..shapes import parse_counts
 from ..tables import Table, digits, percent, to_markdown
 from . import chips
 
@@ -160,3 +163,15 @@ def markdown() -> str:
         contexts_table(CONTEXTS, CACHES),
     )
     return "\n\n".join(to_markdown(t) for t in tables)
+
+
+def print_(args: argparse.Namespace) -> None:
+    """With --tokens those of tokens; with --context or --cache that of tokens by both alone."""
+    if not args.tokens and (args.context or args.cache):
+        raise ValueError("--context and --cache: only with --tokens")
+    if args.context or args.cache:
+        contexts = parse_counts(args.context) if args.context else CONTEXTS
+        caches = named(args.cache) if args.cache else CACHES
+        print(to_markdown(contexts_table(contexts, caches)))
+    else:
+        print(markdown() if args.tokens else chips.markdown())

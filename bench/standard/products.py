@@ -13,10 +13,10 @@ from torch_metalmm.tools.chips import Chip, predict
 
 from ..devices import CPU, GPU_MAX_BURST, MIN_CALLS, ROW_SECONDS, Device
 from ..ops import matmul
-from ..peers.dense import LABELS
-from ..problem import COLD_FACTOR, Checker, Problem, Setting, Variant
+from ..problem import COLD_FACTOR, LABELS, Checker, Problem, Setting, Variant
 from ..roofs import roof, roof_gpu
 from ..roofs.roof import Roof
+from ..runner import run_cell
 from ..shapes import NAMED, Shape
 from ..timing import interleave
 
@@ -148,7 +148,7 @@ def run(
                 continue
             progress(f"{shape}, {m} rows of x")
             times = (QUICK_CALLS if quick else calls, 0.0)
-            for cell in matmul.run_cell(problem, variants, checker, m, found, *times):
+            for cell in run_cell(matmul.cell(problem, variants, checker, m), found, *times):
                 yield with_bounds(cell, chip, dtype)
 
 

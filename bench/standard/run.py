@@ -16,8 +16,8 @@ from torch_metalmm.tools.doctor.large import memory_of
 
 from ..devices import Device
 from ..options import COMMANDS, OF_A_CLONE, parser
-from ..peers.dense import LABELS
-from ..report.terminal import print_tables, status
+from ..problem import LABELS
+from ..tables import print_tables, status
 from . import products, record, show, stack
 
 Record = dict[str, Any]

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from bench.__main__ import main, parse, run_attention
+from bench import runner
+from bench.__main__ import main
 from bench.devices import CPU
 from bench.ops import attention
-from bench.ops.attention import FEW, SLOW, cells, slow_ones
-from bench.ops.attention_data import Cell, Data, Heads, Rounds, Variant, as_it_is
+from bench.ops.attention import Data, Heads, Rounds, Shape, Variant, as_it_is, shapes
+from bench.options import parse
 from bench.peers import ggml_attention, sdpa
 from bench.peers.ggml_attention import causal_mask
 from bench.problem import Setting
-from bench.report.cache_tables import all_tables
+from bench.report.report import cell_tables
+from bench.runner import FEW, SLOW, Run, Way, slow_ones
 from bench.shapes import parse_counts
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -43,14 +45,14 @@ def test_every_cell_is_checked_and_timed(
     assert main(["attention", *options, "--formats", "f16,q8_0"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     found = [r for r in records if r["kind"] == "attention"]
-    shapes = [(1, 1, 70), (1, 1, 300), (2, 1, 70), (2, 1, 300), (1, 24, 24), (1, 24, 124)]
-    assert list(dict.fromkeys((r["batch"], r["queries"], r["slots"]) for r in found)) == shapes
+    wanted = [(1, 1, 70), (1, 1, 300), (2, 1, 70), (2, 1, 300), (1, 24, 24), (1, 24, 124)]
+    assert list(dict.fromkeys((r["batch"], r["queries"], r["slots"]) for r in found)) == wanted
     assert all(r["ok"] and r["us"] > 0 and r["percent_read"] > 0 for r in found)
     ours = [r for r in found if r["is_ours"]]
-    assert [r["system"] for r in ours] == ["metalmm f16", "metalmm q8_0"] * len(shapes)
-    assert all(r["of_f16"][1] > 0 and r["of_best"][1] > 0 for r in ours)
-    assert ours[0]["of_f16"][1] == 1 and ours[0]["bytes"] == 2 * 2 * 70 * 64 * 2
-    torchs = {r["system"] for r in found if not r["is_ours"]}
+    assert [r["variant"] for r in ours] == ["metalmm f16", "metalmm q8_0"] * len(wanted)
+    assert all(r["of_f16"] > 0 and r["of_best_q3"] > 0 for r in ours)
+    assert ours[0]["of_f16"] == 1 and ours[0]["bytes"] == 2 * 2 * 70 * 64 * 2
+    torchs = {r["variant"] for r in found if not r["is_ours"]}
     assert {f"SDPA flash, {form} bf16" for form in ("grouped", "folded", "causal")} < torchs
     printed = capsys.readouterr().out
     assert "Attention of 8/2 heads of 64, one query" in printed and "24 queries" in printed
@@ -60,7 +62,7 @@ def test_every_cell_is_checked_and_timed(
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_wrong_result_is_found(dtype: torch.dtype, queries: int) -> None:
     """A scale that is off by a tenth, a slot that is left out, values of another head."""
-    data = Data(Cell(HEADS, 2, queries, 90), Setting(1, 1, dtype))
+    data = Data(Shape(HEADS, 2, queries, 90), Setting(1, 1, dtype))
     right = data.ours("q8_0")
     assert data.worst(right) <= 1
     q, (k, v) = data.q.to(dtype), data.caches("q8_0")[0]
@@ -78,7 +80,7 @@ def test_a_wrong_result_is_found(dtype: torch.dtype, queries: int) -> None:
 
 
 def test_nan_is_wrong() -> None:
-    data = Data(Cell(HEADS, 1, 1, 40), ON_CPU)
+    data = Data(Shape(HEADS, 1, 1, 40), ON_CPU)
     shape = (1, HEADS.heads, 1, HEADS.size)
     right = data.ours("f32")
     wrong = Variant("", "f32", lambda i: torch.full(shape, torch.nan), as_it_is, Rounds())
@@ -87,7 +89,7 @@ def test_nan_is_wrong() -> None:
 
 def test_what_a_device_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that raises, and copies of keys that would be too large."""
-    data = Data(Cell(HEADS, 1, 1, 40), ON_CPU)
+    data = Data(Shape(HEADS, 1, 1, 40), ON_CPU)
     monkeypatch.setattr(sdpa, "backends", lambda q, slots, form: ["flash", "efficient"])
     found = [*data.peers(torch.float32, compile=False)]
     assert [name for name, variant, _ in found if variant is None] == [
@@ -104,9 +106,8 @@ def test_what_a_device_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_slow_variants_have_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that was interrupted in its first call."""
     seconds = iter([1.0, SLOW + 1, SLOW + 9, 2.0, SLOW + 2, SLOW + 3, SLOW + 1, SLOW])
-    monkeypatch.setattr(attention, "wall_clock", lambda call: next(seconds))
-    variants = {n: Variant(n, "", lambda i: torch.ones(1), as_it_is, Rounds()) for n in "abcd"}
-    found = slow_ones(variants)
+    monkeypatch.setattr(runner, "wall_clock", lambda call: next(seconds))
+    found = slow_ones({n: Way(n, lambda i: None) for n in "abcd"})
     assert [*found] == ["b"] and (found["b"].median, found["b"].count) == (SLOW + 2, FEW)
 
 
@@ -121,24 +122,24 @@ def test_the_mask_of_ggml() -> None:
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("format", ["f32", "f16", "q8_0"])
 def test_ggml_reads_our_caches(format: str, queries: int) -> None:
-    data = Data(Cell(HEADS, 2, queries, 90), Setting(threads=1, cold_bytes=1 << 20))
+    data = Data(Shape(HEADS, 2, queries, 90), Setting(threads=1, cold_bytes=1 << 20))
     variant = data.of_ggml(format)
     assert len(data.caches(format)) > 1 and data.worst(variant) <= 1
 
 
 def test_operations_of_a_cell() -> None:
     """A query sees the filled slots, those before it in the prefill, and its own."""
-    decode, prefill = Cell(HEADS, 3, 1, 100), Cell(HEADS, 1, 4, 10)
+    decode, prefill = Shape(HEADS, 3, 1, 100), Shape(HEADS, 1, 4, 10)
     assert decode.flops == 4 * 3 * 8 * 64 * 100
     assert prefill.flops == 4 * 8 * 64 * (7 + 8 + 9 + 10)
     assert decode.cache_bytes("q8_0") == 2 * 3 * 2 * 100 * 68
-    wanted = cells(HEADS, (2, 8), (100, 200), 16, (0, 50))
+    wanted = shapes(HEADS, (2, 8), (100, 200), 16, (0, 50))
     assert [(c.batch, c.queries, c.slots) for c in wanted][3:] == [
         (8, 1, 200),
         (2, 16, 16),
         (2, 16, 66),
     ]
-    assert len(cells(HEADS, (1,), (100,), 0, (0, 50))) == 1
+    assert len(shapes(HEADS, (1,), (100,), 0, (0, 50))) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,23 +163,24 @@ def test_a_strategy_is_that_of_the_op() -> None:
     """Passed on, and named in the rows."""
     options = ["attention", "--quick", "--threads", "1", "--batch", "1", "--context", "70"]
     with pytest.raises(ValueError, match="strategy"):
-        [*run_attention(parse([*options, "--strategy", "no such"]))]
+        [*attention.run(Run(parse([*options, "--strategy", "no such"])))]
     args = parse([*options, "--strategy", "attention_tile", "--prefill", "0"])
-    ours = [r["system"] for r in run_attention(args) if r.get("is_ours")]
+    ours = [r["variant"] for r in attention.run(Run(args)) if r.get("is_ours")]
     assert ours == ["metalmm attention_tile f32", "metalmm attention_tile q8_0"]
 
 
 def test_too_large_a_cache_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.ops.attention.MOST_BYTES", {"cpu": 1})
-    found = [*run_attention(parse(["attention", "--quick", "--threads", "1"]))][1:]
+    found = [*attention.run(Run(parse(["attention", "--quick", "--threads", "1"])))][1:]
     assert {r["kind"] for r in found} == {"skipped"} and found[0]["what"] == "batch 1, 1 of 70"
 
 
 def test_a_wrong_variant_has_a_row_without_times() -> None:
-    record = {"kind": "attention", "system": "a", "batch": 1, "queries": 1, "slots": 8}
-    record |= {"heads": str(HEADS), "bytes": 1e6, "worst": 3.0, "ok": False}
-    (table,) = all_tables([record])
-    assert table.rows == [["a", "1", "8", "1.00", "WRONG", *["–"] * 5, "300 %"]]
+    record = {"kind": "attention", "variant": "a", "batch": 1, "queries": 1, "slots": 8}
+    record |= {"title": "t", "bytes": 1e6, "worst": 3.0, "ok": False}
+    other = record | {"variant": "b", "ok": True, "us": 2.0, "us_q1": 1.0, "us_q3": 3.0}
+    (table,) = cell_tables([record, other], "attention")
+    assert table.rows[0] == ["a", "1", "8", "1.00", "WRONG", "–", "300 %"]
 
 
 def test_counts_of_a_list() -> None:

@@ -1,19 +1,20 @@
-"""`python -m bench cache`: bytes are counted, answers compared, and processes watched."""
+"""`python -m bench cache`: bytes are counted, answers compared."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.__main__ import main, parse
-from bench.models import cache_cost, growth, llamas
-from bench.report.cache_tables import all_tables
-from torch_metalmm import PackedCache, formats
+from bench.__main__ import main
+from bench.models import cache_cost
+from bench.options import parse
+from bench.report.models import model_tables
+from bench.runner import Run
+from torch_metalmm import formats
 from torch_metalmm.hf.caches import pair_of
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -29,10 +30,7 @@ def test_bytes_of_a_context(name: str) -> None:
     assert found["sizes"] == {str(slots): slots * token for slots in cache_cost.SLOTS}
 
 
-def test_a_run_has_all_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cache_cost, "GROWN", ("q8_0/q8_0",))
+def test_a_run_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl"
     options = ("--quick", "--threads", "1", "--json", str(out), "--formats", "f32,q4_0/q4_0")
     assert main(["cache", *options]) == 0
@@ -43,42 +41,7 @@ def test_a_run_has_all_parts(
     assert exact["perplexity"] == pytest.approx(dynamic["perplexity"], rel=1e-5)
     assert exact["same_top"] == 1 and exact["equal"] == dynamic["equal"]
     assert 0.01 < rounded["divergence"] < 1 and 0.5 < rounded["same_top"] < 1
-    (grown,) = [r for r in records if r["kind"] == "cache-growth"]
-    shape = growth.SHAPE
-    token = 2 * shape.layers * shape.kv_heads * formats.get("q8_0").row_bytes(shape.head_size)
-    assert grown["cache_bytes"] == 256 * token and grown["growth"] > 0
     assert "kB a token" in capsys.readouterr().out
-
-
-def test_a_process_grows_by_what_it_touches() -> None:
-    """64 MB that are written, in a process of its own."""
-    program = (
-        "import torch\nfrom bench.models import growth\nbefore = growth.resident(False)\n"
-        "x = torch.ones(1 << 24)\ny = growth.resident(True)\ndel x\n"
-        "print(y - before, growth.resident(True) - y)"
-    )
-    done = subprocess.run(
-        [cache_cost.sys.executable, "-c", program],
-        cwd=cache_cost.ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    grown, later = map(int, done.stdout.split())
-    # The kernel counts pages in batches, so a figure may be off by some of them.
-    assert 1 << 26 <= grown < 1 << 27 and abs(later) < 1 << 20
-
-
-def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cache_cost.grown("no such format", 8, "cpu")
-    assert found["kind"] == "skipped" and not found["ok"] and "no such format" in found["why"]
-
-
-def test_a_cache_of_each_name() -> None:
-    config = llamas.SHAPES["tiny"].config()
-    assert type(growth.cache_of("dynamic", config)).__name__ == "DynamicCache"
-    packed = growth.cache_of("q4_0", config)
-    assert isinstance(packed, PackedCache) and packed.format == "f16/q4_0"
 
 
 def test_tokens_before_the_first_difference() -> None:
@@ -93,17 +56,18 @@ def test_a_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError("no demo model: pip install it")
 
     monkeypatch.setattr(cache_cost, "demo_model", missing)
-    monkeypatch.setattr(cache_cost, "GROWN", ())
-    found = [*cache_cost.run(cache_cost.PARTS, ["f16"], True, "cpu", print)]
+    found = [
+        *cache_cost.run(Run(parse(["cache", "--quick", "--formats", "f16", "--device", "cpu"])))
+    ]
     assert found[1:] == [{"kind": "skipped", "what": "SmolLM2", "why": "pip install it"}]
 
 
 def test_parts_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "--parts", "bytes", "--formats", "q8_0", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert "kB a token" in printed and "growth" not in printed
+    assert "kB a token" in printed and "perplexity" not in printed
     assert main(["cache", "--parts", "bytes,all", "--device", "cpu"]) == 2
-    assert "'all'; must be of bytes, quality, growth" in capsys.readouterr().err
+    assert "'all'; must be of bytes, quality" in capsys.readouterr().err
 
 
 def test_every_default_format_fits_the_models() -> None:
@@ -116,7 +80,7 @@ def test_every_default_format_fits_the_models() -> None:
 
 def test_a_table_without_f16() -> None:
     record: dict[str, Any] = {"kind": "cache-bytes", "format": "q8_0", "token": 1000.0}
-    (table,) = all_tables([record | {"sizes": {"8192": 8e6}}])
+    (table,) = model_tables([record | {"sizes": {"8192": 8e6}}])
     assert table.columns[2] == "GB of 8k tokens" and table.rows == [
         ["q8_0", "1.00", "0.00800", "–"]
     ]

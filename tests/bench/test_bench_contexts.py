@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from bench.__main__ import main, parse
+from bench.__main__ import main
 from bench.devices import CPU
 from bench.models import contexts, filled, llamas
 from bench.models.filled import PIECE, Constant, Evaluated, Growing, random_rows
 from bench.models.systems import Static, counts
+from bench.options import parse
+from bench.runner import Run
 from torch_metalmm import PackedCache, fuse_
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -53,7 +55,7 @@ def test_every_cache_is_checked_and_timed(
     assert max(r["error"] for r in found[4:]) < 1e-3
     assert max(dense["error"], dynamic["error"], exact["error"]) < 1e-5
     assert all(r["ok"] and r["ms"] > 0 for r in found) and "gain" not in dynamic
-    assert exact["gain"][1] > 0 and rounded["attention_launches"] == TINY.layers
+    assert exact["gain"] > 0 and rounded["attention_launches"] == TINY.layers
     assert "packed_launches" not in found[0] and dense["packed_launches"] == 0
     assert "ms after 24" in capsys.readouterr().out
 
@@ -122,9 +124,9 @@ def test_a_wrong_cache_is_found(source: llamas.Source, packed: Any) -> None:
     """Rows of another layer: the error is none of rounding."""
     wanted, growing = contexts.Wanted(source), make_caches(packed)["sdpa"]
     growing.extend(20)
-    assert wanted.error(contexts.Entry(growing, packed), 20) < 1e-5
+    assert wanted.error(growing, packed, 20) < 1e-5
     growing.cache.layers.reverse()
-    assert wanted.error(contexts.Entry(growing, packed), 20) > 1e-3
+    assert wanted.error(growing, packed, 20) > 1e-3
 
 
 @pytest.mark.parametrize("is_large", [False, True])
@@ -138,7 +140,7 @@ def test_rounding_of_a_cache_is_no_error(
         make = partial(PackedCache, packed.config, held)
         system = Growing("", packed, False, make, "metalmm", name)
         system.extend(30)
-        error = wanted.error(contexts.Entry(system, packed), 30)
+        error = wanted.error(system, packed, 30)
         assert error < most if most else error > 1e-3
 
 
@@ -187,9 +189,9 @@ def test_the_defaults_of_contexts(tmp_path: Path) -> None:
 
 
 def test_compiled_models_are_not_measured_by_context() -> None:
-    args = SimpleNamespace(compile=True)
+    args = parse(["tokens", "--cache", "f16", "--compile", "--device", "cpu"])
     with pytest.raises(ValueError, match="--compile: not with --cache"):
-        [*contexts.run(args, CPU, torch.float32, print)]
+        [*contexts.run(Run(args))]
 
 
 def test_llama_cpp_takes_the_cache_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +210,10 @@ def test_llama_cpp_takes_the_cache_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(contexts.Reference, "error", lambda *_: 0.01)
     source: Any = SimpleNamespace(vocabulary=99, is_large=True)
     args = SimpleNamespace(contexts=(8,), new_tokens=2, threads=1, cache=["q8_0", "mxfp4"])
-    builder = contexts.Builder(source, args, CPU, torch.float32, Path(), print)
+    builder = contexts.ContextBuilder(source, args, CPU, torch.float32, Path())
     entries = [*builder.peers("q4_0", torch.nn.Module())]
-    assert loaded == ["f16", "q8_0"] and [e.error for e in entries] == [0.01, 0.01]
+    assert loaded == ["f16", "q8_0"] and len(entries) == 2
+    assert [*builder.errors.values()] == [0.01]
     monkeypatch.setattr(contexts.llama_cpp_model, "missing", lambda *_: "not here")
     assert [*builder.peers("q4_0", torch.nn.Module())] == []
     assert builder.skipped[0]["what"] == "llama.cpp q4_0"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.ops.experts import Cell, Sizes
+from bench.ops.experts import Data, Sizes
 from bench.problem import Setting
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -21,23 +21,24 @@ def test_a_token_and_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["experts", "--formats", "q4_0,q8_0", "--markdown", *options]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     cells = [r for r in records if r["kind"] == "experts"]
-    assert [(r["format"], r["tokens"]) for r in cells] == [
-        (name, count) for name in ("q4_0", "q8_0") for count in (1, 16)
+    ways = {1: ["swiglu", "down"], 16: ["swiglu", "down", "experts", "same_work", "one_expert"]}
+    assert [(r["format"], r["tokens"], r["variant"]) for r in cells] == [
+        (name, count, way) for name in ("q4_0", "q8_0") for count in (1, 16) for way in ways[count]
     ]
-    for r in cells:
-        assert r["ok"] and r["swiglu_us"] > 0 and r["down_us"] > 0 and r["roof_gbs"] > 0
-        assert ("of_same_work" in r) == ("of_one_expert" in r) == (r["tokens"] == 16)
+    assert all(r.get("ok", True) and r["us"] > 0 for r in cells)
+    assert all(("of_same_work" in r) == (r["variant"] == "experts") for r in cells)
     token = cells[0]
     chosen = 2 * 128 * (256 // 32 * 18)  # two experts of 128 rows of 256 values
-    assert token["swiglu_gbs"] == pytest.approx(chosen / token["swiglu_us"] / 1e3)
+    assert token["gbs"] == pytest.approx(chosen / token["us"] / 1e3, rel=1e-3)
     assert "linear of the same work" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["swiglu", "down"])
 def test_a_wrong_product_is_found(name: str) -> None:
-    cell = Cell(Sizes(4, 2, 64, 256), "q8_0", 3, Setting(threads=1, cold_bytes=1))
-    calls = cell.calls()
-    assert cell.worst(calls) <= 1 < cell.worst(calls | {name: lambda i: 1.01 * calls[name](i)})
+    data = Data(Sizes(4, 2, 64, 256), "q8_0", 3, Setting(threads=1, cold_bytes=1))
+    call = data.calls()[name]
+    assert data.check(name, call)["ok"]
+    assert not data.check(name, lambda i: 1.01 * call(i))["ok"]
 
 
 @pytest.mark.parametrize("text", ["8x2x64", "8x2x0x256", "axbxcxd"])

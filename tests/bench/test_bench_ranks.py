@@ -12,6 +12,7 @@ from bench.__main__ import main
 from bench.devices import Device
 from bench.models import ranks
 from bench.options import parse
+from bench.runner import Run
 
 
 @pytest.mark.usefixtures("own_threads")
@@ -80,6 +81,6 @@ def test_what_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -
 def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     args = parse(["tokens", "--device", "cuda", "--tp", "2", "--models", "tiny"])
-    gpu = Device("cuda")
+    monkeypatch.setattr("bench.runner.Device.named", lambda name: Device(name))
     with pytest.raises(ValueError, match="--tp 2: 1 GPUs; --one-device"):
-        next(ranks.run(args, gpu, torch.float16, print))
+        next(ranks.run(Run(args)))

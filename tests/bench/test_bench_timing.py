@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-import bench.__main__ as main
 import bench.devices as devices
+from bench import options
 from bench.devices import ROW_SECONDS, Device
-from bench.ops.matrix_ops import matmul
+from bench.ops.matrix_ops import bound_of
 from bench.problem import Problem, Setting
-from bench.report.report import full_tables, summary_tables
+from bench.report.report import cell_tables, pivots
 from bench.shapes import NAMED
 from bench.tables import digits, percent
 from bench.timing import interleave
@@ -72,13 +72,13 @@ def test_a_mac_is_measured_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for why, default in (("", "mps"), ("not in this build", "cpu")):
         monkeypatch.setattr(devices, "absence", lambda _, why=why: why)
         for command in ([], ["--quick"], ["roof"], ["tokens"], ["matrix-ops", "gemv", "8", "32"]):
-            assert main.parse(command).device == default
+            assert options.parse(command).device == default
             if command[:1] != ["--quick"]:
-                assert main.parse([*command, "--device", "cpu"]).device == "cpu"
+                assert options.parse([*command, "--device", "cpu"]).device == "cpu"
         for command in ("quality", "op-overhead"):
-            assert main.parse([command]).device == "cpu"
+            assert options.parse([command]).device == "cpu"
     with pytest.raises(SystemExit):
-        main.parse(["quality", "--device", "mps"])
+        options.parse(["quality", "--device", "mps"])
 
 
 def test_an_absent_device_is_named_as_by_the_doctor() -> None:
@@ -110,11 +110,20 @@ def test_digits_are_significant(sign: str, value: float, text: str) -> None:
 
 def test_small_numbers_of_a_table_are_not_zero() -> None:
     """14.5 µs in a column of ms; a peer 70 times slower; 0.3 % of a roof."""
-    cell = {"kind": "matmul", "variant": "v", "n": 8, "k": 8, "m": 1, "ok": True, "error": 1e-7}
+    cell = {
+        "kind": "matmul",
+        "title": "t",
+        "variant": "v",
+        "n": 8,
+        "k": 8,
+        "m": 1,
+        "ok": True,
+        "error": 1e-7,
+    }
     cell |= {"us": 14.5, "us_q1": 14.5, "us_q3": 14.5, "speedup": 0.0145}
     cell |= {"gbs": 0.0456, "percent_read": 0.31, "gflops": 0.02, "percent_peak": 4.4}
-    (summary,), (full,) = summary_tables([cell]), full_tables([cell])
-    assert summary.rows[0][1:6] == ["0.0145", "0.0456", "0.3 %", "0.0200", "4 %"]
+    (summary,), (full,) = pivots([cell], "matmul", "m"), cell_tables([cell], "matmul")
+    assert summary.rows[0][1:6] == ["14.5", "0.0456", "0.3 %", "0.0200", "4 %"]
     assert "0.0145×" in full.rows[0] and percent(0.0) == "0 %" and percent(99.6) == "100 %"
 
 
@@ -141,15 +150,15 @@ def test_the_bound_of_a_product(
     shape = NAMED["tiny"]
     problem = Problem(shape, Setting(1, 1, dtype, Device(device)))
     m = 1 if operation == "gemv" else 64
-    found = matmul(operation, m, problem, "q4_0")
+    exact, bound = bound_of(operation, m, problem, "q4_0")
     w = problem.decoded(problem.packed("q4_0"), "q4_0")
     size = problem.x(m).to(dtype).double().abs() @ w.abs().t()
     sums = 8 * math.sqrt(shape.k + 2) * 2.0**-24 * size
     error = sums + (2.0**-11 * size if is_rounded else 0)
     digits_of = {torch.float16: 11, torch.float32: 24}[dtype]
-    stored = error + 2.0**-digits_of * (found.exact.abs() + error)
+    stored = error + 2.0**-digits_of * (exact.abs() + error)
     stored += torch.finfo(dtype).smallest_normal
-    torch.testing.assert_close(found.bound, stored, rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(bound, stored, rtol=1e-9, atol=0.0)
 
 
 def _ignoring_mps(to: object) -> object:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench.__main__ import main, parse
+from bench.__main__ import main
 from bench.devices import CPU
 from bench.models import llamas, shares
 from bench.models.systems import Packed, Static, Transformers
 from bench.models.tokens import Builder, Entry
-from bench.ops.norm import Cell
+from bench.ops.norm import Data
+from bench.options import parse
 from bench.peers import llama_cpp_model, mlx_model
 from bench.problem import Setting
-from bench.report.token_tables import all_tables
+from bench.report.models import model_tables
 from bench.shapes import parse_shape
 from torch_metalmm import _C, QuantLinear, formats
 from torch_metalmm.nn.activations import set_activations
@@ -73,19 +74,23 @@ def test_layers_of_tiny_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["q4_0", "affine4_g64"])
 def test_a_norm_before_a_product(tmp_path: Path, format: str) -> None:
     found = records_of(tmp_path, "norm", "--formats", format, "--m", "1", "--shapes", "64x256")
-    (cell,) = [r for r in found if r["kind"] == "norm"]
-    assert cell["ok"] and cell["norm_ratio"] == sorted(cell["norm_ratio"])
-    assert all(cell[f"{name}_us"] > 0 for name in ("norm_linear", "norm_then_linear", "residual"))
+    cells = {r["variant"]: r for r in found if r["kind"] == "norm"}
+    assert len(cells) == 6 and all(r["us"] > 0 for r in cells.values())
+    for name in ("norm_linear", "residual"):
+        assert cells[name]["ok"]
+        of = [cells[name][f"of_two_ops{q}"] for q in ("_q1", "", "_q3")]
+        assert of == sorted(of)
 
 
 def test_a_wrong_norm_is_found() -> None:
     """A weight that is off by a percent, and a residual that is not added."""
-    cell = Cell(parse_shape("64x256"), "q8_0", 1, Setting(threads=1, cold_bytes=1))
-    calls = cell.calls()
-    assert cell.worst(calls) <= 1 < cell.worst(calls | {"residual": calls["linear"]})
+    data = Data(parse_shape("64x256"), "q8_0", 1, Setting(threads=1, cold_bytes=1))
+    calls = data.calls()
+    assert all(data.check(name, calls[name])["ok"] for name in ("norm_linear", "residual"))
+    assert not data.check("residual", calls["linear"])["ok"]
     given = calls["norm_linear"](0)
-    cell.g = cell.g * 1.01
-    assert cell.worst(calls | {"norm_linear": lambda i: given}) > 1
+    data.g = data.g * 1.01
+    assert not data.check("norm_linear", lambda i: given)["ok"]
 
 
 def test_a_cache_of_constant_size_gives_the_same_logits(packed: Any) -> None:
@@ -252,7 +257,7 @@ def test_tables_of_records_without_parts() -> None:
     peer |= rates | {"ok": True, "error": 1e-3}
     other = peer | shares.Shares().record() | {"ms": 3.0, "ms_q1": 2.0, "ms_q3": 4.0}
     other |= {"context": 32, "host_ms": 1.0, "device": "mps"}
-    first, second = all_tables([peer, other])
+    first, second = model_tables([peer, other])
     assert [row[0] for row in first.rows] == ["a", "a"] and len(second.rows) == 1
     assert second.rows[0][:4] == ["a", "3.00", "2.00–4.00", "–"]
 

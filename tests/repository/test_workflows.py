@@ -12,7 +12,7 @@ import pytest
 import yaml
 from places import ROOT
 
-import bench.__main__ as bench
+from bench import options
 from torch_metalmm.tools import cli
 from torch_metalmm.tools.doctor.report import LIMIT
 
@@ -120,7 +120,7 @@ def test_the_page_for_mac_owners_names_what_exists() -> None:
             assert cli._parser().parse_args(arguments).device == "mps"
         else:
             assert [name, *arguments[:2]] == ["python", "-m", "bench"]
-            assert bench.parse(arguments[2:]).command == "matmul"
+            assert options.parse(arguments[2:]).command == "matmul"
     doctor = (ROOT / "torch_metalmm/tools/doctor/report.py").read_text()
     child = (ROOT / "torch_metalmm/tools/doctor/child.py").read_text()
     for verdict, text in (("HANGS", doctor), ("DIES", doctor), ("FAIL", child), ("skip", child)):
