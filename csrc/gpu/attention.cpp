@@ -24,11 +24,11 @@ at::Tensor decoded(const Engine& e, const at::Tensor& rows, const Format& format
 }
 
 // Rows of a cache whose values lie side by side, where shaders can read them.
-at::Tensor readable(const at::Tensor& rows, const Format& format) {
+at::Tensor readable(const at::Tensor& rows, int64_t alignment) {
   const int64_t size = rows.element_size();
-  const auto aligned = [&](int64_t elements) { return elements * size % format.alignment == 0; };
+  const auto aligned = [&](int64_t elements) { return elements * size % alignment == 0; };
   const bool fits = rows.stride(3) == 1 && aligned(rows.stride(0)) && aligned(rows.stride(1)) &&
-                    aligned(rows.stride(2)) && alignment_of(rows) % format.alignment == 0;
+                    aligned(rows.stride(2)) && alignment_of(rows) % alignment == 0;
   return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
@@ -45,7 +45,8 @@ struct Call {
     operands[kSlotX] = q.contiguous();
     if (length.has_value()) operands[kSlotIds] = *length;
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
-    set_cache(readable(keys, shape.cache.keys), readable(values, shape.cache.values));
+    const int64_t alignment = std::max(shape.cache.keys.alignment, shape.cache.values.alignment);
+    set_cache(readable(keys, alignment), readable(values, alignment));
     if (options.mask.has_value()) set_mask(*options.mask);
     if (options.sinks.has_value()) set_sinks(*options.sinks, q.scalar_type());
   }

@@ -105,18 +105,19 @@ struct Call {
 };
 
 // Whether rope_append writes this cache: formats that it has, of which a shader finds every row at
-// an address that it can write.
+// an address that it can write: keys and values have one alignment, the larger.
 bool is_written_by_a_kernel(const at::Tensor& keys, const at::Tensor& values,
                             const CacheShape& shape) {
-  const auto fits = [](const at::Tensor& rows, const Format& f) {
-    bool out = alignment_of(rows) % f.alignment == 0 && rows.stride(3) == 1;
+  const int64_t alignment = std::max(shape.keys.alignment, shape.values.alignment);
+  const auto fits = [=](const at::Tensor& rows) {
+    bool out = alignment_of(rows) % alignment == 0 && rows.stride(3) == 1;
     for (int64_t d = 0; d < 3; ++d) {
-      out = out && (rows.size(d) == 1 || rows.stride(d) * rows.element_size() % f.alignment == 0);
+      out = out && (rows.size(d) == 1 || rows.stride(d) * rows.element_size() % alignment == 0);
     }
     return out;
   };
   return is_pair_of_kernels(shape.keys, shape.values) && has_append(shape.values) &&
-         keys.numel() > 0 && fits(keys, shape.keys) && fits(values, shape.values);
+         keys.numel() > 0 && fits(keys) && fits(values);
 }
 
 // Rows [B, kv_heads, S, D] as those of the cache: packed, or of its dtype.

@@ -54,6 +54,16 @@ def test_every_strategy_computes_the_same(way: str, backend: Backend) -> None:
             attend(c, backend, way)
 
 
+def test_keys_of_f16_between_the_words_of_values(backend: Backend) -> None:
+    """Rows of keys begin at multiples of 2 bytes, those of values at multiples of 4."""
+    cache = layer((1, 1, 70, 64), 65, ("f16", "f32"))
+    wide = torch.zeros(1, 1, 70, 65, dtype=torch.float16)
+    wide[..., :64] = cache.keys
+    call = Call(activations(1, 2, 3, 64, seed="q"), replace(cache, keys=wide[..., :64]), Traits())
+    for strategy in STRATEGIES[:2]:
+        checked(call, backend, strategy, strategy)
+
+
 @pytest.mark.parametrize("length", [65, 200, 4097, 9000])
 def test_parts_of_a_long_context(length: int, backend: Backend) -> None:
     """Lengths at which parts are longer than the shortest, and shorter than the cache."""
