@@ -41,9 +41,9 @@ def _columns(item: pytest.Function) -> dict[str, str]:
 
 
 def _shown(item: pytest.Function) -> frozenset[Hashable]:
-    """The values and the pairs of values of a case."""
+    """The values and the pairs of values of a case, and that its test runs."""
     columns = _columns(item)
-    shown: set[Hashable] = set(columns.items())
+    shown: set[Hashable] = {"runs", *columns.items()}
     if item.callspec.params.get("backend") is DESCENDING:
         return frozenset(shown)
     if "name" in columns:
