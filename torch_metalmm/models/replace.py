@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from .. import formats
 from ..nn import QuantEmbedding, QuantLinear
 from ..nn.embedding import embedding_scale
-from .code import reads
 from .experts import Stack
-from .trial import weights_read
+from .trial import reads, weights_read
 
 # Linear layers in all but name: transformers' classes that compute x · W (Conv1D), x · Wᵀ + bias.
 _LINEAR_CLASSES = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..nn.experts import DOWN, MERGED, UNGATED, QuantExperts
 from ..nn.gate import ACTIVATIONS, SWIGLU_OAI, Gate
-from .fuse.draw import normal
+from .fuse.runs import normal
 
 _TOKENS, _CHOSEN = 4, 2
 _SCALES = (0.5, 100.0)  # of x: gates about 1, where activations differ, and beyond every limit

@@ -8,10 +8,11 @@ attention, SAM's tokens, RWKV's rescaling. The code of each class says whether a
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from .code import reads
 
 # Their reads of weights are of layers of torch's own, or fill new ones.
 _NO_MODELS = ("torch.", "transformers.modeling_utils", "transformers.pytorch_utils")
@@ -173,3 +172,13 @@ _MAKERS: dict[str, Callable[[Any], Tensor]] = {
     "input_labels": lambda config: torch.zeros(1, 1, 1, dtype=torch.int64, device="meta"),
     "input_boxes": lambda config: torch.zeros(1, 1, 4, device="meta"),
 }
+
+
+def reads(code: CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
+    """(owner, use) of each read of `owner.weight`: what was loaded before, and what comes next."""
+    if "weight" not in code.co_names:
+        return
+    steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    for owner, weight, use in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
+        if weight.opname == "LOAD_ATTR" and weight.argval == "weight":
+            yield owner, use

@@ -57,7 +57,7 @@ def test_the_form_of_an_mlp_is_not_timed() -> None:
 def misunderstood(mesh: Any) -> tuple[int, int]:
     """The fused layers, where one rank understands no first layer."""
     from torch_metalmm.models.fuse import layers
-    from torch_metalmm.models.fuse.unknown import Unknown
+    from torch_metalmm.models.fuse.runs import Unknown
 
     understood, calls = layers.recipe_of, []
 

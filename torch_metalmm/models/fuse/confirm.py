@@ -30,9 +30,8 @@ from ...nn import QuantLinear
 from ...nn.fused import GatedMLP, SwiGLU
 from ...nn.layer import FusedLayer
 from ...nn.sharded import everywhere
-from .draw import normal
-from .merge import evaluating
 from .observe import Seen, copy_of
+from .runs import evaluating, normal
 
 _STAGES = 10
 _ERROR = 2.0**-8

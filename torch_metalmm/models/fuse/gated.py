@@ -12,8 +12,7 @@ from ...nn import QuantLinear
 from ...nn.fused import GatedMLP, Roles, SwiGLU, plain, unhooked
 from ...nn.gate import ACTIVATIONS
 from ...nn.sharded import ColumnsLinear
-from .draw import normal
-from .merge import evaluating
+from .runs import evaluating, normal
 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:

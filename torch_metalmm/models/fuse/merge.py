@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...nn import QuantLinear
 from ...nn.fused import MergedLinear
-from .draw import normal
 from .read import groups_of_one_input
+from .runs import evaluating, normal
 
 _Outcome = tuple[str, list[Tensor]]  # an exception in words, or the tensors that came out
 
@@ -129,15 +129,3 @@ def _close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool((a - b).float().norm() <= 0.01 * b.float().norm())
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in eval mode; every training flag is put back."""
-    training = [(m, m.training) for m in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for m, was_training in training:
-            m.training = was_training

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...nn.fused import unhooked
 from ...nn.recipe import Norm
-from .draw import normal
+from .runs import normal
 
 _U = 2.0**-24
 _OFFSETS = (0.0, 1.0)

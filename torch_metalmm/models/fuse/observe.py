@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .draw import numbers
-from .merge import evaluating
+from .runs import evaluating, numbers
 
 _LENGTH = 5  # tokens of a prompt
 

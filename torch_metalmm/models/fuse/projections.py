@@ -14,7 +14,7 @@ from ...nn.fused import LinearPart, MergedLinear
 from ...nn.recipe import Norm, tables
 from .norms import as_norm
 from .observe import Call, Seen
-from .unknown import Unknown
+from .runs import Unknown
 
 _rope = torch.ops.metalmm.rope.default
 _rms_norm = torch.ops.metalmm.rms_norm.default

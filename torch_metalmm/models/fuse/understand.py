@@ -19,7 +19,7 @@ from ...nn.recipe import Attend, Norm, Output, Recipe
 from .norms import as_norm
 from .observe import Attention, Call, Seen, is_angles
 from .projections import projections_of
-from .unknown import Unknown
+from .runs import Unknown
 
 _PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
 
