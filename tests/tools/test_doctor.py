@@ -67,6 +67,10 @@ def test_the_report_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(verdicts.values()) <= {"ok", "skip"}
     speed = re.search(r"^speed of q4_k.*; ([\d.]+) GB/s of weights, (\d+)% of a copy's", out, re.M)
     assert speed and float(speed[1]) > 0
+    loaded = re.search(
+        r"^loading a mapped file .*; ([\d.]+) GB/s, ([\d.]+) of the bytes", out, re.M
+    )
+    assert loaded and float(loaded[1]) > 0 and 0.9 < float(loaded[2]) < 2.5
     for words in ("N=97", "f16 float16 M=65 N=97 K=1061", "rows beyond 4 GiB", "20 tokens"):
         assert words in out
 
@@ -78,7 +82,7 @@ def test_wrong_results_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "import sys, torch; from torch_metalmm import _C;"
         "from torch_metalmm.tools.doctor.child import *;"
         "torch.full((1 << 20,), 1e30); _C.install_recorder();"  # what empty() may find again
-        "large = ('GiB', 'speed', 'tokens');"
+        "large = ('GiB', 'loading', 'speed', 'tokens');"
         "serve([s for s in steps('cpu') if not any(word in s[0] for word in large)],"
         "int(sys.argv[-1]))"
     )

@@ -20,7 +20,7 @@ from .compare import (
     random,
     worst,
 )
-from .large import beyond_4_gib, generation, speed
+from .large import beyond_4_gib, generation, loading, speed
 
 _FORMATS = ("f16", "q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs", "mxfp4", "affine4_g64")
 
@@ -171,6 +171,7 @@ def checks(device: str) -> Iterator[Check]:
     yield _threads(device)
     if device == "mps":
         yield _signposts()
+    yield loading(device)
     yield beyond_4_gib(device)
     yield generation(device)
     yield speed(device)

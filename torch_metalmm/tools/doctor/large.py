@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import formats
+from ...nn.place import place
 from .compare import Check, Found, Prepared, Skipped, compare, exactly, packed_and_decoded, random
 
 _FAR = 1 << 32  # bytes, where a 32-bit offset begins anew
@@ -156,6 +160,53 @@ def _seconds(call: Callable[[int], object], device: str) -> float:
     while sample(count) * count < _SAMPLE_SECONDS:
         count *= 2
     return median(sample(count) for _ in range(5))
+
+
+def _peak() -> int:
+    """The most bytes of memory that the process has had at once."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def loading(device: str) -> Check:
+    """Packed rows of a mapped file to the memory of the device: GB/s, and the process's growth.
+
+    One copy is the least, and all where the pages of the file are let go of. On a CPU, whose ops
+    read such rows where they lie, it is a copy for comparison. The growth is of the process's peak:
+    no check before this one may take as much.
+    """
+    n, k, at_once = 1 << 16, 4096, 64  # 151 MB
+
+    def prepare() -> Prepared:
+        packed, w = packed_and_decoded("q4_k", at_once, k)
+        file = tempfile.NamedTemporaryFile()  # noqa: SIM115  # until the result is judged
+        for _ in range(n // at_once):
+            file.write(packed.numpy().tobytes())
+        file.flush()
+        size, seconds, grown = n * packed.shape[1], [], []
+
+        def call() -> Tensor:
+            before, start = _peak(), time.perf_counter()
+            rows = torch.from_file(file.name, size=size, dtype=torch.uint8).view(n, -1)
+            rows = rows.clone() if device == "cpu" else place(rows, device)
+            if device != "cpu":
+                getattr(torch, device).synchronize()
+            seconds.append(time.perf_counter() - start)
+            grown.append(_peak() - before)
+            y: Tensor = torch.ops.metalmm.dequantize(rows[-at_once:], "q4_k")
+            return y
+
+        def judge(y: Tensor) -> Found:
+            file.close()
+            found = exactly(y, w)
+            note = (
+                f"{size / min(seconds) / 1e9:.3g} GB/s, {max(grown) / size:.2g} of the bytes more"
+            )
+            return Found(found.error, found.bound, "; ".join(filter(None, (found.note, note))))
+
+        return call, judge
+
+    return Check("loading a mapped file", prepare, heavy=True)
 
 
 def speed(device: str) -> Check:
