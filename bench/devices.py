@@ -13,7 +13,7 @@ import torch
 
 from torch_metalmm import _C
 from torch_metalmm.engines import absence, check_device
-from torch_metalmm.tools.chips import chosen
+from torch_metalmm.tools.cost_model import chosen
 
 from .machine import UNKNOWN_CACHE, cpu_name, last_level_cache
 from .timing import Call, Timed, wall_clock

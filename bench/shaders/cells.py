@@ -23,7 +23,7 @@ from typing import Any
 
 from torch_metalmm import _C
 from torch_metalmm.msl.build import LANGUAGE, ROOT, BuildError, zig
-from torch_metalmm.tools import chips as chip_model
+from torch_metalmm.tools import cost_model
 
 from ..tables import Table, replace_block, to_markdown
 from . import chips, ptx, token_chips
@@ -219,7 +219,7 @@ def markdown() -> str:
 
 
 def chip_counts() -> dict[str, Any]:
-    """The counts of torch_metalmm.tools.chips: issue cycles per weight, by strategy."""
+    """The counts of torch_metalmm.tools.cost_model: issue cycles per weight, by strategy."""
     strategies = ("gemv", "gemv_batched")
     found = measure([(strategy, dtype) for strategy in strategies for dtype in DTYPES])
     out: dict[str, Any] = {"batch": CONSTANTS["Batch"]}
@@ -236,12 +236,12 @@ def write() -> list[Path]:
     """Rewrites every committed figure that follows from the compiled loops; the files."""
     text = json.dumps(chip_counts(), indent=1)
     rows = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text)
-    chip_model.COUNTS.write_text(rows + "\n")
-    chip_model.counts.cache_clear()
+    cost_model.COUNTS.write_text(rows + "\n")
+    cost_model.counts.cache_clear()
     replace_block(RESULTS, "cells", markdown())
     replace_block(chips.PAGE, "chips", chips.markdown())
     replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.markdown())
-    return [chip_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE]
+    return [cost_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE]
 
 
 def print_(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """`python -m bench chips`: what the chip model predicts, beside what others have published.
 
-No figure here was measured by this project: the predictions are torch_metalmm.tools.chips', the
-published ones their authors'.
+No figure here was measured by this project: torch_metalmm.tools.cost_model makes the predictions,
+and the published ones are their authors'.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from statistics import linear_regression
 
 from torch_metalmm import _C
 from torch_metalmm.msl.build import ROOT
-from torch_metalmm.tools.chips import MODELS, Chip, predict, tokens_per_second
+from torch_metalmm.tools.cost_model import MODELS, Chip, predict, tokens_per_second
 
 from ..tables import Table, digits, percent, to_markdown
 

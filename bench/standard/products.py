@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_metalmm import _C, formats
-from torch_metalmm.tools.chips import Chip, predict
+from torch_metalmm.tools.cost_model import Chip, predict
 
 from ..devices import CPU, GPU_MAX_BURST, MIN_CALLS, ROW_SECONDS, Device
 from ..ops import matmul

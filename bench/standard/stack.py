@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch_metalmm import formats
-from torch_metalmm.tools.chips import Chip
+from torch_metalmm.tools.cost_model import Chip
 from torch_metalmm.tools.token_time import Model, token_time
 
 from ..devices import CPU

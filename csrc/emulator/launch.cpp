@@ -25,7 +25,7 @@ LibraryPointer find(const std::string& kernel) {
   return found->second;
 }
 
-// The encoder of encode.h: fills in a launch, and runs it when it is dispatched.
+// What encode() of plan/launch.h fills in: a launch, and runs it when it is dispatched.
 class Encoder {
  public:
   explicit Encoder(const EmulatorOptions& options) : in_(launch_with(options)) {}

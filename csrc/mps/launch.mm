@@ -51,7 +51,7 @@ Metal& metal() {
   return *made;
 }
 
-// The encoder of encode.h for one pass. Only messages that torch's recording encoder knows.
+// What encode() of plan/launch.h fills in, for one pass. Only messages that torch's recording encoder knows.
 class MetalEncoder {
  public:
   MetalEncoder(id<MTLComputeCommandEncoder> encoder, id<MTLComputePipelineState> pipeline)

@@ -12,7 +12,7 @@ from plan_cases import codecs
 from bench.__main__ import main
 from bench.shaders import cells, chips, ptx, token_chips
 from bench.tables import replace_block
-from torch_metalmm.tools import chips as chip_model
+from torch_metalmm.tools import cost_model
 
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "affine4")
 TWO_AND_THREE_BITS = ("q2_k", "affine2", "affine3")
@@ -168,18 +168,18 @@ def test_committed_figures_are_those_of_the_compiled_code(
 ) -> None:
     """`bench cells --write` makes the committed files again, from files that say something else."""
     pages = (chips.PAGE, token_chips.PAGE)
-    committed = (chip_model.COUNTS, cells.RESULTS, *pages)
+    committed = (cost_model.COUNTS, cells.RESULTS, *pages)
     written = [Path(shutil.copy(file, tmp_path)) for file in committed]
     written[0].write_text("{}")
     replace_block(written[1], "cells", "")
     replace_block(written[2], "chips", "")
     replace_block(written[3], token_chips.COMMAND, "")
-    monkeypatch.setattr(chip_model, "COUNTS", written[0])
+    monkeypatch.setattr(cost_model, "COUNTS", written[0])
     monkeypatch.setattr(cells, "RESULTS", written[1])
     monkeypatch.setattr(chips, "PAGE", written[2])
     monkeypatch.setattr(token_chips, "PAGE", written[3])
     assert main(["cells", "--write"]) == 0
-    chip_model.counts.cache_clear()
+    cost_model.counts.cache_clear()
     for file, other in zip(committed, written, strict=True):
         assert other.read_text() == file.read_text(), "run python -m bench cells --write"
 

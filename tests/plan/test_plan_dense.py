@@ -9,7 +9,7 @@ from plan_cases import DTYPES, strategies_used
 
 from torch_metalmm import _C, formats
 from torch_metalmm.tools import explain
-from torch_metalmm.tools.chips import predict
+from torch_metalmm.tools.cost_model import predict
 
 pytestmark = pytest.mark.quick
 

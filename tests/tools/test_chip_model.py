@@ -15,8 +15,15 @@ from bench.__main__ import main
 from bench.shaders import chips
 from bench.tables import read_block
 from torch_metalmm import _C, formats
-from torch_metalmm.tools import chips as chip_model
-from torch_metalmm.tools.chips import LAUNCH_US, Chip, Prediction, cost, predict, tokens_per_second
+from torch_metalmm.tools import cost_model
+from torch_metalmm.tools.cost_model import (
+    LAUNCH_US,
+    Chip,
+    Prediction,
+    cost,
+    predict,
+    tokens_per_second,
+)
 from torch_metalmm.tools.explain import explain
 
 # 3.5 cycles for one row of x and 1.25 for each further one, so that the cases below stay as they
@@ -30,7 +37,7 @@ COUNTS = {
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chip_model, "counts", lambda: COUNTS)
+    monkeypatch.setattr(cost_model, "counts", lambda: COUNTS)
     yield
 
 
@@ -168,7 +175,7 @@ def test_every_chip_and_format_has_a_prediction() -> None:
         for format in chips.FORMATS:
             # No faster than the weights of all products at nominal bandwidth.
             weights = sum(n * formats.get(format).row_bytes(k) * times
-                          for n, k, times in chip_model.MODELS["Llama 2 7B"])  # fmt: skip
+                          for n, k, times in cost_model.MODELS["Llama 2 7B"])  # fmt: skip
             rate = tokens_per_second(format, chip)
             assert 0 < rate < chip.bandwidth_gb_s * 1e9 / weights
 
@@ -183,7 +190,7 @@ def test_every_chip_and_format_has_a_prediction() -> None:
 )
 def test_models_have_their_parameters(model: str, parameters: int, not_in_products: int) -> None:
     """All but norms and, where it is not the output head, the embedding: one row a token."""
-    products = sum(n * k * times for n, k, times in chip_model.MODELS[model])
+    products = sum(n * k * times for n, k, times in cost_model.MODELS[model])
     assert products == parameters - not_in_products
 
 

@@ -21,8 +21,8 @@ from torch_metalmm.bench.models import llamas
 from torch_metalmm.bench.problem import Setting, Variant
 from torch_metalmm.bench.shapes import Shape
 from torch_metalmm.bench.standard import layers, products, record, run, show, stack
-from torch_metalmm.tools.chips import LAUNCH_US, REACHED, Chip
 from torch_metalmm.tools.cli import main
+from torch_metalmm.tools.cost_model import LAUNCH_US, REACHED, Chip
 from torch_metalmm.tools.token_time import MODELS, token_time
 
 Record = dict[str, Any]

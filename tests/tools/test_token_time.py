@@ -17,7 +17,7 @@ from bench.shaders import chips, token_chips
 from bench.tables import read_block
 from torch_metalmm import PackedCache
 from torch_metalmm.tools import token_time as model
-from torch_metalmm.tools.chips import Chip, predict
+from torch_metalmm.tools.cost_model import Chip, predict
 from torch_metalmm.tools.token_time import FORMS, MODELS, Model, token_time
 
 SMALL = Model(4096, 2, 14336, 32000, 32, 8)

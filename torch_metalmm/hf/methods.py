@@ -17,7 +17,7 @@ from ..models.shard.apply import whole_shape
 from ..nn import QuantEmbedding, QuantExperts, QuantLinear
 from ..nn.packed import Packed
 from ..nn.sharded import Sharded
-from .counts import of_weights
+from .num_parameters import of_weights
 
 _resize = PreTrainedModel.resize_token_embeddings
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from .. import _C, formats
-from .chips import DTYPE_BYTES, LAUNCH_US, REACHED, TORCH_REACHED, Chip, Prediction, cost
+from .cost_model import DTYPE_BYTES, LAUNCH_US, REACHED, TORCH_REACHED, Chip, Prediction, cost
 
 SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
@@ -202,6 +202,6 @@ def _prediction_lines(
          f" {2 * products / p.total / 1e6:.2f} TFLOP/s"),
     ]  # fmt: skip
     return [
-        "prediction (torch_metalmm.tools.chips: a model, nothing was measured on this chip)",
+        "prediction (torch_metalmm.tools.cost_model: a model, nothing was measured on this chip)",
         *(f"  {name:10} {us:9.1f} us  {note}" for name, us, note in rows),
     ]

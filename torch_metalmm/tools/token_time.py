@@ -1,10 +1,10 @@
-"""How long a token takes on a chip, in transformers at batch 1: a prediction, as of `chips`.
+"""How long a token takes on a chip, in transformers at batch 1: a prediction, as of cost_model.py.
 
     token   beside + wait + max(GPU, host)
     GPU     products + attention + PASS_US for each of our passes + OTHER_US for each other kernel
     host    layers x Python of a layer + OP_US for each other kernel + ENCODE_US for each of ours
 
-Products take the time that chips.py predicts, without its launches, and the context that of its
+Products take the time that cost_model.py predicts without its launches, the context that of its
 bytes: attention reads keys and values once, DynamicCache copies them in every token. The passes are
 those that plan() makes. The host encodes while the
 GPU computes, apart from what lies beside the layers: embedding, mask, positions, the choice of the
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from .. import _C, formats
 from ..hf.caches import pair_of
-from .chips import LAUNCH_US, REACHED, Chip, predict
+from .cost_model import LAUNCH_US, REACHED, Chip, predict
 
 FORMS = ("unfused", "fused", "gpu")
 

@@ -18,7 +18,7 @@ from ...files.folder import is_packed
 from ...files.staging import is_staging, staged
 from ...models.attach import quantized_by_another
 from ..config import stored_config
-from ..counts import of_weights
+from ..num_parameters import of_weights
 from .quantizer import attach, check_layers, forget
 
 _save = ModelMixin.save_pretrained
