@@ -153,7 +153,8 @@ Function find(const Key& key, uint64_t threadgroups) {
   return is_dense ? kernel.dense.function : kernel.plain.function;
 }
 
-// What encode() of plan/launch.h fills in: gathers the parameters, and launches when it is dispatched.
+// What encode() of plan/launch.h fills in: gathers the parameters, and launches when it is
+// dispatched.
 class Encoder {
  public:
   Encoder(int device, Stream stream) : device_(device), stream_(stream) {}

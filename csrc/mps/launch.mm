@@ -51,7 +51,8 @@ Metal& metal() {
   return *made;
 }
 
-// What encode() of plan/launch.h fills in, for one pass. Only messages that torch's recording encoder knows.
+// What encode() of plan/launch.h fills in, for one pass. Only messages that torch's recording
+// encoder knows.
 class MetalEncoder {
  public:
   MetalEncoder(id<MTLComputeCommandEncoder> encoder, id<MTLComputePipelineState> pipeline)
