@@ -37,7 +37,8 @@ Module = Any
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama; its embedding and its output layer are two weights."""
+    """The sizes of a Llama, or of a Qwen3 mixture where there are experts, `intermediate` then
+    those of one; the embedding and the output layer are two weights."""
 
     hidden: int
     layers: int
@@ -46,74 +47,48 @@ class Shape:
     heads: int
     kv_heads: int
     head_size: int = 0  # hidden / heads where it is 0
-    model_class = "LlamaForCausalLM"
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def model_class(self) -> str:
+        return "Qwen3MoeForCausalLM" if self.experts else "LlamaForCausalLM"
+
+    @property
+    def size(self) -> int:
+        """Values of a head."""
+        return self.head_size or self.hidden // self.heads
 
     def config(self) -> Any:
-        from transformers import LlamaConfig
+        import transformers
 
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_size or self.hidden // self.heads,
-            max_position_embeddings=CONTEXT,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        sizes: dict[str, Any] = {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.size,
+            "max_position_embeddings": CONTEXT,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        if not self.experts:
+            return transformers.LlamaConfig(**sizes)
+        sizes |= {"moe_intermediate_size": self.intermediate, "num_experts": self.experts}
+        sizes |= {"num_experts_per_tok": self.chosen, "norm_topk_prob": True}
+        return transformers.Qwen3MoeConfig(**sizes)
 
     @property
     def parameters(self) -> int:
-        size = self.head_size or self.hidden // self.heads
-        attention = 2 * (self.heads + self.kv_heads) * size * self.hidden
+        layer = 2 * (self.heads + self.kv_heads) * self.size * self.hidden + 2 * self.hidden
         mlp = 3 * self.hidden * self.intermediate
-        norms = (2 * self.layers + 1) * self.hidden
-        return 2 * self.vocabulary * self.hidden + self.layers * (attention + mlp) + norms
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The sizes of a Qwen3 mixture of experts, `intermediate` those of an expert."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    experts: int
-    chosen: int
-    model_class = "Qwen3MoeForCausalLM"
-
-    def config(self) -> Any:
-        from transformers import Qwen3MoeConfig
-
-        return Qwen3MoeConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate,
-            moe_intermediate_size=self.intermediate,
-            num_experts=self.experts,
-            num_experts_per_tok=self.chosen,
-            norm_topk_prob=True,
-            vocab_size=self.vocabulary,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.hidden // self.heads,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-
-    @property
-    def parameters(self) -> int:
-        size = self.hidden // self.heads
-        attention = 2 * (self.heads + self.kv_heads) * size * self.hidden + 2 * size
-        expert = 3 * self.hidden * self.intermediate
-        layer = attention + self.experts * (expert + self.hidden) + 2 * self.hidden
+        if self.experts:  # norms of heads, experts, and the router
+            layer += 2 * self.size + self.experts * (mlp + self.hidden)
+        else:
+            layer += mlp
         return (2 * self.vocabulary + 1) * self.hidden + self.layers * layer
 
 
@@ -121,14 +96,14 @@ class Mixture:
 # weights for each of them.
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 
-SHAPES: dict[str, Shape | Mixture] = {
+SHAPES = {
     "tiny": Shape(256, 2, 512, 512, 4, 4),
     "168m": Shape(1024, 8, 2816, 32000, 16, 16),
     "1b": Shape(2048, 16, 8192, 128256, 32, 8),  # Llama 3.2 1B
     "8b": Shape(4096, 32, 14336, 128256, 32, 8),  # Llama 3.1 8B
     "70b": Shape(8192, 80, 28672, 128256, 64, 8),  # Llama 3.3 70B
-    "tiny-moe": Mixture(256, 2, 256, 512, 4, 2, 4, 2),
-    "moe": Mixture(2048, 24, 1024, 32000, 16, 4, 32, 4),
+    "tiny-moe": Shape(256, 2, 256, 512, 4, 2, experts=4, chosen=2),
+    "moe": Shape(2048, 24, 1024, 32000, 16, 4, experts=32, chosen=4),
 }
 NAMES = (*SHAPES, SMOLLM2)
 
@@ -156,8 +131,7 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
     if name == SMOLLM2:
         return _of_dense(name, "SmolLM2-135M-Instruct", _smollm2(), device, dtype)
     shape = SHAPES[name]
-    mixture = isinstance(shape, Mixture)
-    kind = f"mixture, {shape.chosen} of {shape.experts} experts" if mixture else "Llama"
+    kind = f"mixture, {shape.chosen} of {shape.experts} experts" if shape.experts else "Llama"
     title = f"random {kind}, {shape.parameters / 1e6:.0f} M parameters"
     if shape.parameters < LARGE:
         return _of_dense(name, title, random_llama(shape), device, dtype)
@@ -166,7 +140,7 @@ def source(name: str, device: str, dtype: torch.dtype) -> Source:
         title,
         True,
         shape.vocabulary,
-        EXPERTS if mixture else (),
+        EXPERTS if shape.experts else (),
         lambda format: packed_llama(shape, format, device, dtype),
         lambda to: filled(empty(shape, to, device), device),
     )
@@ -192,7 +166,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"model {name!r}; must be of {', '.join(NAMES)}")
 
 
-def random_llama(shape: Shape | Mixture) -> Module:
+def random_llama(shape: Shape) -> Module:
     """The model of the shape in f32 on the CPU, seeded."""
     import transformers
 
@@ -202,7 +176,7 @@ def random_llama(shape: Shape | Mixture) -> Module:
 
 
 def packed_llama(
-    shape: Shape | Mixture, format: str, device: str, dtype: torch.dtype, mesh: Any = None
+    shape: Shape, format: str, device: str, dtype: torch.dtype, mesh: Any = None
 ) -> Module:
     """A model of random packed weights, which are made on the device.
 
@@ -251,7 +225,7 @@ def pattern(k: int, format: str) -> Tensor:
     return cast(Tensor, torch.ops.metalmm.quantize(values, format))
 
 
-def empty(shape: Shape | Mixture, dtype: torch.dtype, device: str) -> Module:
+def empty(shape: Shape, dtype: torch.dtype, device: str) -> Module:
     """The model with its parameters on meta and its buffers on the device."""
     import transformers
 

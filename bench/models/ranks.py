@@ -82,7 +82,7 @@ def run(run: Run) -> Iterator[Record]:
     """The records of every model named, on one process and on args.tp."""
     args, device, dtype = run.args, run.device, run.device.dtype
     names = tuple(formats.get(name).name for name in args.formats.split(","))
-    known = [name for name, s in llamas.SHAPES.items() if isinstance(s, llamas.Shape)]
+    known = [name for name, shape in llamas.SHAPES.items() if not shape.experts]
     devices = torch.cuda.device_count() if device.type == "cuda" else args.tp
     if devices < args.tp and not args.one_device:
         raise ValueError(f"--tp {args.tp}: {devices} GPUs; --one-device measures a part on one")
@@ -185,9 +185,7 @@ def _of_dense(job: Job, device: str, mesh: Any) -> list[Record]:
         return [skipped(job, title, error)]
 
 
-def dense_llama(
-    shape: llamas.Shape | llamas.Mixture, dtype: torch.dtype, device: str, mesh: Any
-) -> Any:
+def dense_llama(shape: llamas.Shape, dtype: torch.dtype, device: str, mesh: Any) -> Any:
     """A random Llama under transformers' tensor parallelism; each rank makes its part."""
     from torch.distributed.tensor import DTensor
     from transformers.distributed.configuration_utils import DistributedConfig

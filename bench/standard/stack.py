@@ -46,8 +46,7 @@ def layers_of(shape: Any, setting: Setting, memory: float, roofs: Record) -> int
 def model_of(shape: Any) -> Model:
     """The same sizes for the chip model."""
     sizes = (shape.hidden, shape.layers, shape.intermediate, shape.vocabulary)
-    size = shape.head_size or shape.hidden // shape.heads
-    return Model(*sizes, shape.heads, shape.kv_heads, size)
+    return Model(*sizes, shape.heads, shape.kv_heads, shape.size)
 
 
 def run(

@@ -175,10 +175,7 @@ class QuantExperts(Activations, nn.Module):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *rest: Any,
     ) -> None:
         stored = local_metadata.get("formats", self.formats)
         for stack, format in self.formats.items():
@@ -190,17 +187,9 @@ class QuantExperts(Activations, nn.Module):
                 prefix + stack, given, weight, stored.get(stack, format), format, k
             )
             if wrong:
-                error_msgs.append(wrong)
+                rest[-1].append(wrong)  # of error_msgs
                 return
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 class SortedExperts(QuantExperts):

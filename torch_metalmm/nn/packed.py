@@ -84,10 +84,7 @@ class Packed(nn.Module):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *rest: Any,
     ) -> None:
         given = state_dict.get(prefix + "weight")
         if given is not None:
@@ -96,17 +93,9 @@ class Packed(nn.Module):
                 f"{prefix}weight", given, self.weight, stored, self.format, self._columns()
             )
             if wrong:
-                error_msgs.append(wrong)
+                rest[-1].append(wrong)  # of error_msgs
                 return
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 def check_loaded(
