@@ -1,6 +1,6 @@
 """Small faults, one at a time, and whether the tests notice: `make mutants`, not in CI.
 
-    python tests/mutants.py [--count 100] [--seed 0] [--only gguf_file]
+    python tests/mutants.py [--count 100] [--seed 0] [--only gguf_file] [--minutes 60]
 
 A mutant is a copy of the tree with one operator, number, condition or call changed in one of the
 files of TARGETS; the tests of that row run on it until one fails. Faults are drawn evenly over the
@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,7 +285,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a part of the names of files")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which none is begun")
     asked = parser.parse_args()
+    end = time.monotonic() + 60 * asked.minutes
     copy_tree()
     # A line takes one mutant of C++.
     mutants: list[Mutant] = []
@@ -303,6 +306,8 @@ def main() -> None:
     for mutant in mutants:
         if mutant.file.endswith(".cpp") and mutant not in native:
             continue
+        if time.monotonic() > end:
+            break
         number = native.index(mutant) + 1 if mutant in native else 0
         said = verdict(mutant, number)
         for part in (str(Path(mutant.file).parent), f"all {Path(mutant.file).suffix}"):

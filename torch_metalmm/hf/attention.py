@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from .caches import ATTENTION
 from .caches.layers import DTYPE_NAMES
 from .caches.rows import PackedRows
+from .caches.shared import Several, attend_each
 
 # Arguments of attention_forward that say more than the op's scale and soft cap.
 _TRAITS = ("s_aux", "position_bias", "cache")
@@ -72,6 +73,12 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query [B, heads, S, D] as an attention function of transformers returns it."""
+    if isinstance(key, Several):
+
+        def attend(q: Tensor, k: Any, v: Any) -> Any:
+            return attention_forward(module, q, k, v, None, dropout, scaling, is_causal, **kwargs)
+
+        return attend_each(attend, query, key, value), None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     has_traits = softcap is not None or sinks is not None
     known = (

@@ -96,6 +96,48 @@ class Sequence:
         return PackedCache(config, self._format)
 
 
+def read_together(sequences: list[Sequence], tokens: list[int]) -> Tensor:
+    """Append a token to each, in one forward; the logits [sequences, 1, vocabulary].
+
+    The sequences have read their prompts, in a PackedCache each.
+    """
+    if len(sequences) == 1:
+        return sequences[0].read(tokens)
+    from ..hf.caches.shared import shared
+
+    model = sequences[0].model
+    places = [[len(sequence.tokens)] for sequence in sequences]
+    try:
+        logits: Tensor = model(
+            input_ids=torch.tensor(tokens, device=model.device)[:, None],
+            position_ids=torch.tensor(places, device=model.device),
+            past_key_values=shared([sequence.cache for sequence in sequences]),
+            use_cache=True,
+        ).logits
+    except BaseException:
+        for sequence in sequences:
+            sequence.forget()
+        raise
+    for sequence, token in zip(sequences, tokens, strict=True):
+        sequence.tokens.append(token)
+    return logits
+
+
+def keeps_rows(model: Any) -> bool:
+    """Whether every layer's cache has keys and values of each token, or of the last ones."""
+    import inspect
+
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    takes = inspect.signature(model.forward).parameters
+    if not keeps_cache(model) or not {"attention_mask", "position_ids"} <= set(takes):
+        return False
+    layers = DynamicCache(config=model.config).layers
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return bool(layers) and all(type(x) in kinds for x in layers) and long_from(model) is None
+
+
 def keeps_cache(model: Any) -> bool:
     """Whether the model goes on from a cache that it is given."""
     import inspect

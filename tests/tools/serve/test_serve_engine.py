@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
@@ -14,15 +16,14 @@ import pytest
 import torch
 from gguf_files import random_model
 
-from torch_metalmm import load_gguf
+from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.chat import loading
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.serve import command
-from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.batch import Batch, can_share
 from torch_metalmm.tools.serve.engine import Engine, Finish, Job, Task
 from torch_metalmm.tools.serve.errors import ApiError
-from torch_metalmm.tools.serve.rows import can_join
 from torch_metalmm.tools.serve.single import Single
 
 pytest.importorskip("anyio")
@@ -45,38 +46,66 @@ def alone(model: Any, ids: list[int], new: int) -> list[int]:
     return [int(token) for token in out[0, len(ids) :]]
 
 
-@pytest.mark.parametrize("architecture", ("llama", "gemma3", "qwen3", "phi3"))
-def test_answers_that_join_and_leave(tmp_path: Path, architecture: str) -> None:
-    """Each is what it is alone; gemma3's windows are shorter than two of the prompts."""
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", architecture))
-    model.generation_config.eos_token_id = None
-    assert can_join(model)
-    batch, told = Batch(model, tokenizer, 4), dict[int, list[Any]]()
-    jobs, found = [], {}
-    for i, length in enumerate(LENGTHS):
-        ids = [int(token) for token in torch.randint(3, 300, (length,))]
-        told[i] = []
-        options = Options(max_new_tokens=NEW + 3 * i)
-        jobs.append(Job("", ids, options, None, told[i].append))
-    waiting = list(enumerate(jobs))
+def answered(batch: Batch, jobs: list[Job]) -> dict[int, list[torch.Tensor]]:
+    """The logits of each job's tokens; each is taken when there is room."""
+    waiting, found, choose = (
+        list(jobs),
+        {id(job): list[torch.Tensor]() for job in jobs},
+        batch._goes_on,
+    )
+
+    def noted(answer: Any, logits: torch.Tensor) -> bool:
+        found[id(answer.job)].append(logits)
+        caches.append(weakref.ref(answer.sequence.cache))
+        return choose(answer, logits)
+
+    caches: list[weakref.ref[Any]] = []
+    batch._goes_on = noted  # type: ignore[method-assign]
     with torch.inference_mode():
         while waiting or batch.is_busy():
             if waiting and batch.room():
-                batch.take(waiting.pop(0)[1])
-            for answer in batch._answers:
-                found[id(answer.job)] = answer
+                batch.take(waiting.pop(0))
             batch.step()
+    gc.collect()
+    assert caches and not any(cache() for cache in caches)  # their memory is given back
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fused", "cache"),
+    [
+        *(("llama", False, None), ("gemma3", False, "q8_0"), ("gemma3", True, None)),
+        *(("qwen3", True, "q8_0"), ("phi3", True, None)),
+    ],
+)
+def test_answers_that_join_and_leave(
+    tmp_path: Path, architecture: str, fused: bool, cache: str | None
+) -> None:
+    """Each is to the bit what it is alone; gemma3's windows are shorter than two of the prompts."""
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", architecture))
+    model.generation_config.eos_token_id = None
+    if fused:
+        fuse_(model)
+    assert can_share(model)
+    told: list[list[Any]] = [[] for _ in LENGTHS]
+    jobs = []
+    for i, length in enumerate(LENGTHS):
+        ids = [int(token) for token in torch.randint(3, 300, (length,))]
+        jobs.append(Job("", ids, Options(max_new_tokens=NEW + 3 * i), None, told[i].append))
+    together = answered(Batch(model, tokenizer, 4, cache), jobs)
     for i, job in enumerate(jobs):
-        new = found[id(job)].stream.ids
-        assert new == alone(model, job.ids, NEW + 3 * i)
         assert told[i][-1] == Finish("length", len(job.ids), 0, NEW + 3 * i)
-    assert batch._cache is None and batch._filling is None
+        by_itself = answered(Batch(model, tokenizer, 1, cache), [job])[id(job)]
+        assert all(map(torch.equal, together[id(job)], by_itself))
+        if cache is None:
+            greedy = [int(logits.argmax()) for logits in by_itself]
+            assert greedy == alone(model, job.ids, NEW + 3 * i)
 
 
 def test_what_cannot_share_steps(tmp_path: Path) -> None:
     """States that are no rows of tokens."""
     model, _ = load_gguf(random_model(tmp_path / "m.gguf", "qwen35"))
-    assert not can_join(model)
+    assert not can_share(model)
 
 
 def tiny(tmp_path: Path) -> tuple[Any, Any]:

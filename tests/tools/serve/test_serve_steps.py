@@ -62,7 +62,7 @@ def test_an_answer_that_fails_later(loaded: tuple[Any, Any]) -> None:
     run(batch, Job("", [5, 6, 7, 8], Options(max_new_tokens=NEW), 1, tell), job(good))
     run(Batch(*loaded, 1), job(alone))
     assert isinstance(bad[1], RuntimeError) and len(bad) == 2
-    assert good == alone and batch._cache is None
+    assert good == alone and not batch.is_busy()
 
 
 def test_a_prompt_that_cannot_be_read(loaded: tuple[Any, Any]) -> None:
@@ -72,10 +72,10 @@ def test_a_prompt_that_cannot_be_read(loaded: tuple[Any, Any]) -> None:
     assert good[-1] == Finish("length", len(IDS), 0, NEW)
 
 
-def test_a_job_that_cannot_join_is_told(
+def test_a_step_that_fails_is_told(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, as are the answers that it would have joined."""
+    """Once, to the answers and to the prompts that wait."""
 
     def fail(*_: Any) -> Any:
         raise MemoryError
@@ -85,7 +85,7 @@ def test_a_job_that_cannot_join_is_told(
     batch.take(job(told[1]))
     with torch.inference_mode():
         batch.step()
-        monkeypatch.setattr("torch_metalmm.tools.serve.batch.together", fail)
+        monkeypatch.setattr("torch_metalmm.tools.serve.batch.read_together", fail)
         with pytest.raises(MemoryError) as error:
             batch.step()
     batch.fail(error.value)

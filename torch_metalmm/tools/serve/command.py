@@ -107,11 +107,10 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     from ..chat.loading import load
     from ..chat.session import Options, Session, context_of
     from .app import Limits, Server
-    from .batch import Batch
+    from .batch import Batch, can_share
     from .embedding import Embedder
     from .engine import Engine, Runner, Worker
     from .prompts import Prompts
-    from .rows import can_join
     from .single import Single
     from .tokens import Tokens
 
@@ -124,8 +123,8 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
         prompts = Prompts(model, tokenizer, template, args.ctx, args.max_new_tokens, tokens)
         session = Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
     runner: Runner = Single(session)
-    if generates and args.cache is None and loaded.draft is None and can_join(model):
-        runner = Batch(model, tokenizer, args.parallel)
+    if generates and loaded.draft is None and can_share(model):
+        runner = Batch(model, tokenizer, args.parallel, args.cache)
     pooling = args.pooling or pooling_of(loaded.path, generates)
     return Server(
         name=args.name or loaded.name,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sequence import keeps_rows
 from .engine import Stopped, stoppable
 from .errors import ApiError
-from .rows import can_join
 from .tokens import Tokens
 
 _FORWARD = 1024  # tokens that texts of one forward have together
@@ -118,7 +118,7 @@ def _reads_on(base: Any) -> bool:
     Models say so at their attention; one that says nothing gets its text in one part.
     """
     said = [bool(module.is_causal) for module in base.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(said) and can_join(base)
+    return bool(said) and all(said) and keeps_rows(base)
 
 
 def _shared(lengths: list[int]) -> Iterator[list[int]]:
