@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +19,6 @@ from .systems import Graph, Transformers, counts
 CHUNK = 512  # tokens of a prompt that llama.cpp takes at a time
 MULTIPLE = 16  # slots of a cache of constant size
 PIECE = 1024  # positions whose rows are one draw of random numbers, wherever a context ends
-
-
-class Filled(Protocol):
-    """A system in the middle of a sequence."""
-
-    name: str
-    exact: bool
-
-    def extend(self, context: int) -> None:
-        """Fills the cache up to so many tokens."""
-        ...
-
-    def begin(self) -> None:
-        """Before a round."""
-        ...
-
-    def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Logits after the last of the tokens."""
-        ...
-
-    def rewind(self, tokens: int) -> None:
-        """Forgets the last tokens."""
-        ...
 
 
 def random_rows(config: Any, layer: int, start: int, stop: int, like: Tensor) -> list[Tensor]:
