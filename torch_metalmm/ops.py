@@ -21,8 +21,6 @@ _native: Any = _C  # mypy does not see into the module
 _FROM_SOURCE = "pip install --force-reinstall --no-deps --no-binary torch_metalmm torch_metalmm"
 
 PROBES = ("add", "sub", "mul", "div", "dot")
-# The ops whose result has a dtype of its own, not that of the first argument.
-_DECODING = ("dequantize", "embedding")
 
 
 def library_of(version: str, folder: Path) -> Path:
@@ -53,8 +51,11 @@ def _load() -> None:
         ) from error
 
 
-def _register_fake(op: str) -> None:
-    """The fake implementation of an op: tensors of the sizes that csrc/ops/shapes.cpp computes."""
+def _register_fake(op: str, results: str) -> None:
+    """The fake implementation of an op: tensors of the sizes that csrc/ops/shapes.cpp computes.
+
+    results: their kind, of csrc/ops/args.h.
+    """
     shape_of = getattr(torch.ops.metalmm, f"_{op}_shape").default
 
     def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
@@ -65,13 +66,13 @@ def _register_fake(op: str) -> None:
         first: Tensor = args[0]
         if isinstance(shape, tuple):
             return tuple(first.new_empty(each) for each in shape)
-        if op in _DECODING:
+        if results == "Decoded":
             return first.new_empty(shape, dtype=kwargs.get("dtype") or torch.float32)
-        return first.new_empty(shape, dtype=torch.uint8 if op == "quantize" else first.dtype)
+        return first.new_empty(shape, dtype=torch.uint8 if results == "Bytes" else first.dtype)
 
     torch.library.register_fake(f"metalmm::{op}", fake)
 
 
 _load()
-for _op in _native.TORCH_OPS:
-    _register_fake(_op)
+for _op, _results in _native.TORCH_OPS.items():
+    _register_fake(_op, _results)

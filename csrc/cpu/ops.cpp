@@ -1,5 +1,5 @@
-// The ops on CPU tensors. Everything between two ops stays f32; the result is rounded once, to its
-// dtype.
+#include "ops.h"
+
 #include <torch/library.h>
 
 #include <algorithm>
@@ -8,7 +8,6 @@
 
 #include "attention/attention.h"
 #include "cpu/quantize/quantize.h"
-#include "experts/experts.h"
 #include "hooks/hooks.h"
 #include "matmul.h"
 #include "ops/checks.h"
@@ -30,108 +29,88 @@ std::optional<Strategy> find_strategy(OptionalName name,
 
 at::Tensor as_f32_rows(const at::Tensor& x) { return as_rows(x, at::kFloat); }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                  std::string_view format, OptionalName strategy, const OptionalTensor& residual,
-                  OptionalName activations) {
-  const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
-  const Activations rounding = check_activations(activations, x);
-  const std::optional<Strategy> chosen = find_strategy(strategy, rounding);
-  const at::Tensor rows = as_rows(x, x.scalar_type());
-  return finish(matmul(rows, w.rows, w.format, x.scalar_type(), chosen, rounding), bias, residual,
-                x);
+// x Wᵀ of gemv and gemm, scaled.
+template <class Args>
+at::Tensor scaled_matmul(const Args& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  at::Tensor y = matmul(as_rows(a.x, a.x.scalar_type()), w.rows, w.format, a.x.scalar_type(),
+                        find_strategy(a.strategy));
+  if (a.alpha != 1 || a.beta != 0) y = y.to(at::kFloat);
+  if (a.alpha != 1) y.mul_(a.alpha);
+  if (a.beta != 0) y.add_(a.c->to(at::kFloat).view_as(y), a.beta);
+  return like_input(y, a.x);
 }
 
-at::Tensor norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
-                       double offset, const at::Tensor& weight, const OptionalTensor& bias,
-                       std::string_view format, const OptionalTensor& residual,
-                       OptionalName activations) {
-  const PackedWeight w = packed(
-      weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
-  const Activations rounding = check_activations(activations, x);
-  const at::Tensor rows = normalized(as_f32_rows(x), norm_weight, eps, offset);
-  const at::Tensor y = matmul(rows, w.rows, w.format, x.scalar_type(), std::nullopt, rounding);
-  return finish(y, bias, residual, x);
+}  // namespace
+
+at::Tensor linear(const args::linear& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  const Activations rounding = check_activations(a.activations, a.x);
+  const std::optional<Strategy> chosen = find_strategy(a.strategy, rounding);
+  const at::Tensor rows = as_rows(a.x, a.x.scalar_type());
+  return finish(matmul(rows, w.rows, w.format, a.x.scalar_type(), chosen, rounding), a.bias,
+                a.residual, a.x);
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                    const OptionalTensor& residual) {
-  check_rms_norm(x, weight, eps, offset, residual);
-  return finish(normalized(as_f32_rows(x), weight, eps, offset), std::nullopt, residual, x);
+at::Tensor norm_linear(const args::norm_linear& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  const Activations rounding = check_activations(a.activations, a.x);
+  const at::Tensor rows = normalized(as_f32_rows(a.x), a.norm_weight, a.eps, a.offset);
+  const at::Tensor y = matmul(rows, w.rows, w.format, a.x.scalar_type(), std::nullopt, rounding);
+  return finish(y, a.bias, a.residual, a.x);
 }
 
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
-                                                const OptionalTensor& weight, double eps,
-                                                double offset) {
-  check_rms_norm(x, weight, eps, offset, residual);
-  const at::Tensor sum = stored(x.to(at::kFloat) + residual, x.scalar_type());
-  return {like_input(normalized(as_f32_rows(sum), weight, eps, offset), x), sum};
+at::Tensor rms_norm(const args::rms_norm& a) {
+  check(a);
+  return finish(normalized(as_f32_rows(a.x), a.weight, a.eps, a.offset), std::nullopt, a.residual,
+                a.x);
 }
 
-at::Tensor linear_input_grad(const at::Tensor& grad, const at::Tensor& weight,
-                             std::string_view format, int64_t in_features) {
-  const PackedWeight w = packed(weight, check_input_grad(grad, weight, format, in_features));
-  const at::Tensor out = times_decoded(as_f32_rows(grad), w.k, [&](int64_t first, int64_t last) {
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const args::add_rms_norm& a) {
+  check(a);
+  const at::Tensor sum = stored(a.x.to(at::kFloat) + a.residual, a.x.scalar_type());
+  return {like_input(normalized(as_f32_rows(sum), a.weight, a.eps, a.offset), a.x), sum};
+}
+
+at::Tensor linear_input_grad(const args::linear_input_grad& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  const at::Tensor out = times_decoded(as_f32_rows(a.grad), w.k, [&](int64_t first, int64_t last) {
     return decode_rows(w.rows, w.format, w.k, first, last);
   });
-  return like_input(out, grad);
+  return like_input(out, a.grad);
 }
 
-at::Tensor swiglu(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
-                  std::string_view format_gate, std::string_view format_up,
-                  std::string_view activation, const OptionalTensor& norm_weight,
-                  std::optional<double> eps, double offset, OptionalName activations) {
-  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
-                                         activation, norm_weight, eps, offset);
-  const Activations rounding = check_activations(activations, x);
-  const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
-  at::Tensor rows = as_f32_rows(x);
-  if (eps.has_value()) rows = normalized(rows, norm_weight, *eps, offset);
+at::Tensor swiglu(const args::swiglu& a) {
+  const GateUpShape shape = check(a);
+  const Activations rounding = check_activations(a.activations, a.x);
+  const PackedWeight gate_w = packed(a.gate_weight, shape.gate);
+  const PackedWeight up_w = packed(a.up_weight, shape.up);
+  at::Tensor rows = as_f32_rows(a.x);
+  if (a.eps.has_value()) rows = normalized(rows, a.norm_weight, *a.eps, a.offset);
   const auto product = [&](const PackedWeight& w) {
-    const auto y = matmul(rows, w.rows, w.format, x.scalar_type(), std::nullopt, rounding);
+    const auto y = matmul(rows, w.rows, w.format, a.x.scalar_type(), std::nullopt, rounding);
     return y.to(at::kFloat);
   };
-  return like_input(composed::activate(product(gate_w), shape.activation).mul_(product(up_w)), x);
+  return like_input(composed::activate(product(gate_w), shape.activation).mul_(product(up_w)), a.x);
 }
 
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
-                         const OptionalTensor& bias, std::string_view format,
-                         std::string_view activation, const OptionalTensor& residual,
-                         OptionalName activations) {
-  const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
-  const Activations rounding = check_activations(activations, gate);
-  const PackedWeight w = packed(weight, shape.weight);
-  const at::Tensor hidden =
-      composed::activate(as_f32_rows(gate).contiguous(), shape.activation).mul_(as_f32_rows(up));
-  const at::Tensor y = matmul(hidden, w.rows, w.format, gate.scalar_type(), std::nullopt, rounding);
-  return finish(y, bias, residual, gate);
+at::Tensor swiglu_linear(const args::swiglu_linear& a) {
+  const DownShape shape = check(a);
+  const Activations rounding = check_activations(a.activations, a.gate);
+  const PackedWeight w = packed(a.weight, shape.weight);
+  const at::Tensor hidden = composed::activate(as_f32_rows(a.gate).contiguous(), shape.activation)
+                                .mul_(as_f32_rows(a.up));
+  const at::Tensor y =
+      matmul(hidden, w.rows, w.format, a.gate.scalar_type(), std::nullopt, rounding);
+  return finish(y, a.bias, a.residual, a.gate);
 }
 
-at::Tensor scaled_matmul(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                         const OptionalTensor& c, double alpha, double beta, OptionalName strategy,
-                         int64_t dim) {
-  const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, alpha, beta, dim));
-  at::Tensor y = matmul(as_rows(x, x.scalar_type()), w.rows, w.format, x.scalar_type(),
-                        find_strategy(strategy, Activations::kExact));
-  if (alpha != 1 || beta != 0) y = y.to(at::kFloat);
-  if (alpha != 1) y.mul_(alpha);
-  if (beta != 0) y.add_(c->to(at::kFloat).view_as(y), beta);
-  return like_input(y, x);
-}
+at::Tensor gemv(const args::gemv& a) { return scaled_matmul(a); }
+at::Tensor gemm(const args::gemm& a) { return scaled_matmul(a); }
 
-at::Tensor gemv(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                const OptionalTensor& c, double alpha, double beta, OptionalName strategy) {
-  return scaled_matmul(x, weight, format, c, alpha, beta, strategy, 1);
-}
-
-at::Tensor gemm(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                const OptionalTensor& c, double alpha, double beta, OptionalName strategy) {
-  return scaled_matmul(x, weight, format, c, alpha, beta, strategy, 2);
-}
-
-at::Tensor dequantize(const at::Tensor& weight, std::string_view format,
-                      std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
-  const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = packed(weight, check_dequantize(weight, format, in_features));
+at::Tensor dequantize(const args::dequantize& a) {
+  const at::ScalarType type = check_dtype(a.dtype);
+  const PackedWeight w = packed(a.weight, check(a));
   const int64_t n = w.rows.size(0);
   if (type == at::kFloat) return decode_rows(w.rows, w.format, w.k, 0, n);
   at::Tensor out = at::empty({n, w.k}, w.rows.options().dtype(type));
@@ -143,12 +122,11 @@ at::Tensor dequantize(const at::Tensor& weight, std::string_view format,
   return out;
 }
 
-at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::string_view format,
-                     std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
-  const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = packed(weight, check_embedding(ids, weight, format, in_features));
-  check_ids(ids, w.rows.size(0));
-  const at::Tensor flat = ids.to(at::kLong).contiguous();
+at::Tensor embedding(const args::embedding& a) {
+  const at::ScalarType type = check_dtype(a.dtype);
+  const PackedWeight w = packed(a.weight, check(a));
+  check_ids(a.ids, w.rows.size(0));
+  const at::Tensor flat = a.ids.to(at::kLong).contiguous();
   const int64_t* id = elements<int64_t>(flat);
   const int64_t count = flat.numel(), k = w.k;
   at::Tensor out = at::empty({count, k}, w.rows.options().dtype(at::kFloat));
@@ -158,30 +136,32 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::strin
   parallel_for(0, count, 8, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) decode(table, id[i], 0, k, to + i * k);
   });
-  std::vector<int64_t> shape = ids.sizes().vec();
+  std::vector<int64_t> shape = a.ids.sizes().vec();
   shape.push_back(k);
   return out.view(shape).to(type);
 }
 
-at::Tensor probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
-  const Op which = check_probe(x, x2, op);
-  const at::Tensor a = x.to(at::kFloat), b = x2.to(at::kFloat);
+at::Tensor probe(const args::probe& a) {
+  const Op which = check(a);
+  const at::Tensor x = a.x.to(at::kFloat), x2 = a.x2.to(at::kFloat);
   const auto compute = [&] {
     switch (which) {
       case Op::kAdd:
-        return a + b;
+        return x + x2;
       case Op::kSub:
-        return a - b;
+        return x - x2;
       case Op::kMul:
-        return a * b;
+        return x * x2;
       case Op::kDiv:
-        return a / b;
+        return x / x2;
       default:
-        return at::dot(a.flatten(), b.flatten());
+        return at::dot(x.flatten(), x2.flatten());
     }
   };
-  return compute().to(x.scalar_type()).contiguous();
+  return compute().to(a.x.scalar_type()).contiguous();
 }
+
+namespace {
 
 // As quantize_row takes it. ValueError: an element is negative, NaN or Inf.
 at::Tensor normalised(const at::Tensor& importance) {
@@ -196,12 +176,14 @@ at::Tensor normalised(const at::Tensor& importance) {
   return out;
 }
 
-// w f32 / f16 / bf16 [N, K] -> uint8 [N, row_bytes]. ValueError on NaN or Inf.
-at::Tensor quantize(const at::Tensor& w, std::string_view format,
-                    const OptionalTensor& importance) {
-  const Format& f = check_quantize(w, format, importance);
-  const at::Tensor costs = importance ? normalised(*importance) : at::Tensor();
-  const float* cost = importance ? elements<float>(costs) : nullptr;
+}  // namespace
+
+// ValueError on NaN or Inf.
+at::Tensor quantize(const args::quantize& a) {
+  const Format& f = check(a);
+  const at::Tensor& w = a.w;
+  const at::Tensor costs = a.importance ? normalised(*a.importance) : at::Tensor();
+  const float* cost = a.importance ? elements<float>(costs) : nullptr;
   const int64_t n = w.size(0), k = w.size(1), row_bytes = f.row_bytes(k);
   at::Tensor out = at::empty({n, row_bytes}, w.options().dtype(at::kByte));
   uint8_t* to = out.mutable_data_ptr<uint8_t>();
@@ -229,8 +211,6 @@ at::Tensor quantize(const at::Tensor& w, std::string_view format,
   return out;
 }
 
-}  // namespace
-
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   hooks().cpu_strategy = [](int64_t rows, DType dtype) {
     return kStrategyNames[static_cast<int>(choose_strategy(rows, torch_dtype(dtype)))];
@@ -241,7 +221,7 @@ TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   set_strategy_check(at::kCPU, [](std::string_view name, Activations activations) {
     strategy_by_name(name, activations);
   });
-#define MM_OP(name, ...) m.impl(#name, name);
+#define MM_OP(name, ...) m.impl(#name, Kernel<args::name, &name>::run);
 #include "ops/ops.def"
 }
 

@@ -1,5 +1,4 @@
-#include "attention.h"
-
+// attention by shaders; where they have none, by torch's ops and dequantize.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -20,7 +19,8 @@ at::Tensor decoded(const Engine& e, const at::Tensor& rows, const Format& format
   std::vector<int64_t> sizes = rows.sizes().vec();
   sizes.back() = dim;
   if (rows.numel() == 0) return at::zeros(sizes, rows.options().dtype(dtype));
-  return dequantize(e, rows.reshape({-1, rows.size(3)}), format.name, dim, dtype).view(sizes);
+  return dequantize(e, args::dequantize{rows.reshape({-1, rows.size(3)}), format.name, dim, dtype})
+      .view(sizes);
 }
 
 // Rows of a cache whose values lie side by side, where shaders can read them.
@@ -37,18 +37,18 @@ struct Call {
   Problem problem;
   Operands operands;
 
-  Call(Problem asked, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-       const AttentionShape& shape, const OptionalTensor& length, const AttentionOptions& options)
+  Call(Problem asked, const args::attention& a, const AttentionShape& shape)
       : problem(std::move(asked)) {
+    const at::Tensor& q = a.q;
     problem.format = &shape.cache.values;
     problem.attention.half_keys = has_half_keys(shape.cache.keys, shape.cache.values);
     operands[kSlotX] = q.contiguous();
-    if (length.has_value()) operands[kSlotIds] = *length;
+    if (a.length.has_value()) operands[kSlotIds] = *a.length;
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     const int64_t alignment = std::max(shape.cache.keys.alignment, shape.cache.values.alignment);
-    set_cache(readable(keys, alignment), readable(values, alignment));
-    if (options.mask.has_value()) set_mask(*options.mask);
-    if (options.sinks.has_value()) set_sinks(*options.sinks, q.scalar_type());
+    set_cache(readable(a.keys, alignment), readable(a.values, alignment));
+    if (a.mask.has_value()) set_mask(*a.mask);
+    if (a.sinks.has_value()) set_sinks(*a.sinks, q.scalar_type());
   }
 
   at::Tensor run(const Engine& e, std::optional<AttentionWay> way) const {
@@ -97,42 +97,39 @@ struct Call {
 
 }  // namespace
 
-at::Tensor attention(const Engine& e, const at::Tensor& q, const at::Tensor& keys,
-                     const at::Tensor& values, std::string_view format_k, std::string_view format_v,
-                     const OptionalTensor& length, const OptionalTensor& mask,
-                     std::optional<double> scale, double softcap, int64_t window,
-                     const OptionalTensor& sinks, bool causal, OptionalName strategy) {
-  const AttentionOptions options{mask, scale, softcap, window, sinks, causal, strategy};
-  const AttentionShape shape =
-      check_attention(q, keys, values, format_k, format_v, length, options);
-  if (q.is_cpu() && length.has_value()) check_length(*length, keys, mask);
-  const int64_t slots = mask.has_value() ? std::min(keys.size(2), mask->size(3)) : keys.size(2);
+// A length is not checked, where there is one: the slots that are read are those below it that the
+// cache and the mask have.
+at::Tensor attention(const Engine& e, const args::attention& a) {
+  const Tensor &q = a.q, &keys = a.keys, &values = a.values;
+  const AttentionShape shape = check(a);
+  if (q.is_cpu() && a.length.has_value()) check_length(a);
+  const int64_t slots = a.mask.has_value() ? std::min(keys.size(2), a.mask->size(3)) : keys.size(2);
   const bool has_kernels = is_pair_of_kernels(shape.cache.keys, shape.cache.values) &&
                            has_attention(shape.cache.values, q.size(3)) && slots > 0 &&
                            q.numel() > 0;
-  std::optional<AttentionWay> way = find_way(options);
-  const Problem problem = attention_problem(q, shape, options, slots, !length.has_value());
+  std::optional<AttentionWay> way = find_way(a);
+  const Problem problem = attention_problem(a, shape, slots, !a.length.has_value());
   if (way == AttentionWay::kSdpa || (!way.has_value() && sdpa_pays(problem, e.gpu(q.device())))) {
     const auto decode = [&](const at::Tensor& rows, const Format& format) {
       return decoded(e, rows, format, q.size(3), q.scalar_type());
     };
-    const at::Tensor y = composed::sdpa(problem, q, {keys, shape.cache.keys},
-                                        {values, shape.cache.values}, length, options, decode);
+    const at::Tensor y = composed::sdpa(problem, a, {keys, shape.cache.keys},
+                                        {values, shape.cache.values}, a.length, decode);
     if (y.defined()) return y;
     way = AttentionWay::kTile;  // plan() would name sdpa
   }
-  const bool is_kernel_forced = strategy.has_value() && way != AttentionWay::kTorch;
+  const bool is_kernel_forced = a.strategy.has_value() && way != AttentionWay::kTorch;
   TORCH_CHECK_VALUE(!is_kernel_forced || has_kernels || slots == 0 || q.numel() == 0,
-                    "strategy: ", strategy.value_or(""), " has no kernel for heads of ", q.size(3),
-                    " values of ", format_k, " and ", format_v, "; allowed: torch, sdpa");
+                    "strategy: ", a.strategy.value_or(""), " has no kernel for heads of ",
+                    q.size(3), " values of ", a.format_k, " and ", a.format_v,
+                    "; allowed: torch, sdpa");
   if (has_kernels && way != AttentionWay::kTorch) {
-    return Call(problem, q, keys, values, shape, length, options).run(e, way);
+    return Call(problem, a, shape).run(e, way);
   }
   const auto first = [&](const at::Tensor& rows, const Format& format) {
     return decoded(e, rows.narrow(2, 0, slots), format, q.size(3), at::kFloat);
   };
-  return composed::attention(q, first(keys, shape.cache.keys), first(values, shape.cache.values),
-                             length, options);
+  return composed::attention(a, first(keys, shape.cache.keys), first(values, shape.cache.values));
 }
 
 }  // namespace metalmm::gpu

@@ -1,5 +1,4 @@
-#include "experts.h"
-
+// The ops on experts, by shaders: a product for each choice, or rows by expert in tiles.
 #include "operands.h"
 #include "ops/experts/composed.h"
 #include "ops/strategies.h"
@@ -130,17 +129,16 @@ bool is_tiled(const Choices& of, std::optional<StrategyId> strategy) {
 
 }  // namespace
 
-at::Tensor expert_linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                         const at::Tensor& ids, const OptionalTensor& bias, std::string_view format,
-                         const OptionalTensor& scores, OptionalName strategy,
-                         OptionalName activations) {
-  const ExpertShape shape = check_expert_linear(x, weight, ids, bias, format, scores);
-  check_activations(activations, x);
+at::Tensor expert_linear(const Engine& e, const args::expert_linear& a) {
+  const at::Tensor& x = a.x;
+  const OptionalTensor &bias = a.bias, &scores = a.scores;
+  const ExpertShape shape = check(a);
+  check_activations(a.activations, x);
   const auto asked =
-      find_expert_strategy(strategy, x, scores.has_value() ? Op::kExpertDown : Op::kExpertLinear);
-  const Choices of = choices_of(x, ids, weight.size(0));
-  const PackedWeight w = packed(weight, shape.weight);
-  const int64_t n = weight.size(1), results = scores.has_value() ? of.tokens : of.count();
+      find_expert_strategy(a.strategy, x, scores.has_value() ? Op::kExpertDown : Op::kExpertLinear);
+  const Choices of = choices_of(x, a.ids, a.weight.size(0));
+  const PackedWeight w = packed(a.weight, shape.weight);
+  const int64_t n = a.weight.size(1), results = scores.has_value() ? of.tokens : of.count();
   const auto shaped = [&](const at::Tensor& y) {
     return scores.has_value() ? y : y.view({of.tokens, of.choices, n});
   };
@@ -173,16 +171,13 @@ at::Tensor expert_linear(const Engine& e, const at::Tensor& x, const at::Tensor&
   return shaped(o[kSlotY]).to(x.scalar_type());
 }
 
-at::Tensor expert_swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                         const at::Tensor& ids, const OptionalTensor& bias, std::string_view format,
-                         std::string_view activation, bool interleaved,
-                         const OptionalTensor& up_weight, std::optional<double> limit, double alpha,
-                         OptionalName strategy, OptionalName activations) {
-  const GatedShape shape = check_expert_swiglu(x, weight, ids, bias, format,
-                                               {activation, interleaved, up_weight, limit, alpha});
-  check_activations(activations, x);
-  const auto asked = find_expert_strategy(strategy, x, Op::kExpertUp);
-  const Choices of = choices_of(x, ids, weight.size(0));
+at::Tensor expert_swiglu(const Engine& e, const args::expert_swiglu& a) {
+  const at::Tensor &x = a.x, &weight = a.weight;
+  const OptionalTensor &bias = a.bias, &up_weight = a.up_weight;
+  const GatedShape shape = check(a);
+  check_activations(a.activations, x);
+  const auto asked = find_expert_strategy(a.strategy, x, Op::kExpertUp);
+  const Choices of = choices_of(x, a.ids, weight.size(0));
   const WeightShape& rows_of = shape.experts.weight;
   const int64_t n = rows_of.n.expect_int();
   const auto shaped = [&](const at::Tensor& y) { return y.view({of.tokens, of.choices, n}); };
@@ -194,12 +189,12 @@ at::Tensor expert_swiglu(const Engine& e, const at::Tensor& x, const at::Tensor&
     if (up_weight.has_value()) {
       both = at::cat({both, in_tiles(e, rows, packed(*up_weight, rows_of), of, tiles)}, 1);
     }
-    const auto [gate, up] = composed::halves_of(with_bias(both, bias, of), 1, interleaved);
+    const auto [gate, up] = composed::halves_of(with_bias(both, bias, of), 1, a.interleaved);
     return stored(shaped(composed::gated(gate, up, shape.gate).contiguous()), x.scalar_type());
   }
   // Of one weight two views, their rows apart or every other one.
   composed::GateUp parts = up_weight.has_value() ? composed::GateUp{weight, *up_weight}
-                                                 : composed::halves_of(weight, 1, interleaved);
+                                                 : composed::halves_of(weight, 1, a.interleaved);
   const PackedWeight gate = packed(parts.gate, rows_of), up = packed(parts.up, rows_of);
   Operands o;
   o[kSlotX] = as_rows(x, common_dtype(x, {bias}));
@@ -209,7 +204,7 @@ at::Tensor expert_swiglu(const Engine& e, const at::Tensor& x, const at::Tensor&
   p.experts.is_oai = shape.gate.is_oai;
   p.experts.limit = static_cast<float>(shape.gate.limit.value_or(0));
   p.experts.alpha = static_cast<float>(shape.gate.alpha);
-  p.experts.alternates = interleaved;
+  p.experts.alternates = a.interleaved;
   bind_experts(p, o, kSlotWeight, gate);
   bind_experts(p, o, kSlotWeight2, up);
   o[kSlotIds] = of.ids;
@@ -220,18 +215,18 @@ at::Tensor expert_swiglu(const Engine& e, const at::Tensor& x, const at::Tensor&
   return shaped(o[kSlotY]).to(x.scalar_type());
 }
 
-at::Tensor expert_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
-                             const at::Tensor& ids, std::string_view format, int64_t in_features) {
-  check_expert_input_grad(grad, weight, ids, format, in_features);
-  check_ids(ids, weight.size(0), "weight", "experts");
-  const at::Tensor rows = as_rows(grad, at::kFloat);
+at::Tensor expert_input_grad(const Engine& e, const args::expert_input_grad& a) {
+  const int64_t in_features = check(a).weight.k.expect_int();
+  check_ids(a.ids, a.weight.size(0), "weight", "experts");
+  const at::Tensor rows = as_rows(a.grad, at::kFloat);
   at::Tensor out = at::empty({rows.size(0), in_features}, rows.options());
-  each_expert(ids, weight.size(0), [&](int64_t expert, const at::Tensor& chosen) {
+  each_expert(a.ids, a.weight.size(0), [&](int64_t expert, const at::Tensor& chosen) {
     out.index_copy_(0, chosen,
-                    linear_input_grad(e, rows.index_select(0, chosen), weight.select(0, expert),
-                                      format, in_features));
+                    linear_input_grad(e, args::linear_input_grad{rows.index_select(0, chosen),
+                                                                 a.weight.select(0, expert),
+                                                                 a.format, in_features}));
   });
-  return out.view({grad.size(0), grad.size(1), in_features}).to(grad.scalar_type());
+  return out.view({a.grad.size(0), a.grad.size(1), in_features}).to(a.grad.scalar_type());
 }
 
 }  // namespace metalmm::gpu

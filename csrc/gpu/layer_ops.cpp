@@ -25,18 +25,15 @@ at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up
 
 }  // namespace
 
-at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
-                  const at::Tensor& up_weight, std::string_view format_gate,
-                  std::string_view format_up, std::string_view activation,
-                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset,
-                  OptionalName activations) {
-  const GateUpShape shape = check_swiglu(x, gate_weight, up_weight, format_gate, format_up,
-                                         activation, norm_weight, eps, offset);
-  check_activations(activations, x);
-  const PackedWeight gate_w = packed(gate_weight, shape.gate), up_w = packed(up_weight, shape.up);
-  const bool has_norm = eps.has_value() && gate_w.k;
-  const Norm norm{norm_weight, eps.value_or(0), offset};
-  const at::ScalarType dtype = common_dtype(x, {has_norm ? norm_weight : std::nullopt});
+at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
+  const at::Tensor& x = a.x;
+  const GateUpShape shape = check(a);
+  check_activations(a.activations, x);
+  const PackedWeight gate_w = packed(a.gate_weight, shape.gate);
+  const PackedWeight up_w = packed(a.up_weight, shape.up);
+  const bool has_norm = a.eps.has_value() && gate_w.k;
+  const Norm norm{a.norm_weight, a.eps.value_or(0), a.offset};
+  const at::ScalarType dtype = common_dtype(x, {has_norm ? a.norm_weight : std::nullopt});
   Operands o;
   o[kSlotX] = as_rows(x, dtype);
   if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o[kSlotX].size(0))) {
@@ -54,14 +51,12 @@ at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_w
   return like_input(o[kSlotY], x);
 }
 
-at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
-                         const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format, std::string_view activation,
-                         const OptionalTensor& residual, OptionalName activations) {
-  const DownShape shape = check_swiglu_linear(gate, up, weight, bias, format, activation, residual);
-  check_activations(activations, gate);
-  const PackedWeight w = packed(weight, shape.weight);
-  const at::ScalarType dtype = common_dtype(gate, {up, bias, residual});
+at::Tensor swiglu_linear(const Engine& e, const args::swiglu_linear& a) {
+  const at::Tensor &gate = a.gate, &up = a.up;
+  const DownShape shape = check(a);
+  check_activations(a.activations, gate);
+  const PackedWeight w = packed(a.weight, shape.weight);
+  const at::ScalarType dtype = common_dtype(gate, {up, a.bias, a.residual});
   Operands o;
   o[kSlotX] = as_rows(gate, dtype);
   o[kSlotX2] = as_rows(up, dtype);
@@ -71,8 +66,8 @@ at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tens
     const auto f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     const at::Tensor hidden =
         act_mul(e, f32(o[kSlotX]), f32(o[kSlotX2]), shape.activation, at::kFloat);
-    return linear(e, hidden.view(gate.sizes()), weight, bias, format, std::nullopt, residual,
-                  std::nullopt)
+    return linear(e, args::linear{hidden.view(gate.sizes()), a.weight, a.bias, a.format,
+                                  std::nullopt, a.residual})
         .to(gate.scalar_type());
   }
   if (row_stride(o[kSlotX]) != row_stride(o[kSlotX2])) {  // one stride for both
@@ -82,33 +77,30 @@ at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tens
   Problem p = problem(Op::kSwigluDown, o[kSlotX], w);
   p.activation = shape.activation;
   o[kSlotWeight] = aligned_rows(w);
-  o[kSlotBias] = addend(bias, dtype);
-  o[kSlotC] = residual_rows(residual, dtype, p);
+  o[kSlotBias] = addend(a.bias, dtype);
+  o[kSlotC] = residual_rows(a.residual, dtype, p);
   o[kSlotY] = at::empty({o[kSlotX].size(0), w.rows.size(0)}, o[kSlotX].options());
   run(e, p, o);
   return like_input(o[kSlotY], gate);
 }
 
-at::Tensor rms_norm(const Engine& e, const at::Tensor& x, const OptionalTensor& weight, double eps,
-                    double offset, const OptionalTensor& residual) {
-  check_rms_norm(x, weight, eps, offset, residual);
-  const at::Tensor rows = as_rows(x, common_dtype(x, {weight, residual}));
-  return like_input(normalised(e, rows, {weight, eps, offset}, residual), x);
+at::Tensor rms_norm(const Engine& e, const args::rms_norm& a) {
+  check(a);
+  const at::Tensor rows = as_rows(a.x, common_dtype(a.x, {a.weight, a.residual}));
+  return like_input(normalised(e, rows, {a.weight, a.eps, a.offset}, a.residual), a.x);
 }
 
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const at::Tensor& x,
-                                                const at::Tensor& residual,
-                                                const OptionalTensor& weight, double eps,
-                                                double offset) {
-  check_rms_norm(x, weight, eps, offset, residual);
-  if (common_dtype(x, {residual, weight}) != x.scalar_type()) {  // the sum is rounded to x's dtype
-    const at::Tensor sum = stored(x.to(at::kFloat) + residual, x.scalar_type());
-    return {rms_norm(e, sum, weight, eps, offset, std::nullopt), sum};
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const args::add_rms_norm& a) {
+  const at::Tensor& x = a.x;
+  check(a);
+  if (common_dtype(x, {a.residual, a.weight}) != x.scalar_type()) {  // the sum has x's dtype
+    const at::Tensor sum = stored(x.to(at::kFloat) + a.residual, x.scalar_type());
+    return {rms_norm(e, args::rms_norm{sum, a.weight, a.eps, a.offset}), sum};
   }
   Operands o;
   o[kSlotX] = as_rows(x, x.scalar_type());
-  o[kSlotX2] = as_rows(residual, x.scalar_type());
-  o[kSlotNorm] = addend(weight, x.scalar_type());
+  o[kSlotX2] = as_rows(a.residual, x.scalar_type());
+  o[kSlotNorm] = addend(a.weight, x.scalar_type());
   o[kSlotY] = at::empty(o[kSlotX].sizes(), x.options());
   o[kSlotY2] = at::empty(o[kSlotX].sizes(), x.options());
   Problem p;
@@ -118,8 +110,8 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const at::Tenso
   p.dtype = dtype_of(x.scalar_type());
   p.x_stride = row_stride(o[kSlotX]);
   p.x2_stride = row_stride(o[kSlotX2]);
-  p.eps = static_cast<float>(eps);
-  p.offset = static_cast<float>(offset);
+  p.eps = static_cast<float>(a.eps);
+  p.offset = static_cast<float>(a.offset);
   run(e, p, o);
   return {like_input(o[kSlotY], x), like_input(o[kSlotY2], x)};
 }

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "operands.h"
-#include "ops/op_calls.h"
 #include "ops/strategies.h"
 
 namespace metalmm::gpu {
@@ -47,84 +46,67 @@ at::Tensor linear_of_rows(const Engine& e, const at::Tensor& x, at::Tensor rows,
   return like_input(o[kSlotY], x);
 }
 
-at::Tensor scaled_matmul(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                         std::string_view format, const OptionalTensor& c, double alpha,
-                         double beta, OptionalName strategy, int64_t dim) {
-  const PackedWeight w = packed(weight, check_scaled(x, weight, format, c, alpha, beta, dim));
-  const at::ScalarType dtype = beta == 0 ? x.scalar_type() : common_dtype(x, {c});
+// x Wᵀ of gemv and gemm, scaled.
+template <class Args>
+at::Tensor scaled_matmul(const Engine& e, const Args& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  const at::ScalarType dtype = a.beta == 0 ? a.x.scalar_type() : common_dtype(a.x, {a.c});
   Operands o;
-  o[kSlotX] = as_rows(x, dtype);
+  o[kSlotX] = as_rows(a.x, dtype);
   o[kSlotWeight] = aligned_rows(w);
-  if (beta != 0) o[kSlotC] = addend(c, dtype);
+  if (a.beta != 0) o[kSlotC] = addend(a.c, dtype);
   o[kSlotY] = at::empty({o[kSlotX].size(0), w.rows.size(0)}, o[kSlotX].options());
   Problem p = problem(Op::kLinear, o[kSlotX], w);
-  p.alpha = static_cast<float>(alpha);
-  p.beta = static_cast<float>(beta);
-  run(e, p, o, find_strategy(strategy, x));
-  return like_input(o[kSlotY], x);
+  p.alpha = static_cast<float>(a.alpha);
+  p.beta = static_cast<float>(a.beta);
+  run(e, p, o, find_strategy(a.strategy, a.x));
+  return like_input(o[kSlotY], a.x);
 }
 
 }  // namespace
 
-at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                  const OptionalTensor& bias, std::string_view format, OptionalName strategy,
-                  const OptionalTensor& residual, OptionalName activations) {
-  const PackedWeight w = packed(weight, check_linear(x, weight, bias, format, residual));
-  check_activations(activations, x);
-  const Addends addends{bias, residual};
-  return linear_of_rows(e, x, as_rows(x, common_dtype(x, {bias, residual})), w, addends, nullptr,
-                        find_strategy(strategy, x));
+at::Tensor linear(const Engine& e, const args::linear& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  check_activations(a.activations, a.x);
+  const Addends addends{a.bias, a.residual};
+  return linear_of_rows(e, a.x, as_rows(a.x, common_dtype(a.x, {a.bias, a.residual})), w, addends,
+                        nullptr, find_strategy(a.strategy, a.x));
 }
 
-at::Tensor norm_linear(const Engine& e, const at::Tensor& x, const OptionalTensor& norm_weight,
-                       double eps, double offset, const at::Tensor& weight,
-                       const OptionalTensor& bias, std::string_view format,
-                       const OptionalTensor& residual, OptionalName activations) {
-  const PackedWeight w = packed(
-      weight, check_norm_linear(x, norm_weight, eps, offset, weight, bias, format, residual));
-  check_activations(activations, x);
-  const Norm norm{norm_weight, eps, offset};
-  const at::Tensor rows = as_rows(x, common_dtype(x, {norm_weight, bias, residual}));
-  return linear_of_rows(e, x, rows, w, {bias, residual}, w.k ? &norm : nullptr, std::nullopt);
+at::Tensor norm_linear(const Engine& e, const args::norm_linear& a) {
+  const PackedWeight w = packed(a.weight, check(a));
+  check_activations(a.activations, a.x);
+  const Norm norm{a.norm_weight, a.eps, a.offset};
+  const at::Tensor rows = as_rows(a.x, common_dtype(a.x, {a.norm_weight, a.bias, a.residual}));
+  return linear_of_rows(e, a.x, rows, w, {a.bias, a.residual}, w.k ? &norm : nullptr, std::nullopt);
 }
 
-at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
-                             std::string_view format, int64_t in_features) {
-  const PackedWeight w = packed(weight, check_input_grad(grad, weight, format, in_features));
+at::Tensor linear_input_grad(const Engine& e, const args::linear_input_grad& a) {
+  const PackedWeight w = packed(a.weight, check(a));
   const at::Tensor out = times_decoded(
-      as_rows(grad, at::kFloat), w.k,
+      as_rows(a.grad, at::kFloat), w.k,
       [&](int64_t first, int64_t last) { return decode(e, w, first, last, at::kFloat); });
-  return like_input(out, grad);
+  return like_input(out, a.grad);
 }
 
-at::Tensor gemv(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                std::string_view format, const OptionalTensor& c, double alpha, double beta,
-                OptionalName strategy) {
-  return scaled_matmul(e, x, weight, format, c, alpha, beta, strategy, 1);
-}
+at::Tensor gemv(const Engine& e, const args::gemv& a) { return scaled_matmul(e, a); }
+at::Tensor gemm(const Engine& e, const args::gemm& a) { return scaled_matmul(e, a); }
 
-at::Tensor gemm(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                std::string_view format, const OptionalTensor& c, double alpha, double beta,
-                OptionalName strategy) {
-  return scaled_matmul(e, x, weight, format, c, alpha, beta, strategy, 2);
-}
-
-at::Tensor dequantize(const Engine& e, const at::Tensor& weight, std::string_view format,
-                      std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype) {
-  const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = packed(weight, check_dequantize(weight, format, in_features));
+at::Tensor dequantize(const Engine& e, const args::dequantize& a) {
+  const at::ScalarType type = check_dtype(a.dtype);
+  const PackedWeight w = packed(a.weight, check(a));
   return decode(e, w, 0, w.rows.size(0), type);
 }
 
-at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& weight,
-                     std::string_view format, std::optional<int64_t> in_features,
-                     std::optional<at::ScalarType> dtype) {
-  const at::ScalarType type = check_dtype(dtype);
-  const PackedWeight w = packed(weight, check_embedding(ids, weight, format, in_features));
-  check_ids(ids, w.rows.size(0));
+// Ids on a device are not checked, which would wait for it: one below 0 gives the first row of the
+// table, one beyond it the last.
+at::Tensor embedding(const Engine& e, const args::embedding& a) {
+  const at::ScalarType type = check_dtype(a.dtype);
+  const PackedWeight w = packed(a.weight, check(a));
+  check_ids(a.ids, w.rows.size(0));
   Operands o;
   o[kSlotWeight] = aligned_rows(w);
-  o[kSlotIds] = ids.to(at::kLong).contiguous();
+  o[kSlotIds] = a.ids.to(at::kLong).contiguous();
   o[kSlotY] = at::empty({o[kSlotIds].numel(), w.k}, w.rows.options().dtype(type));
   Problem p;
   p.op = Op::kEmbedding;
@@ -134,29 +116,30 @@ at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& w
   p.format = &w.format;
   p.dtype = dtype_of(type);
   run(e, p, o);
-  std::vector<int64_t> shape = ids.sizes().vec();
+  std::vector<int64_t> shape = a.ids.sizes().vec();
   shape.push_back(w.k);
   return o[kSlotY].view(shape);
 }
 
-at::Tensor quantize(const at::Tensor& w, std::string_view format,
-                    const OptionalTensor& importance) {
-  check_quantize(w, format, importance);
-  OptionalTensor given;
-  if (importance) given = importance->detach().to(at::kCPU);
-  return call_quantize(w.detach().to(at::kCPU), format, given).to(w.device());
+// There is no shader that quantizes: w is copied to the CPU, quantized there, the result copied
+// back.
+at::Tensor quantize(const args::quantize& a) {
+  check(a);
+  OptionalTensor importance;
+  if (a.importance) importance = a.importance->detach().to(at::kCPU);
+  return call(args::quantize{a.w.detach().to(at::kCPU), a.format, importance}).to(a.w.device());
 }
 
-at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
+at::Tensor probe(const Engine& e, const args::probe& a) {
   Problem p;
-  p.op = check_probe(x, x2, op);
-  p.dtype = dtype_of(x.scalar_type());
+  p.op = check(a);
+  p.dtype = dtype_of(a.x.scalar_type());
   const bool is_dot = p.op == Op::kDot;
-  (is_dot ? p.k : p.n) = x.numel();
+  (is_dot ? p.k : p.n) = a.x.numel();
   Operands o;
-  o[kSlotX] = x.contiguous();
-  o[kSlotX2] = x2.contiguous();
-  o[kSlotY] = is_dot ? at::empty({}, x.options()) : at::empty(x.sizes(), x.options());
+  o[kSlotX] = a.x.contiguous();
+  o[kSlotX2] = a.x2.contiguous();
+  o[kSlotY] = is_dot ? at::empty({}, a.x.options()) : at::empty(a.x.sizes(), a.x.options());
   run(e, p, o);
   return o[kSlotY];
 }

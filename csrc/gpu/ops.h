@@ -17,12 +17,8 @@
 #include <ATen/ATen.h>
 
 #include <functional>
-#include <optional>
-#include <string_view>
-#include <tuple>
 
 #include "ops/checks.h"
-#include "ops/op_calls.h"
 #include "plan/gpu.h"
 #include "plan/plan.h"
 
@@ -35,50 +31,10 @@ struct Engine {
   std::function<void(const c10::Storage&)> use_weight{};
 };
 
-// As ops/ops.def.
-at::Tensor linear(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                  const OptionalTensor& bias, std::string_view format, OptionalName strategy,
-                  const OptionalTensor& residual, OptionalName activations);
-at::Tensor linear_input_grad(const Engine& e, const at::Tensor& grad, const at::Tensor& weight,
-                             std::string_view format, int64_t in_features);
-at::Tensor norm_linear(const Engine& e, const at::Tensor& x, const OptionalTensor& norm_weight,
-                       double eps, double offset, const at::Tensor& weight,
-                       const OptionalTensor& bias, std::string_view format,
-                       const OptionalTensor& residual, OptionalName activations);
-at::Tensor swiglu(const Engine& e, const at::Tensor& x, const at::Tensor& gate_weight,
-                  const at::Tensor& up_weight, std::string_view format_gate,
-                  std::string_view format_up, std::string_view activation,
-                  const OptionalTensor& norm_weight, std::optional<double> eps, double offset,
-                  OptionalName activations);
-at::Tensor swiglu_linear(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
-                         const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format, std::string_view activation,
-                         const OptionalTensor& residual, OptionalName activations);
-at::Tensor rms_norm(const Engine& e, const at::Tensor& x, const OptionalTensor& weight, double eps,
-                    double offset, const OptionalTensor& residual);
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const at::Tensor& x,
-                                                const at::Tensor& residual,
-                                                const OptionalTensor& weight, double eps,
-                                                double offset);
-Heads rope(const Engine& e, const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
-           int64_t heads, int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
-           const OptionalTensor& k_norm, double eps, double offset, bool interleaved);
-at::Tensor gemv(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                std::string_view format, const OptionalTensor& c, double alpha, double beta,
-                OptionalName strategy);
-at::Tensor gemm(const Engine& e, const at::Tensor& x, const at::Tensor& weight,
-                std::string_view format, const OptionalTensor& c, double alpha, double beta,
-                OptionalName strategy);
-at::Tensor dequantize(const Engine& e, const at::Tensor& weight, std::string_view format,
-                      std::optional<int64_t> in_features, std::optional<at::ScalarType> dtype);
-// Ids on a device are not checked, which would wait for it: one below 0 gives the first row of the
-// table, one beyond it the last.
-at::Tensor embedding(const Engine& e, const at::Tensor& ids, const at::Tensor& weight,
-                     std::string_view format, std::optional<int64_t> in_features,
-                     std::optional<at::ScalarType> dtype);
-// There is no shader that quantizes: w is copied to the CPU, quantized there, the result copied
-// back.
-at::Tensor quantize(const at::Tensor& w, std::string_view format, const OptionalTensor& importance);
-at::Tensor probe(const Engine& e, const at::Tensor& x, const at::Tensor& x2, std::string_view op);
+// The ops, each as its row of ops/ops.def.
+#define MM_OP(name, results, arguments) \
+  result::results::Type name(const Engine& e, const args::name& a);
+#define MM_HOST_OP(name, results, arguments) result::results::Type name(const args::name& a);
+#include "ops/ops.def"
 
 }  // namespace metalmm::gpu

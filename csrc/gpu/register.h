@@ -4,8 +4,6 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include "attention.h"
-#include "experts.h"
 #include "ops.h"
 #include "ops/strategies.h"
 
@@ -13,10 +11,10 @@ namespace metalmm::gpu {
 
 // kOp without its first argument, which is engine().
 template <auto kOp, const Engine& (*engine)()>
-struct OpOf;
-template <class R, class... Args, R (*kOp)(const Engine&, Args...), const Engine& (*engine)()>
-struct OpOf<kOp, engine> {
-  static R call(Args... args) { return kOp(engine(), args...); }
+struct OnEngine;
+template <class R, class Args, R (*kOp)(const Engine&, const Args&), const Engine& (*engine)()>
+struct OnEngine<kOp, engine> {
+  static R run(const Args& a) { return kOp(engine(), a); }
 };
 
 // The ops of ops/ops.def that shaders compute. The library has a dispatch key:
@@ -24,7 +22,7 @@ struct OpOf<kOp, engine> {
 template <const Engine& (*engine)()>
 void register_shaders(torch::Library& m) {
 #define MM_HOST_OP(name, ...)
-#define MM_OP(name, ...) m.impl(#name, OpOf<&name, engine>::call);
+#define MM_OP(name, ...) m.impl(#name, Kernel<args::name, &OnEngine<&name, engine>::run>::run);
 #include "ops/ops.def"
 }
 
@@ -32,7 +30,10 @@ void register_shaders(torch::Library& m) {
 template <const Engine& (*engine)()>
 void register_engine(torch::Library& m) {
   register_shaders<engine>(m);
-  m.impl("quantize", quantize);
+#define MM_HOST_OP(name, ...) m.impl(#name, Kernel<args::name, &name>::run);
+#define MM_FORWARD_OP(name, ...)
+#define MM_OP(name, ...)
+#include "ops/ops.def"
 }
 
 // While it lives, the engine computes on CPU tensors in the place of the CPU's kernels, but for

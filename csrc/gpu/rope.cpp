@@ -1,7 +1,6 @@
 // rope, and what is written to a cache: by one kernel where a shader quantizes the format.
 #include <algorithm>
 
-#include "attention.h"
 #include "operands.h"
 #include "ops/attention/checks.h"
 #include "ops/attention/composed.h"
@@ -22,8 +21,8 @@ struct Call {
   Operands operands;
 
   // The arguments are checked; `dtype` is that of the kernel.
-  Call(Op op, const RopeShape& shape, const at::Tensor& qkv, const at::Tensor& cos,
-       const at::Tensor& sin, const RopeOptions& options, at::ScalarType dtype) {
+  Call(Op op, const RopeShape& shape, const args::rope& options, at::ScalarType dtype) {
+    const at::Tensor &qkv = options.qkv, &cos = options.cos, &sin = options.sin;
     const int64_t batch = qkv.size(0), positions = qkv.size(1), dim = shape.dim.expect_int();
     const bool same = cos.scalar_type() == dtype && sin.scalar_type() == dtype;
     const bool repeats = cos.size(0) > 1 && cos.stride(0) == 0 && sin.stride(0) == 0;
@@ -33,14 +32,15 @@ struct Call {
     operands[kSlotSin] = angles(sin, repeats, same ? dtype : at::kFloat);
     operands[kSlotNorm] = addend(options.q_norm, dtype);
     operands[kSlotNorm2] = addend(options.k_norm, dtype);
-    operands[kSlotY] = at::empty({batch, shape.heads, positions, dim}, operands[kSlotX].options());
+    operands[kSlotY] =
+        at::empty({batch, options.heads, positions, dim}, operands[kSlotX].options());
     set(op, dtype, dim);
     problem.x_stride = row_stride(operands[kSlotX]);
     if (options.v.has_value()) problem.x2_stride = row_stride(operands[kSlotX2]);
     problem.eps = static_cast<float>(options.eps);
     problem.offset = static_cast<float>(options.offset);
-    problem.rope = {shape.heads,
-                    shape.kv_heads,
+    problem.rope = {options.heads,
+                    options.kv_heads,
                     cos.size(2),
                     std::max<int64_t>(positions, 1),
                     operands[kSlotCos].size(0) * positions,
@@ -73,14 +73,16 @@ struct Call {
     problem.rope.v_apart = true;
   }
 
-  void write(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
-             const CacheShape& cache) {
+  // `given` names a cache and its slots.
+  template <class Args>
+  void write(const Args& given, const CacheShape& cache) {
+    const at::Tensor &keys = given.keys, &values = given.values;
     const auto bytes = [](const at::Tensor& t, int64_t d) {
       return t.size(d) > 1 ? t.stride(d) * t.element_size() : 0;
     };
     operands[kSlotWeight] = keys;
     operands[kSlotWeight2] = values;
-    operands[kSlotIds] = slots.contiguous();
+    operands[kSlotIds] = given.slots.contiguous();
     if (!operands[kSlotY].defined()) operands[kSlotY] = keys;  // not written: no heads of q
     problem.format = &cache.values;
     problem.n = keys.size(2);
@@ -125,70 +127,59 @@ at::Tensor as_rows_of(const at::Tensor& cache, const at::Tensor& rows, const For
   if (cache.scalar_type() != at::kByte) return rows.to(cache.scalar_type());
   const at::Tensor x = rows.to(at::kFloat).reshape({-1, rows.size(3)});
   at::Tensor packed = composed::quantize(x, format);
-  if (!packed.defined()) packed = quantize(x, format.name, {});
+  if (!packed.defined()) packed = quantize(args::quantize{x, format.name});
   return packed.view({rows.size(0), rows.size(1), rows.size(2), cache.size(3)});
 }
 
 }  // namespace
 
-Heads rope(const Engine& e, const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
-           int64_t heads, int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
-           const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
-  const RopeShape shape =
-      check_rope(qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset);
-  const RopeOptions options{v, q_norm, k_norm, eps, offset, interleaved};
-  Call call(Op::kRope, shape, qkv, cos, sin, options, common_dtype(qkv, {v, q_norm, k_norm}));
+Heads rope(const Engine& e, const args::rope& a) {
+  Call call(Op::kRope, check(a), a, common_dtype(a.qkv, {a.v, a.q_norm, a.k_norm}));
   Operands& o = call.operands;
   for (Slot slot : {kSlotY2, kSlotY3}) {
-    o[slot] = at::empty({qkv.size(0), kv_heads, qkv.size(1), call.problem.k}, o[kSlotX].options());
+    o[slot] =
+        at::empty({a.qkv.size(0), a.kv_heads, a.qkv.size(1), call.problem.k}, o[kSlotX].options());
   }
   launch(e, call.problem, o);
-  const auto out = [&](Slot slot) { return o[slot].to(qkv.scalar_type()); };
+  const auto out = [&](Slot slot) { return o[slot].to(a.qkv.scalar_type()); };
   return {out(kSlotY), out(kSlotY2), out(kSlotY3)};
 }
 
-at::Tensor rope_append(const Engine& e, const at::Tensor& qkv, const at::Tensor& cos,
-                       const at::Tensor& sin, int64_t heads, int64_t kv_heads,
-                       const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
-                       std::string_view format_k, std::string_view format_v,
-                       const OptionalTensor& v, const OptionalTensor& q_norm,
-                       const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
-  const RopeOptions options{v, q_norm, k_norm, eps, offset, interleaved};
-  const RopeAppendShape shape = check_rope_append(qkv, cos, sin, heads, kv_heads, keys, values,
-                                                  slots, format_k, format_v, options);
-  check_memory_of_rope_append(keys, values, qkv, cos, sin, slots, options);
-  if (slots.is_cpu()) check_slots(slots, keys.size(2));
+// Slots on a device are not checked, which would wait for it; nor are those of cache_append.
+at::Tensor rope_append(const Engine& e, const args::rope_append& a) {
+  const RopeAppendShape shape = check(a);
+  check_memory(a);
+  if (a.slots.is_cpu()) check_slots(a.slots, a.keys.size(2));
+  const args::rope of = rope_of(a);
+  const at::ScalarType dtype = a.qkv.scalar_type();
   // In f32 k and v would be packed before they are rounded to the dtype of qkv.
-  const bool is_rounded_once = common_dtype(qkv, {v, q_norm, k_norm}) == qkv.scalar_type();
-  if (!is_rounded_once || !is_written_by_a_kernel(keys, values, shape.cache)) {
-    const auto [q, key, value] =
-        rope(e, qkv, cos, sin, heads, kv_heads, v, q_norm, k_norm, eps, offset, interleaved);
-    cache_append(e, keys, values, key, value, slots, format_k, format_v);
+  const bool is_rounded_once = common_dtype(a.qkv, {a.v, a.q_norm, a.k_norm}) == dtype;
+  if (!is_rounded_once || !is_written_by_a_kernel(a.keys, a.values, shape.cache)) {
+    const auto [q, k, v] = rope(e, of);
+    cache_append(e, args::cache_append{a.keys, a.values, k, v, a.slots, a.format_k, a.format_v});
     return q;
   }
-  Call call(Op::kRopeAppend, shape.rope, qkv, cos, sin, options, qkv.scalar_type());
-  call.write(keys, values, slots, shape.cache);
+  Call call(Op::kRopeAppend, shape.rope, of, dtype);
+  call.write(a, shape.cache);
   launch(e, call.problem, call.operands);
   return call.operands[kSlotY];
 }
 
-void cache_append(const Engine& e, const at::Tensor& keys, const at::Tensor& values,
-                  const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots,
-                  std::string_view format_k, std::string_view format_v) {
-  const CacheShape shape = check_cache_append(keys, values, k, v, slots, format_k, format_v);
-  check_memory_of_append(keys, values, k, v, slots);
-  if (slots.is_cpu()) check_slots(slots, keys.size(2));
-  if (k.numel() == 0) return;
-  if (is_written_by_a_kernel(keys, values, shape)) {
-    Call call(k, v, common_dtype(k, {v}));
-    call.write(keys, values, slots, shape);
+void cache_append(const Engine& e, const args::cache_append& a) {
+  const CacheShape shape = check(a);
+  check_memory(a);
+  if (a.slots.is_cpu()) check_slots(a.slots, a.keys.size(2));
+  if (a.k.numel() == 0) return;
+  if (is_written_by_a_kernel(a.keys, a.values, shape)) {
+    Call call(a.k, a.v, common_dtype(a.k, {a.v}));
+    call.write(a, shape);
     launch(e, call.problem, call.operands);
     return;
   }
-  const at::Tensor new_keys = as_rows_of(keys, k, shape.keys);
-  const at::Tensor new_values = as_rows_of(values, v, shape.values);
-  at::Tensor(keys).index_copy_(2, slots, new_keys);
-  at::Tensor(values).index_copy_(2, slots, new_values);
+  const at::Tensor new_keys = as_rows_of(a.keys, a.k, shape.keys);
+  const at::Tensor new_values = as_rows_of(a.values, a.v, shape.values);
+  at::Tensor(a.keys).index_copy_(2, a.slots, new_keys);
+  at::Tensor(a.values).index_copy_(2, a.slots, new_values);
 }
 
 }  // namespace metalmm::gpu

@@ -125,126 +125,128 @@ PackedWeight packed(const at::Tensor& weight, const WeightShape& checked) {
   return {checked.format, dense ? weight : weight.contiguous(), k};
 }
 
-WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format, const OptionalTensor& residual) {
-  const WeightShape w = check_weight("weight", weight, format, check_rows("x", x), x);
-  check_addend("bias", bias, {w.n}, x);
-  check_rows_addend("residual", residual, x, w.n);
+namespace {
+
+// What the products of rows of x have in common.
+template <class Args>
+WeightShape check_product(const Args& a) {
+  const WeightShape w = check_weight("weight", a.weight, a.format, check_rows("x", a.x), a.x);
+  check_addend("bias", a.bias, {w.n}, a.x);
+  check_rows_addend("residual", a.residual, a.x, w.n);
   return w;
 }
 
+// The norm of the rows of x. `name` is the argument that its weight is.
 void check_norm(const char* name, const at::Tensor& x, const OptionalTensor& weight, double eps,
                 double offset) {
   check_addend(name, weight, {check_rows("x", x)}, x);
   check_norm_numbers(name, weight.has_value(), eps, offset);
 }
 
-void check_rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                    const OptionalTensor& residual) {
-  check_norm("weight", x, weight, eps, offset);
-  check_addend("residual", residual, x.sym_sizes(), x);
+template <class Args>
+WeightShape check_scaled(const Args& a, int64_t dim) {
+  const Size k = check_rows("x", a.x);
+  TORCH_CHECK_VALUE(a.x.dim() == dim, "x: shape ", a.x.sym_sizes(), "; must have ", dim,
+                    " dimensions");
+  const WeightShape w = check_weight("weight", a.weight, a.format, k, a.x);
+  check_rows_addend("c", a.c, a.x, w.n);
+  check_f32("alpha", a.alpha);
+  check_f32("beta", a.beta);
+  TORCH_CHECK_VALUE(a.beta == 0 || a.c.has_value(), "c: missing, but beta = ", a.beta);
+  return w;
 }
 
-WeightShape check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
-                              double offset, const at::Tensor& weight, const OptionalTensor& bias,
-                              std::string_view format, const OptionalTensor& residual) {
-  check_norm("norm_weight", x, norm_weight, eps, offset);
-  return check_linear(x, weight, bias, format, residual);
+}  // namespace
+
+WeightShape check(const args::linear& a) { return check_product(a); }
+
+WeightShape check(const args::norm_linear& a) {
+  check_norm("norm_weight", a.x, a.norm_weight, a.eps, a.offset);
+  return check_product(a);
 }
 
-RopeShape check_rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
-                     int64_t heads, int64_t kv_heads, const OptionalTensor& v,
-                     const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps,
-                     double offset) {
+void check(const args::rms_norm& a) {
+  check_norm("weight", a.x, a.weight, a.eps, a.offset);
+  check_addend("residual", a.residual, a.x.sym_sizes(), a.x);
+}
+
+void check(const args::add_rms_norm& a) {
+  check_norm("weight", a.x, a.weight, a.eps, a.offset);
+  check_addend("residual", a.residual, a.x.sym_sizes(), a.x);
+}
+
+RopeShape check(const args::rope& a) {
+  const Tensor &qkv = a.qkv, &cos = a.cos;
   check_activation_dtype("qkv", qkv);
   TORCH_CHECK_VALUE(qkv.dim() == 3, "qkv: shape ", qkv.sym_sizes(), "; must be [B, S, values]");
   TORCH_CHECK_VALUE(cos.dim() == 3, "cos: shape ", cos.sym_sizes(), "; must be [B or 1, S, R]");
-  TORCH_CHECK_VALUE(heads >= 1, "heads: ", heads, "; at least 1");
-  TORCH_CHECK_VALUE(kv_heads >= 1, "kv_heads: ", kv_heads, "; at least 1");
-  TORCH_CHECK_VALUE(heads <= kMaxK && kv_heads <= kMaxK, "heads, kv_heads: ", heads, ", ", kv_heads,
-                    "; at most ", kMaxK);
-  const int64_t all = heads + (v.has_value() ? 1 : 2) * kv_heads;
+  TORCH_CHECK_VALUE(a.heads >= 1, "heads: ", a.heads, "; at least 1");
+  TORCH_CHECK_VALUE(a.kv_heads >= 1, "kv_heads: ", a.kv_heads, "; at least 1");
+  TORCH_CHECK_VALUE(a.heads <= kMaxK && a.kv_heads <= kMaxK, "heads, kv_heads: ", a.heads, ", ",
+                    a.kv_heads, "; at most ", kMaxK);
+  const int64_t all = a.heads + (a.v.has_value() ? 1 : 2) * a.kv_heads;
   const Size dim = qkv.sym_size(2) / all;
   TORCH_CHECK_VALUE(dim * all == qkv.sym_size(2) && dim >= 1, "qkv: ", qkv.sym_size(2),
                     " values a position; must be a multiple of its ", all, " heads");
-  const RopeShape out{qkv.sym_size(0), qkv.sym_size(1), dim, cos.sym_size(-1), heads, kv_heads};
-  check_addend("v", v, {out.batch, out.positions, dim * kv_heads}, qkv);
-  check_addend("q_norm", q_norm, {dim}, qkv);
-  check_addend("k_norm", k_norm, {dim}, qkv);
-  check_norm_numbers("q_norm", q_norm.has_value() || k_norm.has_value(), eps, offset);
+  const RopeShape out{qkv.sym_size(0), qkv.sym_size(1), dim, cos.sym_size(-1)};
+  check_addend("v", a.v, {out.batch, out.positions, dim * a.kv_heads}, qkv);
+  check_addend("q_norm", a.q_norm, {dim}, qkv);
+  check_addend("k_norm", a.k_norm, {dim}, qkv);
+  check_norm_numbers("q_norm", a.q_norm.has_value() || a.k_norm.has_value(), a.eps, a.offset);
   TORCH_CHECK_VALUE(
       cos.sym_size(1) == out.positions && (cos.sym_size(0) == 1 || cos.sym_size(0) == out.batch),
       "cos: shape ", cos.sym_sizes(), "; must be [1 or ", out.batch, ", ", out.positions, ", R]");
   TORCH_CHECK_VALUE(out.rotated <= dim && out.rotated % 2 == 0, "cos: rotates ", out.rotated,
                     " values of a head of ", dim, "; must be even, and no more");
   check_addend("cos", cos, cos.sym_sizes(), qkv);
-  check_addend("sin", sin, cos.sym_sizes(), qkv);
+  check_addend("sin", a.sin, cos.sym_sizes(), qkv);
   return out;
 }
 
-WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
-                             std::string_view format, const Size& in_features) {
-  const Size n = check_rows("grad", grad);
-  const WeightShape w = check_weight("weight", weight, format, in_features, grad);
+WeightShape check(const args::linear_input_grad& a) {
+  const Size n = check_rows("grad", a.grad);
+  const WeightShape w = check_weight("weight", a.weight, a.format, a.in_features, a.grad);
   TORCH_CHECK_VALUE(n == w.n, "grad: last size ", n, "; weight has ", w.n, " rows");
   return w;
 }
 
-GateUpShape check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight,
-                         const at::Tensor& up_weight, std::string_view format_gate,
-                         std::string_view format_up, std::string_view activation,
-                         const OptionalTensor& norm_weight, std::optional<double> eps,
-                         double offset) {
-  const Size k = check_rows("x", x);
-  const GateUpShape out{check_weight("gate_weight", gate_weight, format_gate, k, x),
-                        check_weight("up_weight", up_weight, format_up, k, x),
-                        or_value_error([&] { return activation_by_name(activation); })};
+GateUpShape check(const args::swiglu& a) {
+  const Size k = check_rows("x", a.x);
+  const GateUpShape out{check_weight("gate_weight", a.gate_weight, a.format_gate, k, a.x),
+                        check_weight("up_weight", a.up_weight, a.format_up, k, a.x),
+                        or_value_error([&] { return activation_by_name(a.activation); })};
   TORCH_CHECK_VALUE(out.gate.n == out.up.n, "up_weight: has ", out.up.n, " rows, gate_weight ",
                     out.gate.n);
-  TORCH_CHECK_VALUE(eps.has_value() || !norm_weight.has_value(),
+  TORCH_CHECK_VALUE(a.eps.has_value() || !a.norm_weight.has_value(),
                     "eps: missing, but norm_weight is given");
-  check_norm("norm_weight", x, norm_weight, eps.value_or(0), offset);
+  check_norm("norm_weight", a.x, a.norm_weight, a.eps.value_or(0), a.offset);
   return out;
 }
 
-DownShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
-                              const at::Tensor& weight, const OptionalTensor& bias,
-                              std::string_view format, std::string_view activation,
-                              const OptionalTensor& residual) {
-  const Size k = check_rows("gate", gate);
-  check_addend("up", up, gate.sym_sizes(), gate);
-  const DownShape out{check_weight("weight", weight, format, k, gate),
-                      or_value_error([&] { return activation_by_name(activation); })};
-  check_addend("bias", bias, {out.weight.n}, gate);
-  check_rows_addend("residual", residual, gate, out.weight.n);
+DownShape check(const args::swiglu_linear& a) {
+  const Size k = check_rows("gate", a.gate);
+  check_addend("up", a.up, a.gate.sym_sizes(), a.gate);
+  const DownShape out{check_weight("weight", a.weight, a.format, k, a.gate),
+                      or_value_error([&] { return activation_by_name(a.activation); })};
+  check_addend("bias", a.bias, {out.weight.n}, a.gate);
+  check_rows_addend("residual", a.residual, a.gate, out.weight.n);
   return out;
 }
 
-WeightShape check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                         const OptionalTensor& c, double alpha, double beta, int64_t dim) {
-  const Size k = check_rows("x", x);
-  TORCH_CHECK_VALUE(x.dim() == dim, "x: shape ", x.sym_sizes(), "; must have ", dim, " dimensions");
-  const WeightShape w = check_weight("weight", weight, format, k, x);
-  check_rows_addend("c", c, x, w.n);
-  check_f32("alpha", alpha);
-  check_f32("beta", beta);
-  TORCH_CHECK_VALUE(beta == 0 || c.has_value(), "c: missing, but beta = ", beta);
-  return w;
+WeightShape check(const args::gemv& a) { return check_scaled(a, 1); }
+WeightShape check(const args::gemm& a) { return check_scaled(a, 2); }
+
+WeightShape check(const args::dequantize& a) {
+  const Size k = resolve_in_features(a.weight, a.format, a.in_features);
+  return check_weight("weight", a.weight, a.format, k, a.weight);
 }
 
-WeightShape check_dequantize(const at::Tensor& weight, std::string_view format,
-                             const OptionalSize& in_features) {
-  const Size k = resolve_in_features(weight, format, in_features);
-  return check_weight("weight", weight, format, k, weight);
-}
-
-WeightShape check_embedding(const at::Tensor& ids, const at::Tensor& weight,
-                            std::string_view format, const OptionalSize& in_features) {
-  TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "ids: dtype ",
-                    ids.scalar_type(), "; allowed: int64, int32");
-  const Size k = resolve_in_features(weight, format, in_features);
-  const WeightShape w = check_weight("weight", weight, format, k, ids);
-  TORCH_CHECK_INDEX(w.n > 0 || ids.sym_numel() == 0, "ids: ", ids.sym_numel(),
+WeightShape check(const args::embedding& a) {
+  TORCH_CHECK_VALUE(a.ids.scalar_type() == at::kLong || a.ids.scalar_type() == at::kInt,
+                    "ids: dtype ", a.ids.scalar_type(), "; allowed: int64, int32");
+  const Size k = resolve_in_features(a.weight, a.format, a.in_features);
+  const WeightShape w = check_weight("weight", a.weight, a.format, k, a.ids);
+  TORCH_CHECK_INDEX(w.n > 0 || a.ids.sym_numel() == 0, "ids: ", a.ids.sym_numel(),
                     " of them; the table has 0 rows");
   return w;
 }
@@ -265,24 +267,25 @@ void check_packs(const char* name, const Format& f) {
                     "it, or quantize to another format");
 }
 
-const Format& check_quantize(const at::Tensor& w, std::string_view format,
-                             const OptionalTensor& importance) {
-  const Format& f = check_format(format);
+const Format& check(const args::quantize& a) {
+  const Format& f = check_format(a.format);
   check_packs("format", f);
-  const Size k = check_rows("w", w);
-  TORCH_CHECK_VALUE(w.dim() == 2, "w: shape ", w.sym_sizes(), "; must be [N, K]");
+  const Size k = check_rows("w", a.w);
+  TORCH_CHECK_VALUE(a.w.dim() == 2, "w: shape ", a.w.sym_sizes(), "; must be [N, K]");
   check_k("w", f, k);
-  if (importance) {
-    check_device("importance", *importance, w);
-    TORCH_CHECK_VALUE(importance->scalar_type() == at::kFloat && importance->dim() == 1 &&
-                          importance->sym_size(0) == k,
-                      "importance: ", importance->scalar_type(), " ", importance->sym_sizes(),
-                      "; must be float32 [K] = [", k, "]");
+  if (a.importance) {
+    const Tensor& costs = *a.importance;
+    check_device("importance", costs, a.w);
+    TORCH_CHECK_VALUE(
+        costs.scalar_type() == at::kFloat && costs.dim() == 1 && costs.sym_size(0) == k,
+        "importance: ", costs.scalar_type(), " ", costs.sym_sizes(), "; must be float32 [K] = [", k,
+        "]");
   }
   return f;
 }
 
-Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
+Op check(const args::probe& a) {
+  const Tensor &x = a.x, &x2 = a.x2;
   check_activation_dtype("x", x);
   check_device("x2", x2, x);
   TORCH_CHECK_VALUE(x2.scalar_type() == x.scalar_type() && x2.sym_sizes() == x.sym_sizes(),
@@ -290,7 +293,7 @@ Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op) {
                     x.scalar_type(), " ", x.sym_sizes());
   constexpr Op kProbes[] = {Op::kAdd, Op::kSub, Op::kMul, Op::kDiv, Op::kDot};
   return or_value_error([&] {
-    return kProbes[find_name("op", op, std::size(kProbes),
+    return kProbes[find_name("op", a.op, std::size(kProbes),
                              [&](int i) { return to_string(kProbes[i]); })];
   });
 }

@@ -12,15 +12,12 @@
 #include <string_view>
 #include <vector>
 
+#include "args.h"
 #include "plan/format.h"
 #include "plan/names.h"
 #include "plan/plan.h"
 
 namespace metalmm {
-
-using OptionalTensor = std::optional<at::Tensor>;
-using OptionalSize = std::optional<c10::SymInt>;
-using OptionalName = std::optional<std::string_view>;
 
 // What a check found: a weight of n rows of k values.
 struct WeightShape {
@@ -37,83 +34,63 @@ struct PackedWeight {
 };
 PackedWeight packed(const at::Tensor& weight, const WeightShape& checked);
 
+// check(): the arguments of an op, and what engines need to know of them.
+
 // x f32 / f16 / bf16 [..., K]; bias f32 / f16 / bf16 [N] or nothing, residual [..., N] or nothing.
-WeightShape check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                         std::string_view format, const OptionalTensor& residual = std::nullopt);
+WeightShape check(const args::linear& a);
 
-// The norm of the rows of x [..., K]: weight f32 / f16 / bf16 [K] or nothing, eps >= 0, and no
-// offset without a weight. `name` is the argument that the weight is.
-void check_norm(const char* name, const at::Tensor& x, const OptionalTensor& weight, double eps,
-                double offset);
+// As linear and rms_norm.
+WeightShape check(const args::norm_linear& a);
 
-// rms_norm and, where residual is required, add_rms_norm: residual of the shape of x.
-void check_rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                    const OptionalTensor& residual);
-
-// As check_linear and check_norm.
-WeightShape check_norm_linear(const at::Tensor& x, const OptionalTensor& norm_weight, double eps,
-                              double offset, const at::Tensor& weight, const OptionalTensor& bias,
-                              std::string_view format, const OptionalTensor& residual);
+// weight f32 / f16 / bf16 [K] or nothing, eps >= 0, and no offset without a weight; residual of the
+// shape of x.
+void check(const args::rms_norm& a);
+void check(const args::add_rms_norm& a);
 
 // The sizes of rope: batch, positions, values of a head, of which `rotated` are rotated.
 struct RopeShape {
   c10::SymInt batch, positions, dim, rotated;
-  int64_t heads, kv_heads;
 };
-RopeShape check_rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
-                     int64_t heads, int64_t kv_heads, const OptionalTensor& v,
-                     const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps,
-                     double offset);
+RopeShape check(const args::rope& a);
 
 // grad [..., N]
-WeightShape check_input_grad(const at::Tensor& grad, const at::Tensor& weight,
-                             std::string_view format, const c10::SymInt& in_features);
+WeightShape check(const args::linear_input_grad& a);
 
 // As many rows of gate as of up, each in its own format; a norm where eps is given.
 struct GateUpShape {
   WeightShape gate, up;
   Activation activation;
 };
-GateUpShape check_swiglu(const at::Tensor& x, const at::Tensor& gate_weight,
-                         const at::Tensor& up_weight, std::string_view format_gate,
-                         std::string_view format_up, std::string_view activation,
-                         const OptionalTensor& norm_weight, std::optional<double> eps,
-                         double offset);
+GateUpShape check(const args::swiglu& a);
 
 // gate and up [..., K] of the same shape, residual [..., N] or nothing.
 struct DownShape {
   WeightShape weight;
   Activation activation;
 };
-DownShape check_swiglu_linear(const at::Tensor& gate, const at::Tensor& up,
-                              const at::Tensor& weight, const OptionalTensor& bias,
-                              std::string_view format, std::string_view activation,
-                              const OptionalTensor& residual);
+DownShape check(const args::swiglu_linear& a);
 
-// gemv (dim 1) and gemm (dim 2): c is of the shape of the result, and there if beta is not 0.
-WeightShape check_scaled(const at::Tensor& x, const at::Tensor& weight, std::string_view format,
-                         const OptionalTensor& c, double alpha, double beta, int64_t dim);
+// c is of the shape of the result, and there if beta is not 0.
+WeightShape check(const args::gemv& a);
+WeightShape check(const args::gemm& a);
 
 // Where in_features is not given, it is the one K whose rows have as many bytes. The padding of an
 // affine row can leave several such K: then in_features must be given.
-WeightShape check_dequantize(const at::Tensor& weight, std::string_view format,
-                             const OptionalSize& in_features);
+WeightShape check(const args::dequantize& a);
 
 // ids int32 or int64 of any shape; of a table without rows, none.
-WeightShape check_embedding(const at::Tensor& ids, const at::Tensor& weight,
-                            std::string_view format, const OptionalSize& in_features);
+WeightShape check(const args::embedding& a);
+
+// w f32 / f16 / bf16 [N, K], K a multiple of the block.
+const Format& check(const args::quantize& a);
+
+// x and x2 f32 / f16 / bf16, of the same shape and dtype. Returns the problem that op names.
+Op check(const args::probe& a);
 
 // Whether each id is in range: for ids on the CPU only, elsewhere it would wait for the device.
 // What there are `count` of, and in what, is for the message.
 void check_ids(const at::Tensor& ids, int64_t count, const char* in = "the table",
                const char* what = "rows");
-
-// w f32 / f16 / bf16 [N, K], K a multiple of the block.
-const Format& check_quantize(const at::Tensor& w, std::string_view format,
-                             const OptionalTensor& importance);
-
-// x and x2 f32 / f16 / bf16, of the same shape and dtype. Returns the problem that op names.
-Op check_probe(const at::Tensor& x, const at::Tensor& x2, std::string_view op);
 
 // The dtype of decoded values: f32 unless given; f32, f16 or bf16.
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);

@@ -72,23 +72,21 @@ at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double ep
   return weight.has_value() ? scaled * (weight->to(at::kFloat) + offset) : scaled;
 }
 
-Heads rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
-           int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
-           const OptionalTensor& k_norm, double eps, double offset, bool interleaved) {
-  const int64_t all = heads + (v.has_value() ? 1 : 2) * kv_heads;
-  const at::Tensor by_head = qkv.unflatten(-1, {all, qkv.size(-1) / all}).to(at::kFloat);
-  const at::Tensor c = cos.to(at::kFloat).unsqueeze(2), s = sin.to(at::kFloat).unsqueeze(2);
+Heads rope(const args::rope& a) {
+  const int64_t all = a.heads + (a.v.has_value() ? 1 : 2) * a.kv_heads;
+  const at::Tensor by_head = a.qkv.unflatten(-1, {all, a.qkv.size(-1) / all}).to(at::kFloat);
+  const at::Tensor c = a.cos.to(at::kFloat).unsqueeze(2), s = a.sin.to(at::kFloat).unsqueeze(2);
   const auto finish = [&](const at::Tensor& t) {
-    return stored(t.transpose(1, 2), qkv.scalar_type());
+    return stored(t.transpose(1, 2), a.qkv.scalar_type());
   };
   const auto turned = [&](int64_t first, int64_t count, const OptionalTensor& norm) {
     const at::Tensor part = by_head.narrow(2, first, count);
-    return finish(
-        rotate(norm.has_value() ? rms_norm(part, norm, eps, offset) : part, c, s, interleaved));
+    return finish(rotate(norm.has_value() ? rms_norm(part, norm, a.eps, a.offset) : part, c, s,
+                         a.interleaved));
   };
-  const at::Tensor values = v.has_value() ? v->unflatten(-1, {kv_heads, by_head.size(-1)})
-                                          : by_head.narrow(2, heads + kv_heads, kv_heads);
-  return {turned(0, heads, q_norm), turned(heads, kv_heads, k_norm), finish(values)};
+  const at::Tensor values = a.v.has_value() ? a.v->unflatten(-1, {a.kv_heads, by_head.size(-1)})
+                                            : by_head.narrow(2, a.heads + a.kv_heads, a.kv_heads);
+  return {turned(0, a.heads, a.q_norm), turned(a.heads, a.kv_heads, a.k_norm), finish(values)};
 }
 
 }  // namespace metalmm::composed

@@ -7,7 +7,6 @@
 #include <tuple>
 
 #include "checks.h"
-#include "op_calls.h"
 
 namespace metalmm::composed {
 
@@ -20,8 +19,6 @@ at::Tensor slope(const at::Tensor& gate, Activation activation);
 at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset);
 
 // Arguments as those of the op; results in the dtype of qkv.
-Heads rope(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
-           int64_t kv_heads, const OptionalTensor& v, const OptionalTensor& q_norm,
-           const OptionalTensor& k_norm, double eps, double offset, bool interleaved);
+Heads rope(const args::rope& a);
 
 }  // namespace metalmm::composed

@@ -29,10 +29,10 @@ PYBIND11_MODULE(_C, m) {
 #if defined(__APPLE__)
   metalmm::mps::bind_mps(m);
 #endif
-  py::list ops;
-#define MM_OP(name, ...) ops.append(#name);
+  py::dict ops;  // name to kind of result
+#define MM_OP(name, results, arguments) ops[#name] = #results;
 #include "ops/ops.def"
-  m.attr("TORCH_OPS") = py::tuple(ops);
+  m.attr("TORCH_OPS") = ops;
   py::dict dtypes;
 #define MM_DTYPE(name, Enumerator, bytes, Scalar, torch_name) dtypes[#name] = #torch_name;
 #include "plan/dtypes.def"

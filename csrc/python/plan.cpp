@@ -156,42 +156,10 @@ Gpu read_gpu(const std::string& chip, const py::dict& changes) {
   return gpu;
 }
 
-py::dict plan_of(const std::string& op, int64_t m, int64_t n, int64_t k, const std::string& format,
-                 const std::string& dtype, const std::string& chip,
-                 const std::optional<std::string>& strategy, bool bias, bool c, float alpha,
-                 float beta, int64_t x_stride, int64_t x2_stride, int64_t y_stride,
-                 int64_t w_stride, int64_t w2_stride, int64_t x_alignment, int64_t w_alignment,
-                 bool y_f32, bool norm, bool norm_weight, float eps, float offset,
-                 const std::string& activation, const py::dict& rope, const py::dict& append,
-                 const py::dict& attention, const py::dict& experts, const py::dict& gpu) {
-  Problem p;
-  p.op = op_by_name(op);
-  p.m = m;
-  p.n = n;
-  p.k = k;
-  p.format = &format_by_name(format);
-  p.dtype = dtype_by_name(dtype);
-  p.has_bias = bias;
-  p.has_c = c;
-  p.alpha = alpha;
-  p.beta = beta;
-  p.x_stride = x_stride;
-  p.x2_stride = x2_stride;
-  p.y_stride = y_stride;
-  p.w_stride = w_stride;
-  p.w2_stride = w2_stride;
-  p.x_alignment = x_alignment;
-  p.w_alignment = w_alignment;
-  p.y_f32 = y_f32;
-  p.has_norm = norm;
-  p.has_norm_weight = norm_weight;
-  p.eps = eps;
-  p.offset = offset;
-  p.activation = activation_by_name(activation);
-  p.rope = read_rope(rope);
-  p.append = read_append(append);
-  p.attention = read_attention(attention);
-  p.experts = read_experts(experts);
+py::dict plan_of(const std::string& op, const std::string& chip,
+                 const std::optional<std::string>& strategy, const py::dict& gpu,
+                 const py::kwargs& problem) {
+  const Problem p = read_problem(op, problem);
   std::optional<StrategyId> forced;
   if (strategy) forced = strategy_by_name(*strategy);
   const Gpu planned_for = read_gpu(chip, gpu);
@@ -269,23 +237,19 @@ void bind_abi(py::module_& m) {
 void bind_plan(py::module_& m) {
   bind_chips(m);
   bind_abi(m);
-  m.def("plan", plan_of, "op"_a = "linear", py::kw_only(), "m"_a = 1, "n"_a = 1, "k"_a = 1,
-        "format"_a = "f32", "dtype"_a = "f16", "chip"_a, "strategy"_a = py::none(),
-        "bias"_a = false, "c"_a = false, "alpha"_a = 1.0f, "beta"_a = 0.0f, "x_stride"_a = kPacked,
-        "x2_stride"_a = kPacked, "y_stride"_a = kPacked, "w_stride"_a = kPacked,
-        "w2_stride"_a = kPacked, "x_alignment"_a = 16, "w_alignment"_a = 16, "y_f32"_a = false,
-        "norm"_a = false, "norm_weight"_a = false, "eps"_a = 0.0f, "offset"_a = 0.0f,
-        "activation"_a = "silu", "rope"_a = py::dict(), "append"_a = py::dict(),
-        "attention"_a = py::dict(), "experts"_a = py::dict(), "gpu"_a = py::dict(),
-        "The passes of a problem on a chip, as a dict: passes, main (the one that computes), "
-        "arranged_bytes (of x), workspace_bytes, reason, chip, the "
-        "row of the table that was planned for (the nearest one of a chip that it does not have), "
-        "dense: None, or, where torch's matmul multiplies, m, n, k, format, dtype, the panels "
-        "that the first passes decode and the rows of each; without panels W lies as it is read; "
-        "and sdpa: None, or of how many sequences, heads of keys and queries torch's attention is "
-        "called at a time, and whether with is_causal or a mask. `gpu` changes cores, "
-        "max_threadgroup_memory or max_threads of the chip. ValueError: what "
-        "plan.h says.");
+  m.def(
+      "plan", plan_of, "op"_a = "linear", py::kw_only(), "chip"_a, "strategy"_a = py::none(),
+      "gpu"_a = py::dict(),
+      "The passes of a problem on a chip, as a dict: passes, main (the one that computes), "
+      "arranged_bytes (of x), workspace_bytes, reason, chip, the "
+      "row of the table that was planned for (the nearest one of a chip that it does not have), "
+      "dense: None, or, where torch's matmul multiplies, m, n, k, format, dtype, the panels "
+      "that the first passes decode and the rows of each; without panels W lies as it is read; "
+      "and sdpa: None, or of how many sequences, heads of keys and queries torch's attention is "
+      "called at a time, and whether with is_causal or a mask. `gpu` changes cores, "
+      "max_threadgroup_memory or max_threads of the chip. The other arguments "
+      "are the fields of a Problem of plan.h; format is f32 unless given. ValueError: what plan.h "
+      "says.");
   m.def("kernel_names", &all_kernel_names,
         "Every function of the shader library: strategies, formats and dtypes multiplied out.");
   m.def(

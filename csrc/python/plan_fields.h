@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "plan/names.h"
@@ -19,7 +20,13 @@ template <class Struct>
 struct Field {
   template <class Value>
   Field(const char* field, Value Struct::* member)
-      : name(field), set([member](Struct& to, py::handle v) { to.*member = py::cast<Value>(v); }) {}
+      : Field(field, member, +[](const Value& v) { return v; }) {}
+  // Read as what `convert` takes.
+  template <class Value, class Given>
+  Field(const char* field, Value Struct::* member, Value (*convert)(Given))
+      : name(field), set([=](Struct& to, py::handle v) {
+          to.*member = convert(py::cast<std::decay_t<Given>>(v));
+        }) {}
 
   const char* name;
   std::function<void(Struct&, py::handle)> set;
@@ -101,6 +108,44 @@ inline ExpertSizes read_experts(const py::dict& given) {
       {"limit", &E::limit},           {"alpha", &E::alpha}};
   E out;
   set_fields("experts", given, fields, out);
+  return out;
+}
+
+// What plan() is asked.
+inline Problem read_problem(const std::string& op, const py::dict& given) {
+  using P = Problem;
+  static const std::vector<Field<P>> fields = {
+      {"m", &P::m},
+      {"n", &P::n},
+      {"k", &P::k},
+      {"format", &P::format, +[](const std::string& name) { return &format_by_name(name); }},
+      {"dtype", &P::dtype, +[](const std::string& name) { return dtype_by_name(name); }},
+      {"bias", &P::has_bias},
+      {"c", &P::has_c},
+      {"alpha", &P::alpha},
+      {"beta", &P::beta},
+      {"x_stride", &P::x_stride},
+      {"x2_stride", &P::x2_stride},
+      {"y_stride", &P::y_stride},
+      {"w_stride", &P::w_stride},
+      {"w2_stride", &P::w2_stride},
+      {"x_alignment", &P::x_alignment},
+      {"w_alignment", &P::w_alignment},
+      {"y_f32", &P::y_f32},
+      {"norm", &P::has_norm},
+      {"norm_weight", &P::has_norm_weight},
+      {"eps", &P::eps},
+      {"offset", &P::offset},
+      {"activation", &P::activation,
+       +[](const std::string& name) { return activation_by_name(name); }},
+      {"rope", &P::rope, &read_rope},
+      {"append", &P::append, &read_append},
+      {"attention", &P::attention, &read_attention},
+      {"experts", &P::experts, &read_experts}};
+  Problem out;
+  out.op = op_by_name(op);
+  out.format = &format_by_name("f32");
+  set_fields("plan", given, fields, out);
   return out;
 }
 

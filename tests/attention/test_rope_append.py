@@ -152,7 +152,7 @@ def test_what_is_refused(backend: Backend) -> None:
     slot, names = backend.put(torch.tensor([3])), ("q8_0", "q8_0")
     for name in put:
         changed = put | {name: put[name].clone().requires_grad_()}
-        with pytest.raises(ValueError, match="requires grad, but a cache keeps no gradient"):
+        with pytest.raises(ValueError, match="requires grad, but rope_append has no gradient"):
             ops.rope_append(*changed.values(), *rest, slot, *names)
     if backend.device == "cpu":
         with pytest.raises(IndexError, match="slots: 11 is out of range"):

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <string>
 
-#include "attention.h"
+#include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize/quantize.h"
 #include "cpu/rows.h"
@@ -58,13 +58,12 @@ void append_rows(const Cache& cache, const at::Tensor& k, const at::Tensor& v,
   new_values.write(elements<int64_t>(at));
 }
 
-void cache_append(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& k,
-                  const at::Tensor& v, const at::Tensor& slots, std::string_view format_k,
-                  std::string_view format_v) {
-  const CacheShape shape = check_cache_append(keys, values, k, v, slots, format_k, format_v);
-  check_memory_of_append(keys, values, k, v, slots);
-  check_slots(slots, keys.size(2));
-  append_rows({keys, values, shape}, k, v, slots);
+// Fails as append_rows does.
+void cache_append(const args::cache_append& a) {
+  const CacheShape shape = check(a);
+  check_memory(a);
+  check_slots(a.slots, a.keys.size(2));
+  append_rows({a.keys, a.values, shape}, a.k, a.v, a.slots);
 }
 
 }  // namespace metalmm::cpu

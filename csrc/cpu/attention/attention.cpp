@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include "cpu/dense.h"
+#include "cpu/ops.h"
 #include "ops/attention/composed.h"
 #include "ops/attention/sdpa.h"
 #include "plan/passes.h"
@@ -54,29 +55,23 @@ void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float
   std::fill(s + std::clamp<int64_t>(seen.last - at.first, 0, n), s + n, kNothing);
 }
 
-at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                     std::string_view format_k, std::string_view format_v,
-                     const OptionalTensor& length, const OptionalTensor& mask,
-                     std::optional<double> scale, double softcap, int64_t window,
-                     const OptionalTensor& sinks, bool causal, OptionalName strategy) {
-  const AttentionOptions options{mask, scale, softcap, window, sinks, causal, strategy};
-  const AttentionShape shape =
-      check_attention(q, keys, values, format_k, format_v, length, options);
-  const int64_t slots = length.has_value() ? check_length(*length, keys, mask) : keys.size(2);
+at::Tensor attention(const args::attention& given) {
+  const Tensor &q = given.q, &keys = given.keys, &values = given.values;
+  const AttentionShape shape = check(given);
+  const int64_t slots = given.length.has_value() ? check_length(given) : keys.size(2);
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
-  const Problem problem = attention_problem(q, shape, options, slots, true);
-  const AttentionWay way = find_way(options).value_or(choose_way(problem));
+  const Problem problem = attention_problem(given, shape, slots, true);
+  const AttentionWay way = find_way(given).value_or(choose_way(problem));
   if (way == AttentionWay::kTorch) {
-    return composed::attention(q, decoded(keys, shape.cache.keys, dim),
-                               decoded(values, shape.cache.values, dim), length, options);
+    return composed::attention(given, decoded(keys, shape.cache.keys, dim),
+                               decoded(values, shape.cache.values, dim));
   }
   if (way == AttentionWay::kSdpa) {
     const auto decode = [&](const at::Tensor& rows, const Format& format) {
       return decoded(rows, format, dim);
     };
-    const at::Tensor y =
-        composed::sdpa(problem, q, {keys, shape.cache.keys}, {values, shape.cache.values},
-                       std::nullopt, options, decode);
+    const at::Tensor y = composed::sdpa(problem, given, {keys, shape.cache.keys},
+                                        {values, shape.cache.values}, std::nullopt, decode);
     if (y.defined()) return y;
   }
   at::Tensor out = at::empty({batch, queries, heads, dim}, q.options().dtype(at::kFloat));
@@ -92,17 +87,18 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tens
               q.to(at::kFloat).contiguous(),
               {},
               {},
-              static_cast<float>(scale_of(options, dim)),
-              static_cast<float>(softcap),
-              options.window,
-              causal};
-  if (mask.has_value()) {
-    const at::Tensor dense = mask->scalar_type() == at::kBool ? *mask : mask->to(at::kFloat);
+              static_cast<float>(scale_of(given)),
+              static_cast<float>(given.softcap),
+              window_of(given),
+              given.causal};
+  if (given.mask.has_value()) {
+    const at::Tensor dense =
+        given.mask->scalar_type() == at::kBool ? *given.mask : given.mask->to(at::kFloat);
     a.mask = (dense.stride(3) == 1 ? dense : dense.contiguous())
                  .expand({batch, heads, queries, dense.size(3)});
   }
-  if (sinks.has_value()) {
-    const at::Tensor s = sinks->to(at::kFloat).contiguous();
+  if (given.sinks.has_value()) {
+    const at::Tensor s = given.sinks->to(at::kFloat).contiguous();
     a.sinks.assign(elements<float>(s), elements<float>(s) + heads);
   }
   (way == AttentionWay::kSplit ? attend_split : attend_matrix)(a, out.mutable_data_ptr<float>());

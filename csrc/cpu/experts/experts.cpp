@@ -1,8 +1,8 @@
-#include "experts.h"
-
+// The ops on experts: rows of x by expert, a matrix product for each.
 #include <vector>
 
 #include "cpu/matmul.h"
+#include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "ops/experts/composed.h"
 #include "ops/strategies.h"
@@ -114,48 +114,38 @@ at::Tensor weighted(const at::Tensor& y, const at::Tensor& scores, int64_t token
 
 }  // namespace
 
-at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
-                         const OptionalTensor& bias, std::string_view format,
-                         const OptionalTensor& scores, OptionalName strategy,
-                         OptionalName activations) {
-  const ExpertShape shape = check_expert_linear(x, weight, ids, bias, format, scores);
-  const How how = how_of(x, strategy, activations);
-  const PackedWeight w = packed(weight, shape.weight);
-  const Groups groups = by_expert(ids, weight.size(0));
-  const int64_t tokens = ids.size(0), choices = ids.size(1);
-  at::Tensor y = products(x, w, groups, choices, how);
-  add_bias(y, bias, ids);
-  if (scores.has_value()) return weighted(y, *scores, tokens, choices).to(x.scalar_type());
-  return y.view({tokens, choices, y.size(1)}).to(x.scalar_type());
+at::Tensor expert_linear(const args::expert_linear& a) {
+  const ExpertShape shape = check(a);
+  const How how = how_of(a.x, a.strategy, a.activations);
+  const PackedWeight w = packed(a.weight, shape.weight);
+  const Groups groups = by_expert(a.ids, a.weight.size(0));
+  const int64_t tokens = a.ids.size(0), choices = a.ids.size(1);
+  at::Tensor y = products(a.x, w, groups, choices, how);
+  add_bias(y, a.bias, a.ids);
+  if (a.scores.has_value()) return weighted(y, *a.scores, tokens, choices).to(a.x.scalar_type());
+  return y.view({tokens, choices, y.size(1)}).to(a.x.scalar_type());
 }
 
-at::Tensor expert_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
-                         const OptionalTensor& bias, std::string_view format,
-                         std::string_view activation, bool interleaved,
-                         const OptionalTensor& up_weight, std::optional<double> limit, double alpha,
-                         OptionalName strategy, OptionalName activations) {
-  const GatedShape shape = check_expert_swiglu(x, weight, ids, bias, format,
-                                               {activation, interleaved, up_weight, limit, alpha});
-  const How how = how_of(x, strategy, activations);
-  const Groups groups = by_expert(ids, weight.size(0));
-  const int64_t choices = ids.size(1);
-  at::Tensor both = products(x, packed(weight, shape.experts.weight), groups, choices, how);
-  if (up_weight.has_value()) {
-    const PackedWeight up = packed(*up_weight, shape.experts.weight);
-    both = at::cat({both, products(x, up, groups, choices, how)}, 1);
+at::Tensor expert_swiglu(const args::expert_swiglu& a) {
+  const GatedShape shape = check(a);
+  const How how = how_of(a.x, a.strategy, a.activations);
+  const Groups groups = by_expert(a.ids, a.weight.size(0));
+  const int64_t choices = a.ids.size(1);
+  at::Tensor both = products(a.x, packed(a.weight, shape.experts.weight), groups, choices, how);
+  if (a.up_weight.has_value()) {
+    const PackedWeight up = packed(*a.up_weight, shape.experts.weight);
+    both = at::cat({both, products(a.x, up, groups, choices, how)}, 1);
   }
-  add_bias(both, bias, ids);
-  const auto [gate, up] = composed::halves_of(both, 1, interleaved);
+  add_bias(both, a.bias, a.ids);
+  const auto [gate, up] = composed::halves_of(both, 1, a.interleaved);
   const at::Tensor y = composed::gated(gate, up, shape.gate);
-  return stored(y.view({ids.size(0), choices, y.size(1)}), x.scalar_type());
+  return stored(y.view({a.ids.size(0), choices, y.size(1)}), a.x.scalar_type());
 }
 
-at::Tensor expert_input_grad(const at::Tensor& grad, const at::Tensor& weight,
-                             const at::Tensor& ids, std::string_view format, int64_t in_features) {
-  const PackedWeight w =
-      packed(weight, check_expert_input_grad(grad, weight, ids, format, in_features).weight);
-  const Groups groups = by_expert(ids, weight.size(0));
-  const at::Tensor rows = as_rows(grad, at::kFloat);
+at::Tensor expert_input_grad(const args::expert_input_grad& a) {
+  const PackedWeight w = packed(a.weight, check(a).weight);
+  const Groups groups = by_expert(a.ids, a.weight.size(0));
+  const at::Tensor rows = as_rows(a.grad, at::kFloat);
   at::Tensor out = at::empty({rows.size(0), w.k}, rows.options());
   for (const Group& g : groups.of) {
     const at::Tensor of_group =
@@ -167,7 +157,7 @@ at::Tensor expert_input_grad(const at::Tensor& grad, const at::Tensor& weight,
                           }),
             groups, g, out);
   }
-  return out.view({grad.size(0), grad.size(1), w.k}).to(grad.scalar_type());
+  return out.view({a.grad.size(0), a.grad.size(1), w.k}).to(a.grad.scalar_type());
 }
 
 }  // namespace metalmm::cpu

@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -33,11 +34,13 @@ const Format& check_rows(const char* name, const at::Tensor& rows, std::string_v
   return f;
 }
 
-CacheShape check_cache(const at::Tensor& keys, const at::Tensor& values, std::string_view format_k,
-                       std::string_view format_v, const Size& dim, const at::Tensor& x) {
+// Of an op with such arguments.
+template <class Args>
+CacheShape check_cache(const Args& a, const Size& dim, const at::Tensor& x) {
+  const Tensor &keys = a.keys, &values = a.values;
   TORCH_CHECK_VALUE(dim >= 1, "D: ", dim, "; at least 1");
-  const Format& key = check_rows("keys", keys, format_k, dim, x);
-  const Format& value = check_rows("values", values, format_v, dim, x);
+  const Format& key = check_rows("keys", keys, a.format_k, dim, x);
+  const Format& value = check_rows("values", values, a.format_v, dim, x);
   const CacheShape out{key, value, keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), dim};
   for (int64_t d = 0; d < 3; ++d) {
     TORCH_CHECK_VALUE(values.sym_size(d) == keys.sym_size(d), "values: shape ", values.sym_sizes(),
@@ -59,10 +62,11 @@ struct NewRows {
   Size batch, kv_heads, count, dim;
 };
 
-CacheShape check_append(const at::Tensor& keys, const at::Tensor& values, std::string_view format_k,
-                        std::string_view format_v, const at::Tensor& slots, const NewRows& rows) {
+template <class Args>
+CacheShape check_append(const Args& a, const NewRows& rows) {
+  const Tensor& slots = a.slots;
   check_int64("slots", slots, 1, rows.x);
-  const CacheShape out = check_cache(keys, values, format_k, format_v, rows.dim, rows.x);
+  const CacheShape out = check_cache(a, rows.dim, rows.x);
   check_packs("format_k", out.keys);
   check_packs("format_v", out.values);
   TORCH_CHECK_VALUE(rows.batch == out.batch && rows.kv_heads == out.kv_heads, rows.name, ": shape ",
@@ -87,68 +91,63 @@ void check_mask(const at::Tensor& mask, const AttentionShape& s, const at::Tenso
 
 }  // namespace
 
-CacheShape check_cache_append(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& k,
-                              const at::Tensor& v, const at::Tensor& slots,
-                              std::string_view format_k, std::string_view format_v) {
+CacheShape check(const args::cache_append& a) {
+  const Tensor &k = a.k, &v = a.v;
   check_activation_dtype("k", k);
   check_activation_dtype("v", v);
   check_dims("k", k, "[B, kv_heads, S, D]");
   check_device("v", v, k);
   TORCH_CHECK_VALUE(v.sym_sizes() == k.sym_sizes(), "v: shape ", v.sym_sizes(), "; k is ",
                     k.sym_sizes());
-  return check_append(keys, values, format_k, format_v, slots,
-                      {"k", k, k.sym_size(0), k.sym_size(1), k.sym_size(2), k.sym_size(3)});
+  return check_append(a, {"k", k, k.sym_size(0), k.sym_size(1), k.sym_size(2), k.sym_size(3)});
 }
 
-RopeAppendShape check_rope_append(const at::Tensor& qkv, const at::Tensor& cos,
-                                  const at::Tensor& sin, int64_t heads, int64_t kv_heads,
-                                  const at::Tensor& keys, const at::Tensor& values,
-                                  const at::Tensor& slots, std::string_view format_k,
-                                  std::string_view format_v, const RopeOptions& o) {
-  const RopeShape rope =
-      check_rope(qkv, cos, sin, heads, kv_heads, o.v, o.q_norm, o.k_norm, o.eps, o.offset);
-  const NewRows rows{"qkv", qkv, rope.batch, kv_heads, rope.positions, rope.dim};
-  return {rope, check_append(keys, values, format_k, format_v, slots, rows)};
+args::rope rope_of(const args::rope_append& a) {
+  return {a.qkv,    a.cos,    a.sin, a.heads,  a.kv_heads,   a.v,
+          a.q_norm, a.k_norm, a.eps, a.offset, a.interleaved};
 }
 
-AttentionShape check_attention(const at::Tensor& q, const at::Tensor& keys,
-                               const at::Tensor& values, std::string_view format_k,
-                               std::string_view format_v, const OptionalTensor& length,
-                               const AttentionOptions& o) {
+RopeAppendShape check(const args::rope_append& a) {
+  const RopeShape rope = check(rope_of(a));
+  return {rope, check_append(a, {"qkv", a.qkv, rope.batch, a.kv_heads, rope.positions, rope.dim})};
+}
+
+AttentionShape check(const args::attention& a) {
+  const Tensor& q = a.q;
   check_activation_dtype("q", q);
   check_dims("q", q, "[B, heads, S, D]");
-  const AttentionShape out{check_cache(keys, values, format_k, format_v, q.sym_size(3), q),
-                           q.sym_size(1), q.sym_size(2)};
+  const AttentionShape out{check_cache(a, q.sym_size(3), q), q.sym_size(1), q.sym_size(2)};
   TORCH_CHECK_VALUE(q.sym_size(0) == out.cache.batch, "q: shape ", q.sym_sizes(),
                     "; the cache has ", out.cache.batch, " sequences");
   TORCH_CHECK_VALUE(out.cache.kv_heads >= 1 && out.heads % out.cache.kv_heads == 0,
                     "q: ", out.heads, " heads; must be a multiple of the ", out.cache.kv_heads,
                     " of the cache");
-  if (length.has_value()) check_int64("length", *length, 0, q);
-  if (o.mask.has_value()) {
-    check_mask(*o.mask, out, q);
-    TORCH_CHECK_VALUE(length.has_value() || o.mask->sym_size(3) >= out.cache.capacity,
-                      "mask: ", o.mask->sym_size(3), " columns; without a length all ",
+  if (a.length.has_value()) check_int64("length", *a.length, 0, q);
+  if (a.mask.has_value()) {
+    check_mask(*a.mask, out, q);
+    TORCH_CHECK_VALUE(a.length.has_value() || a.mask->sym_size(3) >= out.cache.capacity,
+                      "mask: ", a.mask->sym_size(3), " columns; without a length all ",
                       out.cache.capacity, " slots are read");
   }
-  if (o.sinks.has_value()) {
-    check_device("sinks", *o.sinks, q);
-    check_activation_dtype("sinks", *o.sinks);
-    TORCH_CHECK_VALUE(o.sinks->dim() == 1 && o.sinks->sym_size(0) == out.heads, "sinks: shape ",
-                      o.sinks->sym_sizes(), "; must be [", out.heads, "]");
+  if (a.sinks.has_value()) {
+    check_device("sinks", *a.sinks, q);
+    check_activation_dtype("sinks", *a.sinks);
+    TORCH_CHECK_VALUE(a.sinks->dim() == 1 && a.sinks->sym_size(0) == out.heads, "sinks: shape ",
+                      a.sinks->sym_sizes(), "; must be [", out.heads, "]");
   }
-  check_f32("scale", o.scale.value_or(1));
-  check_f32("softcap", o.softcap);
-  TORCH_CHECK_VALUE(o.softcap == 0 || o.softcap >= std::numeric_limits<float>::min(),
-                    "softcap: ", o.softcap,
+  check_f32("scale", a.scale.value_or(1));
+  check_f32("softcap", a.softcap);
+  TORCH_CHECK_VALUE(a.softcap == 0 || a.softcap >= std::numeric_limits<float>::min(),
+                    "softcap: ", a.softcap,
                     "; must be a normal number of f32 above 0, or 0 for none");
-  TORCH_CHECK_VALUE(o.window >= 0, "window: ", o.window, "; at least 1, 0 for none");
-  find_way(o);
+  TORCH_CHECK_VALUE(a.window >= 0, "window: ", a.window, "; at least 1, 0 for none");
+  find_way(a);
   return out;
 }
 
-Problem attention_problem(const at::Tensor& q, const AttentionShape& shape,
-                          const AttentionOptions& o, int64_t slots, bool filled) {
+Problem attention_problem(const args::attention& o, const AttentionShape& shape, int64_t slots,
+                          bool filled) {
+  const Tensor& q = o.q;
   Problem p;
   p.op = Op::kAttention;
   p.n = slots;
@@ -161,8 +160,8 @@ Problem attention_problem(const at::Tensor& q, const AttentionShape& shape,
   a.heads = q.size(1);
   a.kv_heads = shape.cache.kv_heads.expect_int();
   a.queries = q.size(2);
-  a.window = o.window;
-  a.scale = static_cast<float>(scale_of(o, q.size(3)));
+  a.window = window_of(o);
+  a.scale = static_cast<float>(scale_of(o));
   a.softcap = static_cast<float>(o.softcap);
   a.causal = o.causal;
   a.sinks = o.sinks.has_value();
@@ -176,19 +175,19 @@ Problem attention_problem(const at::Tensor& q, const AttentionShape& shape,
   return p;
 }
 
-std::optional<AttentionWay> find_way(const AttentionOptions& options) {
-  if (!options.strategy.has_value()) return std::nullopt;
+std::optional<AttentionWay> find_way(const args::attention& a) {
+  if (!a.strategy.has_value()) return std::nullopt;
   return static_cast<AttentionWay>(or_value_error([&] {
-    return find_name("strategy", *options.strategy, static_cast<int>(std::size(kAttentionWays)),
+    return find_name("strategy", *a.strategy, static_cast<int>(std::size(kAttentionWays)),
                      [](int i) { return kAttentionWays[i]; });
   }));
 }
 
-int64_t check_length(const at::Tensor& length, const at::Tensor& keys, const OptionalTensor& mask) {
-  const int64_t n = *elements<int64_t>(length), capacity = keys.size(2);
+int64_t check_length(const args::attention& a) {
+  const int64_t n = *elements<int64_t>(*a.length), capacity = a.keys.size(2);
   TORCH_CHECK_VALUE(n >= 0 && n <= capacity, "length: ", n, "; the cache has ", capacity, " slots");
-  TORCH_CHECK_VALUE(!mask.has_value() || mask->size(3) >= n,
-                    "mask: ", mask.has_value() ? mask->size(3) : 0, " columns; length is ", n);
+  TORCH_CHECK_VALUE(!a.mask.has_value() || a.mask->size(3) >= n,
+                    "mask: ", a.mask.has_value() ? a.mask->size(3) : 0, " columns; length is ", n);
   return n;
 }
 
@@ -201,8 +200,10 @@ void check_slots(const at::Tensor& slots, int64_t capacity) {
   }
 }
 
-double scale_of(const AttentionOptions& options, int64_t dim) {
-  return options.scale.value_or(1 / std::sqrt(static_cast<double>(dim)));
+double scale_of(const args::attention& a) {
+  return a.scale.value_or(1 / std::sqrt(static_cast<double>(a.q.size(3))));
 }
+
+int64_t window_of(const args::attention& a) { return std::min(a.window, kMaxK); }
 
 }  // namespace metalmm

@@ -82,8 +82,8 @@ at::Tensor visible(const at::Tensor& t, const at::Tensor& own, int64_t window, b
   return causal ? after & (t <= own) : after;
 }
 
-at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                     const OptionalTensor& given_length, const AttentionOptions& o) {
+at::Tensor attention(const args::attention& o, const at::Tensor& keys, const at::Tensor& values) {
+  const at::Tensor& q = o.q;
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
   const int64_t kv_heads = keys.size(1), group = heads / kv_heads;
   const int64_t slots = o.mask.has_value() ? std::min(keys.size(2), o.mask->size(3)) : keys.size(2);
@@ -91,18 +91,18 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tens
     return stored(q.transpose(1, 2), q.scalar_type())
         .masked_fill(at::ones({}, q.options().dtype(at::kBool)), 0);
   }
-  const at::Tensor length = given_length.has_value()
-                                ? given_length->clamp(0, slots)  // as shaders take it
+  const at::Tensor length = o.length.has_value()
+                                ? o.length->clamp(0, slots)  // as shaders take it
                                 : at::full({}, slots, q.options().dtype(at::kLong));
   const at::Tensor t = at::arange(slots, length.options());
   const at::Tensor own = (at::arange(queries, length.options()) + (length - queries)).unsqueeze(1);
   const at::Tensor k = keys.narrow(2, 0, slots).to(at::kFloat);
-  const at::Tensor seen = visible(t, own, o.window, o.causal) & (t < length);
+  const at::Tensor seen = visible(t, own, window_of(o), o.causal) & (t < length);
   const at::Tensor held = (t < length).unsqueeze(-1);
   const at::Tensor v0 = values.narrow(2, 0, slots).to(at::kFloat);
   const at::Tensor v = at::where(held, v0, at::zeros_like(v0));  // nobody wrote the others
   const at::Tensor rows = q.to(at::kFloat).reshape({batch, kv_heads, group * queries, dim});
-  at::Tensor s = scores(rows, k) * scale_of(o, dim);
+  at::Tensor s = scores(rows, k) * scale_of(o);
   s = s.view({batch, heads, queries, slots});
   if (o.softcap > 0) s = (s / o.softcap).tanh() * o.softcap;
   at::Tensor open = seen;

@@ -2,14 +2,13 @@
 // host.
 #pragma once
 
-#include "calls.h"
 #include "ops/checks.h"
 
 namespace metalmm::composed {
 
-// Keys and values [B, kv_heads, T, D] of any float dtype; in f32, rounded once, differentiable.
-at::Tensor attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                     const OptionalTensor& length, const AttentionOptions& options);
+// The op of keys and values [B, kv_heads, T, D] of any float dtype in the place of its own; in f32,
+// rounded once, differentiable.
+at::Tensor attention(const args::attention& a, const at::Tensor& keys, const at::Tensor& values);
 
 // Which of the slots t queries see whose own slots are `own`: int64 tensors, and bools of their
 // common shape.

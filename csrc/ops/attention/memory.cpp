@@ -113,23 +113,19 @@ bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
   return reaches(bytes, first, last, budget);
 }
 
-void check_memory_of_append(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& k,
-                            const at::Tensor& v, const at::Tensor& slots) {
-  check_written(keys, values, is_same(k, v), {{"k", k}, {"v", v}, {"slots", slots}});
+void check_memory(const args::cache_append& a) {
+  check_written(a.keys, a.values, is_same(a.k, a.v), {{"k", a.k}, {"v", a.v}, {"slots", a.slots}});
 }
 
-void check_memory_of_rope_append(const at::Tensor& keys, const at::Tensor& values,
-                                 const at::Tensor& qkv, const at::Tensor& cos,
-                                 const at::Tensor& sin, const at::Tensor& slots,
-                                 const RopeOptions& o) {
-  check_written(keys, values, false,
-                {{"qkv", qkv},
-                 {"cos", cos},
-                 {"sin", sin},
-                 {"slots", slots},
-                 {"v", o.v},
-                 {"q_norm", o.q_norm},
-                 {"k_norm", o.k_norm}});
+void check_memory(const args::rope_append& a) {
+  check_written(a.keys, a.values, false,
+                {{"qkv", a.qkv},
+                 {"cos", a.cos},
+                 {"sin", a.sin},
+                 {"slots", a.slots},
+                 {"v", a.v},
+                 {"q_norm", a.q_norm},
+                 {"k_norm", a.k_norm}});
 }
 
 }  // namespace metalmm

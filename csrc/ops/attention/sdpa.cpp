@@ -39,7 +39,7 @@ at::Tensor aligned(const at::Tensor& t) {
 
 struct Call {
   const Problem& p;
-  const AttentionOptions& options;
+  const args::attention& options;
   const OptionalTensor& length;
   SdpaPanels panels;
 
@@ -99,9 +99,9 @@ struct Call {
 
 }  // namespace
 
-at::Tensor sdpa(const Problem& p, const at::Tensor& q, const CacheRows& keys,
-                const CacheRows& values, const OptionalTensor& length,
-                const AttentionOptions& options, const Decode& decode) {
+at::Tensor sdpa(const Problem& p, const args::attention& options, const CacheRows& keys,
+                const CacheRows& values, const OptionalTensor& length, const Decode& decode) {
+  const at::Tensor& q = options.q;
   or_value_error([&] { return check_sdpa(p), 0; });
   const AttentionSizes& a = p.attention;
   at::Tensor out = at::zeros({a.batch, a.queries, a.heads, p.k}, q.options());

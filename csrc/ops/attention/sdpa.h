@@ -3,7 +3,6 @@
 
 #include <functional>
 
-#include "calls.h"
 #include "ops/checks.h"
 #include "plan/plan.h"
 
@@ -17,12 +16,11 @@ struct CacheRows {
 // Some of them as values [b, h, T, D]: packed ones in the dtype of q, others as they are.
 using Decode = std::function<at::Tensor(const at::Tensor&, const Format&)>;
 
-// attention of a call that attention_problem() describes, q [B, heads, S, D], over its first
-// problem.n slots; rounded to the dtype of q, and so are weights. Where `length` is a tensor, slots
-// behind it are hidden and what they hold is not read. Without a strategy: a tensor that is not
-// defined where torch would store all scores. ValueError: the strategy has not what is asked for.
-at::Tensor sdpa(const Problem& problem, const at::Tensor& q, const CacheRows& keys,
-                const CacheRows& values, const OptionalTensor& length,
-                const AttentionOptions& options, const Decode& decode);
+// The call that attention_problem() describes, over its first problem.n slots; rounded to the dtype
+// of q, and so are weights. Where `length`, of its own or nothing, is a tensor, slots behind it are
+// hidden and what they hold is not read. Without a strategy: a tensor that is not defined where
+// torch would store all scores. ValueError: the strategy has not what is asked for.
+at::Tensor sdpa(const Problem& problem, const args::attention& a, const CacheRows& keys,
+                const CacheRows& values, const OptionalTensor& length, const Decode& decode);
 
 }  // namespace metalmm::composed

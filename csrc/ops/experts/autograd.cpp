@@ -1,7 +1,3 @@
-#include "autograd.h"
-
-#include <torch/csrc/autograd/custom_function.h>
-
 #include <string>
 
 #include "checks.h"
@@ -13,143 +9,99 @@
 namespace metalmm::gradients {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 int64_t size_of(const Tensor& t, int64_t dim) {
   return t.sym_size(dim).guard_int(__FILE__, __LINE__);
 }
 
-struct ExpertLinear : torch::autograd::Function<ExpertLinear> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w, const Tensor& ids,
-                        const OptionalTensor& bias, std::string format,
-                        const OptionalTensor& scores, std::optional<std::string> strategy,
-                        std::optional<std::string> activations) {
-    at::AutoDispatchBelowADInplaceOrView guard;
+struct ExpertLinear {
+  static void save(AutogradContext* ctx, const args::expert_linear& a) {
     const auto kept = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
     // x is only read for the gradient of scores.
-    ctx->save_for_backward({needs_grad(scores) ? x : Tensor(), w, ids, kept(bias), kept(scores)});
+    ctx->save_for_backward(
+        {needs_grad(a.scores) ? a.x : Tensor(), a.weight, a.ids, kept(a.bias), kept(a.scores)});
     // needs_input_grad() counts the tensors that are there.
-    ctx->saved_data["of_bias"] = needs_grad(bias);
-    ctx->saved_data["of_scores"] = needs_grad(scores);
-    ctx->saved_data["format"] = format;
-    ctx->saved_data["activations"] = activations;
-    ctx->saved_data["in_features"] = size_of(x, -1);
-    ctx->saved_data["of_tokens"] = x.dim() == 2;
-    ctx->saved_data["x_type"] = static_cast<int64_t>(x.scalar_type());
-    return call_expert_linear(x, w, ids, bias, format, scores, strategy, activations);
+    ctx->saved_data["of_bias"] = needs_grad(a.bias);
+    ctx->saved_data["of_scores"] = needs_grad(a.scores);
+    ctx->saved_data["format"] = std::string(a.format);
+    ctx->saved_data["activations"] = owned(a.activations);
+    ctx->saved_data["in_features"] = last_size(a.x);
+    ctx->saved_data["of_tokens"] = a.x.dim() == 2;
+    ctx->saved_data["x_type"] = static_cast<int64_t>(a.x.scalar_type());
   }
 
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+  static void backward(AutogradContext* ctx, const Tensor& given, variable_list& out) {
+    using At = expert_linear_at;
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &w = saved[1], &ids = saved[2], &bias = saved[3],
                  &scores = saved[4];
     const std::string format = ctx->saved_data["format"].toStringRef();
-    const Tensor grad = grads[0].to(at::kFloat);
+    const Tensor grad = given.to(at::kFloat);
     // Of y[t, c].
     const Tensor of_choices =
         scores.defined() ? grad.unsqueeze(1) * scores.to(at::kFloat).unsqueeze(2) : grad;
-    variable_list out(8);
-    if (ctx->needs_input_grad(0)) {
-      const Tensor dx = call_expert_input_grad(of_choices, w, ids, format,
-                                               ctx->saved_data["in_features"].toInt());
+    if (ctx->needs_input_grad(At::x)) {
+      const Tensor dx = call(args::expert_input_grad{of_choices, w, ids, format,
+                                                     ctx->saved_data["in_features"].toInt()});
       const auto type = static_cast<at::ScalarType>(ctx->saved_data["x_type"].toInt());
-      out[0] = (ctx->saved_data["of_tokens"].toBool() ? dx.sum(1) : dx).to(type);
+      out[At::x] = (ctx->saved_data["of_tokens"].toBool() ? dx.sum(1) : dx).to(type);
     }
     if (ctx->saved_data["of_bias"].toBool()) {
       const Tensor chosen = ids.flatten().to(at::kLong).clamp(0, size_of(bias, 0) - 1);
       const Tensor none = at::zeros_like(bias, bias.options().dtype(at::kFloat));
-      out[3] = none.index_add(0, chosen, of_choices.flatten(0, 1)).to(bias.scalar_type());
+      out[At::bias] = none.index_add(0, chosen, of_choices.flatten(0, 1)).to(bias.scalar_type());
     }
     if (ctx->saved_data["of_scores"].toBool()) {
-      const Tensor y = call_expert_linear(
+      const Tensor y = call(args::expert_linear{
           x.to(at::kFloat), w, ids, bias.defined() ? OptionalTensor(bias) : std::nullopt, format,
-          std::nullopt, std::nullopt, ctx->saved_data["activations"].toOptional<std::string>());
-      out[5] = (y * grad.unsqueeze(1)).sum(2).to(scores.scalar_type());
+          std::nullopt, std::nullopt, ctx->saved_data["activations"].toOptional<std::string>()});
+      out[At::scores] = (y * grad.unsqueeze(1)).sum(2).to(scores.scalar_type());
     }
-    return out;
   }
 };
 
-struct ExpertInputGrad : torch::autograd::Function<ExpertInputGrad> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& w,
-                        const Tensor& ids, std::string format, int64_t in_features) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({w, ids});
-    ctx->saved_data["format"] = format;
-    return call_expert_input_grad(grad, w, ids, format, in_features);
+struct ExpertInputGrad {
+  static void save(AutogradContext* ctx, const args::expert_input_grad& a) {
+    ctx->save_for_backward({a.weight, a.ids});
+    ctx->saved_data["format"] = std::string(a.format);
   }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+  static void backward(AutogradContext* ctx, const Tensor& grad, variable_list& out) {
     const variable_list saved = ctx->get_saved_variables();
-    return {call_expert_linear(grads[0], saved[0], saved[1], std::nullopt,
-                               ctx->saved_data["format"].toStringRef()),
-            Tensor(), Tensor(), Tensor(), Tensor()};
+    out[expert_input_grad_at::grad] = call(args::expert_linear{
+        grad, saved[0], saved[1], std::nullopt, ctx->saved_data["format"].toStringRef()});
   }
 };
-
-// expert_swiglu of ops that record: gate and up in f32 are kept for the backward.
-Tensor recorded_swiglu(const Tensor& x, const Tensor& w, const Tensor& ids,
-                       const OptionalTensor& bias, Name format, const GateOptions& o,
-                       const Gate& gate, OptionalName activations) {
-  const Tensor rows = x.to(at::kFloat);
-  const auto product = [&](const Tensor& weight, const OptionalTensor& b) {
-    return call_expert_linear(rows, weight, ids, b, format, std::nullopt, std::nullopt,
-                              activations);
-  };
-  composed::GateUp parts;
-  if (o.up_weight.has_value()) {
-    OptionalTensor gate_bias, up_bias;
-    if (bias.has_value()) {
-      const auto halves = composed::halves_of(*bias, 1, false);
-      gate_bias = halves.gate;
-      up_bias = halves.up;
-    }
-    parts = {product(w, gate_bias), product(*o.up_weight, up_bias)};
-  } else {
-    parts = composed::halves_of(product(w, bias), 2, o.interleaved);
-  }
-  return stored(composed::gated(parts.gate, parts.up, gate), x.scalar_type());
-}
 
 }  // namespace
 
-Tensor expert_linear(const Tensor& x, const Tensor& w, const Tensor& ids,
-                     const OptionalTensor& bias, Name format, const OptionalTensor& scores,
-                     OptionalName strategy, OptionalName activations) {
-  check_frozen("weight", w);
-  if (records_grad("expert_linear", x, bias, scores)) {
-    check_expert_linear(x, w, ids, bias, format, scores);
-    return ExpertLinear::apply(x, w, ids, bias, std::string(format), scores, owned(strategy),
-                               owned(activations));
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return call_expert_linear(x, w, ids, bias, format, scores, strategy, activations);
+Tensor recorded(const args::expert_linear& a) {
+  check(a);
+  return record<ExpertLinear>(a);
 }
 
-Tensor expert_input_grad(const Tensor& grad, const Tensor& w, const Tensor& ids, Name format,
-                         int64_t in_features) {
-  check_frozen("weight", w);
-  if (records_grad("expert_input_grad", grad)) {
-    return ExpertInputGrad::apply(grad, w, ids, std::string(format), in_features);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return call_expert_input_grad(grad, w, ids, format, in_features);
-}
+Tensor recorded(const args::expert_input_grad& a) { return record<ExpertInputGrad>(a); }
 
-Tensor expert_swiglu(const Tensor& x, const Tensor& w, const Tensor& ids,
-                     const OptionalTensor& bias, Name format, Name activation, bool interleaved,
-                     const OptionalTensor& up_weight, std::optional<double> limit, double alpha,
-                     OptionalName strategy, OptionalName activations) {
-  check_frozen("weight", w);
-  if (up_weight.has_value()) check_frozen("up_weight", *up_weight);
-  const GateOptions options{activation, interleaved, up_weight, limit, alpha};
-  if (records_grad("expert_swiglu", x, bias)) {
-    const Gate gate = check_expert_swiglu(x, w, ids, bias, format, options).gate;
-    check_expert_strategy(strategy, x, check_activations(activations, x), Op::kExpertUp);
-    return recorded_swiglu(x, w, ids, bias, format, options, gate, activations);
+// Of ops that record: gate and up in f32 are kept for the backward.
+Tensor recorded(const args::expert_swiglu& a) {
+  const Gate gate = check(a).gate;
+  check_expert_strategy(a.strategy, a.x, check_activations(a.activations, a.x), Op::kExpertUp);
+  const Tensor rows = a.x.to(at::kFloat);
+  const auto product = [&](const Tensor& weight, const OptionalTensor& bias) {
+    return call(args::expert_linear{rows, weight, a.ids, bias, a.format, std::nullopt, std::nullopt,
+                                    a.activations});
+  };
+  composed::GateUp parts;
+  if (a.up_weight.has_value()) {
+    OptionalTensor gate_bias, up_bias;
+    if (a.bias.has_value()) {
+      const auto halves = composed::halves_of(*a.bias, 1, false);
+      gate_bias = halves.gate;
+      up_bias = halves.up;
+    }
+    parts = {product(a.weight, gate_bias), product(*a.up_weight, up_bias)};
+  } else {
+    parts = composed::halves_of(product(a.weight, a.bias), 2, a.interleaved);
   }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return call_expert_swiglu(x, w, ids, bias, format, options, strategy, activations);
+  return stored(composed::gated(parts.gate, parts.up, gate), a.x.scalar_type());
 }
 
 }  // namespace metalmm::gradients

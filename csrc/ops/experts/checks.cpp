@@ -7,7 +7,7 @@ namespace {
 
 constexpr const char kOai[] = "swiglu_oai";
 
-Gate check_gate(const GateOptions& o) {
+Gate check_gate(const args::expert_swiglu& o) {
   constexpr int kPlain = sizeof kActivations / sizeof *kActivations;
   const int index = or_value_error([&] {
     return find_name("activation", o.activation, kPlain + 1,
@@ -46,51 +46,51 @@ void check_dims(const char* name, const at::Tensor& x, bool takes_tokens) {
                     "; must be ", takes_tokens ? "[T, K] or [T, C, K]" : "[T, C, N]");
 }
 
+// Rows of x by expert, of an op with such arguments.
+template <class Args>
+ExpertShape check_product(const Args& a) {
+  const c10::SymInt k = check_rows("x", a.x);
+  check_dims("x", a.x, true);
+  return check_choices("x", a.x, a.ids, check_weight("weight", a.weight, a.format, k, a.x, true),
+                       a.weight.sym_size(0));
+}
+
 }  // namespace
 
-ExpertShape check_expert_linear(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& ids, const OptionalTensor& bias,
-                                std::string_view format, const OptionalTensor& scores) {
-  const c10::SymInt k = check_rows("x", x);
-  check_dims("x", x, true);
-  ExpertShape out = check_choices("x", x, ids, check_weight("weight", weight, format, k, x, true),
-                                  weight.sym_size(0));
-  check_addend("bias", bias, {out.experts, out.weight.n}, x);
-  check_addend("scores", scores, {out.tokens, out.choices}, x);
+ExpertShape check(const args::expert_linear& a) {
+  const ExpertShape out = check_product(a);
+  check_addend("bias", a.bias, {out.experts, out.weight.n}, a.x);
+  check_addend("scores", a.scores, {out.tokens, out.choices}, a.x);
   return out;
 }
 
-GatedShape check_expert_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
-                               const OptionalTensor& bias, std::string_view format,
-                               const GateOptions& o) {
-  GatedShape out{check_expert_linear(x, weight, ids, std::nullopt, format, std::nullopt),
-                 check_gate(o)};
+GatedShape check(const args::expert_swiglu& a) {
+  GatedShape out{check_product(a), check_gate(a)};
   ExpertShape& e = out.experts;
-  if (o.up_weight.has_value()) {
-    TORCH_CHECK_VALUE(!o.interleaved,
+  if (a.up_weight.has_value()) {
+    TORCH_CHECK_VALUE(!a.interleaved,
                       "interleaved: True; rows of gate and up alternate in one "
                       "weight, but up_weight is given");
-    check_weight("up_weight", *o.up_weight, format, e.weight.k, x, true);
-    TORCH_CHECK_VALUE(o.up_weight->sym_sizes().slice(0, 2) == weight.sym_sizes().slice(0, 2),
-                      "up_weight: shape ", o.up_weight->sym_sizes(), "; weight is ",
-                      weight.sym_sizes());
+    check_weight("up_weight", *a.up_weight, a.format, e.weight.k, a.x, true);
+    TORCH_CHECK_VALUE(a.up_weight->sym_sizes().slice(0, 2) == a.weight.sym_sizes().slice(0, 2),
+                      "up_weight: shape ", a.up_weight->sym_sizes(), "; weight is ",
+                      a.weight.sym_sizes());
   } else {
     TORCH_CHECK_VALUE(e.weight.n % 2 == 0, "weight: ", e.weight.n,
                       " rows an expert; as many of gate as of up must be even");
     e.weight.n = e.weight.n / 2;
   }
-  check_addend("bias", bias, {e.experts, e.weight.n * 2}, x);
+  check_addend("bias", a.bias, {e.experts, e.weight.n * 2}, a.x);
   return out;
 }
 
-ExpertShape check_expert_input_grad(const at::Tensor& grad, const at::Tensor& weight,
-                                    const at::Tensor& ids, std::string_view format,
-                                    const c10::SymInt& in_features) {
-  const c10::SymInt n = check_rows("grad", grad);
-  check_dims("grad", grad, false);
-  ExpertShape out = check_choices("grad", grad, ids,
-                                  check_weight("weight", weight, format, in_features, grad, true),
-                                  weight.sym_size(0));
+ExpertShape check(const args::expert_input_grad& a) {
+  const c10::SymInt n = check_rows("grad", a.grad);
+  check_dims("grad", a.grad, false);
+  ExpertShape out =
+      check_choices("grad", a.grad, a.ids,
+                    check_weight("weight", a.weight, a.format, a.in_features, a.grad, true),
+                    a.weight.sym_size(0));
   TORCH_CHECK_VALUE(n == out.weight.n, "grad: last size ", n, "; weight has ", out.weight.n,
                     " rows an expert");
   return out;

@@ -1,7 +1,6 @@
 // The arguments of the ops on experts, checked as ops/checks.h says.
 #pragma once
 
-#include "calls.h"
 #include "ops/checks.h"
 
 namespace metalmm {
@@ -10,9 +9,7 @@ struct ExpertShape {
   WeightShape weight;  // of an expert: n rows of k values
   c10::SymInt experts, tokens, choices;
 };
-ExpertShape check_expert_linear(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& ids, const OptionalTensor& bias,
-                                std::string_view format, const OptionalTensor& scores);
+ExpertShape check(const args::expert_linear& a);
 
 // How gate and up become one: activation(gate) * up, or as ops.def has swiglu_oai.
 struct Gate {
@@ -25,13 +22,9 @@ struct GatedShape {
   ExpertShape experts;  // n: rows of gate, and of up
   Gate gate;
 };
-GatedShape check_expert_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
-                               const OptionalTensor& bias, std::string_view format,
-                               const GateOptions& options);
+GatedShape check(const args::expert_swiglu& a);
 
 // grad [T, C, N]
-ExpertShape check_expert_input_grad(const at::Tensor& grad, const at::Tensor& weight,
-                                    const at::Tensor& ids, std::string_view format,
-                                    const c10::SymInt& in_features);
+ExpertShape check(const args::expert_input_grad& a);
 
 }  // namespace metalmm

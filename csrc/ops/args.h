@@ -1,0 +1,199 @@
+// The ops of ops.def as C++: args::linear is what linear is given, with the names and the defaults
+// of its schema, and call() passes that to the dispatcher.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+namespace metalmm {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalSize = std::optional<c10::SymInt>;
+using Name = std::string_view;
+using OptionalName = std::optional<std::string_view>;
+using Heads = std::tuple<Tensor, Tensor, Tensor>;  // q, k, v
+
+// Kinds of arguments. Given: as kernels take it; of a tensor, a reference to the caller's. kText:
+// as in a schema.
+namespace kind {
+
+struct Tensor {
+  using Given = const at::Tensor&;
+  static constexpr char kText[] = "Tensor";
+};
+struct Rows : Tensor {};    // of a product: under autocast in its dtype
+struct Weight : Tensor {};  // packed: without a gradient
+struct WrittenA : Tensor {
+  static constexpr char kText[] = "Tensor(a!)";
+};
+struct WrittenB : Tensor {
+  static constexpr char kText[] = "Tensor(b!)";
+};
+struct MaybeTensor {
+  using Given = const OptionalTensor&;
+  static constexpr char kText[] = "Tensor?";
+};
+struct MaybeWeight : MaybeTensor {};
+struct Str {
+  using Given = Name;
+  static constexpr char kText[] = "str";
+};
+struct MaybeStr {
+  using Given = OptionalName;
+  static constexpr char kText[] = "str?";
+};
+struct Int {
+  using Given = int64_t;
+  static constexpr char kText[] = "int";
+};
+struct Size {
+  using Given = c10::SymInt;
+  static constexpr char kText[] = "SymInt";
+};
+struct MaybeSize {
+  using Given = OptionalSize;
+  static constexpr char kText[] = "SymInt?";
+};
+struct Float {
+  using Given = double;
+  static constexpr char kText[] = "float";
+};
+struct MaybeFloat {
+  using Given = std::optional<double>;
+  static constexpr char kText[] = "float?";
+};
+struct Bool {
+  using Given = bool;
+  static constexpr char kText[] = "bool";
+};
+struct MaybeDType {
+  using Given = std::optional<at::ScalarType>;
+  static constexpr char kText[] = "ScalarType?";
+};
+
+}  // namespace kind
+
+// Kinds of results, whose dtypes torch_metalmm/ops.py knows by these names: that of the first
+// argument unless another is named.
+namespace result {
+
+struct Nothing {
+  using Type = void;
+};
+struct Tensor {
+  using Type = at::Tensor;
+};
+struct Decoded : Tensor {};  // of the argument dtype, or f32
+struct Bytes : Tensor {};    // uint8
+struct Two {
+  using Type = std::tuple<at::Tensor, at::Tensor>;
+};
+struct Heads {
+  using Type = metalmm::Heads;
+};
+
+}  // namespace result
+
+namespace args {
+
+// The defaults of ops.def.
+constexpr bool False = false, True = true;
+inline const OptionalTensor kNoTensor;
+struct NoneType {
+  operator const OptionalTensor&() const { return kNoTensor; }
+  template <class T>
+  operator std::optional<T>() const {
+    return std::nullopt;
+  }
+};
+constexpr NoneType None;
+
+// Tensors are references: the struct does not outlive what it is made of.
+#define MM_OP(name, results, arguments) \
+  struct name {                         \
+    arguments                           \
+  };
+#define MM_ARG(type, field) kind::type::Given field;
+#define MM_OPT(type, field, value) kind::type::Given field = value;
+#include "ops.def"
+
+}  // namespace args
+
+// An argument of a call, for what goes through all of them.
+template <class Kind>
+struct Field {
+  const char* name;
+  typename Kind::Given value;
+};
+
+// f(a field for each argument).
+#define MM_OP(op, results, arguments)                         \
+  template <class F>                                          \
+  decltype(auto) with_fields(const args::op& a, const F& f) { \
+    return f(a arguments);                                    \
+  }
+#define MM_ARG(type, field) \
+  , Field<kind::type> { #field, a.field }
+#include "ops.def"
+
+template <class... Kind>
+struct Kinds {};
+
+template <class R, class... Kind>
+struct OpInfo {
+  using Result = typename R::Type;
+  using Arguments = Kinds<Kind...>;
+  using Signature = Result(typename Kind::Given...);
+};
+
+// The row of ops.def that a struct of args is of.
+template <class Args>
+struct OpOf;
+#define MM_OP(name, results, arguments)                         \
+  template <>                                                   \
+  struct OpOf<args::name> : OpInfo<result::results arguments> { \
+    static constexpr char kName[] = #name;                      \
+    static constexpr char kQualified[] = "metalmm::" #name;     \
+  };
+#define MM_ARG(type, field) , kind::type
+#include "ops.def"
+
+template <class Args>
+typename OpOf<Args>::Result call(const Args& a) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(OpOf<Args>::kQualified, "")
+                             .template typed<typename OpOf<Args>::Signature>();
+  return with_fields(a, [](const Args&, const auto&... field) { return op.call(field.value...); });
+}
+
+// A kernel as the dispatcher calls it, of one that takes the struct.
+template <class Args, auto kBody, class Arguments = typename OpOf<Args>::Arguments>
+struct Kernel;
+template <class Args, auto kBody, class... Kind>
+struct Kernel<Args, kBody, Kinds<Kind...>> {
+  static auto run(typename Kind::Given... given) { return kBody(Args{given...}); }
+};
+
+// What the fake of an op returns: the sizes of each result.
+using Shape = std::vector<c10::SymInt>;
+
+template <class Result>
+struct ShapeOf {
+  using Type = Result;  // void
+};
+template <>
+struct ShapeOf<Tensor> {
+  using Type = Shape;
+};
+template <class... Result>
+struct ShapeOf<std::tuple<Result...>> {
+  using Type = std::tuple<typename ShapeOf<Result>::Type...>;
+};
+
+}  // namespace metalmm
