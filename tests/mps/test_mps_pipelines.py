@@ -12,7 +12,7 @@ from places import ROOT, TESTS
 
 from torch_metalmm import _C
 
-SOURCES = [f"plan/{name}" for name in ("names", "passes", "format", "gpu", "experts/experts")]
+SOURCES = [f"plan/{name}" for name in ("names", "passes", "format", "gpu", "matmul/experts")]
 SOURCES += [f"mps/{name}" for name in ("source", "facts", "decisions/commits")]
 Run = Callable[[str], list[str]]
 
