@@ -45,7 +45,7 @@ struct Call {
     operands[kSlotX] = q.contiguous();
     if (a.length.has_value()) operands[kSlotIds] = *a.length;
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
-    const int64_t alignment = std::max(shape.cache.keys.alignment, shape.cache.values.alignment);
+    const int64_t alignment = shape.cache.alignment();
     set_cache(readable(a.keys, alignment), readable(a.values, alignment));
     if (a.mask.has_value()) set_mask(*a.mask);
     if (a.sinks.has_value()) set_sinks(*a.sinks, q.scalar_type());

@@ -107,10 +107,10 @@ struct Call {
 };
 
 // Whether rope_append writes this cache: formats that it has, of which a shader finds every row at
-// an address that it can write: keys and values have one alignment, the larger.
+// an address that it can write.
 bool is_written_by_a_kernel(const at::Tensor& keys, const at::Tensor& values,
                             const CacheShape& shape) {
-  const int64_t alignment = std::max(shape.keys.alignment, shape.values.alignment);
+  const int64_t alignment = shape.alignment();
   const auto fits = [=](const at::Tensor& rows) {
     bool out = alignment_of(rows) % alignment == 0 && rows.stride(3) == 1;
     for (int64_t d = 0; d < 3; ++d) {

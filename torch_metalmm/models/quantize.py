@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import isfinite
 
 from torch import Tensor, nn
@@ -203,12 +204,12 @@ def plan(
         raise ValueError("model has merged layers; call unfuse_ first")
     chooser = chooser_of(spec)
     groups = _shared_weights(model, apart)
-    mixture = Mixture(model, groups)
+    mixture = cache(lambda: Mixture(model, groups))  # which few calls ask for
     jobs, read = [], []
     for sites in groups:
         wanted = chooser(sites)
         if wanted in MIXTURES:
-            wanted = mixture.format(wanted, sites, weight_shape(sites[0][1])[1])
+            wanted = mixture().format(wanted, sites, weight_shape(sites[0][1])[1])
         excluded = filter_fn is not None and not all(filter_fn(*told(site)) for site in sites)
         if wanted is None or excluded:
             continue

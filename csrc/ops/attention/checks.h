@@ -1,6 +1,8 @@
 // The arguments of the ops on a cache, checked as checks.h says.
 #pragma once
 
+#include <algorithm>
+
 #include "ops/checks.h"
 #include "plan/plan.h"
 
@@ -10,6 +12,9 @@ namespace metalmm {
 struct CacheShape {
   const Format &keys, &values;
   c10::SymInt batch, kv_heads, capacity, dim;
+
+  // Of rows in the shaders, which have one for both.
+  int64_t alignment() const { return std::max(keys.alignment, values.alignment); }
 };
 
 // k and v f32 / f16 / bf16 [B, kv_heads, S, D], slots int64 [S].

@@ -15,7 +15,7 @@ import torch
 
 from ... import _C
 from .checks import checks
-from .compare import Check, Skipped
+from .compare import Check, Skipped, synchronize
 from .steps import Outcome, Step, serve
 
 _MESSAGE_LINES = 60
@@ -33,11 +33,11 @@ def perform(check: Check, device: str) -> Outcome:
     times = []
     try:
         call, judge = check.prepare()
-        _synchronize(device)
+        synchronize(device)
         for _ in range(2):
             start = time.perf_counter()
             y = call()
-            _synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - start)
         found = judge(y)
     except Skipped as why:
@@ -53,11 +53,6 @@ def perform(check: Check, device: str) -> Outcome:
     text = f"first {first:>10}  then {second:>10}  error {ratio}"
     note = f"; {found.note}" if found.note else ""
     return Outcome(f"{'ok  ' if ok else 'FAIL'}  {text}{note}", ok)
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        getattr(torch, device).synchronize()
 
 
 def _device(device: str) -> Outcome:

@@ -46,6 +46,12 @@ class Check:
     heavy: bool = False
 
 
+def synchronize(device: str) -> None:
+    """Wait until the device has done what was queued."""
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Normal values, f32 on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

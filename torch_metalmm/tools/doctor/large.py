@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +16,18 @@ from torch import Tensor, nn
 
 from ... import formats
 from ...nn.place import place
-from .compare import Check, Found, Prepared, Skipped, compare, exactly, packed_and_decoded, random
+from ..generate import peak_memory
+from .compare import (
+    Check,
+    Found,
+    Prepared,
+    Skipped,
+    compare,
+    exactly,
+    packed_and_decoded,
+    random,
+    synchronize,
+)
 
 _FAR = 1 << 32  # bytes, where a 32-bit offset begins anew
 _FAR_MEMORY = 8e9  # below, the tensor would crowd out everything else
@@ -151,8 +160,7 @@ def _seconds(call: Callable[[int], object], device: str) -> float:
         start = time.perf_counter()
         for i in range(count):
             call(i)
-        if device != "cpu":
-            getattr(torch, device).synchronize()
+        synchronize(device)
         return (time.perf_counter() - start) / count
 
     sample(1)
@@ -160,12 +168,6 @@ def _seconds(call: Callable[[int], object], device: str) -> float:
     while sample(count) * count < _SAMPLE_SECONDS:
         count *= 2
     return median(sample(count) for _ in range(5))
-
-
-def _peak() -> int:
-    """The most bytes of memory that the process has had at once."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def loading(device: str) -> Check:
@@ -186,13 +188,12 @@ def loading(device: str) -> Check:
         size, seconds, grown = n * packed.shape[1], [], []
 
         def call() -> Tensor:
-            before, start = _peak(), time.perf_counter()
+            before, start = peak_memory(), time.perf_counter()
             rows = torch.from_file(file.name, size=size, dtype=torch.uint8).view(n, -1)
             rows = rows.clone() if device == "cpu" else place(rows, device)
-            if device != "cpu":
-                getattr(torch, device).synchronize()
+            synchronize(device)
             seconds.append(time.perf_counter() - start)
-            grown.append(_peak() - before)
+            grown.append(peak_memory() - before)
             y: Tensor = torch.ops.metalmm.dequantize(rows[-at_once:], "q4_k")
             return y
 
