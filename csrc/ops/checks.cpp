@@ -181,7 +181,7 @@ RopeShape check(const args::rope& a) {
   TORCH_CHECK_VALUE(qkv.dim() == 3, "qkv: shape ", qkv.sym_sizes(), "; must be [B, S, values]");
   TORCH_CHECK_VALUE(cos.dim() == 3, "cos: shape ", cos.sym_sizes(), "; must be [B or 1, S, R]");
   TORCH_CHECK_VALUE(a.heads >= 1, "heads: ", a.heads, "; at least 1");
-  TORCH_CHECK_VALUE(a.kv_heads >= 1, "kv_heads: ", a.kv_heads, "; at least 1");
+  TORCH_CHECK_VALUE(a.kv_heads >= 0, "kv_heads: ", a.kv_heads, "; may not be negative");
   TORCH_CHECK_VALUE(a.heads <= kMaxK && a.kv_heads <= kMaxK, "heads, kv_heads: ", a.heads, ", ",
                     a.kv_heads, "; at most ", kMaxK);
   const int64_t all = a.heads + (a.v.has_value() ? 1 : 2) * a.kv_heads;

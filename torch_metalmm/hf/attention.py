@@ -26,11 +26,16 @@ _TRAITS = ("s_aux", "position_bias", "cache")
 _NUMBERS = frozenset(("dropout", "scaling", "softcap", "is_causal"))
 
 
-def op_options(constants: dict[str, Any], passed: Collection[str]) -> dict[str, Any] | None:
+def op_options(
+    constants: dict[str, Any], passed: Collection[str], own: Collection[str] = ()
+) -> dict[str, Any] | None:
     """With which scale and soft cap attention_forward(..., **constants) calls the op.
 
-    passed: the names of arguments that change. None: these may say more than that.
+    passed: the names of arguments that change; own: of those that are parameters, of which the op
+    takes s_aux, as its sinks. None: these may say more than that.
     """
+    if not set(own) <= {"s_aux"}:
+        return None
     if not _NUMBERS.isdisjoint(passed) or not set(_TRAITS).isdisjoint(passed):
         return None
     if any(constants.get(name) is not None for name in _TRAITS):

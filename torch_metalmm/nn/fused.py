@@ -75,13 +75,18 @@ class MergedLinear(Activations, nn.Module):
         for layer in self.originals:
             layer._parameters.update(weight=None, bias=None)
 
-    def attach(self, parent: nn.Module) -> None:
-        """Put the parts in place of the layers, and this module beside the parts."""
+    def attach(self, parent: nn.Module, together: bool = True) -> None:
+        """Put the parts in place of the layers, and this module beside the parts.
+
+        together: the parts compute for each other; else all at once is only this module's forward.
+        """
         children = parent._modules
         self.beside = tuple(n for n in self.between if isinstance(children[n], QuantLinear))
         for index, name in enumerate(self.names):
             setattr(parent, name, LinearPart(self, index))
         parent.add_module("merged_" + "_".join(self.names), self)
+        if not together:
+            return
         self._hooks = [
             parent.register_forward_pre_hook(self.open),
             parent.register_forward_hook(self.close, always_call=True),

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from functools import partial
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from .activations import KINDS, changes
+from .activations import changes
 from .collective import all_reduce
-from .fused import GatedMLP, LinearPart
-from .recipe import Held, Norm, Output, Recipe, Step, tables
+from .fused import GatedMLP
+from .heads import DIRECT, TRACED, Ops, attended, normed, number
+from .recipe import Branch, Heads, Held, Norm, Output, Product, Recipe, Step, Whole, no_angles
 from .sharded import ColumnsLinear
 from .watch import Watch
 
-
-class _Ops:
-    """Our ops as functions. direct: without the Python frame by which torch.compile knows them."""
-
-    def __init__(self, direct: bool, activations: str | None) -> None:
-        self.activations = activations
-        for name in ("linear", "norm_linear", "swiglu", "swiglu_linear"):
-            op = getattr(torch.ops.metalmm, name).default
-            op = op._op if direct else op
-            setattr(self, name, partial(op, activations=activations) if activations else op)
-        for name in ("rms_norm", "gemm", "rope", "rope_append", "attention"):
-            op = getattr(torch.ops.metalmm, name).default
-            setattr(self, name, op._op if direct else op)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-_TRACED, _DIRECT = ({kind: _Ops(d, kind) for kind in (None, *KINDS)} for d in (False, True))
+_NONE = Held()  # of layers without heads
 
 
 class FusedLayer:
     """The forward of `layer`, which stays the object that it was, its class and children, too.
 
-    Norm and projections in one op; rotation; cache and attention, as the layer calls them; output
-    and residual; norm, gate and up; down and residual. An MLP of another kind is called as it is,
-    between a norm and a sum. Where the cache gives room for the new rows
-    and the attention function says that it is our op, rotation, cache and attention are two ops.
+    It is the branches of the recipe in turn. Of attention: norm and projections in one op;
+    rotation; cache and attention, as the layer calls them; output and residual. Where the cache
+    gives room for the new rows and the attention function says that it is our op, rotation, cache
+    and attention are two ops. Of a gated MLP: norm, gate and up; down and residual. What is neither
+    is called as it is, between a norm and a sum.
     `forward` is set on the layer, where nn.Module finds it before that of the class, which computes
       where a gradient is recorded, in training and under autocast;
       where an argument is given that the layer was not seen to take;
@@ -52,20 +35,14 @@ class FusedLayer:
       where some of its linear layers round their input to int8 and others do not.
     """
 
-    def __init__(self, layer: nn.Module, recipe: Recipe, step: Step, form: str) -> None:
+    def __init__(self, layer: nn.Module, recipe: Recipe, step: Step | None, form: str) -> None:
         self.layer, self.recipe, self.step, self.form = layer, recipe, step, form
-        self.watch = Watch(layer)
+        self.watch = Watch(layer, recipe.called())
         self.dtype: torch.dtype | None = None  # the last x's, if the layer gives results of it
         self.dtypes: list[torch.dtype | None] = []  # those of the norms then
         self._norms = [norm for norm in recipe.norms() if norm.name]
         self.confirmed: tuple[torch.dtype, set[torch.dtype]] | None = None
-        only = recipe.projections[0] if len(recipe.projections) == 1 else None
-        # Of the usual forms, what the modules are called is looked up once.
-        self.qkv = None if recipe.whole_norms or isinstance(only, LinearPart) else only
-        self.gate: Any = None
-        self.up: Any = None
-        if isinstance(recipe.mlp, GatedMLP):
-            self.gate, self.up, _ = recipe.mlp.layers()
+        self._positions = positions(layer)
         self._changes = -1  # of settings, when kind and alike were read
         self._read_kinds()
 
@@ -88,13 +65,17 @@ class FusedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recipe, watch, layer = self.recipe, self.watch, self.layer
-        angles = kwargs.get(recipe.embeddings)
-        if len(args) != 1 or angles is None or args[0].dim() != 3:
+        if len(args) != 1 and not self._named(args, kwargs):
             return self.original(*args, **kwargs)
-        x: Tensor = args[0]
+        x: Tensor = args[0] if args else kwargs.pop(self._positions[0])
+        heads = recipe.heads
+        angles = None if heads is None else kwargs.get(heads.embeddings)  # type: ignore[arg-type]
+        if x.dim() != 3 or (angles is None and heads is not None and heads.embeddings):
+            return self.original(x, **kwargs)
         if not kwargs.keys() <= recipe.names and _unknown(recipe, kwargs):
             return self.original(x, **kwargs)
-        if layer.training or recipe.attention.training or not self._read_kinds():
+        attention = layer if heads is None else heads.attention
+        if layer.training or attention.training or not self._read_kinds():
             return self.original(x, **kwargs)
         if torch.is_grad_enabled() and (x.requires_grad or self._trained()):
             return self.original(x, **kwargs)
@@ -102,7 +83,7 @@ class FusedLayer:
             autocasting = torch.is_autocast_enabled(x.device.type)
             if autocasting or not watch.plain() or not self._keeps_dtype(x):
                 return self.original(x, **kwargs)
-            return self.fused(x, **kwargs)
+            return self._result(self.fused(x, **kwargs))
         if not (watch.same() or watch.plain()):
             return self.original(x, **kwargs)
         known = x.dtype is self.dtype and self._norm_dtypes() == self.dtypes
@@ -110,182 +91,106 @@ class FusedLayer:
             return self.original(x, **kwargs)
         if torch._C._is_any_autocast_enabled():
             return self.original(x, **kwargs)
-        held, ops = self.step.of(*angles), _DIRECT[self.kind if x.is_cpu else None]
-        cache = kwargs.get(recipe.cache)
+        ops = DIRECT[self.kind if x.is_cpu else None]
+        if heads is None or self.step is None:
+            return self._result(self.compute(ops, x, kwargs, _NONE))
+        held = self.step.of(*angles) if angles is not None else self.step.still(x)
+        cache = kwargs.get(heads.cache)
         begins = getattr(cache, "begins", None)
         if begins is None:
-            return self.compute(ops, x, kwargs, held)
-        begins(self.number())
+            return self._result(self.compute(ops, x, kwargs, held))
+        begins(number(heads))
         try:
-            return self.compute(ops, x, kwargs, held)
+            return self._result(self.compute(ops, x, kwargs, held))
         except BaseException:
             cache.undo()  # type: ignore[union-attr]
             raise
 
-    def number(self) -> Any:
-        """The layer's in the cache."""
-        recipe = self.recipe
-        return recipe.attention.layer_idx if recipe.number is None else recipe.number
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether x is an argument, and those behind it, which kwargs gets, are known by names."""
+        if not args:
+            return self._positions[:1] != [] and self._positions[0] in kwargs
+        names = self._positions[1 : len(args)]
+        if len(names) != len(args) - 1 or not kwargs.keys().isdisjoint(names):
+            return False
+        kwargs.update(zip(names, args[1:], strict=True))
+        return True
+
+    def _result(self, y: Tensor) -> Any:
+        rest = self.recipe.rest
+        return y if rest is None else (y, *rest)
 
     def fused(self, x: Tensor, **kwargs: Any) -> Tensor:
         """The layer's result in our ops, whatever became of its modules."""
-        return self.second(self.first(x, **kwargs))
-
-    def second(self, h: Tensor) -> Tensor:
-        """The MLP's half of `fused`."""
-        return self.mlp(_TRACED[self.kind if h.is_cpu else None], h)
-
-    def first(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """The attention's half of `fused`."""
-        r = self.recipe
-        function, angles = r.attend.function(), tables(r.angles, *kwargs[r.embeddings])
-        held = Held((None, None), None, None, *angles, function, None, self.step.op(function))
-        return self.attention(_TRACED[self.kind if x.is_cpu else None], x, kwargs, held)
-
-    def compute(self, ops: _Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
-        """The layer's result."""
-        return self.mlp(ops, self.attention(ops, x, kwargs, held))
-
-    def attention(self, ops: _Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
-        """x and its attention: what the MLP's half of the layer is given."""
-        r = self.recipe
-        cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
-        pre, qkv, v = r.pre, self.qkv, None
-        if qkv is None or pre is None:
-            qkv, v = self._projected(ops, x)
-        else:
-            own = qkv._parameters
-            weight = pre.module._parameters.get(pre.name)
-            qkv = ops.norm_linear(
-                x, weight, pre.eps, pre.offset, own["weight"], own["bias"], qkv.format
-            )
-        a = None
-        if held.options is not None and cache is not None:
-            a = self._appended(ops, x, (qkv, v), held, cache, mask)
-        if a is None:
-            a = self._attended(ops, x, (qkv, v), held, kwargs, mask)
-        batch, length, _ = x.shape
-        return _joined(ops, r.output, a.reshape(batch, length, -1), x)
-
-    def _appended(
-        self,
-        ops: _Ops,
-        x: Tensor,
-        projected: tuple[Tensor, Tensor | None],
-        held: Held,
-        cache: Any,
-        mask: Tensor | None,
-    ) -> Tensor | None:
-        """Rotation, cache and attention in two ops; None if that is not what the layer calls."""
-        r, length = self.recipe, x.shape[1]
-        find, options = getattr(cache, "room", None), held.options
-        if find is None or options is None:
-            return None
-        if length > 1 and mask is None and not getattr(r.attention, "is_causal", True):
-            return None
-        found = find(self.number(), x, r.kv_heads, r.head_size)
-        if found is None:
-            return None
-        both, keys, values, slots, k, v, end = found
-        norms = {} if r.head_norms is None else _of_heads(*r.head_norms)
-        q = ops.rope_append(
-            *(projected[0], held.cos, held.sin, r.heads, r.kv_heads),
-            *(keys, values, slots, *both),
-            v=projected[1],
-            interleaved=r.interleaved,
-            **norms,
+        return self.compute(
+            TRACED[self.kind if x.is_cpu else None], x, kwargs, self._held(x, kwargs)
         )
-        if mask is not None and mask.shape[2] != length:
-            mask = mask.expand(-1, -1, length, -1)
-        a: Tensor = ops.attention(q, k, v, *both, end, mask=mask, causal=mask is None, **options)
-        return a
 
-    def _attended(
-        self,
-        ops: _Ops,
-        x: Tensor,
-        projected: tuple[Tensor, Tensor | None],
-        held: Held,
-        kwargs: dict[str, Any],
-        mask: Tensor | None,
-    ) -> Any:
-        """Rotation, then cache and attention as the layer calls them."""
-        r, direct = self.recipe, held.direct
-        norms = {} if r.head_norms is None else _of_heads(*r.head_norms)
-        qkv, v = projected
-        given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
-        q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **norms)
-        cache = kwargs.get(r.cache)
-        if cache is not None:
-            k, v = cache.update(k, v, self.number())
-        if direct is not None and x.shape[1] == 1 and mask is None:
-            return F.scaled_dot_product_attention(q, k, v, **direct)
-        attend = r.attend
-        passed = {name: kwargs[name] for name in attend.passed if name in kwargs}
-        return held.function(r.attention, q, k, v, mask, **attend.constants, **passed)[0]
+    def part(self, number: int, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The branch of that number of `fused`, and what follows the last."""
+        ops, branches = TRACED[self.kind if h.is_cpu else None], self.recipe.branches
+        y = self._branch(ops, branches[number], h, kwargs, self._held(h, kwargs))
+        return self._scaled(y) if number == len(branches) - 1 else y
 
-    def mlp(self, ops: _Ops, h: Tensor) -> Tensor:
-        """h and what the MLP makes of it."""
-        r, gate, up = self.recipe, self.gate, self.up
-        mlp, norm = r.mlp, r.pre_mlp
-        if not isinstance(mlp, GatedMLP):
-            normed = h
-            if norm is not None:
-                normed = ops.rms_norm(h, norm.weight(), norm.eps, norm.offset)
-            out = mlp(normed)
-            return _joined(ops, r.down, out[0] if isinstance(out, tuple) else out, h)
-        if gate is up:
-            weights = mlp.weights(gate, up)
-        else:
-            weights = gate._parameters["weight"], up._parameters["weight"]
-        y: Tensor
+    def _held(self, x: Tensor, kwargs: dict[str, Any]) -> Held:
+        """What the step has for these arguments, made anew."""
+        if self.step is None:
+            return _NONE
+        name = self.recipe.heads.embeddings  # type: ignore[union-attr]
+        return self.step.made(*(no_angles(x) if name is None else kwargs[name]))
+
+    def compute(self, ops: Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
+        """The layer's result."""
+        for branch in self.recipe.branches:
+            x = self._branch(ops, branch, x, kwargs, held)
+        return self._scaled(x)
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        factor = self.recipe.factor
+        return y if factor is None else y * self.layer._buffers[factor]  # type: ignore[operator]
+
+    def _branch(
+        self, ops: Ops, branch: Branch, h: Tensor, kwargs: dict[str, Any], held: Held
+    ) -> Tensor:
+        core, norm, x = branch.core, branch.pre, h
+        if isinstance(norm, Whole):
+            x, norm = norm(x, kwargs), None
+        if isinstance(core, Heads):
+            x = attended(core, ops, norm, x, kwargs, held)
+            return _joined(ops, branch.output, x, None, h)
+        if isinstance(core, GatedMLP):
+            return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
+        if isinstance(core, Product):
+            own = core.linear._parameters
+            gate = normed(ops, norm, x, own["weight"], core.linear.format, own["bias"])
+            factor = kwargs[core.factor].to(gate.dtype)
+            return _joined(ops, branch.output, gate, (factor.contiguous(), core.activation), h)
+        if norm is not None:
+            x = ops.rms_norm(x, norm.weight(), norm.eps, norm.offset)
+        return _joined(ops, branch.output, core(x, kwargs), None, h)
+
+    def _gated(
+        self, ops: Ops, mlp: GatedMLP, norm: Norm | None, x: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, str] | None]:
+        """What down is given, as _joined takes it."""
+        gate, up, _ = mlp.layers()
+        weights, formats = mlp.weights(gate, up), (gate.format, up.format)
         # One row. torch.Size.numel would make a constant of a symbolic size.
-        if self.form == "swiglu_linear" and h.numel() == h.shape[-1]:
-            formats = gate.format, up.format
-            a, b = (_normed(ops, norm, h, w, f) for w, f in zip(weights, formats, strict=True))
-            return _joined(ops, r.down, a, h, (b, mlp.activation))
+        if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
+            a, b = (normed(ops, norm, x, w, f) for w, f in zip(weights, formats, strict=True))
+            return a, (b, mlp.activation)
+        y: Tensor
         if norm is None:
-            y = ops.swiglu(h, *weights, gate.format, up.format, mlp.activation)
+            y = ops.swiglu(x, *weights, *formats, mlp.activation)
         else:
             weight = norm.module._parameters.get(norm.name)
-            y = ops.swiglu(
-                *(h, *weights, gate.format, up.format, mlp.activation),
-                *(weight, norm.eps, norm.offset),
-            )
-        return _joined(ops, r.down, y, h)
-
-    def _projected(self, ops: _Ops, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(qkv, None), or (q and k, v)."""
-        r = self.recipe
-        parts = [self._projection(ops, x, layer) for layer in r.projections]
-        if r.whole_norms is None and len(parts) < 3:
-            return parts[0], parts[1] if len(parts) == 2 else None
-        q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
-        if len(parts) == 1:
-            q, k, v = torch.split(parts[0], [q_size, k_size, k_size], -1)
-        elif len(parts) == 2:
-            (q, k), v = torch.split(parts[0], [q_size, k_size], -1), parts[1]
-        else:
-            q, k, v = parts
-        if r.whole_norms is not None:
-            q, k = (
-                ops.rms_norm(t, norm.weight(), norm.eps, norm.offset)
-                for t, norm in zip((q, k), r.whole_norms, strict=True)
-            )
-        return torch.cat((q, k), -1), v
-
-    def _projection(self, ops: _Ops, x: Tensor, layer: Any) -> Tensor:
-        if isinstance(layer, LinearPart):
-            weight, bias = layer.weight, layer.bias
-        else:
-            weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-        return _normed(ops, self.recipe.pre, x, weight, layer.format, bias)
+            y = ops.swiglu(x, *weights, *formats, mlp.activation, weight, norm.eps, norm.offset)
+        return y, None
 
     def _floats(self) -> list[Tensor]:
         """Norms and biases."""
         r = self.recipe
-        gated = (self.gate, self.up)  # of which the ops take no bias
-        biases = [layer.bias for layer in r.linears() if layer not in gated]
+        biases = (layer.bias for layer in r.linears())
         return [t for t in (*(norm.weight() for norm in r.norms()), *biases) if t is not None]
 
     def _trained(self) -> bool:
@@ -314,11 +219,11 @@ class FusedLayer:
         return True
 
 
-def _of_heads(of_q: Norm, of_k: Norm) -> dict[str, Any]:
-    """The arguments of rope that normalise heads."""
-    q = of_q.module._parameters.get(of_q.name)
-    k = of_k.module._parameters.get(of_k.name)
-    return {"q_norm": q, "k_norm": k, "eps": of_q.eps, "offset": of_q.offset}
+def positions(layer: nn.Module) -> list[str]:
+    """The names of the arguments that the layer's own forward takes by their places."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+    found = inspect.signature(type(layer).forward).parameters.values()
+    return [p.name for p in found if p.kind in kinds][1:]
 
 
 def _unknown(recipe: Recipe, kwargs: dict[str, Any]) -> bool:
@@ -330,23 +235,8 @@ def _unknown(recipe: Recipe, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _normed(
-    ops: _Ops, norm: Norm | None, x: Tensor, weight: Tensor, format: str, bias: Tensor | None = None
-) -> Tensor:
-    y: Tensor
-    if norm is None:
-        y = ops.linear(x, weight, bias, format)
-    else:
-        y = ops.norm_linear(x, norm.weight(), norm.eps, norm.offset, weight, bias, format)
-    return y
-
-
 def _joined(
-    ops: _Ops,
-    output: Output,
-    x: Tensor,
-    residual: Tensor,
-    gated: tuple[Tensor, str] | None = None,
+    ops: Ops, output: Output, x: Tensor, gated: tuple[Tensor, str] | None, residual: Tensor
 ) -> Tensor:
     """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x.
 
@@ -358,7 +248,7 @@ def _joined(
     own = layer._parameters
     weight, bias, format = own["weight"], own["bias"], layer.format
     plain = post is None and scale == 1
-    added = residual if plain else None
+    added = residual if plain and output.joins else None
     ranks = layer.shard.ranks if type(layer) is ColumnsLinear else None
     if ranks is not None and ranks.rank:
         bias = added = None  # rank 0 adds them
@@ -376,7 +266,7 @@ def _joined(
     return y if plain else _added(ops, post, scale, y, residual)
 
 
-def _added(ops: _Ops, post: Norm | None, scale: float, y: Tensor, residual: Tensor) -> Tensor:
+def _added(ops: Ops, post: Norm | None, scale: float, y: Tensor, residual: Tensor) -> Tensor:
     """residual + scale * post(y)."""
     if post is not None:
         joined = residual if scale == 1 else None

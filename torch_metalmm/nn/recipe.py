@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,9 +22,21 @@ class Norm:
     name: str
     eps: float
     offset: float
+    size: int
+    _ones: Any = field(default=None, compare=False, repr=False)
 
     def weight(self) -> Tensor | None:
         return self.module._parameters.get(self.name)
+
+    def factors(self, x: Tensor) -> Tensor | None:
+        """The weight; ones of x's dtype where there is none, for an op that else takes no norm."""
+        if self.name:
+            return self.weight()
+        ones = self._ones
+        if ones is None or ones.dtype != x.dtype or ones.device != x.device:
+            ones = self._ones = x.new_ones(self.size)
+        found: Tensor = ones
+        return found
 
 
 @dataclass
@@ -32,10 +44,12 @@ class Output:
     """How a branch ends: residual + scale * post(linear(x)). linear None: of x itself."""
 
     linear: Any
-    post: Norm | None
-    scale: float
+    post: Norm | None = None
+    scale: float = 1.0
+    joins: bool = True  # False: there is no residual
 
 
+_OF_SDPA = {"dropout", "scaling", "sliding_window", "softcap"}
 _IMPLEMENTATION = ("_attn_implementation_internal", "_attn_implementation")
 
 
@@ -52,6 +66,7 @@ class Attend:
     config: Any
     constants: dict[str, Any]  # keyword arguments that are the same in every call
     passed: tuple[str, ...]  # those that are the layer's own, by the same names
+    own: dict[str, str]  # {keyword argument: the parameter of the attention that it is}
 
     def __post_init__(self) -> None:
         self.interface = getattr(import_module(self.place[0]), self.place[1])
@@ -79,46 +94,122 @@ class Attend:
 
 
 @dataclass
-class Recipe:
-    """A layer as ops. The layer's first argument is x [batch, length, size], the others have names.
+class Heads:
+    """Attention over heads: what makes q, k and v of x [batch, length, size], and what they do.
 
-    projections: one layer for q, k and v; or one for q and k, one for v; or three.
-    mlp: gate and up, whose down is in `down`; or the module, called as it is, whatever it computes.
+    projections: their results side by side are q, k, v and gate, in the order that `order` names,
+    an index for each value, None for as they are. No v, where v is k before its norm and rotation.
     angles: "whole", cos and sin as they are given; "halves", each value of their first half twice;
-    "none", nothing is rotated.
+    "twice", all of them and all of them again; "back", as whole, by minus the angle; "none",
+    nothing is rotated.
+    gate: the result is multiplied by sigmoid(gate), one for each of its "values" or "heads".
+    shared: the layer's argument that is a mapping of (k, v), and its key there.
     """
 
     attention: nn.Module
-    names: frozenset[str]  # the keyword arguments that the layer was seen to take
-    embeddings: str  # which of them is (cos, sin)
+    embeddings: str | None  # the layer's argument that is (cos, sin)
     mask: str | None
     cache: str
     number: int | None  # the layer's in the cache; None: attention.layer_idx, which may change
     attend: Attend
     heads: int
-    kv_heads: int
+    kv_heads: int  # 0: k and v are those of `shared`
     head_size: int
-    pre: Norm | None
     projections: tuple[Any, ...]
+    order: Tensor | None
+    v_is_k: bool
+    gate: str | None
     head_norms: tuple[Norm, Norm] | None  # of each head of q and k, before the rotation
     whole_norms: tuple[Norm, Norm] | None  # of q and k over all heads, before the rotation
+    value_norm: Norm | None  # of each head of v
     interleaved: bool
     angles: str
+    shared: tuple[str, Any] | None = None
+
+    def norms(self) -> list[Norm | None]:
+        return [*(self.head_norms or ()), *(self.whole_norms or ()), self.value_norm]
+
+    def index(self, device: torch.device) -> Tensor | None:
+        """`order` where the projections' results are."""
+        if self.order is not None and self.order.device != device:
+            self.order = self.order.to(device)
+        return self.order
+
+
+@dataclass
+class Whole:
+    """A module that is called as it is, whatever it computes, with arguments of the layer."""
+
+    module: nn.Module
+    name: str | None  # of the argument that is x; None: the first
+    passed: dict[str, str]  # {its argument: the layer's}
+    constants: dict[str, Any]
+
+    def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        given = {own: kwargs[name] for own, name in self.passed.items() if name in kwargs}
+        given.update(self.constants)
+        out: Any = (
+            self.module(x, **given) if self.name is None else self.module(**given, **{self.name: x})
+        )
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+
+@dataclass
+class Product:
+    """act(linear(x)) times an argument of the layer."""
+
+    linear: Any
+    activation: str
+    factor: str
+
+
+@dataclass
+class Branch:
+    """h + output(core(pre(h))). pre: a norm of ours, or a module that is called as it is."""
+
+    pre: Norm | Whole | None
+    core: Heads | GatedMLP | Product | Whole
     output: Output
-    pre_mlp: Norm | None
-    mlp: GatedMLP | nn.Module
-    down: Output
+
+
+@dataclass
+class Recipe:
+    """A layer as ops: its branches in turn. Its first argument is x, the others have names."""
+
+    names: frozenset[str]  # the arguments that the layer was seen to take
+    branches: tuple[Branch, ...]
+    factor: str | None = None  # the layer's buffer that the result is multiplied by
+    rest: tuple[None, ...] | None = None  # what the result is in a tuple with
+
+    def __post_init__(self) -> None:
+        cores = [branch.core for branch in self.branches]
+        self.heads = next((core for core in cores if isinstance(core, Heads)), None)
 
     def norms(self) -> list[Norm]:
-        pairs = (*(self.head_norms or ()), *(self.whole_norms or ()))
-        every = (self.pre, *pairs, self.output.post, self.pre_mlp, self.down.post)
-        return [norm for norm in every if norm is not None]
+        every: list[Any] = [] if self.heads is None else self.heads.norms()
+        for branch in self.branches:
+            every += (branch.pre, branch.output.post)
+        return [norm for norm in every if isinstance(norm, Norm)]
 
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
-        gated = self.mlp.layers()[:2] if isinstance(self.mlp, GatedMLP) else ()
-        every = (*self.projections, *gated, self.output.linear, self.down.linear)
+        every: list[Any] = []
+        for branch in self.branches:
+            core = branch.core
+            if isinstance(core, Heads):
+                every += core.projections
+            elif isinstance(core, GatedMLP):
+                every += core.layers()[:2]
+            elif isinstance(core, Product):
+                every.append(core.linear)
+            every.append(branch.output.linear)
         return [layer for layer in every if layer is not None]
+
+    def called(self) -> list[nn.Module]:
+        """The modules that are called as they are."""
+        every = [part for branch in self.branches for part in (branch.pre, branch.core)]
+        return [part.module for part in every if isinstance(part, Whole)]
 
 
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,9 +218,19 @@ def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos, sin
     if angles == "none":
         return cos[..., :0], sin[..., :0]
+    if angles == "back":
+        return cos, -sin
+    if angles == "twice":
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+
+
+def no_angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin that rotate nothing of x [batch, length, size]."""
+    nothing = x.new_empty(1, x.shape[1], 0)
+    return nothing, nothing
 
 
 class Held(NamedTuple):
@@ -157,19 +258,19 @@ class Step:
     whole.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.attend, self.angles = recipe.attend, recipe.angles
-        self.groups = recipe.heads // recipe.kv_heads
-        self.like_k = torch.empty(0, recipe.head_size, device="meta")
+    def __init__(self, heads: Heads) -> None:
+        self.attend, self.angles = heads.attend, heads.angles
+        self.groups = heads.heads // max(heads.kv_heads, 1)
+        self.like_k = torch.empty(0, heads.head_size, device="meta")
         self.held = Held()
 
     @staticmethod
-    def key(recipe: Recipe) -> object:
-        """Equal for recipes that may share a step."""
-        attend = recipe.attend
-        sizes = (recipe.angles, recipe.head_size, recipe.heads, recipe.kv_heads)
+    def key(heads: Heads) -> object:
+        """Equal for layers that may share a step."""
+        attend = heads.attend
+        sizes = (heads.angles, heads.head_size, heads.heads, heads.kv_heads)
         constants = tuple(sorted(attend.constants.items()))
-        names = (*attend.place, *sorted(attend.passed))
+        names = (*attend.place, *sorted(attend.passed), *attend.own.items())
         return (*sizes, *names, attend.default, id(attend.config), constants)
 
     def of(self, cos: Tensor, sin: Tensor) -> Held:
@@ -183,19 +284,34 @@ class Step:
         ):
             return held
         function = self.attend.function()
-        fixed = self.angles != "halves" or cos.is_inference() or sin.is_inference()
+        fixed = self.angles in ("whole", "none") or cos.is_inference() or sin.is_inference()
         versions = None if fixed else (cos._version, sin._version)
         given = ((cos, sin), versions, self.attend.name(), *tables(self.angles, cos, sin))
         held = Held(*given, function, self.direct(function), self.op(function))
         self.held = held
         return held
 
+    def still(self, x: Tensor) -> Held:
+        """What is held where x [batch, length, size] is not rotated."""
+        cos = self.held.given[0]
+        same = cos is not None and cos.dtype == x.dtype and cos.device == x.device
+        if not same or cos.shape[1] != x.shape[1]:
+            cos, _ = no_angles(x)
+        return self.of(cos, cos)
+
+    def made(self, cos: Tensor, sin: Tensor) -> Held:
+        """The same, made anew and not held, with the attention function itself."""
+        function = self.attend.function()
+        angles = tables(self.angles, cos, sin)
+        return Held((None, None), None, None, *angles, function, None, self.op(function))
+
     def op(self, function: Callable[..., Any]) -> dict[str, Any] | None:
         """The options of our op `attention`, if that is what the function calls."""
         options = getattr(function, "op_options", None)
         if options is None:
             return None
-        found: dict[str, Any] | None = options(self.attend.constants, self.attend.passed)
+        attend = self.attend
+        found: dict[str, Any] | None = options(attend.constants, attend.passed, attend.own)
         return found
 
     def direct(self, function: Callable[..., Any]) -> dict[str, Any] | None:
@@ -207,7 +323,7 @@ class Step:
         if theirs is None or function is not theirs.sdpa_attention_forward:
             return None
         options = self.attend.constants
-        if not options.keys() <= {"dropout", "scaling", "sliding_window", "softcap"}:
+        if self.attend.own or not options.keys() <= _OF_SDPA:
             return None
         if options.get("softcap") is not None or options.get("scaling") is None:
             return None

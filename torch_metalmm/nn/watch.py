@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ class Watch:
     `plain` looks at each module.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, called: Iterable[nn.Module] = ()) -> None:
+        """called: modules that the fused layer calls as they are, with their hooks."""
         self.layer = layer
-        self.modules = [m for m in layer.modules() if m is not layer]
+        within = {m for module in called for m in module.modules()}
+        self.modules = [m for m in layer.modules() if m is not layer and m not in within]
         parents = [m for m in (layer, *self.modules) if m._modules]
         # A parametrization takes a weight away and gives its module a child.
         self.names = [(m, (*m._parameters,), (*m._modules,)) for m in self.modules]

@@ -249,7 +249,9 @@ def test_copies_and_files_are_fused_and_independent() -> None:
         for layer, own in zip(layers(other), layers(model), strict=True):
             assert fused_layer(layer) is not fused_layer(own)
             recipe = fused_layer(layer).recipe
-            assert recipe.attention is layer.self_attn and recipe.mlp is layer.mlp.gated
+            assert recipe.heads is recipe.branches[0].core
+            assert recipe.heads.attention is layer.self_attn
+            assert recipe.branches[1].core is layer.mlp.gated
             assert fused_layer(layer).watch.layer is layer
         layers(other)[0].input_layernorm.weight.data.zero_()
         assert not torch.equal(logits(other), want) and torch.equal(logits(model), want)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_
-from torch_metalmm.nn import layer as fused_code
+from torch_metalmm.nn import heads as fused_code
 
 KINDS = ("llama", "gemma3_text", "qwen3")
 FORMATS = (None, "f16", "q8_0/q8_0")
@@ -75,7 +75,7 @@ def _layer_types(kind: str) -> dict[str, Any]:
 def fault(model: Any, r: random.Random) -> Iterator[None]:
     """One of the ops fails in one of the layers, before it or after it has written."""
     name, layer, late = r.choice(_OPS), r.randrange(3), r.random() < 0.5
-    ops, left = fused_code._DIRECT[None], [layer * (2 if name == "linear" else 1) + 1]
+    ops, left = fused_code.DIRECT[None], [layer * (2 if name == "linear" else 1) + 1]
     op = getattr(ops, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:

@@ -56,13 +56,13 @@ FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "helium": ({"head_dim": 16}, _PRE),  # pairs
     "ernie4_5": (_HEAD, _PRE),
 }
-# {architecture: why its layers stay}
-OTHERS = {
-    "starcoder2": "layer norms",
-    "cohere": "attention and MLP side by side",
-    "gpt_neox": "no gate",
-    "gpt2": "no rotation, and a table of positions",
-    "ministral3": "q grows with the position",
+# {architecture: the cores of a layer's branches, "" where attention alone is fused}
+PARTS = {
+    "starcoder2": "Heads Whole",  # layer norms, and an MLP without a gate
+    "cohere": "",  # attention and MLP side by side
+    "gpt_neox": "",  # the same; q, k and v of a head together
+    "gpt2": "Heads Whole",  # no rotation, and a table of positions
+    "ministral3": "Whole GatedMLP",  # q grows with the position
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": _HEAD

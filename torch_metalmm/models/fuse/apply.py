@@ -103,7 +103,7 @@ def _fuse(model: nn.Module, mlp_form: str | None, once: dict[int, str | None]) -
     for name, mlp in mlps.items():
         form, note = chosen.get(sizes_of(mlp), (mlp_form or FORMS[0], ""))
         model.set_submodule(name, SwiGLU(mlp, form, note))
-    fuse_layers(model, mlp_form or FORMS[0])
+    fuse_layers(model, mlp_form or FORMS[0], once)
     return adapted
 
 

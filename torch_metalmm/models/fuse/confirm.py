@@ -20,17 +20,20 @@ u of f32 is 2^-24; GPUs may multiply weights rounded to f16, so u is at least 2^
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import GatedMLP, SwiGLU
+from ...nn.fused import GatedMLP
+from ...nn.heads import number
 from ...nn.layer import FusedLayer
+from ...nn.recipe import Branch, Heads, Product
 from ...nn.sharded import everywhere
-from .observe import Seen, copy_of
+from .observe import Seen, copy_of, stored
 from .runs import evaluating, normal
 
 _STAGES = 10
@@ -50,12 +53,12 @@ def agrees(fused: FusedLayer, runs: list[Seen]) -> bool:
 def _cases(runs: list[Seen]) -> Iterator[tuple[Tensor, dict[str, Any], Any, bool]]:
     """(x, the other arguments, the cache, whether the layer's attention may refuse the dtype)."""
     for seen in runs:
-        yield seen.args[0], seen.kwargs, seen.before, False
+        yield seen.x, seen.kwargs, seen.before, False
     first = runs[0]
-    yield first.args[0], {k: _moved_far(v) for k, v in first.kwargs.items()}, first.before, True
-    narrow = runs[0].args[0].dtype != torch.float32
+    yield first.x, {k: _moved_far(v) for k, v in first.kwargs.items()}, first.before, True
+    narrow = first.x.dtype != torch.float32
     for seen in runs[1:4]:
-        x: Tensor = seen.args[0]
+        x: Tensor = seen.x
         wide = {name: _widened(value) for name, value in seen.kwargs.items()}
         cache = _wide_cache(seen.before)
         if narrow:
@@ -72,12 +75,12 @@ def _close(
     signs = normal(*x.shape, seed=1).sign().to(x.device)
     moved = (x.float() * (1 + _ERROR * signs)).to(x.dtype)
     try:
-        want = _run(_halves(fused), fused, x, kwargs, cache)
-        near = _run(_halves(fused), fused, moved, kwargs, cache)
+        want = _run(_branches(fused), fused, x, kwargs, cache)
+        near = _run(_branches(fused), fused, moved, kwargs, cache)
     except Exception:
         return may_fail
     try:
-        got = _run(_fused_halves(fused, want[0]), fused, x, kwargs, cache)
+        got = _run(_fused_branches(fused, want), fused, x, kwargs, cache)
     except Exception:
         return False
     u = _U[x.dtype] if x.device.type == "cpu" else max(_U[x.dtype], 2.0**-11)
@@ -95,36 +98,62 @@ def _close(
 
 
 def _run(
-    halves: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(what either half gives, the keys and the values that are in the cache afterwards)."""
-    recipe, own = fused.recipe, copy_of(cache)
-    h, y = halves(x.clone(), **{**kwargs, recipe.cache: own})
-    layer = own.layers[fused.number()]
-    return h, y, layer.keys, layer.values
+    branches: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
+) -> list[Tensor]:
+    """What each branch gives, the keys and values in the cache afterwards, and those shared."""
+    own, heads = copy_of(cache), fused.recipe.heads
+    given = {n: copy.copy(v) if isinstance(v, Mapping) else v for n, v in kwargs.items()}
+    given.update({name: own for name, v in given.items() if hasattr(v, "update_conv_state")})
+    found: list[Tensor] = branches(x.clone(), **given)
+    if heads is not None and heads.kv_heads:
+        layer = own.layers[number(heads)]
+        found += (layer.keys, layer.values)
+    for pair in stored(kwargs, given).values():
+        found += pair
+    return found
 
 
-def _halves(fused: FusedLayer) -> Any:
-    """The layer's own forward as a function that gives what the MLP's half is given, and y."""
+def _branches(fused: FusedLayer) -> Any:
+    """The layer's own forward as a function that gives what each branch gives."""
     recipe, seen = fused.recipe, []
-    stand_ins = (m for m in fused.layer.modules() if isinstance(m, SwiGLU))
-    mlp = next(stand_ins) if isinstance(recipe.mlp, GatedMLP) else recipe.mlp
-    entry = mlp if recipe.pre_mlp is None else recipe.pre_mlp.module
 
-    def run(x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        hook = entry.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+    def see(_: Any, args: Any, kwargs: Any) -> None:
+        given = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        seen.append(next(given).clone())
+
+    def run(x: Tensor, **kwargs: Any) -> list[Tensor]:
+        entries = [_entry(fused.layer, branch) for branch in recipe.branches[1:]]
+        hooks = [e.register_forward_pre_hook(see, with_kwargs=True) for e in entries]
         try:
             y = fused.original(x, **kwargs)
         finally:
-            hook.remove()
-        return seen[0], y
+            for hook in hooks:
+                hook.remove()
+        return [*seen, y if recipe.rest is None else y[0]]
 
     return run
 
 
-def _fused_halves(fused: FusedLayer, h: Tensor) -> Any:
-    """Both halves in our ops, the second of the layer's own h: routers choose by roundings."""
-    return lambda x, **kwargs: (fused.first(x, **kwargs), fused.second(h))
+def _entry(layer: nn.Module, branch: Branch) -> nn.Module:
+    """The module that is given what the branch is given."""
+    first: Any = branch.core if branch.pre is None else branch.pre
+    if isinstance(first, GatedMLP):
+        found: Any = next(m for m in layer.modules() if getattr(m, "gated", None) is first)
+    elif isinstance(first, Heads):
+        found = first.attention
+    else:
+        found = first.linear if isinstance(first, Product) else first.module
+    return found  # type: ignore[no-any-return]
+
+
+def _fused_branches(fused: FusedLayer, sums: list[Tensor]) -> Any:
+    """Each branch in our ops, of the layer's own sum before it: routers choose by roundings."""
+
+    def run(x: Tensor, **kwargs: Any) -> list[Tensor]:
+        starts = [x, *sums[: len(fused.recipe.branches) - 1]]
+        return [fused.part(i, h, kwargs) for i, h in enumerate(starts)]
+
+    return run
 
 
 def _moved_far(value: Any) -> Any:
@@ -138,6 +167,11 @@ def _widened(value: Any) -> Any:
         return value.float() if value.is_floating_point() else value
     if isinstance(value, tuple | list):
         return type(value)(_widened(v) for v in value)
+    if isinstance(value, Mapping):
+        wide = copy.copy(value)
+        for key, v in value.items():
+            wide[key] = _widened(v)  # type: ignore[index]
+        return wide
     return value
 
 

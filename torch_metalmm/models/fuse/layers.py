@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,47 +11,84 @@ from torch import nn
 
 from ...nn.layer import FusedLayer
 from ...nn.norm import FusedNorm
-from ...nn.recipe import Held, Step
+from ...nn.recipe import Held, Recipe, Step
 from ...nn.sharded import everywhere
 from .confirm import agrees
+from .merge import merge_projections
 from .norms import as_norm
-from .observe import is_transformers_model, observed
-from .understand import recipe_of
+from .observe import Seen, is_transformers_model, observed
+from .understand import attentions_of, recipe_of, recipe_of_attention
+
+_Reading = tuple[Recipe, list[Seen]]  # what a module computes, and its calls
 
 
-def fuse_layers(model: nn.Module, form: str) -> None:
+def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> None:
     """Give each decoder layer that is understood and confirmed a forward of our ops.
 
-    form: of its MLP, for one row. RMS norms outside of such layers get one, too.
+    form: of its MLP, for one row. once: as merge_layers takes it. RMS norms outside of such layers
+    get one, too.
     """
     for top in transformers_models(model):
         _detach_norms(top)
         steps: dict[object, Step] = {}
         seen = observed(top)
         for module in top.modules():
-            if (earlier := fused_layer(module)) is not None:
+            earlier = fused_layer(module)
+            if earlier is not None and earlier.step is not None:
                 earlier.step.held = Held()  # has what stood in for the attention function
         for layer, runs in seen.items():
-            fused = None
-            try:
-                recipe = recipe_of(layer, runs)
-                step = steps.setdefault(Step.key(recipe), Step(recipe))
-                fused = FusedLayer(layer, recipe, step, form)
-                understood = fused.watch.plain()
-            except Exception:  # Unknown, or a layer unlike any that was thought of
-                understood = False
-            # To confirm runs the layer: where it is sharded, all ranks do, or none.
-            if not everywhere(layer, understood):
+            readings = [partial(_layer, layer, runs, True)]
+            if attentions := list(dict.fromkeys(attentions_of(runs))):
+                readings.append(partial(_layer, layer, runs, False))
+            if any(_fuse(layer, read, steps, form, once) for read in readings):
                 continue
-            assert fused is not None
-            try:
-                agreed = agrees(fused, runs)
-            except Exception:
-                continue
-            if agreed:
-                fused.confirm(runs[0].args[0])
-                fused.attach()
+            for attention in attentions:
+                _fuse(attention, partial(_attention, attention, runs), steps, form, once)
         _fuse_norms(top)
+
+
+def _layer(layer: nn.Module, runs: list[Seen], heads: bool) -> _Reading:
+    return recipe_of(layer, runs, heads), runs
+
+
+def _attention(attention: nn.Module, runs: list[Seen]) -> _Reading:
+    return recipe_of_attention(attention, runs), [seen.of(attention) for seen in runs]
+
+
+def _fuse(
+    module: nn.Module,
+    read: Callable[[], _Reading],
+    steps: dict[object, Step],
+    form: str,
+    once: dict[int, str | None],
+) -> bool:
+    """Give the module a forward of our ops where it is understood and confirmed; whether it is."""
+    fused = None
+    try:
+        recipe, runs = read()
+        heads = recipe.heads
+        step = None if heads is None else steps.setdefault(Step.key(heads), Step(heads))
+        fused = FusedLayer(module, recipe, step, form)
+        understood = fused.watch.plain()
+    except Exception:  # Unknown, or a layer unlike any that was thought of
+        understood = False
+    # To confirm runs the layer: where it is sharded, all ranks do, or none.
+    if not everywhere(module, understood):
+        return False
+    assert fused is not None
+    try:
+        agreed = agrees(fused, runs)
+    except Exception:
+        return False
+    if agreed:
+        if heads is not None:
+            merged = merge_projections(heads.attention, heads.projections, once)
+            if merged is not None:
+                heads.projections = (merged,)
+                fused = FusedLayer(module, recipe, step, form)
+        fused.confirm(runs[0].x)
+        fused.attach()
+    return agreed
 
 
 def unfuse_layers(model: nn.Module) -> None:
@@ -72,7 +111,9 @@ def _owner(module: nn.Module) -> Any:
 
 def _fuse_norms(module: nn.Module) -> None:
     """The norms in `module` that no fused layer computes."""
-    if fused_layer(module) is not None:
+    if (fused := fused_layer(module)) is not None:
+        for called in fused.recipe.called():
+            _fuse_norms(called)
         return
     for child in module.children():
         _fuse_norms(child)

@@ -39,16 +39,51 @@ def merge_layers(parent: nn.Module, once: dict[int, str | None], dtype: torch.dt
         alike: dict[object, dict[str, QuantLinear]] = {}
         for name in group.layers:
             layer = layers[name]
-            bias = None if layer.bias is None else layer.bias.dtype
-            kind = once[id(layer)]
-            key = (type(layer), layer.format, layer.in_features, layer.weight.device, bias, kind)
-            alike.setdefault(key, {})[name] = layer
+            alike.setdefault(_key(layer, once[id(layer)], type(layer)), {})[name] = layer
         for found in alike.values():
             others = [name for name in group.layers if name not in found]
             if len(found) > 1:
                 _merge(parent, found, (*others, *group.between), dtype)
                 for name, layer in found.items():  # parts were made of layers that were evaluating
                     parent.get_submodule(name).train(layer.training)
+
+
+def merge_projections(
+    parent: nn.Module, layers: tuple[Any, ...], once: dict[int, str | None]
+) -> MergedLinear | None:
+    """Children of `parent` as one for a fused forward; in the parent's own they compute alone.
+
+    None, and nothing is done, where they are not alike.
+    """
+    owned = set(parent._modules.values())
+    own = [m.originals if isinstance(m, MergedLinear) else [m] for m in layers]
+    if (
+        len(layers) < 2
+        or not owned.issuperset(layers)
+        or any(id(m) not in once for m in sum(own, []))
+    ):
+        return None
+    keys = {
+        _key(layer, once[id(of[0])], type(of[0])) for layer, of in zip(layers, own, strict=True)
+    }
+    if len(keys) > 1:
+        return None
+    for layer in layers:
+        if isinstance(layer, MergedLinear):
+            layer.detach(parent)
+    names = {child: name for name, child in parent._modules.items()}
+    found = {names[layer]: layer for of in own for layer in of}
+    merged = MergedLinear(found)
+    merged.attach(parent, together=False)
+    for name, layer in found.items():
+        parent.get_submodule(name).train(layer.training)
+    return merged
+
+
+def _key(layer: Any, activations: str | None, kind: type) -> object:
+    """Equal for layers that may be merged."""
+    bias = None if layer.bias is None else layer.bias.dtype
+    return kind, layer.format, layer.in_features, layer.weight.device, bias, activations
 
 
 def _merge(

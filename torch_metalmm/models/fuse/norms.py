@@ -48,5 +48,5 @@ def as_norm(module: nn.Module, size: int) -> Norm | None:
             # offset + weight is rounded to f32, in proportion to both.
             bound = (size + 8) * _U * x.abs() * (mean + eps).rsqrt() * (offset + factor.abs())
             if bool(((got - want).abs() <= bound + 2.0**-126).all()):
-                return Norm(module, names[0] if names else "", eps, offset if names else 0.0)
+                return Norm(module, "".join(names), eps, offset if names else 0.0, size)
     return None

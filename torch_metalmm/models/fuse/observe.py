@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...nn.layer import positions
 from .runs import evaluating, numbers
 
+_NAMED = ("module", "query", "key", "value", "attention_mask")  # what attention is given first
 _LENGTH = 5  # tokens of a prompt
 
 
 @dataclass
 class Call:
-    """A call of a module: the tensors among its arguments, and its result, the first of several."""
+    """A call of a module, and its result, the first of several."""
 
     module: nn.Module
-    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     out: Any
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, Tensor)]
+
+    def takes(self, x: Tensor) -> bool:
+        return any(t is x for t in self.inputs)
 
 
 @dataclass
@@ -50,15 +61,28 @@ class Update:
 
 @dataclass
 class Seen:
-    """A call of a layer, and what was called in it. before: the cache as the layer found it."""
+    """A call of a layer, and what was called in it.
 
-    args: tuple[Any, ...]
+    kwargs: the arguments but x, by their names, a mapping among them as the layer found it; before:
+    the cache as the layer found it. stored: what the layer put into mappings, {(name, key): value}.
+    """
+
+    x: Any
     kwargs: dict[str, Any]
     before: Any
     out: Any = None
     calls: list[Call] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
+    stored: dict[tuple[str, Any], Any] = field(default_factory=dict)
+
+    def of(self, module: nn.Module) -> Seen:
+        """The call of a module of the layer, that attends."""
+        call = next(c for c in self.calls if c.module is module)
+        inside = set(module.modules())
+        x, kwargs = _bound(module, call.args, call.kwargs)
+        calls = [c for c in self.calls if c.module in inside and c is not call]
+        return replace(self, x=x, kwargs=kwargs, out=call.out, calls=calls)
 
 
 def observed(model: Any) -> dict[nn.Module, list[Seen]]:
@@ -102,10 +126,8 @@ def _run(model: Any, observer: _Observer) -> None:
         return
     with observer.watching():
         run(1, (_LENGTH, 1))
-        if not observer.rotating():
-            observer.seen = {}  # others may have a table of positions, which ends before the last
-            return
-        run(1, (_LENGTH,), position_ids=prompt[None] + text.max_position_embeddings - _LENGTH)
+        if observer.rotating():  # others may have a table of positions, which ends before the last
+            run(1, (_LENGTH,), position_ids=prompt[None] + text.max_position_embeddings - _LENGTH)
         run(
             3,
             (_LENGTH, 1),
@@ -156,8 +178,11 @@ class _Observer:
                 out = function(*args, **options)
                 self.attending.append(args[0])
                 if self.now is not None:
+                    given = args + tuple(
+                        options.pop(n) for n in _NAMED[len(args) :] if n in options
+                    )
                     self.now.attentions.append(
-                        Attention(interface, implementation, default, args, options, out)
+                        Attention(interface, implementation, default, given, options, out)
                     )
                 return out
 
@@ -170,17 +195,16 @@ class _Observer:
             kind.get_interface = get
 
     def find_layers(self, model: nn.Module) -> None:
-        """A layer is the smallest module with weights outside of what it attends with."""
+        """A layer is of the list of modules that has one which attends."""
         names = {module: name for name, module in model.named_modules()}
         for module in dict.fromkeys(self.attending):
-            name, inside = names.get(module, ""), set(module.modules())
+            name = names.get(module, "")
             while name:
                 name = name.rpartition(".")[0]
-                layer = model.get_submodule(name)
-                others = (m for m in layer.modules() if m not in inside)
-                if any(p.dim() > 1 for m in others for p in m.parameters(recurse=False)):
-                    if "forward" not in layer.__dict__:
-                        self.seen[layer] = []
+                parent = model.get_submodule(name)
+                if isinstance(parent, nn.ModuleList):
+                    own = (layer for layer in parent if "forward" not in layer.__dict__)
+                    self.seen.update((layer, []) for layer in own if layer not in self.seen)
                     break
 
     @contextmanager
@@ -201,11 +225,13 @@ class _Observer:
             any(is_angles(value) for value in call.kwargs.values())
             for calls in self.seen.values()
             for call in calls
+            if call.attentions
         )
 
     def _recording(self, layer: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            seen = Seen(args, kwargs, copy_of(self.cache))
+            x, named = _bound(layer, args, kwargs)
+            seen = Seen(x, {n: _copied(v) for n, v in named.items()}, copy_of(self.cache))
             self.now = seen
             hooks = [
                 module.register_forward_hook(see, with_kwargs=True)
@@ -218,16 +244,40 @@ class _Observer:
                 self.now = None
                 for hook in hooks:
                     hook.remove()
+            seen.stored = stored(seen.kwargs, named)
             self.seen[layer].append(seen)
             return seen.out
 
         def see(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             if self.now is not None:
-                tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
                 first = out[0] if isinstance(out, tuple) and out else out
-                self.now.calls.append(Call(module, tensors, first))
+                self.now.calls.append(Call(module, args, kwargs, first))
 
         return forward
+
+
+def _bound(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the first argument, the others by their names); None and nothing where one has no name."""
+    names = positions(module)
+    if len(args) > len(names) or not names:
+        return None, {}
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return named.pop(names[0], None), named
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, Mapping) else value
+
+
+def stored(before: dict[str, Any], after: dict[str, Any]) -> dict[tuple[str, Any], Any]:
+    """{(name, key): value} of what came into mappings among arguments, or is another there."""
+    return {
+        (name, key): value
+        for name, values in after.items()
+        if isinstance(values, Mapping)
+        for key, value in values.items()
+        if before[name].get(key) is not value
+    }
 
 
 def is_angles(value: Any) -> bool:
@@ -240,11 +290,19 @@ def is_angles(value: Any) -> bool:
 
 
 def copy_of(cache: Any) -> Any:
-    """The cache as it is, which other calls leave alone: its layers replace their tensors."""
+    """The cache as it is, which other calls leave alone."""
     copied = copy.copy(cache)
     copied.__dict__.pop("update", None)
     copied.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in copied.layers:  # keys are replaced, states written in place
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(layer, name, {k: _cloned(v) for k, v in value.items()})
     return copied
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def is_transformers_model(module: nn.Module) -> bool:

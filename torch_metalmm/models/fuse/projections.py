@@ -1,10 +1,10 @@
-"""Which packed layers make q, k and v, and what is done to q and k before attention."""
+"""Which packed layers make q, k, v and a gate, and what is done to q, k and v before attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,67 +20,177 @@ _rope = torch.ops.metalmm.rope.default
 _rms_norm = torch.ops.metalmm.rms_norm.default
 
 # (what is done to cos and sin, whether pairs are rotated)
-_ROTATIONS = (("whole", False), ("whole", True), ("halves", True), ("none", False))
+_ROTATIONS = (
+    *(("whole", False), ("whole", True), ("halves", True)),
+    *(("twice", False), ("back", False), ("none", False)),
+)
 # A rotation of another kind, or none, is as far off as q and k are large.
 _NEAR = 2.0**-4
 
 
+class _Places(NamedTuple):
+    """Where q, k, v and the gate are in the results of the layers side by side."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None  # None: v is k
+    gate: Tensor
+
+
 def projections_of(
-    inner: list[Call], x: Tensor, seen: Seen, angles: tuple[Tensor, Tensor]
+    inner: list[Call],
+    x: Tensor,
+    seen: Seen,
+    angles: tuple[Tensor, Tensor] | None,
+    outputs: tuple[Tensor, Tensor],
+    own: bool,
 ) -> dict[str, Any]:
-    """The recipe's fields of that name, and those about heads. x: what the layers are given."""
+    """The recipe's fields of that name, and those about heads. x: what the layers are given.
+
+    outputs: what the attention function gave, and what the output's layer got. own: k and v are
+    the module's own.
+    """
     q = seen.attentions[0].args[1]
-    k, v = seen.updates[0].args[:2]
+    k, v = seen.updates[0].args[:2] if own else (q[:, :0], q[:, :0])
     (batch, heads, length, size), kv_heads = q.shape, k.shape[1]
     if k.shape != v.shape or k.shape != (batch, kv_heads, length, size):
         raise Unknown("q, k and v of several sizes")
+    if angles is None:
+        angles = (x.new_empty(batch, length, 0),) * 2
     calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0] is x]
-    for layers, outs in _orders(calls, heads * size, kv_heads * size):
-        if not torch.equal(outs[2].reshape(batch, length, kv_heads, size), v.transpose(1, 2)):
+    if not calls:
+        raise Unknown("no projection")
+    row = torch.cat([c.out for c in calls], -1)
+    for places in _places(_sizes(calls), heads, kv_heads, size):
+        gate = _gate(row[..., places.gate], outputs, heads)
+        if gate is False:
             continue
-        norms = [_norm_of(inner, out, size) for out in outs[:2]]
-        if (norms[0] is None) != (norms[1] is None):
+        outs = [row[..., places.q], row[..., places.k]]
+        of_v = outs[1] if places.v is None else row[..., places.v]
+        found = _normed(inner, outs, (q, k), size)
+        value = _value_norm(inner, of_v, v) if own else (None,)
+        if found is None or value is None:
             continue
-        of_heads = norms[0] is not None and norms[0][1]
-        pair = None if norms[0] is None or norms[1] is None else (norms[0][0], norms[1][0])
-        found = {
+        found |= {
             "heads": heads,
             "kv_heads": kv_heads,
             "head_size": size,
-            "projections": _merged(layers),
-            "head_norms": pair if of_heads else None,
-            "whole_norms": None if of_heads else pair,
+            **_arranged(calls, places, own),
+            "v_is_k": places.v is None and own,
+            "gate": gate,
+            "value_norm": value[0],
         }
-        rotation = _rotation(found, outs, angles, q, k)
+        rotation = _rotation(found, [*outs, of_v], angles, (q, k))
         if rotation is not None:
             return {**found, "angles": rotation[0], "interleaved": rotation[1]}
     raise Unknown("q, k and v that are made in another way")
 
 
-def _orders(
-    calls: list[Call], q_size: int, k_size: int
-) -> Iterator[tuple[tuple[Any, ...], tuple[Tensor, ...]]]:
-    """Layers that may give q, k and v, in this order, and q, k and v as they gave them."""
-    sizes = (q_size, k_size, k_size)
-    if len(calls) == 1 and calls[0].out.shape[-1] == sum(sizes):
-        yield (calls[0].module,), calls[0].out.split(sizes, -1)
-    if len(calls) == 3:
-        for order in permutations(calls):
-            outs = tuple(c.out for c in order)
-            if tuple(out.shape[-1] for out in outs) == sizes:
-                yield tuple(c.module for c in order), outs
+def _places(sizes: list[int], heads: int, kv_heads: int, size: int) -> Iterator[_Places]:
+    """Where q, k, v and a gate may be in results of these sizes."""
+    q, k, n = heads * size, kv_heads * size, len(sizes)
+    parts = torch.split(torch.arange(sum(sizes)), sizes)
+    nothing = torch.arange(0)
+
+    def whole_and_gated(t: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(q, its gate) of what has q, or q and a gate."""
+        if len(t) == q:
+            yield t, nothing
+        elif len(t) == 2 * q:
+            by_head = t.view(heads, 2, size)
+            yield by_head[:, 0].flatten(), by_head[:, 1].flatten()
+            yield t[:q], t[q:]
+
+    if not kv_heads:
+        if n == 1:
+            yield from (_Places(a, nothing, nothing, b) for a, b in whole_and_gated(parts[0]))
+        return
+    if n == 1 and sizes[0] == q + 2 * k:
+        yield _Places(parts[0][:q], parts[0][q : q + k], parts[0][q + k :], nothing)
+        if heads % kv_heads == 0:  # a head of k and of v behind the heads of q that read them
+            group = parts[0].view(kv_heads, -1, size)
+            of_q, of_k, of_v = (group[:, a:b].flatten() for a, b in ((0, -2), (-2, -1), (-1, None)))
+            yield _Places(of_q, of_k, of_v, nothing)
+    for order in permutations(parts):
+        rest = [len(t) for t in order[1:]]
+        if n in (2, 3) and rest == [k] * (n - 1):
+            v = order[2] if n == 3 else None
+            yield from (_Places(a, order[1], v, b) for a, b in whole_and_gated(order[0]))
+        if n == 4 and len(order[0]) == q and rest[:2] == [k, k] and rest[2] in (q, heads):
+            yield _Places(order[0], order[1], order[2], order[3])
 
 
-def _merged(layers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layers, merged where fuse_ has merged them in this order."""
-    merged = getattr(layers[0], "merged", None)
-    if not isinstance(merged, MergedLinear):
-        return layers
-    count = len(merged.originals)
-    parts = all(isinstance(p, LinearPart) and p.merged is merged for p in layers[:count])
-    if not parts or [p.index for p in layers[:count]] != list(range(count)) or count < 2:
-        return layers
-    return (merged, *layers[count:])
+def _gate(gate: Tensor, outputs: tuple[Tensor, Tensor], heads: int) -> Any:
+    """What there is a gate for, None if there is none; False if the outputs say otherwise."""
+    given, wanted = outputs
+    if given.numel() != wanted.numel():
+        return False
+    factor = torch.sigmoid(gate)
+    if gate.shape[-1] == 0:
+        return None if torch.equal(given.reshape(wanted.shape), wanted) else False
+    by_head = factor.view(*factor.shape[:-1], heads, -1)
+    gated = (given.reshape(*by_head.shape[:-1], -1) * by_head).reshape(wanted.shape)
+    if not _near(gated, wanted):
+        return False
+    return "values" if by_head.shape[-1] > 1 else "heads"
+
+
+def _arranged(calls: list[Call], places: _Places, own: bool) -> dict[str, Any]:
+    """The fields `projections` and `order`, which is None where no copy is needed."""
+    merged = _merged([c.module for c in calls])
+    kept = [t for t in places[: 3 if own else 1] if t is not None]
+    parts = torch.split(torch.arange(sum(_sizes(calls))), _sizes(calls))
+    order = torch.cat((*kept, places.gate))
+    straight = torch.equal(order, torch.cat(parts))
+    if straight and len(merged) == 1:
+        return {"projections": merged, "order": None}
+    if len(kept) == 3 and not len(places.gate):
+        if straight and len(merged) == 2 and merged[1] is calls[-1].module:
+            return {"projections": merged, "order": None}  # v apart
+        firsts = [int(t[0]) for t in parts]
+        if len(merged) == 3 and all(int(t[0]) in firsts for t in kept):
+            layers = (calls[firsts.index(int(t[0]))].module for t in kept)
+            return {"projections": tuple(layers), "order": None}
+    return {"projections": merged, "order": order}
+
+
+def _sizes(calls: list[Call]) -> list[int]:
+    return [c.out.shape[-1] for c in calls]
+
+
+def _merged(layers: list[Any]) -> tuple[Any, ...]:
+    """The layers, those together that fuse_ has merged in this order."""
+    found: list[Any] = []
+    while layers:
+        merged = getattr(layers[0], "merged", None)
+        count = len(merged.originals) if isinstance(merged, MergedLinear) else 0
+        parts = [p for p in layers[:count] if isinstance(p, LinearPart) and p.merged is merged]
+        if count > 1 and [p.index for p in parts] == list(range(count)):
+            found.append(merged)
+            layers = layers[count:]
+        else:
+            found.append(layers[0])
+            layers = layers[1:]
+    return tuple(found)
+
+
+def _normed(
+    inner: list[Call], outs: list[Tensor], made: tuple[Tensor, Tensor], size: int
+) -> dict[str, Any] | None:
+    """The fields head_norms and whole_norms; None: only one of q and k has a norm."""
+    norms = [
+        _norm_of(inner, out, size) or _norm_after(inner, of, size)
+        for out, of in zip(outs, made, strict=True)
+        if out.shape[-1]
+    ]
+    if len(norms) == 1:
+        norms *= 2  # of q alone
+    first, second = norms
+    if (first is None) != (second is None):
+        return None
+    pair = None if first is None or second is None else (first[0], second[0])
+    of_heads = first is not None and first[1]
+    return {"head_norms": pair if of_heads else None, "whole_norms": None if of_heads else pair}
 
 
 def _norm_of(inner: list[Call], out: Tensor, size: int) -> tuple[Norm, bool] | None:
@@ -100,12 +210,38 @@ def _norm_of(inner: list[Call], out: Tensor, size: int) -> tuple[Norm, bool] | N
     return None
 
 
+def _norm_after(inner: list[Call], made: Tensor, size: int) -> tuple[Norm, bool] | None:
+    """The norm without weight that made q or k behind the rotation, which changes no length."""
+    for call in inner:
+        out = call.out
+        if isinstance(out, Tensor) and any(
+            out.shape == t.shape and torch.equal(out, t) for t in (made, made.transpose(1, 2))
+        ):
+            norm = as_norm(call.module, size)
+            return (norm, True) if norm is not None and not norm.name else None
+    return None
+
+
+def _value_norm(inner: list[Call], of_v: Tensor, v: Tensor) -> tuple[Norm | None] | None:
+    """(the norm that makes v, None if there is none); None: v is made in another way."""
+    batch, heads, length, size = v.shape
+    by_head = of_v.reshape(batch, length, heads, size)
+    if torch.equal(by_head, v.transpose(1, 2)):
+        return (None,)
+    for call in inner:
+        norm = as_norm(call.module, size) if len(call.inputs) == 1 else None
+        if norm is not None:
+            made = _rms_norm(by_head, norm.weight(), norm.eps, norm.offset)
+            if _near(made, v.transpose(1, 2)):
+                return (norm,)
+    return None
+
+
 def _rotation(
     found: dict[str, Any],
-    outs: tuple[Tensor, ...],
+    outs: list[Tensor],
     angles: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
+    wanted: tuple[Tensor, Tensor],
 ) -> tuple[str, bool] | None:
     """The rotation that makes q and k of what the layers gave, None if there is none of ours."""
     weights: tuple[Any, ...] = (None, None, 0.0, 0.0)
@@ -113,16 +249,21 @@ def _rotation(
         of_q, of_k = found["head_norms"]
         if (of_q.eps, of_q.offset) != (of_k.eps, of_k.offset):
             raise Unknown("norms of q and k with other numbers")
-        weights = (of_q.weight(), of_k.weight(), of_q.eps, of_q.offset)
+        weights = (of_q.factors(outs[0]), of_k.factors(outs[0]), of_q.eps, of_q.offset)
     parts = list(outs)
     for i, norm in enumerate(found["whole_norms"] or ()):
         parts[i] = _rms_norm(parts[i], norm.weight(), norm.eps, norm.offset)
     heads, size = (found["heads"], found["kv_heads"]), found["head_size"]
+    row = torch.cat(parts, -1)
     for form, pairs in _ROTATIONS:
         cos, sin = tables(form, *angles)
         if cos.shape[-1] > size or cos.shape[-1] % 2:
             continue
-        got = _rope(torch.cat(parts, -1), cos, sin, *heads, None, *weights, pairs)
-        if all((a - b).norm() <= _NEAR * b.norm() for a, b in zip(got, (q, k), strict=False)):
+        got = _rope(row, cos, sin, *heads, None, *weights, pairs)
+        if all(_near(a, b) for a, b in zip(got, wanted, strict=False)):
             return form, pairs
     return None
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= _NEAR * b.norm())

@@ -5,8 +5,9 @@ Random numbers are the same at every call, whatever the caller's generator, devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,14 @@ from torch import Tensor, nn
 
 class Unknown(Exception):
     """The layer does something that no recipe says."""
+
+
+def one(found: Iterable[Any]) -> Any:
+    """The only one of what is found; Unknown: it is none or several."""
+    found = list(found)
+    if len(found) != 1:
+        raise Unknown(f"{len(found)} of what there should be one")
+    return found[0]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -6,8 +6,6 @@ right is for confirm.py to say: here a wrong guess costs only that the layer sta
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,165 +13,173 @@ from torch import Tensor, nn
 
 from ...nn import QuantLinear
 from ...nn.fused import SwiGLU
-from ...nn.recipe import Attend, Norm, Output, Recipe
+from ...nn.gate import ACTIVATIONS
+from ...nn.recipe import Branch, Norm, Output, Product, Recipe, Whole
+from .heads import heads_of
 from .norms import as_norm
-from .observe import Attention, Call, Seen, is_angles
-from .projections import projections_of
-from .runs import Unknown
+from .observe import Call, Seen
+from .runs import Unknown, one
 
 _PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
 
 
-def recipe_of(layer: nn.Module, runs: list[Seen]) -> Recipe:
+def recipe_of(layer: nn.Module, runs: list[Seen], heads: bool = True) -> Recipe:
     """The recipe of a layer, the first of whose runs is a prompt with an empty cache.
 
-    Unknown: what was seen is not what a recipe says.
+    heads: whether attention is computed by our ops. Unknown: what was seen is not what a recipe
+    says, or is nothing that our ops would make less of.
     """
-    if not runs or any((len(s.args), len(s.attentions), len(s.updates)) != (1, 1, 1) for s in runs):
-        raise Unknown("not one argument without a name, one attention and one update of the cache")
-    seen = runs[0]
-    x, attention = seen.args[0], seen.attentions[0].args[0]
-    if not isinstance(seen.out, Tensor) or x.dim() != 3:
-        raise Unknown("not one tensor [batch, length, size] from another")
-    inside = set(attention.modules())
-    outer = [c for c in seen.calls if c.module is attention or c.module not in inside]
-    inner = [c for c in seen.calls if c.module in inside and c.module is not attention]
-    a = _one(c for c in outer if c.module is attention)
-    within = {m for c in outer for m in c.module.modules() if m is not c.module}
-    tops = [c for c in outer if c is not a and c.module not in within]
-    changing = [c for c in tops if all(t is not c.out for t in c.inputs)]  # no dropout
-    mlp = _one(c for c in changing if as_norm(c.module, x.shape[-1]) is None)
-    gated = mlp.module.gated if isinstance(mlp.module, SwiGLU) else None
-    normed = _one(t for t in a.inputs if t.shape == x.shape)
-    pre = None if normed is x else _norm(outer, lambda c: c.out is normed, x)[0]
-    into_mlp = _one(mlp.inputs)
-    before = [c for c in outer if c.out is into_mlp]
-    pre_mlp, h = _norm(before, lambda _: True) if before else (None, into_mlp)
-    o = _one(c for c in inner if isinstance(c.module, QuantLinear) and c.out is a.out)
-    given = seen.attentions[0].out
-    if not _same_values(o.inputs[0], given[0] if isinstance(given, tuple) else given):
-        raise Unknown("something between attention and output")
-    names = _Names(runs)
-    return Recipe(
-        attention=attention,
-        names=names.all,
-        embeddings=names.embeddings,
-        mask=names.mask,
-        cache=names.cache,
-        number=names.number,
-        attend=_attend(attention, runs),
-        pre=pre,
-        output=_output(layer, tops, o.module, a.out, x, h),
-        pre_mlp=pre_mlp,
-        mlp=gated or mlp.module,
-        down=_output(layer, tops, gated and gated.layers()[2], mlp.out, h, seen.out),
-        **projections_of(inner, normed, seen, seen.kwargs[names.embeddings]),
-    )
+    if not runs or not runs[0].calls:
+        raise Unknown("it was not called")
+    return _Reader(layer, runs, heads).recipe()
 
 
-def _one(found: Any) -> Any:
-    found = list(found)
-    if len(found) != 1:
-        raise Unknown(f"{len(found)} of what there should be one")
-    return found[0]
+def recipe_of_attention(attention: nn.Module, runs: list[Seen]) -> Recipe:
+    """The recipe of a module that attends, for itself; `runs` are those of its layer."""
+    own = [seen.of(attention) for seen in runs]
+    x = own[0].x
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        raise Unknown("its first argument is not [batch, length, size]")
+    heads, output = heads_of(attention, own, x, own[0].out)
+    branch = Branch(None, heads, Output(output, joins=False))
+    return Recipe(_names(own), (branch,), rest=(None,))
 
 
-def _norm(
-    calls: list[Call], wanted: Callable[[Call], bool], x: Tensor | None = None
-) -> tuple[Norm, Tensor]:
-    """The norm among the calls that is wanted, and its input, which is x if that is given."""
-    call = _one(c for c in calls if wanted(c))
-    given: Tensor = _one(call.inputs)
-    norm = as_norm(call.module, given.shape[-1])
-    if norm is None or (x is not None and given is not x):
-        raise Unknown("not an RMS norm of the branch's input")
-    return norm, given
+def attentions_of(runs: list[Seen]) -> list[nn.Module]:
+    """The modules of the layer that attend, as its first run had them."""
+    return [a.args[0] for a in runs[0].attentions] if runs else []
 
 
-def _output(
-    layer: nn.Module, outer: list[Call], linear: nn.Module | None, out: Tensor, x: Tensor, y: Tensor
-) -> Output:
-    """How y comes from x and `out`, which the linear layer, or else the MLP as a whole, gave."""
-    after = [c for c in outer if c.out is not out and any(t is out for t in c.inputs)]
-    post, branch = None, out
-    if after:
-        post, branch = _norm(after, lambda _: True)[0], after[0].out
-    for scale in (1.0, *(v for v in vars(layer).values() if isinstance(v, float))):
-        added = branch if scale == 1 else branch * scale
-        if added.shape == x.shape and torch.equal(x + added, y):
-            return Output(linear, post, scale)
-    raise Unknown("not the sum of a branch and its input")
+def _names(runs: list[Seen]) -> frozenset[str]:
+    return frozenset(name for seen in runs for name in seen.kwargs)
 
 
-def _same_values(a: Tensor, b: Tensor) -> bool:
+class _Reader:
+    """Reads a layer's branches off the calls of its modules, from x on."""
+
+    def __init__(self, layer: nn.Module, runs: list[Seen], heads: bool) -> None:
+        self.layer, self.runs, self.seen, self.heads = layer, runs, runs[0], heads
+        self.attention = attentions_of(runs)[0] if len(runs[0].attentions) == 1 else None
+        within = {m for c in self.seen.calls for m in c.module.modules() if m is not c.module}
+        tops = [c for c in self.seen.calls if c.module not in within]
+        self.calls = [c for c in tops if all(t is not c.out for t in c.inputs)]  # no dropout
+        self.factor: str | None = None
+        out = self.seen.out
+        self.rest: tuple[None, ...] | None = None
+        if isinstance(out, tuple) and len(out) == 1:
+            out, self.rest = out[0], ()
+        self.out = out
+
+    def recipe(self) -> Recipe:
+        h, y, branches = self.seen.x, self.out, []
+        if not isinstance(y, Tensor) or not isinstance(h, Tensor) or h.dim() != 3:
+            raise Unknown("not one tensor [batch, length, size] from another")
+        while self.calls:
+            branch, h = self._branch(h)
+            branches.append(branch)
+        if all(isinstance(branch.core, Whole) for branch in branches):
+            raise Unknown("nothing that is ours")
+        return Recipe(_names(self.runs), tuple(branches), self.factor, self.rest)
+
+    def _branch(self, h: Tensor) -> tuple[Branch, Tensor]:
+        """The branch of h, and the sum that it ends in."""
+        pre, x = self._pre(h)
+        call = self._next(x)
+        core, linear = self._core(call, x)
+        out, post = self.last.out, None
+        if self.calls and self.calls[0].takes(out):
+            post = as_norm(self.calls[0].module, h.shape[-1])
+            if post is None:
+                raise Unknown("something between a branch and its sum")
+            out = self.calls.pop(0).out
+        scale, total = self._sum(h, out)
+        return Branch(pre, core, Output(linear, post, scale)), total
+
+    def _next(self, x: Tensor) -> Call:
+        if not self.calls or not self.calls[0].takes(x):
+            raise Unknown("a module that is not given what the one before it made")
+        self.last = self.calls.pop(0)
+        return self.last
+
+    def _pre(self, h: Tensor) -> tuple[Norm | Whole | None, Tensor]:
+        """What is done to h before the core, and the core's input."""
+        first = self.calls[0]
+        norm = as_norm(first.module, h.shape[-1]) if first.takes(h) else None
+        follows = len(self.calls) > 1 and self.calls[1].takes(first.out)
+        if norm is not None and follows:
+            self.calls.pop(0)
+            return norm, first.out
+        same = isinstance(first.out, Tensor) and first.out.shape == h.shape
+        called = first.takes(h) and follows and same and first.module is not self.attention
+        if called and as_norm(self.calls[1].module, h.shape[-1]) is None:
+            self.calls.pop(0)
+            return self._whole(first, h), first.out
+        return None, h
+
+    def _core(self, call: Call, x: Tensor) -> tuple[Any, Any]:
+        """(the core, the linear layer of its output, None if the core ends the branch)."""
+        module = call.module
+        if module is self.attention and self.heads:
+            return heads_of(module, self.runs, x, call.out)
+        if isinstance(module, SwiGLU):
+            return module.gated, module.gated.layers()[2]
+        if isinstance(module, QuantLinear):
+            return self._product(call)
+        return self._whole(call, x), None
+
+    def _product(self, call: Call) -> tuple[Product, Any]:
+        """The linear layer of the call, an activation, an argument's factor, and a linear layer."""
+        if self.calls and not isinstance(self.calls[0].module, QuantLinear):
+            self._next(call.out)  # the activation function
+        down = self.calls.pop(0) if self.calls else call
+        if not isinstance(down.module, QuantLinear) or down is call:
+            raise Unknown("a linear layer of another kind")
+        self.last = down
+        for name, value in self.seen.kwargs.items():
+            if isinstance(value, Tensor) and value.shape == call.out.shape:
+                for activation, function in ACTIVATIONS.items():
+                    if same_values(function(call.out) * value, down.inputs[0]):
+                        return Product(call.module, activation, name), down.module
+        raise Unknown("a product that is not an argument's")
+
+    def _whole(self, call: Call, x: Tensor) -> Whole:
+        """The call as the layer makes it in every run."""
+        calls = [one(c for c in seen.calls if c.module is call.module) for seen in self.runs]
+        name = next((n for n, value in call.kwargs.items() if value is x), None)
+        if len(call.args) != (1 if name is None else 0) or (call.args and call.args[0] is not x):
+            raise Unknown("a module with arguments that have no names")
+        if any(c.kwargs.keys() != call.kwargs.keys() for c in calls):
+            raise Unknown("a module with other arguments in each run")
+        passed, constants = {}, {}
+        for own, value in call.kwargs.items():
+            if own == name:
+                continue
+            pairs = [(c.kwargs[own], s.kwargs) for c, s in zip(calls, self.runs, strict=True)]
+            found = [n for n in pairs[0][1] if all(n in k and k[n] is v for v, k in pairs)]
+            if found:
+                passed[own] = own if own in found else found[0]
+            elif all(isinstance(v, _PLAIN) and v == value for v, _ in pairs):
+                constants[own] = value
+            else:
+                raise Unknown("a module with an argument of the layer's own")
+        return Whole(call.module, name, passed, constants)
+
+    def _sum(self, h: Tensor, out: Tensor) -> tuple[float, Tensor]:
+        """(the scale of `out`, the sum), which the next module takes, or the layer gives."""
+        ends = self.calls[0].inputs if self.calls else [self.out]
+        one_of = {n: b for n, b in self.layer._buffers.items() if b is not None and b.numel() == 1}
+        for name, buffer in one_of.items():
+            if not self.calls and same_values((h + out) * buffer, self.out):
+                self.factor = name
+                return 1.0, self.out
+        numbers = (v for v in vars(self.layer).values() if isinstance(v, float))
+        for scale in (1.0, *numbers):
+            added = h + (out if scale == 1 else out * scale)
+            for end in ends:
+                if end.shape == added.shape and torch.equal(added, end):
+                    return scale, end
+        raise Unknown("not the sum of a branch and its input")
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
     return a.numel() == b.numel() and torch.equal(a, b.reshape(a.shape))
-
-
-class _Names:
-    """What the layer's keyword arguments are, by what became of them in every run."""
-
-    def __init__(self, runs: list[Seen]) -> None:
-        self.all = frozenset(name for seen in runs for name in seen.kwargs)
-        every = [name for name in self.all if all(name in seen.kwargs for seen in runs)]
-        self.embeddings: str = _one(n for n in every if all(is_angles(s.kwargs[n]) for s in runs))
-        self.cache: str = _one(
-            n for n in every if all(hasattr(s.kwargs[n], "update") for s in runs)
-        )
-        masks = [s.attentions[0].args[4] for s in runs]
-        fit = [n for n in every if all(s.kwargs[n] is m for s, m in zip(runs, masks, strict=True))]
-        if not fit and any(mask is not None for mask in masks):
-            raise Unknown("a mask of the layer's own")
-        self.mask: str | None = fit[0] if fit else None
-        number = runs[0].updates[0].args[2]
-        own = getattr(runs[0].attentions[0].args[0], "layer_idx", None)
-        self.number: int | None = None if own == number else number
-        for seen in runs:
-            update = seen.updates[0]
-            if update.options or update.args[2:] != (number,) or not isinstance(number, int):
-                raise Unknown("the cache is given more than k, v and a number")
-            if any(a is not b for a, b in zip(update.result, _kv(seen), strict=True)):
-                raise Unknown("something between cache and attention")
-
-
-def _kv(seen: Seen) -> tuple[Any, Any]:
-    return seen.attentions[0].args[2:4]
-
-
-def _attend(attention: nn.Module, runs: list[Seen]) -> Attend:
-    calls = [seen.attentions[0] for seen in runs]
-    first = calls[0]
-    names = frozenset(first.options)
-    if any(len(c.args) != 5 or frozenset(c.options) != names for c in calls):
-        raise Unknown("attention with other arguments in each run")
-    passed = [
-        name
-        for name in first.options
-        if all(
-            name in s.kwargs and c.options[name] is s.kwargs[name]
-            for s, c in zip(runs, calls, strict=True)
-        )
-    ]
-    constants = {name: first.options[name] for name in names.difference(passed)}
-    for call in calls:
-        if any(call.options[name] != value for name, value in constants.items()):
-            raise Unknown("attention with arguments that change")
-    if not all(isinstance(value, _PLAIN) for value in constants.values()):
-        raise Unknown("attention with a tensor of its own")
-    config = next(
-        value
-        for value in vars(attention).values()
-        if getattr(value, "_attn_implementation", None) == first.implementation
-    )
-    place = _place(attention, first)
-    return Attend(place, first.default, config, constants, tuple(passed))
-
-
-def _place(attention: nn.Module, call: Attention) -> tuple[str, str]:
-    """Where the code of the attention finds the interface: (module, name)."""
-    forwards = [vars(kind).get("forward") for kind in type(attention).__mro__]
-    for function in (*forwards, call.default):
-        names = getattr(inspect.unwrap(function), "__globals__", {}) if function else {}
-        for name, value in names.items():
-            if value is call.interface:
-                return names["__name__"], name
-    raise Unknown("an interface that has no name")

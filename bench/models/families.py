@@ -1,0 +1,198 @@
+"""How many ops a token takes in families of transformers, before and after fuse_(cache="q8_0").
+
+Random models of few and narrow layers: the ops are those of any size. Counted are calls of ops of
+torch and of ours that are no views, of one token behind a prompt, on the CPU. A call of
+torch.ops.metalmm.attention or of an expert layer is one, as is one of torch's attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_metalmm import PackedCache, fuse_, quantize_
+
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_CHOSEN = {"num_experts_per_tok": 2}
+_EXPERTS = _CHOSEN | {"num_experts": 8, "moe_intermediate_size": 64}
+_LOCAL = _CHOSEN | {"num_local_experts": 8}
+_ROUTED = _CHOSEN | {
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 64}
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_PER_LAYER = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 32}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32}
+
+# {model_type of transformers: options}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "smollm3": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "exaone4": {},
+    "gemma2": {},
+    "gemma3_text": _TWO_KINDS,
+    "gemma3n_text": _TWO_KINDS
+    | _PER_LAYER
+    | {"laurel_rank": 32, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma4_text": _TWO_KINDS
+    | {"num_kv_shared_layers": 0, "global_head_dim": 64, "hidden_size_per_layer_input": 0},
+    "glm4": {},
+    "helium": {},
+    "ernie4_5": {},
+    "seed_oss": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "cohere2": {},
+    "nanochat": {},
+    "mixtral": _LOCAL,
+    "qwen3_moe": _EXPERTS,
+    "gpt_oss": _LOCAL,
+    "olmoe": _CHOSEN | {"num_experts": 8},
+    "granitemoe": _LOCAL,
+    "glm4_moe": _ROUTED,
+    "minimax_m2": _LOCAL,
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64},
+    "afmoe": _EXPERTS,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR | _SHARED,
+    "qwen3_next": _LINEAR | _SHARED | {"mlp_only_layers": []},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": _MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+    },
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+    },
+}
+
+
+def family(kind: str, format: str = "q8_0", **options: Any) -> Any:
+    """A random packed model in eval mode, the same at every call; norms that are not ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.random.fork_rng([]):
+        warnings.simplefilter("ignore")  # layers that the format does not fit
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **(_SIZES | FAMILIES[kind] | options))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            # Larger branches than those of a new model, and norms that are not ones.
+            noise = torch.randn(parameter.shape) / 8
+            parameter.data = parameter.data * 2 if parameter.dim() > 1 else parameter.data + noise
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.75)
+        return quantize_(model, format, progress=False)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the calls of ops that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = op._schema.returns
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        name = op._schema.name.split("::")[1]
+        if not view and name not in ("_unsafe_view", "new_empty"):
+            self.names.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+@dataclass
+class Ops:
+    """The names of the ops that each layer calls for a token, and of those beside the layers."""
+
+    layers: list[list[str]]
+    beside: list[str]
+
+
+def ops_of(model: Any, cache: Any = None) -> Ops:
+    """Those of one token after a prompt of three. cache: an empty one; None: the model's own."""
+    counting, of_layers = Counting(), []
+    layers = list(model.get_decoder().layers)
+    hooks: list[Any] = []
+    begun: list[int] = []
+    for layer in layers:
+        hooks.append(layer.register_forward_pre_hook(lambda *_: begun.append(len(counting.names))))
+        hooks.append(
+            layer.register_forward_hook(
+                lambda *_: of_layers.append((begun[-1], len(counting.names)))
+            )
+        )
+    try:
+        with torch.no_grad():
+            out = model(torch.tensor([[5, 6, 7]]), past_key_values=cache, use_cache=True)
+            begun.clear()
+            of_layers.clear()
+            token = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[3]])}
+            with counting:
+                model(**token, past_key_values=out.past_key_values, use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    inside = {i for a, b in of_layers for i in range(a, b)}
+    names = counting.names
+    beside = [name for i, name in enumerate(names) if i not in inside]
+    return Ops([names[a:b] for a, b in of_layers], beside)
+
+
+def fused_family(model: Any) -> Any:
+    """A copy after fuse_(cache="q8_0")."""
+    return fuse_(copy.deepcopy(model), "swiglu", cache="q8_0")
+
+
+def rows(kinds: Iterator[str] | None = None) -> Iterator[tuple[str, Ops, Ops]]:
+    """(family, ops before, ops after fuse_ with a PackedCache in q8_0)."""
+    for kind in kinds or FAMILIES:
+        model = family(kind)
+        fused = fused_family(model)
+        yield kind, ops_of(model), ops_of(fused, PackedCache(fused.config, "q8_0"))

@@ -1,0 +1,51 @@
+"""Families of transformers: the tokens of fused models, with torch's cache and with ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer_models import are_fused, padded
+
+from bench.models.families import FAMILIES, family, fused_family
+from torch_metalmm import PackedCache, unfuse_
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def generated(model: Any, **options: Any) -> torch.Tensor:
+    options |= {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1}
+    made: torch.Tensor = model.generate(**padded(3, 7), **options)
+    return made
+
+
+SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+    "sliding_window": 8,
+}
+# Keys that layers share, values that are keys before their norm, embeddings for each layer.
+CASES = [(kind, {}) for kind in FAMILIES] + [
+    ("gemma4_text", SHARED),
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+    ("gemma3n_text", SHARED | {"activation_sparsity_pattern": [0.0] * 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_greedy_tokens_of_padded_prompts(kind: str, options: dict[str, Any]) -> None:
+    model = family(kind, **options)
+    fused = fused_family(model)
+    if kind == "gemma4_text":
+        assert all(are_fused(fused))
+    own = {"cache_implementation": "dynamic"}
+    assert torch.equal(generated(fused, **own), generated(model, **own))
+    model.set_attn_implementation("metalmm")
+    cache = PackedCache(model.config, "q8_0")
+    assert torch.equal(generated(fused), generated(model, past_key_values=cache))
+    unfuse_(fused)
+    assert torch.equal(generated(fused), generated(model))

@@ -1,0 +1,183 @@
+"""Attention in our ops: the part of a fused layer between its norm and its output."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .activations import KINDS
+from .fused import LinearPart
+from .recipe import Heads, Held, Norm
+
+
+class Ops:
+    """Our ops as functions. direct: without the Python frame by which torch.compile knows them."""
+
+    def __init__(self, direct: bool, activations: str | None) -> None:
+        self.activations = activations
+        for name in ("linear", "norm_linear", "swiglu", "swiglu_linear"):
+            op = getattr(torch.ops.metalmm, name).default
+            op = op._op if direct else op
+            setattr(self, name, partial(op, activations=activations) if activations else op)
+        for name in ("rms_norm", "gemm", "rope", "rope_append", "attention"):
+            op = getattr(torch.ops.metalmm, name).default
+            setattr(self, name, op._op if direct else op)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+TRACED, DIRECT = ({kind: Ops(d, kind) for kind in (None, *KINDS)} for d in (False, True))
+
+
+def attended(
+    r: Heads, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any], held: Held
+) -> Tensor:
+    """What the heads give [batch, length, values] for pre(x), times its gate where it has one."""
+    qkv, v, gate = _projected(r, ops, pre, x)
+    cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
+    a = None
+    if held.options is not None and cache is not None and r.shared is None:
+        a = _appended(r, ops, x, (qkv, v), held, cache, mask)
+    if a is None:
+        a = _attended(r, ops, x, (qkv, v), held, kwargs, mask)
+    batch, length, _ = x.shape
+    if gate is None:
+        return a.reshape(batch, length, -1)
+    gate = torch.sigmoid(gate)
+    if r.gate == "heads":
+        gate, a = gate[..., None], a.reshape(batch, length, r.heads, -1)
+    else:
+        a = a.reshape(batch, length, -1)
+    return (a * gate).flatten(2)
+
+
+def _appended(
+    r: Heads,
+    ops: Ops,
+    x: Tensor,
+    projected: tuple[Tensor, Tensor | None],
+    held: Held,
+    cache: Any,
+    mask: Tensor | None,
+) -> Tensor | None:
+    """Rotation, cache and attention in two ops; None if that is not what the layer calls."""
+    length = x.shape[1]
+    find, options = getattr(cache, "room", None), held.options
+    if find is None or options is None:
+        return None
+    if length > 1 and mask is None and not getattr(r.attention, "is_causal", True):
+        return None
+    found = find(number(r), x, r.kv_heads, r.head_size)
+    if found is None:
+        return None
+    both, keys, values, slots, k, v, end = found
+    norms = {} if r.head_norms is None else _of_heads(r.head_norms, x)
+    q = ops.rope_append(
+        *(projected[0], held.cos, held.sin, r.heads, r.kv_heads),
+        *(keys, values, slots, *both),
+        v=projected[1],
+        interleaved=r.interleaved,
+        **norms,
+    )
+    if mask is not None and mask.shape[2] != length:
+        mask = mask.expand(-1, -1, length, -1)
+    if r.attend.own:
+        options = {**options, "sinks": r.attention._parameters[r.attend.own["s_aux"]]}
+    a: Tensor = ops.attention(q, k, v, *both, end, mask=mask, causal=mask is None, **options)
+    return a
+
+
+def _attended(
+    r: Heads,
+    ops: Ops,
+    x: Tensor,
+    projected: tuple[Tensor, Tensor | None],
+    held: Held,
+    kwargs: dict[str, Any],
+    mask: Tensor | None,
+) -> Any:
+    """Rotation, then cache and attention as the layer calls them."""
+    direct = held.direct
+    norms = {} if r.head_norms is None else _of_heads(r.head_norms, x)
+    qkv, v = projected
+    given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
+    q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **norms)
+    cache = kwargs.get(r.cache)
+    if not r.kv_heads:
+        k, v = kwargs[r.shared[0]][r.shared[1]]  # type: ignore[index]
+    elif cache is not None:
+        k, v = cache.update(k, v, number(r))
+    if r.shared is not None and r.kv_heads:
+        kwargs[r.shared[0]][r.shared[1]] = k, v
+    if direct is not None and x.shape[1] == 1 and mask is None:
+        return F.scaled_dot_product_attention(q, k, v, **direct)
+    attend = r.attend
+    passed = {name: kwargs[name] for name in attend.passed if name in kwargs}
+    for name, parameter in attend.own.items():
+        passed[name] = r.attention._parameters[parameter]
+    return held.function(r.attention, q, k, v, mask, **attend.constants, **passed)[0]
+
+
+def number(r: Heads) -> Any:
+    """The layer's in the cache."""
+    return r.attention.layer_idx if r.number is None else r.number
+
+
+def _projected(
+    r: Heads, ops: Ops, pre: Norm | None, x: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(qkv, None, gate), or (q and k, v, gate)."""
+    parts = [_projection(ops, pre, x, layer) for layer in r.projections]
+    q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
+    order = r.index(x.device)
+    if order is not None:
+        row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        parts = [row.index_select(-1, order)]
+    elif not (r.whole_norms or r.value_norm or r.v_is_k or r.gate) and len(parts) < 3:
+        return parts[0], parts[1] if len(parts) == 2 else None, None
+    gate: Tensor | None = None
+    if len(parts) == 3:
+        q, k, v = parts
+        qk = q if r.whole_norms else torch.cat((q, k), -1)
+    else:
+        row, rest = parts[0], parts[1:]
+        sizes = [q_size, k_size, 0 if r.v_is_k or rest else k_size]
+        q, k, v, gate = torch.split(row, [*sizes, row.shape[-1] - sum(sizes)], -1)
+        qk, v = row[..., : q_size + k_size], rest[0] if rest else k if r.v_is_k else v
+    if r.whole_norms is not None:
+        both = zip((q, k), r.whole_norms, strict=True)
+        qk = torch.cat([ops.rms_norm(t, n.weight(), n.eps, n.offset) for t, n in both], -1)
+    if r.value_norm is not None:
+        norm, by_head = r.value_norm, v.reshape(*v.shape[:-1], r.kv_heads, r.head_size)
+        v = ops.rms_norm(by_head, norm.weight(), norm.eps, norm.offset).flatten(-2)
+    return qk, v if r.kv_heads else None, gate if r.gate else None
+
+
+def _projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any) -> Tensor:
+    if isinstance(layer, LinearPart):
+        weight, bias = layer.weight, layer.bias
+    else:
+        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    return normed(ops, pre, x, weight, layer.format, bias)
+
+
+def _of_heads(norms: tuple[Norm, Norm], x: Tensor) -> dict[str, Any]:
+    """The arguments of rope that normalise heads."""
+    q, k = (norm.factors(x) for norm in norms)
+    return {"q_norm": q, "k_norm": k, "eps": norms[0].eps, "offset": norms[0].offset}
+
+
+def normed(
+    ops: Ops, norm: Norm | None, x: Tensor, weight: Tensor, format: str, bias: Tensor | None = None
+) -> Tensor:
+    y: Tensor
+    if norm is None:
+        y = ops.linear(x, weight, bias, format)
+    else:
+        y = ops.norm_linear(x, norm.weight(), norm.eps, norm.offset, weight, bias, format)
+    return y
