@@ -32,8 +32,10 @@ ARROWS: dict[str, set[str]] = {
     "csrc/msl/language": set(),  # the stand-in for Metal's headers, which shaders include
     "csrc/msl/library": {"csrc/msl/language"},
     "csrc/msl/host": {"csrc/msl/language", "csrc/msl/library"},
-    "csrc/msl/nvptx": {"csrc/msl/language", "csrc/msl/library"},
-    "csrc/msl": {f"csrc/msl/{name}" for name in ("language", "library", "host", "nvptx")},
+    "csrc/msl/warp": {"csrc/msl/language", "csrc/msl/library"},  # what the GPUs' targets share
+    "csrc/msl/nvptx": {f"csrc/msl/{name}" for name in ("language", "library", "warp")},
+    "csrc/msl/spirv": {f"csrc/msl/{name}" for name in ("language", "library", "warp")},
+    "csrc/msl": {f"csrc/msl/{name}" for name in ("language", "library", "host", "nvptx", "spirv")},
 }
 # {room: the file of another room that it may include: what two sides of a binary interface share}
 INTERFACES = {

@@ -30,6 +30,7 @@ CSRC = ROOT / "csrc"
 INCLUDE = CSRC / "msl"
 CACHE = ROOT / "build" / "msl"
 JOBS = min(os.cpu_count() or 1, 8)  # shaders compiled at once; containers see all CPUs of the host
+_ROOMS = ("language", "library", "host")  # of INCLUDE, for the emulator; the others are of GPUs
 _RUNTIME = ("emulator", "report", "api", "buffers", "memory", "rounding", "watchdog")
 _MAX_ROUNDS = 12
 
@@ -114,9 +115,8 @@ def digest(*parts: str | bytes | Path) -> str:
 
 @functools.cache
 def _tool_digest() -> str:
-    folders = (INCLUDE, CSRC / "emulator" / "runtime")
-    files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()]
-    files = [p for p in files if p.parent.name != "nvptx"]  # what runs the shaders on a GPU
+    folders = (INCLUDE, *(INCLUDE / room for room in _ROOMS), CSRC / "emulator" / "runtime")
+    files = [p for folder in folders for p in sorted(folder.iterdir()) if p.is_file()]
     return digest(zig("version").stdout, *_machine(), *LANGUAGE, *_CODE, *_CHECKS, *files)
 
 
@@ -216,7 +216,7 @@ def _translate(expanded: str, name: str, version: int) -> tuple[str, Source]:
 @functools.cache
 def _standard() -> frozenset[str]:
     """Functions of Metal's standard library."""
-    headers = (f for f in sorted(INCLUDE.glob("*/*.h")) if f.parent.name != "nvptx")
+    headers = (f for room in _ROOMS for f in sorted((INCLUDE / room).glob("*.h")))
     text = "".join(f.read_text() for f in headers)
     names = re.findall(r"METAL_FUNC[^;{}()]*?(\w+)\(|MM_\w+\((\w+)", text)
     return frozenset(name for pair in names for name in pair)

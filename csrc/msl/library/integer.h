@@ -24,8 +24,15 @@ template <class T>
 constexpr constant uint width_of = sizeof(element_t<T>) * 8;
 template <class T>
 using unsigned_t = make_unsigned_t<element_t<T>>;
+#ifdef __SIZEOF_INT128__
+using Widest = __int128;
+using UnsignedWidest = unsigned __int128;
+#else  // SPIR-V has none: no wide products and saturated sums of 64 bits there
+using Widest = long;
+using UnsignedWidest = ulong;
+#endif
 template <class T>  // of an element; holds every sum, and every product of 32 bits
-using wide_t = conditional_t<is_unsigned_v<element_t<T>>, unsigned __int128, __int128>;
+using wide_t = conditional_t<is_unsigned_v<element_t<T>>, UnsignedWidest, Widest>;
 
 }  // namespace emulator
 

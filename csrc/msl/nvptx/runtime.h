@@ -29,26 +29,14 @@ METAL_FUNC constexpr uint metal_lane(uint hardware) { return hardware; }
 
 METAL_FUNC uint lane() { return metal_lane(__nvvm_read_ptx_sreg_tid_x() % kWidth); }
 
-// x of another lane, as 32-bit words.
-template <class T, class Move>
-METAL_FUNC T by_words(T x, Move move) {
-  constexpr uint kWords = (sizeof(T) + 3) / 4;
-  uint words[kWords] = {};
-  __builtin_memcpy(words, &x, sizeof(T));
-#pragma clang loop unroll(full)
-  for (uint i = 0; i < kWords; ++i) words[i] = static_cast<uint>(move(static_cast<int>(words[i])));
-  __builtin_memcpy(&x, words, sizeof(T));
-  return x;
-}
-template <class T>
-METAL_FUNC T from_lane(T x, uint metal) {
+// A word of another lane.
+METAL_FUNC uint word_from_lane(uint word, uint metal) {
   const int lane = static_cast<int>(hardware_lane(metal));
-  return by_words(x, [=](int w) { return __nvvm_shfl_sync_idx_i32(kAll, w, lane, 31); });
+  return static_cast<uint>(__nvvm_shfl_sync_idx_i32(kAll, static_cast<int>(word), lane, 31));
 }
-template <class T>
-METAL_FUNC T from_lane_xor(T x, uint metal_mask) {
+METAL_FUNC uint word_from_lane_xor(uint word, uint metal_mask) {
   const int mask = static_cast<int>(hardware_lane(metal_mask));
-  return by_words(x, [=](int w) { return __nvvm_shfl_sync_bfly_i32(kAll, w, mask, 31); });
+  return static_cast<uint>(__nvvm_shfl_sync_bfly_i32(kAll, static_cast<int>(word), mask, 31));
 }
 
 }  // namespace warp

@@ -46,7 +46,9 @@ METAL_FUNC vec<float, 2> add_products(Fragments first, Fragments second, vec<flo
 template <class T>
 METAL_FUNC T from_hardware_lane(T x, uint from) {
   const int lane = static_cast<int>(from);
-  return by_words(x, [=](int w) { return __nvvm_shfl_sync_idx_i32(kAll, w, lane, 31); });
+  return by_words(x, [=](uint w) {
+    return static_cast<uint>(__nvvm_shfl_sync_idx_i32(kAll, static_cast<int>(w), lane, 31));
+  });
 }
 
 }  // namespace warp
