@@ -2,6 +2,7 @@
 # make lint   ruff, mypy, clang-format                               make bench  measure this machine
 # make quick  the tests to run before a commit, a minute   make doctor check every engine of this machine
 # make docs   the site of docs/, in build/site
+# make agx    build Mesa's compiler of Apple GPUs, for python -m bench agx
 # make macos-check   compile what macOS builds against every torch that is supported
 # make wheel TORCH="2.13 2.15" PYTHONS="python3.10 python3.12"   a wheel in dist/ for these
 
@@ -12,7 +13,7 @@ PIP_ALOUD := $(BIN)/python -m pip install --disable-pip-version-check
 PIP := $(PIP_ALOUD) --quiet
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find cmake csrc metal -type f)
 
-.PHONY: demo doctor test quick lint format docs bench neon macos-check mutants wheel clean
+.PHONY: demo doctor test quick lint format docs bench agx neon macos-check mutants wheel clean
 demo: $(VENV)/.demo
 	$(BIN)/metalmm generate "What is the capital of France?"
 
@@ -44,6 +45,10 @@ docs: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m bench
+
+# In build/agx: Debian's source package of Mesa, compiled in a minute; nothing is installed.
+agx:
+	$(PYTHON) bench/agx/build_mesa.py
 
 # The NEON kernels, on a machine that is not aarch64: clang from the ziglang package, run by qemu-user.
 AARCH64 := $(BIN)/python -m ziglang c++ -Icsrc -I. -target aarch64-linux-musl -std=c++17 -O2 -ffp-contract=off -Wno-psabi -static

@@ -41,6 +41,7 @@ PLACES = MEASURES | {
     "cells": "shaders.cells",
     "chips": "shaders.token_chips",
     "registers": "shaders.registers",
+    "agx": "agx.kernels",
     "tiles": "shaders.tiles",
 }
 # Of commands with one of these options.
@@ -52,7 +53,7 @@ OTHER_PLACES = {
 }
 COMMANDS = (*PLACES,)
 # What reads or writes pages, shaders and tests beside the package.
-OF_A_CLONE = ("cells", "chips", "registers", "tiles", "plot-formats")
+OF_A_CLONE = ("agx", "cells", "chips", "registers", "tiles", "plot-formats")
 QUICK: Record = {
     "shapes": "tiny",
     "m": "1,8,64",
@@ -179,6 +180,10 @@ def parser() -> argparse.ArgumentParser:
     cell = sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
     cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
     sub.add_parser("registers", help="registers and spills of every kernel, by ptxas")
+    agx = sub.add_parser("agx", help="kernels as code of M1 and M2, by Mesa's compiler (make agx)")
+    agx.add_argument("kernels", nargs="*", help="names or patterns, as 'gemv_*_f16'")
+    agx.add_argument("--metal", type=Path, help="another folder with the files of metal/")
+    agx.add_argument("--write", action="store_true", help="the table of results.md")
     tile = sub.add_parser("tiles", help="issue cycles per product of matrices, ours and peers'")
     tile.add_argument("--ggml", type=Path, help="mul_mm.metal of ggml, in its own folders")
     tile.add_argument("--mlx", type=Path, help="include folder of the wheel of MLX for macOS")

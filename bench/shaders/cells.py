@@ -69,7 +69,7 @@ FLAGS = ["-target", "nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", 
 FLAGS += ["-O3", "-S", "-ffp-contract=off", "-w"]
 # A function constant has no value while the shader is compiled, and gets one when a pipeline is
 # made: so the text is optimised without values, then its IR with them.
-_TEXT = [*LANGUAGE, f"-I{METAL}", "-emit-llvm"]
+TEXT = [*LANGUAGE, f"-I{METAL}", "-emit-llvm"]
 _IR = ["-x", "ir"]
 _CONSTANT = re.compile(r"^@mm_fc_kConstant(\w+) = .*$", re.M)
 for _option in ("unroll-allow-partial=0", "unroll-runtime=0", "disable-lsr"):
@@ -124,7 +124,7 @@ def compile_text(text: str, **changed: int) -> str:
 
     BuildError: the compiler's message.
     """
-    ir = clang(text, *_TEXT, *FLAGS)
+    ir = clang(text, *TEXT, *FLAGS)
     value = constants() | changed
     ir = _CONSTANT.sub(lambda m: f"@mm_fc_kConstant{m[1]} = constant i32 {value[m[1]]}", ir)
     return clang(ir, *_IR, *FLAGS)

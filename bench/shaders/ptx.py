@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
+from typing import Any
 
 # Classes in the order of the report. A class of `FREE` costs nothing and is not reported.
 CLASSES: tuple[str, ...] = ("bitwise", "shift", "convert", "fma", "special", "select", "integer")
@@ -83,7 +84,7 @@ class Block:
     """A basic block: its label, its instructions, the indices of the blocks that may follow."""
 
     label: str
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[Any] = field(default_factory=list)
     following: list[int] = field(default_factory=list)
 
 
@@ -179,23 +180,22 @@ def _loops(graph: list[Block]) -> Iterator[set[int]]:
             yield loop
 
 
-def inner_loops(function: str) -> list[list[Instruction]]:
-    """The instructions of one turn of each loop that has none inside.
+def inner_loops(graph: list[Block]) -> list[list[Any]]:
+    """The instructions of one turn of each loop that has none inside, of basic blocks.
 
     All blocks of a loop count: lanes that disagree at a branch make their simdgroup run both sides.
     """
-    graph = blocks(function)
     found = list(_loops(graph))
     inner = [loop for loop in found if not any(other < loop for other in found)]
     return [[x for i in sorted(loop) for x in graph[i].instructions] for loop in inner]
 
 
 def main_loop(function: str) -> list[Instruction]:
-    """The instructions of one turn of the largest of inner_loops().
+    """The instructions of one turn of the largest of inner_loops() of a function.
 
     ValueError: there is no loop.
     """
-    bodies = inner_loops(function)
+    bodies = inner_loops(blocks(function))
     if not bodies:
         raise ValueError("a function without a loop")
     return max(bodies, key=len)

@@ -102,7 +102,7 @@ def cost(function: str) -> ptx.Cost:
     ValueError: no loop has products.
     """
     constants = ptx.constant_halves(function)
-    loops = ptx.inner_loops(function)
+    loops = ptx.inner_loops(ptx.blocks(function))
     multiplying = [x for x in loops if any(i.opcode.startswith(_PRODUCT) for i in x)]
     found = [ptx.cost(loop, constants, RULES) for loop in multiplying]
     if not found:

@@ -105,7 +105,7 @@ def build(
         raise ValueError(f"constants: no value for {', '.join(missing)}")
     text = text_of(kernel, metal)
     expanded = preprocess(text, "kernel.metal", [])
-    found = [k for k in Reader(unmark(expanded, "kernel.metal")[0]).read().kernels]
+    found = Reader(unmark(expanded, "kernel.metal")[0]).read().kernels
     if kernel not in (names := [k.name for k in found]):
         raise ValueError(f"kernel {kernel!r}: its file has {', '.join(names)}")
     entry = _entry(found[names.index(kernel)], threadgroup_bytes)
@@ -117,10 +117,13 @@ def build(
         _clang(*LANGUAGE, *options, "-emit-llvm", "-S", str(source), "-o", str(ir))
         ir.write_text(with_constants(ir.read_text(), constants))
         _clang("-x", "ir", *options, "-c", str(ir), "-o", str(made))
-        return made.read_bytes()
+        module = made.read_bytes()
+    if kernels_of(module) != [ENTRY]:
+        raise BuildError(f"{kernel}: the SPIR-V has the kernels {kernels_of(module)}")
+    return module
 
 
-def check(module: bytes) -> list[str]:
+def kernels_of(module: bytes) -> list[str]:
     """The kernels of a SPIR-V module. ValueError: it is none.
 
     The header and the length of every instruction are read; spirv-val knows the rest.

@@ -1,0 +1,157 @@
+"""`python -m bench agx`: the shaders as code of Apple's G13 and G14 GPUs (M1, M2), by Mesa.
+
+torch_metalmm.msl.spirv makes SPIR-V of a kernel with the constants of the pass that plan() makes of
+it, mmagx makes code of that, code.py counts. Instructions and operands are the machine's own; the
+registers and the order are Mesa's choice, not Apple's. A product of simdgroup matrices is two
+multiply-adds here, for Mesa has no simd_matrix, and the threads of a core are those of Mesa's
+table. bf16 is left out: Mesa 25.0 reads no bfloat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch_metalmm import _C
+from torch_metalmm.msl import spirv
+from torch_metalmm.msl.build import BuildError
+
+from ..shaders import cells, registers
+from ..tables import Table, replace_block, to_markdown
+from .build_mesa import PROGRAM
+from .code import CLASSES, Code, read
+
+# What the page has: gemv of every format, then other kernels of a few.
+SHOWN = (
+    "gemv_*_f16",
+    *(f"gemv_*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "affine4")),
+    *(f"swiglu_*_{f}_f16" for f in ("q4_0", "q4_k")),
+    *(f"gemm*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "q6_k", "affine4")),
+    *(f"attention_*_{f}_f16" for f in ("f16", "q8_0", "q4_0")),
+    *(f"{op}_f16" for op in ("rms_norm", "add_rms_norm", "rope", "act_mul", "attention_join")),
+    "rope_append_q8_0_f16",
+)
+
+
+@functools.cache
+def _passes() -> dict[str, registers.Pass]:
+    """{kernel: a pass of it}."""
+    out = {kernel: one for kernel, (one, _) in registers.passes().items()}
+    for op in _C.ops():
+        for dtype in registers.DTYPES if f"{op}_f16" in _C.kernel_names() else ():
+            plan = _C.plan(op, m=1, n=4096, k=4096, format="f16", dtype=dtype, chip="m1")
+            out |= {one["kernel"]: one for one in plan["passes"]}
+    return out
+
+
+def pass_of(kernel: str) -> registers.Pass:
+    """The pass that a kernel is compiled for: of plan(), or of the first kernel of its file that
+    has one, or without constants."""
+    plain = {"constants": dict.fromkeys(_C.CONSTANTS, 0) | {"k": 4096}, "group": [128]}
+    return _passes().get(kernel, plain | {"threadgroup_bytes": 1024})
+
+
+@functools.cache
+def weights() -> dict[str, int]:
+    """{STRATEGY_FORMAT: weights that a lane takes in a turn of its main loop}."""
+    lines = ["#include <metal_stdlib>", '#include "entry.h"', '#include "formats/all.h"']
+    headers = {header for header, *_ in cells.STRATEGIES.values()}
+    lines += [f'#include "kernels/{header}.h"' for header in sorted(headers)]
+    lines.append("#define MM_FORMAT(name, Struct) \\")
+    for strategy, (_, _, rows, _) in cells.STRATEGIES.items():
+        of_rows = rows.replace("metalmm::Struct", "Struct")
+        lines.append(
+            f'  extern "C" __attribute__((used)) constant uint weights_{strategy}_##name = '
+            "Struct::Pieces::kValues * " + of_rows + "; \\"
+        )
+    lines += ["", "using namespace metalmm;", '#include "formats/each.h"', ""]
+    found = cells.clang("\n".join(lines), *cells.TEXT, *cells.FLAGS)
+    return {m[1]: int(m[2]) for m in re.finditer(r"@weights_(\w+) = .*i32 (\d+)", found)}
+
+
+def compile_kernel(kernel: str, metal: Path = spirv.METAL) -> Code:
+    """The code of a kernel. OSError: mmagx is not built. RuntimeError: a compiler's message."""
+    if not PROGRAM.exists():
+        raise OSError(f"{PROGRAM}: not there; make agx builds it")
+    one = pass_of(kernel)
+    module = spirv.build(kernel, one["constants"], one["threadgroup_bytes"], metal)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.spv"
+        file.write_bytes(module)
+        command = [str(PROGRAM), str(file), spirv.ENTRY, str(one["group"][0])]
+        environment = os.environ | {"AGX_MESA_DEBUG": "shaders,shaderdb"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{kernel}: mmagx: {done.stderr.strip()[-300:]}")
+    return read(done.stdout + done.stderr)
+
+
+def measure(kernels: Iterable[str], metal: Path = spirv.METAL) -> dict[str, Code | str]:
+    """The code of kernels, or why there is none."""
+
+    def job(kernel: str) -> Code | str:
+        try:
+            return compile_kernel(kernel, metal)
+        except (BuildError, RuntimeError, ValueError) as error:
+            return str(error)
+
+    names = list(kernels)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(job, names), strict=True))
+
+
+def table(found: dict[str, Code | str]) -> Table:
+    """A row for each kernel: of its main loop per weight, or of one turn where the weights of a
+    turn are not known, and what the whole kernel takes."""
+    each = ["instructions", "slots", "other pipe", "64-bit", "cycles", *CLASSES]
+    columns = ["kernel", "weights", *each, "half registers", "threads", "spills", "bytes"]
+    rows = []
+    for kernel, code in found.items():
+        if isinstance(code, str):
+            rows.append([kernel, code.splitlines()[-1][:80], *[""] * (len(columns) - 2)])
+            continue
+        n = weights().get(kernel.rpartition("_")[0], 0)
+        counts = [len(code.loop), code.slots, code.other_pipe, code.wide, code.cycles]
+        counts += [code.counts[kind] for kind in CLASSES]
+        shown = [f"{count / n:.2f}" if n else str(count) for count in counts]
+        shown = ["" if not float(text) else text for text in shown]
+        whole = [code.half_registers, code.threads, code.spills, code.threadgroup_bytes]
+        rows.append([kernel, str(n or "a turn"), *shown, *map(str, whole)])
+    title = "Code of M1 and M2: the main loop per weight, and the kernel"
+    used = [i for i, name in enumerate(columns) if name not in CLASSES or any(r[i] for r in rows)]
+    return Table(title, [columns[i] for i in used], [[row[i] for i in used] for row in rows])
+
+
+def named(patterns: Sequence[str]) -> list[str]:
+    """The kernels of patterns, in their order. ValueError: a pattern that none matches."""
+    out: list[str] = []
+    for pattern in patterns:
+        names = [name for name in _C.kernel_names() if fnmatch.fnmatchcase(name, pattern)]
+        # gemv_*_f16 is gemv of every format, not gemv_batched; Mesa reads no weights in bf16.
+        if pattern.count("_") == 2 and "*" in pattern:
+            strategy = pattern.partition("_*_")[0]
+            names = [name for name in names if registers.split(name)[0] == strategy] or names
+            names = [name for name in names if "bf16" not in name]
+        if not names:
+            raise ValueError(f"{pattern}: no kernel has such a name")
+        out += names
+    return list(dict.fromkeys(out))
+
+
+def print_(args: argparse.Namespace) -> None:
+    if args.write and args.kernels:
+        raise ValueError("--write: without kernels")
+    found = measure(named(args.kernels or SHOWN), args.metal or spirv.METAL)
+    text = to_markdown(table(found))
+    if args.write:
+        replace_block(cells.RESULTS, "agx", text)
+    else:
+        print(text)

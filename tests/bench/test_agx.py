@@ -1,0 +1,75 @@
+"""bench agx: the reader of Mesa's code, on a text whose counts are known, and what is compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.agx import kernels
+from bench.agx.code import read
+
+# Printed after each of three steps: a preamble, and a kernel with an outer loop of one inside.
+PREAMBLE = "block0 {\n   u0 = mov_imm #0\n   stop \n}\n"
+LOOP = """block0 {
+   r0 = mov_imm #0
+} -> block1 \nblock1 {
+   r1 = mov_imm #0
+} -> block2  from block0 block3
+block2 {
+   r20...r21 = device_load r2:r3, #1, xy, #0, slot 0
+   wait #0, slot 0
+   r4 = and r20, u25
+   r4 = bfeil r4, #4, #0
+   r5 = rcp r4
+   r7 = ffma.sat r4, u19l, r7
+   r7 = simd_reduce r7, #1
+   r2:r3 = iadd r2:r3, r12:r13, #0
+   r10 = iadd r10, #16, #0
+   while_icmp r10, u30, #0, n=1
+} -> block2 block3  from block1 block2
+block3 {
+   jmp_exec_any #55ba
+} -> block1 block4  from block2
+block4 {
+   device_store r7, r2:r3, #0, x, #0, slot 0
+   stop \n} from block3
+"""
+RESULT = """SHADER-DB:  - MESA_SHADER_COMPUTE shader: 18 inst, 1 loops, 3:4 spills:fills
+RESULT bytes=180 main=160 regs=112 preamble_regs=0 uniforms=64 scratch=0 local=512 threads=896
+"""
+
+
+def test_the_inner_loop_is_counted_by_pipe() -> None:
+    code = read(PREAMBLE * 3 + "shader: \n\n" + LOOP * 3 + RESULT)
+    assert dict(code.counts) == {
+        "load": 1, "wait": 1, "bitwise": 1, "shift": 1, "function": 1, "fma": 1, "exchange": 1,
+        "integer": 2, "control": 1,
+    }  # fmt: skip
+    assert (len(code.loop), code.wide) == (10, 1)
+    assert code.slots == 9  # neither the load nor the wait, the exchange as 2
+    assert code.other_pipe == 4 + 6  # a shift, a reciprocal
+    assert code.cycles == 9 + 3
+    assert (code.half_registers, code.threads, code.threadgroup_bytes) == (112, 896, 512)
+    assert code.spills == 7
+
+
+def test_a_kernel_without_a_loop_and_no_kernel() -> None:
+    assert read(PREAMBLE * 3 + RESULT).cycles == 0
+    with pytest.raises(ValueError, match="no result"):
+        read(LOOP)
+
+
+def test_weights_of_a_turn() -> None:
+    """Rows of W times values of a piece, by formats.def and geometry.h."""
+    found = kernels.weights()
+    assert [found[f"gemv_{f}"] for f in ("f32", "q4_0", "q4_k")] == [4 * 4, 4 * 16, 4 * 32]
+    assert found["gemv_wide_n_q4_0"] == 2 * found["gemv_q4_0"] == found["swiglu_up_q4_0"] * 2
+
+
+def test_patterns_name_kernels() -> None:
+    all_gemv = kernels.named(["gemv_*_f16"])
+    assert "gemv_q4_0_f16" in all_gemv and "gemv_batched_q4_0_f16" not in all_gemv
+    assert kernels.named(["gemm_q4_0_f16", "gemm_q4_0_f16"]) == ["gemm_q4_0_f16"]
+    with pytest.raises(ValueError, match="no_such"):
+        kernels.named(["no_such_*"])
+    passes = [kernels.pass_of(kernel) for kernel in kernels.named(kernels.SHOWN)]
+    assert all(one["threadgroup_bytes"] >= 16 and one["group"][0] >= 32 for one in passes)
