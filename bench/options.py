@@ -47,6 +47,7 @@ PLACES = MEASURES | {
 # Of commands with one of these options.
 OTHER_PLACES = {
     ("tokens", "overhead"): "models.overhead",
+    ("tokens", "ops"): "models.families",
     ("tokens", "tp"): "models.ranks",
     ("tokens", "cache"): "models.contexts",
     ("quality", "imatrix"): "models.weighed",
@@ -250,6 +251,12 @@ def tokens_options(tok: argparse.ArgumentParser) -> None:
         action="store_true",
         help="layers of tiny weights, on the CPU: microseconds a layer, and beside the layers",
     )
+    tok.add_argument(
+        "--ops",
+        action="store_true",
+        help="of families of models: calls of ops, before and after fuse_",
+    )
+    tok.add_argument("--write", action="store_true", help="with --ops: into docs/guide/fuse.md")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -282,6 +289,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--tp {args.tp}: at least 2, and not with --cache or --overhead")
         if args.one_device and args.tp is None:
             raise ValueError("--one-device goes with --tp")
+        if args.write and not args.ops:
+            raise ValueError("--write goes with --ops")
         of_contexts(args)
     return args
 

@@ -1,8 +1,7 @@
 """How many ops a token takes in families of transformers, before and after fuse_(cache="q8_0").
 
 Random models of few and narrow layers: the ops are those of any size. Counted are calls of ops of
-torch and of ours that are no views, of one token behind a prompt, on the CPU. A call of
-torch.ops.metalmm.attention or of an expert layer is one, as is one of torch's attention.
+torch and of ours that are no views, of one token behind a prompt, on the CPU.
 """
 
 from __future__ import annotations
@@ -10,13 +9,21 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_metalmm import PackedCache, fuse_, quantize_
+from torch_metalmm.msl.build import ROOT
+
+from ..report.models import model_tables
+from ..runner import Record, Run
+from ..tables import replace_block, status, to_markdown
+from .op_counts import Calls
+
+PAGE = ROOT / "docs" / "guide" / "fuse.md"
+COMMAND = "tokens --ops"
 
 _SIZES = {
     "hidden_size": 128,
@@ -131,68 +138,50 @@ def family(kind: str, format: str = "q8_0", **options: Any) -> Any:
         return quantize_(model, format, progress=False)
 
 
-class Counting(TorchDispatchMode):
-    """Counts the calls of ops that are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = op._schema.returns
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        name = op._schema.name.split("::")[1]
-        if not view and name not in ("_unsafe_view", "new_empty"):
-            self.names.append(name)
-        return op(*args, **(kwargs or {}))
-
-
-@dataclass
-class Ops:
-    """The names of the ops that each layer calls for a token, and of those beside the layers."""
-
-    layers: list[list[str]]
-    beside: list[str]
-
-
-def ops_of(model: Any, cache: Any = None) -> Ops:
-    """Those of one token after a prompt of three. cache: an empty one; None: the model's own."""
-    counting, of_layers = Counting(), []
-    layers = list(model.get_decoder().layers)
-    hooks: list[Any] = []
-    begun: list[int] = []
-    for layer in layers:
-        hooks.append(layer.register_forward_pre_hook(lambda *_: begun.append(len(counting.names))))
-        hooks.append(
-            layer.register_forward_hook(
-                lambda *_: of_layers.append((begun[-1], len(counting.names)))
-            )
-        )
-    try:
-        with torch.no_grad():
-            out = model(torch.tensor([[5, 6, 7]]), past_key_values=cache, use_cache=True)
-            begun.clear()
-            of_layers.clear()
-            token = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[3]])}
-            with counting:
-                model(**token, past_key_values=out.past_key_values, use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    inside = {i for a, b in of_layers for i in range(a, b)}
-    names = counting.names
-    beside = [name for i, name in enumerate(names) if i not in inside]
-    return Ops([names[a:b] for a, b in of_layers], beside)
-
-
 def fused_family(model: Any) -> Any:
     """A copy after fuse_(cache="q8_0")."""
     return fuse_(copy.deepcopy(model), "swiglu", cache="q8_0")
 
 
-def rows(kinds: Iterator[str] | None = None) -> Iterator[tuple[str, Ops, Ops]]:
-    """(family, ops before, ops after fuse_ with a PackedCache in q8_0)."""
-    for kind in kinds or FAMILIES:
-        model = family(kind)
-        fused = fused_family(model)
-        yield kind, ops_of(model), ops_of(fused, PackedCache(fused.config, "q8_0"))
+def ops_of(model: Any, cache: Any = None) -> tuple[list[int], int]:
+    """(those of each layer, those beside them) of one token after a prompt of three.
+
+    cache: an empty one; None: the model's own. The model keeps the hooks by which they are counted.
+    """
+    calls = Calls()
+    with torch.inference_mode(False), torch.no_grad():
+        prompt = model(torch.tensor([[5, 6, 7]]), past_key_values=cache, use_cache=True)
+        calls.watch(model.get_decoder().layers)
+        token = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[3]])}
+        with calls:
+            model(**token, past_key_values=prompt.past_key_values, use_cache=True)
+    return [len(ours) + len(others) for ours, others in calls.of_layers], len(calls.outside())
+
+
+def record(kind: str, model: Any, fused: Any) -> Record:
+    """The row of a family: a packed model, and the same one after fuse_."""
+    found: Record = {"kind": "ops", "model": versions(), "family": kind}
+    cached = ops_of(copy.deepcopy(fused), PackedCache(fused.config, "q8_0"))
+    pairs = {"before": ops_of(copy.deepcopy(model)), "after": cached}
+    for name, (layers, beside) in pairs.items():
+        found |= {f"layers_{name}": layers, f"beside_{name}": beside}
+    return found
+
+
+def versions() -> str:
+    """What the numbers of ops depend on."""
+    numbers = (version(name).partition("+")[0] for name in ("transformers", "torch"))
+    return "transformers {}, torch {}".format(*numbers)
+
+
+def run(run: Run) -> Iterator[Record]:
+    """One record per family; with --write, also the block of the page."""
+    found = []
+    for kind in FAMILIES:
+        status(kind)
+        with torch.inference_mode(False):
+            model = family(kind)
+            found.append(record(kind, model, fused_family(model)))
+        yield found[-1]
+    if run.args.write:
+        replace_block(PAGE, COMMAND, to_markdown(*model_tables(found)))

@@ -210,10 +210,21 @@ def serve_clients(model: str, cells: Sequence[Record]) -> list[Table]:
     return [_table(title, cells, columns)]
 
 
+def ops(model: str, cells: Sequence[Record]) -> list[Table]:
+    """Of a token, in families of models, by layer and beside the layers."""
+    columns: Columns = [("family", lambda r: f"`{r['family']}`")]
+    for name in ("before", "after"):
+        columns += [(f"layers {name}", lambda r, n=name: ", ".join(map(str, r[f"layers_{n}"])))]  # type: ignore[misc]
+    for name in ("before", "after"):
+        columns += [(f"beside them {name}", _count(f"beside_{name}"))]
+    return [_table(model, cells, columns)]
+
+
 MAKERS: dict[str, Callable[[str, Sequence[Record]], list[Table]]] = {
     "tokens": tokens,
     "context": contexts,
     "layers": layers,
+    "ops": ops,
     "quality": quality,
     "cache-bytes": cache_bytes,
     "cache-quality": cache_quality,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from layer_models import FUSED, PARTS, are_fused, dense, exact, ids, layers, padded, small
-from op_counts import Calls
 from torch import Tensor
 
+from bench.models.op_counts import Calls
 from torch_metalmm import fuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 

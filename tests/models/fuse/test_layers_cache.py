@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from layer_models import FUSED, are_fused, ids, layers, padded, small
-from op_counts import Calls
 from random_steps import check_sequence
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
+from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache, fuse_
 from torch_metalmm.hf.attention import op_options
 from torch_metalmm.hf.caches.rows import FEW_QUERIES

@@ -1,4 +1,5 @@
-"""Families of transformers: the tokens of fused models, with torch's cache and with ours."""
+"""Families of transformers: the tokens of fused models, with torch's cache and with ours; the page
+that says how many ops they take."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from layer_models import are_fused, padded
 
-from bench.models.families import FAMILIES, family, fused_family
+from bench.models.families import COMMAND, FAMILIES, PAGE, family, fused_family, record, versions
+from bench.report.models import model_tables
+from bench.tables import read_block, to_markdown
 from torch_metalmm import PackedCache, unfuse_
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,6 +43,11 @@ CASES = [(kind, {}) for kind in FAMILIES] + [
 def test_greedy_tokens_of_padded_prompts(kind: str, options: dict[str, Any]) -> None:
     model = family(kind, **options)
     fused = fused_family(model)
+    if not options:
+        rows = read_block(PAGE, COMMAND)
+        [table] = model_tables([record(kind, model, fused)])
+        others = versions() not in rows  # whose numbers may be others
+        assert others or to_markdown(table).splitlines()[-1] in rows.splitlines()
     if kind == "gemma4_text":
         assert all(are_fused(fused))
     own = {"cache_implementation": "dynamic"}

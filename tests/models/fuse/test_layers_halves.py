@@ -9,8 +9,8 @@ import pytest
 import torch
 from expert_models import expert_model
 from layer_models import are_fused, layers, padded, small
-from op_counts import Calls
 
+from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache, fuse_, quantize_
 
 # {architecture: kernels of one token in the last layer, those of experts, router, cache and

@@ -1,4 +1,4 @@
-"""Which ops a layer of a model calls for a token."""
+"""Which ops a model calls for a token, in its layers and beside them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Calls(TorchDispatchMode):
         self.ours: list[str] = []
         self.others: list[str] = []
         self.of_layers: list[tuple[list[str], list[str]]] = []
+        self.beside: list[str] = []  # before the layer that came last
         self.aside = False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,7 +27,7 @@ class Calls(TorchDispatchMode):
         )
         if op.namespace == "metalmm":
             self.ours.append(name)
-        elif not view and name != "_unsafe_view" and not self.aside:
+        elif not view and name not in ("_unsafe_view", "new_empty") and not self.aside:
             self.others.append(name)
         return op(*args, **(kwargs or {}))
 
@@ -44,10 +45,22 @@ class Calls(TorchDispatchMode):
         """Let of_layers have what each call of a layer calls: (ours, others)."""
 
         def begin(*_: Any) -> None:
-            self.ours, self.others = [], []
+            self.beside += self._taken()
+
+        def end(*_: Any) -> None:
+            self.of_layers.append((self.ours, self.others))
+            self._taken()
 
         for layer in layers:
             layer.register_forward_pre_hook(begin)
-            layer.register_forward_hook(
-                lambda *_: self.of_layers.append(([*self.ours], [*self.others]))
-            )
+            layer.register_forward_hook(end)
+
+    def _taken(self) -> list[str]:
+        """What was called since the last layer."""
+        called = self.ours + self.others
+        self.ours, self.others = [], []
+        return called
+
+    def outside(self) -> list[str]:
+        """What was called in no layer that is watched."""
+        return self.beside + self.ours + self.others
