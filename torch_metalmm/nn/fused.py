@@ -256,11 +256,15 @@ class Roles:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """A module that computes down(act(gate(x)) * up(x)); the activation as the ops call it."""
+    """A module that computes down(act(gate(x)) * up(x)); the activation as the ops call it.
+
+    drops: in training it computes something else, a dropout.
+    """
 
     module: Any
     roles: Roles
     activation: str = "silu"
+    drops: bool = False
 
     def layers(self) -> tuple[Any, Any, Any]:
         """gate, up and down; gate is up where both are halves of one layer."""
@@ -310,6 +314,7 @@ class SwiGLU(nn.Module):
         gated, children = self.gated, self._modules
         gate, up, down = gated.layers()
         replaced = any(children.get(name) is not child for name, child in self._others)
+        replaced = replaced or (self.training and gated.drops)
         packed = plain(gate) and plain(up) and plain(down) and self._settings.same()
         if replaced or not packed or gate.activations != up.activations:
             gated.module.training = self.training

@@ -163,13 +163,19 @@ def gated_with(change: str) -> Gated:
 
 @pytest.mark.parametrize(
     "module",
-    [Gated(act=nn.Tanh()), Clamped(), Scaled(), Twice(), Writing(), Dropping(), WithState()]
+    [Gated(act=nn.Tanh()), Clamped(), Scaled(), Twice(), Writing(), WithState()]
     + [gated_with(c) for c in ("dropout", "bias", "hook", "layer hook", "order")],
     ids=lambda m: type(m).__name__,
 )
 def test_what_is_not_swiglu_stays(module: nn.Module) -> None:
     training = [m.training for m in module.modules()]
     assert fused(module) is module and [m.training for m in module.modules()] == training
+
+
+def test_a_dropout_is_called_in_training() -> None:
+    mlp, x = fused(Dropping()), activations(4, K)
+    assert type(mlp) is SwiGLU
+    assert (mlp.train()(x) == 0).any() and not (mlp.eval()(x) == 0).any()
 
 
 def test_gate_and_up_of_another_activation_are_merged() -> None:

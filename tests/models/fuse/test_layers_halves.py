@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expert_models import expert_model
-from layer_models import are_fused, layers, padded, small
+from layer_models import are_fused, layers, padded
 
 from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache, fuse_, quantize_
@@ -29,10 +29,7 @@ EXPERTS = {
 
 def pair(kind: str) -> tuple[Any, Any]:
     """The model, unfused and fused."""
-    if kind == "seed_oss":
-        model = small(kind, max_position_embeddings=128)
-    else:
-        model = quantize_(expert_model(kind, max_position_embeddings=128), "q8_0", progress=False)
+    model = quantize_(expert_model(kind, max_position_embeddings=128), "q8_0", progress=False)
     fused = fuse_(copy.deepcopy(model), "swiglu")
     assert all(are_fused(fused)) and not any(are_fused(model))
     return model, fused
@@ -59,9 +56,8 @@ def kernels(model: Any) -> int:
     return len(ours) + len(others)
 
 
-@pytest.mark.parametrize("kind", [*EXPERTS, "seed_oss"])
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_greedy_tokens_of_padded_prompts(kind: str) -> None:
-    """seed_oss has a dropout in its MLP, whose module is called as it is, too."""
     model, fused = pair(kind)
     assert torch.equal(generated(fused), generated(model))
     fused = fuse_(fused, "swiglu", cache="q8_0")

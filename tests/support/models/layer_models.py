@@ -75,7 +75,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         }
     },
-    "seed_oss": _HEAD,
 }
 
 

@@ -28,17 +28,16 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     candidates = [(roles, act) for roles in _candidates(layers) for act in ACTIVATIONS]
     if not candidates:
         return None
-    for training in (False, True):  # some have a dropout in their forward
-        with evaluating(module):
-            module.train(training)
-            candidates = _computed(module, candidates)
-    return next((GatedMLP(module, *found) for found in candidates), None)
+    with evaluating(module):
+        candidates = _computed(module, candidates)
+        module.train()  # some have a dropout
+        always = _computed(module, candidates)
+    return next((GatedMLP(module, *c, drops=not always) for c in always or candidates), None)
 
 
 def _is_more(module: nn.Module) -> bool:
-    """Whether the module may be more than an activation function."""
-    state = bool(module._parameters or module._buffers or module._modules)
-    return state or (isinstance(module, nn.Dropout) and module.p > 0)
+    """Whether the module may be more than an activation function or a dropout."""
+    return bool(module._parameters or module._buffers or module._modules)
 
 
 def _candidates(layers: dict[str, QuantLinear]) -> list[Roles]:

@@ -66,8 +66,8 @@ class _Reader:
         self.factor: str | None = None
         out = self.seen.out
         self.rest: tuple[None, ...] | None = None
-        if isinstance(out, tuple) and len(out) == 1:
-            out, self.rest = out[0], ()
+        if isinstance(out, tuple) and out and all(weights is None for weights in out[1:]):
+            out, self.rest = out[0], out[1:]
         self.out = out
 
     def recipe(self) -> Recipe:
