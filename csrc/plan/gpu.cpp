@@ -63,6 +63,7 @@ Gpu cuda_gpu() {
   gpu.name = kCuda;
   gpu.norm_weights_per_core = kCudaNormWeightsPerCore;
   gpu.accelerator = Accelerator::kTensorCores;
+  gpu.reads_long_blocks = true;
   return gpu;
 }
 

@@ -42,6 +42,12 @@ struct Gpu {
   // Queries from which torch's attention takes kAttention, whatever tuning.def says; 0: as that
   // says.
   int64_t sdpa_queries = 0;
+  // Whether vector kernels read blocks of 2-byte fields 8 bytes at a time where rows allow it.
+  // Loads of 2 bytes fill the L1 of an NVIDIA GPU. An Apple GPU reads four of 2 bytes at an even
+  // address in one load: the longer words save none, and their selects cost gemv, instructions a
+  // weight of f16 x, q8_0 1.00 of 5.56, q6_k 1.03 of 7.05, q3_k 0.70 of 6.95 (bench agx,
+  // 2026-11-24).
+  bool reads_long_blocks = false;
 };
 
 // plan() knows Macs: an NVIDIA GPU is planned for as an M4 Max, a large one whose matrix units work

@@ -253,6 +253,15 @@ uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
   return out;
 }
 
+void choose_loads(StrategyId strategy, const Gpu& gpu, Pass& pass) {
+  const StrategyInfo& s = info_of(strategy);
+  const bool is_vector =
+      (s.family == Family::Matmul && !s.on_matrix_unit) || strategy == StrategyId::attention_split;
+  if (is_vector && !gpu.reads_long_blocks) {
+    pass.constants[kConstantBounds] &= ~static_cast<uint32_t>(kBoundsLongBlocks);
+  }
+}
+
 const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }
 
 int64_t heads_of(const RopeSizes& r) { return r.heads + product(r.kv_heads, 2); }

@@ -37,9 +37,11 @@ def run(kernel: str, name: str, packed: Tensor, x: Tensor, offset: int, gap: int
     """The result of a kernel on rows `gap` bytes apart, behind `offset` bytes."""
     (m, k), (n, row) = x.shape, packed.shape
     op = "dequantize" if kernel == "dequantize" else "linear"
+    # Vector kernels read 8 bytes at a time on NVIDIA GPUs alone.
     problem = {"m": m, "n": n, "k": k, "format": name, "strategy": kernel, "w_stride": row + gap}
+    problem["chip"] = _C.CUDA
     weight = memory_of(packed, gap, offset)
-    plan = _C.plan(op, chip="m1", w_alignment=alignment_of(weight), **problem)
+    plan = _C.plan(op, w_alignment=alignment_of(weight), **problem)
     width = width_of(row, offset, row + gap if n > 1 else 0)
     bounds = plan["passes"][0]["constants"]["bounds"]
     assert bounds & WIDTH_BITS[8] == WIDTH_BITS[width], (offset, gap)

@@ -211,7 +211,7 @@ def test_alignment(changes: dict[str, Any], x: bool, w: bool) -> None:
 
 def bounds_of(changes: dict[str, Any]) -> int:
     """BoundsBits of four rows of four q4_0 blocks, but for the changes."""
-    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": "m1"} | changes
+    problem = {"m": 2, "n": 4, "k": 128, "format": "q4_0", "chip": _C.CUDA} | changes
     op = problem.pop("op", "linear")
     bounds: int = _C.plan(op, **problem)["passes"][0]["constants"]["bounds"]
     return bounds
@@ -239,6 +239,20 @@ def bounds_of(changes: dict[str, Any]) -> int:
 def test_widths_of_blocks(changes: dict[str, Any], width: int) -> None:
     """Blocks of 2-byte fields are read by the largest width at which rows begin and end."""
     assert bounds_of(changes) & WIDTH_BITS[8] == WIDTH_BITS[width]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "width"),
+    [("gemv", 4), ("gemv_batched", 4), ("gemm_tiled", 4), ("gemm", 8), ("gemm_small", 8)],
+)
+def test_vector_kernels_of_macs_read_no_long_blocks(strategy: str, width: int) -> None:
+    """Selects would cost them more than loads of 2 bytes do."""
+    bounds = bounds_of({"strategy": strategy, "chip": "m4-max"})
+    assert bounds & WIDTH_BITS[8] == WIDTH_BITS[width]
+    assert bounds_of({"strategy": strategy}) & WIDTH_BITS[8] == WIDTH_BITS[8]
+    attention = {"heads": 32, "kv_heads": 8, "queries": 1}
+    one = _C.plan("attention", k=128, n=512, format="q8_0", chip="m4-max", attention=attention)
+    assert one["passes"][0]["constants"]["bounds"] & WIDTH_BITS[8] == WIDTH_BITS[4]
 
 
 @pytest.mark.parametrize(

@@ -63,14 +63,20 @@ def arranged_of(plan: dict[str, Any]) -> Tensor:
     return torch.full((max(plan["arranged_bytes"], 1),), 0xFF, dtype=torch.uint8)
 
 
-def execute(op: str, buffers: dict[str, Tensor | None], cores: int = 1, **problem: Any) -> Tensor:
+def execute(
+    op: str,
+    buffers: dict[str, Tensor | None],
+    cores: int = 1,
+    chip: str = "m1",
+    **problem: Any,
+) -> Tensor:
     """The y of `buffers` after the plan of `op`; a slot that is None is bound to a NaN."""
     w = buffers.get("weight")
     given = (buffers.get(s) for s in ("x", "x2", "norm", "c" if op == "rms_norm" else "x"))
     x_alignment = min((alignment_of(t) for t in given if t is not None), default=16)
     plan = _C.plan(
         op,
-        chip="m1",
+        chip=chip,
         dtype=NAMES[buffers["y"].dtype],
         x_alignment=x_alignment,
         w_alignment=16 if w is None else alignment_of(w),
