@@ -132,6 +132,15 @@ def test_what_is_refused(backend: Backend) -> None:
             v[0, 1, 2, 5] = number
             with pytest.raises(ValueError, match="v: has NaN or Inf, which q8_0 cannot hold"):
                 ops.cache_append(*good[:3], v, slots, "q8_0", "q8_0")
+        dense = torch.zeros(*keys.shape[:3], k.shape[-1], dtype=torch.float16)
+        for large in (65519.0, -65520.0, 1e5, torch.inf):
+            v = k.float()
+            v[0, 1, 2, 5] = large
+            if large in (-65520.0, 1e5):
+                with pytest.raises(ValueError, match=f"v: has {large:g}, which f16 cannot hold"):
+                    ops.cache_append(dense, dense.clone(), k, v, slots, "f16", "f16")
+            else:
+                ops.cache_append(dense, dense.clone(), k, v, slots, "f16", "f16")
     assert torch.equal(keys, before) and torch.equal(values, before)
 
 

@@ -53,7 +53,11 @@ def load_report() -> Iterator[list[str]]:
 @pytest.mark.parametrize("verbosity", [logging.WARNING, logging.CRITICAL])
 @pytest.mark.parametrize(
     ("value", "format", "message"),
-    [(float("nan"), "q8_0", "has NaN or Inf"), (1e30, "f16", "has 1e+30, too large for f16")],
+    [
+        (float("nan"), "q8_0", "has NaN or Inf"),
+        (1e30, "f16", "row 3 has 1e+30, too large for f16"),
+        (1e30, "q8_0", "row 3 has 1e+30, too large for q8_0"),
+    ],
 )
 def test_sources_with_bad_numbers(
     tmp_path: Path, value: float, format: str, message: str, verbosity: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -304,10 +305,12 @@ def test_bad_weight_changes_nothing(change: Callable[[nn.Module], None], message
     unchanged_after(ValueError, message, "q4_0", model)
 
 
-def test_weight_too_large_for_the_f16_fallback_changes_nothing() -> None:
-    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(10, 4))
-    model[1].weight.data[0, 0] = 1e5
-    unchanged_after(ValueError, "1.weight has 100000, too large for f16", "q4_0", model)
+@pytest.mark.parametrize(("k", "value", "format"), [(10, -1e5, "f16"), (32, 1e38, "q4_0")])
+def test_weight_too_large_for_its_format_changes_nothing(k: int, value: float, format: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(k, 4))
+    model[1].weight.data[2, 0] = value
+    message = f"1.weight: row 2 has {value:g}, too large for {format}"
+    unchanged_after(ValueError, re.escape(message), "q4_0", model)
 
 
 def test_the_model_itself_cannot_be_replaced() -> None:
@@ -335,3 +338,18 @@ def test_a_format_of_large_blocks_names_a_smaller_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(formats.get("q4_k")), "fallback", "q6_k")
     with pytest.raises(ValueError, match="^q4_k: .* fallback 'q6_k'; .* of smaller blocks"):
         formats._check_fallbacks(everything)
+
+
+@pytest.mark.parametrize("large", [65504.0, -1e5, 2e7, -1e20, 3.4e38])
+@pytest.mark.parametrize("format", ["f16", "bf16", "q4_0", "q4_1", "q6_k", "iq4_xs", "affine4_g32"])
+def test_the_value_of_a_layer_is_kept_or_named_as_too_large(format: str, large: float) -> None:
+    """Never stored as Inf or NaN, nor as a small number."""
+    linear = nn.Linear(256, 8)
+    linear.weight.data[3, 250] = large
+    try:
+        decoded = QuantLinear.from_linear(linear, format).dequantize()
+    except ValueError as error:
+        assert str(error) == f"w: row 3 has {large:g}, too large for {format}"
+        assert abs(large) > 65504
+    else:
+        assert decoded.isfinite().all() and 0.5 <= decoded[3, 250] / large <= 1.5

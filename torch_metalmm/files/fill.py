@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..models.attach import attach
+from ..models.finite import check_finite
 from ..models.integers.affine import Rows
 from ..models.replace import is_conv1d, packable, replaceable
 from ..models.shard.apply import part_of
@@ -73,7 +74,11 @@ def fill(
 
 
 def finish(path: Path, model: Any) -> Any:
-    """The filled model, frozen, with the folder's generation_config.json."""
+    """The filled model, frozen, with the folder's generation_config.json.
+
+    ValueError: a packed weight is NaN or Inf.
+    """
+    check_finite(path, model)
     if (path / "generation_config.json").exists():
         from transformers import GenerationConfig
 

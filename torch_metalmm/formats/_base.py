@@ -79,7 +79,7 @@ class Format(ABC):
         ValueError if a shape, a dtype or K does not fit, if a row has NaN or Inf, if the importance
         is not as said, or if the format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an
-        infinite scale (from about 1e18 on perhaps a NaN), as ggml does.
+        infinite scale (from about 1e18 on perhaps a NaN), as ggml does; layers refuse it.
         """
         if not self.packs:
             raise ValueError(self.refusal())

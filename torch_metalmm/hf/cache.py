@@ -46,10 +46,10 @@ class PackedCache(Cache):
 
     format: "f16/q8_0", keys and values in any two weight formats whose blocks divide the head size;
     of one name, "f16" is of both, and a packed "q8_0" is of values beside keys in f16 (pair_of in
-    caches says why); None: the model's dtype. What f16 cannot hold, beyond 65504, becomes infinite
-    in it; take bf16 or f32 for keys like these. slots: as many from the start and no more, of whose
-    shapes a compiled model makes one graph. Layers without keys are those of transformers' own
-    caches.
+    caches says why); None: the model's dtype. What f16 cannot hold, beyond 65504, is refused on the
+    CPU, and becomes infinite on GPUs, which would have to wait for each step to say it; take bf16
+    or f32 for keys like these. slots: as many from the start and no more, of whose shapes a
+    compiled model makes one graph. Layers without keys are those of transformers' own caches.
 
     A step of a model that fails leaves no rows: see caches/transaction.py.
     """

@@ -22,6 +22,7 @@ from ..files.folder import check_packed, is_packed, read_tokenizer
 from ..files.owned import obsolete_tokenizer, obsolete_weights
 from ..files.staging import staged
 from ..files.untrusted import load_config
+from ..models.finite import check_finite
 from ..models.shard.gather import on_whole
 from ..models.skeleton import named_class
 from ..nn.sharded import is_sharded
@@ -118,4 +119,5 @@ def load_packed(
     ):
         if keys:
             raise ValueError(f"{path} {problem} {', '.join(sorted(keys)[:6])}")
+    check_finite(path, model)
     return model.requires_grad_(False), read_tokenizer(path)

@@ -247,10 +247,10 @@ def _pack(name: str, weight: Tensor, job: Job, model: nn.Module) -> Tensor:
     if not isinstance(model.get_submodule(name.rpartition(".")[0]), Sharded):  # its part was cut
         check_shape(name, tuple(weight.shape), dense)
         weight = weight.t() if is_conv1d(dense) else weight
-    check_weight(name, weight, job.format)
+    check_weight(name, weight)
     if isinstance(dense, Stack):
-        return quantize_weight(dense.rows(weight), job.format).view(*dense.shape[:2], -1)
-    return quantize_weight(weight, job.format, job.importance)
+        return quantize_weight(dense.rows(weight), job.format, name=name).view(*dense.shape[:2], -1)
+    return quantize_weight(weight, job.format, job.importance, name)
 
 
 def _in_model(model: Any, names: Any) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def quantize_(
         while jobs:
             job = jobs.pop(0)
             dense = dense_weight(job.sites[0][1])
-            job.put(model, quantize_weight(dense, job.format, job.importance))
+            name = job.parameters[0]
+            job.put(model, quantize_weight(dense, job.format, job.importance, name))
             advance(job.values)
     if not quantized_by_another(model):
         attach(model)  # its save_pretrained works
@@ -288,15 +289,19 @@ def _shared_weights(model: nn.Module, apart: Container[str] = ()) -> list[Sites]
 
 
 def _check(jobs: list[Job]) -> None:
-    """ValueError if a weight has no data, NaN or Inf. Reads every weight once, copies none."""
+    """ValueError if a weight has no data, NaN or Inf, or a value too large for its format.
+
+    Reads every weight once, and copies none but those of values beyond f16, which it packs.
+    """
     for job in jobs:
-        module = job.sites[0][1]
-        if getattr(module, "format", None) is None:  # dense
-            check_weight(job.parameters[0], module.weight, job.format)
+        module, name = job.sites[0][1], job.parameters[0]
+        packed = getattr(module, "format", None) is not None
+        if not packed and check_weight(name, module.weight) > _F16_MAX:
+            quantize_weight(dense_weight(module), job.format, job.importance, name)
 
 
-def check_weight(name: str, weight: Tensor, format: str) -> None:
-    """ValueError if a dense weight cannot be packed: no data, not float, NaN, Inf, too large."""
+def check_weight(name: str, weight: Tensor) -> float:
+    """The largest magnitude. ValueError: no data, not float, NaN, Inf."""
     if weight.is_meta:
         raise ValueError(f"{name} is on the meta device and has no data")
     if not weight.is_floating_point():
@@ -304,8 +309,7 @@ def check_weight(name: str, weight: Tensor, format: str) -> None:
     largest = largest_magnitude(weight)
     if not isfinite(largest):
         raise ValueError(f"{name} has NaN or Inf")
-    if format == "f16" and largest > _F16_MAX:
-        raise ValueError(f"{name} has {largest:g}, too large for f16")
+    return largest
 
 
 def warn_fallbacks(jobs: list[Job]) -> None:

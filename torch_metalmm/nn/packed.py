@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from math import isfinite
 from typing import Any
 
 import torch
@@ -129,16 +131,41 @@ def check_packed(weight: Tensor, k: int, format: str) -> tuple[formats.Format, n
     return spec, nn.Parameter(weight, requires_grad=False)
 
 
-def quantize_weight(weight: Tensor, format: str, importance: Tensor | None = None) -> Tensor:
+def quantize_weight(
+    weight: Tensor, format: str, importance: Tensor | None = None, name: str = "w"
+) -> Tensor:
     """weight [N, K] -> uint8 [N, row_bytes] on the weight's device. The quantizers run on the CPU.
 
     importance: f32 [K] on the CPU, as torch.ops.metalmm.quantize takes it.
-    ValueError: the weight has no data (meta), is not 2-D, or has NaN or Inf.
+    ValueError, which calls it `name`: the weight has no data (meta), is not 2-D, has NaN or Inf, or
+    a value too large for the format.
     """
     if weight.is_meta:
         raise ValueError("the weight is on the meta device and has no data to quantize")
     source = weight.detach().to("cpu")
     if source.dtype == torch.float64:
         source = source.float()
-    packed: Tensor = torch.ops.metalmm.quantize(source, format, importance)
+    try:
+        packed: Tensor = torch.ops.metalmm.quantize(source, format, importance)
+    except ValueError as error:
+        raise ValueError(re.sub("^w:", f"{name}:", str(error))) from None
+    _check_range(source, packed, format, name)
     return packed.to(weight.device)
+
+
+def _check_range(weight: Tensor, packed: Tensor, format: str, name: str) -> None:
+    """ValueError: a row is not what its bytes hold. The op stores such rows as ggml does.
+
+    A value beyond the scales of the format, f16 in most, becomes infinite, from 1e18 on perhaps
+    small. No format fails up to the largest f16, so that other weights cost one look at them.
+    """
+    most = torch.finfo(torch.float16).max
+    if weight.numel() == 0 or max(abs(float(v)) for v in torch.aminmax(weight)) <= most:
+        return
+    for row, values in enumerate(weight):
+        largest = float(values[values.abs().argmax()])
+        if abs(largest) <= most:
+            continue
+        held = float(torch.ops.metalmm.dequantize(packed[row : row + 1], format).abs().max())
+        if not (isfinite(held) and held >= abs(largest) / 2):
+            raise ValueError(f"{name}: row {row} has {largest:g}, too large for {format}")

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "cpu/ops.h"
@@ -19,6 +20,7 @@ class Append {
       : from_(rows.detach().to(at::kFloat).contiguous()), to_(cache), format_(format) {
     TORCH_CHECK_VALUE(cache.stride(3) == 1, name == std::string("k") ? "keys" : "values",
                       ": the values of a row must lie side by side");
+    if (format.name == "f16") check_f16(name);
     if (format.layout == Layout::kDense) return;
     TORCH_CHECK_VALUE(all_finite(elements<float>(from_), from_.numel()), name,
                       ": has NaN or Inf, which ", format.name, " cannot hold");
@@ -42,6 +44,17 @@ class Append {
   }
 
  private:
+  // ValueError: a finite value would become infinite. Engines of GPUs store it so: they would have
+  // to wait for each step to say it.
+  void check_f16(const char* name) const {
+    const float* x = elements<float>(from_);
+    const float* bad = std::find_if(x, x + from_.numel(), [](float v) {
+      return std::isfinite(v) && std::abs(v) >= 65520;  // what rounds to 65504 is below
+    });
+    TORCH_CHECK_VALUE(bad == x + from_.numel(), name, ": has ", *bad,
+                      ", which f16 cannot hold; take a cache of bf16 or f32");
+  }
+
   at::Tensor from_, to_;
   const Format& format_;
 };

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...extras import HF, require
 from ...formats import DTYPES
 from ...models.attach import attach
+from ...models.finite import check_finite
 from ...models.replace import is_conv1d, summary
 from ...models.shard.apply import part_of, part_of_columns, part_of_rows, shard_
 from ...models.skeleton import (
@@ -101,6 +102,7 @@ def load_gguf(
         _put_empty(model, file, todo)
         shard_(model, mesh, plan)
     _fill(model, file, mapping, todo, device)
+    check_finite(file.path, model)
     _set_end_tokens(model, file)
     attach(model)
     return model.requires_grad_(False), tokens

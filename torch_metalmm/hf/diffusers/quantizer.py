@@ -178,8 +178,8 @@ class DiffusersMetalMMQuantizer(DiffusersQuantizer):  # type: ignore[misc]  # un
         if param_name in self._packed:  # by another of its names
             return
         weight = param_value if state_dict is None else state_dict[param_name]
-        check_weight(param_name, weight, job.format)
-        job.put(model, quantize_weight(weight, job.format).to(target_device))
+        check_weight(param_name, weight)
+        job.put(model, quantize_weight(weight, job.format, name=param_name).to(target_device))
         self._packed.update(job.parameters)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:

@@ -1,0 +1,68 @@
+"""Files whose packed weights decode to Inf or NaN."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from torch_metalmm import (
+    load_gguf,
+    load_mlx,
+    load_packed,
+    quantize_,
+    save_mlx,
+    save_packed,
+)
+from torch_metalmm.files.gguf.file import GgufFile
+from torch_metalmm.tools.generate import demo_model
+
+LAYER = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize(
+    ("save", "load", "format", "scale", "at"),
+    [
+        (save_packed, load_packed, "q4_0", torch.tensor(-torch.inf).half(), 0),
+        (save_mlx, load_mlx, "affine4_g32_bf16", torch.tensor(1e38).bfloat16(), 128),
+    ],
+    ids=["packed", "mlx"],
+)
+def test_a_scale_that_makes_inf_is_named(
+    tmp_path: Path,
+    save: Callable[..., Any],
+    load: Callable[..., Any],
+    format: str,
+    scale: torch.Tensor,
+    at: int,
+) -> None:
+    values = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256}
+    config = transformers.LlamaConfig(**values, num_hidden_layers=2, num_attention_heads=4)
+    model = quantize_(transformers.LlamaForCausalLM(config), format, progress=False)
+    path = tmp_path
+    rows = model.get_parameter(LAYER).data
+    rows[5, at : at + 2] = scale.reshape(1).view(torch.uint8)
+    decoded = torch.ops.metalmm.dequantize(rows, format)[5]
+    assert not decoded.isfinite().all()
+    save(model, None, path)
+    with pytest.raises(ValueError, match=rf"{path}: {LAYER} has (-?inf|nan) in row 5"):
+        load(path)
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("scale", [0x7C00, 0x7E01], ids=["inf", "nan"])
+def test_a_scale_of_a_gguf_file_is_named(tmp_path: Path, scale: int) -> None:
+    path = Path(shutil.copyfile(demo_model(), tmp_path / "model.gguf"))
+    entry = GgufFile(path).tensors["blk.1.ffn_up.weight"]
+    row_bytes = entry.nbytes // entry.shape[0]
+    with path.open("r+b") as file:
+        file.seek(entry.offset + 5 * row_bytes)
+        file.write(scale.to_bytes(2, "little"))
+    with pytest.raises(ValueError, match=rf"{path}: {LAYER} has (-?inf|nan) in row 5"):
+        load_gguf(path)
