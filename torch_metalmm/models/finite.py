@@ -50,5 +50,5 @@ def _sums(weight: Tensor, kind: str) -> Tensor:
     spec = formats.get(kind)
     k = weight.shape[1] // spec.block_bytes * spec.block_values
     ones = torch.ones(1, k, dtype=torch.float32, device=weight.device)
-    total: Tensor = torch.ops.metalmm.linear(ones, weight, kind)
+    total: Tensor = torch.ops.metalmm.linear(ones, weight, None, kind)
     return total[0]
