@@ -102,9 +102,9 @@ def test_dense_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     dense = [weakref.ref(p) for p in model.parameters() if p.dim() == 2]
     alive: list[int] = []
 
-    def counting(weight: torch.Tensor, format: str, *others: Any) -> Tensor:
+    def counting(weight: Tensor, format: str, *others: Any) -> Tensor:
         alive.append(sum(ref() is not None for ref in dense))
-        return original(weight, format, importance)
+        return original(weight, format, *others)
 
     original = quantize_module.quantize_weight
     monkeypatch.setattr(quantize_module, "quantize_weight", counting)
