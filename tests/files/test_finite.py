@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,14 +56,28 @@ def test_a_scale_that_makes_inf_is_named(
         load(path)
 
 
+def spoil(path: Path, scale: int) -> None:
+    """Write an f16, by its bits, to the first scale of row 5 of a tensor."""
+    entry = GgufFile(path).tensors["blk.1.ffn_up.weight"]
+    with path.open("r+b") as file:
+        file.seek(entry.offset + 5 * entry.nbytes // entry.shape[0])
+        file.write(scale.to_bytes(2, "little"))
+
+
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("scale", [0x7C00, 0x7E01], ids=["inf", "nan"])
 def test_a_scale_of_a_gguf_file_is_named(tmp_path: Path, scale: int) -> None:
     path = Path(shutil.copyfile(demo_model(), tmp_path / "model.gguf"))
-    entry = GgufFile(path).tensors["blk.1.ffn_up.weight"]
-    row_bytes = entry.nbytes // entry.shape[0]
-    with path.open("r+b") as file:
-        file.seek(entry.offset + 5 * row_bytes)
-        file.write(scale.to_bytes(2, "little"))
+    spoil(path, scale)
     with pytest.raises(ValueError, match=rf"{path}: {LAYER} has (-?inf|nan) in row 5"):
         load_gguf(path)
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_files_beyond_half_of_memory_stay_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copyfile(demo_model(), tmp_path / "model.gguf"))
+    spoil(path, 0x7C00)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1}.__getitem__)
+    load_gguf(path)

@@ -17,8 +17,15 @@ def check_finite(path: str | os.PathLike[str], model: nn.Module) -> None:
     """ValueError that names the file, the tensor, the row and the value: a weight is NaN or Inf.
 
     The sums of the rows say it, which are products with ones; rows of such a sum are decoded.
+    SmolLM2 (98 MB of q4_1 and q8_0) takes 11 ms of CPU time; torch's reads of the scales alone,
+    every 20th or 34th byte, take 24 ms and touch the same pages of a mapped file. Not checked:
+    weights on the CPU of more than half of the memory, which are mapped and read when used.
     """
-    sums = {name: (w, kind, _sums(w, kind)) for name, w, kind in _weights(model)}
+    weights = list(_weights(model))
+    held = sum(w.nbytes for _, w, _ in weights if w.device.type == "cpu")
+    if held > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
+        return
+    sums = {name: (w, kind, _sums(w, kind)) for name, w, kind in weights}
     if not sums or bool(torch.stack([s.isfinite().all().cpu() for *_, s in sums.values()]).all()):
         return
     for name, (weight, kind, total) in sums.items():

@@ -70,7 +70,8 @@ def load_gguf(
     before any weight is read: not a GGUF file, truncated, parts that are not one model's, a tensor
     type without a format here, tensors that overlap or are not aligned, an architecture that cannot
     be mapped, a missing tensor or one of another shape than the model's, metadata too large for a
-    model. ValueError, too, where the file is truncated while it is read.
+    model. ValueError, too, where the file is truncated while it is read, and where a packed weight
+    decodes to NaN or Inf, unless the packed weights take more than half of the memory.
     """
     if dtype not in (None, *DTYPES.values()):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
