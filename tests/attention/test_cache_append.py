@@ -134,7 +134,7 @@ def test_what_is_refused(backend: Backend) -> None:
                 ops.cache_append(*good[:3], v, slots, "q8_0", "q8_0")
         dense = torch.zeros(*keys.shape[:3], k.shape[-1], dtype=torch.float16)
         for large in (65519.0, -65520.0, 1e5, torch.inf):
-            v = k.float()
+            v = k.float().clone()
             v[0, 1, 2, 5] = large
             if large in (-65520.0, 1e5):
                 with pytest.raises(ValueError, match=f"v: has {large:g}, which f16 cannot hold"):
