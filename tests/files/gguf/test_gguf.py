@@ -234,5 +234,5 @@ print(peak_memory() - base)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     grown, size = int(run.stdout), demo_model().stat().st_size
     print(f"peak memory over imports {grown / size:.2f} x the file")
-    # The pages of the mapped file, which check_finite reads, and what is copied: q, k, dense weights.
+    # The mapped pages, which check_finite reads, and what is copied: q, k, dense weights.
     assert grown < 1.6 * size
