@@ -17,8 +17,8 @@ namespace metalmm {
 // elements for x, y and c, in bytes for weights. All sizes are of the whole problem, not of a tile.
 struct KernelArgs {
   MM_I64 x_stride;   // row m of x, and of gate and up
-  MM_I64 x2_stride;  // row m of x2 of add_rms_norm, of v of rope, of a mask
-  MM_I64 y_stride;   // row m of y and of c
+  MM_I64 x2_stride;  // row m of x2 of add_rms_norm, of v of rope, of a mask, of a of gated_delta
+  MM_I64 y_stride;   // row m of y and of c, of b of gated_delta
   MM_I64 w_stride;   // row n of weight; slot of keys of a cache
   MM_I64 w2_stride;  // row n of weight2; slot of values of a cache
   // Of keys and (2) of values of a cache, bytes; of x and x2 of rope_append, values. The mask of
@@ -26,7 +26,7 @@ struct KernelArgs {
   // Of experts, bytes from one to the next: head_stride of weight, sequence_stride of weight2.
   MM_I64 head_stride, sequence_stride, head2_stride, sequence2_stride;
   MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
-  MM_U32 m, n, k;     // k of rope and of attention: values of a head
+  MM_U32 m, n, k;     // k of rope and of attention: values of a head; gated_delta: k of q, n of v
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
@@ -35,6 +35,7 @@ struct KernelArgs {
                       // slots hold rows
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
+  // gated_delta: heads of v, and of q and k; positions of a sequence.
   // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
   // share a row of x.
   MM_U32 heads, kv_heads, rotated, positions;
@@ -51,16 +52,17 @@ enum Slot : MM_U32 {
   kSlotWeight = 1,   // packed rows; gate weight of swiglu_up; keys of a cache
   kSlotY = 2,        // result, or f32 sums (kEpiloguePartial); q of rope
   kSlotBias = 3,     // sinks of attention
-  kSlotC = 4,        // mask of attention
+  kSlotC = 4,        // mask of attention; b of gated_delta
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
-  // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts
+  // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts;
+  // a of gated_delta
   kSlotX2 = 6,
   kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
-  kSlotNorm = 8,   // weight of a norm [K]; of the heads of q
-  kSlotNorm2 = 9,  // of the heads of k
+  kSlotNorm = 8,   // weight of a norm [K]; of the heads of q; a_log of gated_delta
+  kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta
   kSlotCos = 10,
   kSlotSin = 11,
-  kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h
+  kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h; state
   kSlotY3 = 13,       // v of rope
   kSlotPartial = 14,  // f32 partial results [parts, M, N] that the reduction pass reads
   kSlotArgs = 15,     // constant KernelArgs&
@@ -92,6 +94,7 @@ enum SlotBits : MM_U32 {
       slot_bit(kSlotY3),
   kBindRopeAppend = (kBindRope & ~(slot_bit(kSlotY2) | slot_bit(kSlotY3))) | slot_bit(kSlotIds) |
       slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
+  kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
   kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds),
   kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
       slot_bit(kSlotArgs)
@@ -103,7 +106,7 @@ enum FunctionConstant : MM_U32 {
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
-                           // of experts ExpertBits
+                           // of experts ExpertBits, of gated_delta DeltaBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -142,6 +145,10 @@ enum RopeBits : MM_U32 {
   kRopeApart = 16,        // v is x2
   kRopeFloatTables = 32,  // cos and sin are f32, whatever x is
   kRopeHalfKeys = 64      // rows of keys are f16, whatever the format of values
+};
+
+enum DeltaBits : MM_U32 {
+  kDeltaFloatHeads = 1  // a_log and dt_bias are f32, whatever x is
 };
 
 // The first three: that size has a tail. Alignment is that of the first byte and of the stride; a

@@ -171,6 +171,13 @@ struct HeadLanes {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
 };
 
+// gated_delta: a simdgroup kColumns columns of the state of a head, 4 a lane, a row for each
+// kRowLanes; an item is a lane. 16 columns instead of 8 leave 256 simdgroups for 32 heads of 128.
+struct GatedDeltaGeometry {
+  MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
+  MM_CONST int kColumns = 8, kRowLanes = kSimdWidth / (kColumns / 4), kMostRows = 16;
+};
+
 // ---- attention: a part of the slots that the queries see, for rows of q of one head of keys. Rows
 // are numbered by head of q, then by query.
 

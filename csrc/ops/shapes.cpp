@@ -3,6 +3,7 @@
 #include "attention/checks.h"
 #include "checks.h"
 #include "experts/checks.h"
+#include "recurrent.h"
 #include "strategies.h"
 
 namespace metalmm::shapes {
@@ -56,6 +57,11 @@ Shape rope_append(const args::rope_append& a) {
 Shape attention(const args::attention& a) {
   const AttentionShape s = check(a);
   return {s.cache.batch, s.queries, s.heads, s.cache.dim};
+}
+
+Shape gated_delta(const args::gated_delta& a) {
+  const DeltaShape s = check(a);
+  return {s.batch, s.positions, s.heads, s.dv};
 }
 
 Shape linear_input_grad(const args::linear_input_grad& a) { return with_last(a.grad, check(a).k); }

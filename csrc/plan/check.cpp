@@ -100,6 +100,7 @@ void check(const Problem& p) {
   if (is_of_experts(p.op)) check_experts(p);
   if (p.op == Op::kRopeAppend) check_append(p);
   if (p.op == Op::kAttention) check_attention(p);
+  if (p.op == Op::kGatedDelta) check_delta(p);
 }
 
 }  // namespace metalmm

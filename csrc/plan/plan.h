@@ -51,12 +51,13 @@ enum class Op : int {
   kRmsNorm,     // m, k: y = x normalised + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
+  kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
   kCount
 };
 
 constexpr bool is_of_experts(Op op) { return op >= Op::kExpertLinear && op <= Op::kExpertTiles; }
 constexpr bool has_weight(Op op) { return op < Op::kAdd; }
-// rms_norm, add_rms_norm, rope: what takes rows of x and has no W.
+// rms_norm and what follows: what takes rows of x and has no W.
 constexpr bool is_of_rows(Op op) { return op >= Op::kRmsNorm; }
 
 // The sizes of kRope and of kRopeAppend, and what its operands are.
@@ -68,6 +69,14 @@ struct RopeSizes {
   bool q_norm = false, k_norm = false, interleaved = false;
   bool v_apart = false;       // x2 is v
   bool float_angles = false;  // cos and sin are f32, not of dtype
+};
+
+// The sizes of kGatedDelta, and what its operands are. y_stride of the problem is that of rows of
+// b.
+struct DeltaSizes {
+  int64_t heads = 1, key_heads = 1;  // of v; of q and of k
+  int64_t positions = 1;             // rows of x of one sequence
+  bool float_heads = false;          // a_log and dt_bias are f32, not of dtype
 };
 
 // The sizes of kAttention, and what its operands are.
@@ -130,6 +139,7 @@ struct Problem {
   Activation activation = Activation::kSilu;
   RopeSizes rope;
   AppendSizes append;
+  DeltaSizes delta;
   AttentionSizes attention;
   ExpertSizes experts;
   float alpha = 1, beta = 0;  // c is not read when beta is 0

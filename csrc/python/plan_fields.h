@@ -55,6 +55,16 @@ inline RopeSizes read_rope(const py::dict& given) {
   return out;
 }
 
+inline DeltaSizes read_delta(const py::dict& given) {
+  static const std::vector<Field<DeltaSizes>> fields = {{"heads", &DeltaSizes::heads},
+                                                        {"key_heads", &DeltaSizes::key_heads},
+                                                        {"positions", &DeltaSizes::positions},
+                                                        {"float_heads", &DeltaSizes::float_heads}};
+  DeltaSizes out;
+  set_fields("delta", given, fields, out);
+  return out;
+}
+
 inline AppendSizes read_append(const py::dict& given) {
   using A = AppendSizes;
   static const std::vector<Field<A>> fields = {{"half_keys", &A::half_keys},
@@ -140,6 +150,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
        +[](const std::string& name) { return activation_by_name(name); }},
       {"rope", &P::rope, &read_rope},
       {"append", &P::append, &read_append},
+      {"delta", &P::delta, &read_delta},
       {"attention", &P::attention, &read_attention},
       {"experts", &P::experts, &read_experts}};
   Problem out;

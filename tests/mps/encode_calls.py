@@ -160,6 +160,19 @@ def rope_append(name: str, dtype: torch.dtype) -> Call:
     return Call(run, operands | {"weight": keys, "weight2": values}, problem | {"w_stride": row})
 
 
+def gated_delta(_: str, dtype: torch.dtype) -> Call:
+    """Two sequences of three positions; a head of q and k, two of v, of a merged projection."""
+    x = torch.zeros(2, 3, 104, dtype=dtype)
+    qkv, a, b = x[..., 8:72], x[..., 80:82], x[..., 82:84]
+    a_log, dt_bias = torch.zeros(5)[3:], torch.zeros(7)[5:]
+    state = torch.zeros(3, 2, 16, 16)[1:]
+    sizes = {"heads": 2, "key_heads": 1, "positions": 3, "float_heads": dtype != torch.float32}
+    problem = {"op": "gated_delta", "m": 6, "n": 16, "k": 16, "delta": sizes, "eps": 0.5}
+    run = lambda: ops.gated_delta(qkv, a, b, a_log, dt_bias, state, 0.5)  # noqa: E731
+    operands = {"x": qkv, "x2": a, "c": b, "norm": a_log, "norm2": dt_bias, "y2": state}
+    return Call(run, operands, problem | dict.fromkeys(("x_stride", "x2_stride", "y_stride"), 104))
+
+
 def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False) -> Call:
     """Two sequences, 4 heads of q for 2 of keys, a part of a larger cache; filled: no length."""
     name = name if name in stored() else "q8_0"
@@ -274,6 +287,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "add_rms_norm": add_rms_norm,
     "rope": rope,
     "rope_append": rope_append,
+    "gated_delta": gated_delta,
     "attention_split": lambda f, t: attention(f, t, 1),
     "attention_tile": lambda f, t: attention(f, t, 40),
     **{f"{m} queries, no length": lambda f, t, m=m: attention(f, t, m, True) for m in (1, 40)},

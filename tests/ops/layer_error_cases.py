@@ -36,7 +36,46 @@ def rope(**changes: Any) -> Callable[[Any], Any]:
     return call
 
 
+def delta(**changes: Any) -> Callable[[Any], Any]:
+    """gated_delta of 3 positions, a head of q and k of 16 values, 2 heads of v of 16."""
+
+    def call(t: Any) -> Any:
+        good = {"qkv": t.x[None], "a": t.c[None, :, :2], "b": t.c[None, :, 2:4]}
+        good |= {"a_log": t.bias[:2], "dt_bias": t.bias[2:4]}
+        good |= {"state": t.dense[:4].reshape(1, 2, 8, 16).repeat(1, 1, 2, 1), "eps": 1e-6}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.gated_delta(*(good | changed).values())
+
+    return call
+
+
 LAYER_CASES = {
+    "delta qkv": Case(delta(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
+    "delta qkv dtype": Case(delta(qkv=lambda t: t.x[None].int()), "qkv", "int|Int", "float32"),
+    "delta values": Case(delta(qkv=lambda t: t.x[None, :, 1:]), "qkv", "63", "2 heads of v of 16"),
+    "delta without keys": Case(
+        delta(qkv=lambda t: t.x[None, :, :32]), "qkv", "32", "q and k of 16"
+    ),
+    "delta state": Case(
+        delta(state=lambda t: t.dense[:4].reshape(1, 2, 8, 16).half()),
+        "state",
+        "Half|16",
+        "float32",
+    ),
+    "delta batch": Case(
+        delta(state=lambda t: t.dense[:4].view(2, 2, 4, 16)), "state", r"\[2, 2, 4, 16\]", r"\[1, h"
+    ),
+    "delta dv": Case(
+        delta(state=lambda t: t.dense[:3].view(1, 2, 16, 6)), "state", r"6\]", "multiple of 4"
+    ),
+    "delta dk": Case(
+        delta(state=lambda t: t.dense[:1].repeat(33, 1).view(1, 2, 264, 4)), "state", "264", "256"
+    ),
+    "delta a": Case(delta(a=lambda t: t.c[None]), "a", r"\[1, 3, 5\]", r"\[1, 3, 2\]"),
+    "delta b": Case(delta(b=lambda t: t.c[None, 1:, :2]), "b", r"\[1, 2, 2\]", r"\[1, 3, 2\]"),
+    "delta a_log": Case(delta(a_log=lambda t: t.bias), "a_log", r"\[5\]", r"\[2\]"),
+    "delta dt_bias": Case(delta(dt_bias=lambda t: t.bias[:2].int()), "dt_bias", "int|Int", "float"),
+    "delta eps": Case(delta(eps=-1.0), "eps", "-1", "0 or more"),
     "norm weight": Case(norm(g=lambda t: t.x[0, 1:]), "norm_weight", r"\[63\]", r"\[64\]"),
     "norm weight dtype": Case(norm(g=lambda t: t.x[0].int()), "norm_weight", "int|Int", "float32"),
     "eps": Case(norm(eps=-1e-5), "eps", "-1e-05", "0 or more"),

@@ -22,6 +22,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
     x3 = activations(3, 2, k, dtype=dtype).transpose(0, 1)
     ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
     g = activations(3, n, dtype=dtype, seed="g")
+    state = activations(2, 2, 8, 16, seed="state")
     return (
         cache_calls(dtype)
         | expert_calls(dtype)
@@ -65,6 +66,16 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                     x[1, :16],
                 ),
                 {"eps": 1e-5, "offset": 1.0, "interleaved": True},
+            ),
+            "gated_delta": (
+                ops.gated_delta,
+                (x3, *(x3[..., i : i + 2] for i in (0, 2)), *bias[:4].view(2, 2), state),
+                {},
+            ),
+            "gated_delta, eps": (
+                ops.gated_delta,
+                (x3, x3[..., :2], x3[..., 2:4], *bias[:4].view(2, 2).float(), state, 1e-3),
+                {},
             ),
             "gemv": (ops.gemv, (x[0], w, "q4_0"), {}),
             "gemv, c": (ops.gemv, (x[0], w, "q4_0", c[0], -0.5, 2.0, "gemv"), {}),

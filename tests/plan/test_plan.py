@@ -27,8 +27,10 @@ GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
-# test_plan_attention.py and test_plan_experts.py have the others.
-OPS = [op for op in _C.ops() if op != "attention" and not op.startswith("expert_")]
+# test_plan_attention.py and test_plan_experts.py have the others; gated_delta takes few sizes.
+OPS = [
+    op for op in _C.ops() if op not in ("attention", "gated_delta") and not op.startswith("expert_")
+]
 
 
 def line(plan: dict[str, Any]) -> str:
@@ -103,6 +105,9 @@ def golden_lines() -> list[str]:
     for name in stored():
         plan = _C.plan("rope_append", m=21, n=900, k=128, format=name, chip="m4-max", rope=rope)
         out.append(f"rope_append {name} 21x128: {line(plan)}")
+    delta = {"heads": 32, "key_heads": 16, "positions": 7}
+    plan = _C.plan("gated_delta", m=21, n=128, k=128, chip="m4-max", delta=delta)
+    out.append(f"gated_delta 21x128x128: {line(plan)}")
     out += ["", "# m4-max, 32 heads of q, 8 of keys"]
     for queries in (1, 2, 5, 16, 512):
         for slots in (64, 1000, 131072):

@@ -38,6 +38,12 @@ from torch_metalmm import _C, formats
         ),
         ({"op": "rope_append", "w_stride": 9}, "rows of q4_0 begin at multiples of 2 .* stride 9"),
         ({"op": "rope_append", "strategy": "rope"}, "strategy: rope does not compute rope_append"),
+        ({"op": "gated_delta", "k": 257}, "k: 257; must be 1 to 256"),
+        ({"op": "gated_delta", "n": 6}, "n: 6; must be a multiple of 4"),
+        ({"op": "gated_delta", "delta": {"key_heads": 0}}, "key_heads: 0; must be at least 1"),
+        ({"op": "gated_delta", "delta": {"key_heads": 2}}, "heads: 1; must be a multiple of the 2"),
+        ({"op": "gated_delta", "m": 5, "delta": {"positions": 2}}, "positions: 2; .* the 5 rows"),
+        ({"op": "gated_delta", "strategy": "rope"}, "strategy: rope does not compute gated_delta"),
         ({"op": "rope", "rope": {"head": 4}}, "rope: unknown 'head'; allowed: heads, kv_heads"),
     ],
 )

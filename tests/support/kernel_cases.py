@@ -87,6 +87,8 @@ def case(kernel: str, number: int) -> Case:
         return norm_case(kernel, strategy, dtype, pick)
     if strategy == "rope":
         return rope_case(kernel, dtype, pick)
+    if strategy == "gated_delta":
+        return delta_case(kernel, dtype, pick)
     if strategy == "rope_append":
         return append_case(kernel, format_of(kernel, strategy, pick), dtype, pick)
     if strategy.startswith("attention_"):
@@ -152,6 +154,27 @@ def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
         return torch.cat([t.flatten() for t in made])
 
     return Case(kernel, problem | {"rope": sizes | {"angle_rows": positions}}, run, (qkv,))
+
+
+def delta_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    """y and the state."""
+    batch, positions, key_heads, group = (pick.randint(1, 3) for _ in range(4))
+    dk, dv, heads = pick.randint(1, 256), 4 * pick.randint(1, 33), key_heads * group
+    seed = (kernel, batch, positions, key_heads, group, dk, dv)
+    qkv = uniform(dtype, batch, positions, 2 * key_heads * dk + heads * dv, seed=seed)
+    a, b = (uniform(dtype, batch, positions, heads, seed=(seed, i)) for i in "ab")
+    head_dtype = pick.choice([dtype, torch.float32])
+    a_log, dt_bias = (uniform(head_dtype, heads, seed=(seed, i)) for i in range(2))
+    state = uniform(torch.float32, batch, heads, dk, dv, seed=(seed, "state"))
+    problem = {"op": "gated_delta", "m": batch * positions, "n": dv, "k": dk}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        own = put(state.clone())
+        y = ops.gated_delta(put(qkv), put(a), put(b), put(a_log), put(dt_bias), own)
+        return torch.cat([y.flatten().float(), own.flatten()])
+
+    sizes = {"heads": heads, "key_heads": key_heads, "positions": positions}
+    return Case(kernel, problem | {"delta": sizes}, run, (qkv,))
 
 
 def append_case(kernel: str, name: str, dtype: torch.dtype, pick: random.Random) -> Case:

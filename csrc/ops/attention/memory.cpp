@@ -76,20 +76,10 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
          a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-using Named = std::pair<const char*, OptionalTensor>;
-
-void check_written(const at::Tensor& keys, const at::Tensor& values, bool are_the_same_rows,
-                   std::initializer_list<Named> read) {
-  for (const auto& [name, rows] : {std::pair{"keys", keys}, std::pair{"values", values}}) {
-    TORCH_CHECK_VALUE(!may_repeat(rows), name, ": shape ", rows.sizes(), ", strides ",
-                      rows.strides(),
-                      "; each element must have its own place in memory, as after contiguous()");
-    for (const Named& other : read) {
-      TORCH_CHECK_VALUE(!other.second.has_value() || !shares_memory(rows, *other.second),
-                        other.first, ": shares memory with ", name, ", which is written; pass ",
-                        other.first, ".clone()");
-    }
-  }
+void check_cache(const at::Tensor& keys, const at::Tensor& values, bool are_the_same_rows,
+                 std::initializer_list<NamedTensor> read) {
+  check_written("keys", keys, read);
+  check_written("values", values, read);
   TORCH_CHECK_VALUE((is_same(keys, values) && are_the_same_rows) || !shares_memory(keys, values),
                     "values: share memory with keys; they must be apart, or be keys where v is k");
 }
@@ -113,19 +103,29 @@ bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
   return reaches(bytes, first, last, budget);
 }
 
+void check_written(const char* name, const at::Tensor& t, std::initializer_list<NamedTensor> read) {
+  TORCH_CHECK_VALUE(!may_repeat(t), name, ": shape ", t.sizes(), ", strides ", t.strides(),
+                    "; each element must have its own place in memory, as after contiguous()");
+  for (const NamedTensor& other : read) {
+    TORCH_CHECK_VALUE(!other.second.has_value() || !shares_memory(t, *other.second), other.first,
+                      ": shares memory with ", name, ", which is written; pass ", other.first,
+                      ".clone()");
+  }
+}
+
 void check_memory(const args::cache_append& a) {
-  check_written(a.keys, a.values, is_same(a.k, a.v), {{"k", a.k}, {"v", a.v}, {"slots", a.slots}});
+  check_cache(a.keys, a.values, is_same(a.k, a.v), {{"k", a.k}, {"v", a.v}, {"slots", a.slots}});
 }
 
 void check_memory(const args::rope_append& a) {
-  check_written(a.keys, a.values, false,
-                {{"qkv", a.qkv},
-                 {"cos", a.cos},
-                 {"sin", a.sin},
-                 {"slots", a.slots},
-                 {"v", a.v},
-                 {"q_norm", a.q_norm},
-                 {"k_norm", a.k_norm}});
+  check_cache(a.keys, a.values, false,
+              {{"qkv", a.qkv},
+               {"cos", a.cos},
+               {"sin", a.sin},
+               {"slots", a.slots},
+               {"v", a.v},
+               {"q_norm", a.q_norm},
+               {"k_norm", a.k_norm}});
 }
 
 }  // namespace metalmm

@@ -1,0 +1,43 @@
+// The recurrent ops: a state that a dispatch reads and writes.
+#include "ops/recurrent.h"
+
+#include <algorithm>
+
+#include "operands.h"
+
+namespace metalmm::gpu {
+
+at::Tensor gated_delta(const Engine& e, const args::gated_delta& a) {
+  const DeltaShape shape = check(a);
+  check_memory(a);
+  const at::ScalarType dtype = common_dtype(a.qkv, {a.a, a.b});
+  const bool same = a.a_log.scalar_type() == dtype && a.dt_bias.scalar_type() == dtype;
+  Operands o;
+  o[kSlotX] = as_rows(a.qkv, dtype);
+  o[kSlotX2] = as_rows(a.a, dtype);
+  o[kSlotC] = as_rows(a.b, dtype);
+  o[kSlotNorm] = addend(a.a_log, same ? dtype : at::kFloat);
+  o[kSlotNorm2] = addend(a.dt_bias, same ? dtype : at::kFloat);
+  // The kernel reads 4 values at a time.
+  const bool in_place = a.state.is_contiguous() && alignment_of(a.state) == 16;
+  o[kSlotY2] = in_place ? a.state : a.state.clone(at::MemoryFormat::Contiguous);
+  o[kSlotY] = at::empty({a.qkv.size(0), a.qkv.size(1), a.state.size(1), a.state.size(3)},
+                        o[kSlotX].options());
+  Problem p;
+  p.op = Op::kGatedDelta;
+  p.m = o[kSlotX].size(0);
+  p.n = a.state.size(3);
+  p.k = a.state.size(2);
+  p.dtype = dtype_of(dtype);
+  p.x_stride = row_stride(o[kSlotX]);
+  p.x2_stride = row_stride(o[kSlotX2]);
+  p.y_stride = row_stride(o[kSlotC]);
+  p.eps = static_cast<float>(a.eps);
+  p.delta = {a.state.size(1), shape.key_heads.expect_int(), std::max<int64_t>(a.qkv.size(1), 1),
+             !same};
+  launch(e, p, o);
+  if (!in_place) at::Tensor(a.state).copy_(o[kSlotY2]);
+  return o[kSlotY].to(a.qkv.scalar_type());
+}
+
+}  // namespace metalmm::gpu

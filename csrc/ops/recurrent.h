@@ -1,0 +1,16 @@
+// The arguments of the recurrent ops, as checks.h has those of the others.
+#pragma once
+
+#include "args.h"
+
+namespace metalmm {
+
+struct DeltaShape {
+  c10::SymInt batch, positions, key_heads, heads, dk, dv;
+};
+DeltaShape check(const args::gated_delta& a);
+
+// ValueError where an element of the state lies in what is read, or two in one place.
+void check_memory(const args::gated_delta& a);
+
+}  // namespace metalmm

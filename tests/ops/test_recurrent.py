@@ -1,0 +1,148 @@
+"""The recurrent ops against float64 within derived bounds, and the states that they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import Backend
+from inputs import activations
+from oracle import DTYPES, check
+from recurrent_oracle import gated_delta
+from torch import Tensor
+
+ops = torch.ops.metalmm
+pytestmark = pytest.mark.schedules
+
+EPS = 1e-6
+# Sequences, positions, heads of q and k and of v, values of these.
+SHAPES = (
+    (1, 1, 2, 4, 128, 128),
+    (2, 3, 1, 3, 20, 12),
+    (3, 2, 2, 2, 1, 4),
+    (1, 2, 1, 2, 200, 68),
+    (1, 9, 2, 2, 64, 32),
+)
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of gated_delta, parts of wider rows; a and b with tails, a_log of a real model."""
+    batch, positions, key_heads, heads, dk, dv = shape
+    values = 2 * key_heads * dk + heads * dv
+    wide = activations(batch, positions, values + 2 * heads + 3, dtype=dtype, seed=shape)
+    a = wide[..., values + 1 : values + 1 + heads] * 6
+    return {
+        "qkv": wide[..., 1 : values + 1],
+        "a": a,
+        "b": wide[..., -heads:] * 4,
+        "a_log": activations(heads, seed=("a_log", shape)),
+        "dt_bias": activations(heads, seed=("dt", shape)) - 4,
+        "state": activations(batch, heads, dk, dv, seed=("state", shape)),
+    }
+
+
+def check_delta(given: dict[str, Tensor], backend: Backend, what: str, eps: float = EPS) -> None:
+    want, state = gated_delta(**given, eps=eps)
+    put = {name: backend.put_view(t) for name, t in given.items()}
+    put["state"] = put["state"].clone()
+    version = put["state"]._version
+    y = ops.gated_delta(**put, eps=eps)
+    assert y.dtype == given["qkv"].dtype and y.is_contiguous()
+    check(y, want.store(y.dtype), what)
+    check(put["state"], state, f"{what} state")
+    assert put["state"]._version > version
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gated_delta(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
+    """a_log and dt_bias in f32 and in the dtype of x; a and b of another dtype."""
+    given = operands(shape, dtype)
+    check_delta(given, backend, str(shape))
+    own = {name: given[name].to(dtype) for name in ("a_log", "dt_bias")}
+    check_delta(given | own | {"b": given["b"].float()}, backend, f"{shape} own")
+
+
+def test_gates_far_out_and_large_rows(backend: Backend) -> None:
+    """Gates that close and that forget all, q and k of zeros, of 1e-12 and of 1e12."""
+    given = operands((2, 4, 1, 4, 64, 16), torch.float32)
+    given["a"] = torch.tensor([-90.0, -20.0, 30.0, 1e4]).expand(2, 4, 4)
+    given["b"] = torch.tensor([-1e4, -30.0, 30.0, 80.0]).expand(2, 4, 4)
+    given["dt_bias"] = torch.zeros(4)
+    sizes = torch.tensor([1e-12, 0.0, 1e12, 1.0])
+    qk = given["qkv"][..., :128] * sizes[None, :, None]
+    given["qkv"] = torch.cat([qk, given["qkv"][..., 128:] * 1e4], -1)
+    check_delta(given, backend, "far out")
+    given["a"], given["a_log"] = torch.full((2, 4, 4), -12.0), torch.full((4,), -9.0)
+    check_delta(given, backend, "long memory")  # 1 - e^g of 1e-9
+
+
+def test_a_prompt_is_its_steps(backend: Backend) -> None:
+    """Bit for bit; of no positions and of no sequences the state is left alone."""
+    given = {n: backend.put(t) for n, t in operands((2, 5, 1, 2, 48, 20), torch.float32).items()}
+    rest = {n: given.pop(n) for n in ("a_log", "dt_bias")}
+    whole, state = given.pop("state"), None
+    state = whole.clone()
+    y = ops.gated_delta(**given, **rest, state=whole)
+    steps = [
+        ops.gated_delta(**{n: t[:, i : i + 1] for n, t in given.items()}, **rest, state=state)
+        for i in range(5)
+    ]
+    assert torch.equal(torch.cat(steps, 1), y) and torch.equal(state, whole)
+    none = {n: t[:, :0] for n, t in given.items()}
+    assert ops.gated_delta(**none, **rest, state=state).shape == (2, 0, 2, 20)
+    none = {n: t[:0] for n, t in given.items()}
+    assert ops.gated_delta(**none, **rest, state=state[:0]).shape == (0, 5, 2, 20)
+    assert torch.equal(state, whole)
+
+
+def test_a_state_that_is_a_view(backend: Backend) -> None:
+    """One that begins between 16 bytes, and one with gaps, whose neighbours stay."""
+    given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
+    state = given.pop("state")
+    for memory, view in (
+        (torch.ones(513), lambda t: t[1:].view(2, 2, 16, 8)),
+        (torch.ones(2, 3, 16, 12), lambda t: t[:, 1:, :, 3:11]),
+    ):
+        put = backend.put(memory)
+        view(put).copy_(state)
+        want, outside = state.clone(), put.clone()
+        y = ops.gated_delta(**given, state=want)
+        assert torch.equal(ops.gated_delta(**given, state=view(put)), y)
+        assert torch.equal(view(put), want)
+        view(outside).copy_(want)
+        assert torch.equal(put, outside)
+
+
+def test_refused_for_their_memory_or_gradient(backend: Backend) -> None:
+    given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
+    state = given["state"]
+    before = state.clone()
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"a": state.view(-1)[:8].view(2, 2, 2)}, "a: shares memory with state"),
+        ({"state": state[:1].expand(2, -1, -1, -1)}, "state: .* its own place"),
+        ({"b": given["b"].clone().requires_grad_()}, "b: requires grad, but gated_delta has no"),
+    )
+    for changed, message in bad:
+        with pytest.raises(ValueError, match=message):
+            ops.gated_delta(**given | changed)
+    assert torch.equal(state, before)
+
+
+def test_a_compiled_step(backend: Backend) -> None:
+    """What is compiled sees the state that it wrote."""
+    given = {n: backend.put(t) for n, t in operands((1, 1, 1, 2, 16, 8), torch.float32).items()}
+    state = given.pop("state")
+
+    def step(state: Tensor) -> Tensor:
+        y: Tensor = ops.gated_delta(**given, state=state)
+        return y.sum() + state.sum()
+
+    torch._dynamo.reset()
+    results = []
+    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        own = state.clone()
+        results.append((f(own), f(own), own))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,63 @@
+"""What the recurrent ops must return, each value with its bound as in oracle.py.
+
+Beside the roundings of each operation of `Value`: e^x of a computed x is e^x within e^error - 1
+of what is relative, and exp itself is within 2 u; softplus is log(1 + e^x), whose slope is at most
+1, within 8 u of a positive result.
+"""
+
+from __future__ import annotations
+
+import torch
+from layer_oracle import inverse_rms
+from oracle import Value, gamma
+from torch import Tensor
+
+
+def exp(x: Value) -> Value:
+    exact = x.exact.exp()
+    return Value(exact, exact * torch.expm1(x.error)).rounded(2)
+
+
+def softplus(x: Value) -> Value:
+    exact = x.exact.clamp_min(0) + torch.log1p(torch.exp(-x.exact.abs()))
+    return Value(exact, x.error).rounded(8)
+
+
+def summed(terms: Value, dim: int) -> Value:
+    """Products that are added up in any order."""
+    size = terms.size().sum(dim)
+    return Value(terms.exact.sum(dim), terms.error.sum(dim) + gamma(terms.exact.shape[dim]) * size)
+
+
+def unit(x: Tensor, eps: float) -> Value:
+    """x / sqrt(sum of squares + eps): sqrt(k) times a norm whose eps is eps / k."""
+    k = x.shape[-1]
+    return (Value.of(x) * inverse_rms(x, eps / k) * k**-0.5).rounded(2)
+
+
+def gated_delta(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, eps: float
+) -> tuple[Value, Value]:
+    """y [B, S, H, dv], not yet stored, and the state behind the last position."""
+    heads, dk, dv = state.shape[1:]
+    keys, values = qkv.split([qkv.shape[-1] - heads * dv, heads * dv], -1)
+    q, k = (
+        t.unflatten(-1, (-1, dk)).repeat_interleave(heads * 2 * dk // keys.shape[-1], -2)
+        for t in keys.chunk(2, -1)
+    )
+    q_unit, k_unit = unit(q, eps) * dk**-0.5, unit(k, eps)
+    rate = exp(Value.of(a_log)) * softplus(Value.of(a) + Value.of(dt_bias))
+    decay, beta = exp(rate * -1.0), Value.of(b)
+    beta = Value(b.double().sigmoid(), 0 * b.double()).rounded(5)
+    v, s, out = values.unflatten(-1, (heads, dv)), Value.of(state), []
+    for i in range(qkv.shape[1]):
+        at = lambda t, i=i: Value(t.exact[:, i], t.error[:, i])  # noqa: E731
+        lift = lambda t, d: Value(t.exact.unsqueeze(d), t.error.unsqueeze(d))  # noqa: E731
+        key = lift(at(k_unit), -1)
+        s = s * lift(lift(at(decay), -1), -1)
+        seen = summed(s * key, -2)
+        delta = (Value.of(v[:, i]) + seen * -1.0) * lift(at(beta), -1)
+        s = s + key * lift(delta, -2)
+        out.append(summed(s * lift(at(q_unit), -1), -2))
+    y = Value(torch.stack([o.exact for o in out], 1), torch.stack([o.error for o in out], 1))
+    return y, s
