@@ -24,7 +24,7 @@ from zlib import compress, decompress
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 RECORDS = Path(__file__).with_name("converted.json.xz")
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD, H, FFN = 64, 3, 4, 2, 12, 40, 56
@@ -241,6 +241,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("StableLm", _NORM | _TURNED | {"use_parallel_residual": True}),
     "t5": ("T5", _T5 | {"feed_forward_proj": "relu"}),
     "t5-gated": ("T5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "t5-untied": ("T5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "umt5": ("UMT5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "starcoder2": ("Starcoder2", _PLAIN | {"norm_epsilon": 0.003, "sliding_window": None}),
 }
 # fmt: on
@@ -276,6 +278,9 @@ def random_model(case: str) -> Any:
                 )
                 value.copy_(made + 1 if norm and tensor.endswith("weight") else made)
     model.tie_weights()
+    if case == "t5-untied":
+        made = bits(f"{case}/lm_head", VOCABULARY * H).astype(np.float32) / 8 - 1 / 16
+        model.lm_head.weight = nn.Parameter(torch.from_numpy(made).view(VOCABULARY, H))
     return model.eval()
 
 

@@ -68,7 +68,7 @@ def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
             f"supported: {', '.join(supported_architectures())}"
         )
     values = config_values(file, row)
-    if "t5" in file.architecture and "umt5" in str(file.metadata.get("general.name")).lower():
+    if row.model_type == "t5" and "enc.blk.1.attn_rel_b.weight" in file.tensors:  # of each layer
         values["model_type"] = "umt5"
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
