@@ -124,7 +124,8 @@ def own(strategy: Strategy, dtype: str) -> Iterator[Tile]:
         "#define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)\n"
         '#include "formats/each.h"\n'
     )
-    found = ptx.functions(cells.compile_text(kernel, Batch=strategy.rows))
+    changed = cells.constants("gemm") | {"Batch": strategy.rows}
+    found = ptx.functions(cells.compile_text(kernel, **changed))
     for name in FORMATS:
         title = f"{strategy.name}, {strategy.rows} rows of x"
         yield Tile(name, dtype, title, cost(found[f"counted_{name}"]))
