@@ -36,6 +36,7 @@ struct KernelArgs {
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
   // gated_delta: heads of v, and of q and k; positions of a sequence.
+  // route: groups, those kept, best of a group; n experts, k chosen; alpha of a weight.
   // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
   // share a row of x.
   MM_U32 heads, kv_heads, rotated, positions;
@@ -51,19 +52,20 @@ enum Slot : MM_U32 {
   kSlotX = 0,        // activations; gate of swiglu_down and act_mul; q, k and v of rope
   kSlotWeight = 1,   // packed rows; gate weight of swiglu_up; keys of a cache
   kSlotY = 2,        // result, or f32 sums (kEpiloguePartial); q of rope
-  kSlotBias = 3,     // sinks of attention
+  kSlotBias = 3,     // sinks of attention; of route f32
   kSlotC = 4,        // mask of attention; b of gated_delta
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts;
-  // a of gated_delta
+  // a of gated_delta; choice_bias of route, f32
   kSlotX2 = 6,
   kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
   kSlotNorm = 8,   // weight of a norm [K]; of the heads of q; a_log of gated_delta
   kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta
   kSlotCos = 10,
   kSlotSin = 11,
-  kSlotY2 = 12,       // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h; state
-  kSlotY3 = 13,       // v of rope
+  kSlotY2 = 12,  // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h; state;
+                 // ids of route, int64
+  kSlotY3 = 13,  // v of rope
   kSlotPartial = 14,  // f32 partial results [parts, M, N] that the reduction pass reads
   kSlotArgs = 15,     // constant KernelArgs&
   kSlotCount = 16
@@ -94,6 +96,7 @@ enum SlotBits : MM_U32 {
       slot_bit(kSlotY3),
   kBindRopeAppend = (kBindRope & ~(slot_bit(kSlotY2) | slot_bit(kSlotY3))) | slot_bit(kSlotIds) |
       slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
+  kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotY2),
   kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
   kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds),
   kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
@@ -106,7 +109,7 @@ enum FunctionConstant : MM_U32 {
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
-                           // of experts ExpertBits, of gated_delta DeltaBits
+                           // of experts ExpertBits, of route RouteBits, of gated_delta DeltaBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -145,6 +148,14 @@ enum RopeBits : MM_U32 {
   kRopeApart = 16,        // v is x2
   kRopeFloatTables = 32,  // cos and sin are f32, whatever x is
   kRopeHalfKeys = 64      // rows of keys are f16, whatever the format of values
+};
+
+enum RouteBits : MM_U32 {
+  kRouteBias = 1,
+  kRouteChoiceBias = 2,
+  kRouteSigmoid = 4,  // scores are; else softmax
+  kRouteRenormalise = 8,
+  kRouteGroups = 16
 };
 
 enum DeltaBits : MM_U32 {

@@ -171,6 +171,12 @@ struct HeadLanes {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
 };
 
+// route: a simdgroup a token; an item is a lane of it. A lane has a choice, and a group.
+struct RouteGeometry {
+  MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth, kMost = kSimdWidth;
+};
+MM_CONST float kRouteLeast = 1e-20f;  // added to a sum of chosen scores
+
 // gated_delta: a simdgroup kColumns columns of the state of a head, 4 a lane, a row for each
 // kRowLanes; an item is a lane. 16 columns instead of 8 leave 256 simdgroups for 32 heads of 128.
 struct GatedDeltaGeometry {

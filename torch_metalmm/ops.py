@@ -64,6 +64,11 @@ def _register_fake(op: str, results: str) -> None:
         if shape is None:
             return None
         first: Tensor = args[0]
+        if results == "Routed":
+            weights, ids = shape
+            return first.new_empty(weights, dtype=torch.float32), first.new_empty(
+                ids, dtype=torch.int64
+            )
         if isinstance(shape, tuple):
             return tuple(first.new_empty(each) for each in shape)
         if results == "Decoded":

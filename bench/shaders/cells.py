@@ -54,12 +54,11 @@ CONSTANTS = {"K": 14336, "Group": 64, "ScaleType": 0, "Epilogue": 0, "Batch": 4}
 
 
 @functools.cache
-def constants(strategy: str = "gemv") -> dict[str, int]:
-    """CONSTANTS and Bounds: kernels of simdgroup matrices have others than vector kernels."""
-    asked = {"m": 64 if strategy == "gemm" else 1, "n": 4096, "k": CONSTANTS["K"], "chip": "m4-max"}
-    formats = ("f16", "q4_0", "affine4_g64")
-    plans = (_C.plan(strategy=strategy, format=name, **asked) for name in formats)
-    bounds = functools.reduce(operator.or_, (p["passes"][-1]["constants"]["bounds"] for p in plans))
+def constants() -> dict[str, int]:
+    """CONSTANTS and Bounds."""
+    names = ("f16", "q4_0", "affine4_g64")
+    plans = (_C.plan(n=4096, k=CONSTANTS["K"], format=name, chip="m4-max") for name in names)
+    bounds = functools.reduce(operator.or_, (p["passes"][0]["constants"]["bounds"] for p in plans))
     return CONSTANTS | {"Bounds": bounds}
 
 

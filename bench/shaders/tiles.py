@@ -124,8 +124,7 @@ def own(strategy: Strategy, dtype: str) -> Iterator[Tile]:
         "#define MM_FORMAT(name, Struct) MM_COUNTED(name, Struct)\n"
         '#include "formats/each.h"\n'
     )
-    changed = cells.constants("gemm") | {"Batch": strategy.rows}
-    found = ptx.functions(cells.compile_text(kernel, **changed))
+    found = ptx.functions(cells.compile_text(kernel, Batch=strategy.rows))
     for name in FORMATS:
         title = f"{strategy.name}, {strategy.rows} rows of x"
         yield Tile(name, dtype, title, cost(found[f"counted_{name}"]))

@@ -215,6 +215,37 @@ at::Tensor expert_swiglu(const Engine& e, const args::expert_swiglu& a) {
   return shaped(o[kSlotY]).to(x.scalar_type());
 }
 
+std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) {
+  const RouteShape shape = check(a);
+  const auto f32 = [](const OptionalTensor& t) { return addend(t, at::kFloat); };
+  Operands o;
+  // A simdgroup a token would read W slowly: its product is a pass of the whole device.
+  o[kSlotX] = as_rows(a.x, a.x.scalar_type());
+  if (shape.weight) o[kSlotX] = linear_f32(e, o[kSlotX], packed(*a.weight, *shape.weight));
+  o[kSlotBias] = f32(a.bias);
+  o[kSlotX2] = f32(a.choice_bias);
+  const auto size = {a.x.size(0), a.top_k};
+  o[kSlotY] = at::empty(size, a.x.options().dtype(at::kFloat));
+  o[kSlotY2] = at::empty(size, a.x.options().dtype(at::kLong));
+  Problem p;
+  p.op = Op::kRoute;
+  p.m = a.x.size(0);
+  p.n = shape.experts.expect_int();
+  p.k = a.top_k;
+  p.dtype = dtype_of(o[kSlotX].scalar_type());
+  p.x_stride = row_stride(o[kSlotX]);
+  p.alpha = static_cast<float>(a.scale);
+  p.route = {a.groups,
+             a.kept_groups,
+             a.group_best,
+             shape.is_sigmoid,
+             a.renormalise,
+             a.bias.has_value(),
+             a.choice_bias.has_value()};
+  launch(e, p, o);
+  return {o[kSlotY], o[kSlotY2]};
+}
+
 at::Tensor expert_input_grad(const Engine& e, const args::expert_input_grad& a) {
   const int64_t in_features = check(a).weight.k.expect_int();
   check_ids(a.ids, a.weight.size(0), "weight", "experts");

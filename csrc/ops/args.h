@@ -94,6 +94,7 @@ struct Bytes : Tensor {};    // uint8
 struct Two {
   using Type = std::tuple<at::Tensor, at::Tensor>;
 };
+struct Routed : Two {};  // f32, and int64
 struct Heads {
   using Type = metalmm::Heads;
 };

@@ -97,6 +97,11 @@ Shape expert_swiglu(const args::expert_swiglu& a) {
   return {e.tokens, e.choices, e.weight.n};
 }
 
+std::tuple<Shape, Shape> route(const args::route& a) {
+  const Shape out{check(a).tokens, a.top_k};
+  return {out, out};
+}
+
 Shape gemv(const args::gemv& a) {
   const WeightShape w = check(a);
   check_strategy(a.strategy, a.x);

@@ -74,11 +74,12 @@ void check(const Problem& p) {
   const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
   const bool has_bias = has_epilogue || (is_of_experts(p.op) && p.op != Op::kExpertTiles);
   const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
-  if ((!has_bias && p.has_bias) ||
-      (!has_epilogue && (p.alpha != 1 || (p.has_c && p.op != Op::kRmsNorm)))) {
+  if ((!has_bias && p.has_bias) || (!has_epilogue && ((p.alpha != 1 && p.op != Op::kRoute) ||
+                                                      (p.has_c && p.op != Op::kRmsNorm)))) {
     reject(
         "bias, c, alpha: " + op +
-        " has none; linear and swiglu_down have, rms_norm has c, experts have bias, but in tiles");
+        " has none; linear and swiglu_down have, rms_norm has c, experts have bias, but in tiles; "
+        "route has alpha");
   }
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
@@ -100,6 +101,7 @@ void check(const Problem& p) {
   if (is_of_experts(p.op)) check_experts(p);
   if (p.op == Op::kRopeAppend) check_append(p);
   if (p.op == Op::kAttention) check_attention(p);
+  if (p.op == Op::kRoute) check_route(p);
   if (p.op == Op::kGatedDelta) check_delta(p);
 }
 

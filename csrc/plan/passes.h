@@ -102,6 +102,10 @@ Plan plan_append(const Problem& problem, const Gpu& gpu, std::optional<StrategyI
                  Reason reason);
 void check_append(const Problem& problem);
 
+// plan() of kRoute, and what of it can be planned.
+Plan plan_route(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
+void check_route(const Problem& problem);
+
 // plan() of kGatedDelta, and what of it can be planned.
 Plan plan_delta(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
 void check_delta(const Problem& problem);

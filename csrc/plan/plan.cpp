@@ -183,6 +183,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
       return only(S::rope, "a simdgroup a head");
     case Op::kRopeAppend:
     case Op::kAttention:
+    case Op::kRoute:
     case Op::kGatedDelta:
     case Op::kCount:
       break;
@@ -288,6 +289,7 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   const Reason reason(words ? &why : nullptr);
   if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy, Reason(words));
   if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy, Reason(words));
+  if (problem.op == Op::kRoute) return plan_route(problem, strategy, Reason(words));
   if (problem.op == Op::kGatedDelta) return plan_delta(problem, strategy, Reason(words));
   const bool is_split_forced = strategy == S::split_reduce;
   if (is_split_forced && problem.has_norm) reject("strategy: split_reduce does not normalise x");

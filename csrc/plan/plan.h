@@ -51,6 +51,7 @@ enum class Op : int {
   kRmsNorm,     // m, k: y = x normalised + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
+  kRoute,       // m rows of n logits, k of them chosen, and `route`
   kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
   kCount
 };
@@ -77,6 +78,14 @@ struct DeltaSizes {
   int64_t heads = 1, key_heads = 1;  // of v; of q and of k
   int64_t positions = 1;             // rows of x of one sequence
   bool float_heads = false;          // a_log and dt_bias are f32, not of dtype
+};
+
+// The sizes of kRoute, and what its operands are. alpha of the problem is the factor of the
+// weights.
+struct RouteSizes {
+  int64_t groups = 1, kept_groups = 1, group_best = 2;
+  bool sigmoid = false, renormalise = false;
+  bool bias = false, choice_bias = false;  // f32
 };
 
 // The sizes of kAttention, and what its operands are.
@@ -140,6 +149,7 @@ struct Problem {
   RopeSizes rope;
   AppendSizes append;
   DeltaSizes delta;
+  RouteSizes route;
   AttentionSizes attention;
   ExpertSizes experts;
   float alpha = 1, beta = 0;  // c is not read when beta is 0

@@ -65,6 +65,18 @@ inline DeltaSizes read_delta(const py::dict& given) {
   return out;
 }
 
+inline RouteSizes read_route(const py::dict& given) {
+  using R = RouteSizes;
+  static const std::vector<Field<R>> fields = {
+      {"groups", &R::groups},           {"kept_groups", &R::kept_groups},
+      {"group_best", &R::group_best},   {"sigmoid", &R::sigmoid},
+      {"renormalise", &R::renormalise}, {"bias", &R::bias},
+      {"choice_bias", &R::choice_bias}};
+  R out;
+  set_fields("route", given, fields, out);
+  return out;
+}
+
 inline AppendSizes read_append(const py::dict& given) {
   using A = AppendSizes;
   static const std::vector<Field<A>> fields = {{"half_keys", &A::half_keys},
@@ -151,6 +163,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"rope", &P::rope, &read_rope},
       {"append", &P::append, &read_append},
       {"delta", &P::delta, &read_delta},
+      {"route", &P::route, &read_route},
       {"attention", &P::attention, &read_attention},
       {"experts", &P::experts, &read_experts}};
   Problem out;

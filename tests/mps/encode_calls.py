@@ -173,6 +173,26 @@ def gated_delta(_: str, dtype: torch.dtype) -> Call:
     return Call(run, operands, problem | dict.fromkeys(("x_stride", "x2_stride", "y_stride"), 104))
 
 
+def route(_: str, dtype: torch.dtype) -> Call:
+    """Three tokens, 2 of 8 experts in 4 groups."""
+    x, bias, choice = torch.zeros(3, 24, dtype=dtype)[:, 8:16], torch.zeros(9)[1:], torch.zeros(8)
+    sizes = {"groups": 4, "kept_groups": 2, "group_best": 1}
+    run = lambda: ops.route(  # noqa: E731
+        x,
+        2,
+        None,
+        bias,
+        choice_bias=choice,
+        scoring="sigmoid",
+        renormalise=True,
+        scale=0.5,
+        **sizes,
+    )
+    given = sizes | dict.fromkeys(("sigmoid", "renormalise", "bias", "choice_bias"), True)
+    problem = {"op": "route", "m": 3, "n": 8, "k": 2, "x_stride": 24, "alpha": 0.5, "route": given}
+    return Call(run, {"x": x, "bias": bias, "x2": choice}, problem)
+
+
 def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False) -> Call:
     """Two sequences, 4 heads of q for 2 of keys, a part of a larger cache; filled: no length."""
     name = name if name in stored() else "q8_0"
@@ -287,6 +307,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "add_rms_norm": add_rms_norm,
     "rope": rope,
     "rope_append": rope_append,
+    "route": route,
     "gated_delta": gated_delta,
     "attention_split": lambda f, t: attention(f, t, 1),
     "attention_tile": lambda f, t: attention(f, t, 40),

@@ -49,7 +49,30 @@ def delta(**changes: Any) -> Callable[[Any], Any]:
     return call
 
 
+def route(**changes: Any) -> Callable[[Any], Any]:
+    """route of 3 tokens to 2 of 64 experts in 4 groups."""
+
+    def call(t: Any) -> Any:
+        good = {"top_k": 2, "groups": 4, "kept_groups": 2}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.route(changed.pop("x", t.x), **good | changed)
+
+    return call
+
+
 LAYER_CASES = {
+    "route x": Case(route(x=lambda t: t.x[None]), "x", r"\[1, 3, 64\]", r"\[T, E\]"),
+    "route weight": Case(
+        route(weight=lambda t: t.w, format="q8_0"), "weight", r"\[5, 36\]", "q8_0|68"
+    ),
+    "route bias": Case(route(bias=lambda t: t.bias), "bias", r"\[5\]", r"\[64\]"),
+    "route choice_bias": Case(route(choice_bias=lambda t: t.bias), "choice_bias", r"\[5\]", "64"),
+    "route scoring": Case(route(scoring="relu"), "scoring", "relu", "softmax, sigmoid"),
+    "route top_k": Case(route(top_k=33), "top_k", "33", "1 to 32, of 32 experts"),
+    "route groups": Case(route(groups=5), "groups", "5", "divide the 64"),
+    "route kept_groups": Case(route(kept_groups=5), "kept_groups", "5", "1 to the 4"),
+    "route group_best": Case(route(group_best=3), "group_best", "3", "1, or 2"),
+    "route scale": Case(route(scale=1e39), "scale", r"1e\+39", "f32|finite"),
     "delta qkv": Case(delta(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
     "delta qkv dtype": Case(delta(qkv=lambda t: t.x[None].int()), "qkv", "int|Int", "float32"),
     "delta values": Case(delta(qkv=lambda t: t.x[None, :, 1:]), "qkv", "63", "2 heads of v of 16"),

@@ -67,6 +67,12 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                 ),
                 {"eps": 1e-5, "offset": 1.0, "interleaved": True},
             ),
+            "route": (ops.route, (x, 2), {"renormalise": True, "groups": 4, "kept_groups": 2}),
+            "route, weight": (
+                ops.route,
+                (x, 3, w, bias, "q4_0"),
+                {"choice_bias": bias.float(), "scoring": "sigmoid"},
+            ),
             "gated_delta": (
                 ops.gated_delta,
                 (x3, *(x3[..., i : i + 2] for i in (0, 2)), *bias[:4].view(2, 2), state),

@@ -27,10 +27,9 @@ GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
-# test_plan_attention.py and test_plan_experts.py have the others; gated_delta takes few sizes.
-OPS = [
-    op for op in _C.ops() if op not in ("attention", "gated_delta") and not op.startswith("expert_")
-]
+# test_plan_attention.py and test_plan_experts.py have the others; these two take few sizes.
+OTHERS = ("attention", "gated_delta", "route")
+OPS = [op for op in _C.ops() if op not in OTHERS and not op.startswith("expert_")]
 
 
 def line(plan: dict[str, Any]) -> str:
@@ -108,6 +107,10 @@ def golden_lines() -> list[str]:
     delta = {"heads": 32, "key_heads": 16, "positions": 7}
     plan = _C.plan("gated_delta", m=21, n=128, k=128, chip="m4-max", delta=delta)
     out.append(f"gated_delta 21x128x128: {line(plan)}")
+    groups = {"groups": 8, "kept_groups": 4, "sigmoid": True, "choice_bias": True}
+    for sizes in ({}, {"renormalise": True}, groups):
+        plan = _C.plan("route", m=21, n=256, k=8, chip="m4-max", route=sizes)
+        out.append(f"route {', '.join(sizes)} 21x256x8: {line(plan)}")
     out += ["", "# m4-max, 32 heads of q, 8 of keys"]
     for queries in (1, 2, 5, 16, 512):
         for slots in (64, 1000, 131072):

@@ -44,6 +44,14 @@ from torch_metalmm import _C, formats
         ({"op": "gated_delta", "delta": {"key_heads": 2}}, "heads: 1; must be a multiple of the 2"),
         ({"op": "gated_delta", "m": 5, "delta": {"positions": 2}}, "positions: 2; .* the 5 rows"),
         ({"op": "gated_delta", "strategy": "rope"}, "strategy: rope does not compute gated_delta"),
+        ({"op": "route", "k": 33, "n": 64}, "k: 33; must be 1 to 32, of 64 experts"),
+        ({"op": "route", "k": 4, "route": {"groups": 3}}, "groups: 3; .* divide the 8 experts"),
+        ({"op": "route", "k": 4, "route": {"kept_groups": 2}}, "kept_groups: 2; .* the 1 groups"),
+        (
+            {"op": "route", "k": 1, "route": {"groups": 8}},
+            "group_best: 2; must be 1, or 2 of groups that have 2",
+        ),
+        ({"op": "route", "k": 4, "strategy": "rope"}, "strategy: rope does not compute route"),
         ({"op": "rope", "rope": {"head": 4}}, "rope: unknown 'head'; allowed: heads, kv_heads"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from expert_kernels import expert_call
-from inputs import packed_weight, uniform
+from inputs import generator, packed_weight, uniform
 from oracle import spec
 from plan_cases import stored, strategies_used, strategy_of
 from torch import Tensor
@@ -87,6 +87,8 @@ def case(kernel: str, number: int) -> Case:
         return norm_case(kernel, strategy, dtype, pick)
     if strategy == "rope":
         return rope_case(kernel, dtype, pick)
+    if strategy == "route":
+        return route_case(kernel, dtype, pick)
     if strategy == "gated_delta":
         return delta_case(kernel, dtype, pick)
     if strategy == "rope_append":
@@ -154,6 +156,25 @@ def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
         return torch.cat([t.flatten() for t in made])
 
     return Case(kernel, problem | {"rope": sizes | {"angle_rows": positions}}, run, (qkv,))
+
+
+def route_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    """Weights and ids, of logits whose order no rounding changes."""
+    m, groups, size = pick.randint(1, 9), pick.choice([1, 1, 3, 8]), pick.randint(2, 20)
+    n, kept = groups * size, pick.randint(1, groups)
+    k, is_sigmoid = pick.randint(1, min(32, kept * size)), pick.random() < 0.5
+    rows = torch.stack([torch.randperm(n, generator=generator(kernel, m, i)) for i in range(m)])
+    x, bias = (rows / 32).to(dtype), uniform(torch.float32, n, seed=(kernel, n, "bias")) / 64
+    sizes = {"groups": groups, "kept_groups": kept, "sigmoid": is_sigmoid, "renormalise": True}
+    given = {n: v for n, v in sizes.items() if n != "sigmoid"}
+    given |= {"scoring": "sigmoid" if is_sigmoid else "softmax"}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        weights, ids = ops.route(put(x), k, choice_bias=put(bias), **given)
+        return torch.cat([weights, ids.float()])
+
+    problem = {"op": "route", "m": m, "n": n, "k": k, "route": sizes | {"choice_bias": True}}
+    return Case(kernel, problem, run, (x,))
 
 
 def delta_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:

@@ -2,6 +2,7 @@
 
 #include "checks.h"
 #include "composed.h"
+#include "metal/geometry.h"
 #include "ops/gradients.h"
 #include "ops/strategies.h"
 #include "ops/tensors.h"
@@ -79,6 +80,25 @@ Tensor recorded(const args::expert_linear& a) {
 }
 
 Tensor recorded(const args::expert_input_grad& a) { return record<ExpertInputGrad>(a); }
+
+// The ids are the op's own; the weights are computed again, of the scores at them.
+std::tuple<Tensor, Tensor> recorded(const args::route& a) {
+  const RouteShape shape = check(a);
+  Tensor ids;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ids = std::get<1>(call(a));
+  }
+  Tensor logits = a.x.to(at::kFloat);
+  if (a.weight.has_value()) {
+    logits = call(args::linear{logits, *a.weight, std::nullopt, a.format});
+  }
+  if (a.bias.has_value()) logits = logits + a.bias->to(at::kFloat);
+  const Tensor scores = shape.is_sigmoid ? logits.sigmoid() : logits.softmax(-1);
+  Tensor weights = scores.gather(1, ids);
+  if (a.renormalise) weights = weights / (weights.sum(-1, true) + kRouteLeast);
+  return {stored(weights * a.scale, at::kFloat), ids};
+}
 
 // Of ops that record: gate and up in f32 are kept for the backward.
 Tensor recorded(const args::expert_swiglu& a) {

@@ -2,9 +2,12 @@
 
 #include <cmath>
 
+#include "metal/geometry.h"
+
 namespace metalmm {
 namespace {
 
+constexpr int kMostRouted = RouteGeometry::kMost;
 constexpr const char kOai[] = "swiglu_oai";
 
 Gate check_gate(const args::expert_swiglu& o) {
@@ -81,6 +84,36 @@ GatedShape check(const args::expert_swiglu& a) {
     e.weight.n = e.weight.n / 2;
   }
   check_addend("bias", a.bias, {e.experts, e.weight.n * 2}, a.x);
+  return out;
+}
+
+RouteShape check(const args::route& a) {
+  const c10::SymInt last = check_rows("x", a.x);
+  TORCH_CHECK_VALUE(a.x.dim() == 2, "x: shape ", a.x.sym_sizes(), "; must be [T, ",
+                    a.weight.has_value() ? "K]" : "E]");
+  RouteShape out{a.x.sym_size(0), last, std::nullopt, false};
+  if (a.weight.has_value()) {
+    out.weight.emplace(check_weight("weight", *a.weight, a.format, last, a.x));
+    out.experts = out.weight->n;
+  }
+  constexpr const char* kScorings[] = {"softmax", "sigmoid"};
+  out.is_sigmoid = or_value_error(
+      [&] { return find_name("scoring", a.scoring, 2, [&](int i) { return kScorings[i]; }); });
+  check_addend("bias", a.bias, {out.experts}, a.x);
+  check_addend("choice_bias", a.choice_bias, {out.experts}, a.x);
+  check_f32("scale", a.scale);
+  const c10::SymInt& e = out.experts;
+  TORCH_CHECK_VALUE(a.groups >= 1 && a.groups <= kMostRouted && e % a.groups == 0,
+                    "groups: ", a.groups, "; must be 1 to ", kMostRouted, " and divide the ", e,
+                    " experts");
+  TORCH_CHECK_VALUE(a.kept_groups >= 1 && a.kept_groups <= a.groups, "kept_groups: ", a.kept_groups,
+                    "; must be 1 to the ", a.groups, " groups");
+  TORCH_CHECK_VALUE(a.groups == 1 || a.group_best == 1 || (a.group_best == 2 && e / a.groups >= 2),
+                    "group_best: ", a.group_best, "; must be 1, or 2 of groups of ", e / a.groups,
+                    " experts where they have 2");
+  const c10::SymInt from = e / a.groups * a.kept_groups;
+  TORCH_CHECK_VALUE(a.top_k >= 1 && a.top_k <= kMostRouted && from >= a.top_k, "top_k: ", a.top_k,
+                    "; must be 1 to ", kMostRouted, ", of ", from, " experts");
   return out;
 }
 

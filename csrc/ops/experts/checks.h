@@ -27,4 +27,12 @@ GatedShape check(const args::expert_swiglu& a);
 // grad [T, C, N]
 ExpertShape check(const args::expert_input_grad& a);
 
+// Tokens and experts of route, the weight of its product where it has one.
+struct RouteShape {
+  c10::SymInt tokens, experts;
+  std::optional<WeightShape> weight;
+  bool is_sigmoid;
+};
+RouteShape check(const args::route& a);
+
 }  // namespace metalmm

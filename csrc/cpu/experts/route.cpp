@@ -1,0 +1,101 @@
+// route, in f32: tokens are shared among threads.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "metal/geometry.h"
+#include "ops/experts/checks.h"
+#include "ops/tensors.h"
+
+namespace metalmm::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// The scores of a token, in place of its logits.
+void score(float* row, int64_t n, bool is_sigmoid) {
+  if (is_sigmoid) {
+    for (int64_t e = 0; e < n; ++e) row[e] = 1 / (1 + std::exp(-row[e]));
+    return;
+  }
+  const float most = *std::max_element(row, row + n);
+  float total = 0;
+  for (int64_t e = 0; e < n; ++e) total += row[e] = std::exp(row[e] - most);
+  for (int64_t e = 0; e < n; ++e) row[e] /= total;
+}
+
+// The first k of what keys name best, of equals the lowest.
+void best(const float* keys, std::vector<int64_t>& ids, int64_t k) {
+  std::partial_sort(ids.begin(), ids.begin() + k, ids.end(), [&](int64_t a, int64_t b) {
+    return keys[a] > keys[b] || (keys[a] == keys[b] && a < b);
+  });
+}
+
+// The experts of the groups that are chosen from.
+std::vector<int64_t> experts_of(const args::route& a, const std::vector<float>& keys) {
+  const auto n = static_cast<int64_t>(keys.size()), size = n / a.groups;
+  std::vector<float> sums(a.groups);
+  std::vector<int64_t> groups(a.groups), ids;
+  for (int64_t g = 0; g < a.groups; ++g) {
+    float first = -kInfinity, second = -kInfinity;
+    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+      second = std::max(second, std::min(first, keys[e]));
+      first = std::max(first, keys[e]);
+    }
+    groups[g] = g;
+    sums[g] = a.group_best == 2 ? first + second : first;
+  }
+  if (a.groups > 1) best(sums.data(), groups, a.kept_groups);
+  for (int64_t i = 0; i < a.kept_groups; ++i) {
+    for (int64_t e = groups[i] * size; e < (groups[i] + 1) * size; ++e) ids.push_back(e);
+  }
+  return ids;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> route(const args::route& a) {
+  const RouteShape shape = check(a);
+  at::Tensor logits = stored(a.x, at::kFloat);
+  if (shape.weight) logits = linear(args::linear{logits, *a.weight, std::nullopt, a.format});
+  if (a.bias.has_value()) logits.add_(a.bias->to(at::kFloat));
+  const OptionalTensor& given = a.choice_bias;
+  const at::Tensor offsets = given.has_value() ? given->to(at::kFloat).contiguous() : at::Tensor();
+  const float* offset = given.has_value() ? elements<float>(offsets) : nullptr;
+  const int64_t tokens = logits.size(0), n = logits.size(1), k = a.top_k;
+  at::Tensor weights = at::empty({tokens, k}, logits.options());
+  at::Tensor ids = at::empty({tokens, k}, logits.options().dtype(at::kLong));
+  float *rows = logits.mutable_data_ptr<float>(), *w = weights.mutable_data_ptr<float>();
+  auto* id = ids.mutable_data_ptr<int64_t>();
+  const bool by_logits = !given.has_value() && a.groups == 1;
+  const auto scale = static_cast<float>(a.scale);
+  parallel_for(0, tokens, std::max<int64_t>(1, 2048 / n), [&](int64_t begin, int64_t end) {
+    std::vector<float> keys(n);
+    for (int64_t t = begin; t < end; ++t) {
+      float* row = rows + t * n;
+      if (by_logits) std::copy(row, row + n, keys.begin());
+      score(row, n, shape.is_sigmoid);
+      for (int64_t e = 0; e < n; ++e) {
+        if (!by_logits) keys[e] = row[e] + (offset ? offset[e] : 0);
+        if (std::isnan(keys[e])) keys[e] = kInfinity;
+      }
+      std::vector<int64_t> from = experts_of(a, keys);
+      best(keys.data(), from, k);
+      float sum = 1;
+      if (a.renormalise) {
+        sum = kRouteLeast;
+        for (int64_t c = 0; c < k; ++c) sum += row[from[c]];
+      }
+      for (int64_t c = 0; c < k; ++c) {
+        id[t * k + c] = from[c];
+        w[t * k + c] = row[from[c]] / sum * scale;
+      }
+    }
+  });
+  return {weights, ids};
+}
+
+}  // namespace metalmm::cpu

@@ -1,0 +1,207 @@
+"""route against float64 within derived bounds, and against the routers of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import Backend, leaf
+from inputs import activations
+from oracle import DTYPES, Value, check, gamma
+from recurrent_oracle import exp, summed
+from torch import Tensor
+
+ops = torch.ops.metalmm
+pytestmark = pytest.mark.schedules
+
+# Experts, choices, options.
+CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (8, 2, {}),
+    (5, 5, {"renormalise": True, "scale": 0.5}),
+    (130, 8, {"renormalise": True}),
+    (64, 6, {"scoring": "sigmoid", "scale": -2.5}),
+    (96, 8, {"scoring": "sigmoid", "choice_bias": 1, "groups": 8, "kept_groups": 4}),
+    (64, 6, {"groups": 32, "kept_groups": 3, "group_best": 1, "scale": 16.0}),
+    (33, 4, {"choice_bias": 1, "renormalise": True}),
+    (256, 32, {"scoring": "sigmoid", "choice_bias": 1, "groups": 8, "kept_groups": 2}),
+    (1, 1, {"renormalise": True}),
+)
+
+
+def route64(logits: Value, k: int, given: dict[str, Any]) -> tuple[Value, Tensor]:
+    """Weights with their bounds, and ids, which no rounding may change."""
+    if given.get("scoring") == "sigmoid":
+        # 1 / (1 + e^-l): the slope is at most 1 / 4
+        scores = Value(logits.exact.sigmoid(), logits.error / 4).rounded(5)
+    else:
+        most = logits.exact.amax(-1, keepdim=True)
+        powers = exp(logits + Value(-most, logits.error.amax(-1, keepdim=True)))
+        scores = divided(powers, summed(powers, -1))
+    keys = logits
+    bias, groups = given.get("choice_bias"), given.get("groups", 1)
+    if bias is not None or groups > 1:
+        keys = scores if bias is None else scores + Value.of(bias)
+    chosen = keys.exact.clone()
+    if groups > 1:
+        best = chosen.unflatten(-1, (groups, -1)).topk(given.get("group_best", 2)).values.sum(-1)
+        count = given["kept_groups"]
+        error = 4 * keys.error.max()
+        assert ordered(best, count) > error
+        kept = torch.zeros_like(best).scatter(-1, best.topk(count).indices, 1)
+        chosen[kept.repeat_interleave(chosen.shape[-1] // groups, -1) == 0] = -torch.inf
+    assert ordered(chosen, k) > 2 * keys.error.max()
+    ids = chosen.topk(k).indices
+    weights = Value(scores.exact.gather(-1, ids), scores.error.gather(-1, ids))
+    if given.get("renormalise"):
+        weights = divided(weights, summed(weights, -1))
+    return weights * given.get("scale", 1.0), ids
+
+
+def divided(a: Value, total: Value) -> Value:
+    """a / total of each row; total + 1e-20 rounds once more."""
+    b, e = total.exact[..., None], total.error[..., None]
+    error = (a.error + a.exact.abs() * e / b) / (b - e)
+    return Value(a.exact / b, error).rounded(2)
+
+
+def ordered(keys: Tensor, k: int) -> float:
+    """The smallest gap between the k largest of a row and what follows each."""
+    best = keys.sort(-1, descending=True).values[..., : k + 1]
+    return float(-best.diff().max()) if best.shape[-1] > 1 else torch.inf
+
+
+def distinct(tokens: int, experts: int, dtype: torch.dtype, seed: Any) -> Tensor:
+    """Logits that are 1 / 32 apart at least, exact in every dtype."""
+    order = activations(tokens, experts, seed=seed).argsort(-1)
+    return ((order - experts // 2).float() / 32).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_route_of_logits(number: int, dtype: torch.dtype, backend: Backend) -> None:
+    """Rows of a wider tensor; the bias and that of the choice in f32."""
+    experts, k, options = CASES[number]
+    logits = distinct(7, experts + 3, dtype, number)[:, 1 : experts + 1]
+    given, bias = dict(options), activations(experts, seed=("bias", number))
+    if "choice_bias" in given:
+        given["choice_bias"] = activations(experts, seed=("choice", number)) / 4
+    put = {n: backend.put(v) if isinstance(v, Tensor) else v for n, v in given.items()}
+    for added in (None, bias):
+        want, ids = route64(
+            Value.of(logits) if added is None else Value.of(logits) + Value.of(added), k, given
+        )
+        own = None if added is None else backend.put(added)
+        weights, got = ops.route(backend.put_view(logits), k, None, own, **put)
+        assert weights.dtype == torch.float32 and got.dtype == torch.int64
+        assert torch.equal(got.cpu(), ids)
+        check(weights, want, f"{number} {added is not None}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_route_with_its_product(tokens: int, dtype: torch.dtype, backend: Backend) -> None:
+    """Logits are not rounded to the dtype of x."""
+    x = activations(tokens, 96, dtype=dtype, seed=tokens)
+    w = activations(16, 96, dtype=dtype, seed="w")
+    given = {"scoring": "sigmoid", "renormalise": True}
+    want, ids = route64(Value.of(x).dot(w), 4, given)
+    name = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    weights, got = ops.route(backend.put(x), 4, backend.put(w), format=name, **given)
+    assert torch.equal(got.cpu(), ids)
+    check(weights, want, str(tokens))
+
+
+def test_equals_nan_and_far_out(backend: Backend) -> None:
+    """Equal experts in their order; NaN first; logits that leave all others nothing."""
+    ties = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]])
+    assert ops.route(backend.put(ties), 4)[1].tolist() == [[1, 2, 4, 0]]
+    nan = torch.tensor([[0.0, 1.0, torch.nan, 2.0, torch.nan], [-torch.inf] * 4 + [0.0]])
+    weights, ids = ops.route(backend.put(nan), 3, scoring="sigmoid")
+    assert ids.tolist() == [[2, 4, 3], [4, 0, 1]]
+    assert weights.isnan().tolist() == [[True, True, False], [False] * 3]
+    far = torch.tensor([[-3e4, 3e4, 2e4, -2e4, 1e4]])
+    for scoring, chosen in (("softmax", [1.0, 0.0, 0.0]), ("sigmoid", [1.0, 1.0, 1.0])):
+        weights, ids = ops.route(backend.put(far), 3, scoring=scoring)
+        assert weights.tolist() == [chosen] and ids.tolist() == [[1, 2, 4]]
+    low = ops.route(backend.put(far - 4e4), 3, scoring="sigmoid", renormalise=True)[0]
+    assert low.tolist() == [[0.0] * 3]  # where nothing is left to divide
+    assert ops.route(backend.put(far[:0]), 3)[0].shape == (0, 3)
+
+
+def test_gradients(backend: Backend) -> None:
+    """Of x through the weights, by softmax and sigmoid, with a product and without."""
+    x, w = activations(3, 64, seed="x"), activations(12, 64, seed="w") / 4
+    bias, choice = activations(12, seed="b"), activations(12, seed="c")
+    for scoring in ("softmax", "sigmoid"):
+        given = {"scoring": scoring, "renormalise": scoring == "sigmoid", "scale": 1.5}
+        moved, b = leaf(x, backend), leaf(bias, backend)
+        weights, ids = ops.route(
+            moved, 3, backend.put(w), b, choice_bias=backend.put(choice), **given
+        )
+        want = x.double().requires_grad_()
+        b64 = bias.double().requires_grad_()
+        logits = want @ w.double().T + b64
+        scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+        chosen = scores.gather(1, ids.cpu())
+        if given["renormalise"]:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        sums = [
+            (t * torch.arange(3.0).to(t)).sum() * 1.5**i for i, t in ((0, weights), (1, chosen))
+        ]
+        got = torch.autograd.grad(sums[0], (moved, b))
+        for a, e in zip(got, torch.autograd.grad(sums[1], (want, b64)), strict=True):
+            error = (a.cpu().double() - e).norm()
+            assert error <= gamma(4 * 64) * e.norm() * 12  # sums of 64 terms over 12 experts
+
+
+ROUTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mixtral": ("MixtralTopKRouter", {"num_local_experts": 8}, {"renormalise": True}),
+    "qwen3_moe": ("Qwen3MoeTopKRouter", {"num_experts": 8, "norm_topk_prob": False}, {}),
+    "gpt_oss": ("GptOssTopKRouter", {"num_local_experts": 8}, {"renormalise": True}),
+    "olmoe": ("OlmoeTopKRouter", {"num_experts": 8}, {}),
+    "granitemoe": ("GraniteMoeTopKRouter", {"num_local_experts": 8}, {"renormalise": True}),
+    "ernie4_5_moe": ("Ernie4_5_MoeTopKRouter", {"moe_num_experts": 8}, {"renormalise": True}),
+    **dict.fromkeys(
+        ("glm4_moe", "deepseek_v3"),
+        (
+            "TopkRouter",
+            {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+            {"renormalise": True, "scoring": "sigmoid", "scale": 2.5}
+            | {"groups": 4, "kept_groups": 2},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_the_routers_of_transformers(kind: str, backend: Backend) -> None:
+    from importlib import import_module
+
+    from transformers import AutoConfig
+
+    name, sizes, options = ROUTERS[kind]
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    found = next(v for n, v in vars(module).items() if n.endswith(name))
+    chosen = {"num_experts_per_tok": 3, "moe_k": 3}
+    router = found(AutoConfig.for_model(kind, hidden_size=64, **sizes, **chosen))
+    for i, p in enumerate((*router.parameters(), *router.buffers())):
+        p.data.copy_(activations(*p.shape, seed=(kind, i)) / 4)
+    named = dict((*router.named_parameters(), *router.named_buffers()))
+    bias = next((t for n, t in named.items() if n.endswith("e_score_correction_bias")), None)
+    x = activations(9, 64, seed=kind)
+    with torch.no_grad():
+        _, want, want_ids = router(x)
+    weights, ids = ops.route(
+        backend.put(x),
+        3,
+        backend.put(named["weight"].detach()),
+        backend.put(named["bias"].detach()) if "bias" in named else None,
+        choice_bias=None if bias is None else backend.put(bias.detach().flatten()),
+        **options,
+    )
+    order, want_order = ids.cpu().argsort(-1), want_ids.argsort(-1)  # theirs may be unsorted
+    assert torch.equal(ids.cpu().gather(1, order), want_ids.gather(1, want_order))
+    a, b = weights.cpu().gather(1, order), want.gather(1, want_order)
+    # Both round logits, sums of 64 products; a weight changes by as much of itself at most.
+    assert float((a - b).abs().max()) <= gamma(2 * 64) * float(b.abs().max()) * 16
