@@ -12,11 +12,14 @@ from torch import nn
 from ...nn.layer import FusedLayer
 from ...nn.norm import FusedNorm
 from ...nn.recipe import Held, Recipe, Step
+from ...nn.router import FusedRouter
 from ...nn.sharded import everywhere
+from ..routers import fuse_routers
 from .confirm import agrees
 from .merge import merge_projections
 from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
+from .runs import evaluating
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
 _Reading = tuple[Recipe, list[Seen]]  # what a module computes, and its calls
@@ -29,7 +32,9 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
     get one, too.
     """
     for top in transformers_models(model):
-        _detach_norms(top)
+        _detach_parts(top)
+        with evaluating(top):
+            fuse_routers(top)
         steps: dict[object, Step] = {}
         seen = observed(top)
         for module in top.modules():
@@ -96,7 +101,7 @@ def unfuse_layers(model: nn.Module) -> None:
         fused = fused_layer(module)
         if fused is not None:
             fused.detach()
-    _detach_norms(model)
+    _detach_parts(model)
 
 
 def fused_layer(layer: nn.Module) -> FusedLayer | None:
@@ -126,10 +131,10 @@ def _fuse_norms(module: nn.Module) -> None:
             FusedNorm(norm).attach()
 
 
-def _detach_norms(model: nn.Module) -> None:
+def _detach_parts(model: nn.Module) -> None:
     for module in model.modules():
         owner = _owner(module)
-        if isinstance(owner, FusedNorm):
+        if isinstance(owner, FusedNorm | FusedRouter):
             owner.detach()
 
 
