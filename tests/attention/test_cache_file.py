@@ -273,11 +273,6 @@ def test_hostile_files(good: tuple[Path, Any], tmp_path: Path, case: str) -> Non
         PackedCache.load(file, good[1])
 
 
-def test_a_rewritten_file_is_read(good: tuple[Path, Any], tmp_path: Path) -> None:
-    file = rewritten(good[0], tmp_path / "c", said())
-    assert PackedCache.load(file, good[1]).get_seq_length() == 30
-
-
 def test_other_files(good: tuple[Path, Any], tmp_path: Path) -> None:
     file, config = tmp_path / "c", good[1]
     content = good[0].read_bytes()

@@ -139,15 +139,6 @@ def test_modules_skip_and_format(dense: Any) -> None:
     assert len(packed_bytes(load("llama", dense("llama"), quantization_config=only))) == 6
 
 
-def test_k_that_the_block_does_not_divide_falls_back(tmp_path: Path) -> None:
-    model = random_model("qwen2", hidden_size=96, intermediate_size=192)
-    model.save_pretrained(tmp_path / "dense")
-    with pytest.warns(UserWarning, match=r"q4_k -> q5_0: model.embed_tokens"):
-        packed = load("qwen2", tmp_path / "dense", quantization_config=MetalMMConfig("q4_k"))
-    packed.save_pretrained(tmp_path / "packed")
-    assert same_bytes(load("qwen2", tmp_path / "packed"), packed)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     random_model("gemma", dtype).save_pretrained(tmp_path / "dense")

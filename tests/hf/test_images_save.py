@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ def test_a_model_whose_packed_layers_are_dense_again(tmp_path: Path) -> None:
     model.proj_out = random_transformer("flux").proj_out
     model.save_pretrained(tmp_path)
     assert torch.equal(noise(load(tmp_path)), noise(random_transformer("flux")))
-
-
-def test_dense_models_are_saved_as_ever(tmp_path: Path) -> None:
-    model = random_transformer("flux")
-    quantize_(copy.deepcopy(model), {"proj_out": "q8_0"}, progress=False)
-    model.save_pretrained(tmp_path, safe_serialization=False)
-    assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
 # ---- refused

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from gguf_files import random_model as random_gguf
-from hf_models import random_model, same_bytes
+from hf_models import random_model
 from transformers.integrations import hub_kernels
 
 from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
@@ -227,13 +227,3 @@ def test_paths_in_configs_are_not_read(name: str, where: int, copy: Any, opened:
         load(folder)
     assert [f for f in opened if f.startswith(str(secret))] == []
     assert any(f.startswith(str(folder)) for f in opened)
-
-
-def test_the_folders_are_good(folders: dict[str, Path], copy: Any) -> None:
-    packed, tokenizer = load_packed(folders["packed"])
-    assert same_bytes(packed, load_mlx(folders["mlx"])[0]) and tokenizer is not None
-    for kind in ("dense", "mlx"):
-        folder = copy(kind)
-        quantize(folder)
-        assert load_packed(folder.with_name("out"))[0].lm_head.format == "q8_0"
-        shutil.rmtree(folder.with_name("out"))

@@ -91,23 +91,6 @@ def test_the_ops_compile(tmp_path: Path) -> None:
         assert compile_for_macos(file, tmp_path / "ops.o") == "", file
 
 
-def test_a_wrong_type_is_found(tmp_path: Path) -> None:
-    """The check finds a wrong argument and a message that nobody understands."""
-    text = (MPS / "metal.mm").read_text()
-    options = (f"-I{MPS}",)
-    for right, wrong, message in (
-        ("options:options", "options:source", "no viable conversion|cannot initialize"),
-        ("newLibraryWithURL", "newLibraryWithUrl", "not found|no visible|no known"),
-        ("atIndex:i]", "atIndex:values]", "cannot initialize"),
-    ):
-        assert right in text
-        file = tmp_path / "wrong.mm"
-        file.write_text(text.replace(right, wrong))
-        assert re.search(message, compile_for_macos(file, tmp_path / "wrong.o", more=options)), (
-            wrong
-        )
-
-
 def test_the_untested_surface_is_small() -> None:
     """What no machine here can run stays below 280 lines."""
     files = [*MPS.glob("*.mm"), MPS / "metal.h", MPS / "profile.h"]

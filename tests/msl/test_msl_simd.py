@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import reduce
 from math import prod
@@ -12,7 +11,6 @@ import pytest
 import torch
 from msl_kernels import HEAD, LANES, Batch
 
-from torch_metalmm.msl.build import INCLUDE
 from torch_metalmm.testing import MetalSource
 
 FLOATS = [float((i * 7 + 3) % 11 - 5) for i in LANES]
@@ -162,15 +160,3 @@ def test_threads_that_have_returned_take_no_part() -> None:
     for i in LANES:
         want = [sum(active), len(active), int(i == 1), active.index(i)] if i % 3 else [-1] * 4
         assert y[i].tolist() == want
-
-
-def test_every_function_is_tested() -> None:
-    text = "".join((INCLUDE / name).read_text() for name in ("library/simd_types.h", "host/simd.h"))
-    text = re.sub(r"\\\n", " ", text)
-    macros = re.findall(r"MM_(?:REDUCE|SHUFFLE)\(([a-z_]+),", text)
-    macros += [f"prefix_{n}" for n in re.findall(r"MM_PREFIX\(([a-z_]+),", text)]
-    macros += re.findall(r"METAL_FUNC [\w# ]+ scope##_(\w+)\(", text)
-    names = {m for m in macros if not m.endswith("name")}
-    assert len(names) >= 26
-    tested = " ".join(e for e, _ in BATCH.names)
-    assert [n for n in names if f"simd_{n}(" not in tested or f"quad_{n}(" not in tested] == []

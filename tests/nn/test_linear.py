@@ -73,14 +73,6 @@ def test_gradient_flows_to_x_only() -> None:
     assert layer.weight.grad is None
 
 
-def test_compiled_module_equals_eager() -> None:
-    model = nn.Sequential(packed_linear(), nn.ReLU(), packed_linear(k=24 * 32, seed=1))
-    model[2] = QuantLinear.from_linear(nn.Linear(24, 8), "f16")
-    x = torch.randn(5, 256)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), model(x))
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip_through_a_file(assign: bool) -> None:

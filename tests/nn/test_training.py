@@ -12,9 +12,6 @@ import torch
 from backends import Backend, leaf
 from inputs import activations, random_weight
 from places import ROOT
-from torch import Tensor, nn
-
-from torch_metalmm import QuantLinear
 
 ops = torch.ops.metalmm
 
@@ -96,54 +93,6 @@ def test_the_dense_weight_never_exists() -> None:
 
 
 # ---- training
-
-
-class LoRA(nn.Module):
-    """y = base(x) + x Aᵀ Bᵀ, the base packed."""
-
-    def __init__(self, base: QuantLinear, untrained: bool) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Linear(base.in_features, 4, bias=False)
-        self.b = nn.Linear(4, base.out_features, bias=False)
-        if untrained:
-            nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-@pytest.mark.parametrize("name", ["q4_k", "affine4_g64"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_training_adapters_lowers_the_loss(name: str, autocast: bool, backend: Backend) -> None:
-    """Two adapters learn, the first through a packed layer; no packed byte changes."""
-    torch.manual_seed(0)
-    bases = [QuantLinear.from_linear(nn.Linear(256, 256), name) for _ in range(2)]
-
-    def network(untrained: bool) -> nn.Sequential:
-        first, second = (LoRA(base, untrained) for base in bases)
-        return nn.Sequential(first, nn.SiLU(), second).to(backend.device)
-
-    teacher, model = network(False).requires_grad_(False), network(True)
-    packed = [base.weight.clone() for base in bases]
-    x = backend.put(activations(64, 256))
-    target = teacher(x)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 4
-    optimizer = torch.optim.Adam(trained, lr=3e-3)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        with torch.autocast(backend.device, torch.bfloat16, enabled=autocast):
-            loss = (model(x).float() - target).square().mean()
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in trained)
-        optimizer.step()
-        losses.append(loss.item())
-    print(f"{losses[0]:.4f} -> {losses[-1]:.4f}")
-    assert losses[-1] < losses[0] / 2
-    for base, bytes_before in zip(bases, packed, strict=True):
-        assert torch.equal(base.weight, bytes_before) and base.weight.grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

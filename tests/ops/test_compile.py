@@ -11,7 +11,7 @@ from inputs import activations, random_weight
 from oracle import DTYPES, Value, check, spec
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear
+from torch_metalmm import QuantLinear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -24,32 +24,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Block(nn.Module):
-    """Embedding, feed-forward, head: packed in three formats, torch's own ops between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = QuantEmbedding.from_embedding(nn.Embedding(50, 256), "q6_k")
-        self.up = QuantLinear.from_linear(nn.Linear(256, 64), "q4_k")
-        self.down = QuantLinear.from_linear(nn.Linear(64, 256, bias=False), "affine4_g64")
-        self.head = self.embedding.as_linear()
-
-    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        h = self.embedding(ids) * scale
-        return self.head(h + self.down(nn.functional.silu(self.up(h))))
-
-    def exact(self, ids: Tensor, scale: float) -> Value:
-        """forward in float64, with its bound."""
-        table, up, down = (
-            spec(layer.format, layer.weight, k)
-            for layer, k in ((self.embedding, 256), (self.up, 256), (self.down, 64))
-        )
-        h = Value.of(table[ids]) * scale
-        hidden = (h.dot(up) + Value.of(self.up.bias.cpu())).silu()
-        return (h + hidden.dot(down)).dot(table)
 
 
 class Layer(nn.Module):
@@ -71,44 +45,6 @@ def test_a_compiled_layer_equals_eager(name: str, dtype: torch.dtype, backend: B
     compiled = torch.compile(layer, fullgraph=True)
     assert torch.equal(compiled(x), layer(x))
     assert torch.equal(compiled(x + 1), layer(x + 1))
-
-
-def test_a_compiled_model_equals_eager(backend: Backend) -> None:
-    """Embedding, silu and head in one graph; fused torch ops may round otherwise, in bounds."""
-    model = Block().to(backend.device)
-    ids = backend.put(torch.tensor([[3, 49, 0], [1, 1, 7]]))
-    scale = backend.put(torch.tensor(0.5))
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    eager = model(ids, scale)
-    assert torch.equal(torch.compile(model, fullgraph=True, backend=keep)(ids, scale), eager)
-    (graph,) = graphs
-    targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
-    assert sum("metalmm.linear" in t for t in targets) == 3
-    assert sum("metalmm.embedding" in t for t in targets) == 1
-    want = model.exact(ids.cpu(), 0.5)
-    check(eager, want, "eager")
-    check(torch.compile(model, fullgraph=True)(ids, scale), want, "compiled")
-
-
-def test_dynamic_rows_do_not_recompile(backend: Backend) -> None:
-    """M marked dynamic: one graph for every M, and each M's own strategy inside it."""
-    layer = Layer("q8_0").to(backend.device)
-    counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for m in (5, 2, 8, 9, 33):
-        x = backend.put(activations(m, 256))
-        torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)
-        assert torch.equal(compiled(x), layer(x))
-    assert counter.frame_count == 1
-    inductor = torch.compile(layer, fullgraph=True, dynamic=True)
-    for shape in ((4, 256), (30, 256), (7, 256)):
-        x = backend.put(activations(*shape))
-        assert torch.equal(inductor(x), layer(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -156,19 +92,6 @@ def test_autocast_compiles(backend: Backend) -> None:
     x = backend.put(activations(4, 256))
     y = torch.compile(f, fullgraph=True)(x)
     assert y.dtype == torch.bfloat16 and torch.equal(y, f(x))
-
-
-def test_export(backend: Backend) -> None:
-    """The exported program, M dynamic, keeps the packed op and gives the values of the module."""
-    layer = Layer("q4_k").to(backend.device)
-    x = backend.put(activations(6, 256))
-    rows = torch.export.Dim("rows", min=1, max=512)
-    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: rows}})
-    assert any("metalmm.linear" in str(n.target) for n in program.graph.nodes)
-    assert sum(t.nbytes for t in program.state_dict.values()) < layer.linear.weight.nbytes + 1000
-    for m in (6, 2, 40):
-        other = backend.put(activations(m, 256, seed=m))
-        assert torch.equal(program.module()(other), layer(other))
 
 
 def test_a_copy_of_a_compiled_layer_is_its_own(backend: Backend) -> None:

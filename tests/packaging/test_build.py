@@ -95,18 +95,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")' "$@"
     assert len(lines) == 1 and "needs Python 3.10" in lines[0] and "3.9.6" in lines[0]
 
 
-def test_make_says_how_long_it_takes_and_shows_its_progress(tmp_path: Path) -> None:
-    """The lines of ninja, which pip would hide, and the download of torch."""
-    command = ["make", "-n", "-C", str(ROOT), "demo", f"VENV={tmp_path / 'venv'}"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert "check_python.py" in next(line for line in lines if not line.startswith("make"))
-    build = next(i for i, line in enumerate(lines) if line.endswith("--editable ."))
-    assert "--verbose" in lines[build] and "--quiet" not in lines[build]
-    assert lines[build - 1].startswith("echo ") and "minutes" in lines[build - 1]
-    (download,) = (line for line in lines if "torch_version.py" in line)
-    assert "--quiet" not in download
-
-
 def test_the_check_is_for_every_python() -> None:
     """The check holds nothing that 2.7 and 3.9 do not parse: they must get as far as the line."""
     text = (CMAKE / "check_python.py").read_text()
@@ -330,9 +318,3 @@ def test_metadata_name_the_minor(clone: Path) -> None:
     minor = ".".join(torch.__version__.split(".")[:2])
     (requires,) = (clone / "build").glob("*.egg-info/requires.txt")
     assert requires.read_text().splitlines()[:2] == [f"torch=={minor}.*", "numpy"]
-
-
-def test_this_python_passes_the_first_step_of_make() -> None:
-    command = [sys.executable, str(ROOT / "cmake" / "check_python.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import zipfile
 from pathlib import Path
 
 import macos_check
 import pytest
-from macos_build import compile_for_macos, is_of_macos, sources, torch_version, uses_torch
-from macos_check import LIBRARIES, PAGE, Objects, Row, check, keep, markdown
+from macos_build import compile_for_macos, is_of_macos, sources
+from macos_check import LIBRARIES, Objects, check, markdown
 from places import ROOT
 
 HEADER = "#pragma once\nnamespace at { int present(); int absent(); }\n"
@@ -114,30 +113,8 @@ def test_what_belongs_to_the_system() -> None:
         assert not is_of_macos(name), name
 
 
-def test_which_files_include_torch() -> None:
-    """Directly, or by a header of ours."""
-    csrc = ROOT / "csrc"
-    assert uses_torch(csrc / "ops" / "schemas.cpp") and uses_torch(csrc / "mps" / "launch.mm")
-    assert not uses_torch(csrc / "plan" / "plan.cpp") and not uses_torch(csrc / "cpu" / "isa.cpp")
-
-
 def test_no_name_that_compilers_mangle_differently() -> None:
     """const_data_ptr<T> of torch 2.10 and 2.11: csrc/ops/tensors.h has another way."""
     files = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".mm")]
     users = [f.name for f in files if re.search(r"\.const_data_ptr<\w+>\(\)", f.read_text())]
     assert users == ["tensors.h"]  # its comment
-
-
-def test_the_page_keeps_the_last_result(tmp_path: Path) -> None:
-    """The page has a date and a row for each torch; a run puts its own rows in their place."""
-    rows = re.findall(
-        r"^\| (2\.\d+)\.\d+ \| (\d+) of (\d+) \| \d+ \| none \|$", PAGE.read_text(), re.M
-    )
-    assert {minor for minor, *_ in rows} <= set(torch_version.MINORS)
-    assert rows and all(compiled == files for _, compiled, files in rows)
-    page = tmp_path / "page.md"
-    shutil.copy(PAGE, page)
-    keep(page, "2031-01-02\n\n" + markdown([Row("2.15.9", 3, {}, 7, [])], 4))
-    text = page.read_text()
-    assert "2031-01-02" in text and text.count("| 2.15.9 | 3 of 4 | 7 | none |") == 1
-    assert text.count("\n| 2.") == 1 and text.startswith(PAGE.read_text()[:200])

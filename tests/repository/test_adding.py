@@ -136,11 +136,6 @@ def check_kernel(tree: Path, shader: str, struct: str, plan: bytes) -> None:
 emulator = pytest.mark.skipif(bool(testing.absence()), reason=testing.absence())
 
 
-def test_the_page_counts_its_places() -> None:
-    assert (len(FORMAT), len(STRATEGY)) == (5, 4)
-    assert len({place.file for place in (*FORMAT, *STRATEGY)}) == 9
-
-
 def test_the_shaders_are_those_of_the_rows() -> None:
     assert [file.name for file, text in shaders() if file.read_text() != text] == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from imports import cycles, imported
 from places import ROOT
 
@@ -82,54 +81,3 @@ def test_the_arrows_of_the_package() -> None:
     assert calling == [CALLS_BENCH]
     rooms = {room(name) for name in modules(ROOT)}
     assert rooms == ARROWS.keys() - {"_C"}  # every row of the table is a room that exists
-
-
-BAD = {
-    "a module of nn that needs models": (
-        {"nn/a.py": "from ..models import b", "models/b.py": ""},
-        ["torch_metalmm.nn.a imports torch_metalmm.models.b: not from nn to models"],
-    ),
-    "the same inside a function": (
-        {"models/a.py": "def f():\n    from ..hf.b import c", "hf/b.py": "c = 1"},
-        ["torch_metalmm.models.a imports torch_metalmm.hf.b: not from models to hf"],
-    ),
-    "the same for a type checker, and by its full name": (
-        {
-            "files/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
-            "    import torch_metalmm.tools.b",
-            "tools/b.py": "",
-        },
-        ["torch_metalmm.files.a imports torch_metalmm.tools.b: not from files to tools"],
-    ),
-    "a cycle that a function hides": (
-        {
-            "hf/a.py": "from .b import x",
-            "hf/b.py": "from . import c\nx = 1",
-            "hf/c.py": "def f():\n    from .a import x",
-        },
-        ["cycle: torch_metalmm.hf.a torch_metalmm.hf.b torch_metalmm.hf.c"],
-    ),
-    "a package that imports its module, which imports it": (
-        {"nn/__init__.py": "from .a import x", "nn/a.py": "from . import y\nx = 1"},
-        ["cycle: torch_metalmm.nn torch_metalmm.nn.a"],
-    ),
-    "the tests": ({"nn/a.py": "import tests.oracle"}, ["torch_metalmm.nn.a imports tests"]),
-    "a room that is on no map": (
-        {"extra/a.py": "from ..nn import b", "nn/b.py": ""},
-        ["torch_metalmm.extra.a imports torch_metalmm.nn.b: not from extra to nn"],
-    ),
-    "nothing": (
-        {"nn/a.py": "import torch\nfrom . import b\nfrom .. import _C, formats", "nn/b.py": ""},
-        [],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_found(name: str, tmp_path: Path) -> None:
-    files, want = BAD[name]
-    for file, text in {"__init__.py": "", "formats/__init__.py": "", **files}.items():
-        path = tmp_path / PACKAGE / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert problems(tmp_path) == want

@@ -65,20 +65,3 @@ def missing(page: Path, root: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_exists(page: str) -> None:
     assert missing(ROOT / page, ROOT) == []
-
-
-def test_what_is_missing_is_found(tmp_path: Path) -> None:
-    """Every kind of mention, there and not there."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text("# One: a `title`\n```\n# no title\n```\n")
-    page = tmp_path / "a.md"
-    page.write_text(
-        "# Own\n[a](docs/page.md) [b](docs/page.md#one-a-title) [c](#own) [d](https://x.y/docs/z.md)\n"
-        "[e](docs/gone.md) [f](docs/page.md#no-title) [g](#gone)\n"
-        "docs/ docs/*.md `docs/{page,gone}.md`, docs/page.md. tests/gone.py x/docs/gone\n"
-        "`page.md` `gone.py` `gone.txt`\n"
-    )
-    assert missing(page, tmp_path) == [
-        *("docs/gone.md", "docs/page.md#no-title", "#gone"),
-        *("docs/gone.md", "tests/gone.py", "gone.py"),
-    ]

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from places import ROOT
 
-from bench import options
 from torch_metalmm.tools import cli
 from torch_metalmm.tools.doctor.report import LIMIT
 
@@ -105,34 +104,3 @@ def test_only_the_job_that_publishes_may_ask_for_a_token() -> None:
     assert publish["permissions"] == {"id-token": "write"} and publish["environment"] == "pypi"
     assert publish["if"] == "startsWith(github.ref, 'refs/tags/v')" and "test" in publish["needs"]
     assert not [s for s in publish["steps"] if "run" in s or "password" in s.get("with", {})]
-
-
-def test_the_page_for_mac_owners_names_what_exists() -> None:
-    """Commands, files and messages of docs/first-mac.md."""
-    page = (ROOT / "docs" / "first-mac.md").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"^    make (\w+)", page, re.M)
-    assert commands == ["doctor", "test", "bench"]
-    assert all(re.search(rf"^{c}:", makefile, re.M) for c in commands)
-    for line in re.findall(r"^    \.venv/bin/(.*?)(?: 2>&1 .*)?$", page, re.M):
-        name, *arguments = shlex.split(line)
-        if name == "metalmm":
-            assert cli._parser().parse_args(arguments).device == "mps"
-        else:
-            assert [name, *arguments[:2]] == ["python", "-m", "bench"]
-            assert options.parse(arguments[2:]).command == "matmul"
-    doctor = (ROOT / "torch_metalmm/tools/doctor/report.py").read_text()
-    child = (ROOT / "torch_metalmm/tools/doctor/child.py").read_text()
-    for verdict, text in (("HANGS", doctor), ("DIES", doctor), ("FAIL", child), ("skip", child)):
-        assert f"`{verdict}" in page and f'"{verdict} ' in text
-    assert f"more than {LIMIT:g} s is killed" in page and "METALMM_TEST_CASES" in page
-    for file in re.findall(r"tests/[\w/]+\.py", page):
-        assert (ROOT / file).exists()
-    pipelines = (ROOT / "csrc/mps/pipelines.h").read_text()
-    facts = (ROOT / "csrc/mps/facts.cpp").read_text()
-    for message, text in (
-        ("Metal cannot compile", pipelines),
-        ("no pipeline for", pipelines),
-        ("needs an Apple GPU, M1 or newer", facts),
-    ):
-        assert message in page and message in text

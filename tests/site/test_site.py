@@ -57,20 +57,6 @@ def test_the_functions_have_their_docstrings(site: Path) -> None:
     assert "forward of five ops beside attention" in page  # of fuse_'s docstring
 
 
-def test_a_broken_link_ends_the_build(site: Path, tmp_path: Path) -> None:
-    """site: the whole build passes, so that what fails here is the link."""
-    (tmp_path / "docs").mkdir()
-    settings = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[0]
-    settings = re.sub(r"\nhooks:\n.*\n", "\n", settings)
-    (tmp_path / "mkdocs.yml").write_text(settings)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    for link, fails in (("#own", False), ("#gone", True), ("gone.md", True)):
-        (tmp_path / "docs" / "index.md").write_text(f"# Own\n[a]({link})\n")
-        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert (run.returncode != 0) == fails, run.stderr
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_fenced_block_is_run(page: str) -> None:
     """Python by test_recipes, C++ by test_adding; what is no program is indented, not fenced."""
@@ -121,9 +107,3 @@ def test_links_and_lists_of_a_page_are_those_of_the_site() -> None:
     assert hooks.deepened(text) == (
         "1. a\n    b\n\n        code\n* c\n    d\n```\n  e\n```\nf\n    code\n"
     )
-
-
-def test_commands_are_found() -> None:
-    assert ["metalmm", "quantize"] in [
-        [words[0].rpartition("/")[2], words[1]] for words in commands("README.md")
-    ]

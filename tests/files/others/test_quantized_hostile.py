@@ -270,11 +270,6 @@ def test_hostile_folders(good: Path, tmp_path: Path, case: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", layouts(4, 64))
-def test_the_folders_are_good_before(good: Path, name: str) -> None:
-    load_quantized(good / name)
-
-
 def test_code_beside_the_weights_is_not_run(good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "evil"
     shutil.copytree(good / "awq", folder)

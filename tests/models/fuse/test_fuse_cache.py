@@ -14,9 +14,8 @@ from layer_models import are_fused, ids, padded, small
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
-from torch_metalmm import PackedCache, fuse_, load_gguf, unfuse_
+from torch_metalmm import PackedCache, fuse_, unfuse_
 from torch_metalmm.hf.generation import default_cache
-from torch_metalmm.tools.generate import demo_model
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -261,18 +260,3 @@ def test_models_without_a_cache() -> None:
     )
     with pytest.raises(ValueError, match="cache: 'f16'; BartForConditionalGeneration has an enc"):
         fuse_(bart, cache="f16")
-
-
-def test_smollm2() -> None:
-    """A real model: greedy tokens of each cache, also where a lookup proposes some."""
-    model, tokenizer = load_gguf(demo_model())
-    prompt = tokenizer("The capital of France is", return_tensors="pt")
-    options = {"max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": tokenizer.eos_token_id}
-    want = tokens(model, prompt, **options)
-    for format in ("f32", "f16", "q8_0"):
-        fuse_(model, "swiglu", cache=format)
-        assert all(are_fused(model))
-        got = tokens(model, prompt, **options)
-        assert got == want or format == "q8_0", format
-        assert "Paris" in tokenizer.decode(got[0])
-        assert tokens(model, prompt, prompt_lookup_num_tokens=3, **options) == got
