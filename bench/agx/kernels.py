@@ -33,6 +33,7 @@ from .code import CLASSES, Code, read
 SHOWN = (
     "gemv_*_f16",
     *(f"gemv_*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "affine4")),
+    "gemv_batched_q6_k_f16",
     *(f"swiglu_*_{f}_f16" for f in ("q4_0", "q4_k")),
     *(f"gemm*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "q6_k", "affine4")),
     *(f"attention_*_{f}_f16" for f in ("f16", "q8_0", "q4_0")),
@@ -78,15 +79,26 @@ def weights() -> dict[str, int]:
 
 
 def compile_kernel(kernel: str, metal: Path = spirv.METAL) -> Code:
-    """The code of a kernel. OSError: mmagx is not built. RuntimeError: a compiler's message."""
+    """The code of a kernel: what does not change in a loop moved out of it, as LLVM does, unless
+    registers spill for that. OSError: mmagx is not built. RuntimeError: a compiler's message.
+    """
     if not PROGRAM.exists():
         raise OSError(f"{PROGRAM}: not there; make agx builds it")
     one = pass_of(kernel)
     module = spirv.build(kernel, one["constants"], one["threadgroup_bytes"], metal)
+    hoisted = _code(kernel, module, one["group"][0], hoist=True)
+    if not hoisted.spills:
+        return hoisted
+    kept = _code(kernel, module, one["group"][0], hoist=False)
+    return min(hoisted, kept, key=lambda code: code.spills)
+
+
+def _code(kernel: str, module: bytes, threads: int, *, hoist: bool) -> Code:
+    """What mmagx makes of a module of SPIR-V. RuntimeError: its message."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.spv"
         file.write_bytes(module)
-        command = [str(PROGRAM), str(file), spirv.ENTRY, str(one["group"][0])]
+        command = [str(PROGRAM), str(file), spirv.ENTRY, str(threads), str(int(hoist))]
         environment = os.environ | {"AGX_MESA_DEBUG": "shaders,shaderdb"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:

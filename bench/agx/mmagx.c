@@ -1,5 +1,6 @@
 /* The code of an Apple GPU (G13, G14) of an OpenCL kernel in SPIR-V, by Mesa's compiler:
- *   mmagx FILE.spv KERNEL THREADS
+ *   mmagx FILE.spv KERNEL THREADS HOIST
+ * HOIST 1: what does not change in a loop moves out of it; 0: it stays, which takes fewer registers.
  * with AGX_MESA_DEBUG=shaders,shaderdb in the environment, which makes Mesa print code and counts.
  * build_mesa.py compiles it.
  */
@@ -85,7 +86,7 @@ static void *read_file(const char *name, size_t *size)
 
 int main(int argc, char **argv)
 {
-   if (argc < 4)
+   if (argc < 5)
       return 2;
    size_t size;
    uint32_t *words = read_file(argv[1], &size);
@@ -144,7 +145,8 @@ int main(int argc, char **argv)
     * address of every load where the load is; Apple's compiler is LLVM, which does not. */
    NIR_PASS(_, s, nir_lower_explicit_io, nir_var_mem_global, nir_address_format_62bit_generic);
    optimise(s);
-   NIR_PASS(_, s, nir_opt_licm);
+   if (atoi(argv[4]))
+      NIR_PASS(_, s, nir_opt_licm);
    optimise(s);
    bool progress;
    do {
