@@ -21,6 +21,7 @@ from torch_metalmm import (
     save_packed,
 )
 from torch_metalmm.files.gguf.file import GgufFile
+from torch_metalmm.models import finite
 from torch_metalmm.tools.generate import demo_model
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
@@ -81,3 +82,23 @@ def test_files_beyond_half_of_memory_stay_unread(
     spoil(path, 0x7C00)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1}.__getitem__)
     load_gguf(path)
+
+
+def test_the_check_takes_one_thread_and_gives_the_others_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that wait by spinning made its cost vary by 10."""
+    seen, sums = [], finite._sums
+
+    def recorded(weight: torch.Tensor, kind: str) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return sums(weight, kind)
+
+    monkeypatch.setattr(finite, "_sums", recorded)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        load_gguf(demo_model())
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
