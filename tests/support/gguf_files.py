@@ -71,7 +71,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "nemotron": _DECODER | {"attention.layer_norm_rms_epsilon": 1e-5},
     "gemma2": _DECODER | {"attention.key_length": 64, "attention.sliding_window": 64},
     "gemma3": _DECODER | {"attention.key_length": 64, "attention.sliding_window": 64},
-    "gemma4": _DECODER | {"attention.key_length": 64, "attention.sliding_window": 64},
+    "gemma4": _DECODER
+    | {"attention.key_length": 64, "attention.sliding_window": 64, "rope.freq_base": 1e6}
+    | {"attention.key_length_swa": 256, "embedding_length_per_layer_input": 256},
     "mamba": _DECODER
     | {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32}
     | {"ssm.inner_size": 512, "vocab_size": 320},
@@ -195,11 +197,13 @@ def random_model(
     values = ARCHITECTURES[architecture]
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     head = {} if tied else {"output.weight": (np.zeros((320, H), np.float32), "f32")}
-    write_gguf(path, architecture, embedding | head, values)
+    turned = np.float32([1] * 8 + [1e30] * 24)
+    extra = {"rope_freqs.weight": (turned, "f32")} if architecture == "gemma4" else {}
+    write_gguf(path, architecture, embedding | head | extra, values)
     torch.manual_seed(seed)
     skip = ("q5_0", "q5_1", "mxfp4") if architecture in NEW_STYLE else ()
     formats = cycle(f for f in kinds if f not in skip)
-    tensors = {}
+    tensors: dict[str, Any] = dict(extra)
     for name, shape in _tensor_shapes(path, architecture):
         tensors[name] = _random_tensor(name, shape, formats)
     return write_gguf(path, architecture, tensors, values)

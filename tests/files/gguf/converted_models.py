@@ -85,6 +85,23 @@ _GRANITE = {
 _BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # no key says it
 _TURNED = {"rope_parameters": _BASE["rope_parameters"] | {"partial_rotary_factor": 0.4}}
 _GEMMA = _ODD | _BASE | {"tie_word_embeddings": True}
+_GEMMA4 = (
+    _RMS
+    | _WINDOW
+    | {
+        **{"tie_word_embeddings": True, "head_dim": HEAD, "global_head_dim": 16},
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        "final_logit_softcapping": 0.9,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+        },
+    }
+)
 _CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9}
 _LINEAR = {
     "linear_conv_kernel_dim": 3,
@@ -161,6 +178,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                    "rope_parameters": {
                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    "gemma4": ("Gemma4", _GEMMA4 | {"num_kv_shared_layers": 0}),
+    "gemma4-shared": ("Gemma4", _GEMMA4 | {"hidden_size_per_layer_input": 10,
+                      "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2,
+                      "use_double_wide_mlp": True}),
+    "gemma4-keys": ("Gemma4", _GEMMA4 | {"attention_k_eq_v": True,
+                    "num_global_key_value_heads": 1}),
     "glm4": ("Glm4", _ODD | _PARTIAL | {"attention_bias": True}),
     "glm4-moe": ("Glm4Moe", _ODD | _ROUTED | _PARTIAL | {"attention_bias": True,
                                                           "use_qk_norm": True}),
@@ -226,6 +249,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _RMS),
     "qwen2-moe": ("Qwen2Moe", _RMS | _CHOSEN | {"shared_expert_intermediate_size": 44,
                   "norm_topk_prob": False}),
+    "qwen2-vl": ("Qwen2VL", {"text_config": _RMS | {"rope_parameters": _PLAIN["rope_parameters"]
+                 | {"mrope_section": [1, 2, 2]}}, "tie_word_embeddings": False, "vision_config":
+                 {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": H}}),
+    "qwen3-vl": ("Qwen3VL", {"text_config": _ODD | {"rope_parameters": _PLAIN["rope_parameters"]
+                 | {"mrope_section": [2, 2, 2]}}, "tie_word_embeddings": False, "vision_config":
+                 {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+                  "out_hidden_size": H, "deepstack_visual_indexes": [0],
+                  "num_position_embeddings": 16}}),
     "qwen3": ("Qwen3", _ODD),
     "qwen3-moe": ("Qwen3Moe", _ODD | _CHOSEN | {"norm_topk_prob": True}),
     "qwen3_5": ("Qwen3_5", _ODD | _LINEAR | {"rope_parameters": {"rope_type": "default",
@@ -235,13 +266,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 700.0,
                 "partial_rotary_factor": 0.5, "mrope_interleaved": True,
                 "mrope_section": [1, 1, 1]}}),
+    "solar-open": ("SolarOpen", _ODD | _ROUTED | {"first_k_dense_replace": 0, "rope_parameters":
+                   _PLAIN["rope_parameters"] | {"partial_rotary_factor": 1.0}}),
     "seed-oss": ("SeedOss", _ODD | {"attention_bias": True}),
     "smollm3": ("SmolLM3", _RMS | {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
     "stablelm": ("StableLm", _NORM | _TURNED | {"use_qkv_bias": True}),
     "stablelm-parallel": ("StableLm", _NORM | _TURNED | {"use_parallel_residual": True}),
     "t5": ("T5", _T5 | {"feed_forward_proj": "relu"}),
     "t5-gated": ("T5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "t5-encoder": ("T5Encoder", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "t5-unscaled": ("T5", _T5 | {"feed_forward_proj": "relu", "tie_word_embeddings": False}),
     "t5-untied": ("T5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "umt5": ("UMT5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "starcoder2": ("Starcoder2", _PLAIN | {"norm_epsilon": 0.003, "sliding_window": None}),
 }
@@ -257,42 +293,46 @@ def bits(seed: str, count: int) -> np.ndarray:
 def random_model(case: str) -> Any:
     """The case's model in f32; matrices of +-1/16, vectors of +-1/8, norms of 1 +- 1/8."""
     name, values = CASES[case]
-    kinds = [getattr(transformers, f"{name}{kind}Config", None) for kind in ("Text", "")]
-    config = next(kind for kind in kinds if kind is not None)(**copy.deepcopy(values))
+    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
+    made = next(c for c in (getattr(transformers, name + end, None) for end in ends) if c)
+    parts = ("Config",) if "text_config" in values else ("TextConfig", "Config")
+    kinds = [getattr(transformers, name + part, None) for part in parts]
+    config = next((k for k in kinds if k), made.config_class)(**copy.deepcopy(values))
     config._experts_implementation = "eager"
-    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    classes = (getattr(transformers, name + end, None) for end in ends)
-    model = next(c for c in classes if c is not None)._from_config(config, dtype=torch.float32)
+    model = made._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor, value in model.state_dict().items():
             if value.is_floating_point():
                 level = 1 / 16 if value.dim() > 1 else 1 / 8
                 sign = bits(f"{case}/{tensor}", value.numel()).astype(np.float32) * 2 - 1
-                made = torch.from_numpy(sign).view(value.shape) * level
+                drawn = torch.from_numpy(sign).view(value.shape) * level
                 if ".act_fn." in tensor:
-                    made = made.abs() + made / 4
+                    drawn = drawn.abs() + drawn / 4
                 norm = (
                     tensor.endswith("norm.weight")
                     or "layernorm" in tensor
                     or "layer_norm" in tensor
                 )
-                value.copy_(made + 1 if norm and tensor.endswith("weight") else made)
+                value.copy_(drawn + 1 if norm and tensor.endswith("weight") else drawn)
     model.tie_weights()
     if case == "t5-untied":
-        made = bits(f"{case}/lm_head", VOCABULARY * H).astype(np.float32) / 8 - 1 / 16
-        model.lm_head.weight = nn.Parameter(torch.from_numpy(made).view(VOCABULARY, H))
+        head = bits(f"{case}/lm_head", VOCABULARY * H).astype(np.float32) / 8 - 1 / 16
+        model.lm_head.weight = nn.Parameter(torch.from_numpy(head).view(VOCABULARY, H))
     return model.eval()
 
 
 def logits(model: Any) -> Tensor:
-    """Of 2 x 19 tokens."""
+    """Of 2 x 19 tokens; of an encoder alone its last hidden states."""
     ids = torch.from_numpy(
         bits("tokens", 2 * 19 * 6).reshape(2, 19, 6) @ (1 << np.arange(6, dtype=np.int64))
     )
-    decoder = {"decoder_input_ids": ids.flip(0)} if model.config.is_encoder_decoder else {}
+    more = {"decoder_input_ids": ids.flip(0)} if hasattr(model, "decoder") else {}
+    if not type(model).__name__.endswith("EncoderModel"):
+        more["use_cache"] = False
     with torch.inference_mode():
-        made: Tensor = model(input_ids=ids, use_cache=False, **decoder).logits
-        return made
+        made = model(input_ids=ids, **more)
+    found: Tensor = made.logits if "logits" in made else made.last_hidden_state
+    return found
 
 
 def read_record(case: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:

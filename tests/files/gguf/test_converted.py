@@ -9,7 +9,10 @@ import torch
 from converted_models import CASES, VOCABULARY, logits, random_model, read_record
 from gguf_files import load_quietly, write_gguf
 
-AMPLIFIES = "gemma3-27b"  # 62 layers amplify the rounding of the original itself
+# 62 layers, and sums of many norms, amplify the rounding of the original itself.
+AMPLIFIES = ("gemma3-27b", "gemma4-shared")
+# Tied heads of T5, whose scale no key says: {case: whether the model scales}.
+UNSAID = {"t5": True, "t5-gated": True, "t5-unscaled": False, "mt5": False}
 
 
 @pytest.mark.usefixtures("quiet_transformers")
@@ -33,12 +36,14 @@ def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
         tokenizer=False,
     )
     loaded, _, warned = load_quietly(path)
-    assert warned == []
+    assert ["scale_decoder_outputs" in text for text in warned] == [True] * (case in UNSAID)
+    if case in UNSAID:
+        loaded.config.scale_decoder_outputs = UNSAID[case]
     original = random_model(case)
     expected = logits(original)
     error = (logits(loaded) - expected).abs().max().item()
     print(f"{case}: {error:.1e} of {expected.abs().max():.1f}")
     most = 1e-5
-    if case == AMPLIFIES:
+    if case in AMPLIFIES:
         most = 2 * (logits(original.double()) - expected).abs().max().item()
     assert torch.isfinite(expected).all() and error <= most < 2e-3

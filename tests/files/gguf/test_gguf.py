@@ -6,6 +6,7 @@ import copy
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) 
 )
 def test_architecture_equals_transformers(folder: Path, architecture: str, tied: bool) -> None:
     path = random_model(folder / f"{architecture}-{tied}.gguf", architecture, tied)
-    model, tokenizer, warned = load_quietly(path)
+    model, tokenizer, given = load_quietly(path)
+    warned = [text for text in given if "scale_decoder_outputs" not in text]
     expected = DECODED.get(architecture, ())
     assert len(warned) == (1 if expected else 0), warned
     if expected:
@@ -220,19 +222,38 @@ def test_weights_are_views_of_the_file(smollm: tuple[Any, Any]) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_needs_little_memory() -> None:
+    """Memory of its own: pages of the mapped file, which check_finite reads, can be given back."""
     script = """
 import torch, transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, modeling_gguf_pytorch_utils
 from transformers.integrations.gguf import get_gguf_tokenizer
 import gguf, torch_metalmm.files.gguf.load
-from torch_metalmm.tools.generate import demo_model, peak_memory
-base = peak_memory()
+from torch_metalmm.tools.generate import demo_model
+print("imported", flush=True)
+input()
 model, tokenizer = torch_metalmm.load_gguf(demo_model())
-print(peak_memory() - base)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    grown, size = int(run.stdout), demo_model().stat().st_size
-    print(f"peak memory over imports {grown / size:.2f} x the file")
-    # The mapped pages, which check_finite reads, and what is copied: q, k, dense weights.
-    assert grown < 1.6 * size
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdin is not None and run.stdout is not None
+    with run:
+        assert run.stdout.readline() == "imported\n"
+        base = peak = _anonymous(run.pid)
+        run.stdin.write("\n")
+        run.stdin.flush()
+        while run.poll() is None:
+            peak = max(peak, _anonymous(run.pid))
+            time.sleep(0.001)
+    assert run.returncode == 0
+    grown, size = peak - base, demo_model().stat().st_size
+    print(f"anonymous memory over imports {grown / size:.2f} x the file")
+    assert 0 < grown < 0.8 * size  # 0.51 on Linux; one more copy of the weights would be 1.5
+
+
+def _anonymous(pid: int) -> int:
+    """Bytes of the process that no file backs; 0 once it has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)

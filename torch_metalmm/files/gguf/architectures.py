@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import derive
+from .derive import ROPE_DIVISORS
 from .file import GgufFile
 from .latent import latent_config, latent_metadata
 from .routing import check_routing
@@ -26,7 +27,6 @@ from .rows import (
     row_of,
 )
 
-ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3, one for each frequency
 _KV_HEADS, _KEY_LENGTH = "attention.head_count_kv", "attention.key_length"
 _EXPERTS = "expert_count"
 # Parts of a rotation's scaling, under rope.scaling., and in rope_parameters.

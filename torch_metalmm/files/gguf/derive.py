@@ -17,6 +17,8 @@ FALCON_H1 = (
     *("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out"),
 )
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27 B
+ROPE_DIVISORS = "rope_freqs.weight"  # one for each frequency
+_PER_LAYER = "per_layer_token_embd.weight"
 _PATTERN = "attention.sliding_window_pattern"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
@@ -69,6 +71,51 @@ def gemma3_rotations(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     """One rotation of layers with a window, which is never scaled, and one of the others."""
     sliding = {"rope_type": "default", "rope_theta": file.stated("rope.freq_base_swa", 10000.0)}
     return {_FULL: values["rope_parameters"], _SLIDING: sliding}
+
+
+def gemma4_rotations(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
+    """One rotation of layers with a window; the others turn the first frequencies, divided by 1.
+
+    The file divides what stays by 1e30. ValueError: other divisors, or none.
+    """
+    entry = file.tensors.get(ROPE_DIVISORS)
+    given = [] if entry is None else file.dense(ROPE_DIVISORS).flatten().tolist()
+    turned = given.count(1.0)
+    if not given or given[:turned].count(1.0) < turned or any(d < 1e20 for d in given[turned:]):
+        raise ValueError(
+            f"{file.path}: {ROPE_DIVISORS} is {given[:4]}...; it must be ones, then at least 1e20"
+        )
+    full = {"rope_type": "proportional", "partial_rotary_factor": turned / len(given)}
+    full["rope_theta"] = file.stated("rope.freq_base", 10000.0)
+    sliding = {"rope_type": "default", "rope_theta": file.stated("rope.freq_base_swa", 10000.0)}
+    return {_FULL: full, _SLIDING: sliding}
+
+
+def _of_kind(values: dict[str, Any], file: GgufFile, key: str, kind: str) -> Any:
+    """The number of the first layer of that kind; of the first, if there is none."""
+    kinds = values["layer_types"]
+    return _each(values, file, key)[kinds.index(kind) if kind in kinds else 0]
+
+
+# By lists of a number for each layer, and by tensors: layers that share keys may be twice as wide,
+# those without a window have another count of keys, and take them as values.
+GEMMA4: dict[str, Rule] = {
+    "layer_types": windows,
+    "global_head_dim": head_dim,
+    "head_dim": lambda v, f: f.stated("attention.key_length_swa", v["head_dim"]),
+    "rope_parameters": gemma4_rotations,
+    "intermediate_size": lambda v, f: _each(v, f, "feed_forward_length")[0],
+    "use_double_wide_mlp": lambda v, f: len(set(_each(v, f, "feed_forward_length"))) > 1,
+    "num_key_value_heads": lambda v, f: _of_kind(v, f, "attention.head_count_kv", _SLIDING),
+    "num_global_key_value_heads": lambda v, f: _of_kind(v, f, "attention.head_count_kv", _FULL),
+    "attention_k_eq_v": lambda v, f: any(
+        f"blk.{layer}.attn_k.weight" in f.tensors and f"blk.{layer}.attn_v.weight" not in f.tensors
+        for layer in range(v["num_hidden_layers"])
+    ),
+    "vocab_size_per_layer_input": lambda v, f: (
+        f.tensors[_PER_LAYER].shape[0] if _PER_LAYER in f.tensors else 262144
+    ),
+}
 
 
 def phi3_context(values: dict[str, Any], file: GgufFile) -> int:

@@ -30,7 +30,8 @@ from ...models.skeleton import (
 from ...nn.place import place
 from ..blame import blaming
 from ..limits import MAX_LAYERS
-from .architectures import ROPE_DIVISORS, model_config
+from .architectures import model_config
+from .derive import ROPE_DIVISORS
 from .experts import Experts, experts_of, put_experts
 from .file import GgufFile
 from .layout import Layout, TensorMap
@@ -93,12 +94,13 @@ def load_gguf(
         tokens = tokenizer(file, config)
     with blaming(file.path, "no model fits its metadata"):
         real_buffers(model, config, dtype)
-    scaling = values.get("rope_parameters", {}).get("rope_type")
-    if scaling == "llama3" and ROPE_DIVISORS in todo.unused:
+    rope = values.get("rope_parameters", {})
+    scaling = rope.get("full_attention", rope).get("rope_type")
+    if scaling in ("llama3", "proportional") and ROPE_DIVISORS in todo.unused:
         todo.unused.remove(ROPE_DIVISORS)  # they are in the config
     if scaling == "longrope":
         todo.unused = [name for name in todo.unused if not name.startswith("rope_factors_")]
-    _warn(file, todo, dtype)
+    _warn(file, todo, dtype, config)
     if mesh is not None:
         _put_empty(model, file, todo)
         shard_(model, mesh, plan)
@@ -300,7 +302,16 @@ def _packed_layout(
     return layout
 
 
-def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype) -> None:
+def _warn(file: GgufFile, plan: _Plan, dtype: torch.dtype, config: Any) -> None:
+    # T5 1.0 scales what a tied head takes; transformers also ties heads of models that do not.
+    decodes = "dec.output_norm.weight" in file.tensors and "output.weight" not in file.tensors
+    if decodes and config.model_type == "t5":
+        warnings.warn(
+            f"{file.path} has no output.weight, and no key says whether the input of its tied head "
+            "is scaled by d_model**-0.5, as T5 1.0 does: taken as scaled; else set "
+            "model.config.scale_decoder_outputs = False",
+            stacklevel=3,
+        )
     decoded = [name for name in plan.dense if file.tensors[name].format not in DTYPES]
     if decoded:
         warnings.warn(

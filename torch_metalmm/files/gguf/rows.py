@@ -301,14 +301,20 @@ ARCHITECTURES = {
         derived=_SCALE
         | {"layer_types": derive.gemma3_windows, "rope_parameters": derive.gemma3_rotations},
     ),
-    # Two sizes of heads, and layers that share keys: as transformers reads it.
+    # Two sizes of heads, one rotation each, and layers that share keys.
     "gemma4": Architecture(
         "gemma4_text",
-        _RMS | WINDOW,
+        {key: name for key, name in _RMS.items() if key != "feed_forward_length"}
+        | WINDOW
+        | {
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
         rotates=False,
         writes=False,
-        has={"sliding_window": 512, "eos_token_id": [1, 106, 50]},
-        derived={"head_dim": lambda v, f: 256, "global_head_dim": derive.head_dim},
+        has={"eos_token_id": [1, 106, 50], "hidden_size_per_layer_input": 0},
+        derived=derive.GEMMA4,
     ),
     "glm4": Architecture("glm4", flags=_BIAS),
     "glm4moe": Architecture(

@@ -20,7 +20,8 @@ from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
 from ..staging import replaced
-from .architectures import ROPE_DIVISORS, llama3_divisors, metadata, model_config
+from .architectures import llama3_divisors, metadata, model_config
+from .derive import ROPE_DIVISORS
 from .experts import check_format, stored_experts
 from .file import GgufFile, write_out
 from .layout import TensorMap
