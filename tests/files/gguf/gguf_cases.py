@@ -15,11 +15,10 @@ class Case:
     """A model: the class of its config, its own values, and what a file of it has.
 
     interleaved: the converter turns the halves of each head's q and k into pairs. plus_one: it adds
-    1 to the weights of norms. eps: which of the two keys it has. vision: the parts of the rotation
-    of a model that sees, whose text is what a file has. alternating: rows of gate and up alternate,
-    and experts lie [E, K, rows]; columns: the latter alone. stacks: keys and values of a latent
-    are two stacks. rope: parts of the rotation besides its base. aliases: ends of names in the
-    model, and those in the file.
+    1 to the weights of norms. eps: which of the two keys it has. alternating: rows of gate and up
+    alternate, and experts lie [E, K, rows]; columns: the latter alone. stacks: keys and values of a
+    latent are two stacks. rope: parts of the rotation besides its base. aliases: ends of names in
+    the model, and those in the file.
     """
 
     config: str
@@ -30,7 +29,6 @@ class Case:
     interleaved: bool = False
     plus_one: bool = False
     eps: str = "rms"
-    vision: dict[str, Any] = field(default_factory=dict)
     alternating: bool = False
     columns: bool = False
     stacks: bool = False
@@ -97,7 +95,6 @@ _STACKS_FILE = {
     "attention.key_length_mla": 64 + HEAD,
     "attention.value_length_mla": 64,
 }
-VISION = {"patch_size": 14, "depth": 1, "embed_dim": 32, "hidden_size": H, "num_heads": 2}
 
 CASES = {
     "arcee": Case("Arcee", interleaved=True),
@@ -150,18 +147,6 @@ CASES = {
     ),
     "olmo2": Case("Olmo2", theta=5e5),
     "phi2": Case("Phi", turned=HEAD // 2, eps="layer"),
-    "qwen2vl": Case(
-        "Qwen2VL",
-        {},
-        {"rope.dimension_sections": [8, 12, 12, 0]},
-        vision={"mrope_section": [8, 12, 12]},
-    ),
-    "qwen3vl": Case(
-        "Qwen3VL",
-        {"head_dim": HEAD},
-        {"attention.key_length": HEAD, "rope.dimension_sections": [12, 10, 10, 0]},
-        vision={"mrope_section": [12, 10, 10], "mrope_interleaved": True},
-    ),
     "seed_oss": Case(
         "SeedOss",
         {"head_dim": HEAD, "attention_bias": True},

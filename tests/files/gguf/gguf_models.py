@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from gguf_cases import CASES, HEAD, VISION, Case, architecture_of
+from gguf_cases import CASES, HEAD, Case, architecture_of
 from gguf_files import CONTEXT, FFN, HEADS, MIXED, H, write_gguf
 from torch import Tensor
 
@@ -58,15 +58,10 @@ def random_hf(case: str, tied: bool = False, seed: int = 0, **others: Any) -> An
         rope["partial_rotary_factor"] = row.turned / HEAD
     values["rope_parameters"] = others.get("rope_parameters", rope | row.rope)
     kind = getattr(transformers, row.config + "Config")
-    if row.vision:
-        text = values | {"rope_parameters": rope | row.vision}
-        config = kind(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
-    else:
-        config = kind(**values, tie_word_embeddings=tied)
+    config = kind(**values, tie_word_embeddings=tied)
     config._experts_implementation = "eager"  # the others take no float64
     torch.manual_seed(seed)
-    auto = "AutoModelForImageTextToText" if row.vision else "AutoModelForCausalLM"
-    model = getattr(transformers, auto).from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if not value.is_floating_point():
@@ -89,8 +84,8 @@ def convert(model: Any, case: str, path: Path, kinds: tuple[str, ...] = MIXED) -
     text = model.config.get_text_config()
     tied = model.config.tie_word_embeddings
     for name, value in model.state_dict().items():
-        base, _, leaf = name.replace("model.language_model.", "model.").rpartition(".")
-        if (tied and name == "lm_head.weight") or ".visual." in name:
+        base, _, leaf = name.rpartition(".")
+        if tied and name == "lm_head.weight":
             continue
         if ".experts." in name:
             tensors |= _experts(row, name, value, formats)

@@ -125,6 +125,18 @@ def test_unknown_rope_divisors_and_spare_tensors_are_named(folder: Path) -> None
     assert model.config.rope_parameters["rope_type"] == "default"
 
 
+@pytest.mark.parametrize("divisors", [None, [1, 8.0, 1e30, 1e30], [1e30, 1, 1e30, 1e30]])
+def test_divisors_that_are_no_proportional_rotation(folder: Path, divisors: Any) -> None:
+    embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
+    if divisors is not None:
+        embedding["rope_freqs.weight"] = np.float32(divisors), "f32"
+    path = write_gguf(
+        folder / "g.gguf", "gemma4", embedding, ARCHITECTURES["gemma4"] | {"block_count": 1}
+    )
+    with pytest.raises(ValueError, match=r"rope_freqs.weight is \[.*; it must be ones, then"):
+        load_gguf(path)
+
+
 def test_missing_biases_are_zero_and_missing_weights_an_error(folder: Path) -> None:
     tensors = dict(tensors_of(random_model(folder / "a.gguf", "qwen2")))
     del tensors["blk.1.attn_q.bias"]

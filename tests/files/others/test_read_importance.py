@@ -65,7 +65,7 @@ def test_names(tmp_path: Path, suffix: str, kind: str) -> None:
         assert np.array_equal(found[layer].numpy(), given[names[layer]].means()[0])
 
 
-@pytest.mark.parametrize("case", [name for name, row in CASES.items() if not row.vision])
+@pytest.mark.parametrize("case", CASES)
 def test_names_of_every_architecture(case: str) -> None:
     """llama.cpp calls Mixtral llama, Phi phi2, Ministral 3 mistral3."""
     layers = linear_layers(random_hf(case))
