@@ -1,0 +1,64 @@
+// torch.classes.metalmm.Step: a step of a model, recorded twice and replayed.
+#include <torch/custom_class.h>
+
+#include <memory>
+
+#include "replay.h"
+
+namespace metalmm::replay {
+namespace {
+
+struct Step : torch::CustomClassHolder {
+  // Between start() and stop() the ops of this thread are recorded.
+  void start() {
+    earlier = std::move(now);
+    now = std::make_unique<Recording>();
+    now->start();
+  }
+  void stop() {
+    if (now) now->stop();
+  }
+  // Why the last two recordings make no list, or ""; of a single one why it would not.
+  std::string problem(const std::vector<at::Tensor>& results) {
+    if (!now) return "nothing is recorded";
+    if (!now->problem.empty()) return now->problem;
+    for (const at::Tensor& t : results) {
+      const Source* found = now->find(t);
+      if (!found || found->is_outside) return "a result that no op of the step made";
+    }
+    return earlier ? difference(*earlier, *now) : "";
+  }
+  void keep(const std::vector<at::Tensor>& results) {
+    TORCH_CHECK(now && earlier, "a step is recorded twice before it is kept");
+    list = std::make_unique<Replay>(*now, results);
+    now.reset();
+    earlier.reset();
+  }
+  bool holds() const { return list && list->holds(); }
+  std::vector<at::Tensor> run() {
+    TORCH_CHECK(list, "no step is kept");
+    return list->run();
+  }
+  int64_t count() const { return list ? static_cast<int64_t>(list->count()) : 0; }
+
+  std::unique_ptr<Recording> earlier, now;
+  std::unique_ptr<Replay> list;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(metalmm, m) {
+  m.class_<Step>("Step")
+      .def(torch::init<>())
+      .def("start", [](const c10::intrusive_ptr<Step>& s) { s->start(); })
+      .def("stop", [](const c10::intrusive_ptr<Step>& s) { s->stop(); })
+      .def("problem", [](const c10::intrusive_ptr<Step>& s,
+                         const std::vector<at::Tensor>& results) { return s->problem(results); })
+      .def("keep", [](const c10::intrusive_ptr<Step>& s,
+                      const std::vector<at::Tensor>& results) { s->keep(results); })
+      .def("holds", [](const c10::intrusive_ptr<Step>& s) { return s->holds(); })
+      .def("run", [](const c10::intrusive_ptr<Step>& s) { return s->run(); })
+      .def("count", [](const c10::intrusive_ptr<Step>& s) { return s->count(); });
+}
+
+}  // namespace metalmm::replay
