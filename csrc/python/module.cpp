@@ -15,6 +15,7 @@ namespace py = pybind11;
 namespace metalmm {
 void bind_plan(py::module_& m);      // plan.cpp
 void bind_emulator(py::module_& m);  // emulator.cpp
+void bind_guard(py::module_& m);     // guard.cpp
 namespace mps {
 void bind_recorder(py::module_& m);  // recorder.cpp
 void bind_mps(py::module_& m);       // mps.cpp, on macOS
@@ -25,6 +26,7 @@ void bind_mps(py::module_& m);       // mps.cpp, on macOS
 PYBIND11_MODULE(_C, m) {
   metalmm::bind_plan(m);
   metalmm::bind_emulator(m);
+  metalmm::bind_guard(m);
   metalmm::mps::bind_recorder(m);
 #if defined(__APPLE__)
   metalmm::mps::bind_mps(m);

@@ -11,6 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .. import formats
 from ..models.attach import plug_in_caches
 from .caches import ATTENTION, name_of, pair_of
+from .replay import Replayed, replayed
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -100,6 +101,8 @@ def set_cache(models: Iterable[Any], format: str) -> None:
             _set_attention(model, ATTENTION)
         else:
             DefaultCache(model, name_of(pair_of(format))).attach()
+        if "forward" not in model.__dict__:
+            Replayed(model).attach()
 
 
 def drop_cache(models: Iterable[Any]) -> None:
@@ -107,6 +110,8 @@ def drop_cache(models: Iterable[Any]) -> None:
     for model in _generating(models):
         if (found := default_cache(model)) is not None:
             found.detach()
+        if (steps := replayed(model)) is not None:
+            steps.detach()
 
 
 def _generating(models: Iterable[Any]) -> list[Any]:

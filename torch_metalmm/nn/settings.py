@@ -39,10 +39,8 @@ class Settings:
             (d, seen) for d, seen in pairs if seen
         ]
         self._forwards = [(k, _forward(k)) for k in dict.fromkeys(map(type, self._modules))]
-        for forward in (inspect.unwrap(f) for _, f in self._forwards):
-            names = getattr(getattr(forward, "__code__", None), "co_names", ())
-            of_file = getattr(forward, "__globals__", {})
-            seen = {n: of_file[n] for n in names if isinstance(of_file.get(n), FunctionType)}
+        for forward in (f for _, f in self._forwards):
+            of_file, seen = named_functions(forward)
             if seen:
                 found.append((of_file, seen))
         self._seen = [(d, itemgetter(*s), itemgetter(*s)(s)) for d, s in found]
@@ -76,6 +74,14 @@ class Settings:
         self._record()
         if changed:
             self._forwards = [(nn.Module, None)]
+
+
+def named_functions(forward: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the names of the file that has the forward, those of functions that the forward names)."""
+    forward = inspect.unwrap(forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    of_file = getattr(forward, "__globals__", {})
+    return of_file, {n: of_file[n] for n in names if isinstance(of_file.get(n), FunctionType)}
 
 
 def _forward(kind: Any) -> Any:

@@ -84,7 +84,7 @@ class Watch:
                 return False
         captured: set[str] = set()
         for module in self.modules:
-            if _forward_is_set(module) or not _hooks_are_known(module, captured):
+            if _forward_is_set(module) or not hooks_are_known(module, captured):
                 return False
             if isinstance(module, QuantLinear) and module._buffers["input_order"] is not None:
                 return False
@@ -116,7 +116,7 @@ def _forward_is_set(module: nn.Module) -> bool:
     return own is not type(module).forward
 
 
-def _hooks_are_known(module: nn.Module, captured: set[str]) -> bool:
+def hooks_are_known(module: nn.Module, captured: set[str]) -> bool:
     """Whether the module has at most hooks that do nothing where the module is not called.
 
     Those of MergedLinear, and those with which transformers collects outputs of modules, once

@@ -64,7 +64,25 @@ const Source* Recording::find(const at::Tensor& t) const {
   return found == sources_.end() ? nullptr : &found->second;
 }
 
+// Python's factories give another handle to what their op made, as Tensor.data does.
+const Source* Recording::same_memory(const at::Tensor& t) const {
+  if (!t.has_storage()) return nullptr;
+  const auto [from, to] = storages_.equal_range(t.storage().unsafeGetStorageImpl());
+  for (auto each = from; each != to; ++each) {
+    const at::Tensor& other = made[each->second];
+    if (same_layout(t, other) && t.storage_offset() == other.storage_offset()) return find(other);
+  }
+  return nullptr;
+}
+
 Source Recording::source(const at::Tensor& t) {
+  if (!find(t)) {
+    if (const Source* same = same_memory(t)) {
+      const Source found = *same;
+      handles_.push_back(t);
+      return sources_[t.unsafeGetTensorImpl()] = found;
+    }
+  }
   const auto [found, is_new] =
       sources_.try_emplace(t.unsafeGetTensorImpl(), Source{true, outside.size()});
   if (is_new) outside.push_back(t);
@@ -108,6 +126,9 @@ int64_t Recording::result(const c10::IValue& value) {
       sources_.try_emplace(t.unsafeGetTensorImpl(), Source{false, made.size()});
   if (!is_new) return -1;
   made.push_back(t);
+  if (t.has_storage()) {
+    storages_.emplace(t.storage().unsafeGetStorageImpl(), found->second.place);
+  }
   return static_cast<int64_t>(found->second.place);
 }
 

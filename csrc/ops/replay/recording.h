@@ -62,12 +62,15 @@ class Recording {
   void ended(const at::RecordFunction& f);
   Argument argument(const c10::IValue& value);
   Source source(const at::Tensor& t);
+  const Source* same_memory(const at::Tensor& t) const;
   int64_t result(const c10::IValue& value);
 
   at::CallbackHandle handle_ = 0;
   bool runs_ = false;
   int depth_ = 0;
   std::unordered_map<const c10::TensorImpl*, Source> sources_;
+  std::unordered_multimap<const c10::StorageImpl*, size_t> storages_;  // of `made`
+  std::vector<at::Tensor> handles_;                                    // others of `made`
 };
 
 // In what the second differs from the first, or "".

@@ -255,8 +255,16 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def rewind(self, position: int) -> None:
         self.end = position - self.base
 
-    def get_seq_length(self) -> int:
-        """The rows that count: those before a step that has not reached all layers."""
+    def get_seq_length(self) -> Any:
+        """The rows that count: those before a step that has not reached all layers.
+
+        Of a step that is recorded a tensor, which no code can take for a number that stays.
+        """
+        if self.slots.fixed is not None:
+            return self.slots.fixed.position
+        return self._counted()
+
+    def _counted(self) -> int:
         if self.transaction.is_open() and self.before is not None:
             return self.before
         return self.position()
@@ -266,7 +274,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many rows the next queries see, and the position of the first."""
-        end = self.get_seq_length() - self.base
+        end = self._counted() - self.base
         first = self._first_seen(end)
         return end - first + query_length, self.base + first
 

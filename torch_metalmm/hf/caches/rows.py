@@ -27,16 +27,23 @@ def lasting() -> AbstractContextManager[Any]:
 
 
 class Slots:
-    """Slots and lengths as tensors, made once for all layers of a cache that ask for the same."""
+    """Slots and lengths as tensors, made once for all layers of a cache that ask for the same.
+
+    While a step is recorded (hf/replay.py) those of its rows are `fixed`: memory that stays, which
+    each replayed step fills.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.fixed: Fixed | None = None
 
     def of(self, first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(the slots [count] from `first` on; the length of a cache that ends behind these)."""
         if torch.compiler.is_compiling():  # a graph that reads _held is one for one token
             return self._made(first, count, device)
         key = (first, count, device)
+        if self.fixed is not None and self.fixed.key == key:
+            return self.fixed.slots, self.fixed.length
         found = self._held.get(key)
         if found is None:
             found = self._made(first, count, device)
@@ -55,7 +62,28 @@ class Slots:
         return both[:count], both[count]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_held": {}}
+        return {"_held": {}, "fixed": None}
+
+
+class Fixed:
+    """The slots [count] of a step's rows, and the length behind them, in memory that stays."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        with lasting():
+            self._both = torch.arange(count + 1, device=device)
+            self.slots, self.length = self._both[:count], self._both[count]
+            self.position = self._both[0]
+        self.first, self.count, self.device = 0, count, device
+
+    @property
+    def key(self) -> Any:
+        return self.first, self.count, self.device
+
+    def fill(self, first: int) -> None:
+        """The rows begin in this slot."""
+        if first != self.first:
+            self._both.add_(first - self.first)
+            self.first = first
 
 
 class PackedRows:

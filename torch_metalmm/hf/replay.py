@@ -1,0 +1,287 @@
+"""Steps of a fused model, recorded once and replayed by one call.
+
+The step of a PackedCache that fuse_(model, cache=...) makes is a list of ops, whose arguments are
+the same tensors in each step but for the token ids, positions, slots and the length of the cache.
+Two steps that follow each other are recorded as they are computed, with ids, slots and length in
+memory that stays (csrc/ops/replay). Where the two lists differ in nothing but the values in these
+tensors, later steps fill the tensors and run the list.
+
+What decides which code of Python runs is compared before each replay: the numbers, parameters,
+children and hooks of all modules, the config, the code of their classes, the memory that the ops
+read. A step that is not like the recorded ones is computed by the model itself, and recorded if it
+may be; `why` says why the last one was not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from .. import _C
+from ..nn.settings import named_functions
+from ..nn.watch import hooks_are_known
+from .cache import PackedCache
+from .caches.layers import PackedLayer, PackedSlidingLayer
+from .caches.rows import FEW_QUERIES, Fixed
+
+_LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
+_TRIES = 3  # recordings of a cache's step that a change of the model may end
+_HOOKS = [d for n, d in vars(torch_module).items() if n.startswith("_global_") and type(d) is not bool]
+
+
+class Refused(Exception):
+    """Why a step is not recorded."""
+
+
+class _Step:
+    """The recordings of one kind of step on one cache, then their list."""
+
+    def __init__(self, ids: Tensor, positions: Tensor | None) -> None:
+        self.native = torch.classes.metalmm.Step()
+        self.fixed = Fixed(ids.shape[1], ids.device)
+        with torch.inference_mode(False):
+            self.ids = torch.empty_like(ids)
+            self.positions = None if positions is None else torch.empty_like(positions)
+        self.recorded = self.tries = 0
+        self.why = ""
+        self.guard: Any = None
+        self.kinds: list[tuple[type, Any]] = []
+        self.made: type | None = None  # of what the model returns
+
+    def same(self) -> bool:
+        """Whether the model is the one that was recorded."""
+        if self.guard is None or not self.guard.same():
+            return False
+        return all(kind.forward is forward for kind, forward in self.kinds)  # type: ignore[attr-defined]
+
+    def fill(self, ids: Tensor, positions: Tensor | None, first: int) -> None:
+        self.ids.copy_(ids)
+        if self.positions is not None:
+            self.positions.copy_(positions)  # type: ignore[arg-type]
+        self.fixed.fill(first)
+
+
+class Replayed:
+    """The forward of a model whose steps on a PackedCache are recorded and replayed."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._prepare()
+
+    def attach(self) -> None:
+        self.model.__dict__["forward"] = self
+
+    def detach(self) -> None:
+        del self.model.__dict__["forward"]
+
+    def _prepare(self) -> None:
+        forward = type(self.model).forward.__get__(self.model)
+        self.__signature__ = inspect.signature(forward)
+        self._first = next(iter(self.__signature__.parameters), "")
+        self.why, self.replays = "no step on a PackedCache has been computed", 0
+        self._caches: WeakKeyDictionary[Any, dict[Any, _Step]] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model}  # recordings are of this model's memory
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model = state["model"]
+        self._prepare()
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        if len(args) == 1 and self._first == "input_ids":
+            args, kwargs = (), {"input_ids": args[0], **kwargs}
+        try:
+            cache, key, ids, positions = _of_call(args, kwargs)
+            first = _check_cache(cache, ids)
+        except Refused as refused:
+            self.why = str(refused)
+            return self.original(*args, **kwargs)
+        steps = self._caches.get(cache)
+        if steps is None:
+            steps = self._caches[cache] = {}
+        step = steps.get(key)
+        if step is None:
+            step = steps[key] = _Step(ids, positions)
+        if not step.same() or (step.recorded == 2 and not step.native.holds()):
+            step = steps[key] = _again(step, ids, positions)
+            step.guard, step.kinds, step.why = _guard(self.model)
+            if step.tries > _TRIES:
+                step.why = step.why or "the model changes between its steps"
+        if step.why:
+            self.why = step.why
+            return self.original(*args, **kwargs)
+        cache.transaction.settle()
+        step.fill(ids, positions, first)
+        if step.recorded < 2:
+            return self._record(step, cache, kwargs)
+        return self._replay(step, cache)
+
+    def _record(self, step: _Step, cache: Any, kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, recorded."""
+        given = {**kwargs, "input_ids": step.ids}
+        given.pop("attention_mask", None)
+        if step.positions is not None:
+            given["position_ids"] = step.positions
+        slots = cache.layers[0].slots
+        slots.fixed = step.fixed
+        step.native.start()
+        try:
+            out = self.original(**given)
+        finally:
+            step.native.stop()
+            slots.fixed = None
+        step.recorded += 1
+        step.why = _unlike(out, cache) or step.native.problem([out.logits])
+        if not step.why and step.recorded == 2:
+            step.made = type(out)
+            step.native.keep([out.logits])
+        self.why = step.why
+        return out
+
+    def _replay(self, step: _Step, cache: Any) -> Any:
+        (logits,) = step.native.run()
+        count = step.ids.shape[1]
+        for layer in cache.layers:
+            layer.end += count
+        self.replays += 1
+        return step.made(logits=logits, past_key_values=cache)  # type: ignore[misc]
+
+
+def _again(step: _Step, ids: Tensor, positions: Tensor | None) -> _Step:
+    """A step that is recorded anew; how often it was without a replay in between is counted."""
+    new = _Step(ids, positions)
+    new.tries = step.tries + 1 if step.recorded < 2 else 0
+    return new
+
+
+def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor, Any]:
+    """(cache, what a recording is for, ids, positions). Refused: it may not be recorded."""
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    if args or type(cache) is not PackedCache or ids is None or ids.dim() != 2:
+        raise Refused("a call without a PackedCache, or of other inputs than ids by their names")
+    if ids.shape[1] != 1:
+        raise Refused(f"{ids.shape[1]} tokens in one step; one is recorded")
+    if torch.is_grad_enabled():
+        raise Refused("gradients are recorded; call under torch.no_grad() or inference_mode()")
+    if torch._C._is_any_autocast_enabled():
+        raise Refused("autocast")
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():  # type: ignore[attr-defined]
+        raise Refused("a mode of torch sees the ops")
+    positions, mask, others = None, None, []
+    for name, value in kwargs.items():
+        if name == "position_ids":
+            positions = value
+        elif name == "attention_mask":
+            mask = value
+        elif name not in ("input_ids", "past_key_values"):
+            if value is not None and type(value) not in (bool, int):
+                raise Refused(f"the argument {name}")
+            others.append((name, value))
+    if kwargs.get("return_dict") is False:
+        raise Refused("return_dict=False")
+    if mask is not None and not (mask.dim() == 2 and _is_full(mask, cache, ids)):
+        raise Refused("attention_mask hides tokens")
+    place = None if positions is None else (*positions.shape, positions.dtype)
+    key = (*ids.shape, ids.dtype, ids.device, place, *others, torch.is_inference_mode_enabled())
+    return cache, key, ids, positions
+
+
+def _is_full(mask: Tensor, cache: Any, ids: Tensor) -> bool:
+    """Whether the mask [B, tokens] hides none of the rows that are held, nor of the new ones."""
+    if mask.shape[1] != cache.get_seq_length() + ids.shape[1]:
+        return False
+    return bool(mask.all())  # as transformers asks at every step
+
+
+def _check_cache(cache: Any, ids: Tensor) -> int:
+    """The slot of the step's first row. Refused: the rows would not lie where those before did."""
+    if cache.offloading or "update" in cache.__dict__:
+        raise Refused("a cache that is offloaded, or whose update is another's")
+    layers, count = cache.layers, ids.shape[1]
+    first = getattr(layers[0], "end", 0) if layers else 0
+    slots = getattr(layers[0], "slots", None) if layers else None
+    for layer in layers:
+        kind = type(layer)
+        if kind is not PackedLayer and kind is not PackedSlidingLayer:
+            raise Refused(f"a cache layer {kind.__name__}")
+        if layer.before is not None:  # a step ended, or failed
+            cache.transaction.settle()
+            first = layers[0].end
+        if not layer.is_initialized or layer.base or layer.end != first or layer.slots is not slots:
+            raise Refused("a cache whose layers hold no rows yet, or other rows each")
+        if first + count > layer.keys.shape[2]:
+            raise Refused("a step for which the cache grows")
+        if kind is PackedSlidingLayer and first + count >= layer.sliding_window:
+            raise Refused("a sliding window that is full, whose first row moves with each step")
+    return int(first)
+
+
+def _unlike(out: Any, cache: Any) -> str:
+    """What the model returned beside logits and the cache."""
+    if not hasattr(out, "keys"):
+        return f"the model returns a {type(out).__name__}"
+    others = [n for n in out if n not in ("logits", "past_key_values")]
+    if others or not isinstance(out.get("logits"), Tensor) or out.past_key_values is not cache:
+        return f"the model returns {', '.join(others) or 'another cache'}"
+    return ""
+
+
+def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
+    """What tells that the model is what it is; the forwards of its classes; why neither suffices."""
+    dicts, lists, items = list(_HOOKS), [], []
+    kinds: dict[type, Any] = {}
+    why = "a hook of all modules" if any(_HOOKS) else ""
+    for name, module in model.named_modules():
+        kinds[type(module)] = type(module).forward
+        why = why or _foreign(name or "the model", module)
+        for each in (module.__dict__, *module.__dict__.values()):
+            if isinstance(each, dict):
+                dicts.append(each)
+            elif type(each) is list:
+                lists.append(each)
+    for config in _configs(getattr(model, "config", None)):
+        dicts += [d for d in (vars(config), *vars(config).values()) if isinstance(d, dict)]
+    for forward in kinds.values():
+        of_file, seen = named_functions(forward)
+        items += [(of_file, name, function) for name, function in seen.items()]
+    return _C.Guard(dicts, lists, items), list(kinds.items()), why
+
+
+def _foreign(name: str, module: nn.Module) -> str:
+    """What code that nobody has read may do in the module, or ""."""
+    if _library(module) not in _LIBRARIES:
+        return f"{name} is a {type(module).__name__}, which may do anything"
+    if module.training and _library(module) != "torch_metalmm":
+        return f"{name} is in training mode"
+    own = module.__dict__.get("forward")
+    if own is not None and _library(getattr(own, "__self__", own)) != "torch_metalmm":
+        return f"{name}.forward is not that of its class"
+    return "" if hooks_are_known(module, set()) else f"{name} has a hook"
+
+
+def _library(thing: Any) -> str:
+    return type(thing).__module__.partition(".")[0]
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    if config is not None:
+        yield config
+        for key in getattr(config, "sub_configs", ()):
+            yield from _configs(getattr(config, key, None))
+
+
+def replayed(model: Any) -> Replayed | None:
+    found = model.__dict__.get("forward")
+    return found if isinstance(found, Replayed) else None
