@@ -8,7 +8,8 @@ namespace py = pybind11;
 namespace metalmm {
 namespace {
 
-// Objects are compared by identity: 4 ns each, where a loop of Python takes 40. Keeps all of them alive.
+// Objects are compared by identity: 4 ns each, where a loop of Python takes 40. Keeps all of them
+// alive.
 class Guard {
  public:
   Guard(const py::list& dicts, const py::list& lists, const py::list& items) {
@@ -75,8 +76,8 @@ void bind_guard(py::module_& m) {
   py::class_<Guard>(m, "Guard",
                     "Whether dicts and lists hold the objects that they hold as this is made, in "
                     "their order, and the items (dict, key, value) are there.")
-      .def(py::init<const py::list&, const py::list&, const py::list&>(),
-           py::arg("dicts"), py::arg("lists"), py::arg("items"))
+      .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"),
+           py::arg("lists"), py::arg("items"))
       .def("same", &Guard::same);
 }
 

@@ -32,7 +32,9 @@ from .caches.rows import FEW_QUERIES, Fixed
 
 _LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
 _TRIES = 3  # recordings of a cache's step that a change of the model may end
-_HOOKS = [d for n, d in vars(torch_module).items() if n.startswith("_global_") and type(d) is not bool]
+_HOOKS = [
+    d for n, d in vars(torch_module).items() if n.startswith("_global_") and type(d) is not bool
+]
 
 
 class Refused(Exception):
@@ -53,12 +55,20 @@ class _Step:
         self.guard: Any = None
         self.kinds: list[tuple[type, Any]] = []
         self.made: type | None = None  # of what the model returns
+        self.rows: list[tuple[Tensor, Tensor]] = []  # of the cache's layers
 
     def same(self) -> bool:
         """Whether the model is the one that was recorded."""
         if self.guard is None or not self.guard.same():
             return False
         return all(kind.forward is forward for kind, forward in self.kinds)  # type: ignore[attr-defined]
+
+    def reads(self, cache: Any) -> bool:
+        """Whether the cache's rows are those that the recorded ops read and write."""
+        if len(self.rows) != len(cache.layers):
+            return False
+        pairs = zip(cache.layers, self.rows, strict=True)
+        return all(layer.keys is k and layer.values is v for layer, (k, v) in pairs)
 
     def fill(self, ids: Tensor, positions: Tensor | None, first: int) -> None:
         self.ids.copy_(ids)
@@ -112,8 +122,12 @@ class Replayed:
         if steps is None:
             steps = self._caches[cache] = {}
         step = steps.get(key)
+        if step is not None and not step.reads(cache):  # the rows are in other memory
+            steps.clear()
+            step = None
         if step is None:
             step = steps[key] = _Step(ids, positions)
+            step.rows = [(layer.keys, layer.values) for layer in cache.layers]
         if not step.same() or (step.recorded == 2 and not step.native.holds()):
             step = steps[key] = _again(step, ids, positions)
             step.guard, step.kinds, step.why = _guard(self.model)
@@ -162,6 +176,7 @@ class Replayed:
 def _again(step: _Step, ids: Tensor, positions: Tensor | None) -> _Step:
     """A step that is recorded anew; how often it was without a replay in between is counted."""
     new = _Step(ids, positions)
+    new.rows = step.rows
     new.tries = step.tries + 1 if step.recorded < 2 else 0
     return new
 

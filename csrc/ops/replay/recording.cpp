@@ -17,7 +17,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // A number that an op was given where its schema has a tensor.
-bool is_number(const at::Tensor& t) { return t.dim() == 0 && t.unsafeGetTensorImpl()->is_wrapped_number(); }
+bool is_number(const at::Tensor& t) {
+  return t.dim() == 0 && t.unsafeGetTensorImpl()->is_wrapped_number();
+}
 
 bool same_number(const at::Tensor& a, const at::Tensor& b) {
   return is_number(a) && is_number(b) && a.scalar_type() == b.scalar_type() &&
@@ -91,7 +93,9 @@ Source Recording::source(const at::Tensor& t) {
 
 Argument Recording::argument(const c10::IValue& value) {
   Argument a;
-  const auto is_tensor = [](const c10::IValue& v) { return v.isTensor() && v.toTensor().defined(); };
+  const auto is_tensor = [](const c10::IValue& v) {
+    return v.isTensor() && v.toTensor().defined();
+  };
   if (is_tensor(value)) {
     a.kind = Argument::Kind::kTensor;
     a.sources.push_back(source(value.toTensor()));
@@ -139,7 +143,8 @@ void Recording::began(const at::RecordFunction& f) {
     const auto op = c10::Dispatcher::singleton().findOp(*name);
     if (!op || !is_view(op->schema())) calls.back().is_view = false;
     if (name->name == "aten::nonzero" && problem.empty()) {
-      problem = c10::str(calls.back().op.schema().name(), " has a result whose size depends on values");
+      problem =
+          c10::str(calls.back().op.schema().name(), " has a result whose size depends on values");
     }
     return;
   }
@@ -185,7 +190,8 @@ std::string difference(const OpCall& a, const OpCall& b) {
       return c10::str(name, " reads another tensor as ", which, " in the next step");
     }
     if (x.kind == Argument::Kind::kValue && !(x.value == y.value)) {
-      return c10::str(name, " has ", which, " ", x.value, " in one step, ", y.value, " in the next");
+      return c10::str(name, " has ", which, " ", x.value, " in one step, ", y.value,
+                      " in the next");
     }
   }
   return "";

@@ -1,9 +1,9 @@
 // A step of a model as the list of the ops that it called, which runs again without Python.
 //
 // Torch's observers of ops (ATen/record_function.h) see every call of the dispatcher. The outermost
-// calls are the recording: what these call themselves, they call again. Two recordings of steps that
-// follow each other are compared; where these agree in all but the values of the tensors they read,
-// the list is what any further step computes.
+// calls are the recording: what these call themselves, they call again. Two recordings of steps
+// that follow each other are compared; where these agree in all but the values of the tensors they
+// read, the list is what any further step computes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -34,9 +34,10 @@ struct Argument {
 struct OpCall {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
-  std::vector<int64_t> results;  // place among the step's tensors; -1: none, or one that it was given
-  std::vector<size_t> last;      // places that no later op reads
-  bool is_view = false;          // its result is memory of its arguments, and no op in it wrote any
+  std::vector<int64_t>
+      results;               // place among the step's tensors; -1: none, or one that it was given
+  std::vector<size_t> last;  // places that no later op reads
+  bool is_view = false;      // its result is memory of its arguments, and no op in it wrote any
 };
 
 // What was seen of one step. Tensors are kept alive, so that none gets another's address.

@@ -15,7 +15,8 @@ Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results)
     : calls_(step.calls), outside_(step.outside), made_(step.made) {
   for (const at::Tensor& t : results) {
     const Source* found = step.find(t);
-    if (!found || found->is_outside) throw std::invalid_argument("a result that no op of the step made");
+    if (!found || found->is_outside)
+      throw std::invalid_argument("a result that no op of the step made");
     results_.push_back(*found);
   }
   for (const at::Tensor& t : outside_) held_.push_back(held(t));
@@ -26,9 +27,7 @@ Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results)
 // A view of memory from outside is the same in each step: its op is done.
 void Replay::hoist() {
   std::vector<bool> is_fixed(made_.size());
-  const auto fixed = [&](const Source& s) {
-    return s.is_outside || is_fixed[s.place];
-  };
+  const auto fixed = [&](const Source& s) { return s.is_outside || is_fixed[s.place]; };
   std::vector<OpCall> kept;
   for (OpCall& c : calls_) {
     bool stays = !c.is_view;

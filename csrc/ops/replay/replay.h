@@ -19,7 +19,9 @@ class Replay {
   size_t count() const { return calls_.size(); }
 
  private:
-  const at::Tensor& at(const Source& s) const { return s.is_outside ? outside_[s.place] : made_[s.place]; }
+  const at::Tensor& at(const Source& s) const {
+    return s.is_outside ? outside_[s.place] : made_[s.place];
+  }
   void push(torch::jit::Stack& stack, const Argument& a) const;
   void call(const OpCall& c, torch::jit::Stack& stack);
   void hoist();

@@ -1,0 +1,237 @@
+"""Steps that are recorded and replayed, beside the model's own forward on a cache of its own."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from layer_models import ids, layers, small
+from torch import Tensor, nn
+
+from torch_metalmm import PackedCache, fuse_, testing
+from torch_metalmm.hf.replay import Replayed, replayed
+from torch_metalmm.testing import emulated
+
+KINDS = ("llama", "qwen3", "gemma3_text")
+
+
+def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
+    return fuse_(small(kind, head_dim=32, num_hidden_layers=2), "swiglu", cache=cache)
+
+
+class Pair:
+    """A model whose steps are replayed, and the same model's own forward."""
+
+    def __init__(self, model: Any, format: str | None, batch: int = 1) -> None:
+        found = replayed(model)
+        assert found is not None
+        self.model, self.steps, self.batch = model, found, batch
+        self.caches = [PackedCache(model.config, format) for _ in range(2)]
+
+    def step(self, count: int = 1, seed: int = 0, **given: Any) -> Tensor:
+        """Both take a step; the logits, which are equal to the bit."""
+        tokens = ids(self.batch, count, seed=seed)
+        with torch.no_grad():
+            got = self.model(input_ids=tokens, past_key_values=self.caches[0], **given).logits
+            own = type(self.model).forward
+            want = own(self.model, input_ids=tokens, past_key_values=self.caches[1], **given).logits
+        assert torch.equal(got, want), self.steps.why
+        rows = [
+            [(layer.keys[:, :, : layer.end], layer.end) for layer in c.layers] for c in self.caches
+        ]
+        for (a, end), (b, other) in zip(*rows, strict=True):
+            assert end == other and torch.equal(a, b)
+        return got
+
+    def replays(self, count: int = 1, **given: Any) -> bool:
+        """Whether the last of a few steps is a replay."""
+        for i in range(4):
+            before = self.steps.replays
+            self.step(count, seed=i, **given)
+        return self.steps.replays > before
+
+
+@pytest.mark.parametrize("engine", ("cpu", "emulator"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", (1, 3))
+def test_a_replayed_step_is_the_models_own(engine: str, kind: str, batch: int) -> None:
+    if engine == "emulator" and testing.absence():
+        pytest.fail(testing.absence())
+    context: AbstractContextManager[Any] = emulated() if engine == "emulator" else nullcontext()
+    with context:
+        pair = Pair(fused(kind), "q8_0/q8_0", batch)
+        pair.step(5)
+        first = pair.step(seed=7)
+        kept = first.clone()
+        assert pair.replays(), pair.steps.why
+        assert torch.equal(first, kept)  # no step writes another's logits
+
+
+def test_growth_records_again() -> None:
+    pair = Pair(fused(cache="f16"), "f16")
+    pair.step(250)
+    capacities = set()
+    for i in range(20):
+        pair.step(seed=i)
+        capacities.add(pair.caches[0].layers[0].keys.shape[2])
+    assert len(capacities) == 2
+    assert pair.steps.replays == 20 - 5  # two recordings on each side of a step that grows
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "eps": lambda m: _set(layers(m)[1].input_layernorm, "variance_epsilon", 0.5),
+    "last eps": lambda m: _set(m.model.norm, "variance_epsilon", 0.5),
+    "written in place": lambda m: m.model.norm.weight.data.mul_(2),
+    "packed bytes in place": lambda m: layers(m)[0].mlp.down_proj.weight.data.zero_(),
+    "another tensor": lambda m: _set(m.model.norm, "weight", nn.Parameter(m.model.norm.weight * 3)),
+    "data": lambda m: _set(m.model.norm.weight, "data", m.model.norm.weight.data * 3),
+    "rotation": lambda m: _set(m.model.rotary_emb, "attention_scaling", 0.5),
+}
+EAGER: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda m: layers(m)[0].mlp.register_forward_hook(lambda _m, _i, out: out * 2),
+    "hook of the head": lambda m: m.lm_head.register_forward_hook(lambda _m, _i, out: out * 2),
+    "child": lambda m: _set(layers(m)[1], "post_attention_layernorm", _Twice(m)),
+    "forward": lambda m: _set(m.model.norm, "forward", lambda x: x * 2),
+    "training": lambda m: layers(m)[1].train(),
+}
+
+
+class _Twice(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = layers(model)[1].post_attention_layernorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", [*CHANGES, *EAGER])
+def test_a_change_of_the_model_is_seen(what: str) -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    assert pair.replays()
+    before = pair.step(seed=9)
+    for each in pair.caches:
+        each.crop(-1)
+    undo = (CHANGES | EAGER)[what](pair.model)
+    after = pair.step(seed=9)
+    assert what == "training" or not torch.equal(before, after)
+    assert pair.replays() == (what in CHANGES), pair.steps.why
+    if undo is not None:  # a hook
+        undo.remove()
+        assert pair.replays()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"output_hidden_states": True}, "hidden_states"),
+        ({"attention_mask": "hides"}, "attention_mask"),
+        ({"logits_to_keep": torch.tensor([0])}, "logits_to_keep"),
+    ],
+)
+def test_a_step_of_another_kind_is_the_models_own(given: dict[str, Any], why: str) -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    assert pair.replays()
+    if "attention_mask" in given:
+        given = {"attention_mask": torch.ones(1, 10, dtype=torch.long)}
+        given["attention_mask"][0, 0] = 0
+    pair.step(**given)
+    assert why in pair.steps.why
+    assert pair.replays()
+
+
+def test_what_the_host_reads_ends_a_recording() -> None:
+    model = fused()
+    pair, own = Pair(model, "q8_0/q8_0"), type(layers(model)[0].mlp)
+    pair.step(5)
+    # dynamic angles ask for the last position
+    model.model.rotary_emb.rope_type = "dynamic"
+    model.model.rotary_emb.max_seq_len_cached = model.model.rotary_emb.original_max_seq_len = 512
+    assert not pair.replays() and own is not None
+    assert "gives the host a value" in pair.steps.why
+
+
+def test_positions_that_are_given_are_read() -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    for i in range(8):
+        pair.step(seed=i, position_ids=torch.tensor([[3 * i + 7]]))
+    assert pair.steps.replays == 6
+
+
+def test_a_failing_step_leaves_no_rows() -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    assert pair.replays()
+    cache = pair.caches[0]
+    length = cache.get_seq_length()
+    with torch.no_grad(), pytest.raises(IndexError):
+        pair.model(input_ids=torch.tensor([[10**6]]), past_key_values=cache)
+    assert cache.get_seq_length() == length
+    assert pair.replays()
+
+
+def test_a_copy_records_its_own_steps() -> None:
+    model = fused()
+    other = copy.deepcopy(model)
+    found = replayed(other)
+    assert isinstance(found, Replayed) and found.model is other
+    pair = Pair(other, "q8_0/q8_0")
+    pair.step(5)
+    other.model.norm.weight.data.mul_(2)
+    assert pair.replays()
+
+
+def test_generate_replays_its_steps() -> None:
+    model = fused()
+    found = replayed(model)
+    assert found is not None
+    prompt = ids(2, 6)
+    got = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    assert found.replays >= 15, found.why
+    found.detach()
+    assert torch.equal(got, model.generate(prompt, max_new_tokens=20, do_sample=False))
+
+
+def test_random_steps_with_changes() -> None:
+    """Whatever happens between two steps, the next is the model's own."""
+    for number in range(12):
+        r = random.Random(number)
+        pair = Pair(fused(r.choice(KINDS)), r.choice(("f16", "q8_0/q8_0")), r.choice((1, 2)))
+        pair.step(r.randrange(2, 6))
+        for i in range(24):
+            _change(pair, r, i)
+            pair.step(r.choice((1, 1, 1, 1, 1, 2)), seed=i)
+
+
+def _change(pair: Pair, r: random.Random, i: int) -> None:
+    act = r.choice(("", "", "", "crop", "reorder", "repeat", "select", "weight", "hook", "eps"))
+    norm = layers(pair.model)[1].input_layernorm
+    if act == "weight":
+        norm.weight.data.mul_(1.25)
+    elif act == "eps":
+        name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+        setattr(norm, name, 0.01 * i)
+    elif act == "hook":
+        norm.register_forward_hook(lambda *_: None).remove()
+    for cache in pair.caches:
+        if act == "crop":
+            cache.crop(-(i % 2))
+        elif act == "reorder":
+            cache.reorder_cache(torch.arange(pair.batch - 1, -1, -1))
+        elif act == "repeat" and pair.batch < 3:
+            cache.batch_repeat_interleave(2)
+        elif act == "select":
+            cache.batch_select_indices(torch.tensor([0]))
+    pair.batch = pair.caches[0].layers[0].keys.shape[0]
