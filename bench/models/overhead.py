@@ -19,7 +19,7 @@ from ..devices import CPU
 from ..runner import Record, Run, named
 from ..timing import Timing, wall_clock
 from . import llamas, shares
-from .systems import Compiled, Transformers
+from .systems import Compiled, Packed, Transformers
 
 FEW, MANY = 2, 12  # layers
 HIDDEN = 64
@@ -89,6 +89,11 @@ def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
         for label, models in ((f"metalmm {name}", packed), (f"metalmm {name}, fuse_", fused)):
             if models:
                 yield Stepped(label, models)
+                if models is fused:
+                    cached = [fuse_(copy.deepcopy(m), cache="f32") for m in packed]
+                    own = [copy.deepcopy(m) for m in fused]  # whose attention another is
+                    yield Stepped(f"{label}, PackedCache", own, Packed)
+                    yield Stepped(f"{label}, replayed", cached, Packed)
                 if args.compile:
                     yield Stepped(f"{label}, compiled", models, Compiled)
 

@@ -28,8 +28,9 @@ from ..nn.settings import named_functions
 from ..nn.watch import hooks_are_known
 from .cache import PackedCache
 from .caches.layers import PackedLayer, PackedSlidingLayer
-from .caches.rows import FEW_QUERIES, Fixed
+from .caches.rows import Fixed
 
+_native: Any = _C  # mypy does not see into the module
 _LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
 _TRIES = 3  # recordings of a cache's step that a change of the model may end
 _HOOKS = [
@@ -50,7 +51,7 @@ class _Step:
         with torch.inference_mode(False):
             self.ids = torch.empty_like(ids)
             self.positions = None if positions is None else torch.empty_like(positions)
-        self.recorded = self.tries = 0
+        self.recorded = self.tries = self.place = 0
         self.why = ""
         self.guard: Any = None
         self.kinds: list[tuple[type, Any]] = []
@@ -92,8 +93,8 @@ class Replayed:
 
     def _prepare(self) -> None:
         forward = type(self.model).forward.__get__(self.model)
-        self.__signature__ = inspect.signature(forward)
-        self._first = next(iter(self.__signature__.parameters), "")
+        signature = inspect.signature(forward)
+        self.__signature__, self._first = signature, next(iter(signature.parameters), "")
         self.why, self.replays = "no step on a PackedCache has been computed", 0
         self._caches: WeakKeyDictionary[Any, dict[Any, _Step]] = WeakKeyDictionary()
 
@@ -111,7 +112,8 @@ class Replayed:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         if len(args) == 1 and self._first == "input_ids":
-            args, kwargs = (), {"input_ids": args[0], **kwargs}
+            kwargs = {"input_ids": args[0], **kwargs}
+            args = args[1:]
         try:
             cache, key, ids, positions = _of_call(args, kwargs)
             first = _check_cache(cache, ids)
@@ -156,7 +158,10 @@ class Replayed:
         finally:
             step.native.stop()
             slots.fixed = None
-        step.recorded += 1
+        # Two steps of one position, with a crop between them, agree in what follows from it.
+        if step.recorded == 0 or step.place != step.fixed.first:
+            step.recorded += 1
+        step.place = step.fixed.first
         step.why = _unlike(out, cache) or step.native.problem([out.logits])
         if not step.why and step.recorded == 2:
             step.made = type(out)
@@ -192,7 +197,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
         raise Refused("gradients are recorded; call under torch.no_grad() or inference_mode()")
     if torch._C._is_any_autocast_enabled():
         raise Refused("autocast")
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():  # type: ignore[attr-defined]
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         raise Refused("a mode of torch sees the ops")
     positions, mask, others = None, None, []
     for name, value in kwargs.items():
@@ -254,7 +259,7 @@ def _unlike(out: Any, cache: Any) -> str:
 
 
 def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
-    """What tells that the model is what it is; the forwards of its classes; why neither suffices."""
+    """What tells that the model is what it is, forwards of its classes; why neither suffices."""
     dicts, lists, items = list(_HOOKS), [], []
     kinds: dict[type, Any] = {}
     why = "a hook of all modules" if any(_HOOKS) else ""
@@ -271,7 +276,7 @@ def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
     for forward in kinds.values():
         of_file, seen = named_functions(forward)
         items += [(of_file, name, function) for name, function in seen.items()]
-    return _C.Guard(dicts, lists, items), list(kinds.items()), why
+    return _native.Guard(dicts, lists, items), list(kinds.items()), why
 
 
 def _foreign(name: str, module: nn.Module) -> str:
