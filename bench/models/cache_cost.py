@@ -17,6 +17,7 @@ from torch import Tensor
 import torch_metalmm
 from torch_metalmm import load_gguf
 from torch_metalmm.hf.caches import name_of, pair_of
+from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.tools.generate import demo_model
 
 from ..machine import ROOT, need_clone
@@ -99,7 +100,7 @@ def quality(names: Sequence[str], quick: bool) -> Iterator[Record]:
         wanted = None
         for name, make in caches.items():
             status(f"tokens from {start}: {name}")
-            logits = model(part[:, :-1], past_key_values=make()).logits[0]
+            logits = model(part[:, :-1], **with_cache(model, make())).logits[0]
             given = logits.float().log_softmax(1)
             wanted = given if wanted is None else wanted
             scores[name].add(given, wanted, part[0, 1:])
@@ -134,7 +135,7 @@ def answers(model: Any, prompts: Tensor, cache: Any, count: int) -> list[Tensor]
     """The greedy tokens after each prompt, whatever they are."""
     found, ids = [], prompts
     for _ in range(count):
-        out = model(ids, past_key_values=cache, logits_to_keep=1)
+        out = model(ids, logits_to_keep=1, **with_cache(model, cache))
         ids = out.logits[:, -1].argmax(-1, keepdim=True)
         found.append(ids)
     return [*torch.cat(found, 1)]

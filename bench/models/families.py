@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torch_metalmm import PackedCache, fuse_, quantize_
+from torch_metalmm.models.cache_argument import cache_in, with_cache
 from torch_metalmm.msl.build import ROOT
 
 from ..report.models import model_tables
@@ -150,11 +151,11 @@ def ops_of(model: Any, cache: Any = None) -> tuple[list[int], int]:
     """
     calls = Calls()
     with torch.inference_mode(False), torch.no_grad():
-        prompt = model(torch.tensor([[5, 6, 7]]), past_key_values=cache, use_cache=True)
+        prompt = model(torch.tensor([[5, 6, 7]]), use_cache=True, **with_cache(model, cache))
         calls.watch(model.get_decoder().layers)
         token = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[3]])}
         with calls:
-            model(**token, past_key_values=prompt.past_key_values, use_cache=True)
+            model(**token, use_cache=True, **with_cache(model, cache_in(prompt)))
     return [len(ours) + len(others) for ours, others in calls.of_layers], len(calls.outside())
 
 

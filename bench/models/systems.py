@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalmm import PackedCache
+from torch_metalmm.models.cache_argument import cache_in, with_cache
 
 Step = Callable[[Tensor], Tensor]
 LENGTH = 64
@@ -55,8 +56,9 @@ class Transformers:
     def feed(self, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.device)
         self.choose(ids)
-        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache = out.past_key_values
+        given = with_cache(self.model, self.cache)
+        out = self.model(ids, use_cache=True, logits_to_keep=1, **given)
+        self.cache = cache_in(out)
         logits: Tensor = out.logits[0, -1].float()
         return logits
 
@@ -116,7 +118,8 @@ class Static(Transformers):
         """The model's own logits [1, 1, vocabulary]."""
         model: Any = self.model
         self.choose(ids)
-        out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        given = with_cache(model, self.cache)
+        out = model(ids, use_cache=True, logits_to_keep=1, **given)
         logits: Tensor = out.logits
         return logits
 

@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .. import formats
 from ..models.attach import plug_in_caches
+from ..models.cache_argument import cache_in, cache_of_generate
 from .caches import ATTENTION, name_of, pair_of
 from .replay import Replayed, replayed
 
@@ -44,16 +45,16 @@ class DefaultCache:
 
         from .cache import PackedCache
 
-        is_given = model_kwargs.get("past_key_values") is not None
+        is_given = cache_in(model_kwargs) is not None
         usual = getattr(type(self.model), _METHOD)
         usual(self.model, generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get("past_key_values")
+        made = cache_in(model_kwargs)
         if is_given or type(made) is not DynamicCache or generation_config.cache_implementation:
             return
         cache = PackedCache(self.model.config, self.format)
         if made.layers and any(map(made.is_recording_past, range(len(made.layers)))):
             cache.activate_past_recording()  # type: ignore[no-untyped-call]
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[cache_of_generate()] = cache
 
 
 def default_cache(model: Any) -> DefaultCache | None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import _C
+from ..models.cache_argument import NAMES, cache_in, with_cache
 from ..nn.settings import named_functions
 from ..nn.watch import hooks_are_known
 from .cache import PackedCache
@@ -175,7 +176,7 @@ class Replayed:
         for layer in cache.layers:
             layer.end += count
         self.replays += 1
-        return step.made(logits=logits, past_key_values=cache)  # type: ignore[misc]
+        return step.made(logits=logits, **with_cache(self.model, cache))  # type: ignore[misc]
 
 
 def _again(step: _Step, ids: Tensor, positions: Tensor | None) -> _Step:
@@ -188,7 +189,7 @@ def _again(step: _Step, ids: Tensor, positions: Tensor | None) -> _Step:
 
 def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor, Any]:
     """(cache, what a recording is for, ids, positions). Refused: it may not be recorded."""
-    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    cache, ids = cache_in(kwargs), kwargs.get("input_ids")
     if args or type(cache) is not PackedCache or ids is None or ids.dim() != 2:
         raise Refused("a call without a PackedCache, or of other inputs than ids by their names")
     if ids.shape[1] != 1:
@@ -205,7 +206,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
             positions = value
         elif name == "attention_mask":
             mask = value
-        elif name not in ("input_ids", "past_key_values"):
+        elif name != "input_ids" and name not in NAMES:
             if value is not None and type(value) not in (bool, int):
                 raise Refused(f"the argument {name}")
             others.append((name, value))
@@ -252,8 +253,8 @@ def _unlike(out: Any, cache: Any) -> str:
     """What the model returned beside logits and the cache."""
     if not hasattr(out, "keys"):
         return f"the model returns a {type(out).__name__}"
-    others = [n for n in out if n not in ("logits", "past_key_values")]
-    if others or not isinstance(out.get("logits"), Tensor) or out.past_key_values is not cache:
+    others = [n for n in out if n != "logits" and n not in NAMES]
+    if others or not isinstance(out.get("logits"), Tensor) or cache_in(out) is not cache:
         return f"the model returns {', '.join(others) or 'another cache'}"
     return ""
 

@@ -111,7 +111,10 @@ def _attended(
     if not r.kv_heads:
         k, v = kwargs[r.shared[0]][r.shared[1]]  # type: ignore[index]
     elif cache is not None:
-        k, v = cache.update(k, v, number(r))
+        told = {}
+        if r.told is not None:
+            told["kwargs"] = {name: kwargs[name] for name in r.told if name in kwargs}
+        k, v = cache.update(k, v, number(r), **told)
     if r.shared is not None and r.kv_heads:
         kwargs[r.shared[0]][r.shared[1]] = k, v
     if direct is not None and x.shape[1] == 1 and mask is None:

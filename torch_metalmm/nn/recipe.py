@@ -110,6 +110,7 @@ class Heads:
     embeddings: str | None  # the layer's argument that is (cos, sin)
     mask: str | None
     cache: str
+    told: tuple[str, ...] | None  # arguments that update gets as `kwargs`; None: it gets none
     number: int | None  # the layer's in the cache; None: attention.layer_idx, which may change
     attend: Attend
     heads: int

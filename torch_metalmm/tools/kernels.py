@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..models.cache_argument import cache_in, with_cache
 
 # Tokens of a prompt: one for each size of a tile. A longer prompt takes the tiles of one of these;
 # on M1 and M2 those of 2 to 15 tokens have kernels by their number, and wait for them.
@@ -46,9 +47,9 @@ def _collected(model: Any, device: torch.device) -> list[str]:
         with torch.no_grad():
             for length in LENGTHS:
                 ids = torch.zeros(1, length, dtype=torch.int64, device=device)
-                cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+                cache = cache_in(model(input_ids=ids, use_cache=True))
                 if cache is not None:
-                    model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+                    model(input_ids=ids[:, :1], use_cache=True, **with_cache(model, cache))
     finally:
         kernels = _C.collected_kernels()
     return list(kernels)

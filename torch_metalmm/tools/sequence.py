@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.cache_argument import cache_argument, with_cache
+
 # Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
 # parameters on two cores.
 CHUNK = 512
@@ -69,7 +71,10 @@ class Sequence:
         part = torch.tensor([ids], device=self.model.device)
         try:
             logits: Tensor = self.model(
-                input_ids=part, past_key_values=self.cache, use_cache=True, **self._logits
+                input_ids=part,
+                use_cache=True,
+                **with_cache(self.model, self.cache),
+                **self._logits,
             ).logits
         except BaseException:
             self.forget()
@@ -111,8 +116,8 @@ def read_together(sequences: list[Sequence], tokens: list[int]) -> Tensor:
         logits: Tensor = model(
             input_ids=torch.tensor(tokens, device=model.device)[:, None],
             position_ids=torch.tensor(places, device=model.device),
-            past_key_values=shared([sequence.cache for sequence in sequences]),
             use_cache=True,
+            **with_cache(model, shared([sequence.cache for sequence in sequences])),
         ).logits
     except BaseException:
         for sequence in sequences:
@@ -140,10 +145,8 @@ def keeps_rows(model: Any) -> bool:
 
 def keeps_cache(model: Any) -> bool:
     """Whether the model goes on from a cache that it is given."""
-    import inspect
-
-    takes = inspect.signature(model.forward).parameters
-    return "past_key_values" in takes and not model.config.is_encoder_decoder
+    takes = cache_argument(type(model).forward)
+    return takes is not None and not model.config.is_encoder_decoder
 
 
 def long_from(model: Any) -> int | None:

@@ -211,9 +211,9 @@ def test_what_goes_by_update() -> None:
     seen: list[int] = []
     update = replaced.update
 
-    def see(*args: Any) -> Any:
+    def see(*args: Any, **kwargs: Any) -> Any:
         seen.append(args[2])
-        return update(*args)
+        return update(*args, **kwargs)
 
     replaced.update = see  # type: ignore[method-assign]
     want = logits(model, replaced, token)

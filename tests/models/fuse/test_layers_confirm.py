@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from torch_metalmm import QuantLinear, fuse_, load_gguf, quantize_, unfuse_
+from torch_metalmm.models.cache_argument import cache_argument
 from torch_metalmm.models.fuse.confirm import agrees
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
@@ -77,7 +78,7 @@ class Masking(LlamaDecoderLayer):
 
 class Twice(LlamaDecoderLayer):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        alone = kwargs | {"past_key_values": None, "attention_mask": None}
+        alone = kwargs | {cache_argument(LlamaDecoderLayer.forward): None, "attention_mask": None}
         return super().forward(super().forward(x, **kwargs), **alone)
 
 

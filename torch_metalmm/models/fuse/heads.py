@@ -47,6 +47,7 @@ def heads_of(
         embeddings=embeddings[0] if embeddings else None,
         mask=_mask(every, runs),
         cache=one(n for n in every if all(hasattr(s.kwargs[n], "update_conv_state") for s in runs)),
+        told=_told(runs) if own else None,
         number=None if getattr(attention, "layer_idx", None) == number else number,
         attend=_attend(attention, runs),
         shared=None if shared is None else shared[:2],
@@ -85,10 +86,26 @@ def _mask(every: list[str], runs: list[Seen]) -> str | None:
     return next(iter(named or fit), None)
 
 
+def _told(runs: list[Seen]) -> tuple[str, ...] | None:
+    """The layer's arguments that the cache's update gets in a mapping, `kwargs`."""
+    updates = [seen.updates[0].options for seen in runs]
+    if not any(updates):
+        return None
+    names: dict[str, None] = {}
+    for seen, options in zip(runs, updates, strict=True):
+        told = options.get("kwargs")
+        if options.keys() != {"kwargs"} or not isinstance(told, dict):
+            raise Unknown("the cache is given more than k, v, a number and arguments of the layer")
+        if any(n not in seen.kwargs or seen.kwargs[n] is not told[n] for n in told):
+            raise Unknown("the cache is given what the layer is not")
+        names |= dict.fromkeys(told)
+    return tuple(names)
+
+
 def _check_updates(runs: list[Seen], number: Any) -> None:
     for seen in runs:
         update, kv = seen.updates[0], seen.attentions[0].args[2:4]
-        if update.options or update.args[2:] != (number,) or not isinstance(number, int):
+        if update.args[2:] != (number,) or not isinstance(number, int):
             raise Unknown("the cache is given more than k, v and a number")
         if any(a is not b for a, b in zip(update.result, kv, strict=True)):
             raise Unknown("something between cache and attention")

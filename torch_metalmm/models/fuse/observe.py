@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.layer import positions
+from ..cache_argument import with_cache
 from .runs import evaluating, numbers
 
 _NAMED = ("module", "query", "key", "value", "attention_mask")  # what attention is given first
@@ -115,7 +116,7 @@ def _run(model: Any, observer: _Observer) -> None:
         cache = observer.new_cache(config)
         for length in lengths:
             ids = numbers(text.vocab_size, batch, length, seed=batch + length).to(device)
-            model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+            model(input_ids=ids, use_cache=True, **with_cache(model, cache), **options)
             if "attention_mask" in options:
                 mask = options["attention_mask"]
                 options["attention_mask"] = torch.cat((mask, mask.new_ones(batch, 1)), -1)

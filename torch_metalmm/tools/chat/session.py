@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.cache_argument import cache_in, cache_of_generate
 from ..sequence import Sequence
 from .stream import Answer, Stream
 from .template import Template
@@ -184,7 +185,7 @@ class Session:
         if self.sequence.keeps:
             # Whatever the model's generation config says: without use_cache each step would append
             # the whole sequence to the cache, and a second kind of cache is refused.
-            options |= {"past_key_values": self.sequence.cache, "use_cache": True}
+            options |= {cache_of_generate(): self.sequence.cache, "use_cache": True}
             options["cache_implementation"] = None
         with self._assisted(options):
             self.model.generate(
@@ -246,7 +247,7 @@ def context_of(model: Any) -> int | None:
 
 def _only_new_tokens(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The first forward of assisted decoding gets the whole prompt, also where a cache has most."""
-    new = kwargs["input_ids"].shape[1] - int(kwargs["past_key_values"].get_seq_length())
+    new = kwargs["input_ids"].shape[1] - int(cache_in(kwargs).get_seq_length())
     kwargs["input_ids"] = kwargs["input_ids"][:, -new:]
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = kwargs["position_ids"][..., -new:]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.cache_argument import with_cache
 from ..sequence import keeps_rows
 from .engine import Stopped, stoppable
 from .errors import ApiError
@@ -81,7 +82,10 @@ class Embedder:
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
         options, size = self._options, most
         if most > _FORWARD and self._reads_on:
-            options, size = {"past_key_values": self._new_cache(), "use_cache": True}, _FORWARD
+            options, size = (
+                {"use_cache": True, **with_cache(self._base, self._new_cache())},
+                _FORWARD,
+            )
         states = []
         for end in range(size, most + size, size):
             try:
