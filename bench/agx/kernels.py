@@ -38,8 +38,9 @@ SHOWN = (
     *(f"gemm*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "q6_k", "affine4")),
     *(f"attention_*_{f}_f16" for f in ("f16", "q8_0", "q4_0")),
     *(f"{op}_f16" for op in ("rms_norm", "add_rms_norm", "rope", "act_mul", "attention_join")),
-    "rope_append_q8_0_f16",
+    *("gated_delta_f16", "route_f16", "rope_append_q8_0_f16"),
 )
+_SIZES = {"gated_delta": (4096, 128), "route": (128, 8)}  # heads of 128; 8 of 128 experts
 
 
 @functools.cache
@@ -48,7 +49,8 @@ def _passes() -> dict[str, registers.Pass]:
     out = {kernel: one for kernel, (one, _) in registers.passes().items()}
     for op in _C.ops():
         for dtype in registers.DTYPES if f"{op}_f16" in _C.kernel_names() else ():
-            plan = _C.plan(op, m=1, n=4096, k=4096, format="f16", dtype=dtype, chip="m1")
+            n, k = _SIZES.get(op, (4096, 4096))
+            plan = _C.plan(op, m=1, n=n, k=k, format="f16", dtype=dtype, chip="m1")
             out |= {one["kernel"]: one for one in plan["passes"]}
     return out
 

@@ -70,6 +70,7 @@ def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
     values = config_values(file, row)
     if row.model_type == "t5" and "enc.blk.1.attn_rel_b.weight" in file.tensors:  # of each layer
         values["model_type"] = "umt5"
+        values["tie_word_embeddings"] = False  # as UMT5's own checkpoints say: the head is unscaled
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
