@@ -113,7 +113,8 @@ def _attended(
     elif cache is not None:
         told = {}
         if r.told is not None:
-            told["kwargs"] = {name: kwargs[name] for name in r.told if name in kwargs}
+            names, constants = r.told
+            told["kwargs"] = constants | {n: kwargs[n] for n in names if n in kwargs}
         k, v = cache.update(k, v, number(r), **told)
     if r.shared is not None and r.kv_heads:
         kwargs[r.shared[0]][r.shared[1]] = k, v

@@ -103,6 +103,7 @@ class Heads:
     "twice", all of them and all of them again; "back", as whole, by minus the angle; "none",
     nothing is rotated.
     gate: the result is multiplied by sigmoid(gate), one for each of its "values" or "heads".
+    told: names of the layer's arguments, and constants.
     shared: the layer's argument that is a mapping of (k, v), and its key there.
     """
 
@@ -110,7 +111,7 @@ class Heads:
     embeddings: str | None  # the layer's argument that is (cos, sin)
     mask: str | None
     cache: str
-    told: tuple[str, ...] | None  # arguments that update gets as `kwargs`; None: it gets none
+    told: tuple[tuple[str, ...], dict[str, Any]] | None  # the cache's update, as `kwargs`
     number: int | None  # the layer's in the cache; None: attention.layer_idx, which may change
     attend: Attend
     heads: int

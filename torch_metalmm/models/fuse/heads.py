@@ -86,20 +86,23 @@ def _mask(every: list[str], runs: list[Seen]) -> str | None:
     return next(iter(named or fit), None)
 
 
-def _told(runs: list[Seen]) -> tuple[str, ...] | None:
-    """The layer's arguments that the cache's update gets in a mapping, `kwargs`."""
+def _told(runs: list[Seen]) -> tuple[tuple[str, ...], dict[str, Any]] | None:
+    """What the cache's update gets as `kwargs`: arguments of the layer by name, and constants."""
     updates = [seen.updates[0].options for seen in runs]
     if not any(updates):
         return None
     names: dict[str, None] = {}
+    constants: dict[str, Any] = {}
     for seen, options in zip(runs, updates, strict=True):
         told = options.get("kwargs")
         if options.keys() != {"kwargs"} or not isinstance(told, dict):
             raise Unknown("the cache is given more than k, v, a number and arguments of the layer")
-        if any(n not in seen.kwargs or seen.kwargs[n] is not told[n] for n in told):
-            raise Unknown("the cache is given what the layer is not")
-        names |= dict.fromkeys(told)
-    return tuple(names)
+        for name, value in told.items():
+            if name in seen.kwargs and seen.kwargs[name] is value:
+                names[name] = None
+            elif not isinstance(value, _PLAIN) or constants.setdefault(name, value) != value:
+                raise Unknown("the cache is given what changes and is not the layer's")
+    return tuple(names), constants
 
 
 def _check_updates(runs: list[Seen], number: Any) -> None:
