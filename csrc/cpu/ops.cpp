@@ -61,9 +61,13 @@ at::Tensor norm_linear(const args::norm_linear& a) {
 }
 
 at::Tensor rms_norm(const args::rms_norm& a) {
-  check(a);
-  return finish(normalized(as_f32_rows(a.x), a.weight, a.eps, a.offset), std::nullopt, a.residual,
-                a.x);
+  const Activation activation = check(a).activation;
+  at::Tensor rows = as_f32_rows(a.x), gate;
+  if (a.gate.has_value()) gate = composed::activate(as_f32_rows(*a.gate), activation);
+  if (a.gate_first) rows = rows * gate;
+  at::Tensor y = normalized(rows, a.weight, a.eps, a.offset);
+  if (gate.defined() && !a.gate_first) y.mul_(gate);
+  return finish(y, std::nullopt, a.residual, a.x);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const args::add_rms_norm& a) {

@@ -179,8 +179,12 @@ Tensor recorded(const args::swiglu& a) {
 }
 
 Tensor recorded(const args::rms_norm& a) {
-  check(a);
-  const Tensor y = composed::rms_norm(a.x, a.weight, a.eps, a.offset);
+  const Activation activation = check(a).activation;
+  const auto gated = [&](const Tensor& t) {
+    return composed::activate(a.gate->to(at::kFloat), activation) * t;
+  };
+  Tensor y = composed::rms_norm(a.gate_first ? gated(a.x) : a.x, a.weight, a.eps, a.offset);
+  if (a.gate.has_value() && !a.gate_first) y = gated(y);
   return stored(a.residual.has_value() ? y + *a.residual : y, a.x.scalar_type());
 }
 

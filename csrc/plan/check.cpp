@@ -93,6 +93,11 @@ void check(const Problem& p) {
   if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
     reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
   }
+  const GateSizes& g = p.gate;
+  if (g.groups < 1 || p.m % g.groups || (p.op != Op::kRmsNorm && (g.is_given || g.groups != 1))) {
+    reject("gate: of rms_norm alone, whose " + str(g.groups) + " rows of the weight divide m, " +
+           str(p.m));
+  }
   if (is_of_rows(p.op) && p.k > INT32_MAX) {  // a step beyond k still fits 32 bits
     reject("k: " + str(p.k) + "; " + op + " takes at most " + str(INT32_MAX));
   }
@@ -102,6 +107,7 @@ void check(const Problem& p) {
   if (p.op == Op::kRopeAppend) check_append(p);
   if (p.op == Op::kAttention) check_attention(p);
   if (p.op == Op::kRoute) check_route(p);
+  if (p.op == Op::kCausalConv) check_conv(p);
   if (p.op == Op::kGatedDelta) check_delta(p);
 }
 

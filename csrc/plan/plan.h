@@ -48,10 +48,11 @@ enum class Op : int {
   kDiv,
   kDot,         // k elements: y[0] = sum of x * x2
   kActMul,      // n elements: y = act(x) * x2, x and x2 f32
-  kRmsNorm,     // m, k: y = x normalised + beta * c
+  kRmsNorm,     // m, k and `gate`: y = x normalised + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
   kRoute,       // m rows of n logits, k of them chosen, and `route`
+  kCausalConv,  // m rows of x of n channels, k taps, and `conv`
   kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
   kCount
 };
@@ -70,6 +71,20 @@ struct RopeSizes {
   bool q_norm = false, k_norm = false, interleaved = false;
   bool v_apart = false;       // x2 is v
   bool float_angles = false;  // cos and sin are f32, not of dtype
+};
+
+// The gate x2 of kRmsNorm, by the problem's activation, and the rows of its weight.
+struct GateSizes {
+  bool is_given = false, is_first = false;
+  int64_t groups = 1;
+};
+
+// The sizes of kCausalConv, and what its operands are: x2 is before, c is after, of y_stride.
+struct ConvSizes {
+  int64_t positions = 1;  // rows of x of one sequence
+  int64_t width = 0;      // inputs that the state holds
+  bool bias = false, before = false, after = false, silu = false;
+  bool float_weight = false;  // weight and bias are f32, not of dtype
 };
 
 // The sizes of kGatedDelta, and what its operands are. y_stride of the problem is that of rows of
@@ -148,6 +163,8 @@ struct Problem {
   Activation activation = Activation::kSilu;
   RopeSizes rope;
   AppendSizes append;
+  GateSizes gate;
+  ConvSizes conv;
   DeltaSizes delta;
   RouteSizes route;
   AttentionSizes attention;
@@ -195,7 +212,8 @@ bool has_half_keys(const Format& keys, const Format& values);
 const char* to_string(StrategyId s);
 const char* to_string(Op op);
 
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2"};  // as Activation
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2",
+                                        "sigmoid"};  // as Activation
 
 // Name to value. Throw std::invalid_argument that lists the names.
 StrategyId strategy_by_name(std::string_view name);
