@@ -293,7 +293,7 @@ def bits(seed: str, count: int) -> np.ndarray:
 def random_model(case: str) -> Any:
     """The case's model in f32; matrices of +-1/16, vectors of +-1/8, norms of 1 +- 1/8."""
     name, values = CASES[case]
-    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
+    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model", "")
     made = next(c for c in (getattr(transformers, name + end, None) for end in ends) if c)
     parts = ("Config",) if "text_config" in values else ("TextConfig", "Config")
     kinds = [getattr(transformers, name + part, None) for part in parts]
