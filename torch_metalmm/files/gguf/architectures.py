@@ -61,7 +61,7 @@ def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
     """
     from transformers import CONFIG_MAPPING
 
-    row = row_of(file.architecture, file.metadata)
+    row = row_of(file.architecture, file.metadata | file.arrays)
     if row is None:
         raise ValueError(
             f"{file.path}: no model is known for the GGUF architecture {file.architecture!r}; "

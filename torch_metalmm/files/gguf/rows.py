@@ -153,9 +153,12 @@ class Architecture:
 
 _SCALE = {"query_pre_attn_scalar": derive.gemma_scale}
 _WINDOWS = {"layer_types": derive.windows}
+# Of Granite-Hybrid, whose files are Granite's or Granite-MoE's where no layer has a state.
+_SHARED_MLP = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
+_HEADS = {"num_key_value_heads": derive.most_kv_heads}
 _HYBRID = Architecture(
     "granitemoehybrid",
-    _RMS | GRANITE | _SSM | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    _RMS | GRANITE | _SSM | _SHARED_MLP,
     _BIAS | _SSM_BIASES,
     processor="GraniteHybridProcessor",
     writes=False,
@@ -344,11 +347,18 @@ ARCHITECTURES = {
         writes=False,
         derived={"n_inner": derive.feed_forward},
     ),
-    "granite": Architecture("granite", _RMS | GRANITE, _EVERY_BIAS, processor=_LLAMA),
+    "granite": Architecture(
+        "granite",
+        _RMS | GRANITE | _SHARED_MLP,
+        _EVERY_BIAS,
+        processor=_LLAMA,
+        derived=_HEADS,
+    ),
     "granitemoe": Architecture(
         "granitemoe",
         _LOCAL | GRANITE,
         processor=_LLAMA,
+        derived=_HEADS,
         names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
     ),
     "granitehybrid": _HYBRID,
@@ -387,9 +397,7 @@ ARCHITECTURES = {
         derived={"use_qk_norm": lambda v, f: v["num_local_experts"] != 128},
     ),
     "mistral3": Architecture(
-        "ministral3",
-        _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
-        processor=_LLAMA,
+        "mistral", processor=_LLAMA, writes=False, has={"sliding_window": None}
     ),
     "olmo": Architecture("olmo", SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
     "mamba": Architecture(
@@ -513,8 +521,9 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
         None,
         Architecture(
             "granitemoeshared",
-            _LOCAL | GRANITE | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+            _LOCAL | GRANITE | _SHARED_MLP,
             processor=_LLAMA,
+            derived=_HEADS,
             writes=False,
             names=_MIXED,
             joined=_SHARED_ROWS,
@@ -525,6 +534,20 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
         None,
         Architecture(
             "falcon_mamba", _MAMBA, processor="MambaTensorProcessor", rotates=False, writes=False
+        ),
+    ),
+    "glm4": (
+        "rope.dimension_sections",
+        None,
+        Architecture("glm4", flags=_BIAS, processor="HalvesProcessor", writes=False),
+    ),
+    "mistral3": (
+        "attention.temperature_scale",
+        None,
+        Architecture(
+            "ministral3",
+            _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
+            processor=_LLAMA,
         ),
     ),
     "olmo2": (
