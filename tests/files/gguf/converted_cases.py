@@ -195,7 +195,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", _RMS | _YARN),
     "llama-linear": ("Llama", _RMS | {"rope_parameters": {"rope_type": "linear", "factor": 3.0,
                                                           "rope_theta": 700.0}}),
-    "llama-biased": ("Llama", _RMS | {"attention_bias": True}),
     "llama4": ("Llama4", _ODD | _LOCAL | {"intermediate_size": 24, "intermediate_size_mlp": 56,
                "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "num_experts_per_tok": 1,
                "use_qk_norm": True, "attention_chunk_size": 8192, "floor_scale": 8192,
@@ -264,7 +263,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "umt5": ("UMT5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "starcoder2": ("Starcoder2", _PLAIN | {"norm_epsilon": 0.003, "sliding_window": None}),
 }
-# fmt: on
+_BIASES = dict.fromkeys(
+    ("attention_bias", "attention_out_bias", "mlp_bias", "projectors_bias", "use_bias"), True
+)
+_BIASED = ("cohere", "deepseek-v3", "dots1", "falcon-h1-plain", "gemma2", "granitehybrid", "llama",
+           "mamba", "qwen3-moe", "qwen3_5", "seed-oss")
+CASES |= {f"{c}-biased": (CASES[c][0], CASES[c][1] | _BIASES) for c in _BIASED}
 # Classes without a head: {case of the one with it: the class}.
 _HEADLESS = {
     **{"bloom": "BloomModel", "lfm2": "Lfm2Model", "llama": "LlamaModel"},
@@ -281,9 +285,9 @@ _BESIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone4_5": ("Exaone4_5_", "exaone4", CASES["exaone4"][1]),
     "gemma3-seeing": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
     "gemma4-seeing": ("Gemma4", "gemma4_text", CASES["gemma4"][1] | {"pad_token_id": 0}),
-    "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", _UNIFIED | {
-        "pad_token_id": 0, "moe_intermediate_size": None, "num_experts": None,
-        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", _UNIFIED | {"pad_token_id": 0,
+                       "moe_intermediate_size": None, "num_experts": None,
+                       "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "glm4v": ("Glm4v", "glm4v_text", _RMS | _SECTIONS | _GLM),
     "glm4v-moe": ("Glm4vMoe", "glm4v_moe_text", CASES["glm4-moe"][1] | _SECTIONS),
     "glm-ocr": ("GlmOcr", "glm_ocr_text", _ODD | _SECTIONS),
@@ -311,3 +315,4 @@ CASES |= {
                   "audio_config": _EYE, "tie_word_embeddings": values["tie_word_embeddings"]})
     for case, (name, kind, values) in _BESIDE.items()
 }
+# fmt: on

@@ -51,7 +51,7 @@ class GateProcessor(Qwen2MoeTensorProcessor):
 
 
 class HalvesProcessor(TensorProcessor):
-    """Rows of q and k whose rotation has three parts: files have its halves, the model its pairs."""
+    """Rows of q and k that a rotation turns: files have its halves, the model its pairs."""
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
         if ".attn_q." in name or ".attn_k." in name:
