@@ -315,4 +315,16 @@ CASES |= {
                   "audio_config": _EYE, "tie_word_embeddings": values["tie_word_embeddings"]})
     for case, (name, kind, values) in _BESIDE.items()
 }
+# What becomes of files of classes: of those with a case, of an architecture without a row, else.
+WITHIN, REFUSED = "logits within 1e-5 of transformers'", "refused by the name of their architecture"
+_UNCONVERTED = "listed by the converter, which makes no file of them"
+OTHERS = {
+    "BambaForCausalLM": "refused, as the file has none of Granite's scales",
+    "Glm4MoeLiteForCausalLM": "refused, as the file does not say how its experts are scored",
+    "GraniteSpeechForConditionalGeneration": _UNCONVERTED,
+    "GraniteSpeechPlusForConditionalGeneration": _UNCONVERTED,
+    "Llama4ForConditionalGeneration": "whose text has a case, and which take no text alone",
+    "UMT5Model": "whose files are those of another class",
+    "YoutuForCausalLM": "refused, as the file has no experts",
+}
 # fmt: on

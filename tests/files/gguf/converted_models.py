@@ -2,7 +2,8 @@
 
     python tests/files/gguf/converted_models.py CONVERTER [CASE ...]
 
-records what the converter makes of them in converted/; CONVERTER is a folder with
+records what the converter makes of them, and of every class that both know its architecture;
+prints what docs/guide/gguf.md says of the classes. CONVERTER is a folder with
 convert_hf_to_gguf.py, vendor/llama.cpp of llama-cpp-python's source distribution. Weights are two
 levels for each tensor, chosen by bits that the names of case and tensor seed; a record has bits.
 Sizes, windows and scalars are none of a class's defaults.
@@ -17,6 +18,7 @@ import lzma
 import random
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 from zlib import compress, decompress
@@ -24,7 +26,7 @@ from zlib import compress, decompress
 import numpy as np
 import torch
 import transformers
-from converted_cases import CASES, VOCABULARY, H
+from converted_cases import CASES, OTHERS, REFUSED, VOCABULARY, WITHIN, H
 from torch import Tensor, nn
 
 RECORDS = Path(__file__).with_name("converted.json.xz")
@@ -39,9 +41,7 @@ def bits(seed: str, count: int) -> np.ndarray:
 def random_model(case: str) -> Any:
     """The case's model in f32; matrices of +-1/16, vectors of +-1/8, norms of 1 +- 1/8."""
     name, values = CASES[case]
-    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model", "")
-    ends = ends[2:] if "text_config" in values else ends
-    made = next(c for c in (getattr(transformers, name + end, None) for end in ends) if c)
+    made = class_of(case)
     parts = ("Config",) if "text_config" in values else ("TextConfig", "Config")
     kinds = [getattr(transformers, name + part, None) for part in parts]
     config = next((k for k in kinds if k), made.config_class)(**copy.deepcopy(values))
@@ -102,6 +102,37 @@ def read_record(case: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
 def _records() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(lzma.decompress(RECORDS.read_bytes()))
     return found
+
+
+def class_of(case: str) -> Any:
+    """The case's class of transformers; of two, text alone if the values are a text's."""
+    name, values = CASES[case]
+    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model", "")
+    ends = ends[2:] if "text_config" in values else ends
+    return next(c for c in (getattr(transformers, name + end, None) for end in ends) if c)
+
+
+def outcomes() -> str:
+    """What becomes of the files of each class that transformers and the converter share, and whose
+    models save_gguf writes."""
+    from torch_metalmm.files.gguf.architectures import supported_architectures
+    from torch_metalmm.files.gguf.rows import all_rows
+
+    tried = {class_of(case).__name__ for case in CASES}
+    shared, known = _records()["classes"], supported_architectures()
+    lists: dict[str, list[str]] = {WITHIN: [], REFUSED: []}
+    for name, architecture in sorted(shared.items()):
+        why = WITHIN if name in tried else OTHERS.get(name, REFUSED)
+        if architecture and (why == REFUSED) == (architecture in known):
+            raise ValueError(f"{name}: {why}, and the architecture is {architecture}")
+        short = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+        lists.setdefault(why, []).append(short)
+    written = {row.model_type for _, row in all_rows() if row.writes} | {"mistral"}  # as Llama
+    lists["written by `save_gguf`, by their `model_type`"] = sorted(written)
+    return "\n".join(
+        textwrap.fill(f"* {why}: {', '.join(dict.fromkeys(names))}", 140, subsequent_indent="  ")
+        for why, names in lists.items()
+    )
 
 
 def _parts(model: Any) -> dict[str, np.ndarray]:
@@ -165,6 +196,18 @@ def _convert(folder: Path, path: Path) -> None:
     model.write()
 
 
+def _architectures() -> dict[str, str | None]:
+    """{class of transformers that the converter lists: the architecture of its files}."""
+    import gguf
+    from conversion import TEXT_MODEL_MAP, ModelBase, ModelType, load_all_models
+
+    load_all_models()
+    kinds = ModelBase._model_classes[ModelType.TEXT]
+    names = [name for name in TEXT_MODEL_MAP if hasattr(transformers, name)]
+    found = {name: getattr(kinds.get(name), "model_arch", None) for name in names}
+    return {name: gguf.MODEL_ARCH_NAMES.get(arch) for name, arch in found.items()}
+
+
 def _main(converter: str, cases: list[str]) -> None:
     sys.path[:0] = [converter, f"{converter}/gguf-py"]
     records = _records() if cases else {}
@@ -182,10 +225,10 @@ def _main(converter: str, cases: list[str]) -> None:
                 records[case] = _record(Path(folder, "model.gguf"), model)
                 print(case, len(json.dumps(records[case])), flush=True)
             except Exception as error:
-                if "TB" in __import__("os").environ:
-                    __import__("traceback").print_exc()
                 print(f"{case}: {type(error).__name__}: {error}")
+    records["classes"] = _architectures()
     RECORDS.write_bytes(lzma.compress(json.dumps(records).encode()))
+    print(outcomes())
 
 
 if __name__ == "__main__":
