@@ -172,7 +172,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> fo
     reason.add(to_string(*forced), ": forced");
     return *forced;
   }
-  if (!a.pages && sdpa_pays(p, gpu, reason)) return S::sdpa;
+  if (sdpa_pays(p, gpu, reason)) return S::sdpa;
   const int64_t rows = rows_of_head(a), most = AttentionSplitGeometry::kMostRows;
   const bool is_split = rows <= most;
   const StrategyId out = is_split ? S::attention_split : S::attention_tile;

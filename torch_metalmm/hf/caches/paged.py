@@ -1,15 +1,15 @@
 """A cache of many texts in a fixed number of bytes: rows of each layer in pages of one pool.
 
 A layer has two tensors, keys and values [1, kv_heads, slots, row], of which pages.py gives texts
-pages of 64 slots. A forward reads and writes the rows of the texts that begin_step() names: a token,
-or a part of a prompt, of each. Texts that join, leave or grow move no rows, and those with a common
+pages of 64 slots. A forward reads and writes rows of the texts that begin_step() names: a token, or
+a part of a prompt, of each. Texts that join, leave or grow move no rows, and those with a common
 beginning read its rows at one place. What a failed step has written lies behind all lengths, so no
 text sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ class Offset(int):
 
 
 class Text:
-    """Tokens whose rows the cache holds. owner: whose texts may share its pages."""
+    """Tokens whose rows the cache holds."""
 
-    def __init__(self, cache: PagedCache, owner: Hashable = None) -> None:
-        self.cache, self.owner = cache, owner
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
         self.tokens: list[int] = []
         self.pages: list[int] = []
 
@@ -44,7 +44,7 @@ class Text:
         least: tokens at the end that are read in any case.
         """
         self.end()
-        self.pages = self.cache.pages.find(self.owner, tokens, max(0, len(tokens) - least))
+        self.pages = self.cache.pages.find(tokens, max(0, len(tokens) - least))
         self.tokens = list(tokens[: len(self.pages) * SLOTS])
         return len(self.tokens)
 
@@ -63,7 +63,7 @@ class Text:
         full = len(self.tokens) // SLOTS
         self.tokens.extend(tokens)
         if is_shared and len(self.tokens) // SLOTS > full:
-            self.cache.pages.publish(self.owner, self.pages, self.tokens)
+            self.cache.pages.publish(self.pages, self.tokens)
 
     def end(self) -> None:
         """Its pages may go when others need their place."""
@@ -117,8 +117,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class PagedCache(Cache):
     """Keys and values of all texts of a model whose attention function is "metalmm".
 
-    like: the layers of a PackedCache that hold a row of the model. memory: bytes that rows may take;
-    ValueError: not even one page fits.
+    like: the layers of a PackedCache that hold a row of the model. memory: bytes that rows may
+    take; ValueError: not even one page fits.
     """
 
     def __init__(self, like: Sequence[PackedLayer], memory: int) -> None:
@@ -133,7 +133,9 @@ class PagedCache(Cache):
             )
         self.page_bytes = page_bytes
         self.pages = Pages(memory // page_bytes)
-        super().__init__(layers=[PagedLayer(x, self.pages.count * SLOTS) for x in like])
+        slots = self.pages.count * SLOTS
+        super().__init__(layers=[PagedLayer(x, slots) for x in like])
+        self.slots = slots  # of all texts
         self._step: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin_step(self, texts: Sequence[Text], count: int) -> Tensor:
@@ -150,7 +152,8 @@ class PagedCache(Cache):
             [text.pages[t // SLOTS] * SLOTS + t % SLOTS for t in own]
             for text, own in zip(texts, places, strict=True)
         ]
-        device = self.layers[0].keys.device
+        first: Any = self.layers[0]
+        device = first.keys.device
         made = [torch.tensor(x, device=device) for x in (slots, [p.stop for p in places], table)]
         self._step = made[0], made[1], made[2]
         return torch.tensor([[*own] for own in places], device=device)
@@ -176,7 +179,7 @@ def paged_cache(model: Any, format: str, memory: int) -> PagedCache:
     """Of a model whose attention function is "metalmm", which reads a token to show its rows."""
     from ..cache import PackedCache
 
-    like = PackedCache(model.config, format)
+    like: Any = PackedCache(model.config, format)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=ids, use_cache=True, **with_cache(model, like))

@@ -9,11 +9,11 @@ ago goes first. Nothing here touches a tensor.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SLOTS = 64  # kPageSlots of metal/abi.h
-_Key = tuple[Hashable, tuple[int, ...]]  # what a block follows, and its tokens
+_Key = tuple[int, tuple[int, ...]]  # the serial of the page before, 0: none; a block of tokens
 
 
 class PoolFull(Exception):
@@ -67,12 +67,12 @@ class Pages:
             else:
                 self._free.append(page)
 
-    def publish(self, owner: Hashable, pages: Sequence[int], tokens: Sequence[int]) -> None:
+    def publish(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
         """The pages hold these tokens from the first on; full ones may be found from here on.
 
-        owner: whose texts may share them. Where two texts have read the same, the first is found.
+        Where two texts have read the same, the first is found.
         """
-        follows: Hashable = owner
+        follows = 0
         for i in range(len(tokens) // SLOTS):
             page = pages[i]
             key = follows, tuple(tokens[i * SLOTS : (i + 1) * SLOTS])
@@ -81,13 +81,13 @@ class Pages:
                 self._keys[page] = key
             follows = self._serials[known]
 
-    def find(self, owner: Hashable, tokens: Sequence[int], most: int) -> list[int]:
+    def find(self, tokens: Sequence[int], most: int) -> list[int]:
         """The pages of the longest beginning of the text that is held, of at most `most` tokens.
 
         Each has a reference more: release() is to be called.
         """
         found: list[int] = []
-        follows: Hashable = owner
+        follows = 0
         for i in range(most // SLOTS):
             page = self._known.get((follows, tuple(tokens[i * SLOTS : (i + 1) * SLOTS])))
             if page is None:

@@ -30,7 +30,7 @@ from .engine import Finish, Job
 
 _LOG = logging.getLogger(__name__)
 
-# Tokens of the shortest part of a prompt, but of a prompt that is shorter: enough for the kernels of
+# Tokens of the shortest part of a prompt, but of a prompt that is shorter: enough for kernels of
 # many rows, whose results for a row do not depend on the others.
 LEAST = 64
 SECONDS = 0.25  # that an answer under way waits for a part of another's prompt
@@ -58,7 +58,7 @@ class _Answer:
     """A job under way: `text` has rows of a beginning of `tokens`, which grow by the answer."""
 
     def __init__(self, job: Job, cache: PagedCache, model: Any, tokenizer: Any) -> None:
-        self.job, self.text, self.number = job, Text(cache, job.owner), next(_NUMBERS)
+        self.job, self.text, self.number = job, Text(cache), next(_NUMBERS)
         self.tokens = list(job.ids)
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
         self.stream = Stream(tokenizer, job.options.stops, job.tell)

@@ -40,7 +40,6 @@ class Job:
     options: Options  # with max_new_tokens
     seed: int | None
     tell: Callable[[str | Finish | Exception], None]  # called on the engine's thread
-    owner: str | None = None  # whose prompts it may share rows with
     is_cancelled: bool = False
 
 
