@@ -70,8 +70,8 @@ struct Call {
     problem.w2_stride = bytes(values, 2);
     a.head_stride = bytes(keys, 1);
     a.head2_stride = bytes(values, 1);
-    a.sequence_stride = bytes(keys, 0);
-    a.sequence2_stride = bytes(values, 0);
+    a.sequence_stride = a.pages ? 0 : bytes(keys, 0);  // pages are of all sequences
+    a.sequence2_stride = a.pages ? 0 : bytes(values, 0);
     problem.x_alignment = alignment_of(operands[kSlotX]);
     problem.w_alignment = std::min(alignment_of(keys), alignment_of(values));
     operands[kSlotWeight] = keys;

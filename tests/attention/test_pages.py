@@ -112,7 +112,9 @@ REFUSED = {
     r"length: .*must be int64 \[B\] with pages": {"length": torch.tensor(3)},
     "length: None; with pages int64": {"length": None},
     "mask: given with pages": {"mask": torch.zeros(1, 1, 1, 64)},
-    r"keys: shape \[2, .*the cache of all sequences": {"keys": torch.zeros(2, KV_HEADS, 64, DIM)},
+    r"keys: shape \[2, .*the cache of all sequences": {
+        name: torch.zeros(2, KV_HEADS, 64, DIM) for name in ("keys", "values")
+    },
     "keys: 60 slots; with pages a multiple of 64": {
         name: torch.zeros(1, KV_HEADS, 60, DIM) for name in ("keys", "values")
     },
