@@ -215,21 +215,20 @@ PRINTS = {
         "what the chip model predicts, beside what others measured",
         "tokens context cache",
     ),
-    "registers": Command("shaders.registers", "registers and spills of every kernel, by ptxas", ""),
     "agx": Command(
         "agx.kernels",
         "kernels as code of M1 and M2, by Mesa's compiler (make agx)",
-        "kernels metal write",
+        "kernels metal",
     ),
     "tiles": Command(
         "shaders.tiles",
         "issue cycles per product of matrices, ours and peers'",
-        "ggml mlx write",
+        "ggml mlx",
     ),
 }
 COMMANDS = MEASURES | PRINTS
 # What reads or writes pages, shaders and tests beside the package.
-OF_A_CLONE = ("agx", "cells", "chips", "registers", "tiles", "plot-formats")
+OF_A_CLONE = ("agx", "cells", "chips", "tiles", "plot-formats")
 
 
 def options_of(command: str) -> dict[str, Option]:

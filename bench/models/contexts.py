@@ -165,12 +165,18 @@ def of_model(builder: ContextBuilder) -> Iterator[Record]:
     yield from builder.skipped
 
 
+def asked(caches: str, context: str) -> tuple[list[str], tuple[int, ...]]:
+    """The formats of --cache and the tokens of --context. ValueError: an unknown format, or 0."""
+    found = parse_counts(context)
+    if not all(found):
+        raise ValueError(f"--context {context}: each must be at least 1")
+    return cache_cost.named(caches), found
+
+
 def run(run: Run) -> Iterator[Record]:
     """The records of every model named. ValueError: a form that is not measured here."""
     args = run.args
     if args.compile:
         raise ValueError("--compile: not with --cache")
-    args.cache, args.contexts = cache_cost.named(args.cache), parse_counts(args.context)
-    if not all(args.contexts):
-        raise ValueError(f"--context {args.context}: each must be at least 1")
+    args.cache, args.contexts = asked(args.cache, args.context)
     yield from records(run, ContextBuilder, of_model)
