@@ -81,7 +81,7 @@ class Reference:
             model = self.exact(weights)
             return given if model is None else Transformers("f64", model).feed(tokens).double()
 
-        return distance(given, self.wanted(id(weights), make))
+        return distance(given, self.wanted(weights, make))
 
 
 class Entry(NamedTuple):

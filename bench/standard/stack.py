@@ -62,7 +62,7 @@ def run(
 
     from ..models import llamas
     from ..models.systems import Transformers
-    from ..models.tokens import CHECKED_TOKENS, ROUNDED_LIMIT, Race, Reference
+    from ..models.tokens import ROUNDED_LIMIT, Race, Reference
 
     whole: Any = llamas.SHAPES["tiny" if quick else WHOLE]
     count = layers_of(whole, setting, memory, roofs)
@@ -81,7 +81,7 @@ def run(
     reference, races = Reference(source), []
     for form, model in forms.items():
         system = Transformers(form, model, device == CPU)
-        error = reference.error(prompt[:CHECKED_TOKENS], system, plain)
+        error = reference.error(prompt, system, plain)
         head = {"model": title, "layers": count, "format": FORMAT, "form": form}
         head |= {"context": context, "error": error, "ok": error <= ROUNDED_LIMIT}
         races.append(Race(system, head | {"weight_bytes": system.weight_bytes}))
