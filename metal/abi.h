@@ -36,7 +36,6 @@ struct KernelArgs {
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
   // gated_delta: heads of v, and of q and k; it and causal_conv: positions of a sequence.
-  // rms_norm: rows of the weight.
   // route: groups, those kept, best of a group; n experts, k chosen; alpha of a weight.
   // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
   // share a row of x.
@@ -54,11 +53,10 @@ enum Slot : MM_U32 {
   kSlotWeight = 1,   // packed rows; gate weight of swiglu_up; keys of a cache
   kSlotY = 2,        // result, or f32 sums (kEpiloguePartial); q of rope
   kSlotBias = 3,     // sinks of attention; of route f32
-  kSlotC = 4,        // mask of attention; b of gated_delta; after of causal_conv
+  kSlotC = 4,        // mask of attention; b of gated_delta
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; gate of rms_norm; v;
-  // scores of experts; a of gated_delta; before of causal_conv; choice_bias of route, f32; pages of
-  // a cache, int64
+  // scores of experts; a of gated_delta; choice_bias of route, f32; pages of a cache, int64
   kSlotX2 = 6,
   kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
   kSlotNorm = 8,   // weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta
@@ -98,7 +96,8 @@ enum SlotBits : MM_U32 {
   kBindRopeAppend = (kBindRope & ~(slot_bit(kSlotY2) | slot_bit(kSlotY3))) | slot_bit(kSlotIds) |
       slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
   kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotY2),
-  kBindRecurrent = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
+  kBindCausalConv = (kBindAddNorm & ~slot_bit(kSlotX2)) | slot_bit(kSlotNorm2),
+  kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
   kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds) | slot_bit(kSlotX2),
   kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
       slot_bit(kSlotArgs)
@@ -139,14 +138,12 @@ enum ExpertBits : MM_U32 {
   kExpertFloatScores = 64  // scores are f32, whatever x is
 };
 
-// silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared;
-// sigmoid: 1 / (1 + exp(-x))
-enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2, kSigmoid };
+// silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared
+enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2 };
 
-// Of rms_norm, beside kEpilogueC, a weight's and an Activation.
+// Of rms_norm, beside kEpilogueC and those of a weight.
 enum NormBits : MM_U32 {
-  kNormGate = 1,      // the norm is multiplied by an activation of x2,
-  kNormGateFirst = 4  // and x before it
+  kNormGate = 1  // the norm is multiplied by silu(x2)
 };
 
 enum RopeBits : MM_U32 {
@@ -170,10 +167,8 @@ enum RouteBits : MM_U32 {
 
 enum ConvBits : MM_U32 {
   kConvBias = 1,
-  kConvBefore = 2,
-  kConvAfter = 4,
-  kConvSilu = 8,
-  kConvFloatWeight = 16  // weight and bias are f32, whatever x is
+  kConvSilu = 2,
+  kConvFloatWeight = 4  // weight and bias are f32, whatever x is
 };
 
 enum DeltaBits : MM_U32 {

@@ -61,12 +61,9 @@ at::Tensor norm_linear(const args::norm_linear& a) {
 }
 
 at::Tensor rms_norm(const args::rms_norm& a) {
-  const Activation activation = check(a).activation;
-  at::Tensor rows = as_f32_rows(a.x), gate;
-  if (a.gate.has_value()) gate = composed::activate(as_f32_rows(*a.gate), activation);
-  if (a.gate_first) rows = rows * gate;
-  at::Tensor y = normalized(rows, a.weight, a.eps, a.offset);
-  if (gate.defined() && !a.gate_first) y.mul_(gate);
+  check(a);
+  at::Tensor y = normalized(as_f32_rows(a.x), a.weight, a.eps, a.offset);
+  if (a.gate.has_value()) y.mul_(at::silu(as_f32_rows(*a.gate)));
   return finish(y, std::nullopt, a.residual, a.x);
 }
 

@@ -10,7 +10,7 @@
 
 namespace metalmm::cpu {
 
-// rms_norm of ops.def of rows f32 [M, K], without its residual and gate.
+// rms_norm of ops.def of rows f32 [M, K], without its residual.
 at::Tensor normalized(const at::Tensor& rows, const OptionalTensor& weight, double eps,
                       double offset);
 

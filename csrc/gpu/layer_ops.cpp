@@ -85,15 +85,9 @@ at::Tensor swiglu_linear(const Engine& e, const args::swiglu_linear& a) {
 }
 
 at::Tensor rms_norm(const Engine& e, const args::rms_norm& a) {
-  const NormShape shape = check(a);
-  const at::ScalarType dtype = common_dtype(a.x, {a.weight, a.residual, a.gate});
-  const at::Tensor rows = as_rows(a.x, dtype);
-  Gate gate;
-  if (a.gate.has_value()) gate.rows = as_rows(*a.gate, dtype);
-  gate.is_first = a.gate_first;
-  gate.activation = shape.activation;
-  gate.groups = shape.groups.expect_int();
-  return like_input(normalised(e, rows, {a.weight, a.eps, a.offset}, a.residual, gate), a.x);
+  check(a);
+  const at::Tensor rows = as_rows(a.x, common_dtype(a.x, {a.weight, a.residual, a.gate}));
+  return like_input(normalised(e, rows, {a.weight, a.eps, a.offset}, a.residual, a.gate), a.x);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const args::add_rms_norm& a) {

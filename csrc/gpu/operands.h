@@ -64,17 +64,10 @@ struct Norm {
   double eps, offset;
 };
 
-// What rms_norm multiplies by beside, and the rows of its weight.
-struct Gate {
-  at::Tensor rows;
-  bool is_first = false;
-  Activation activation = Activation::kSilu;
-  int64_t groups = 1;
-};
-
-// `rows` normalised, + the residual, rounded to their dtype; a pass of its own.
+// `rows` normalised, times silu(gate), + the residual, rounded to their dtype; a pass of its own.
 at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
-                      const OptionalTensor& residual = std::nullopt, const Gate& gate = {});
+                      const OptionalTensor& residual = std::nullopt,
+                      const OptionalTensor& gate = std::nullopt);
 
 // Makes x of a product its norm: by the kernel that multiplies where that pays, else by a pass
 // before.

@@ -8,15 +8,13 @@
 namespace metalmm::gpu {
 
 at::Tensor causal_conv(const Engine& e, const args::causal_conv& a) {
-  const ConvShape shape = check(a);
+  check(a);
   check_memory(a);
   const at::ScalarType dtype = a.x.scalar_type();
-  const bool same = a.weight.scalar_type() == dtype &&
-                    (!a.bias.has_value() || a.bias->scalar_type() == dtype);
+  const bool same =
+      a.weight.scalar_type() == dtype && (!a.bias.has_value() || a.bias->scalar_type() == dtype);
   Operands o;
   o[kSlotX] = as_rows(a.x, dtype);
-  if (a.before.has_value()) o[kSlotX2] = as_rows(*a.before, dtype);
-  if (a.after.has_value()) o[kSlotC] = as_rows(*a.after, dtype);
   o[kSlotNorm] = addend(a.weight, same ? dtype : at::kFloat);
   o[kSlotNorm2] = addend(a.bias, same ? dtype : at::kFloat);
   o[kSlotY2] = a.state.contiguous();
@@ -28,11 +26,8 @@ at::Tensor causal_conv(const Engine& e, const args::causal_conv& a) {
   p.k = a.weight.size(1);
   p.dtype = dtype_of(dtype);
   p.x_stride = row_stride(o[kSlotX]);
-  if (a.before.has_value()) p.x2_stride = row_stride(o[kSlotX2]);
-  if (a.after.has_value()) p.y_stride = row_stride(o[kSlotC]);
-  p.conv = {std::max<int64_t>(a.x.size(1), 1), a.state.size(2),      a.bias.has_value(),
-            a.before.has_value(),              a.after.has_value(), shape.silu,
-            !same};
+  p.conv = {std::max<int64_t>(a.x.size(1), 1), a.state.size(2), a.bias.has_value(),
+            a.activation.has_value(), !same};
   launch(e, p, o);
   if (!a.state.is_contiguous()) at::Tensor(a.state).copy_(o[kSlotY2]);
   return o[kSlotY];

@@ -179,12 +179,9 @@ Tensor recorded(const args::swiglu& a) {
 }
 
 Tensor recorded(const args::rms_norm& a) {
-  const Activation activation = check(a).activation;
-  const auto gated = [&](const Tensor& t) {
-    return composed::activate(a.gate->to(at::kFloat), activation) * t;
-  };
-  Tensor y = composed::rms_norm(a.gate_first ? gated(a.x) : a.x, a.weight, a.eps, a.offset);
-  if (a.gate.has_value() && !a.gate_first) y = gated(y);
+  check(a);
+  Tensor y = composed::rms_norm(a.x, a.weight, a.eps, a.offset);
+  if (a.gate.has_value()) y = y * at::silu(a.gate->to(at::kFloat));
   return stored(a.residual.has_value() ? y + *a.residual : y, a.x.scalar_type());
 }
 

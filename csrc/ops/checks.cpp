@@ -165,19 +165,10 @@ WeightShape check(const args::norm_linear& a) {
   return check_product(a);
 }
 
-NormShape check(const args::rms_norm& a) {
-  const bool is_grouped = a.weight.has_value() && a.weight->dim() == 2 && a.x.dim() > 1;
-  if (is_grouped) {
-    check_addend("weight", a.weight, {a.x.sym_size(-2), check_rows("x", a.x)}, a.x);
-    check_norm_numbers("weight", true, a.eps, a.offset);
-  } else {
-    check_norm("weight", a.x, a.weight, a.eps, a.offset);
-  }
+void check(const args::rms_norm& a) {
+  check_norm("weight", a.x, a.weight, a.eps, a.offset);
   check_addend("residual", a.residual, a.x.sym_sizes(), a.x);
   check_addend("gate", a.gate, a.x.sym_sizes(), a.x);
-  TORCH_CHECK_VALUE(!a.gate_first || a.gate.has_value(), "gate: missing, but gate_first");
-  return {is_grouped ? a.x.sym_size(-2) : Size(1),
-          or_value_error([&] { return activation_by_name(a.activation); })};
 }
 
 void check(const args::add_rms_norm& a) {

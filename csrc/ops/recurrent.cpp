@@ -10,15 +10,15 @@ namespace metalmm {
 
 using Size = c10::SymInt;
 
-ConvShape check(const args::causal_conv& a) {
+void check(const args::causal_conv& a) {
   const Tensor &x = a.x, &state = a.state, &weight = a.weight;
   check_activation_dtype("x", x);
   TORCH_CHECK_VALUE(x.dim() == 3, "x: shape ", x.sym_sizes(), "; must be [B, S, C]");
   const Size batch = x.sym_size(0), channels = x.sym_size(2);
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(1) >= 1 &&
                         weight.sym_size(1) <= int64_t{CausalConvGeometry::kMostTaps},
-                    "weight: shape ", weight.sym_sizes(), "; must be [", channels,
-                    ", taps], 1 to ", int64_t{CausalConvGeometry::kMostTaps}, " taps");
+                    "weight: shape ", weight.sym_sizes(), "; must be [", channels, ", taps], 1 to ",
+                    int64_t{CausalConvGeometry::kMostTaps}, " taps");
   const Size taps = weight.sym_size(1);
   check_addend("weight", weight, {channels, taps}, x);
   check_addend("bias", a.bias, {channels}, x);
@@ -28,23 +28,12 @@ ConvShape check(const args::causal_conv& a) {
                         state.sym_size(2) >= taps - 1,
                     "state: ", state.scalar_type(), " ", state.sym_sizes(), "; must be ",
                     x.scalar_type(), " [", batch, ", ", channels, ", at least ", taps - 1, "]");
-  for (const auto& [name, t] : {std::pair{"before", a.before}, std::pair{"after", a.after}}) {
-    check_addend(name, t, x.sym_sizes(), x);
-    TORCH_CHECK_VALUE(!t.has_value() || t->scalar_type() == x.scalar_type(), name, ": dtype ",
-                      t->scalar_type(), "; must be ", x.scalar_type(), ", that of x");
-  }
   TORCH_CHECK_VALUE(!a.activation.has_value() || *a.activation == "silu", "activation: '",
                     a.activation.value_or(""), "'; allowed: None, 'silu'");
-  return {batch, x.sym_size(1), channels, a.activation.has_value()};
 }
 
 void check_memory(const args::causal_conv& a) {
-  check_written("state", a.state,
-                {{"x", a.x},
-                 {"weight", a.weight},
-                 {"bias", a.bias},
-                 {"before", a.before},
-                 {"after", a.after}});
+  check_written("state", a.state, {{"x", a.x}, {"weight", a.weight}, {"bias", a.bias}});
 }
 
 DeltaShape check(const args::gated_delta& a) {

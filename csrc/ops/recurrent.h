@@ -5,12 +5,7 @@
 
 namespace metalmm {
 
-// What is computed of what causal_conv is given.
-struct ConvShape {
-  c10::SymInt batch, positions, channels;
-  bool silu;
-};
-ConvShape check(const args::causal_conv& a);
+void check(const args::causal_conv& a);
 
 struct DeltaShape {
   c10::SymInt batch, positions, key_heads, heads, dk, dv;

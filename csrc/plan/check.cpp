@@ -81,6 +81,7 @@ void check(const Problem& p) {
         " has none; linear and swiglu_down have, rms_norm has c, experts have bias, but in tiles; "
         "route has alpha");
   }
+  if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
     reject("norm: of x of linear and swiglu_up, not of " + op);
@@ -92,11 +93,6 @@ void check(const Problem& p) {
   }
   if (p.y_f32 && p.y_stride != kPacked && p.y_stride != p.n) {
     reject("y_f32: rows of y follow each other; y_stride " + str(p.y_stride));
-  }
-  const GateSizes& g = p.gate;
-  if (g.groups < 1 || p.m % g.groups || (p.op != Op::kRmsNorm && (g.is_given || g.groups != 1))) {
-    reject("gate: of rms_norm alone, whose " + str(g.groups) + " rows of the weight divide m, " +
-           str(p.m));
   }
   if (is_of_rows(p.op) && p.k > INT32_MAX) {  // a step beyond k still fits 32 bits
     reject("k: " + str(p.k) + "; " + op + " takes at most " + str(INT32_MAX));

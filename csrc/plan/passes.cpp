@@ -127,7 +127,7 @@ uint32_t functions_of(const Problem& p) {
   if (p.has_norm_weight) {
     out |= kEpilogueNormWeight | (p.offset != 0 ? kEpilogueNormOffset : 0u);
   }
-  out |= (p.gate.is_given ? kNormGate : 0u) | (p.gate.is_first ? kNormGateFirst : 0u);
+  if (p.has_gate) out |= kNormGate;
   return out | expert_bits(p) | kEpilogueActivation * static_cast<uint32_t>(p.activation);
 }
 
@@ -156,7 +156,6 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
     a.rotated = u32(p.rope.rotated, "rotated");
     a.positions = u32(p.rope.positions, "positions");
   }
-  if (p.op == Op::kRmsNorm) a.heads = u32(p.gate.groups, "groups");
   if (!has_weight(p.op)) return a;
   const int64_t row_bytes = p.format->row_bytes(p.k);
   a.w_stride = or_packed(p.w_stride, row_bytes);
@@ -195,10 +194,7 @@ uint32_t bounds_of(StrategyId strategy, const Problem& p, const KernelArgs& a) {
     const auto aligned = [&](int64_t stride) {
       return rows_aligned(p.x_alignment, p.m, stride * value_bytes, 16);
     };
-    const bool is_weight = p.gate.groups == 1 || p.k * value_bytes % 16 == 0;
-    if (is_weight && aligned(a.x_stride) && aligned(a.x2_stride) && aligned(a.y_stride)) {
-      out |= kBoundsAlignedX;
-    }
+    if (aligned(a.x_stride) && aligned(a.x2_stride) && aligned(a.y_stride)) out |= kBoundsAlignedX;
   }
   return has_weight(p.op) ? out | bounds_of_weights(p, a) : out;
 }

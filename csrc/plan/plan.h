@@ -48,7 +48,7 @@ enum class Op : int {
   kDiv,
   kDot,         // k elements: y[0] = sum of x * x2
   kActMul,      // n elements: y = act(x) * x2, x and x2 f32
-  kRmsNorm,     // m, k and `gate`: y = x normalised + beta * c
+  kRmsNorm,     // m, k: y = x normalised, times silu(x2) with a gate, + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
   kRoute,       // m rows of n logits, k of them chosen, and `route`
@@ -73,17 +73,11 @@ struct RopeSizes {
   bool float_angles = false;  // cos and sin are f32, not of dtype
 };
 
-// The gate x2 of kRmsNorm, by the problem's activation, and the rows of its weight.
-struct GateSizes {
-  bool is_given = false, is_first = false;
-  int64_t groups = 1;
-};
-
-// The sizes of kCausalConv, and what its operands are: x2 is before, c is after, of y_stride.
+// The sizes of kCausalConv, and what its operands are.
 struct ConvSizes {
   int64_t positions = 1;  // rows of x of one sequence
   int64_t width = 0;      // inputs that the state holds
-  bool bias = false, before = false, after = false, silu = false;
+  bool bias = false, silu = false;
   bool float_weight = false;  // weight and bias are f32, not of dtype
 };
 
@@ -160,12 +154,11 @@ struct Problem {
   bool has_bias = false, has_c = false;
   // x of linear and of swiglu_up is normalised, by the vector strategies only; rms_norm and
   // add_rms_norm do nothing else.
-  bool has_norm = false, has_norm_weight = false;
+  bool has_norm = false, has_norm_weight = false, has_gate = false;
   float eps = 0, offset = 0;
   Activation activation = Activation::kSilu;
   RopeSizes rope;
   AppendSizes append;
-  GateSizes gate;
   ConvSizes conv;
   DeltaSizes delta;
   RouteSizes route;
@@ -214,8 +207,7 @@ bool has_half_keys(const Format& keys, const Format& values);
 const char* to_string(StrategyId s);
 const char* to_string(Op op);
 
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2",
-                                        "sigmoid"};  // as Activation
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2"};  // as Activation
 
 // Name to value. Throw std::invalid_argument that lists the names.
 StrategyId strategy_by_name(std::string_view name);

@@ -42,8 +42,8 @@ KernelArgs conv_args(const Problem& p) {
 }
 
 uint32_t conv_bits(const ConvSizes& c) {
-  return (c.bias ? kConvBias : 0u) | (c.before ? kConvBefore : 0u) | (c.after ? kConvAfter : 0u) |
-         (c.silu ? kConvSilu : 0u) | (c.float_weight ? kConvFloatWeight : 0u);
+  return (c.bias ? kConvBias : 0u) | (c.silu ? kConvSilu : 0u) |
+         (c.float_weight ? kConvFloatWeight : 0u);
 }
 
 KernelArgs delta_args(const Problem& p) {

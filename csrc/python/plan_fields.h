@@ -55,21 +55,13 @@ inline RopeSizes read_rope(const py::dict& given) {
   return out;
 }
 
-inline GateSizes read_gate(const py::dict& given) {
-  static const std::vector<Field<GateSizes>> fields = {{"is_given", &GateSizes::is_given},
-                                                       {"is_first", &GateSizes::is_first},
-                                                       {"groups", &GateSizes::groups}};
-  GateSizes out;
-  set_fields("gate", given, fields, out);
-  return out;
-}
-
 inline ConvSizes read_conv(const py::dict& given) {
   using C = ConvSizes;
-  static const std::vector<Field<C>> fields = {
-      {"positions", &C::positions}, {"width", &C::width}, {"bias", &C::bias},
-      {"before", &C::before},       {"after", &C::after}, {"silu", &C::silu},
-      {"float_weight", &C::float_weight}};
+  static const std::vector<Field<C>> fields = {{"positions", &C::positions},
+                                               {"width", &C::width},
+                                               {"bias", &C::bias},
+                                               {"silu", &C::silu},
+                                               {"float_weight", &C::float_weight}};
   C out;
   set_fields("conv", given, fields, out);
   return out;
@@ -173,6 +165,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"w_alignment", &P::w_alignment},
       {"y_f32", &P::y_f32},
       {"norm", &P::has_norm},
+      {"gate", &P::has_gate},
       {"norm_weight", &P::has_norm_weight},
       {"eps", &P::eps},
       {"offset", &P::offset},
@@ -180,7 +173,6 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
        +[](const std::string& name) { return activation_by_name(name); }},
       {"rope", &P::rope, &read_rope},
       {"append", &P::append, &read_append},
-      {"gate", &P::gate, &read_gate},
       {"conv", &P::conv, &read_conv},
       {"delta", &P::delta, &read_delta},
       {"route", &P::route, &read_route},

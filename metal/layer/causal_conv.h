@@ -1,13 +1,13 @@
 // A causal convolution of each channel of a sequence, whose last inputs are a state:
-//     y[p] = act(bias + sum of weight[j] in[p - taps + 1 + j]),   in = x, or x before, rounded,
-// times after. in of positions before the first is the end of the state [channel, width], which
-// then holds the last `width` inputs.
+//     y[p] = act(bias + sum of weight[j] x[p - taps + 1 + j]).
+// x of positions before the first is the end of the state [channel, width], which then holds the
+// last `width` of both.
 //
-// x, x2 (before) and c (after) are rows of n channels, fc_k taps of each; y is [m, n].
+// x are rows of n channels, fc_k taps of each; y is [m, n].
 //
 // Owner    a thread owns kPositions positions of a channel, and that of the first the state: no
 //          other one reads or writes it.
-// Traffic  x and before 1 + (taps - 1) / kPositions times, after, y and the state once.
+// Traffic  x 1 + (taps - 1) / kPositions times, y and the state once.
 // Needs    taps up to kMostTaps, width at least taps - 1.
 #pragma once
 
@@ -23,8 +23,6 @@ struct CausalConv {
 
   struct From {
     device const T* x;
-    device const T* before;
-    device const T* after;
     device const T* weight;
     device const T* bias;
   };
@@ -35,14 +33,11 @@ struct CausalConv {
     return float(values[i]);
   }
 
-  // Of row m of x.
   static METAL_FUNC T input(From from, constant KernelArgs& args, ulong m, uint channel) {
-    const T x = from.x[m * args.x_stride + channel];
-    if (!(fc_epilogue & kConvBefore)) return x;
-    return T(float(x) * float(from.before[m * args.x2_stride + channel]));
+    return from.x[m * args.x_stride + channel];
   }
 
-  // The inputs of `row`, position 0, and on, that the state holds behind the last position.
+  // What the state holds behind the last position; `row` is that of position 0.
   static METAL_FUNC void keep(From from, device T* state, constant KernelArgs& args, ulong row,
                               uint channel) {
     for (uint i = 0; i < args.count; ++i) {
@@ -85,7 +80,6 @@ struct CausalConv {
         if (kMostTaps - j <= fc_k) sum = fma(weight[j], in[j], sum);
       }
       if (fc_epilogue & kConvSilu) sum = silu(sum);
-      if (fc_epilogue & kConvAfter) sum *= float(from.after[(row + p) * args.y_stride + channel]);
       y[(row + p) * args.n + channel] = T(sum);
     }
   }

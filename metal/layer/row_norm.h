@@ -43,40 +43,35 @@ METAL_FUNC float sum_threads(float mine, threadgroup float* sums, Position at) {
   return sum;
 }
 
-// y[m, :] = the norm of x[m, :], + beta c[m, :]; rounded once. With a gate, act(gate[m, :]) times
-// that norm, or the norm of act(gate[m, :]) x[m, :]. The weight of row m is its m % args.heads-th.
+// y[m, :] = the norm of x[m, :], times silu(gate[m, :]) where there is a gate, + beta c[m, :];
+// rounded once.
 //
 // Owner    a threadgroup owns a row; a thread every kThreads-th 16 bytes of it.
-// Traffic  x twice, the second time from the cache; weight, c and y once; gate once, or twice.
+// Traffic  x twice, the second time from the cache; weight, gate, c and y once.
 // Needs    a float of threadgroup memory per simdgroup, one barrier.
 template <class T>
 struct RmsNorm {
   using Values = RowValues<T>;
   MM_CONST uint kCount = Values::kCount;
 
-  // v act(gate)
-  static METAL_FUNC void gated(device const T* gate, uint k, thread float (&v)[kCount]) {
-    float gates[kCount], of[kCount];
-    Values::load(gate, k, gates);
-    MM_UNROLL
-    for (uint i = 0; i < kCount; ++i) of[i] = v[i];
-    act_mul(gates, of, v);
-  }
-
-  // y = scale * row * (offset + weight) + beta c
+  // y = scale * row * (offset + weight) * silu(gate) + beta c
   static METAL_FUNC void write(device const T* row, device const T* gate, device const T* weight,
                                device const T* c, device T* y, constant KernelArgs& args,
                                float scale, uint index) {
     for (uint k = index * kCount; k < fc_k; k += Values::kStep) {
       float v[kCount], other[kCount];
       Values::load(row, k, v);
-      if (fc_epilogue & kNormGate) gated(gate, k, v);
       MM_UNROLL
       for (uint i = 0; i < kCount; ++i) v[i] *= scale;
       if (norm_has_weight()) {
         Values::load(weight, k, other);
         MM_UNROLL
         for (uint i = 0; i < kCount; ++i) v[i] *= norm_factor(other[i], args.offset);
+      }
+      if (fc_epilogue & kNormGate) {
+        Values::load(gate, k, other);
+        MM_UNROLL
+        for (uint i = 0; i < kCount; ++i) v[i] *= silu(other[i]);
       }
       if (fc_epilogue & kEpilogueC) {
         Values::load(c, k, other);
@@ -92,18 +87,16 @@ struct RmsNorm {
                              threadgroup float4* memory, Position at) {
     const ulong m = at.tg.x;
     device const T* row = x + m * args.x_stride;
-    gate += m * args.x2_stride;
-    weight += m % args.heads * fc_k;
     float squares = 0.0f;
     for (uint k = at.index * kCount; k < fc_k; k += Values::kStep) {
       float v[kCount];
       Values::load(row, k, v);
-      if (fc_epilogue & kNormGateFirst) gated(gate, k, v);
       squares = add_squares(v, squares);
     }
     squares = sum_threads(squares, reinterpret_cast<threadgroup float*>(memory), at);
     const ulong to = m * args.y_stride;
-    write(row, gate, weight, c + to, y + to, args, norm_scale(squares, args.eps), at.index);
+    const float scale = norm_scale(squares, args.eps);
+    write(row, gate + m * args.x2_stride, weight, c + to, y + to, args, scale, at.index);
   }
 };
 
@@ -135,7 +128,7 @@ struct AddRmsNorm {
     squares = sum_threads(squares, reinterpret_cast<threadgroup float*>(memory), at);
     // A thread reads of the sums what it wrote.
     const float scale = norm_scale(squares, args.eps);
-    RmsNorm<T>::write(sum + to, x, weight, y, y + to, args, scale, at.index);
+    RmsNorm<T>::write(sum + to, y, weight, y, y + to, args, scale, at.index);
   }
 };
 

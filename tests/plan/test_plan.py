@@ -28,7 +28,7 @@ FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
 # test_plan_attention.py and test_plan_experts.py have the others; these two take few sizes.
-OTHERS = ("attention", "gated_delta", "route")
+OTHERS = ("attention", "causal_conv", "gated_delta", "route")
 OPS = [op for op in _C.ops() if op not in OTHERS and not op.startswith("expert_")]
 
 
@@ -104,6 +104,11 @@ def golden_lines() -> list[str]:
     for name in stored():
         plan = _C.plan("rope_append", m=21, n=900, k=128, format=name, chip="m4-max", rope=rope)
         out.append(f"rope_append {name} 21x128: {line(plan)}")
+    conv = {"positions": 70, "width": 4, "bias": True, "silu": True}
+    plan = _C.plan("causal_conv", m=210, n=8192, k=4, chip="m4-max", conv=conv)
+    out.append(f"causal_conv 210x8192x4: {line(plan)}")
+    plan = _C.plan("rms_norm", m=21, k=128, chip="m4-max", gate=True, norm_weight=True)
+    out.append(f"rms_norm gate 21x128: {line(plan)}")
     delta = {"heads": 32, "key_heads": 16, "positions": 7}
     plan = _C.plan("gated_delta", m=21, n=128, k=128, chip="m4-max", delta=delta)
     out.append(f"gated_delta 21x128x128: {line(plan)}")
