@@ -235,7 +235,7 @@ class Data:
         return max(found, key=lambda one: one["worst"])
 
     def way(self, v: Variant) -> Way:
-        """ "of_f16": the speed by that of a cache of f16; "of_rows": that of pages by that of rows."""
+        """ "of_f16": the speed by that of a f16 cache; "of_rows": that of pages by that of rows."""
         size, dtype = self.cell.cache_bytes(v.format), LABELS[v.rounds.dtype]
         facts = {"format": v.format, "bytes": size, "dtype": dtype, "is_ours": v.is_ours}
         against = {"of_f16": v.name.removesuffix(v.format) + "f16"} if v.is_ours else {}
