@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_metalmm import formats
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 GAP = 16  # values of x, bytes of W
 

@@ -13,7 +13,7 @@ from oracle import DTYPES, Value, check
 from shaders import execute, memory_of
 from torch import Tensor
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 EPS = 1e-5
 

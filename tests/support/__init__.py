@@ -4,5 +4,5 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_ROOMS = ("attention", "calls", "experts", "macos", "models", "outside")
+_ROOMS = ("attention", "experts", "macos", "models", "outside")
 sys.path[:0] = [str(folder) for folder in (_HERE, *map(_HERE.joinpath, _ROOMS))]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import torch
 from attention_oracle import Traits, attention
 from backends import Backend
-from cache_cases import CACHE_FORMATS, Call, Layer, layer, unpack
+from cache_cases import CACHE_FORMATS, Call, Layer, layer
 from inputs import activations, generator, random_weight
 from oracle import FORMATS, Halved, check
 from plan_cases import stored
@@ -74,31 +73,18 @@ def is_filled(c: Call) -> bool:
 
 def attend(c: Call, backend: Backend, strategy: str | None = None) -> Tensor:
     """The result of the op, each tensor in memory like that of the call."""
-    put = {n: backend.put_view(v) if isinstance(v, Tensor) else v for n, v in given_of(c).items()}
-    y: Tensor = torch.ops.metalmm.attention(**put, strategy=strategy)
+    put, cache = backend.put_view, c.cache
+    y: Tensor = torch.ops.metalmm.attention(
+        put(c.q),
+        put(cache.keys),
+        put(cache.values),
+        cache.format_k,
+        cache.format_v,
+        None if is_filled(c) else backend.put(torch.tensor(cache.length)),
+        **c.traits.kwargs(put),
+        strategy=strategy,
+    )
     return y
-
-
-def given_of(c: Call) -> dict[str, Any]:
-    """The arguments of the op by their names."""
-    cache = c.cache
-    given = {n: getattr(cache, n) for n in ("keys", "values", "format_k", "format_v")}
-    length = None if is_filled(c) else torch.tensor(cache.length)
-    return {"q": c.q, **given, "length": length, **vars(c.traits)}
-
-
-def call_of(given: dict[str, Any]) -> Call:
-    """The call of these arguments, its cache decoded."""
-    dim, keys = given["q"].shape[-1], given["keys"]
-    length = keys.shape[2] if given["length"] is None else int(given["length"])
-    rows = []
-    for which, name in (("keys", given["format_k"]), ("values", given["format_v"])):
-        filled = given[which][:, :, :length]
-        is_dense = filled.dtype != torch.uint8
-        rows.append(filled.float() if is_dense else unpack(name, filled, dim))
-    names = given["format_k"], given["format_v"]
-    cache = Layer(keys, given["values"], *rows, *names, length)
-    return Call(given["q"], cache, Traits(**{n: given[n] for n in vars(Traits())}))
 
 
 def check_call(c: Call, backend: Backend, what: str, strategy: str | None = None) -> float:
