@@ -98,7 +98,7 @@ def _library(shader: Shader, checked: bool) -> Library:
 
 
 def shader_library(kernel: str, checked: bool = True) -> Library:
-    """The library of a kernel of metal/library and of those of its format, built where it is not."""
+    """The library of a kernel of metal/library and its format, built where it is not."""
     return _library(shader_of(kernel), checked)
 
 
