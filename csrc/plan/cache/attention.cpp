@@ -33,7 +33,7 @@ uint32_t bits_of(const AttentionSizes& a) {
          (a.softcap != 0 ? kAttentionSoftcap : 0u) | (a.bool_mask ? kAttentionBoolMask : 0u) |
          (a.float_mask ? kAttentionFloatMask : 0u) | (a.sinks ? kAttentionSinks : 0u) |
          (a.sinks && a.float_sinks ? kAttentionFloatSinks : 0u) |
-         (a.half_keys ? kAttentionHalfKeys : 0u);
+         (a.half_keys ? kAttentionHalfKeys : 0u) | (a.pages ? kAttentionPages : 0u);
 }
 
 // The format of keys.
@@ -59,6 +59,7 @@ KernelArgs args_of(const Problem& p, int64_t parts) {
   out.k = u32(p.k, "k");
   out.parts = u32(parts, "parts");
   out.count = a.filled ? 1 : 0;
+  out.k_per_part = u32(a.pages, "pages");
   out.heads = u32(a.heads, "heads");
   out.kv_heads = u32(a.kv_heads, "kv_heads");
   out.positions = u32(a.queries, "queries");
@@ -160,6 +161,7 @@ Plan plan_sdpa(const Problem& p, Reason reason) {
 
 StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
                   Reason reason) {
+  const AttentionSizes& a = p.attention;
   if (forced) {
     const auto all = strategies_of(Op::kAttention);
     if (std::find(all.begin(), all.end(), *forced) == all.end()) {
@@ -171,7 +173,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> fo
     return *forced;
   }
   if (sdpa_pays(p, gpu, reason)) return S::sdpa;
-  const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kMostRows;
+  const int64_t rows = rows_of_head(a), most = AttentionSplitGeometry::kMostRows;
   const bool is_split = rows <= most;
   const StrategyId out = is_split ? S::attention_split : S::attention_tile;
   reason.add(to_string(out), ": ", rows, " rows of q for a head of keys are ",
@@ -212,6 +214,10 @@ void check_attention(const Problem& p) {
   }
   if (a.window < 0) reject("window: " + str(a.window) + "; at least 1, 0 for none");
   if (a.bool_mask && a.float_mask) reject("mask: of bools or of f32, not both");
+  if (a.pages && (a.bool_mask || a.float_mask || a.filled || p.n % kPageSlots)) {
+    reject("pages: of whole pages of " + str(kPageSlots) +
+           " slots, with lengths and without a mask");
+  }
 }
 
 Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
