@@ -163,11 +163,9 @@ enum DeltaBits : MM_U32 {
   kDeltaFloatHeads = 1  // a_log and dt_bias are f32, whatever x is
 };
 
-// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
-// kernel that is not told of it loads element by element.
-// kEpiloguePartial beside these: a part leaves its sums in the workspace.
 enum CachePages : MM_U32 { kPageSlots = 64 };
 
+// kEpiloguePartial beside these: a part leaves its sums in the workspace.
 enum AttentionBits : MM_U32 {
   kAttentionCausal = 1,
   kAttentionWindow = 2,
@@ -180,6 +178,8 @@ enum AttentionBits : MM_U32 {
   kAttentionPages = 512        // slots of a sequence lie in pages, a length for each sequence
 };
 
+// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
+// kernel that is not told of it loads element by element.
 enum BoundsBits : MM_U32 {
   kBoundsN = 1,
   kBoundsM = 2,

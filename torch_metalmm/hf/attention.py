@@ -17,8 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from .caches import ATTENTION
-from .caches.layers import DTYPE_NAMES
-from .caches.paged import Offset, PagedRows
+from .caches.layers import DTYPE_NAMES, Room
+from .caches.paged import Offset
 from .caches.rows import PackedRows
 
 # Arguments of attention_forward that say more than the op's scale and soft cap.
@@ -79,15 +79,14 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of query [B, heads, S, D] as an attention function of transformers returns it."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if isinstance(key, PagedRows):
-        room = key.room
+    if isinstance(key, Room):
         y = torch.ops.metalmm.attention(
-            *(query, room.keys, room.values, *room.formats, room.length),
+            *(query, key.keys, key.values, *key.formats, key.length),
             scale=scaling,
             softcap=softcap or 0.0,
-            window=room.window,
+            window=key.window,
             sinks=sinks,
-            pages=room.pages,
+            pages=key.pages,
         )
         return y, None
     has_traits = softcap is not None or sinks is not None

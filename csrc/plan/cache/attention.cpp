@@ -161,7 +161,6 @@ Plan plan_sdpa(const Problem& p, Reason reason) {
 
 StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,
                   Reason reason) {
-  const AttentionSizes& a = p.attention;
   if (forced) {
     const auto all = strategies_of(Op::kAttention);
     if (std::find(all.begin(), all.end(), *forced) == all.end()) {
@@ -173,7 +172,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> fo
     return *forced;
   }
   if (sdpa_pays(p, gpu, reason)) return S::sdpa;
-  const int64_t rows = rows_of_head(a), most = AttentionSplitGeometry::kMostRows;
+  const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kMostRows;
   const bool is_split = rows <= most;
   const StrategyId out = is_split ? S::attention_split : S::attention_tile;
   reason.add(to_string(out), ": ", rows, " rows of q for a head of keys are ",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from answered import answered
 from gguf_files import random_model
 
 from torch_metalmm import fuse_, load_gguf
@@ -32,27 +33,15 @@ def tokens(seed: int, count: int) -> list[int]:
 
 def logits_of(batch: Batch, prompts: list[list[int]]) -> list[tuple[Finish, list[torch.Tensor]]]:
     """What each answer ends with, and the logits that its tokens were chosen by."""
-    told, found = [list[Any]() for _ in prompts], [list[torch.Tensor]() for _ in prompts]
+    told = [list[Any]() for _ in prompts]
     jobs = [
         Job("", ids, Options(max_new_tokens=NEW), None, own.append)
         for ids, own in zip(prompts, told, strict=True)
     ]
-    choose, waiting = batch._goes_on, list(jobs)
-
-    def noted(answer: Any, logits: torch.Tensor) -> bool:
-        found[jobs.index(answer.job)].append(logits)
-        return choose(answer, logits)
-
-    batch._goes_on = noted  # type: ignore[method-assign]
-    with torch.inference_mode():
-        while waiting or batch.is_busy():
-            while waiting and batch.room():
-                batch.take(waiting.pop(0))
-            batch.step()
-    batch._goes_on = choose  # type: ignore[method-assign]
+    found = answered(batch, jobs)
     for own in told:
         assert isinstance(own[-1], Finish), own[-1]
-    return [(own[-1], logits) for own, logits in zip(told, found, strict=True)]
+    return [(own[-1], found[id(job)]) for own, job in zip(told, jobs, strict=True)]
 
 
 def pool(loaded: Any, most: int, pages: int) -> Batch:

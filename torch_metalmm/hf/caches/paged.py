@@ -75,13 +75,6 @@ class Text:
         self.cache.pages.release(dropped)
 
 
-class PagedRows:
-    """Keys, or values, of a step in the place of a tensor [B, kv_heads, T, D]."""
-
-    def __init__(self, room: Room, which: int) -> None:
-        self.room, self.which = room, which
-
-
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of all texts in a layer. window: of a sliding one; 0: none."""
 
@@ -169,10 +162,11 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        """The room itself, in the place of keys and of values [B, kv_heads, T, D]."""
         room = self.room(layer_idx, key_states, 0, 0)
         given = room.new_keys, room.new_values, key_states, value_states, room.slots
         ops.cache_append(*given, *room.formats)
-        return PagedRows(room, 0), PagedRows(room, 1)
+        return room, room
 
 
 def paged_cache(model: Any, format: str, memory: int) -> PagedCache:

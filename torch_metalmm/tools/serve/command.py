@@ -64,8 +64,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--cache-memory",
         None,
         "MIB",
-        "of the rows of all answers and of what prompts to come may "
-        "find; default: a quarter of what is free",
+        "of the rows of all answers and of those kept for prompts to come; "
+        "default: a quarter of what is free",
     )
     limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")
     limit("--max-body", 4 << 20, "BYTES", "of a request")
