@@ -19,8 +19,8 @@ from torch_metalmm.nn.recipe import Delta
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# As in test_layers.py, with four stages more (convolution, activation, unit keys, the rule), sums of
-# 128 products and two layers.
+# As in test_layers.py, with four stages more (convolution, activation, unit keys, the rule), sums
+# of 128 products and two layers.
 NEAR = 2 * 2 * 14 * 128**0.5 * 2.0**-24
 
 
