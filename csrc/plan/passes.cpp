@@ -253,13 +253,14 @@ uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
   return out;
 }
 
-void choose_loads(StrategyId strategy, const Gpu& gpu, Pass& pass) {
+void choose_loads(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& pass) {
   const StrategyInfo& s = info_of(strategy);
   const bool is_vector =
       (s.family == Family::Matmul && !s.on_matrix_unit) || strategy == StrategyId::attention_split;
-  if (is_vector && !gpu.reads_long_blocks) {
-    pass.constants[kConstantBounds] &= ~static_cast<uint32_t>(kBoundsLongBlocks);
-  }
+  if (!is_vector || p.format->layout == Layout::kDense) return;
+  uint32_t& bounds = pass.constants[kConstantBounds];
+  if (!gpu.reads_long_blocks) bounds &= ~static_cast<uint32_t>(kBoundsLongBlocks);
+  if (gpu.keeps_subnormals) bounds |= kBoundsSubnormals;
 }
 
 const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }

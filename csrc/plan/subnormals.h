@@ -1,0 +1,15 @@
+// Whether a GPU keeps subnormal halves, by a product whose codes are such (metal/formats/piece.h).
+#pragma once
+
+#include <functional>
+
+#include "gpu.h"
+#include "launch.h"
+
+namespace metalmm {
+
+// run: launches a plan on operands in the host's memory, and waits for y. One that throws keeps
+// none.
+bool keeps_subnormals(Gpu gpu, const std::function<void(const Plan&, const Buffers&)>& run);
+
+}  // namespace metalmm
