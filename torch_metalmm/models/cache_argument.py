@@ -29,7 +29,9 @@ def with_cache(model: Any, given: Any) -> dict[str, Any]:
     return {cache_argument(type(model).forward) or NAMES[-1]: given}
 
 
-def cache_in(values: Mapping[str, Any]) -> Any:
+def cache_in(values: Any) -> Any:
     """The cache among keyword arguments, or in what a model returned; None: there is none."""
+    if not isinstance(values, Mapping):
+        return None
     found = [values[name] for name in NAMES if values.get(name) is not None]
     return found[0] if found else None
