@@ -11,7 +11,7 @@ constexpr const char* kName = "emulator";
 
 }  // namespace
 
-void install_emulator(const std::string& chip, bool descending, uint32_t cores,
+bool install_emulator(const std::string& chip, bool descending, uint32_t cores,
                       bool flush_subnormals) {
   Gpu gpu = gpu_by_name(chip);
   if (cores) gpu.cores = cores;
@@ -23,6 +23,7 @@ void install_emulator(const std::string& chip, bool descending, uint32_t cores,
   };
   gpu.keeps_subnormals = gpu.keeps_subnormals && keeps_subnormals(gpu, launch);
   stand_in(kName, gpu, launch);
+  return gpu.keeps_subnormals;
 }
 
 void remove_emulator() { step_back(kName); }

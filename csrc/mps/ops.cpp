@@ -50,8 +50,8 @@ void launch_or_collect(const Plan& plan, const Buffers& buffers, c10::Device) {
 }
 
 const gpu::Engine& engine() {
-  static const auto* e = new gpu::Engine{
-      [](c10::Device) { return tested_gpu(); }, launch_or_collect, use_weight};
+  static const auto* e =
+      new gpu::Engine{[](c10::Device) { return tested_gpu(); }, launch_or_collect, use_weight};
   return *e;
 }
 

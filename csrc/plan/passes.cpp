@@ -255,12 +255,14 @@ uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
 
 void choose_loads(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& pass) {
   const StrategyInfo& s = info_of(strategy);
-  const bool is_vector =
-      (s.family == Family::Matmul && !s.on_matrix_unit) || strategy == StrategyId::attention_split;
-  if (!is_vector || p.format->layout == Layout::kDense) return;
+  const bool multiplies = s.family == Family::Matmul && !s.on_matrix_unit;
   uint32_t& bounds = pass.constants[kConstantBounds];
-  if (!gpu.reads_long_blocks) bounds &= ~static_cast<uint32_t>(kBoundsLongBlocks);
-  if (gpu.keeps_subnormals) bounds |= kBoundsSubnormals;
+  if ((multiplies || strategy == StrategyId::attention_split) && !gpu.reads_long_blocks) {
+    bounds &= ~static_cast<uint32_t>(kBoundsLongBlocks);
+  }
+  if (multiplies && gpu.keeps_subnormals && p.format->layout != Layout::kDense) {
+    bounds |= kBoundsSubnormals;
+  }
 }
 
 const StrategyInfo& info_of(StrategyId strategy) { return kStrategies[static_cast<int>(strategy)]; }

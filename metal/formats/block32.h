@@ -75,9 +75,9 @@ struct Q4_0 {
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
                                 thread Piece<Q4_0, Subnormal>& p) {
     subnormals8x2(raw.codes, p.q);
-    p.scale[0] = 1.0f;
-    p.scale[1] = 1 / 16.0f;
-    p.d = kSubnormalUnit * float(raw.d);
+    p.scale[0] = kSubnormalUnit;
+    p.scale[1] = kSubnormalUnit / 16;
+    p.d = float(raw.d);
   }
   template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {

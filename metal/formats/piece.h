@@ -6,10 +6,13 @@
 //
 //   Pieces                           a PieceLayout: kLanes, kValues, kRun, kRunStride
 //   Terms                            a PieceTerms: kScales, kOffsets, kChains ..., of unpack()
+//   Subnormal                        SubnormalTerms, where the format has a second unpack(), whose
+//                                    codes are subnormal halves
 //   struct Raw                       what a lane loads for a piece
 //   static void fetch(Storage::Cursor, uint piece, thread Raw& raw)
 //       All loads of a piece, so that a kernel can start those of several rows before it waits.
-//   static void unpack(thread const Raw& raw, uint piece, Codebook book, thread Piece<Format>& p)
+//   static void unpack(thread const Raw& raw, uint piece, Codebook book,
+//                      thread Piece<Format, Terms>& p)
 //       Codes as integers in f32. Value i of scale s is
 //         p.d p.scale[s] p.q[i] / 2^(kChainBits (i % kChains)) + p.m p.offset[s]
 //       without p.scale where kScales is 1. kOffsets: 0, none; 1, one for the piece, without
@@ -18,9 +21,9 @@
 //   on,
 //                                    with one scale in the chains from kFirstBiased on: their
 //                                    products start from minus as much times the sum of their x.
-//                                    Only with an offset, whose sums of x these are. The error is
-//                                    in proportion to (bias + q) |x|: where large x meet codes of
-//                                    zero, more than the bound of |w| |x| that exact codes keep
+//                                    The error is in proportion to (bias + q) |x|: where large x
+//                                    meet codes of zero, more than the bound of |w| |x| that exact
+//                                    codes keep
 //   kHasCodebook                     unpack() reads `book`, which fill() has written
 //   Levels                           with kHasCodebook: static half level(uint code), the value of
 //                                    a 4-bit code
@@ -52,33 +55,38 @@ template <int scales, int offsets = 0, int chains = 1, int chain_bits = 0, int b
 struct PieceTerms {
   MM_CONST int kScales = scales, kOffsets = offsets, kChains = chains, kChainBits = chain_bits;
   MM_CONST int kBias = bias;
+  MM_CONST float kUnit = 1.0f;
   // Times the sum of x of a part, a scale or a chain: where its products start.
   static constexpr float start(int part) { return part >= first_biased ? float(-bias) : 0.0f; }
 };
 
-// The same of codes as subnormal halves: p.q is 2^(place - 24) code, place the hexadecimal digit of
-// the scale in `places`, and p.d 2^24 times the scale of the piece.
+// The same of codes as subnormal halves: p.q is 2^(place - 24) (code + bias), place the hexadecimal
+// digit of the scale in `places`. With one scale dot() multiplies by 2^24, else p.scale or p.d
+// does.
 template <int scales, int offsets, int bias = 0, uint places = 0, int chains = 1,
           int chain_bits = 0>
 struct SubnormalTerms {
   MM_CONST int kScales = scales, kOffsets = offsets, kChains = chains, kChainBits = chain_bits;
   MM_CONST int kBias = bias;
+  MM_CONST float kUnit = scales == 1 ? kSubnormalUnit : 1.0f;
   static constexpr float start(int scale) {
     return -bias * float(1 << (places >> 4 * scale & 15)) / kSubnormalUnit;
   }
 };
 
+// Which terms a vector kernel takes: a format's Subnormal, where it has such and the GPU keeps
+// them.
 template <class... T>
 using Void = void;
 template <class Format, class = void>
 struct FormOf {
   using Subnormal = typename Format::Terms;
-  MM_CONST bool kHasSubnormal = false;
+  static METAL_FUNC bool takes_subnormals() { return false; }
 };
 template <class Format>
 struct FormOf<Format, Void<typename Format::Subnormal>> {
   using Subnormal = typename Format::Subnormal;
-  MM_CONST bool kHasSubnormal = true;
+  static METAL_FUNC bool takes_subnormals() { return keeps_subnormals(); }
 };
 
 template <class Format, class Of = typename Format::Terms>
@@ -96,8 +104,9 @@ struct XPiece {
   using Terms = Of;
   MM_CONST bool kByChain = Terms::kBias != 0 && Terms::kScales == 1;
   MM_CONST bool kByScale = Terms::kBias != 0 && Terms::kOffsets == 0;
-  MM_CONST int kSums = kByChain ? Terms::kChains
-      : kByScale ? Terms::kScales : Piece<Format, Terms>::kOffsets;
+  MM_CONST int kSums = kByChain   ? Terms::kChains
+                       : kByScale ? Terms::kScales
+                                  : Piece<Format, Terms>::kOffsets;
   float x[Format::Pieces::kValues], sum[kSums];
 };
 
@@ -152,6 +161,7 @@ METAL_FUNC float dot(thread const Piece<Format, Terms>& p, thread const XPiece<F
   float total = 0.0f, offset = 0.0f;
   if constexpr (Terms::kScales == 1) {
     total = dot_of_scale(p, x, 0);
+    if constexpr (Terms::kUnit != 1.0f) total *= Terms::kUnit;
   } else {
     MM_UNROLL
     for (int s = 0; s < Terms::kScales; ++s) {

@@ -181,9 +181,10 @@ METAL_FUNC void add_tail(thread const Rows<Format, kRows> (&sets)[kSets], typena
 // acc[r] += the lane's share of row r times x, for the rows of all kSets in turn; squares += that
 // of the squares of x. The loads of all rows come first: one wait for each step, not for each row.
 template <class Format, class Terms, int kSets, int kRows, class Source>
-METAL_FUNC void accumulate_terms(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
-                           KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
-                           thread float (&acc)[kSets * kRows], thread float& squares) {
+METAL_FUNC void accumulate_of(thread const Rows<Format, kRows> (&sets)[kSets],
+                              typename Source::Row x, KRange k, uint lane, uint sg, uint simdgroups,
+                              Codebook book, thread float (&acc)[kSets * kRows],
+                              thread float& squares) {
   using Storage = typename Format::Storage;
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
   typename Storage::Cursor cursors[kSets];
@@ -213,16 +214,17 @@ METAL_FUNC void accumulate_terms(thread const Rows<Format, kRows> (&sets)[kSets]
   }
   if (sg == 0) add_tail<Format, kSets, kRows, Source>(sets, x, k, lane, acc, squares);
 }
+
 template <class Format, int kSets, int kRows, class Source>
 METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
                            KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
                            thread float (&acc)[kSets * kRows], thread float& squares) {
   using Form = FormOf<Format>;
-  if (Form::kHasSubnormal && keeps_subnormals()) {
-    accumulate_terms<Format, typename Form::Subnormal, kSets, kRows, Source>(
+  if (Form::takes_subnormals()) {
+    accumulate_of<Format, typename Form::Subnormal, kSets, kRows, Source>(
         sets, x, k, lane, sg, simdgroups, book, acc, squares);
   } else {
-    accumulate_terms<Format, typename Format::Terms, kSets, kRows, Source>(
+    accumulate_of<Format, typename Format::Terms, kSets, kRows, Source>(
         sets, x, k, lane, sg, simdgroups, book, acc, squares);
   }
 }
