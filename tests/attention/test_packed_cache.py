@@ -253,7 +253,21 @@ def test_values_of_other_sizes_than_keys_are_refused(format: str | None, slots: 
         for wrong in (v[:, :1], v[:1], v[:, :, :1], k[:, :, 1:]):
             with pytest.raises(ValueError, match="PackedCache: values .*; must be"):
                 cache.update(k, wrong, 0)
+        with pytest.raises(ValueError, match=r"keys \[2, 3, 64\]; must be \[B, kv_heads, S, D\]"):
+            cache.update(k[0], v[0], 0)
         cache.update(k, v, 0)
+
+
+@pytest.mark.parametrize("format", ["f16", "f16/f32", "q8_0"])
+@pytest.mark.parametrize("slots", [None, 8])
+def test_keys_that_f16_makes_infinite_are_refused(format: str, slots: int | None) -> None:
+    cache = PackedCache(config(), format, slots)
+    for count in (1, 2):
+        k, v = rows(1, 1, count)
+        cache.update(k, v, 0)
+        with pytest.raises(ValueError, match="k: has 100000, which f16 cannot hold"):
+            cache.update(torch.where(k == k.max(), 1e5, k), v, 0)
+        assert int(cache.get_seq_length()) == count
 
 
 @pytest.mark.parametrize("slots", [None, 8])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted_models import CASES, VOCABULARY, logits, random_model, read_record
+from converted_models import CASES, VOCABULARY, logits, outcomes, random_model, read_record
 from gguf_files import load_quietly, write_gguf
+from places import ROOT
 
 # 62 layers, and sums of many norms, amplify the rounding of the original itself.
 AMPLIFIES = ("gemma3-27b", "gemma4-shared")
@@ -41,9 +42,14 @@ def test_converted_file_equals_transformers(tmp_path: Path, case: str) -> None:
         loaded.config.scale_decoder_outputs = UNSAID[case]
     original = random_model(case)
     expected = logits(original)
+    loaded = loaded.base_model if CASES[case][0].endswith("Model") else loaded
     error = (logits(loaded) - expected).abs().max().item()
     print(f"{case}: {error:.1e} of {expected.abs().max():.1f}")
     most = 1e-5
     if case in AMPLIFIES:
         most = 2 * (logits(original.double()) - expected).abs().max().item()
     assert torch.isfinite(expected).all() and error <= most < 2e-3
+
+
+def test_the_page_says_what_becomes_of_each_class() -> None:
+    assert outcomes() in (ROOT / "docs/guide/gguf.md").read_text()

@@ -16,6 +16,7 @@ from .latent import latent_config, latent_metadata
 from .routing import check_routing
 from .rows import (
     ARCHITECTURES,
+    BIASES,
     GRANITE,
     LAYER,
     RMS,
@@ -61,7 +62,7 @@ def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
     """
     from transformers import CONFIG_MAPPING
 
-    row = row_of(file.architecture, file.metadata)
+    row = row_of(file.architecture, file.metadata | file.arrays)
     if row is None:
         raise ValueError(
             f"{file.path}: no model is known for the GGUF architecture {file.architecture!r}; "
@@ -122,12 +123,22 @@ def config_values(file: GgufFile, row: Architecture) -> dict[str, Any]:
         if file.metadata.get(prefix + key, number) != number:
             given = file.metadata[prefix + key]
             raise ValueError(f"{file.path}: {prefix + key} is {given!r}; it must be {number}")
-    values |= {name: tensor in file.tensors for name, tensor in row.flags.items()}
+    values |= _flags(file, row)
     if row.latent:
         values |= latent_config(file, prefix, values)
     for name, rule in row.derived.items():
         values[name] = rule(values, file)
     return values
+
+
+def _flags(file: GgufFile, row: Architecture) -> dict[str, bool]:
+    """The row's flags, and those of BIASES that the config has."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[row.model_type]
+    flags = {name: end for name, end in BIASES.items() if hasattr(kind, name)} | {**row.flags}
+    ends = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
+    return {n: any(re.fullmatch(end, given) for given in ends) for n, end in flags.items()}
 
 
 def _read(file: GgufFile, row: Architecture, key: str, name: str, values: dict[str, Any]) -> None:

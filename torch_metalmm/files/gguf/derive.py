@@ -137,6 +137,8 @@ def phi3_rotation(values: dict[str, Any], file: GgufFile) -> dict[str, Any]:
 
 def most_kv_heads(values: dict[str, Any], file: GgufFile) -> int:
     """Of layers with attention: one count for each layer says 0 of the others."""
+    if file.stated("attention.head_count_kv") is None:
+        return int(values["num_attention_heads"])
     return max(_each(values, file, "attention.head_count_kv"))
 
 

@@ -50,6 +50,21 @@ class GateProcessor(Qwen2MoeTensorProcessor):
         return super().process(weights, name, **kwargs)
 
 
+class HalvesProcessor(TensorProcessor):
+    """Rows of q and k that a rotation turns: files have its halves, the model its pairs."""
+
+    def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> Any:
+        if ".attn_q." in name or ".attn_k." in name:
+            turned = self.config["rope_parameters"].get("partial_rotary_factor", 1.0)
+            size, rest = self.config["head_dim"], weights.shape[1:]
+            heads = weights.reshape(-1, size, *rest)
+            half = int(size * turned) // 2
+            pairs = np.stack([heads[:, :half], heads[:, half : 2 * half]], 2)
+            pairs = pairs.reshape(-1, 2 * half, *rest)
+            weights = np.concatenate([pairs, heads[:, 2 * half :]], 1).reshape(weights.shape)
+        return GGUFTensor(weights, name, {})
+
+
 class FalconProcessor(TensorProcessor):
     """Rows of queries, keys and values by group of heads, which files have one kind at a time."""
 

@@ -69,9 +69,15 @@ _NO_TEMPERATURE = {"attention.temperature_scale": 0}
 _CHUNKED = {"attention.sliding_window": 8192}  # another value: not the layers of Llama 4
 _LLAMA, _GEMMA = "LlamaTensorProcessor", "Gemma2TensorProcessor"
 _LATENT, _CORRECTION = "LatentProcessor", "CorrectedProcessor"  # of processors.py
-_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
-_EVERY_BIAS = _BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
-_SSM_BIASES = {"mamba_conv_bias": "blk.0.ssm_conv1d.bias", "mamba_proj_bias": "blk.0.ssm_in.bias"}
+# Flags of every row whose config has such an attribute.
+BIASES = {
+    "attention_bias": "attn_(q|qkv|kv_a_mqa).bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_up.bias",
+    "projectors_bias": "ssm_out.bias",
+}
+_SSM_BIASES = {"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"}
+_IN_BIAS = {"use_bias": "ssm_in.bias"}
 _SSM = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
@@ -115,17 +121,17 @@ class Architecture:
     """A value of general.architecture, and the model of transformers that it is.
 
     keys: {key without the architecture's prefix: attribute of the config}. flags: {attribute that
-    is whether the file has a tensor: its name}. processor: of transformers or of processors.py,
-    which undoes what llama.cpp's converter did to values: it interleaves rows of q and k, or adds 1
-    to norms. rotates: whether the model has a rotation. writes: whether a model of this type is
-    saved as this architecture. states: values by their keys that a file of the architecture may
-    only state so. has: attributes of the config that no key says, or whose key a file may leave
-    out. derived: {attribute: what it is by the others and the file}. computed: {key: what it is by
-    the config}, which a read takes from the others. names: ends of names in the model that the gguf
-    package does not know, and those in the file. joined: {end of a name in the model: ends of the
-    tensors whose rows it has, one after the other}. parameters: {end of a name in the model: the
-    whole key of the numbers that its layers have}. latent: whether its heads share a latent of keys
-    and values (latent.py).
+    is whether a block of the file has a tensor: a pattern of its name's end}. processor: of
+    transformers or of processors.py, which undoes what llama.cpp's converter did to values: it
+    interleaves rows of q and k, or adds 1 to norms. rotates: whether the model has a rotation.
+    writes: whether a model of this type is saved as this architecture. states: values by their keys
+    that a file of the architecture may only state so. has: attributes of the config that no key
+    says, or whose key a file may leave out. derived: {attribute: what it is by the others and the
+    file}. computed: {key: what it is by the config}, which a read takes from the others. names:
+    ends of names in the model that the gguf package does not know, and those in the file. joined:
+    {end of a name in the model: ends of the tensors whose rows it has, one after the other}.
+    parameters: {end of a name in the model: the whole key of the numbers that its layers have}.
+    latent: whether its heads share a latent of keys and values (latent.py).
     """
 
     model_type: str
@@ -153,10 +159,13 @@ class Architecture:
 
 _SCALE = {"query_pre_attn_scalar": derive.gemma_scale}
 _WINDOWS = {"layer_types": derive.windows}
+# Of Granite-Hybrid, whose files are Granite's or Granite-MoE's where no layer has a state.
+_SHARED_MLP = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
+_HEADS = {"num_key_value_heads": derive.most_kv_heads}
 _HYBRID = Architecture(
     "granitemoehybrid",
-    _RMS | GRANITE | _SSM | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
-    _BIAS | _SSM_BIASES,
+    _RMS | GRANITE | _SSM | _SHARED_MLP,
+    _SSM_BIASES,
     processor="GraniteHybridProcessor",
     writes=False,
     states={"expert_count": 0},
@@ -186,11 +195,10 @@ _MIXED = {
 ARCHITECTURES = {
     "apertus": Architecture(
         "apertus",
-        flags=_BIAS,
         writes=False,
         parameters={f"act_fn.{name}": f"xielu.{name}" for name in derive.XIELU},
     ),
-    "arcee": Architecture("arcee", flags=_EVERY_BIAS, processor=_LLAMA),
+    "arcee": Architecture("arcee", processor=_LLAMA),
     "bloom": Architecture(
         "bloom",
         {
@@ -207,10 +215,10 @@ ARCHITECTURES = {
     "command-r": Architecture(
         "cohere",
         _NORM | {"logit_scale": "logit_scale"},
-        {"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        {"use_qk_norm": "attn_q_norm.weight"},
     ),
     "cohere2": Architecture("cohere2", _NORM | WINDOW | {"logit_scale": "logit_scale"}),
-    "ernie4_5": Architecture("ernie4_5", flags={"use_bias": "blk.0.attn_q.bias"}),
+    "ernie4_5": Architecture("ernie4_5", flags={"use_bias": "attn_q.bias"}),
     "deepseek2": Architecture(
         "deepseek_v2",
         _ROUTED,
@@ -232,7 +240,7 @@ ARCHITECTURES = {
             "interleave_moe_layer_step": "moe_layer_interval",
             "leading_dense_block_count": "moe_layer_start_index",
         },
-        {"use_bias": "blk.0.attn_q.bias"},
+        {"use_bias": "attn_q.bias"},
         processor=_CORRECTION,
         computed={
             "expert_shared_feed_forward_length": lambda config: (
@@ -254,7 +262,7 @@ ARCHITECTURES = {
             "attention.head_count": "num_attention_heads",
             LAYER: "layer_norm_epsilon",
         },
-        {"new_decoder_architecture": "blk.0.attn_norm_2.weight", "bias": "blk.0.attn_qkv.bias"},
+        {"new_decoder_architecture": "attn_norm_2.weight", "bias": "attn_qkv.bias"},
         processor="FalconProcessor",
         writes=False,
         has={"tie_word_embeddings": True},
@@ -266,7 +274,7 @@ ARCHITECTURES = {
     "falcon-h1": Architecture(
         "falcon_h1",
         _RMS | _SSM | {"ssm.inner_size": "mamba_d_ssm"},
-        _EVERY_BIAS | _SSM_BIASES | {"mamba_rms_norm": "blk.0.ssm_norm.weight"},
+        _SSM_BIASES | {"mamba_rms_norm": "ssm_norm.weight"},
         processor="HybridProcessor",
         writes=False,
         # The converter multiplies the weights by each.
@@ -316,11 +324,11 @@ ARCHITECTURES = {
         has={"eos_token_id": [1, 106, 50], "hidden_size_per_layer_input": 0},
         derived=derive.GEMMA4,
     ),
-    "glm4": Architecture("glm4", flags=_BIAS),
+    "glm4": Architecture("glm4"),
     "glm4moe": Architecture(
         "glm4_moe",
         _ROUTED,
-        {"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        {"use_qk_norm": "attn_q_norm.weight"},
         states=_SIGMOID,
         has=_ROUTED_ELSE,
         names=_CORRECTED,
@@ -344,17 +352,22 @@ ARCHITECTURES = {
         writes=False,
         derived={"n_inner": derive.feed_forward},
     ),
-    "granite": Architecture("granite", _RMS | GRANITE, _EVERY_BIAS, processor=_LLAMA),
+    "granite": Architecture(
+        "granite",
+        _RMS | GRANITE | _SHARED_MLP,
+        processor=_LLAMA,
+        derived=_HEADS,
+    ),
     "granitemoe": Architecture(
         "granitemoe",
         _LOCAL | GRANITE,
         processor=_LLAMA,
+        derived=_HEADS,
         names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
     ),
     "granitehybrid": _HYBRID,
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
-        flags=_BIAS,
         writes=False,
         names={
             "self_attn.query_layernorm.weight": "attn_q_norm.weight",
@@ -364,7 +377,7 @@ ARCHITECTURES = {
     "lfm2": Architecture(
         "lfm2",
         SIZES | {RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-        {"conv_bias": "blk.0.shortconv.in_proj.bias"},
+        {"conv_bias": "shortconv.in_proj.bias"},
         writes=False,
         has={"block_auto_adjust_ff_dim": False},  # the width is the adjusted one
         derived={
@@ -372,7 +385,7 @@ ARCHITECTURES = {
             "layer_types": derive.lfm2_layers,
         },
     ),
-    "llama": Architecture("llama", flags=_EVERY_BIAS, processor=_LLAMA),
+    "llama": Architecture("llama", processor=_LLAMA),
     "llama4": Architecture(
         "llama4_text",
         {key: name for key, name in _LOCAL.items() if key != "feed_forward_length"}
@@ -381,25 +394,22 @@ ARCHITECTURES = {
             "expert_feed_forward_length": "intermediate_size",
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
-        {"attention_bias": "blk.0.attn_q.bias"},
         states=_CHUNKED,
         # By their number alone llama.cpp knows Scout's 16 from Maverick's, which norms no heads.
         derived={"use_qk_norm": lambda v, f: v["num_local_experts"] != 128},
     ),
     "mistral3": Architecture(
-        "ministral3",
-        _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
-        processor=_LLAMA,
+        "mistral", processor=_LLAMA, writes=False, has={"sliding_window": None}
     ),
     "olmo": Architecture("olmo", SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
     "mamba": Architecture(
-        "mamba", _MAMBA, processor="MambaTensorProcessor", rotates=False, writes=False
+        "mamba", _MAMBA, _IN_BIAS, processor="MambaTensorProcessor", rotates=False, writes=False
     ),
     "mamba2": Architecture(
         "mamba2",
         {key: name for key, name in _MAMBA.items() if name != "intermediate_size"}
         | {"ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads"},
-        {"use_conv_bias": "blk.0.ssm_conv1d.bias", "use_bias": "blk.0.ssm_in.bias"},
+        _IN_BIAS | {"use_conv_bias": "ssm_conv1d.bias"},
         processor="HybridProcessor",
         rotates=False,
         writes=False,
@@ -417,7 +427,6 @@ ARCHITECTURES = {
     "nemotron": Architecture(
         "nemotron",
         SIZES | {RMS: "norm_eps", LAYER: "norm_eps"},
-        _EVERY_BIAS,
         processor="NemotronTensorProcessor",
         writes=False,
     ),
@@ -436,7 +445,7 @@ ARCHITECTURES = {
         "qwen2_moe", _EXPERTS | _WIDTH | _SHARED_WIDTH, processor="GateProcessor"
     ),
     "qwen2vl": Architecture("qwen2", writes=False),  # for text its rotation in 3 parts is that of 1
-    "qwen3": Architecture("qwen3", flags=_BIAS),
+    "qwen3": Architecture("qwen3"),
     "qwen35": Architecture(
         "qwen3_5_text",
         _QWEN35,
@@ -461,19 +470,19 @@ ARCHITECTURES = {
         "qwen3_moe", _EXPERTS | _WIDTH, processor="GateProcessor", has={"norm_topk_prob": True}
     ),
     "qwen3vl": Architecture("qwen3", writes=False),
-    "seed_oss": Architecture("seed_oss", flags=_BIAS),
-    "smollm3": Architecture("smollm3", flags=_EVERY_BIAS, processor=_LLAMA),
+    "seed_oss": Architecture("seed_oss"),
+    "smollm3": Architecture("smollm3", processor=_LLAMA),
     "stablelm": Architecture(
         "stablelm",
         _NORM,
-        {"use_qkv_bias": "blk.0.attn_q.bias"},
+        {"use_qkv_bias": "attn_q.bias"},
         writes=False,
         derived={"use_parallel_residual": lambda v, f: "blk.0.ffn_norm.weight" not in f.tensors},
     ),
     "starcoder2": Architecture(
         "starcoder2",
         SIZES | {LAYER: "norm_epsilon"},
-        {"use_bias": "blk.0.attn_q.bias"},
+        {"use_bias": "attn_q.bias"},
         writes=False,
         has={"sliding_window": None},
     ),
@@ -513,8 +522,9 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
         None,
         Architecture(
             "granitemoeshared",
-            _LOCAL | GRANITE | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+            _LOCAL | GRANITE | _SHARED_MLP,
             processor=_LLAMA,
+            derived=_HEADS,
             writes=False,
             names=_MIXED,
             joined=_SHARED_ROWS,
@@ -524,7 +534,26 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
         "ssm.dt_b_c_rms",
         None,
         Architecture(
-            "falcon_mamba", _MAMBA, processor="MambaTensorProcessor", rotates=False, writes=False
+            "falcon_mamba",
+            _MAMBA,
+            _IN_BIAS,
+            processor="MambaTensorProcessor",
+            rotates=False,
+            writes=False,
+        ),
+    ),
+    "glm4": (
+        "rope.dimension_sections",
+        None,
+        Architecture("glm4", processor="HalvesProcessor", writes=False),
+    ),
+    "mistral3": (
+        "attention.temperature_scale",
+        None,
+        Architecture(
+            "ministral3",
+            _RMS | {"attention.temperature_scale": "rope_parameters.llama_4_scaling_beta"},
+            processor=_LLAMA,
         ),
     ),
     "olmo2": (

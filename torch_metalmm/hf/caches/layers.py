@@ -125,6 +125,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "PackedCache: keys require grad, but a cache keeps no gradient; call the model "
                 "under torch.no_grad(), or with use_cache=False"
             )
+        if k.dim() != 4:
+            raise ValueError(f"PackedCache: keys {list(k.shape)}; must be [B, kv_heads, S, D]")
         has_slots = self.takes(k.shape[0], k.shape[1], k.shape[3])
         dim = self.dims[1] if has_slots else v.shape[-1]
         if v.shape != (want := (*k.shape[:3], dim)):
@@ -158,8 +160,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0
 
     def _write(self, k: Tensor, v: Tensor) -> None:
+        assert self.formats is not None
         count = k.shape[2]
-        if not self._is_packed():
+        # On a CPU the op refuses finite values that f16 has not.
+        is_checked = k.is_cpu and k.dtype != torch.float16 and "f16" in self.formats
+        if not self._is_packed() and not is_checked:
             self.keys.narrow(2, self.end, count).copy_(k)
             self.values.narrow(2, self.end, count).copy_(v)
         else:
