@@ -28,7 +28,7 @@ struct KernelArgs {
   MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
   MM_U32 m, n, k;     // k of rope and of attention: values of a head; gated_delta: k of q, n of v
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
-                      // one part
+                      // one part; attention: pages of a cache
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
   MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope,
                       // from a bias of gate of an expert to the next; attention: whether all n
@@ -56,7 +56,7 @@ enum Slot : MM_U32 {
   kSlotC = 4,        // mask of attention; b of gated_delta
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts;
-  // a of gated_delta; choice_bias of route, f32
+  // a of gated_delta; choice_bias of route, f32; pages of a cache, int64
   kSlotX2 = 6,
   kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
   kSlotNorm = 8,   // weight of a norm [K]; of the heads of q; a_log of gated_delta
@@ -98,7 +98,7 @@ enum SlotBits : MM_U32 {
       slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
   kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotY2),
   kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
-  kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds),
+  kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds) | slot_bit(kSlotX2),
   kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
       slot_bit(kSlotArgs)
 };
@@ -147,7 +147,8 @@ enum RopeBits : MM_U32 {
   kRopeInterleaved = 8,   // values 2 i and 2 i + 1 are a pair, else i and i + rotated / 2
   kRopeApart = 16,        // v is x2
   kRopeFloatTables = 32,  // cos and sin are f32, whatever x is
-  kRopeHalfKeys = 64      // rows of keys are f16, whatever the format of values
+  kRopeHalfKeys = 64,     // rows of keys are f16, whatever the format of values
+  kRopePages = 128        // a slot for each row, of one cache for all sequences; else a position
 };
 
 enum RouteBits : MM_U32 {
@@ -162,8 +163,8 @@ enum DeltaBits : MM_U32 {
   kDeltaFloatHeads = 1  // a_log and dt_bias are f32, whatever x is
 };
 
-// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
-// kernel that is not told of it loads element by element.
+enum CachePages : MM_U32 { kPageSlots = 64 };
+
 // kEpiloguePartial beside these: a part leaves its sums in the workspace.
 enum AttentionBits : MM_U32 {
   kAttentionCausal = 1,
@@ -173,9 +174,12 @@ enum AttentionBits : MM_U32 {
   kAttentionFloatMask = 32,  // f32, whatever q is
   kAttentionSinks = 64,
   kAttentionFloatSinks = 128,  // and they are f32
-  kAttentionHalfKeys = 256     // rows of keys are f16, whatever the format of values
+  kAttentionHalfKeys = 256,    // rows of keys are f16, whatever the format of values
+  kAttentionPages = 512        // slots of a sequence lie in pages, a length for each sequence
 };
 
+// The first three: that size has a tail. Alignment is that of the first byte and of the stride; a
+// kernel that is not told of it loads element by element.
 enum BoundsBits : MM_U32 {
   kBoundsN = 1,
   kBoundsM = 2,

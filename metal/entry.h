@@ -135,10 +135,11 @@ struct Result {
        MM_RESULT(T)),                                                                      \
       metalmm::Kernel<metalmm::Struct, T>::run(x, ids, weight, {y, bias, c}, args, memory, at))
 // Kernel<Struct, T>::run(operands, y, args, memory, at) of a cache as strategy_format_dtype.
-#define MM_ATTENTION(dtype, T, strategy, format, Struct, Kernel)                                \
-  MM_KERNEL(strategy##_##format##_##dtype,                                                      \
-            (MM_IN(T, q, kSlotX), MM_IN(uchar, keys, kSlotWeight),                              \
-             MM_IN(uchar, values, kSlotWeight2), MM_IN(uchar, mask, kSlotC),                    \
-             MM_IN(T, sinks, kSlotBias), MM_IN(long, length, kSlotIds), MM_OUT(T)),             \
-            metalmm::Kernel<metalmm::Struct, T>::run({q, keys, values, mask, sinks, length}, y, \
-                                                     args, memory, at))
+#define MM_ATTENTION(dtype, T, strategy, format, Struct, Kernel)                                 \
+  MM_KERNEL(                                                                                     \
+      strategy##_##format##_##dtype,                                                             \
+      (MM_IN(T, q, kSlotX), MM_IN(uchar, keys, kSlotWeight), MM_IN(uchar, values, kSlotWeight2), \
+       MM_IN(uchar, mask, kSlotC), MM_IN(T, sinks, kSlotBias), MM_IN(long, length, kSlotIds),    \
+       MM_IN(long, pages, kSlotX2), MM_OUT(T)),                                                  \
+      metalmm::Kernel<metalmm::Struct, T>::run({q, keys, values, mask, sinks, length, pages}, y, \
+                                               args, memory, at))

@@ -43,7 +43,8 @@ struct Call {
     problem.format = &shape.cache.values;
     problem.attention.half_keys = has_half_keys(shape.cache.keys, shape.cache.values);
     operands[kSlotX] = q.contiguous();
-    if (a.length.has_value()) operands[kSlotIds] = *a.length;
+    if (a.length.has_value()) operands[kSlotIds] = a.length->contiguous();
+    if (a.pages.has_value()) operands[kSlotX2] = a.pages->contiguous();
     operands[kSlotY] = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     const int64_t alignment = shape.cache.alignment();
     set_cache(readable(a.keys, alignment), readable(a.values, alignment));
@@ -69,8 +70,8 @@ struct Call {
     problem.w2_stride = bytes(values, 2);
     a.head_stride = bytes(keys, 1);
     a.head2_stride = bytes(values, 1);
-    a.sequence_stride = bytes(keys, 0);
-    a.sequence2_stride = bytes(values, 0);
+    a.sequence_stride = a.pages ? 0 : bytes(keys, 0);  // pages are of all sequences
+    a.sequence2_stride = a.pages ? 0 : bytes(values, 0);
     problem.x_alignment = alignment_of(operands[kSlotX]);
     problem.w_alignment = std::min(alignment_of(keys), alignment_of(values));
     operands[kSlotWeight] = keys;
@@ -95,6 +96,23 @@ struct Call {
   }
 };
 
+// Of a cache in pages, by copies of the slots of each sequence.
+at::Tensor by_sequence(const args::attention& a, int64_t slots) {
+  if (a.q.size(0) == 0) return at::empty_like(a.q.transpose(1, 2));
+  const at::Tensor within = at::arange(kPageSlots, a.pages->options());
+  std::vector<at::Tensor> out;
+  for (int64_t b = 0; b < a.q.size(0); ++b) {
+    const at::Tensor pages = a.pages->select(0, b).clamp(0, a.keys.size(2) / kPageSlots - 1);
+    const at::Tensor at = (pages.unsqueeze(1) * kPageSlots + within).flatten().narrow(0, 0, slots);
+    args::attention own = a;
+    const at::Tensor q = a.q.narrow(0, b, 1), length = a.length->select(0, b);
+    out.push_back(call(args::attention{q, a.keys.index_select(2, at), a.values.index_select(2, at),
+                                       a.format_k, a.format_v, length, std::nullopt, a.scale,
+                                       a.softcap, a.window, a.sinks, a.causal, a.strategy}));
+  }
+  return at::cat(out);
+}
+
 }  // namespace
 
 // A length is not checked, where there is one: the slots that are read are those below it that the
@@ -102,12 +120,18 @@ struct Call {
 at::Tensor attention(const Engine& e, const args::attention& a) {
   const Tensor &q = a.q, &keys = a.keys, &values = a.values;
   const AttentionShape shape = check(a);
-  if (q.is_cpu() && a.length.has_value()) check_length(a);
-  const int64_t slots = a.mask.has_value() ? std::min(keys.size(2), a.mask->size(3)) : keys.size(2);
+  if (q.is_cpu() && a.length.has_value()) check_lengths(a);
+  if (q.is_cpu() && a.pages.has_value()) check_page_numbers(a);
+  const int64_t capacity = a.pages.has_value() ? a.pages->size(1) * kPageSlots : keys.size(2);
+  const int64_t slots = a.mask.has_value() ? std::min(capacity, a.mask->size(3)) : capacity;
   const bool has_kernels = is_pair_of_kernels(shape.cache.keys, shape.cache.values) &&
                            has_attention(shape.cache.values, q.size(3)) && slots > 0 &&
                            q.numel() > 0;
   std::optional<AttentionWay> way = find_way(a);
+  if (a.pages.has_value() &&
+      (!has_kernels || way == AttentionWay::kTorch || way == AttentionWay::kSdpa)) {
+    return by_sequence(a, slots);
+  }
   const Problem problem = attention_problem(a, shape, slots, !a.length.has_value());
   if (way == AttentionWay::kSdpa || (!way.has_value() && sdpa_pays(problem, e.gpu(q.device())))) {
     const auto decode = [&](const at::Tensor& rows, const Format& format) {

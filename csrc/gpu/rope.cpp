@@ -90,6 +90,7 @@ struct Call {
     problem.w2_stride = bytes(values, 2);
     AppendSizes& a = problem.append;
     a.half_keys = has_half_keys(cache.keys, cache.values);
+    a.pages = given.slots.dim() == 2;
     a.head_stride = bytes(keys, 1);
     a.head2_stride = bytes(values, 1);
     a.sequence_stride = bytes(keys, 0);
@@ -178,8 +179,13 @@ void cache_append(const Engine& e, const args::cache_append& a) {
   }
   const at::Tensor new_keys = as_rows_of(a.keys, a.k, shape.keys);
   const at::Tensor new_values = as_rows_of(a.values, a.v, shape.values);
-  at::Tensor(a.keys).index_copy_(2, a.slots, new_keys);
-  at::Tensor(a.values).index_copy_(2, a.slots, new_values);
+  const at::Tensor slots = a.slots.flatten();
+  const auto put = [&](at::Tensor rows, at::Tensor added) {
+    if (a.slots.dim() == 2) added = added.transpose(0, 1).flatten(1, 2).unsqueeze(0);
+    rows.index_copy_(2, slots, added);
+  };
+  put(a.keys, new_keys);
+  put(a.values, new_values);
 }
 
 }  // namespace metalmm::gpu

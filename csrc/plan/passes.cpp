@@ -274,7 +274,7 @@ uint32_t rope_bits(const Problem& p) {
   return (r.q_norm ? kRopeNormQ : 0u) | (r.k_norm ? kRopeNormK : 0u) |
          (p.offset != 0 ? kRopeOffset : 0u) | (r.interleaved ? kRopeInterleaved : 0u) |
          (r.v_apart ? kRopeApart : 0u) | (r.float_angles ? kRopeFloatTables : 0u) |
-         (p.append.half_keys ? kRopeHalfKeys : 0u);
+         (p.append.half_keys ? kRopeHalfKeys : 0u) | (p.append.pages ? kRopePages : 0u);
 }
 
 int64_t product(int64_t a, int64_t b) {

@@ -100,6 +100,7 @@ struct AttentionSizes {
   bool causal = true, bool_mask = false, float_mask = false, sinks = false;
   bool float_sinks = false;  // sinks are f32, not of dtype
   bool filled = false;       // the host knows that all n slots hold rows
+  int64_t pages = 0;  // of a cache in pages, whose sequences have n slots each; 0: it has none
 };
 
 constexpr int64_t kPacked = -1;  // a stride: rows follow each other
@@ -108,6 +109,7 @@ constexpr int64_t kPacked = -1;  // a stride: rows follow each other
 // them; of x, and of x2 where v is apart, in values.
 struct AppendSizes {
   bool half_keys = false;
+  bool pages = false;  // one cache for all sequences, a slot for each row
   int64_t head_stride = kPacked, sequence_stride = kPacked;
   int64_t head2_stride = kPacked, sequence2_stride = kPacked;
   int64_t x_head_stride = kPacked, x_sequence_stride = kPacked;

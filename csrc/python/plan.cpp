@@ -35,16 +35,16 @@ constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogue
                                                               {"norm_offset", kEpilogueNormOffset},
                                                               {"activation", kEpilogueActivation}};
 constexpr std::pair<const char*, uint32_t> kRopeBits[] = {
-    {"norm_q", kRopeNormQ},      {"norm_k", kRopeNormK},
-    {"offset", kRopeOffset},     {"interleaved", kRopeInterleaved},
-    {"apart", kRopeApart},       {"float_tables", kRopeFloatTables},
-    {"half_keys", kRopeHalfKeys}};
+    {"norm_q", kRopeNormQ},       {"norm_k", kRopeNormK},
+    {"offset", kRopeOffset},      {"interleaved", kRopeInterleaved},
+    {"apart", kRopeApart},        {"float_tables", kRopeFloatTables},
+    {"half_keys", kRopeHalfKeys}, {"pages", kRopePages}};
 constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"causal", kAttentionCausal},      {"window", kAttentionWindow},
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
     {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
     {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks},
-    {"half_keys", kAttentionHalfKeys}};
+    {"half_keys", kAttentionHalfKeys}, {"pages", kAttentionPages}};
 constexpr std::pair<const char*, uint32_t> kExpertBits[] = {
     {"limit", kExpertLimit}, {"oai", kExpertOai}, {"float_scores", kExpertFloatScores}};
 constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {

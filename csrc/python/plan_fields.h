@@ -79,15 +79,12 @@ inline RouteSizes read_route(const py::dict& given) {
 
 inline AppendSizes read_append(const py::dict& given) {
   using A = AppendSizes;
-  static const std::vector<Field<A>> fields = {{"half_keys", &A::half_keys},
-                                               {"head_stride", &A::head_stride},
-                                               {"sequence_stride", &A::sequence_stride},
-                                               {"head2_stride", &A::head2_stride},
-                                               {"sequence2_stride", &A::sequence2_stride},
-                                               {"x_head_stride", &A::x_head_stride},
-                                               {"x_sequence_stride", &A::x_sequence_stride},
-                                               {"x2_head_stride", &A::x2_head_stride},
-                                               {"x2_sequence_stride", &A::x2_sequence_stride}};
+  static const std::vector<Field<A>> fields = {
+      {"half_keys", &A::half_keys},           {"pages", &A::pages},
+      {"head_stride", &A::head_stride},       {"sequence_stride", &A::sequence_stride},
+      {"head2_stride", &A::head2_stride},     {"sequence2_stride", &A::sequence2_stride},
+      {"x_head_stride", &A::x_head_stride},   {"x_sequence_stride", &A::x_sequence_stride},
+      {"x2_head_stride", &A::x2_head_stride}, {"x2_sequence_stride", &A::x2_sequence_stride}};
   A out;
   set_fields("append", given, fields, out);
   return out;
@@ -115,7 +112,8 @@ inline AttentionSizes read_attention(const py::dict& given) {
                                                {"float_mask", &A::float_mask},
                                                {"sinks", &A::sinks},
                                                {"float_sinks", &A::float_sinks},
-                                               {"filled", &A::filled}};
+                                               {"filled", &A::filled},
+                                               {"pages", &A::pages}};
   A out;
   set_fields("attention", given, fields, out);
   return out;

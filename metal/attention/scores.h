@@ -16,6 +16,7 @@ struct AttentionOperands {
   device const uchar* mask;  // bool or float [sequence, head, query, slot]
   device const T* sinks;     // or float [head]
   device const long* length;
+  device const long* pages;  // [sequence, page of args.n slots]
 };
 
 // Slots [first, last).
@@ -46,9 +47,26 @@ METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
 
 // All slots, where args.count says that they hold rows; else a length that the host has not seen,
 // made one that the cache has.
-METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args) {
-  return args.count != 0 ? args.n : uint(clamp(*length, 0L, long(args.n)));
+METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args, uint sequence) {
+  const uint own = fc_epilogue & kAttentionPages ? sequence : 0;
+  return args.count != 0 ? args.n : uint(clamp(length[own], 0L, long(args.n)));
 }
+
+// Where the slots of a sequence lie among those of the cache.
+struct Slots {
+  device const long* pages;  // of the sequence, made ones that the cache has
+  uint count;                // of the cache
+
+  template <class T>
+  static METAL_FUNC Slots of(AttentionOperands<T> in, constant KernelArgs& args, uint sequence) {
+    return {in.pages + ulong(sequence) * (args.n / kPageSlots), args.k_per_part};
+  }
+  static METAL_FUNC long place(Slots s, uint t) {
+    if ((fc_epilogue & kAttentionPages) == 0) return t;
+    const uint page = uint(clamp(s.pages[t / kPageSlots], 0L, long(s.count) - 1));
+    return long(page) * kPageSlots + t % kPageSlots;
+  }
+};
 
 // The slots that a query sees where `filled` slots have rows, the last ones the queries' own.
 METAL_FUNC Span seen_by(constant KernelArgs& args, uint filled, uint query) {

@@ -42,6 +42,7 @@ struct AttentionSplitOf {
   struct Walk {
     Row keys, values;  // of slot 0
     long key_stride, value_stride;
+    Slots slots;
     uint last;                        // no slot from here on
     uint lane, lanes, group, groups;  // the lane of its group
     uint piece;
@@ -69,6 +70,7 @@ struct AttentionSplitOf {
             in.values + (sequence * args.sequence2_stride + head * args.head2_stride),
             weight_stride<KeyFormat>(args.w_stride),
             weight_stride<ValueFormat>(args.w2_stride),
+            Slots::of(in, args, at.tg.z),
             last,
             own,
             lanes,
@@ -100,7 +102,7 @@ struct AttentionSplitOf {
                                thread typename Own::Raw (&raw)[kSlots]) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
-      raw[u] = Own::fetch(rows + slot(w, first, u) * stride, w.piece);
+      raw[u] = Own::fetch(rows + Slots::place(w.slots, slot(w, first, u)) * stride, w.piece);
     }
   }
 
@@ -329,7 +331,7 @@ struct AttentionSplitOf {
     threadgroup float* floats = reinterpret_cast<threadgroup float*>(memory);
     const uint rows = rows_of_head(args), row_groups = (rows + fc_batch - 1) / fc_batch;
     const uint part = at.tg.x / row_groups, r0 = at.tg.x % row_groups * fc_batch;
-    const uint filled = filled_slots(in.length, args);
+    const uint filled = filled_slots(in.length, args, at.tg.z);
     const Span span = slots_of_part(args, filled, part);
     const Walk w = walk(in, args, span.last, at);
     Pieces q, sums = {};

@@ -38,13 +38,13 @@ struct AttentionTile {
 
   // 64 values of each of kSlots rows of the cache from slot t on, zero behind the last slot.
   template <class Format>
-  static METAL_FUNC void load_slots(Row rows, long stride, threadgroup E* operands, uint t,
-                                    uint last, uint k0, Position at) {
+  static METAL_FUNC void load_slots(Row rows, long stride, Slots places, threadgroup E* operands,
+                                    uint t, uint last, uint k0, Position at) {
     for (uint i = at.index; i < uint(G::kSlots * kLoaders); i += G::kThreads) {
       const uint line = i / kLoaders, k = i % kLoaders * kHeadStep;
       E w[kHeadStep];
       if (t + line < last && k0 + k < fc_k) {
-        decode<Format>(rows + long(t + line) * stride, k0 + k, w);
+        decode<Format>(rows + Slots::place(places, t + line) * stride, k0 + k, w);
       } else {
         MM_UNROLL
         for (int j = 0; j < kHeadStep; ++j) w[j] = E(0.0f);
@@ -107,14 +107,15 @@ struct AttentionTile {
                                        threadgroup E* slots, Rows rows, uint t, uint last,
                                        Position at, thread simdgroup_float8x8 (&s)[1][kColumns]) {
     threadgroup E* queries = slots + G::kSlots * kStride;
+    const Slots places = Slots::of(in, args, at.tg.z);
     clear(s);
     for (uint k = 0; k < fc_k; k += G::kStep) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there is read
       if (fc_epilogue & kAttentionHalfKeys) {
-        load_slots<F16>(keys, weight_stride<F16>(args.w_stride), slots, t, last, k, at);
+        load_slots<F16>(keys, weight_stride<F16>(args.w_stride), places, slots, t, last, k, at);
       } else {
-        load_slots<ValueFormat>(keys, weight_stride<ValueFormat>(args.w_stride), slots, t, last, k,
-                                at);
+        load_slots<ValueFormat>(keys, weight_stride<ValueFormat>(args.w_stride), places, slots, t,
+                                last, k, at);
       }
       load_queries(in, args, queries, rows.first, rows.count, k, at);
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -123,9 +124,9 @@ struct AttentionTile {
   }
 
   // sums = factor sums + weights * values of 32 slots.
-  static METAL_FUNC void add_values(Row values, constant KernelArgs& args, threadgroup E* slots,
-                                    uint t, uint last, Position at, float factor,
-                                    thread simdgroup_float8x8 (&s)[1][kColumns],
+  static METAL_FUNC void add_values(AttentionOperands<T> in, Row values, constant KernelArgs& args,
+                                    threadgroup E* slots, uint t, uint last, Position at,
+                                    float factor, thread simdgroup_float8x8 (&s)[1][kColumns],
                                     thread simdgroup_float8x8 (&sums)[kMostSums]) {
     Matrix weights[kColumns];
     MM_UNROLL
@@ -139,8 +140,8 @@ struct AttentionTile {
     for (uint k = 0; k < uint(kMaxHeadValues); k += G::kStep) {
       if (k >= fc_k) continue;
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_slots<ValueFormat>(values, weight_stride<ValueFormat>(args.w2_stride), slots, t, last, k,
-                              at);
+      load_slots<ValueFormat>(values, weight_stride<ValueFormat>(args.w2_stride),
+                              Slots::of(in, args, at.tg.z), slots, t, last, k, at);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       MM_UNROLL
       for (uint i = 0; i < uint(G::kStep / kFragment); ++i) {
@@ -192,7 +193,7 @@ struct AttentionTile {
     threadgroup E* slots = reinterpret_cast<threadgroup E*>(memory);
     const uint count = rows_of_head(args), tiles = (count + G::kRows - 1) / G::kRows;
     const uint part = at.tg.x / tiles, first = at.tg.x % tiles * G::kRows;
-    const uint filled = filled_slots(in.length, args);
+    const uint filled = filled_slots(in.length, args, at.tg.z);
     const Span span = seen_by_rows(args, filled, first, min(first + G::kRows, count) - 1,
                                    slots_of_part(args, filled, part));
     const uint own = min(first + at.sg * kFragment + fragment_row(at.lane), count - 1);
@@ -211,7 +212,7 @@ struct AttentionTile {
       simdgroup_float8x8 s[1][kColumns];
       multiply_keys(in, keys, args, slots, rows, t, span.last, at, s);
       const float factor = weigh(rows, args, t, span.last, at.lane, s);
-      add_values(values, args, slots, t, span.last, at, factor, s, sums);
+      add_values(in, values, args, slots, t, span.last, at, factor, s, sums);
     }
     store({y, in.sinks}, args, rows, part, at, sums);
   }

@@ -66,7 +66,7 @@ struct RopeAppend {
                      sines, rotated, at.lane);
       return;
     }
-    const long slot = cache.slots[position];
+    const long slot = cache.slots[fc_epilogue & kRopePages ? m : position];
     if (slot < 0 || slot >= long(args.n)) return;
     const Head<T> head = Rope<T>::head(values, place, from, args, at.lane);
     const bool is_key = place.group == 1;

@@ -162,8 +162,8 @@ def test_a_prompt_of_transformers_needs_no_mask(format: str | None, cuda: None) 
     found = events(lambda: attention_forward(module, q, *rows, None))
     assert kept.keys.shape[2] > QUERIES and not found[SDPA][3]
     kept.reset()
-    *_, keys, values, length = kept.room(QUERIES)
-    assert keys.shape[2] == values.shape[2] == QUERIES and length is None
+    room = kept.room(QUERIES)
+    assert room.keys.shape[2] == room.values.shape[2] == QUERIES and room.length is None
 
 
 def test_torch_multiplies_over_few_slots_at_a_time() -> None:

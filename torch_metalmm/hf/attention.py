@@ -17,9 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from .caches import ATTENTION
-from .caches.layers import DTYPE_NAMES
+from .caches.layers import DTYPE_NAMES, Room
+from .caches.paged import Offset
 from .caches.rows import PackedRows
-from .caches.shared import Several, attend_each
 
 # Arguments of attention_forward that say more than the op's scale and soft cap.
 _TRAITS = ("s_aux", "position_bias", "cache")
@@ -78,13 +78,17 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query [B, heads, S, D] as an attention function of transformers returns it."""
-    if isinstance(key, Several):
-
-        def attend(q: Tensor, k: Any, v: Any) -> Any:
-            return attention_forward(module, q, k, v, None, dropout, scaling, is_causal, **kwargs)
-
-        return attend_each(attend, query, key, value), None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if isinstance(key, Room):
+        y = torch.ops.metalmm.attention(
+            *(query, key.keys, key.values, *key.formats, key.length),
+            scale=scaling,
+            softcap=softcap or 0.0,
+            window=key.window,
+            sinks=sinks,
+            pages=key.pages,
+        )
+        return y, None
     has_traits = softcap is not None or sinks is not None
     known = (
         _is_known(query, key, value)
@@ -132,8 +136,11 @@ def attention_forward(
 def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers makes for sdpa; None, too, for a token that sees its whole window.
 
-    For such a token transformers makes, at every step, a mask that hides nothing.
+    For such a token transformers makes, at every step, a mask that hides nothing. Of a PagedCache
+    the op knows what a query sees.
     """
+    if isinstance(kwargs.get("q_offset"), Offset):
+        return None
     if not args and kwargs.get("allow_is_causal_skip") and _sees_all(kwargs):
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)

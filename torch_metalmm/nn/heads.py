@@ -75,7 +75,7 @@ def _appended(
     found = find(number(r), x, r.kv_heads, r.head_size)
     if found is None:
         return None
-    both, keys, values, slots, k, v, end = found
+    both, keys, values, slots, k, v, end, pages, window = found
     norms = {} if r.head_norms is None else _of_heads(r.head_norms, x)
     q = ops.rope_append(
         *(projected[0], held.cos, held.sin, r.heads, r.kv_heads),
@@ -88,6 +88,8 @@ def _appended(
         mask = mask.expand(-1, -1, length, -1)
     if r.attend.own:
         options = {**options, "sinks": r.attention._parameters[r.attend.own["s_aux"]]}
+    if pages is not None:
+        options = {**options, "pages": pages, "window": window}
     a: Tensor = ops.attention(q, k, v, *both, end, mask=mask, causal=mask is None, **options)
     return a
 

@@ -101,33 +101,6 @@ class Sequence:
         return PackedCache(config, self._format)
 
 
-def read_together(sequences: list[Sequence], tokens: list[int]) -> Tensor:
-    """Append a token to each, in one forward; the logits [sequences, 1, vocabulary].
-
-    The sequences have read their prompts, in a PackedCache each.
-    """
-    if len(sequences) == 1:
-        return sequences[0].read(tokens)
-    from ..hf.caches.shared import shared
-
-    model = sequences[0].model
-    places = [[len(sequence.tokens)] for sequence in sequences]
-    try:
-        logits: Tensor = model(
-            input_ids=torch.tensor(tokens, device=model.device)[:, None],
-            position_ids=torch.tensor(places, device=model.device),
-            use_cache=True,
-            **with_cache(model, shared([sequence.cache for sequence in sequences])),
-        ).logits
-    except BaseException:
-        for sequence in sequences:
-            sequence.forget()
-        raise
-    for sequence, token in zip(sequences, tokens, strict=True):
-        sequence.tokens.append(token)
-    return logits
-
-
 def keeps_rows(model: Any) -> bool:
     """Whether every layer's cache has keys and values of each token, or of the last ones."""
     import inspect

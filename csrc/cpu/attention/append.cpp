@@ -26,18 +26,21 @@ class Append {
                       ": has NaN or Inf, which ", format.name, " cannot hold");
   }
 
-  void write(const int64_t* slots) const {
+  // slots [S], or [B, S] of a cache of all sequences.
+  void write(const at::Tensor& given) const {
     const int64_t kv_heads = from_.size(1), count = from_.size(2), dim = from_.size(3);
+    const int64_t* slots = elements<int64_t>(given);
+    const bool in_pages = given.dim() == 2;
     const int64_t size = to_.element_size();
     auto* base = static_cast<uint8_t*>(to_.mutable_data_ptr());
     const float* x = elements<float>(from_);
     parallel_for(0, from_.size(0) * kv_heads * count, std::max<int64_t>(1, (1 << 14) / dim),
                  [&](int64_t first, int64_t last) {
                    for (int64_t i = first; i < last; ++i) {
-                     const int64_t head = i / count;
-                     const int64_t row = head / kv_heads * to_.stride(0) +
-                                         head % kv_heads * to_.stride(1) +
-                                         slots[i % count] * to_.stride(2);
+                     const int64_t head = i / count, b = head / kv_heads;
+                     const int64_t slot = slots[i % count + (in_pages ? b * count : 0)];
+                     const int64_t row = (in_pages ? 0 : b * to_.stride(0)) +
+                                         head % kv_heads * to_.stride(1) + slot * to_.stride(2);
                      quantize_row(format_, x + i * dim, dim, base + row * size);
                    }
                  });
@@ -67,8 +70,8 @@ void append_rows(const Cache& cache, const at::Tensor& k, const at::Tensor& v,
   const Append new_keys("k", cache.keys, k, cache.shape.keys);
   const Append new_values("v", cache.values, v, cache.shape.values);
   const at::Tensor at = slots.contiguous();
-  new_keys.write(elements<int64_t>(at));
-  new_values.write(elements<int64_t>(at));
+  new_keys.write(at);
+  new_values.write(at);
 }
 
 // Fails as append_rows does.

@@ -50,7 +50,7 @@ void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float
       add_mask(elements<float>(mask) + row, at, s);
     }
   }
-  const Span seen = seen_by(i);
+  const Span seen = seen_by(b, i);
   std::fill(s, s + std::clamp<int64_t>(seen.first - at.first, 0, n), kNothing);
   std::fill(s + std::clamp<int64_t>(seen.last - at.first, 0, n), s + n, kNothing);
 }
@@ -58,10 +58,16 @@ void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float
 at::Tensor attention(const args::attention& given) {
   const Tensor &q = given.q, &keys = given.keys, &values = given.values;
   const AttentionShape shape = check(given);
-  const int64_t slots = given.length.has_value() ? check_length(given) : keys.size(2);
+  std::vector<int64_t> lengths = check_lengths(given), pages;
+  if (given.pages.has_value()) pages = check_page_numbers(given);
+  const int64_t slots = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), dim = q.size(3);
   const Problem problem = attention_problem(given, shape, slots, true);
   const AttentionWay way = find_way(given).value_or(choose_way(problem));
+  TORCH_CHECK_VALUE(
+      !given.pages.has_value() || way == AttentionWay::kSplit || way == AttentionWay::kTile,
+      "strategy: ", kAttentionWays[static_cast<int>(way)],
+      " reads no pages; allowed: attention_split, attention_tile");
   if (way == AttentionWay::kTorch) {
     return composed::attention(given, decoded(keys, shape.cache.keys, dim),
                                decoded(values, shape.cache.values, dim));
@@ -81,7 +87,8 @@ at::Tensor attention(const args::attention& given) {
               keys.size(1),
               queries,
               dim,
-              slots,
+              std::move(lengths),
+              std::move(pages),
               {keys, shape.cache.keys, dim},
               {values, shape.cache.values, dim},
               q.to(at::kFloat).contiguous(),

@@ -26,17 +26,18 @@ class CacheRows {
 
   const Format& format() const { return format_; }
   const CodecKernels& kernels() const { return kernels_of(format_); }
-  // uint8 [slots, row_bytes] of one head.
+  // uint8 [slots, row_bytes] of one head; of a cache of all sequences, whichever is asked for.
   at::Tensor head(int64_t batch, int64_t kv_head, int64_t first, int64_t slots) const {
-    return bytes_.select(0, batch).select(0, kv_head).narrow(0, first, slots);
+    return bytes_.select(0, own(batch)).select(0, kv_head).narrow(0, first, slots);
   }
   Weight weight(int64_t batch, int64_t kv_head) const {
     Weight out = first_;
-    out.data += batch * bytes_.stride(0) + kv_head * bytes_.stride(1);
+    out.data += own(batch) * bytes_.stride(0) + kv_head * bytes_.stride(1);
     return out;
   }
 
  private:
+  int64_t own(int64_t batch) const { return std::min(batch, bytes_.size(0) - 1); }
   static at::Tensor as_bytes(const at::Tensor& rows) {
     const at::Tensor dense = rows.stride(3) == 1 ? rows : rows.clone(at::MemoryFormat::Contiguous);
     return dense.scalar_type() == at::kByte ? dense : dense.view(at::kByte);
@@ -53,7 +54,9 @@ struct Span {
 };
 
 struct Attention {
-  int64_t batch, heads, kv_heads, queries, dim, length;
+  int64_t batch, heads, kv_heads, queries, dim;
+  std::vector<int64_t> lengths;  // of each sequence
+  std::vector<int64_t> pages;    // [B, slots / kPageSlots] of a cache in pages
   CacheRows keys, values;
   at::Tensor q;     // f32 [B, heads, S, D], dense
   at::Tensor mask;  // f32 or bool [B, heads, S, T], perhaps expanded, its last dimension dense
@@ -64,16 +67,37 @@ struct Attention {
 
   int64_t group() const { return heads / kv_heads; }
 
-  // The slots that query i may see.
-  Span seen_by(int64_t i) const {
-    const int64_t own = length - queries + i;
+  // The slots that query i of a sequence may see.
+  Span seen_by(int64_t b, int64_t i) const {
+    const int64_t length = lengths[b], own = length - queries + i;
     const int64_t last = causal ? std::clamp<int64_t>(own + 1, 0, length) : length;
     const int64_t first = window > 0 ? std::clamp<int64_t>(own - window + 1, 0, length) : 0;
     return {std::min(first, last), last};
   }
   // Those that one of the queries [i0, i1) may see.
-  Span seen_by(int64_t i0, int64_t i1) const {
-    return {seen_by(i0).first, std::max(seen_by(i0).first, seen_by(i1 - 1).last)};
+  Span seen_by(int64_t b, int64_t i0, int64_t i1) const {
+    const Span first = seen_by(b, i0);
+    return {first.first, std::max(first.first, seen_by(b, i1 - 1).last)};
+  }
+
+  int64_t longest() const { return *std::max_element(lengths.begin(), lengths.end()); }
+
+  // f(the slots [first, last), where they begin in the cache) for each run of slots that follow
+  // each other there. Without pages that is one.
+  template <class F>
+  void each_run(int64_t b, Span at, const F& f) const {
+    const int64_t* own = pages.data() + b * (pages.size() / batch);
+    for (int64_t t = at.first; t < at.last;) {
+      int64_t end = at.last, place = t;
+      if (!pages.empty()) {
+        int64_t page = t / kPageSlots;
+        place = own[page] * kPageSlots + t % kPageSlots;
+        while ((page + 1) * kPageSlots < at.last && own[page + 1] == own[page] + 1) ++page;
+        end = std::min(at.last, (page + 1) * kPageSlots);
+      }
+      f(Span{t, end}, place);
+      t = end;
+    }
   }
 
   // Products of q and k become scores, -inf where the query does not look. s holds those of the

@@ -49,13 +49,17 @@ struct Queries {
 struct Split {
   const Attention& a;
   const Queries& x;
-  int64_t part, parts;
+  int64_t part, parts;  // the largest of a sequence: its slots, and how many there are
   // Of each part: largest score, sum of weights, and sum of weighed values of each row.
   std::vector<float> tops, sums, weighed;
   const Format& f32 = format_by_name("f32");
 
   Split(const Attention& attention, const Queries& queries)
-      : a(attention), x(queries), part(part_slots(a.length)), parts((a.length + part - 1) / part) {
+      : a(attention), x(queries), part(0), parts(0) {
+    for (const int64_t length : a.lengths) {
+      part = std::max(part, part_slots(length));
+      parts = std::max(parts, (length + part_slots(length) - 1) / part_slots(length));
+    }
     const int64_t count = a.batch * a.kv_heads * parts * x.rows;
     tops.assign(count, kNothing);
     sums.assign(count, 0);
@@ -64,7 +68,8 @@ struct Split {
 
   // s[r * part + t] = q k of the slots of the span, for every row r.
   void dots(int64_t head, Span span, float* s, float* decoded) const {
-    const Weight keys = a.keys.weight(head / a.kv_heads, head % a.kv_heads);
+    const int64_t b = head / a.kv_heads;
+    const Weight keys = a.keys.weight(b, head % a.kv_heads);
     const auto multiply = [&](const CodecKernels& codec, const Weight& w, Span rows, float* to) {
       for (int64_t r = 0; r < x.rows; r += kMaxDotRows) {
         const int64_t m = std::min<int64_t>(kMaxDotRows, x.rows - r);
@@ -72,42 +77,52 @@ struct Split {
             {w, rows.first, rows.last, x.group(head, r), to + r * part, part});
       }
     };
-    if (x.rows <= kMaxDotRows) return multiply(a.keys.kernels(), keys, span, s);
+    if (x.rows <= kMaxDotRows) {
+      a.each_run(b, span, [&](Span run, int64_t place) {
+        multiply(a.keys.kernels(), keys, {place, place + run.last - run.first},
+                 s + run.first - span.first);
+      });
+      return;
+    }
     const Weight block{reinterpret_cast<const uint8_t*>(decoded), x.dim * 4, x.dim, {}};
     for (int64_t t = span.first; t < span.last; t += kBlockSlots) {
       const int64_t n = std::min(kBlockSlots, span.last - t);
-      decode(a.keys, keys, t, n, decoded);
+      decode(a.keys, keys, b, t, n, decoded);
       multiply(kernels_of(f32), block, {0, n}, s + t - span.first);
     }
   }
 
-  // n rows from slot t as f32 [n, x.dim], zero beyond the values of a row.
-  void decode(const CacheRows& rows, const Weight& w, int64_t t, int64_t n, float* out) const {
+  // n rows of a sequence from slot t as f32 [n, x.dim], zero beyond the values of a row.
+  void decode(const CacheRows& rows, const Weight& w, int64_t b, int64_t t, int64_t n,
+              float* out) const {
     const DecodeKernel kernel = rows.kernels().decode;
-    for (int64_t i = 0; i < n; ++i) {
-      kernel(w, t + i, 0, a.dim, out + i * x.dim);
-      std::fill(out + i * x.dim + a.dim, out + (i + 1) * x.dim, 0.f);
-    }
+    a.each_run(b, {t, t + n}, [&](Span run, int64_t place) {
+      for (int64_t i = run.first - t; i < run.last - t; ++i) {
+        kernel(w, place++, 0, a.dim, out + i * x.dim);
+        std::fill(out + i * x.dim + a.dim, out + (i + 1) * x.dim, 0.f);
+      }
+    });
   }
 
   // The part `index` of a head of keys, counted over the batch.
   void task(int64_t head, int64_t index, float* s, float* decoded) {
-    const Span seen = a.seen_by(0, a.queries);
-    const Span span{std::max(index * part, seen.first), std::min((index + 1) * part, seen.last)};
+    const int64_t b = head / a.kv_heads, own = part_slots(a.lengths[b]);
+    const Span seen = a.seen_by(b, 0, a.queries);
+    const Span span{std::max(index * own, seen.first), std::min((index + 1) * own, seen.last)};
     if (span.first >= span.last) return;
     dots(head, span, s, decoded);
     const IsaKernels& isa = current_isa();
     const int64_t n = span.last - span.first, row0 = (head * parts + index) * x.rows;
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t query_head = head % a.kv_heads * a.group() + r / a.queries;
-      a.finish_scores(head / a.kv_heads, query_head, r % a.queries, span, s + r * part);
+      a.finish_scores(b, query_head, r % a.queries, span, s + r * part);
       tops[row0 + r] = isa.attention.top(s + r * part, n);
       sums[row0 + r] = isa.attention.exp(s + r * part, n, tops[row0 + r]);
     }
-    const Weight values = a.values.weight(head / a.kv_heads, head % a.kv_heads);
+    const Weight values = a.values.weight(b, head % a.kv_heads);
     for (int64_t t = 0; t < n; t += kBlockSlots) {
       const int64_t count = std::min(kBlockSlots, n - t);
-      decode(a.values, values, span.first + t, count, decoded);
+      decode(a.values, values, b, span.first + t, count, decoded);
       for (int64_t r = 0; r < x.rows;) {
         int kernel = kNumWeighKernels - 1;
         while ((int64_t{1} << kernel) > x.rows - r) --kernel;
@@ -144,7 +159,7 @@ void attend_split(const Attention& a, float* out) {
   const Queries x(a);
   Split split(a, x);
   const int64_t kv = a.batch * a.kv_heads;
-  const int64_t work = std::min(split.part, a.length) * x.rows * x.dim;
+  const int64_t work = std::min(split.part, a.longest()) * x.rows * x.dim;
   parallel_for(0, kv * split.parts, std::max<int64_t>(1, (1 << 16) / work),
                [&](int64_t first, int64_t last) {
                  std::vector<float> s((x.rows + kMaxDotRows) * split.part);

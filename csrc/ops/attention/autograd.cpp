@@ -18,7 +18,10 @@ Tensor recorded(const args::attention& a) {
                       "q: requires grad, but attention has no gradient through packed rows; pass "
                       "q.detach(), call it under torch.no_grad(), or use a cache of floats");
   }
-  if (a.length.has_value() && holds_values(*a.length)) check_length(a);
+  TORCH_CHECK_VALUE(!a.pages.has_value(),
+                    "pages: attention through pages has no gradient; call it "
+                    "under torch.no_grad()");
+  if (a.length.has_value() && holds_values(*a.length)) check_lengths(a);
   return composed::attention(a, a.keys, a.values);
 }
 

@@ -49,10 +49,18 @@ CacheShape check_cache(const Args& a, const Size& dim, const at::Tensor& x) {
   return out;
 }
 
-void check_int64(const char* name, const at::Tensor& t, int64_t dim, const at::Tensor& x) {
+void check_int64(const char* name, const at::Tensor& t, const char* shape, bool fits,
+                 const at::Tensor& x) {
   check_device(name, t, x);
-  TORCH_CHECK_VALUE(t.scalar_type() == at::kLong && t.dim() == dim, name, ": ", t.scalar_type(),
-                    " ", t.sym_sizes(), "; must be int64 ", dim ? "[S]" : "[]");
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kLong && fits, name, ": ", t.scalar_type(), " ",
+                    t.sym_sizes(), "; must be int64 ", shape);
+}
+
+// A cache in pages is one of all sequences.
+template <class Args>
+void check_one_cache(const char* name, const Args& a) {
+  TORCH_CHECK_VALUE(a.keys.sym_size(0) == 1, "keys: shape ", a.keys.sym_sizes(), "; with ", name,
+                    " [B, ...] must be [1, kv_heads, slots, row], the cache of all sequences");
 }
 
 // What a cache is given: [batch, kv_heads, count, dim], of the argument x.
@@ -65,15 +73,19 @@ struct NewRows {
 template <class Args>
 CacheShape check_append(const Args& a, const NewRows& rows) {
   const Tensor& slots = a.slots;
-  check_int64("slots", slots, 1, rows.x);
+  check_int64("slots", slots, "[S] or [B, S]", slots.dim() == 1 || slots.dim() == 2, rows.x);
+  const bool in_pages = slots.dim() == 2;
+  if (in_pages) check_one_cache("slots", a);
   const CacheShape out = check_cache(a, rows.dim, rows.x);
   check_packs("format_k", out.keys);
   check_packs("format_v", out.values);
-  TORCH_CHECK_VALUE(rows.batch == out.batch && rows.kv_heads == out.kv_heads, rows.name, ": shape ",
+  const Size batch = in_pages ? slots.sym_size(0) : out.batch;
+  TORCH_CHECK_VALUE(rows.batch == batch && rows.kv_heads == out.kv_heads, rows.name, ": shape ",
                     rows.x.sym_sizes(), "; [B, kv_heads] is [", rows.batch, ", ", rows.kv_heads,
-                    "], of the cache [", out.batch, ", ", out.kv_heads, "]");
-  TORCH_CHECK_VALUE(slots.sym_size(0) == rows.count, "slots: ", slots.sym_size(0), "; ", rows.name,
-                    " has ", rows.count, " rows");
+                    "], of the ", in_pages ? "slots and the cache [" : "cache [", batch, ", ",
+                    out.kv_heads, "]");
+  TORCH_CHECK_VALUE(slots.sym_size(-1) == rows.count, "slots: ", slots.sym_size(-1), "; ",
+                    rows.name, " has ", rows.count, " rows");
   return out;
 }
 
@@ -87,6 +99,19 @@ void check_mask(const at::Tensor& mask, const AttentionShape& s, const at::Tenso
   TORCH_CHECK_VALUE(fits(0, s.cache.batch) && fits(1, s.heads) && mask.sym_size(2) == s.queries,
                     "mask: shape ", mask.sym_sizes(), "; must be [1 or ", s.cache.batch, ", 1 or ",
                     s.heads, ", ", s.queries, ", T]");
+}
+
+void check_pages(const args::attention& a, const CacheShape& cache) {
+  const Tensor &q = a.q, &pages = *a.pages;
+  const Size& batch = q.sym_size(0);
+  check_int64("pages", pages, "[B, N]", pages.dim() == 2 && pages.sym_size(0) == batch, q);
+  check_one_cache("pages", a);
+  TORCH_CHECK_VALUE(cache.capacity % kPageSlots == 0, "keys: ", cache.capacity,
+                    " slots; with pages a multiple of ", kPageSlots);
+  TORCH_CHECK_VALUE(a.length.has_value(), "length: None; with pages int64 [B]");
+  check_int64("length", *a.length, "[B] with pages",
+              a.length->dim() == 1 && a.length->sym_size(0) == batch, q);
+  TORCH_CHECK_VALUE(!a.mask.has_value(), "mask: given with pages; must be None");
 }
 
 }  // namespace
@@ -117,12 +142,16 @@ AttentionShape check(const args::attention& a) {
   check_activation_dtype("q", q);
   check_dims("q", q, "[B, heads, S, D]");
   const AttentionShape out{check_cache(a, q.sym_size(3), q), q.sym_size(1), q.sym_size(2)};
-  TORCH_CHECK_VALUE(q.sym_size(0) == out.cache.batch, "q: shape ", q.sym_sizes(),
-                    "; the cache has ", out.cache.batch, " sequences");
+  if (a.pages.has_value()) {
+    check_pages(a, out.cache);
+  } else {
+    TORCH_CHECK_VALUE(q.sym_size(0) == out.cache.batch, "q: shape ", q.sym_sizes(),
+                      "; the cache has ", out.cache.batch, " sequences");
+    if (a.length.has_value()) check_int64("length", *a.length, "[]", a.length->dim() == 0, q);
+  }
   TORCH_CHECK_VALUE(out.cache.kv_heads >= 1 && out.heads % out.cache.kv_heads == 0,
                     "q: ", out.heads, " heads; must be a multiple of the ", out.cache.kv_heads,
                     " of the cache");
-  if (a.length.has_value()) check_int64("length", *a.length, 0, q);
   if (a.mask.has_value()) {
     check_mask(*a.mask, out, q);
     TORCH_CHECK_VALUE(a.length.has_value() || a.mask->sym_size(3) >= out.cache.capacity,
@@ -166,6 +195,7 @@ Problem attention_problem(const args::attention& o, const AttentionShape& shape,
   a.causal = o.causal;
   a.sinks = o.sinks.has_value();
   a.filled = filled;
+  if (o.pages.has_value()) a.pages = o.keys.size(2) / kPageSlots;
   if (!o.mask.has_value()) return p;
   const auto stride = [&](int64_t d) { return o.mask->size(d) == 1 ? 0 : o.mask->stride(d); };
   a.mask_sequence_stride = stride(0);
@@ -183,12 +213,32 @@ std::optional<AttentionWay> find_way(const args::attention& a) {
   }));
 }
 
-int64_t check_length(const args::attention& a) {
-  const int64_t n = *elements<int64_t>(*a.length), capacity = a.keys.size(2);
-  TORCH_CHECK_VALUE(n >= 0 && n <= capacity, "length: ", n, "; the cache has ", capacity, " slots");
-  TORCH_CHECK_VALUE(!a.mask.has_value() || a.mask->size(3) >= n,
-                    "mask: ", a.mask.has_value() ? a.mask->size(3) : 0, " columns; length is ", n);
-  return n;
+std::vector<int64_t> check_lengths(const args::attention& a) {
+  if (!a.length.has_value()) return std::vector<int64_t>(a.q.size(0), a.keys.size(2));
+  const at::Tensor given = a.length->contiguous();
+  const int64_t* at = elements<int64_t>(given);
+  const bool in_pages = a.pages.has_value();
+  const int64_t capacity = in_pages ? a.pages->size(1) * kPageSlots : a.keys.size(2);
+  std::vector<int64_t> out(at, at + given.numel());
+  for (const int64_t n : out) {
+    TORCH_CHECK_VALUE(n >= 0 && n <= capacity, "length: ", n, "; ",
+                      in_pages ? "the pages have " : "the cache has ", capacity, " slots");
+    TORCH_CHECK_VALUE(!a.mask.has_value() || a.mask->size(3) >= n,
+                      "mask: ", a.mask.has_value() ? a.mask->size(3) : 0, " columns; length is ",
+                      n);
+  }
+  if (!in_pages) out.resize(a.q.size(0), out[0]);
+  return out;
+}
+
+std::vector<int64_t> check_page_numbers(const args::attention& a) {
+  const at::Tensor given = a.pages->contiguous();
+  const int64_t *at = elements<int64_t>(given), count = a.keys.size(2) / kPageSlots;
+  for (int64_t i = 0; i < given.numel(); ++i) {
+    TORCH_CHECK_INDEX(at[i] >= 0 && at[i] < count, "pages: ", at[i],
+                      " is out of range; the cache has ", count, " pages");
+  }
+  return {at, at + given.numel()};
 }
 
 void check_slots(const at::Tensor& slots, int64_t capacity) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "ops/checks.h"
 #include "plan/plan.h"
@@ -46,8 +47,10 @@ constexpr const char* kAttentionWays[] = {"attention_split", "attention_tile", "
 // ValueError that lists them.
 std::optional<AttentionWay> find_way(const args::attention& a);
 
-// What a device would have to be waited for: the value of a length, and of slots, on the CPU.
-int64_t check_length(const args::attention& a);
+// What a device would have to be waited for: the values of lengths, one for each sequence, and of
+// pages and slots, on the CPU.
+std::vector<int64_t> check_lengths(const args::attention& a);
+std::vector<int64_t> check_page_numbers(const args::attention& a);
 void check_slots(const at::Tensor& slots, int64_t capacity);
 
 // The factor of the scores: 1 / sqrt(D) unless given.

@@ -33,7 +33,7 @@ uint32_t bits_of(const AttentionSizes& a) {
          (a.softcap != 0 ? kAttentionSoftcap : 0u) | (a.bool_mask ? kAttentionBoolMask : 0u) |
          (a.float_mask ? kAttentionFloatMask : 0u) | (a.sinks ? kAttentionSinks : 0u) |
          (a.sinks && a.float_sinks ? kAttentionFloatSinks : 0u) |
-         (a.half_keys ? kAttentionHalfKeys : 0u);
+         (a.half_keys ? kAttentionHalfKeys : 0u) | (a.pages ? kAttentionPages : 0u);
 }
 
 // The format of keys.
@@ -59,6 +59,7 @@ KernelArgs args_of(const Problem& p, int64_t parts) {
   out.k = u32(p.k, "k");
   out.parts = u32(parts, "parts");
   out.count = a.filled ? 1 : 0;
+  out.k_per_part = u32(a.pages, "pages");
   out.heads = u32(a.heads, "heads");
   out.kv_heads = u32(a.kv_heads, "kv_heads");
   out.positions = u32(a.queries, "queries");
@@ -212,6 +213,10 @@ void check_attention(const Problem& p) {
   }
   if (a.window < 0) reject("window: " + str(a.window) + "; at least 1, 0 for none");
   if (a.bool_mask && a.float_mask) reject("mask: of bools or of f32, not both");
+  if (a.pages && (a.bool_mask || a.float_mask || a.filled || p.n % kPageSlots)) {
+    reject("pages: of whole pages of " + str(kPageSlots) +
+           " slots, with lengths and without a mask");
+  }
 }
 
 Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> forced,

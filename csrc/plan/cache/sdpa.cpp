@@ -26,7 +26,11 @@ constexpr SdpaFrom kSdpaFrom[] = {
 
 // What torch's attention has no argument for, or rounds to q's dtype.
 const char* lacking(const AttentionSizes& a) {
-  return a.softcap != 0 ? "soft cap" : a.sinks ? "sinks" : a.float_mask ? "mask that is added" : "";
+  return a.softcap != 0 ? "soft cap"
+         : a.sinks      ? "sinks"
+         : a.float_mask ? "mask that is added"
+         : a.pages      ? "pages"
+                        : "";
 }
 
 // Bytes for one query: bools, and what torch makes of them.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import threading
-import weakref
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from answered import answered
 from gguf_files import random_model
 
 from torch_metalmm import fuse_, load_gguf
@@ -44,31 +43,6 @@ def alone(model: Any, ids: list[int], new: int) -> list[int]:
             eos_token_id=None,
         )
     return [int(token) for token in out[0, len(ids) :]]
-
-
-def answered(batch: Batch, jobs: list[Job]) -> dict[int, list[torch.Tensor]]:
-    """The logits of each job's tokens; each is taken when there is room."""
-    waiting, found, choose = (
-        list(jobs),
-        {id(job): list[torch.Tensor]() for job in jobs},
-        batch._goes_on,
-    )
-
-    def noted(answer: Any, logits: torch.Tensor) -> bool:
-        found[id(answer.job)].append(logits)
-        caches.append(weakref.ref(answer.sequence.cache))
-        return choose(answer, logits)
-
-    caches: list[weakref.ref[Any]] = []
-    batch._goes_on = noted  # type: ignore[method-assign]
-    with torch.inference_mode():
-        while waiting or batch.is_busy():
-            if waiting and batch.room():
-                batch.take(waiting.pop(0))
-            batch.step()
-    gc.collect()
-    assert caches and not any(cache() for cache in caches)  # their memory is given back
-    return found
 
 
 @pytest.mark.parametrize(

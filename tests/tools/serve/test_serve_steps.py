@@ -85,7 +85,7 @@ def test_a_step_that_fails_is_told(
     batch.take(job(told[1]))
     with torch.inference_mode():
         batch.step()
-        monkeypatch.setattr("torch_metalmm.tools.serve.batch.read_together", fail)
+        monkeypatch.setattr(batch, "_forward", fail)
         with pytest.raises(MemoryError) as error:
             batch.step()
     batch.fail(error.value)

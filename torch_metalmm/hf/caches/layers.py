@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,20 @@ from .transaction import Transaction
 
 ops = torch.ops.metalmm
 
-# The formats of keys and values; both, and the slots of new rows in them; keys and values that the
-# queries of these rows see, and how many of their slots hold rows, None: all.
-Room = tuple[tuple[str, str], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+class Room(NamedTuple):
+    """Where a step's rows go, and what its queries see, as the ops take them."""
+
+    formats: tuple[str, str]  # of keys and values
+    new_keys: Tensor
+    new_values: Tensor
+    slots: Tensor  # of the new rows in them
+    keys: Tensor
+    values: Tensor
+    length: Tensor | None  # of their slots so many hold rows; None: all
+    pages: Tensor | None = None
+    window: int = 0
+
 
 FIRST, STEP = 256, 4096  # slots of a new cache; the most that it grows by
 SLACK = 256  # slots of a sliding window beyond those that it needs
@@ -187,10 +198,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.end = end + count
         keys, values = self.keys, self.values
         slots, length = self.slots.of(end, count, keys.device)
+        assert self.formats is not None
         if count <= FEW_QUERIES:
-            return self.formats, keys, values, slots, keys, values, length  # type: ignore[return-value]
+            return Room(self.formats, keys, values, slots, keys, values, length)
         k, v = (rows.narrow(2, 0, end + count) for rows in (keys, values))
-        return self.formats, keys, values, slots, k, v, None  # type: ignore[return-value]
+        return Room(self.formats, keys, values, slots, k, v, None)
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:
         assert self.formats is not None
@@ -353,11 +365,12 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def room(self, count: int) -> Room:
         self._make_room(count)
         first = self._first_seen(self.end)
-        both, keys, values, slots, k, v, length = super().room(count)
-        if first > 0:  # masks begin with the first of them
-            k, v = (rows.narrow(2, first, self.end - first) for rows in (keys, values))
-            length = None if length is None else self.slots.length(k)
-        return both, keys, values, slots, k, v, length
+        room = super().room(count)
+        if first == 0:
+            return room
+        k, v = (t.narrow(2, first, self.end - first) for t in (self.keys, self.values))
+        length = None if room.length is None else self.slots.length(k)
+        return room._replace(keys=k, values=v, length=length)  # masks begin with the first of them
 
     def _capacity(self, rows: int, slots: int) -> int:
         most = max(rows, self.sliding_window - 1 + SLACK)

@@ -60,7 +60,8 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
 
     def room(self, count: int) -> Room:
         slots, keys, values = self._advance(count), self.keys, self.values
-        return self.formats, keys, values, slots, keys, values, self.length  # type: ignore[return-value]
+        assert self.formats is not None
+        return Room(self.formats, keys, values, slots, keys, values, self.length)
 
     def _fit(self, count: int) -> None:
         pass  # _check_held did

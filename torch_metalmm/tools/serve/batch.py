@@ -8,21 +8,32 @@ transformers' own server would run chat templates without bounds, and load what 
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...hf.caches.layers import DTYPE_NAMES
+from ...hf.caches.paged import PagedCache, PoolFull, Text, default_memory, paged_cache
 from ...models.attach import check_cache, set_cache
+from ...models.cache_argument import with_cache
 from ..chat.session import end_tokens
 from ..chat.stream import Stream
-from ..sequence import CHUNK, Sequence, keeps_rows, read_together
+from ..sequence import CHUNK, keeps_rows
 from .choosing import Chooser
 from .engine import Finish, Job
 
 _LOG = logging.getLogger(__name__)
+
+# Tokens of the shortest part of a prompt, but of a prompt that is shorter: enough for kernels of
+# many rows, whose results for a row do not depend on the others.
+LEAST = 64
+SECONDS = 0.25  # that an answer under way waits for a part of another's prompt
 
 
 def can_share(model: Any) -> bool:
@@ -40,13 +51,16 @@ def can_share(model: Any) -> bool:
     return True
 
 
-class _Answer:
-    """A job under way. The sequence has read all its tokens but the last."""
+_NUMBERS = itertools.count()
 
-    def __init__(self, job: Job, model: Any, tokenizer: Any, cache: str) -> None:
-        self.job = job
+
+class _Answer:
+    """A job under way: `text` has rows of a beginning of `tokens`, which grow by the answer."""
+
+    def __init__(self, job: Job, cache: PagedCache, model: Any, tokenizer: Any) -> None:
+        self.job, self.text, self.number = job, Text(cache), next(_NUMBERS)
         self.tokens = list(job.ids)
-        self.sequence = Sequence(model, cache)
+        self.kept: int | None = None  # tokens of the prompt whose rows another text has read
         self.stream = Stream(tokenizer, job.options.stops, job.tell)
         self.stream.put(torch.tensor(job.ids))
         options = job.options
@@ -54,22 +68,48 @@ class _Answer:
             options = replace(options, repeat_penalty=model.generation_config.repetition_penalty)
         self.chooser = Chooser(options, job.seed, model.device)
 
+    def is_read(self) -> bool:
+        return len(self.text.tokens) == len(self.tokens)
+
+    def part(self, most: int) -> list[int]:
+        """The next tokens of the prompt: `most`, or all where less than LEAST would be left."""
+        left = self.job.ids[len(self.text.tokens) :]
+        return left if len(left) < most + LEAST else left[:most]
+
     def finish(self, reason: str) -> None:
+        self.text.end()
         self.stream.finish()
-        self.job.tell(Finish(reason, len(self.job.ids), 0, len(self.stream.ids)))
+        done = Finish(reason, len(self.job.ids), self.kept or 0, len(self.stream.ids))
+        self.job.tell(done)
 
 
 class Batch:
-    """A runner. Prompts are read one after the other, a part between two steps of the answers."""
+    """A runner. A step is a token of each answer, then a part of a prompt, of each prompt in turn.
 
-    def __init__(self, model: Any, tokenizer: Any, most: int, cache: str | None = None) -> None:
-        """most: answers at a time. cache: of each; None: in the model's dtype."""
+    Rows do not depend on which other texts share a step, up to 8 of them, nor on where a prompt's
+    parts begin, so answers are those of a server with one client. Where the pages run out, the
+    youngest answer gives its own back, and later reads its tokens again as it read them before.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        most: int,
+        cache: str | None = None,
+        memory: int | None = None,
+    ) -> None:
+        """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
+        bytes of all rows; None: a quarter of what the machine has free."""
         self._model, self._tokenizer, self._most = model, tokenizer, most
-        self._format = cache or DTYPE_NAMES[model.dtype]
-        set_cache([model], self._format)
+        format = cache or DTYPE_NAMES[model.dtype]
+        set_cache([model], format)
+        self.cache = paged_cache(model, format, memory or default_memory(model.device))
+        self._last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         self._end_tokens = end_tokens(model)
-        self._prompts: list[_Answer] = []
+        self._prompts: deque[_Answer] = deque()
         self._answers: list[_Answer] = []
+        self._speed = 0.0  # tokens of a prompt a second
 
     def room(self) -> int:
         return self._most - len(self._prompts) - len(self._answers)
@@ -78,47 +118,100 @@ class Batch:
         return bool(self._prompts or self._answers)
 
     def take(self, job: Job) -> None:
-        self._prompts.append(_Answer(job, self._model, self._tokenizer, self._format))
+        self._prompts.append(_Answer(job, self.cache, self._model, self._tokenizer))
 
     def stop(self, job: Job) -> None:
         """The next step sees that it is cancelled."""
 
     def fail(self, error: Exception) -> None:
-        failed = self._prompts + self._answers
-        self._prompts, self._answers = [], []
+        failed = [*self._prompts, *self._answers]
+        self._prompts.clear()
+        self._answers = []
         for answer in failed:
+            answer.text.end()
             answer.job.tell(error)
 
     def step(self) -> None:
-        """A token for each answer, and a part of a prompt."""
-        self._prompts = [a for a in self._prompts if not a.job.is_cancelled]
-        self._answers = [a for a in self._answers if not a.job.is_cancelled]
+        for answer in [a for a in (*self._prompts, *self._answers) if a.job.is_cancelled]:
+            self._drop(answer)
         if self._answers:
-            logits = read_together(
-                [a.sequence for a in self._answers], [a.tokens[-1] for a in self._answers]
-            )
-            given = zip(self._answers, torch.split(logits, 1), strict=True)
-            self._answers = [a for a, own in given if self._goes_on(a, own[:, -1])]
+            self._advance()
         if self._prompts:
             self._fill()
 
-    def _fill(self) -> None:
-        """Read a part of the first prompt; where it is the last one, it becomes an answer."""
-        answer = self._prompts[0]
-        try:
-            done = len(answer.sequence.tokens)
-            logits = answer.sequence.read(answer.tokens[done : done + CHUNK])
-        except Exception as error:  # of this prompt: nothing of the answers was touched
-            _tell(answer, error)
-            del self._prompts[0]
-            return
-        if len(answer.sequence.tokens) < len(answer.tokens):
-            return
-        if self._goes_on(answer, logits[:, -1]):
-            self._answers.append(answer)
-        del self._prompts[0]
+    def _drop(self, answer: _Answer) -> None:
+        answer.text.end()
+        (self._prompts if answer in self._prompts else self._answers).remove(answer)
 
-    def _goes_on(self, answer: _Answer, logits: torch.Tensor) -> bool:
+    def _advance(self) -> None:
+        """A token of each answer."""
+        while True:
+            try:
+                positions = self.cache.begin_step([a.text for a in self._answers], 1)
+                break
+            except PoolFull:
+                self._give_back()
+        new = [[a.tokens[len(a.text.tokens)]] for a in self._answers]
+        logits = self._forward(new, positions)
+        given = list(zip(self._answers, new, torch.split(logits, 1), strict=True))
+        for answer, token, _ in given:
+            answer.text.extend(token, is_shared=False)
+        self._answers = [
+            a for a, _, own in given if not a.is_read() or self._goes_on(a, own[:, -1])
+        ]
+
+    def _give_back(self) -> None:
+        """The youngest text gives its pages back, and is read again. PoolFull: there is but one."""
+        holders = [a for a in (*self._prompts, *self._answers) if a.text.pages]
+        if len(holders) < 2:
+            raise PoolFull("one text alone has more tokens than the cache has slots")
+        youngest = max(holders, key=lambda answer: answer.number)
+        self._drop(youngest)
+        self._prompts.append(youngest)
+
+    def _fill(self) -> None:
+        """A part of the prompt whose turn it is; where it is the last, it becomes an answer."""
+        answer = self._prompts[0]
+        if not answer.text.pages:
+            kept = answer.text.begin(answer.job.ids, LEAST)
+            answer.kept = kept if answer.kept is None else answer.kept
+        part = answer.part(self._part_size())
+        begin = time.monotonic()
+        try:
+            logits = self._forward([part], self.cache.begin_step([answer.text], len(part)))
+        except PoolFull:
+            if not self._answers:  # of which none will end and give its pages back
+                self._give_back()
+            return
+        except Exception as error:  # of this prompt: nothing of the answers was touched
+            self._drop(answer)
+            _tell(answer, error)
+            return
+        self._speed = len(part) / (time.monotonic() - begin)
+        answer.text.extend(part)
+        self._prompts.popleft()
+        if len(answer.text.tokens) < len(answer.job.ids):
+            self._prompts.append(answer)
+        elif not answer.is_read() or self._goes_on(answer, logits[:, -1]):
+            self._answers.append(answer)
+
+    def _part_size(self) -> int:
+        """Tokens of a part: while others wait for their next token, what is read in SECONDS."""
+        if not self._answers and len(self._prompts) == 1:
+            return CHUNK
+        return min(CHUNK, max(LEAST, int(self._speed * SECONDS) // LEAST * LEAST))
+
+    def _forward(self, ids: list[list[int]], positions: Tensor) -> Tensor:
+        logits: Tensor = self._model(
+            input_ids=torch.tensor(ids, device=self._model.device),
+            position_ids=positions,
+            use_cache=True,
+            **with_cache(self._model, self.cache),
+            **self._last,
+        ).logits
+        return logits
+
+    def _goes_on(self, answer: _Answer, logits: Tensor) -> bool:
         """Choose its next token; False: it is over. An error is told to this answer alone."""
         try:
             token = answer.chooser.choose(logits, answer.tokens)
@@ -126,6 +219,7 @@ class Batch:
             answer.stream.put(torch.tensor([token]))
             return not self._is_over(answer, token)
         except Exception as error:
+            answer.text.end()
             _tell(answer, error)
             return False
 

@@ -60,6 +60,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
     limit("--parallel", 4, "N", "answers at a time")
     limit("--queue", 16, "N", "requests that wait for a place; more get status 429")
+    limit(
+        "--cache-memory",
+        None,
+        "MIB",
+        "of the rows of all answers and of those kept for prompts to come; "
+        "default: a quarter of what is free",
+    )
     limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")
     limit("--max-body", 4 << 20, "BYTES", "of a request")
     limit("--max-messages", 1024, "N", "of a chat, and texts of a request for embeddings")
@@ -118,13 +125,18 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     loaded = worker.call(lambda: load(args, generating=False)).result()
     model, tokenizer = loaded.model, loaded.tokenizer
     generates = bool(getattr(model, "can_generate", lambda: False)())
-    prompts, session, tokens = None, None, Tokens(model, tokenizer)
+    prompts, session, tokens, context = None, None, Tokens(model, tokenizer), args.ctx
     if generates:
-        prompts = Prompts(model, tokenizer, template, args.ctx, args.max_new_tokens, tokens)
         session = Session(model, tokenizer, Options(), cache=args.cache, draft=loaded.draft)
     runner: Runner = Single(session)
     if generates and loaded.draft is None and can_share(model):
-        runner = Batch(model, tokenizer, args.parallel, args.cache)
+        memory = args.cache_memory and args.cache_memory << 20
+        runner = batch = Batch(model, tokenizer, args.parallel, args.cache, memory)
+        context = min(context or batch.cache.slots, batch.cache.slots)
+    elif args.cache_memory is not None:
+        raise ValueError("--cache-memory: the answers of this model share no cache")
+    if generates:
+        prompts = Prompts(model, tokenizer, template, context, args.max_new_tokens, tokens)
     pooling = args.pooling or pooling_of(loaded.path, generates)
     return Server(
         name=args.name or loaded.name,

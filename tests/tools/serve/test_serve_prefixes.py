@@ -1,0 +1,101 @@
+"""Answers of `metalmm serve` out of one cache: prompts that begin alike, and a small cache."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from answered import answered
+from gguf_files import random_model
+
+from torch_metalmm import fuse_, load_gguf
+from torch_metalmm.hf.caches.pages import SLOTS, PoolFull
+from torch_metalmm.tools.chat.session import Options
+from torch_metalmm.tools.serve.batch import LEAST, Batch
+from torch_metalmm.tools.serve.engine import Finish, Job
+
+NEW = 9
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    name, *fused = request.param.split()
+    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", name))
+    model.generation_config.eos_token_id = None
+    return (fuse_(model) if fused else model), tokenizer
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 300), k=count)
+
+
+def logits_of(batch: Batch, prompts: list[list[int]]) -> list[tuple[Finish, list[torch.Tensor]]]:
+    """What each answer ends with, and the logits that its tokens were chosen by."""
+    told = [list[Any]() for _ in prompts]
+    jobs = [
+        Job("", ids, Options(max_new_tokens=NEW), None, own.append)
+        for ids, own in zip(prompts, told, strict=True)
+    ]
+    found = answered(batch, jobs)
+    for own in told:
+        assert isinstance(own[-1], Finish), own[-1]
+    return [(own[-1], found[id(job)]) for own, job in zip(told, jobs, strict=True)]
+
+
+def pool(loaded: Any, most: int, pages: int) -> Batch:
+    """A runner whose cache has so many pages."""
+    one = Batch(*loaded, 1, "q8_0", 1 << 24).cache.page_bytes
+    return Batch(*loaded, most, "q8_0", pages * one)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) == NEW and all(map(torch.equal, a, b))
+
+
+def test_a_prompt_begins_where_an_earlier_one_did(loaded: Any) -> None:
+    """In whole pages, and with LEAST tokens to read; the bits are those of an empty cache."""
+    first, batch = tokens(1, 300), pool(loaded, 2, 32)
+    assert logits_of(batch, [first])[0][0].kept_tokens == 0
+    for shared, kept in ((300, 192), (255, 192), (63, 0), (64, 64)):
+        ids = first[:shared] + tokens(2, 30 + LEAST - 30 * (shared == 64))
+        if shared == 300:
+            ids = first
+        (finish, logits), *_ = logits_of(batch, [ids])
+        assert finish.kept_tokens == kept, shared
+        assert same(logits, logits_of(pool(loaded, 1, 32), [ids])[0][1])
+    assert batch.cache.pages.available == 32
+
+
+def test_prompts_under_way_share(loaded: Any) -> None:
+    head = tokens(3, 3 * SLOTS)
+    prompts = [head + tokens(10 + i, 70 + i) for i in range(3)]
+    found = logits_of(pool(loaded, 3, 32), prompts)
+    for ids, (_, logits) in zip(prompts, found, strict=True):
+        assert same(logits, logits_of(pool(loaded, 1, 32), [ids])[0][1])
+
+
+def test_a_cache_of_which_the_texts_need_more(loaded: Any) -> None:
+    """The youngest gives its pages back, and is read anew; nobody notices but by the time."""
+    prompts = [tokens(20 + i, 120 + i) for i in range(6)]  # 3 pages each, with the answer
+    batch = pool(loaded, 4, 5)
+    found = logits_of(batch, prompts)
+    for ids, (finish, logits) in zip(prompts, found, strict=True):
+        assert finish == Finish("length", len(ids), 0, NEW)
+        alone = logits_of(pool(loaded, 1, 32), [ids])[0][1]
+        # A token that was read again has its logits twice.
+        assert all(any(torch.equal(a, b) for b in logits) for a in alone)
+    assert batch.cache.pages.available == 5
+
+
+def test_a_text_that_is_longer_than_the_cache(loaded: Any) -> None:
+    """It alone is told, and the next is answered."""
+    batch, told = pool(loaded, 2, 2), list[Any]()
+    batch.take(Job("", tokens(30, 2 * SLOTS - 3), Options(max_new_tokens=NEW), None, told.append))
+    with torch.inference_mode(), pytest.raises(PoolFull, match="one text alone") as error:
+        while True:
+            batch.step()
+    batch.fail(error.value)
+    assert told[-1] is error.value
+    assert logits_of(batch, [tokens(31, 20)])[0][0].new_tokens == NEW

@@ -1,0 +1,189 @@
+"""A cache of many texts in a fixed number of bytes: rows of each layer in pages of one pool.
+
+A layer has two tensors, keys and values [1, kv_heads, slots, row], of which pages.py gives texts
+pages of 64 slots. A forward reads and writes rows of the texts that begin_step() names: a token, or
+a part of a prompt, of each. Texts that join, leave or grow move no rows, and those with a common
+beginning read its rows at one place. What a failed step has written lies behind all lengths, so no
+text sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...models.cache_argument import with_cache
+from .layers import PackedLayer, Room
+from .pages import SLOTS, Pages, PoolFull
+from .rows import lasting
+
+__all__ = ["PagedCache", "PoolFull", "Text", "default_memory", "paged_cache"]
+
+ops = torch.ops.metalmm
+
+
+class Offset(int):
+    """The position of a step's first query. Attention knows its slots: it is given no mask."""
+
+
+class Text:
+    """Tokens whose rows the cache holds."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self.tokens: list[int] = []
+        self.pages: list[int] = []
+
+    def begin(self, tokens: Sequence[int], least: int) -> int:
+        """Hold the longest beginning of the tokens that the cache has, in whole pages; its length.
+
+        least: tokens at the end that are read in any case.
+        """
+        self.end()
+        self.pages = self.cache.pages.find(tokens, max(0, len(tokens) - least))
+        self.tokens = list(tokens[: len(self.pages) * SLOTS])
+        return len(self.tokens)
+
+    def make_room(self, count: int) -> None:
+        """Pages for `count` tokens more. PoolFull: there are none, and the text has what it had."""
+        had = len(self.pages)
+        try:
+            while len(self.pages) * SLOTS < len(self.tokens) + count:
+                self.pages.append(self.cache.pages.take())
+        except BaseException:
+            self._drop(had)
+            raise
+
+    def extend(self, tokens: Sequence[int], is_shared: bool = True) -> None:
+        """The rows of these tokens are written. is_shared: other texts may find them."""
+        full = len(self.tokens) // SLOTS
+        self.tokens.extend(tokens)
+        if is_shared and len(self.tokens) // SLOTS > full:
+            self.cache.pages.publish(self.pages, self.tokens)
+
+    def end(self) -> None:
+        """Its pages may go when others need their place."""
+        self._drop(0)
+        self.tokens = []
+
+    def _drop(self, kept: int) -> None:
+        dropped, self.pages = self.pages[kept:], self.pages[:kept]
+        self.cache.pages.release(dropped)
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The keys and values of all texts in a layer. window: of a sliding one; 0: none."""
+
+    is_initialized = True
+
+    def __init__(self, like: PackedLayer, slots: int) -> None:
+        """like: a layer that holds a row, whose formats and sizes this one has."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.formats = like.formats
+        self.is_sliding = like.is_sliding
+        self.window: int = getattr(like, "sliding_window", 0)
+        with lasting():
+            self.keys, self.values = (
+                t.new_empty(1, t.shape[1], slots, t.shape[3]) for t in (like.keys, like.values)
+            )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("rows are written by update() of the cache")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return Offset(0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedCache(Cache):
+    """Keys and values of all texts of a model whose attention function is "metalmm".
+
+    like: the layers of a PackedCache that hold a row of the model. memory: bytes that rows may
+    take; ValueError: not even one page fits.
+    """
+
+    def __init__(self, like: Sequence[PackedLayer], memory: int) -> None:
+        page_bytes = sum(
+            t.shape[1] * SLOTS * t.shape[3] * t.element_size()
+            for layer in like
+            for t in (layer.keys, layer.values)
+        )
+        if memory < page_bytes:
+            raise ValueError(
+                f"memory: {memory} bytes; {SLOTS} tokens of this model take {page_bytes}"
+            )
+        self.page_bytes = page_bytes
+        self.pages = Pages(memory // page_bytes)
+        slots = self.pages.count * SLOTS
+        super().__init__(layers=[PagedLayer(x, slots) for x in like])
+        self.slots = slots  # of all texts
+        self._step: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def begin_step(self, texts: Sequence[Text], count: int) -> Tensor:
+        """The next forward is of `count` tokens more of each text; their positions [B, count].
+
+        PoolFull: a text has no place for them, and nothing has changed but what others have.
+        """
+        for text in texts:
+            text.make_room(count)
+        most = max(len(text.pages) for text in texts)
+        table = [text.pages + [0] * (most - len(text.pages)) for text in texts]
+        places = [range(len(text.tokens), len(text.tokens) + count) for text in texts]
+        slots = [
+            [text.pages[t // SLOTS] * SLOTS + t % SLOTS for t in own]
+            for text, own in zip(texts, places, strict=True)
+        ]
+        first: Any = self.layers[0]
+        device = first.keys.device
+        made = [torch.tensor(x, device=device) for x in (slots, [p.stop for p in places], table)]
+        self._step = made[0], made[1], made[2]
+        return torch.tensor([[*own] for own in places], device=device)
+
+    def room(self, number: int, x: Tensor, kv_heads: int, head_size: int) -> Room:
+        """Room for the keys of x [B, count, ...], whose attention is the op."""
+        layer: Any = self.layers[number]
+        assert self._step is not None
+        slots, length, table = self._step
+        keys, values = layer.keys, layer.values
+        return Room(layer.formats, keys, values, slots, keys, values, length, table, layer.window)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The room itself, in the place of keys and of values [B, kv_heads, T, D]."""
+        room = self.room(layer_idx, key_states, 0, 0)
+        given = room.new_keys, room.new_values, key_states, value_states, room.slots
+        ops.cache_append(*given, *room.formats)
+        return room, room
+
+
+def paged_cache(model: Any, format: str, memory: int) -> PagedCache:
+    """Of a model whose attention function is "metalmm", which reads a token to show its rows."""
+    from ..cache import PackedCache
+
+    like: Any = PackedCache(model.config, format)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=True, **with_cache(model, like))
+    return PagedCache(like.layers, memory)
+
+
+def default_memory(device: torch.device) -> int:
+    """A quarter of the bytes that are free where the rows will lie."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    import psutil
+
+    return int(psutil.virtual_memory().available) // 4

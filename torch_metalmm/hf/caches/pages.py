@@ -1,0 +1,103 @@
+"""Which pages of a pool hold which tokens: references, prefixes that texts share, what goes first.
+
+A page is 64 slots of every layer. Each text has references to its pages; a full page is known by
+its tokens and by the page before it, so that a later text finds the longest beginning that is held.
+A page without references stays as long as no text needs its place; the one that was used longest
+ago goes first. Nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SLOTS = 64  # kPageSlots of metal/abi.h
+_Key = tuple[int, tuple[int, ...]]  # the serial of the page before, 0: none; a block of tokens
+
+
+class PoolFull(Exception):
+    """All pages are held by texts under way."""
+
+
+@dataclass
+class Pages:
+    """`count` pages, of which none holds anything at first."""
+
+    count: int
+    _free: list[int] = field(default_factory=list)
+    _references: list[int] = field(default_factory=list)
+    _known: dict[_Key, int] = field(default_factory=dict)
+    _keys: dict[int, _Key] = field(default_factory=dict)  # the other way round
+    _serials: list[int] = field(default_factory=list)  # of what a page holds, never the same twice
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # known, no text's
+    _made: int = 0
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.count - 1, -1, -1))
+        self._references, self._serials = [0] * self.count, [0] * self.count
+
+    @property
+    def available(self) -> int:
+        """Pages that a text may be given."""
+        return len(self._free) + len(self._idle)
+
+    def take(self) -> int:
+        """A page for new rows. PoolFull: there is none."""
+        if self._free:
+            page = self._free.pop()
+        elif self._idle:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+        else:
+            raise PoolFull(f"all {self.count} pages are held by texts under way")
+        self._references[page] = 1
+        self._made += 1
+        self._serials[page] = self._made
+        return page
+
+    def release(self, pages: Sequence[int]) -> None:
+        """A text is over, or cropped. Of its pages the last goes before those that it follows."""
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if page in self._keys:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def publish(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """The pages hold these tokens from the first on; full ones may be found from here on.
+
+        Where two texts have read the same, the first is found.
+        """
+        follows = 0
+        for i in range(len(tokens) // SLOTS):
+            page = pages[i]
+            key = follows, tuple(tokens[i * SLOTS : (i + 1) * SLOTS])
+            known = self._known.setdefault(key, page)
+            if known == page:
+                self._keys[page] = key
+            follows = self._serials[known]
+
+    def find(self, tokens: Sequence[int], most: int) -> list[int]:
+        """The pages of the longest beginning of the text that is held, of at most `most` tokens.
+
+        Each has a reference more: release() is to be called.
+        """
+        found: list[int] = []
+        follows = 0
+        for i in range(most // SLOTS):
+            page = self._known.get((follows, tuple(tokens[i * SLOTS : (i + 1) * SLOTS])))
+            if page is None:
+                break
+            if not self._references[page]:
+                del self._idle[page]
+            self._references[page] += 1
+            found.append(page)
+            follows = self._serials[page]
+        return found
+
+    def _forget(self, page: int) -> None:
+        del self._known[self._keys.pop(page)]
