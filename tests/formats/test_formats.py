@@ -145,13 +145,14 @@ def test_codes_of_one_and_two_bits_are_those_of_their_values():
     """Of blocks whose bytes are ggml's (GOLDEN): gguf decodes neither."""
     x = golden_weights()[:, :128]
     d = x.abs().sum() / 128  # exact, in any order
-    decoded = {
-        n: formats.get(n).dequantize(formats.get(n).quantize(x), 128) for n in ("q1_0", "q2_0")
-    }
-    assert torch.equal(decoded["q1_0"], torch.where(x >= 0, d.half().float(), -d.half().float()))
+    signs, two = (formats.get(n) for n in ("q1_0", "q2_0"))
+    wanted = torch.where(x >= 0, d, -d).half().float()
+    assert torch.equal(signs.dequantize(signs.quantize(x), 128), wanted)
     top = x.view(2, 64).abs().amax(1, keepdim=True)
     ternary = (x.view(2, 64) / top).sign() * ((x.view(2, 64) / top).abs() >= 0.5)
-    assert torch.equal(decoded["q2_0"], (ternary * top.half().float()).view(1, 128))
+    assert torch.equal(
+        two.dequantize(two.quantize(x), 128), (ternary * top.half().float()).view(1, 128)
+    )
 
 
 # ---- quantizing

@@ -146,7 +146,8 @@ def digest_weights() -> Tensor:
 
 
 # The first block of golden_weights, packed by ggml's C quantizers (llama.cpp of August 2025, gcc,
-# -ffp-contract=off; iq4_nl is its 15-trial quantize_iq4_nl; q1_0 and q2_0: ggml-base 0.25.3) and, for affine, by mlx 0.32 (CPU).
+# -ffp-contract=off; iq4_nl is its 15-trial quantize_iq4_nl; q1_0 and q2_0 are of ggml-base 0.25.3)
+# and, for affine, by mlx 0.32 (CPU).
 GOLDEN = {
     "q4_0": "402ed043c9805a4664a5089c340df80646a8",
     "q4_1": "552e40bad033c9705a4664a5079c330df8064698",
