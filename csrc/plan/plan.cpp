@@ -184,6 +184,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
     case Op::kRopeAppend:
     case Op::kAttention:
     case Op::kRoute:
+    case Op::kCausalConv:
     case Op::kGatedDelta:
     case Op::kCount:
       break;
