@@ -269,6 +269,7 @@ _BIASES = dict.fromkeys(
 _BIASED = ("cohere", "deepseek-v3", "dots1", "falcon-h1-plain", "gemma2", "granitehybrid", "llama",
            "mamba", "qwen3-moe", "qwen3_5", "seed-oss")
 CASES |= {f"{c}-biased": (CASES[c][0], CASES[c][1] | _BIASES) for c in _BIASED}
+CASES["falcon-h1-plain-biased"][1]["attention_bias"] = False  # which are refused
 # Classes without a head: {case of the one with it: the class}.
 _HEADLESS = {
     **{"bloom": "BloomModel", "lfm2": "Lfm2Model", "llama": "LlamaModel"},
