@@ -52,7 +52,7 @@ _NEEDED = (
     *(*SIZES, *GRANITE, RMS, LAYER, *WINDOW, "logit_scale"),
     *(_EXPERTS, "expert_used_count"),
 )
-_BOOLS = ("expert_weights_norm",)
+_BOOLS = ("expert_weights_norm", "rope.scaling.finetuned")
 
 
 def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:

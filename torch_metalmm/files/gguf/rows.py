@@ -64,6 +64,7 @@ _ROUTED_ELSE = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
 }
+_ROTATED = {"rope.scaling.finetuned": True}  # of Granite: whether it has a rotation
 # Of Mistral's models in these files, which scale queries by their position.
 _NO_TEMPERATURE = {"attention.temperature_scale": 0}
 _CHUNKED = {"attention.sliding_window": 8192}  # another value: not the layers of Llama 4
@@ -360,12 +361,14 @@ ARCHITECTURES = {
         "granite",
         _RMS | GRANITE | _SHARED_MLP,
         processor=_LLAMA,
+        states=_ROTATED,
         derived=_HEADS,
     ),
     "granitemoe": Architecture(
         "granitemoe",
         _LOCAL | GRANITE,
         processor=_LLAMA,
+        states=_ROTATED,
         derived=_HEADS,
         names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
     ),
@@ -533,6 +536,7 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
             "granitemoeshared",
             _LOCAL | GRANITE | _SHARED_MLP,
             processor=_LLAMA,
+            states=_ROTATED,
             derived=_HEADS,
             writes=False,
             names=_MIXED,
