@@ -176,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
         "--imatrix", action="store_true", help="instead: with an importance matrix and without"
     )
     kept = sub.add_parser("cache", parents=on_device, help="bytes and quality of caches by format")
-    kept.add_argument("--parts", default=",".join(cache_cost.PARTS), help="bytes,quality")
+    kept.add_argument("--parts", default="bytes,quality", help=",".join(cache_cost.PARTS))
     sub.add_parser("roof", parents=on_device, help="DRAM read and f32 multiply-add, all candidates")
     cell = sub.add_parser("cells", help="kernels, lines of Metal, issue cycles per weight of gemv")
     cell.add_argument("--write", action="store_true", help="bring the committed figures up to date")
