@@ -332,19 +332,21 @@ OTHERS = {
 # as. Found by converting each case with each value of its config changed.
 _NO_WINDOW, _NO_WINDOWS = {"sliding_window": None}, {"use_sliding_window": False}
 _DISTANCE = {"relative_attention_max_distance": 128}
+_STEPS = {"time_step_limit": [0.0, float("inf")]}
 _THETA = {"rope_parameters.rope_theta": 10000.0}
 UNSAID: dict[str, dict[str, Any]] = {
     "bloom": {"apply_residual_connection_post_layernorm": False},
     "deepseek-v3": {"rope_interleave": True},
     "falcon": _THETA | {"alibi": False},
-    "falcon-h1": {"mamba_norm_before_gate": False},
+    "falcon-h1": _STEPS | {"mamba_norm_before_gate": False},
     "falcon-mamba": {"mixer_rms_eps": 1e-6},
     "gemma": _THETA | {"use_bidirectional_attention": None},
     "gemma2": _THETA,
     "gpt-oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters.truncate": False},
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-    "granitehybrid": {"position_embedding_type": "nope"},
+    "granitehybrid": _STEPS | {"position_embedding_type": "nope"},
     "llama4": {"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+    "mamba2": _STEPS,
     "ministral3": _NO_WINDOW | {"rope_parameters.mscale": 1.0},
     "olmoe": {"rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
     "phi2": _THETA,
