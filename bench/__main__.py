@@ -1,8 +1,7 @@
-"""python -m bench [matmul | matrix-ops | norm | attention | tokens | quality | cells | …] ..."""
+"""python -m bench COMMAND ..."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -12,24 +11,18 @@ from typing import Any
 
 import torch
 
-from . import machine
+from . import machine, report
 from .options import MEASURES, OF_A_CLONE, parse, place_of
-from .report import report
 from .runner import Record, Run
 from .tables import status
 
 
-def module_of(args: argparse.Namespace) -> Any:
-    """Where a command is: run(Run) -> records measures, print_(args) prints something else."""
-    return import_module(f".{place_of(args)}", __package__)
-
-
-def collect(args: argparse.Namespace, about: Record) -> list[Record]:
+def collect(run: Run, records_of: Any, about: Record) -> list[Record]:
     """All records, each also written to --json as it comes; Ctrl-C keeps what there is."""
     records: list[Record] = []
-    with open(args.json or os.devnull, "w") as file:
+    with open(run.args.json or os.devnull, "w") as file:
         try:
-            for r in chain([about], module_of(args).run(Run(args))):
+            for r in chain([about], records_of(run)):
                 records.append(r)
                 file.write(json.dumps(r) + "\n")
                 file.flush()
@@ -40,23 +33,26 @@ def collect(args: argparse.Namespace, about: Record) -> list[Record]:
 
 
 def main(argv: list[str]) -> int:
-    """0; 1 if a result was wrong; 2 for bad arguments."""
+    """0; 1 if a result was wrong; 2 for bad arguments.
+
+    The module of a command has run(Run), the records of what it measures, or print_(args).
+    """
     try:
         args = parse(argv)
         if args.command in OF_A_CLONE:
             machine.need_clone(args.command)
+        module = import_module(f".{place_of(args)}", __package__)
         if args.command not in MEASURES:
-            module_of(args).print_(args)
+            module.print_(args)
             return 0
         torch.set_num_threads(args.threads)
-        device = Run(args).device
-        about = machine.describe(argv, args.threads, device.name, device.cache_bytes)
+        run = Run(args)
+        about = machine.describe(argv, args.threads, run.device.name, run.device.cache_bytes)
         about["quick"] = args.quick
-        if about["load_before"] > 0.5:
-            load = about["load_before"]
+        if (load := about["load_before"]) > 0.5:
             status(f"load average {load}: other programs run, times are noisy\n")
         with torch.inference_mode(args.command != "op-overhead"):
-            records = collect(args, about)
+            records = collect(run, module.run, about)
     except (ValueError, OSError) as e:
         print(f"bench: {e}", file=sys.stderr)
         return 2

@@ -50,33 +50,9 @@ sanitize() {
   return "$failed"
 }
 
-time_formats() {
-  python3 -m bench --device cuda --shapes 128256x4096,32000x4096,14336x4096 --m 1,8,16,512 \
-    --formats "$FORMATS" --engines metalmm,mv_f16,linear_f16 --markdown --json "$OUT/times.jsonl"
-}
-
-time_tokens() {
-  python3 -m bench tokens --device cuda --models "${MODELS:-8b,1b}" --compile --budget "${BUDGET:-240}" \
-    --repetitions 5 --new-tokens 16 --markdown --json "$OUT/tokens.jsonl"
-}
-
-time_norms() {
-  python3 -m bench norm --device cuda --repetitions 10 --markdown --json "$OUT/norm.jsonl"
-}
-
-time_experts() {
-  python3 -m bench experts --device cuda --formats q4_0,q4_k,q8_0,mxfp4,affine4_g64 --repetitions 10 --markdown \
-    --json "$OUT/experts.jsonl"
-}
-
-time_attention() {
-  python3 -m bench attention --device cuda --compile --repetitions 10 --seconds 0.2 --markdown \
-    --json "$OUT/attention.jsonl"
-}
-
-time_contexts() {
-  python3 -m bench tokens --device cuda --models "${MODELS:-8b}" --cache f16,q8_0,q4_0 --context 128,2k,8k,32k \
-    --repetitions 5 --markdown --json "$OUT/contexts.jsonl"
+# The records of a command of the benchmark, in the file that is named first.
+record() {
+  python3 -m bench "${@:2}" --device cuda --markdown --json "$OUT/$1.jsonl"
 }
 
 for step in "${@:-build test sanitize time}"; do
@@ -85,12 +61,15 @@ for step in "${@:-build test sanitize time}"; do
       build) build ;;
       test) run_tests ;;
       sanitize) sanitize ;;
-      time) time_formats ;;
-      tokens) time_tokens ;;
-      norm) time_norms ;;
-      experts) time_experts ;;
-      attention) time_attention ;;
-      contexts) time_contexts ;;
+      time) record times matmul --shapes 128256x4096,32000x4096,14336x4096 --m 1,8,16,512 --formats "$FORMATS" \
+        --engines metalmm,mv_f16,linear_f16 ;;
+      tokens) record tokens tokens --models "${MODELS:-8b,1b}" --compile --budget "${BUDGET:-240}" \
+        --repetitions 5 --new-tokens 16 ;;
+      norm) record norm norm --repetitions 10 ;;
+      experts) record experts experts --formats q4_0,q4_k,q8_0,mxfp4,affine4_g64 --repetitions 10 ;;
+      attention) record attention attention --compile --repetitions 10 --seconds 0.2 ;;
+      contexts) record contexts tokens --models "${MODELS:-8b}" --cache f16,q8_0,q4_0 --context 128,2k,8k,32k \
+        --repetitions 5 ;;
       *) echo "cuda_check: unknown step '$s'; build, test, sanitize, time, tokens, norm, experts, attention or contexts" >&2; exit 2 ;;
     esac
   done

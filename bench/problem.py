@@ -1,15 +1,16 @@
-"""One weight matrix, the variants that multiply by it, and the check each passes first."""
+"""One weight matrix, the variants that multiply by it, and the bounds that results are held to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from torch_metalmm import formats
 
@@ -20,6 +21,7 @@ CHECKED_ROWS = 256
 COLD_FACTOR = 3  # copies of W fill this many last-level caches
 CONFIDENCE = 8.0
 PATTERN_ROWS = 64  # rows of a W that are quantized where the others are copies of them
+SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 LABELS = {dtype: name for name, dtype in DTYPES.items()}
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -28,6 +30,11 @@ _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 def unit(dtype: torch.dtype) -> float:
     """The largest relative error of rounding to dtype."""
     return 2.0 ** -_DIGITS[dtype]
+
+
+def lost(dtype: torch.dtype) -> float:
+    """The largest relative error of a value that is rounded to dtype after f32; 0 for f32."""
+    return 0.0 if dtype is torch.float32 else unit(dtype)
 
 
 def of_additions(k: int, size: Tensor) -> Tensor:
@@ -39,20 +46,40 @@ def of_additions(k: int, size: Tensor) -> Tensor:
     return CONFIDENCE * math.sqrt(k + 2) * unit(torch.float32) * size
 
 
-def of_store(exact: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """`error` of a result, and what one rounding to dtype adds."""
-    return error + unit(dtype) * (exact.abs() + error) + torch.finfo(dtype).smallest_normal
+class Bounded(NamedTuple):
+    """Values in f64, and the largest error that a computation of each in f32 may make."""
+
+    exact: Tensor
+    error: Tensor
+
+    def and_roundings(self, count: int) -> Bounded:
+        """After so many more roundings in f32."""
+        return self._replace(error=self.error + count * unit(torch.float32) * self.exact.abs())
+
+    def stored(self, dtype: torch.dtype) -> Bounded:
+        """After one rounding to dtype."""
+        rounding = unit(dtype) * (self.exact.abs() + self.error)
+        return self._replace(error=self.error + rounding + torch.finfo(dtype).smallest_normal)
+
+    def verdict(self, given: Tensor) -> dict[str, Any]:
+        """The largest error of `given` in units of its bound, as a record has it."""
+        ratio = (given.cpu().double() - self.exact).abs() / self.error
+        worst = math.inf if bool(ratio.isnan().any()) else float(ratio.max())
+        return {"worst": worst, "ok": worst <= 1.0}
 
 
-def worst_of(given: Tensor, exact: Tensor, bound: Tensor) -> float:
-    """The largest |given - exact| in units of its bound; infinite for a NaN."""
-    ratio = (given.cpu().double() - exact).abs() / bound
-    return math.inf if bool(ratio.isnan().any()) else float(ratio.max())
+def product(x: Tensor, w: Tensor, relative: float = 0.0, times: float = 1.0) -> Bounded:
+    """x[M, K] w[N, K]ᵀ in f64: `times` the error of its additions, and `relative` of |x| |w|ᵀ."""
+    x, w = x.double(), w.double()
+    size = x.abs() @ w.abs().t()
+    return Bounded(x @ w.t(), times * of_additions(x.shape[1], size) + relative * size)
 
 
-def verdict(worst: float) -> dict[str, Any]:
-    """What a record says of the largest error in units of its bound."""
-    return {"worst": worst, "ok": worst <= 1.0}
+def gated(gate: Bounded, up: Bounded) -> Bounded:
+    """silu(gate) * up, without the roundings of both."""
+    activated = silu(gate.exact)
+    error = SILU_SLOPE * gate.error * (up.exact.abs() + up.error) + activated.abs() * up.error
+    return Bounded(activated * up.exact, error)
 
 
 def copied_rows(
@@ -61,9 +88,14 @@ def copied_rows(
     """`rows` quantized random rows, the same in f64, and which of them each of n rows is."""
     rows = min(n, rows)
     values = torch.randn(rows, k, generator=make).mul_(0.02)
-    pattern = cast(Tensor, torch.ops.metalmm.quantize(values, format))
+    pattern = torch.ops.metalmm.quantize(values, format)
     decoded = formats.get(format).dequantize(pattern, k).double()
     return pattern, decoded, torch.randint(rows, (n,), generator=make)
+
+
+def rotated(packed: Tensor, copies: int) -> list[Tensor]:
+    """`packed` and copies - 1 clones."""
+    return [packed, *(packed.clone() for _ in range(copies - 1))]
 
 
 @dataclass(frozen=True)
@@ -80,44 +112,9 @@ class Setting:
         """How many copies of a W of this size are enough."""
         return max(1, math.ceil(self.cold_bytes / weight_bytes))
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A dense random W[N, K] that every variant quantizes for itself."""
-
-    shape: Shape
-    setting: Setting
-
-    @cached_property
-    def w(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.shape.n * 31 + self.shape.k)
-        return torch.randn(self.shape.n, self.shape.k, generator=generator).mul_(0.02)
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """The rows that are checked: all, or CHECKED_ROWS evenly spaced, both ends included."""
-        n = self.shape.n
-        return torch.linspace(0, n - 1, min(n, CHECKED_ROWS), dtype=torch.float64).round().long()
-
-    def packed(self, format: str) -> Tensor:
-        """W by the native quantizer; of a format that is only read, random blocks.
-
-        Bit 6 of no byte of those is set, so that an f16 scale is finite wherever it is.
-        """
-        f = formats.get(format)
-        if f.packs:
-            return cast(Tensor, torch.ops.metalmm.quantize(self.w, format))
-        shape = self.shape.n, f.row_bytes(self.shape.k)
-        generator = torch.Generator().manual_seed(self.shape.n * 31 + self.shape.k)
-        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) & 0xBF
-
-    def decoded(self, packed: Tensor, format: str) -> Tensor:
-        """The checked rows of a packed W, by the specification, in f64."""
-        return formats.get(format).dequantize(packed[self.rows], self.shape.k).double()
-
-    def x(self, m: int) -> Tensor:
-        """Activations f32 [m, K], on the CPU."""
-        return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
+    def put(self, t: Tensor) -> Tensor:
+        """On the device, numbers in the dtype of x."""
+        return t.to(self.device.type, self.dtype if t.is_floating_point() else t.dtype)
 
 
 @dataclass(frozen=True)
@@ -132,9 +129,22 @@ class Rounding:
     out: torch.dtype = torch.float32
 
     @staticmethod
-    def to(dtype: torch.dtype) -> Rounding:
-        """x and y rounded to dtype."""
-        return Rounding(lambda x: x.abs() * unit(dtype), dtype)
+    def to(dtype: torch.dtype, times: int = 1) -> Rounding:
+        """x, or x and W where times is 2, and y rounded to dtype."""
+        if dtype is torch.float32:
+            return Rounding()
+        return Rounding(lambda x: x.abs() * unit(dtype) * times, dtype)
+
+    @staticmethod
+    def int8(block: int, scale: torch.dtype = torch.float16) -> Rounding:
+        """x rounded to multiples of its block's maximum / 127, the factor held in `scale`."""
+
+        def x_error(x: Tensor) -> Tensor:
+            largest = x.abs().unflatten(-1, (-1, block)).amax(-1, keepdim=True)
+            step = largest / 127 * (0.5 + 127 * unit(scale))
+            return step.expand(*step.shape[:-1], block).flatten(-2)
+
+        return Rounding(x_error)
 
 
 @dataclass(frozen=True)
@@ -159,21 +169,76 @@ class Variant:
     strategy: Callable[[int], str | None] = lambda m: None
 
 
-class Engine(Protocol):
-    """A source of variants."""
+@dataclass(frozen=True)
+class Problem:
+    """A dense random W[N, K] that every variant quantizes for itself."""
 
-    def missing(self, device: Device) -> str | None:
-        """Why the engine cannot run on that device; None if it can."""
-        ...
+    shape: Shape
+    setting: Setting
 
-    def variants(self, problem: Problem, formats: Sequence[str]) -> Iterator[Variant]:
-        """The variants that fit the problem. W is quantized and copied here."""
-        ...
+    @cached_property
+    def w(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.shape.n * 31 + self.shape.k)
+        return torch.randn(self.shape.n, self.shape.k, generator=generator).mul_(0.02)
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """The rows that are checked: all, or CHECKED_ROWS evenly spaced, both ends included."""
+        n = self.shape.n
+        return torch.linspace(0, n - 1, min(n, CHECKED_ROWS), dtype=torch.float64).round().long()
 
-def rotated(packed: Tensor, copies: int) -> list[Tensor]:
-    """`packed` and copies - 1 clones."""
-    return [packed, *(packed.clone() for _ in range(copies - 1))]
+    def fits(self, names: Sequence[str]) -> list[str]:
+        """The formats of these whose blocks divide K, as they are called."""
+        found = map(formats.get, names)
+        return [f.name for f in found if self.shape.k % f.block_values == 0]
+
+    def packed(self, format: str) -> Tensor:
+        """W by the native quantizer; of a format that is only read, random blocks.
+
+        Bit 6 of no byte of those is set, so that an f16 scale is finite wherever it is.
+        """
+        f = formats.get(format)
+        if f.packs:
+            return torch.ops.metalmm.quantize(self.w, format)
+        shape = self.shape.n, f.row_bytes(self.shape.k)
+        generator = torch.Generator().manual_seed(self.shape.n * 31 + self.shape.k)
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) & 0xBF
+
+    def decoded(self, packed: Tensor, format: str) -> Tensor:
+        """The checked rows of a packed W, by the specification, in f64."""
+        return formats.get(format).dequantize(packed[self.rows], self.shape.k).double()
+
+    def x(self, m: int) -> Tensor:
+        """Activations f32 [m, K], on the CPU."""
+        return torch.randn(m, self.shape.k, generator=torch.Generator().manual_seed(m))
+
+    def copied(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """These tensors, which are a W, as often as no cache of the device holds."""
+        count = self.setting.copies(sum(t.nbytes for t in operands))
+        device = self.setting.device.type
+        return [*zip(*(rotated(t.to(device), count) for t in operands), strict=True)]
+
+    def variant(
+        self,
+        engine: str,
+        name: str,
+        operands: Sequence[Tensor],
+        product: Callable[..., Tensor],
+        dtype: torch.dtype,
+        decoded: Callable[[], Tensor],
+        **others: Any,
+    ) -> Variant:
+        """A variant of torch tensors: `operands` are W as it has it, product(x, *operands) takes x
+        in dtype, which is what it rounds to unless `others` of Variant's fields say."""
+        device, copies = self.setting.device, self.copied(operands)
+
+        def bind(x: Tensor) -> Callable[[int], Tensor]:
+            given = x.to(device.type, dtype)
+            return lambda i: product(given, *copies[i])
+
+        size = sum(t.nbytes for t in operands)
+        others = {"rounding": Rounding.to(dtype)} | others
+        return Variant(engine, name, size, len(copies), bind, decoded, device=device, **others)
 
 
 class Checker:
@@ -192,20 +257,17 @@ class Checker:
     ) -> dict[str, Any]:
         """The first and the last copy: the larger error = |y - y64| / |y64|, Frobenius, and the
         larger |y - y64| / bound of an element."""
-        rows, rounding = self.problem.rows, variant.rounding
-        w = self._decoded.get(variant.name)
-        if w is None:
-            w = self._decoded[variant.name] = variant.decoded()
-        x64, wt = x.double(), w.t()
-        y64 = x64 @ wt
-        bound = of_additions(x.shape[1], x64.abs() @ wt.abs())
+        if variant.name not in self._decoded:
+            self._decoded[variant.name] = variant.decoded()
+        w, rounding, x64 = self._decoded[variant.name], variant.rounding, x.double()
+        wanted = product(x64, w)
         if rounding.x_error is not None:
-            bound += rounding.x_error(x64) @ wt.abs()
-        bound = of_store(y64, bound, rounding.out)
+            wanted = Bounded(wanted.exact, wanted.error + rounding.x_error(x64) @ w.abs().t())
+        wanted = wanted.stored(rounding.out)
         found = []
         for i in {0, variant.copies - 1}:
             y = call(i)
-            y = y[:, rows.to(y.device)].cpu().double()
-            found.append((worst_of(y, y64, bound), float((y - y64).norm() / y64.norm())))
-        worst, error = max(found)
-        return {"error": error, **verdict(worst)}
+            y = y[:, self.problem.rows.to(y.device)].cpu().double()
+            error = float((y - wanted.exact).norm() / wanted.exact.norm())
+            found.append({"error": error, **wanted.verdict(y)})
+        return max(found, key=lambda one: (one["worst"], one["error"]))

@@ -88,9 +88,7 @@ def measured(
 ) -> Record:
     """Time, rates, shares of the roofs (GB/s, GFLOP/s), and ratios to other ways."""
     t = times[way.name]
-    scaled = {"us": t.median, "us_q1": t.q1, "us_q3": t.q3}
-    out: Record = {key: round(s * 1e6 / way.times, 3) for key, s in scaled.items()}
-    out["count"] = t.count
+    out: Record = t.fields("us", lambda s: round(s * 1e6 / way.times, 3)) | {"count": t.count}
     for name, work, roof_of in zip(
         ("gbs", "gflops"), (way.read, way.flops), roofs or (None, None), strict=True
     ):

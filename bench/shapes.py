@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -61,6 +62,19 @@ def parse_ints(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part!r}; must be a positive integer or a range a-b")
         out.extend(range(int(first), int(last or first) + 1))
     return tuple(dict.fromkeys(out))
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """As the command line has them."""
+    return ",".join(map(str, numbers))
+
+
+def parse_product(option: str, text: str, names: str) -> tuple[int, ...]:
+    """The integers of "32x8x128", as many as `names` has. ValueError: anything else."""
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) != len(names.split("x")) or not all(p.isdigit() and int(p) for p in parts):
+        raise ValueError(f"{option}: {text!r}; must be {names}, each at least 1")
+    return tuple(map(int, parts))
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

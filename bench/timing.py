@@ -47,6 +47,13 @@ class Timing:
 
         return Timing(at(0.5), at(0.25), at(0.75), len(s))
 
+    def fields(
+        self, name: str, value: Callable[[float], float] = lambda seconds: seconds
+    ) -> dict[str, float]:
+        """A value of the median and of the quartiles, as a record has them: name, _q1, _q3."""
+        q1, q3 = sorted((value(self.q1), value(self.q3)))
+        return {name: value(self.median), f"{name}_q1": q1, f"{name}_q3": q3}
+
 
 class Timed:
     """One variant of an interleaved run, by the host's clock; a device overrides _once and warm_up.

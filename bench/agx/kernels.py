@@ -24,12 +24,12 @@ from torch_metalmm import _C
 from torch_metalmm.msl import spirv
 from torch_metalmm.msl.build import BuildError
 
-from ..shaders import cells, registers
-from ..tables import Table, replace_block, to_markdown
+from ..shaders import cells, passes
+from ..tables import Table, to_markdown
 from .build_mesa import PROGRAM
 from .code import CLASSES, Code, read
 
-# What the page has: gemv of every format, then other kernels of a few.
+# Where none is named: gemv of every format, then other kernels of a few.
 SHOWN = (
     "gemv_*_f16",
     *(f"gemv_*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "affine4")),
@@ -44,18 +44,18 @@ _SIZES = {"gated_delta": (4096, 128), "route": (128, 8)}  # heads of 128; 8 of 1
 
 
 @functools.cache
-def _passes() -> dict[str, registers.Pass]:
+def _passes() -> dict[str, passes.Pass]:
     """{kernel: a pass of it}."""
-    out = {kernel: one for kernel, (one, _) in registers.passes().items()}
+    out = passes.passes()
     for op in _C.ops():
-        for dtype in registers.DTYPES if f"{op}_f16" in _C.kernel_names() else ():
+        for dtype in passes.DTYPES if f"{op}_f16" in _C.kernel_names() else ():
             n, k = _SIZES.get(op, (4096, 4096))
             plan = _C.plan(op, m=1, n=n, k=k, format="f16", dtype=dtype, chip="m1")
             out |= {one["kernel"]: one for one in plan["passes"]}
     return out
 
 
-def pass_of(kernel: str) -> registers.Pass:
+def pass_of(kernel: str) -> passes.Pass:
     """The pass that a kernel is compiled for: of plan(), or of the first kernel of its file that
     has one, or without constants."""
     plain = {"constants": dict.fromkeys(_C.CONSTANTS, 0) | {"k": 4096}, "group": [128]}
@@ -152,7 +152,7 @@ def named(patterns: Sequence[str]) -> list[str]:
         # gemv_*_f16 is gemv of every format, not gemv_batched; Mesa reads no weights in bf16.
         if pattern.count("_") == 2 and "*" in pattern:
             strategy = pattern.partition("_*_")[0]
-            names = [name for name in names if registers.split(name)[0] == strategy] or names
+            names = [name for name in names if passes.split(name)[0] == strategy] or names
             names = [name for name in names if "bf16" not in name]
         if not names:
             raise ValueError(f"{pattern}: no kernel has such a name")
@@ -161,11 +161,5 @@ def named(patterns: Sequence[str]) -> list[str]:
 
 
 def print_(args: argparse.Namespace) -> None:
-    if args.write and args.kernels:
-        raise ValueError("--write: without kernels")
     found = measure(named(args.kernels or SHOWN), args.metal or spirv.METAL)
-    text = to_markdown(table(found))
-    if args.write:
-        replace_block(cells.RESULTS, "agx", text)
-    else:
-        print(text)
+    print(to_markdown(table(found)))

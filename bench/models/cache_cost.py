@@ -6,9 +6,8 @@ repository's own pages, beside DynamicCache. No time is measured.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..machine import ROOT, need_clone
 from ..runner import Record, Run
 from ..tables import status
 from . import llamas
+from .quality import Scores
 
 PARTS = ("bytes", "quality")
 FORMATS = "f32,f16,bf16,q8_0,q5_1,q5_0,q4_1,q4_0,iq4_nl,mxfp4"
@@ -59,24 +59,9 @@ def memory(name: str) -> Record:
         for layer in range(config.num_hidden_layers):
             cache.update(row, row, layer)
         sizes[str(slots)] = sum(t.nbytes for c in cache.layers for t in (c.keys, c.values))
-    token = sizes[str(SLOTS[0])] / SLOTS[0]
-    return {"kind": "cache-bytes", "format": name, "token": token, "sizes": sizes}
-
-
-@dataclass
-class Scores:
-    """Sums over the predicted tokens, and the greedy answers [PROMPTS, ANSWER]."""
-
-    loss: float = 0.0
-    divergence: float = 0.0
-    same: int = 0
-    answers: list[Tensor] = field(default_factory=list)
-
-    def add(self, given: Tensor, wanted: Tensor, ids: Tensor) -> None:
-        """Log-probabilities [T, V] of a window, those with DynamicCache, and the tokens [T]."""
-        self.loss -= float(given.gather(1, ids[:, None]).double().sum())
-        self.divergence += float((wanted.exp() * (wanted - given)).double().sum())
-        self.same += int((given.argmax(1) == wanted.argmax(1)).sum())
+    token, halves = sizes[str(SLOTS[0])] / SLOTS[0], 2 * row.numel() * config.num_hidden_layers
+    of_f16 = token / (2 * halves)
+    return {"kind": "cache-bytes", "format": name, "token": token, "sizes": sizes, "of_f16": of_f16}
 
 
 def text() -> str:
@@ -92,10 +77,10 @@ def quality(names: Sequence[str], quick: bool) -> Iterator[Record]:
     model.set_attn_implementation("metalmm")
     tokens, window, answer = (96, 48, 4) if quick else (TOKENS, WINDOW, ANSWER)
     ids = tokenizer(text(), return_tensors="pt").input_ids[:, :tokens]
-    caches = {DYNAMIC: dynamic, **{n: packed(model.config, n) for n in names}}
+    packed = {n: partial(torch_metalmm.PackedCache, model.config, n) for n in names}
+    caches = {DYNAMIC: dynamic, **packed}
     scores = {name: Scores() for name in caches}
-    starts = range(0, ids.shape[1] - 1, window)
-    for start in starts:
+    for start in range(0, ids.shape[1] - 1, window):
         part = ids[:, start : start + window + 1]
         wanted = None
         for name, make in caches.items():
@@ -105,18 +90,18 @@ def quality(names: Sequence[str], quick: bool) -> Iterator[Record]:
             wanted = given if wanted is None else wanted
             scores[name].add(given, wanted, part[0, 1:])
     prompts = ids[0, : tokens // PROMPTS * PROMPTS].view(PROMPTS, -1)[:, : min(PROMPT, window)]
+    greedy: dict[str, list[Tensor]] = {}
     for name, make in caches.items():
         status(f"{PROMPTS} answers: {name}")
-        scores[name].answers = answers(model, prompts, make(), answer)
+        greedy[name] = answers(model, prompts, make(), answer)
     for name, found in scores.items():
         yield {
             "kind": "cache-quality",
-            "model": f"SmolLM2-135M-Instruct, {ids.shape[1] - 1} tokens of README and docs",
+            "model": f"SmolLM2-135M-Instruct, {found.tokens} tokens of README and docs",
             "cache": name,
-            "perplexity": math.exp(found.loss / (ids.shape[1] - 1)),
-            "divergence": found.divergence / (ids.shape[1] - 1),
-            "same_top": found.same / (ids.shape[1] - 1),
-            "equal": [*map(equal, found.answers, scores[DYNAMIC].answers)],
+            **found.record(),
+            "equal": [*map(equal, greedy[name], greedy[DYNAMIC])],
+            "answers": PROMPTS,
             "answer": answer,
         }
 
@@ -125,10 +110,6 @@ def dynamic() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
-
-
-def packed(config: Any, name: str) -> Callable[[], Any]:
-    return lambda: torch_metalmm.PackedCache(config, name)
 
 
 def answers(model: Any, prompts: Tensor, cache: Any, count: int) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch_metalmm import PackedCache, fuse_, quantize_
 from torch_metalmm.models.cache_argument import cache_in, with_cache
 from torch_metalmm.msl.build import ROOT
 
-from ..report.models import model_tables
+from ..report import model_tables
 from ..runner import Record, Run
 from ..tables import replace_block, status, to_markdown
 from .op_counts import Calls

@@ -19,7 +19,7 @@ from ..devices import CPU
 from ..runner import Record, Run, named
 from ..timing import Timing, wall_clock
 from . import llamas, shares
-from .systems import Compiled, Packed, Transformers
+from .systems import Compiled, Transformers, packed
 
 FEW, MANY = 2, 12  # layers
 HIDDEN = 64
@@ -35,7 +35,7 @@ def tiny_llama(layers: int) -> Any:
 class Stepped:
     """A system of few layers and one of many, and the seconds of their steps."""
 
-    def __init__(self, name: str, models: Sequence[nn.Module], form: type = Transformers) -> None:
+    def __init__(self, name: str, models: Sequence[nn.Module], form: Any = Transformers) -> None:
         self.name = name
         self.systems = [form(name, model) for model in models]
         self.samples: list[list[float]] = [[], []]
@@ -54,14 +54,13 @@ class Stepped:
         few, many = self.samples
         each = [(b - a) / (MANY - FEW) for a, b in zip(few, many, strict=True)]
         t, step = Timing.of(each), Timing.of(few).median
-        out: Record = {"kind": "layers", "system": self.name, "layer_us": 1e6 * t.median}
-        out |= {"layer_us_q1": 1e6 * t.q1, "layer_us_q3": 1e6 * t.q3}
-        out |= {"beside_us": 1e6 * (step - FEW * t.median)}
-        return out | self.ops()
+        out: Record = {"kind": "layers", "system": self.name}
+        out |= t.fields("layer_us", lambda s: 1e6 * s)
+        return out | {"beside_us": 1e6 * (step - FEW * t.median)} | self.ops()
 
     def ops(self) -> Record:
         """What a layer calls, and the time of these ops in rows."""
-        if type(self.systems[0]) is not Transformers:
+        if type(self.systems[0]) is not Transformers or self.systems[0].make:
             return dict.fromkeys(("ops_us", "our_ops", "other_ops", "views"))
         calls = [shares.watched(lambda s=s: s.feed([1])) for s in self.systems]
         timed = [sum((shares.in_rows(c, CPU).seconds or {}).values()) for c in calls]
@@ -84,16 +83,16 @@ def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
     dense = [tiny_llama(layers) for layers in (FEW, MANY)]
     yield Stepped("transformers f32", dense)
     for name in names:
-        packed = [quantize_(copy.deepcopy(m), name, progress=False) for m in dense]
-        fused = [] if args.no_fuse else [fuse_(copy.deepcopy(m)) for m in packed]
-        for label, models in ((f"metalmm {name}", packed), (f"metalmm {name}, fuse_", fused)):
+        plain = [quantize_(copy.deepcopy(m), name, progress=False) for m in dense]
+        fused = [] if args.no_fuse else [fuse_(copy.deepcopy(m)) for m in plain]
+        for label, models in ((f"metalmm {name}", plain), (f"metalmm {name}, fuse_", fused)):
             if models:
                 yield Stepped(label, models)
                 if models is fused:
-                    cached = [fuse_(copy.deepcopy(m), cache="f32") for m in packed]
+                    cached = [fuse_(copy.deepcopy(m), cache="f32") for m in plain]
                     own = [copy.deepcopy(m) for m in fused]  # whose attention another is
-                    yield Stepped(f"{label}, PackedCache", own, Packed)
-                    yield Stepped(f"{label}, replayed", cached, Packed)
+                    yield Stepped(f"{label}, PackedCache", own, packed)
+                    yield Stepped(f"{label}, replayed", cached, packed)
                 if args.compile:
                     yield Stepped(f"{label}, compiled", models, Compiled)
 

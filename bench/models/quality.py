@@ -13,7 +13,9 @@ import importlib.util
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -60,19 +62,32 @@ def language_model(names: list[str], activations: str | None, tokens: int) -> It
             "kind": "quality",
             "model": "SmolLM2-135M-Instruct, from its Q4_1 file",
             "variant": variant,
-            **compared(given, wanted, ids),
-            **sizes(packed),
+            **Scores().add(given, wanted, ids[0, 1:]).record(),
+            **sizes(packed, is_base=given is wanted),
         }
 
 
-def compared(given: Tensor, wanted: Tensor, ids: Tensor) -> Record:
-    """Of log probabilities [T - 1, V] of a text: perplexity, and how they differ from others."""
-    return {
-        "perplexity": math.exp(-given.gather(1, ids[0, 1:, None]).mean().item()),
-        "divergence": (wanted.exp() * (wanted - given)).sum(1).mean().item(),
-        "same_top": (given.argmax(1) == wanted.argmax(1)).double().mean().item(),
-        "tokens": ids.shape[1] - 1,
-    }
+@dataclass
+class Scores:
+    """Sums over the predicted tokens of a text, and how many they are."""
+
+    loss: float = 0.0
+    divergence: float = 0.0
+    same: int = 0
+    tokens: int = 0
+
+    def add(self, given: Tensor, wanted: Tensor, ids: Tensor) -> Scores:
+        """Log probabilities [T, V], those they are compared with, and the tokens [T]."""
+        self.loss -= float(given.gather(1, ids[:, None]).double().sum())
+        self.divergence += float((wanted.exp() * (wanted - given)).double().sum())
+        self.same += int((given.argmax(1) == wanted.argmax(1)).sum())
+        self.tokens += len(ids)
+        return self
+
+    def record(self) -> Record:
+        n = self.tokens
+        found = {"perplexity": math.exp(self.loss / n), "divergence": self.divergence / n}
+        return found | {"same_top": self.same / n, "count": f"{n} tokens"}
 
 
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:
@@ -108,7 +123,7 @@ def sentence_model(names: list[str]) -> Iterator[Record]:
             "cosine": cosines.mean().item(),
             "worst_cosine": cosines.min().item(),
             "similarity_change": (given @ given.T - wanted @ wanted.T).abs().max().item(),
-            "sentences": len(wanted),
+            "count": f"{len(wanted)} sentences",
             **sizes(packed),
         }
 
@@ -132,29 +147,27 @@ def embeddings(model: Any, batch: Any) -> Tensor:
     return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def pack(model: Any, name: str | None) -> Any:
+def pack(model: Any, name: str | None, importance: Any = None) -> Any:
     """A copy of the model in that format; the model itself for None."""
     if name is None:
         return model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # K of 384 and 576: K-quants fall back, see `formats`
-        return quantize_(copy.deepcopy(model), name, progress=False)
+        return quantize_(copy.deepcopy(model), name, progress=False, importance=importance)
 
 
-def sizes(model: Any) -> Record:
-    """Bytes of the parameters, of the same in f16, and the formats of the packed layers."""
-    used: dict[str, int] = {}
-    weights, seen = 0, set()
-    for module in model.modules():
-        name = getattr(module, "format", None)
-        if name is not None and id(module.weight) not in seen:
-            seen.add(id(module.weight))
-            values = module.weight.shape[0] * module.dequantize().shape[1]
-            used[name] = used.get(name, 0) + values
-            weights += values
-    rest = sum(p.numel() for p in model.parameters() if id(p) not in seen)
+def sizes(model: Any, is_base: bool = False) -> Record:
+    """Bytes of the parameters, of the same in f16, and the shares of the formats of packed layers;
+    none of a model that others are compared with."""
+    packed = [m for m in model.modules() if getattr(m, "format", None) is not None]
+    packed = {id(m.weight): m for m in packed}.values()
+    values = {m: m.weight.shape[0] * m.dequantize().shape[1] for m in packed}
+    used, weights = Counter[str](), sum(values.values())
+    for module, count in values.items():
+        used[module.format] += count
+    rest = sum(p.numel() for p in model.parameters()) - sum(m.weight.numel() for m in packed)
     return {
         "bytes": sum(p.nbytes for p in model.parameters()),
         "f16_bytes": 2 * (weights + rest),
-        "formats": {n: v / weights for n, v in sorted(used.items(), key=lambda item: -item[1])},
+        "formats": {} if is_base else {n: v / weights for n, v in used.most_common()},
     }

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch_metalmm import formats, fuse_
 
 from ..runner import Record, Run
+from ..shapes import parse_counts
 from ..tables import status
 from . import llamas
 from .systems import Graph, Transformers
@@ -37,6 +38,7 @@ from .tokens import (
     CHECKED_TOKENS,
     ROUNDED_LIMIT,
     Race,
+    dense_name,
     distance,
     last_logits,
 )
@@ -77,28 +79,45 @@ class Job:
         text = f"{self.count} process" + ("es" if self.count > 1 else "")
         return text + (" on one device" if self.way == SHARED else "")
 
+    @property
+    def records(self) -> Path:
+        return Path(self.folder) / f"{self.way}{self.count}.pt"
+
+    def wanted(self, format: str) -> Path:
+        """The logits in f32."""
+        return Path(self.folder) / f"{format}.logits"
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt."""
+        pick, vocabulary = random.Random(1), llamas.SHAPES[self.model].vocabulary
+        return [pick.randrange(vocabulary) for _ in range(self.prompt)]
+
 
 def run(run: Run) -> Iterator[Record]:
     """The records of every model named, on one process and on args.tp."""
     args, device, dtype = run.args, run.device, run.device.dtype
+    if args.tp < 2 or args.cache or args.overhead:
+        raise ValueError(f"--tp {args.tp}: at least 2, and not with --cache or --overhead")
     names = tuple(formats.get(name).name for name in args.formats.split(","))
     known = [name for name, shape in llamas.SHAPES.items() if not shape.experts]
     devices = torch.cuda.device_count() if device.type == "cuda" else args.tp
     if devices < args.tp and not args.one_device:
         raise ValueError(f"--tp {args.tp}: {devices} GPUs; --one-device measures a part on one")
+    context = parse_counts(args.context)[0]
     for model in args.models.split(","):
         if model not in known:
             raise ValueError(f"--tp: model {model!r}; must be of {', '.join(known)}")
         with tempfile.TemporaryDirectory() as folder:
             alone = Job(
-                *(model, names, device.type, dtype, args.prompt, args.context, args.new_tokens),
+                *(model, names, device.type, dtype, args.prompt, context, args.new_tokens),
                 *(args.repetitions, args.threads, not args.no_peers, folder),
             )
             for job in _jobs(alone, args.tp, args.one_device):
                 status(f"{model}: {job.over}, {job.device}")
                 (Path(folder) / "store").unlink(missing_ok=True)
                 mp.spawn(_rank, (job,), nprocs=1 if job.way == PART else job.count)
-                yield from torch.load(_records_of(job))
+                yield from torch.load(job.records)
 
 
 def _jobs(alone: Job, count: int, one_device: bool) -> list[Job]:
@@ -108,10 +127,6 @@ def _jobs(alone: Job, count: int, one_device: bool) -> list[Job]:
         return [alone, several]
     shared = replace(several, way=SHARED, dense=False, repetitions=1)
     return [alone, shared, replace(several, way=PART)]
-
-
-def _records_of(job: Job) -> Path:
-    return Path(job.folder) / f"{job.way}{job.count}.pt"
 
 
 def _group(rank: int, job: Job) -> None:
@@ -146,7 +161,7 @@ def _rank(rank: int, job: Job) -> None:
             records += _of_dense(job, device, mesh)
             _clear(job)
     if rank == 0:
-        torch.save(records, _records_of(job))
+        torch.save(records, job.records)
     if job.backend == "nccl":
         # destroy_process_group() waits for ever where graphs were captured that hold its kernels
         # (torch 2.11, two H200s): a process that has said all ends without it.
@@ -176,7 +191,7 @@ def _of_format(job: Job, name: str, device: str, mesh: Any) -> list[Record]:
 def _of_dense(job: Job, device: str, mesh: Any) -> list[Record]:
     """The dense model; or why it does not run, as where one process has no room for it."""
     dtype = torch.float16 if job.device == "cuda" else torch.float32
-    title = "transformers " + {torch.float16: "f16"}.get(dtype, "f32")
+    title = dense_name(dtype)
     try:
         model = dense_llama(llamas.SHAPES[job.model], dtype, device, mesh)
         records = [_measured(job, Transformers(title, model), None)]
@@ -232,7 +247,7 @@ def skipped(job: Job, system: str, error: RuntimeError) -> Record:
 
 def _measured(job: Job, system: Any, name: str | None) -> Record:
     """A system's times, and how far its logits are from those in f32."""
-    prompt, error = _tokens(job), _error(job, system, name)
+    prompt, error = job.tokens, _error(job, system, name)
     title = f"random Llama, {llamas.SHAPES[job.model].parameters / 1e6:.0f} M parameters"
     # A wrong layer is off by about 1 (tokens.py); sums in f32 in another order by 1e-6.
     ok = error <= (ROUNDED_LIMIT if job.dtype.itemsize == 2 else ROUNDED_LIMIT / 1e3)
@@ -251,23 +266,13 @@ def _measured(job: Job, system: Any, name: str | None) -> Record:
 def _save_wanted(job: Job, system: Any, name: str) -> None:
     """The logits of the model in f32, after which it is in the job's dtype again."""
     model = system.model.float()
-    torch.save(_logits(job, system), _wanted(job, name))
+    torch.save(_logits(job, system), job.wanted(name))
     model.to(job.dtype)
-
-
-def _wanted(job: Job, name: str) -> Path:
-    return Path(job.folder) / f"{name}.logits"
-
-
-def _tokens(job: Job) -> list[int]:
-    pick = random.Random(1)
-    vocabulary = llamas.SHAPES[job.model].vocabulary
-    return [pick.randrange(vocabulary) for _ in range(job.prompt)]
 
 
 def _logits(job: Job, system: Any) -> Tensor:
     """Those after CHECKED_TOKENS of the prompt."""
-    return last_logits(system, _tokens(job)[:CHECKED_TOKENS])
+    return last_logits(system, job.tokens[:CHECKED_TOKENS])
 
 
 def _error(job: Job, system: Any, name: str | None) -> float:
@@ -278,7 +283,7 @@ def _error(job: Job, system: Any, name: str | None) -> float:
     given = _logits(job, system)
     if name is None or job.way == PART:
         return 0.0 if bool(given.isfinite().all()) else torch.inf
-    return distance(given, torch.load(_wanted(job, name)))
+    return distance(given, torch.load(job.wanted(name)))
 
 
 def _local_bytes(model: nn.Module) -> int:

@@ -1,19 +1,23 @@
-"""Ways to run a transformers model token by token: eager, compiled, and as a captured graph."""
+"""Ways to run a transformers model token by token: eager, compiled, and as a captured graph; from a
+prompt, or from the middle of a sequence whose cache holds random rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import PackedCache
+from torch_metalmm import PackedCache, formats
+from torch_metalmm.hf.caches import pair_of
 from torch_metalmm.models.cache_argument import cache_in, with_cache
 
 Step = Callable[[Tensor], Tensor]
 LENGTH = 64
+MULTIPLE = 16  # slots of a cache of constant size
+PIECE = 1024  # positions whose rows are one draw of random numbers, wherever a context ends
 
 
 class System(Protocol):
@@ -40,47 +44,68 @@ class Transformers:
     prefills = True  # in a form of its own
 
     def __init__(
-        self, name: str, model: nn.Module, exact: bool = True, experts: str | None = None
+        self,
+        name: str,
+        model: nn.Module,
+        exact: bool = True,
+        *,
+        make: Callable[[], Any] | None = None,
+        attention: str | None = None,
+        format: str | None = None,
+        experts: str | None = None,
     ) -> None:
-        """experts: how a mixture multiplies by its dense experts, for a token."""
+        """make() is an empty cache; None: the model's own. attention: transformers' name of the
+        function by which this system attends. format: that the cache rounds to; None: the model's
+        dtype. experts: how a mixture multiplies by its dense experts, for a token."""
         self.name, self.model, self.exact, self.experts = name, model, exact, experts
         if experts == "batched_mm":  # which has a copy of the weights for each token
             self.prefills = False
+        self.make, self.attention, self.format, self.held = make, attention, format, 0
         self.weight_bytes = sum(p.nbytes for p in model.parameters())
         self.device = next(model.parameters()).device
         self.cache: Any = None
 
     def reset(self) -> None:
-        self.cache = None
+        self.begin()
+        self.cache = self.make() if self.make else None
 
-    def feed(self, tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor([tokens], device=self.device)
-        self.choose(ids)
-        given = with_cache(self.model, self.cache)
-        out = self.model(ids, use_cache=True, logits_to_keep=1, **given)
-        self.cache = cache_in(out)
-        logits: Tensor = out.logits[0, -1].float()
-        return logits
+    def begin(self) -> None:
+        """Lets the model, which may be that of other systems too, attend as this one does."""
+        model: Any = self.model
+        if self.attention not in (None, model.config._attn_implementation):
+            model.set_attn_implementation(self.attention)
 
-    def choose(self, ids: Tensor) -> None:
-        """Let the model, which may be that of other systems too, multiply as this one does."""
+    def called(self, ids: Tensor) -> Any:
+        """What the model gives for the last of these tokens."""
         if self.experts is not None:
             many = self.experts == "batched_mm" and ids.shape[1] > 1
-            config = cast(Any, self.model).config
-            config._experts_implementation = "grouped_mm" if many else self.experts
+            self.model.config._experts_implementation = "grouped_mm" if many else self.experts
+        given = with_cache(self.model, self.cache)
+        return self.model(ids, use_cache=True, logits_to_keep=1, **given)
+
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        out = self.called(torch.tensor([tokens], device=self.device))
+        self.cache = cache_in(out)
+        return out.logits[0, -1].float()
+
+    # ---- in the middle of a sequence
+
+    def extend(self, context: int) -> None:
+        """Lets the cache hold `context` random rows."""
+        self.begin()
+        if self.cache is None:
+            self.cache = self.make()
+        fill(self.cache, self.model, self.held, context)
+        self.held = context
+
+    def rewind(self, tokens: int) -> None:
+        self.cache.crop(-tokens)
 
 
-class Packed(Transformers):
+def packed(name: str, model: nn.Module, exact: bool = True) -> Transformers:
     """A model that attends by our op, and a PackedCache in its dtype, whose rows stay in place."""
-
-    def __init__(self, name: str, model: nn.Module, exact: bool = True) -> None:
-        super().__init__(name, model, exact)
-        module: Any = model
-        module.set_attn_implementation("metalmm")
-        self.reset()
-
-    def reset(self) -> None:
-        self.cache = PackedCache(self.model.config)
+    make = lambda: PackedCache(model.config)  # noqa: E731
+    return Transformers(name, model, exact, make=make, attention="metalmm")
 
 
 class Static(Transformers):
@@ -94,13 +119,13 @@ class Static(Transformers):
         model: nn.Module,
         exact: bool = True,
         length: int = LENGTH,
-        make: Callable[[int], Any] | None = None,
+        make_sized: Callable[[int], Any] | None = None,
+        **others: Any,
     ) -> None:
-        """length: tokens that the cache holds; attention walks over all of them. make(length) is
-        the cache; None: a StaticCache."""
-        super().__init__(name, model, exact)
-        self.length = length
-        self._make = make or self._static
+        """length: tokens that the cache holds, or that it holds beyond those of extend(); attention
+        walks over all of them. make_sized(length) is the cache; None: a StaticCache."""
+        super().__init__(name, model, exact, **others)
+        self.length, self._make_sized = length, make_sized or self._static
         self._step: Step | None = None
 
     def _static(self, length: int) -> Any:
@@ -109,19 +134,15 @@ class Static(Transformers):
         return StaticCache(config=self.model.config, max_cache_len=length)
 
     def reset(self) -> None:
+        self.begin()
         if self.cache is None:
-            self.cache = self._make(self.length)
+            self.cache = self._make_sized(self.length)
         else:
             self.cache.reset()
 
     def run(self, ids: Tensor) -> Tensor:
         """The model's own logits [1, 1, vocabulary]."""
-        model: Any = self.model
-        self.choose(ids)
-        given = with_cache(model, self.cache)
-        out = model(ids, use_cache=True, logits_to_keep=1, **given)
-        logits: Tensor = out.logits
-        return logits
+        return self.called(ids).logits
 
     def make_step(self) -> Step:
         """run() of one token in the form of this system. The cache holds a sequence already."""
@@ -136,6 +157,17 @@ class Static(Transformers):
         if self._step is None:
             self._step = self.make_step()
         return self._step(ids)[0, -1].float()
+
+    def extend(self, context: int) -> None:
+        """The cache is made anew, and what is captured of it."""
+        self.begin()
+        slots = -(-(context + self.length) // MULTIPLE) * MULTIPLE
+        self.cache, self._step = self._make_sized(slots), None
+        fill(self.cache, self.model, 0, context)
+
+    def rewind(self, tokens: int) -> None:
+        for length in counts(self.cache):
+            length.sub_(tokens)
 
 
 def counts(cache: Any) -> list[Tensor]:
@@ -199,3 +231,46 @@ class Graph(Static):
             return logits
 
         return replay
+
+
+# ---- rows of a cache
+
+
+def random_rows(config: Any, layer: int, start: int, stop: int, like: Tensor) -> list[Tensor]:
+    """Keys and values [1, kv_heads, stop - start, D] of a layer, in the dtype of `like`."""
+    first, device = start // PIECE, like.device
+    pieces = []
+    for i in range(first, -(-stop // PIECE)):
+        make = torch.Generator(device).manual_seed(1 + layer * 65537 + i)
+        shape = (2, 1, config.num_key_value_heads, PIECE, config.head_dim)
+        pieces.append(torch.randn(shape, generator=make, device=device))
+    rows = torch.cat(pieces, 3)[:, :, :, start - first * PIECE : stop - first * PIECE]
+    return [*rows.to(like.dtype)]
+
+
+def fill(cache: Any, model: Any, start: int, stop: int) -> None:
+    """Rows of the positions from start to stop, in every layer."""
+    like = model.model.norm.weight
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(*random_rows(model.config, layer, start, stop, like), layer)
+
+
+def rounded(rows: Tensor, format: str) -> Tensor:
+    """Rows [..., D] as a format has them, by the native quantizer."""
+    if (dtype := formats.DTYPES.get(format)) is not None:
+        return rows.to(dtype).to(rows.dtype)
+    ops, size = torch.ops.metalmm, rows.shape[-1]
+    packed = ops.quantize(rows.cpu().float().reshape(-1, size), format)
+    return ops.dequantize(packed, format, size).view(rows.shape).to(rows)
+
+
+def rounded_cache(format: str) -> Any:
+    """Keys and values as the formats of a cache have them, in the dtype of the model."""
+    from transformers import DynamicCache
+
+    class RoundedCache(DynamicCache):
+        def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            given = map(rounded, (k, v), pair_of(format))
+            return super().update(*given, layer_idx, *args, **kwargs)
+
+    return RoundedCache()

@@ -1,7 +1,8 @@
 """What a token costs in whole models, decoded greedily at batch 1 after a prefill.
 
 Decoding is a loop of model(...) calls with a key-value cache, without the work generate() adds.
-Each system is checked, all are timed in turns, and then it is found where its time goes.
+Each system is checked, all are timed in turns, and then it is found where its time goes. Other
+subjects race other systems in another way (contexts.py, ranks.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 from torch_metalmm import activations_, formats, fuse_
 
 from ..devices import Device
-from ..peers import llama_cpp_model, mlx_model
+from ..peers.programs import PROGRAMS
 from ..runner import Record, Run
+from ..shapes import parse_counts
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
-from .systems import Compiled, Graph, Packed, System, Transformers
+from .systems import Compiled, Graph, System, Transformers, packed
 
 CHECKED_TOKENS = 32
 BEYOND = 16  # tokens that a cache of constant size has room for beyond those of a round
@@ -50,38 +52,42 @@ def distance(given: Tensor, wanted: Tensor) -> float:
 
 
 class Reference:
-    """The logits that systems are compared with, after some tokens.
+    """The logits that systems are compared with: of a small model in float64, with the weights of
+    each system in turn; of a large one those of a system that has the weights."""
 
-    Of a small model: in float64, with the weights of each system in turn. Of a large one: those of
-    the first system that has the weights.
-    """
-
-    def __init__(self, source: llamas.Source, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, source: llamas.Source) -> None:
         self.model = None if source.is_large else source.dense(torch.float64).cpu()
         if self.model is not None and source.experts:
             self.model.config._experts_implementation = "eager"  # the others take no float64
-        self._wanted: tuple[object, Tensor] = (None, torch.empty(0))
+        self._made: dict[object, Tensor] = {}
 
-    def error(self, system: System, weights: nn.Module) -> float:
-        """|logits - wanted| / |wanted|, the last of the tokens by a step of decoding."""
-        given = last_logits(system, self.tokens)
-        if self._wanted[0] is not weights:
-            self._wanted = weights, self._of(weights, given)
-        return distance(given, self._wanted[1])
+    def exact(self, weights: nn.Module) -> Any:
+        """The model in float64 with these weights; None of a large one."""
+        if self.model is not None:
+            self.model.load_state_dict(llamas.dense_state(weights), strict=False)
+        return self.model
 
-    def _of(self, weights: nn.Module, given: Tensor) -> Tensor:
-        if self.model is None:
-            return given
-        self.model.load_state_dict(llamas.dense_state(weights), strict=False)
-        return Transformers("f64", self.model).feed(self.tokens).double()
+    def wanted(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What make() gave the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def error(self, tokens: Sequence[int], system: System, weights: nn.Module) -> float:
+        """|logits - wanted| / |wanted| after these tokens, the last by a step of decoding."""
+        given = last_logits(system, tokens)
+
+        def make() -> Tensor:
+            model = self.exact(weights)
+            return given if model is None else Transformers("f64", model).feed(tokens).double()
+
+        return distance(given, self.wanted(weights, make))
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """A system, a model that holds its weights, and the system that its gain refers to."""
 
-    system: System
+    system: Any
     weights: nn.Module
     plain: str | None = None
 
@@ -98,54 +104,46 @@ class Builder:
     deadline: float = math.inf  # on time.monotonic(): nothing more is compiled then
     skipped: list[Record] = field(default_factory=list)
 
+    def skip(self, what: str, why: str, **others: Any) -> None:
+        self.skipped.append({"kind": "skipped", "what": what, "why": why} | others)
+
     def entries(self) -> Iterator[Entry]:
-        dense, packed = [*self.dense()], []
+        dense, of_formats = [*self.dense()], []
         yield from dense
         yield from self.graphs(dense)
         for name in self.args.formats.split(","):
             status(f"{self.source.name}: packing {name}")
-            of_format = [*self.packed(name)]
-            yield from of_format
-            yield from self.graphs(of_format)
-            if not self.args.no_peers:
-                yield from self.peers(name, of_format[0].weights)
-            packed.append(of_format)
+            of_formats.append([*self.packed(formats.get(name).name)])
+            yield from of_formats[-1]
+            yield from self.graphs(of_formats[-1])
+            yield from self.peers(name, of_formats[-1][0].weights)
         if self.args.compile:  # one format before the others, since the budget may end
-            yield from self.compiled([*packed[0], *dense, *chain.from_iterable(packed[1:])])
-
-    def failed(self, system: System, error: Exception) -> None:
-        """Notes that a form of a model does not run: the other systems do, the run fails."""
-        why = (str(error).splitlines() or [""])[0]
-        what = f"{self.source.name}, {system.name}"
-        record = {"kind": "skipped", "what": what, "why": f"{type(error).__name__}: {why}"}
-        self.skipped.append(record | {"ok": False})
+            first, *others = of_formats
+            yield from self.compiled([*first, *dense, *chain.from_iterable(others)])
 
     def dense(self) -> Iterator[Entry]:
         dtypes = [torch.float16] if self.device.type != "cpu" else [torch.float32, torch.bfloat16]
         if self.source.experts:  # whose grouped_mm is of bf16
             dtypes = [torch.bfloat16] if self.source.is_large else [torch.float32]
         for dtype in dtypes:
-            model = self.source.dense(dtype)
-            short = str(dtype).replace("torch.float", "f").replace("torch.bfloat", "bf")
-            exact = dtype is torch.float32
+            model, exact = self.source.dense(dtype), dtype is torch.float32
             for experts in self.source.experts or (None,):
-                name = f"transformers {short}" + (f", {experts}" if experts else "")
-                yield Entry(Transformers(name, model, exact, experts), model)
+                name = dense_name(dtype) + (f", {experts}" if experts else "")
+                yield Entry(Transformers(name, model, exact, experts=experts), model)
 
     def packed(self, name: str) -> Iterator[Entry]:
-        exact, name = self.dtype is torch.float32, formats.get(name).name
-        model = self.source.packed(name)
-        plain = f"metalmm {name}"
+        exact, kind = self.dtype is torch.float32, self.args.activations
+        model, plain = self.source.packed(name), f"metalmm {name}"
         yield Entry(Transformers(plain, model, exact), model)
-        if not self.args.no_fuse:
-            fused = fuse_(llamas.sharing(model))
-            yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
-            if self.args.activations:
-                rounded = activations_(llamas.sharing(fused), self.args.activations)
-                title = f"{plain}, fuse_, {self.args.activations} x"
-                yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
-                cached = Packed(f"{title}, PackedCache", llamas.sharing(rounded), False)
-                yield Entry(cached, model, title)
+        if self.args.no_fuse:
+            return
+        fused = fuse_(llamas.sharing(model))
+        yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
+        if kind:
+            rounded, title = activations_(llamas.sharing(fused), kind), f"{plain}, fuse_, {kind} x"
+            yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
+            cached = packed(f"{title}, PackedCache", llamas.sharing(rounded), False)
+            yield Entry(cached, model, title)
 
     def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         if self.device.type == "cuda" and not self.args.no_graph:
@@ -155,8 +153,7 @@ class Builder:
         for entry in self.in_form(entries, Compiled, "compiled"):
             if time.monotonic() > self.deadline:
                 why = f"--budget of {self.args.budget} s"
-                what = f"{self.source.name}, {entry.system.name}"
-                self.skipped.append({"kind": "skipped", "what": what, "why": why})
+                self.skip(f"{self.source.name}, {entry.system.name}", why)
             else:
                 yield entry
 
@@ -164,34 +161,35 @@ class Builder:
         """The transformers models among the entries in another form, with a cache just as long."""
         tokens = max(self.args.context, CHECKED_TOKENS) + self.args.new_tokens + BEYOND
         length = -(-tokens // BEYOND) * BEYOND
-        for e in entries:
-            # A Packed has a cache of its own; a graph of eager dense experts cannot be, their
-            # loop waits for the device.
-            if type(e.system) is Transformers and e.system.experts in (None, "grouped_mm"):
-                name = f"{e.system.name}, {word}"
-                plain = e.plain and f"{e.plain}, {word}"
-                system = form(name, e.system.model, e.system.exact, length)
-                system.experts = e.system.experts
-                yield Entry(system, e.weights, plain)
+        for system, weights, plain in entries:
+            # A system with a cache of its own has no such form; a graph of eager dense experts
+            # cannot be, their loop waits for the device.
+            is_plain = type(system) is Transformers and system.make is None
+            if is_plain and system.experts in (None, "grouped_mm"):
+                given = (f"{system.name}, {word}", system.model, system.exact, length)
+                made = form(*given, experts=system.experts)
+                yield Entry(made, weights, plain and f"{plain}, {word}")
 
-    def peers(self, name: str, packed: Any) -> Iterator[Entry]:
-        for peer in (llama_cpp_model, mlx_model):
-            why = peer.missing(name, self.device.type)
-            if why is None:
-                status(f"{self.source.name}: {peer.NAME} {name}")
-                room = packed.config.max_position_embeddings
-                system = peer.load(packed, name, self.folder, self.args.threads, room)
-                yield Entry(system, packed)
-            else:
-                what = f"{peer.NAME} {name}"
-                self.skipped.append({"kind": "skipped", "what": what, "why": why})
+    def peers(self, name: str, model: Any) -> Iterator[Entry]:
+        for program in () if self.args.no_peers else PROGRAMS:
+            what = f"{program.title} {name}"
+            if why := program.missing(name, self.device.type):
+                self.skip(what, why)
+                continue
+            status(f"{self.source.name}: {what}")
+            room = model.config.max_position_embeddings
+            yield Entry(program(model, name, self.folder, self.args.threads, room), model)
+
+
+def dense_name(dtype: torch.dtype) -> str:
+    return "transformers " + str(dtype).replace("torch.", "").replace("float", "f")
 
 
 @dataclass
 class Race:
     """Times of one system."""
 
-    system: System
+    system: Any
     fields: Record
     plain: Race | None = None  # of the same model before fuse_
     steps: list[float] = field(default_factory=list)
@@ -200,7 +198,8 @@ class Race:
     rounds: list[float] = field(default_factory=list)  # median step of each
 
     def clear(self) -> None:
-        self.steps, self.hosts, self.prefills, self.rounds = [], [], [], []
+        for samples in (self.steps, self.hosts, self.prefills, self.rounds):
+            samples.clear()
 
     def round(self, prompt: Sequence[int], context: int, new_tokens: int) -> None:
         """One prefill, then new_tokens greedy steps after a context."""
@@ -223,78 +222,82 @@ class Race:
             self.steps.append(time.perf_counter() - start)
         self.rounds.append(median(self.steps[-new_tokens:]))
 
-    def record(self, prompt: int) -> Record:
-        out = dict(self.fields)
-        for name, samples, tokens in (
-            ("decode", self.steps, 1),
-            ("prefill", self.prefills, prompt),
-        ):
-            if not samples:
-                continue
-            t = Timing.of(samples)
-            out |= {name: tokens / t.median, name + "_q1": tokens / t.q3}
-            out |= {name + "_q3": tokens / t.q1, name + "_count": t.count}
-        t = Timing.of(self.steps)
-        out |= {"ms": 1e3 * t.median, "ms_q1": 1e3 * t.q1, "ms_q3": 1e3 * t.q3}
-        out["host_ms"] = 1e3 * median(self.hosts)
+    def record(self, prompt: int = 0) -> Record:
+        step, out = Timing.of(self.steps), dict(self.fields)
+        out |= step.fields("decode", lambda s: 1 / s) | step.fields("ms", lambda s: 1e3 * s)
+        out |= {"decode_count": step.count, "host_ms": 1e3 * median(self.hosts)}
+        if self.prefills:
+            t = Timing.of(self.prefills)
+            out |= t.fields("prefill", lambda s: prompt / s) | {"prefill_count": t.count}
         if self.plain is not None:  # round by round, so that the machine's load is that of both
             pairs = zip(self.plain.rounds, self.rounds, strict=True)
-            t = Timing.of([plain / fused for plain, fused in pairs])
-            out |= {"gain": t.median, "gain_q1": t.q1, "gain_q3": t.q3}
+            out |= Timing.of([plain / fused for plain, fused in pairs]).fields("gain")
         return out
 
 
-def checked(builder: Builder, prompt: Sequence[int]) -> Iterator[Race]:
-    """The systems of a model, each compared with the reference."""
-    source = builder.source
-    reference = Reference(source, prompt[:CHECKED_TOKENS])
-    exact_error, races = 0.0, {}
-    for entry in builder.entries():
+def raced(
+    builder: Builder,
+    entries: Iterator[Entry] | Sequence[Entry],
+    fields: Record,
+    error_of: Callable[[Entry], float],
+    turn: Callable[[Race, int], None],
+    pick: random.Random,
+) -> Iterator[Race]:
+    """The systems of a model, each checked, then timed by turns of so many tokens."""
+    args, title = builder.args, builder.source.title
+    exact_error, races = 0.0, dict[str, Race]()
+    for entry in entries:
         system = entry.system
-        status(f"{source.name}: {system.name}: check")
+        status(f"{builder.source.name}: {system.name}: check")
         try:
-            error = reference.error(system, entry.weights)
+            error = error_of(entry)
         except Exception as e:
             if getattr(system, "is_eager", True):
                 raise
-            builder.failed(system, e)  # torch.compile and graphs refuse what a model may do
+            # torch.compile and graphs refuse what a model may do: the other systems run, the run
+            # fails.
+            why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            builder.skip(f"{builder.source.name}, {system.name}", why, ok=False)
             continue
         exact_error = exact_error or error
         limit = EXACT_FACTOR * exact_error if system.exact else ROUNDED_LIMIT
-        fields = {"kind": "tokens", "system": system.name, "prompt": len(prompt)}
-        fields |= {"weight_bytes": system.weight_bytes, "error": error, "ok": error <= limit}
-        fields |= {"model": source.title, "device": builder.device.type}
-        fields["context"] = builder.args.context
-        plain = races.get(entry.plain)
-        races[system.name] = Race(system, fields, plain)
-        yield races[system.name]
+        about = {"model": title, "system": system.name, "device": builder.device.type}
+        about |= {"error": error, "ok": error <= limit}
+        races[system.name] = Race(system, fields | about, races.get(entry.plain or ""))
+    for i in range(args.repetitions + 1):
+        status(f"{builder.source.name}: round {i} of {args.repetitions}")
+        for race in pick.sample([*races.values()], len(races)):
+            turn(race, args.new_tokens if i else 2)
+            if not i:  # a first turn is not counted
+                race.clear()
+    yield from races.values()
 
 
 def of_model(builder: Builder) -> Iterator[Record]:
     """One record per system; all of them decode and prefill in turns."""
-    args, name = builder.args, builder.source.name
-    pick = random.Random(1)
+    args, device, pick = builder.args, builder.device, random.Random(1)
     prompt = [pick.randrange(builder.source.vocabulary) for _ in range(args.prompt)]
-    races = [*checked(builder, prompt)]
-    yield from builder.skipped
-    for race in races:
-        race.round(prompt, args.context, 2)
-        race.clear()
-    for i in range(args.repetitions):
-        status(f"{name}: round {i + 1} of {args.repetitions}")
-        for race in pick.sample(races, len(races)):
-            race.round(prompt, args.context, args.new_tokens)
-    for race in races:
-        record = race.record(len(prompt))
-        if isinstance(race.system, Transformers):
-            status(f"{name}: {race.system.name}: shares")
-            race.system.reset()
-            race.system.feed(prompt[: args.context])
-            found = shares.of_system(race.system, prompt[0], builder.device, args.chip)
-            record |= found.record()
-            if builder.device.type == "cuda" and race.system.prefills:
-                record["prefill_gpu_ms"] = 1e3 * gpu_seconds(race.system, prompt, builder.device)
+    reference = Reference(builder.source)
+
+    def error_of(entry: Entry) -> float:
+        return reference.error(prompt[:CHECKED_TOKENS], entry.system, entry.weights)
+
+    def turn(race: Race, new_tokens: int) -> None:
+        race.round(prompt, args.context, new_tokens)
+
+    fields = {"kind": "tokens", "prompt": len(prompt), "context": args.context}
+    for race in raced(builder, builder.entries(), fields, error_of, turn, pick):
+        system = race.system
+        record = race.record(len(prompt)) | {"weight_bytes": system.weight_bytes}
+        if isinstance(system, Transformers):
+            status(f"{builder.source.name}: {system.name}: shares")
+            system.reset()
+            system.feed(prompt[: args.context])
+            record |= shares.of_system(system, prompt[0], device, args.chip).record()
+            if device.type == "cuda" and system.prefills:
+                record["prefill_gpu_ms"] = 1e3 * gpu_seconds(system, prompt, device)
         yield record
+    yield from builder.skipped
 
 
 def gpu_seconds(system: System, prompt: Sequence[int], device: Device) -> float:
@@ -308,20 +311,29 @@ def gpu_seconds(system: System, prompt: Sequence[int], device: Device) -> float:
     return sum(found.seconds.values()) if found.seconds else float("nan")
 
 
-def run(run: Run) -> Iterator[Record]:
-    """The records of every model named."""
+def records(
+    run: Run, kind: type[Builder], of: Callable[[Any], Iterator[Record]]
+) -> Iterator[Record]:
+    """Those of every model named; one that says so for a model whose package is not installed."""
     args, device, dtype = run.args, run.device, run.device.dtype
-    sources = []
-    for found in llamas.sources(args.models, device.type, dtype):
-        if isinstance(found, llamas.Source):
-            sources.append(found)
-        else:
-            yield found
-    start = time.monotonic()
+    found = [*llamas.sources(args.models, device.type, dtype)]
+    sources, start = [s for s in found if isinstance(s, llamas.Source)], time.monotonic()
+    yield from (s for s in found if not isinstance(s, llamas.Source))
     for i, source in enumerate(sources):
         deadline = start + args.budget * (i + 1) / len(sources)
         with tempfile.TemporaryDirectory() as folder:
-            yield from of_model(Builder(source, args, device, dtype, Path(folder), deadline))
+            yield from of(kind(source, args, device, dtype, Path(folder), deadline))
         torch._dynamo.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def run(run: Run) -> Iterator[Record]:
+    """The records of every model named. ValueError: options that do not go together."""
+    args, contexts = run.args, parse_counts(run.args.context)
+    if args.one_device or args.write:
+        raise ValueError("--one-device goes with --tp, --write with --ops")
+    if len(contexts) != 1:
+        raise ValueError(f"--context {args.context}: several only with --cache")
+    (args.context,) = contexts
+    yield from records(run, Builder, of_model)

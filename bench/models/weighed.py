@@ -7,11 +7,8 @@ and the same matrix, by ggml_quantize_chunk, computed by our layers.
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import math
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metalmm import QuantLinear, formats, load_gguf, quantize_, read_importance
+from torch_metalmm import QuantLinear, formats, load_gguf, read_importance
 from torch_metalmm.files.imatrix import write_imatrix
 from torch_metalmm.models.ggml import type_names
 from torch_metalmm.tools.generate import demo_model
 from torch_metalmm.tools.imatrix import measure
 
-from ..peers import ggml_library
+from ..peers import ggml
 from ..runner import Record, Run, named
 from ..tables import status
 from . import cache_cost, quality
@@ -42,7 +39,7 @@ def run(run: Run) -> Iterator[Record]:
     ids = tokenizer(quality.TEXT.read_text(), return_tensors="pt").input_ids
     ids = ids[:, : 128 if quick else None]
     wanted = quality.log_probabilities(model, ids)
-    theirs = ggml_library.library_folder() is not None
+    theirs = ggml.library_folder() is not None
     if not theirs:
         yield {"kind": "skipped", "what": "llama.cpp", "why": "llama-cpp-python is not installed"}
     for name in (None, *(n for n in names if formats.get(n).weighs)):
@@ -52,7 +49,7 @@ def run(run: Run) -> Iterator[Record]:
         made: dict[str, Any] = {}
         for variant, given in ways.items():
             status(f"SmolLM2: {variant}")
-            made[variant] = model if name is None else packed(model, name, given)
+            made[variant] = quality.pack(model, name, given)
         if theirs and name in type_names().values():
             status(f"SmolLM2: {name}, llama.cpp's")
             made[f"{name}, imatrix, by llama.cpp"] = by_llama_cpp(model, name, importance)
@@ -73,15 +70,9 @@ def measured(model: Any, tokenizer: Any, chunk: int, chunks: int) -> dict[str, T
         return read_importance(path, model, as_packed=True)
 
 
-def packed(model: Any, name: str, importance: dict[str, Tensor] | None) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the fallbacks of K = 576
-        return quantize_(copy.deepcopy(model), name, progress=False, importance=importance)
-
-
 def by_llama_cpp(model: Any, name: str, importance: dict[str, Tensor]) -> Any:
     """`packed`, and then the bytes of every layer that has an importance are ggml's."""
-    result = packed(model, name, None)
+    result = quality.pack(model, name)
     for layer, columns in importance.items():
         target = result.get_submodule(layer)
         dense = model.get_submodule(layer).dequantize()
@@ -94,14 +85,8 @@ def chunk_of(w: Tensor, name: str, importance: Tensor, row_bytes: int) -> Tensor
     type_id = {n: t for t, n in type_names().items()}[name]
     out = torch.empty(len(w), row_bytes, dtype=torch.uint8)
     source, columns = w.float().contiguous(), importance.float().contiguous()
-    ggml_library.call(
-        "quantize_chunk",
-        type_id,
-        *(ctypes.c_void_p(t.data_ptr()) for t in (source, out)),
-        0,
-        *w.shape,
-        ctypes.c_void_p(columns.data_ptr()),
-    )
+    to, by = (out.data_ptr(), columns.data_ptr())
+    ggml.call("quantize_chunk", type_id, source.data_ptr(), to, 0, *w.shape, by)
     return out
 
 
@@ -136,6 +121,6 @@ def record(
         "model": "SmolLM2-135M-Instruct, from its Q4_1 file, with an importance matrix",
         "variant": variant,
         "weighted_error": weighted_error(model, other, importance),
-        **quality.compared(given, wanted, ids),
-        **quality.sizes(other),
+        **quality.Scores().add(given, wanted, ids[0, 1:]).record(),
+        **quality.sizes(other, is_base=other is model),
     }

@@ -7,28 +7,30 @@ caches that rotate. On a CPU ggml's flash attention joins, where it is installed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_metalmm import formats
+from torch_metalmm.hf.caches.pages import SLOTS as PAGE
 
-from ..peers import ggml_attention, sdpa
-from ..peers.dense import int8_activations
-from ..problem import LABELS, Setting, of_additions, of_store, rotated, unit, verdict, worst_of
+from ..devices import CPU
+from ..peers import ggml, sdpa
+from ..problem import LABELS, Bounded, Rounding, Setting, lost, of_additions, rotated, unit
 from ..runner import Cell, Record, Run, Way, check_formats
-from ..shapes import parse_counts, parse_ints
+from ..shapes import parse_counts, parse_ints, parse_product
 from ..tables import status
 
 ops = torch.ops.metalmm
 PATTERN_ROWS = 1024  # rows that are quantized; those of a cache are copies of them, in random order
 CHECKED_HEADS = 3
 EXP_UNITS = 42  # roundings of a weight: torch's exp is within 20 ulp, its quotient and the sum's
-PEER_ROUNDINGS = (
-    4  # of a score to the dtype of q: q and k times roots of the scale, product, weight
-)
+# Of a score to the dtype of q: q and k times roots of the scale, product, weight.
+PEER_ROUNDINGS = 4
 MOST_BYTES = {"cpu": 6 << 30, "mps": 6 << 30, "cuda": 32 << 30}  # caches of a cell, without copies
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -44,10 +46,7 @@ class Heads:
     @staticmethod
     def parse(text: str) -> Heads:
         """Of "32x8x128". ValueError: not three positive integers, or groups that are not whole."""
-        parts = text.lower().replace("×", "x").split("x")
-        if len(parts) != 3 or not all(p.isdigit() and int(p) for p in parts):
-            raise ValueError(f"--heads {text!r}; must be HEADSxKV_HEADSxSIZE, as 32x8x128")
-        found = Heads(*map(int, parts))
+        found = Heads(*parse_product("--heads", text, "HEADSxKV_HEADSxSIZE"))
         if found.heads % found.kv_heads:
             raise ValueError(f"--heads {text!r}; HEADS must be a multiple of KV_HEADS")
         return found
@@ -91,29 +90,20 @@ class Rounds:
     @staticmethod
     def to(dtype: torch.dtype, times: int) -> Rounds:
         """Where q is not f32, scores and weights `times` times and values once to its dtype."""
-        half = 0.0 if dtype is torch.float32 else unit(dtype)
-        return Rounds(dtype, times * half, half)
+        return Rounds(dtype, times * lost(dtype), lost(dtype))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """call(i) with cache i gives [B, heads, S, D] after `arrange`."""
+    """call(i) with cache i gives [B, heads, S, D], or [B, S, heads, D] where `queries_first`."""
 
     name: str
     format: str  # of the cache
     call: Callable[[int], Tensor]
-    arrange: Callable[[Tensor], Tensor]
+    queries_first: bool
     rounds: Rounds
     is_ours: bool = False
-
-
-def by_heads(y: Tensor) -> Tensor:
-    """[B, S, heads, D] as [B, heads, S, D]."""
-    return y.transpose(1, 2)
-
-
-def as_it_is(y: Tensor) -> Tensor:
-    return y
+    in_pages: bool = False
 
 
 class Data:
@@ -135,8 +125,7 @@ class Data:
 
     def rows(self, format: str) -> list[Tensor]:
         """The patterns of keys and values in the format, as a cache has them."""
-        dtype = formats.DTYPES.get(format)
-        if dtype is not None:
+        if (dtype := formats.DTYPES.get(format)) is not None:
             return [p.to(dtype) for p in self.patterns]
         return [ops.quantize(p, format) for p in self.patterns]
 
@@ -160,88 +149,104 @@ class Data:
     # ---- variants
 
     def ours(self, format: str) -> Variant:
-        dtype, caches = self.setting.dtype, self.caches(format)
-        q, name = self.q.to(self.setting.device.type, dtype), "metalmm"
+        setting, caches, forced = self.setting, self.caches(format), {}
+        q, op = setting.put(self.q), ops.attention.default
         # As PackedCache gives them: a token a length of the device, a prompt filled slots.
         length = self.length if self.cell.queries == 1 else None
-        forced: dict[str, str] = {}
-        if self.setting.strategy is not None:
-            forced["strategy"] = self.setting.strategy
-            name += f" {self.setting.strategy}"
-        op = ops.attention.default
+        if setting.strategy is not None:
+            forced["strategy"] = setting.strategy
 
         def call(i: int) -> Tensor:
-            return op(q, *caches[i], format, format, length, **forced)  # type: ignore[no-any-return]
+            return op(q, *caches[i], format, format, length, **forced)
 
         # Many queries may be torch's, over keys decoded to the dtype; matrix tiles round keys, too.
-        may_be_torchs = self.cell.queries > 1 or self.setting.strategy == "torch"
-        rounds = Rounds.to(dtype, PEER_ROUNDINGS + 1 if may_be_torchs else 2)
-        return Variant(f"{name} {format}", format, call, by_heads, rounds, True)
+        may_be_torchs = self.cell.queries > 1 or setting.strategy == "torch"
+        rounds = Rounds.to(setting.dtype, PEER_ROUNDINGS + 1 if may_be_torchs else 2)
+        name = " ".join(("metalmm", *forced.values(), format))
+        return Variant(name, format, call, True, rounds, True)
+
+    def paged(self, format: str) -> Variant:
+        """Ours with the slots of a cache in pages, in random order."""
+        cell, rows, op = self.cell, self.ours(format), ops.attention.default
+        each = -(-cell.slots // PAGE)  # pages of a sequence
+        order = torch.randperm(cell.batch * each, generator=self._make)
+        device = self.setting.device.type
+        table = order.argsort().view(cell.batch, each).to(device)
+        lengths = self.length.repeat(cell.batch)
+        q, placed = self.setting.put(self.q), order.to(device)
+
+        def pages(t: Tensor) -> Tensor:
+            padded = F.pad(t, (0, 0, 0, each * PAGE - cell.slots))
+            parts = padded.transpose(0, 1).unflatten(2, (each, PAGE)).flatten(1, 2)
+            return parts[:, placed].flatten(1, 2)[None]
+
+        caches = [(pages(k), pages(v)) for k, v in self.caches(format)]
+
+        def call(i: int) -> Tensor:
+            return op(q, *caches[i], format, format, lengths, pages=table)
+
+        name = f"metalmm in pages {format}"
+        return replace(rows, name=name, call=call, in_pages=True)
 
     def peers(
-        self, dtype: torch.dtype, compile: bool
-    ) -> Iterator[tuple[str, Variant | None, str | None]]:
-        """(name, variant, why it does not run) of torch's attention, cache and q in one dtype."""
-        format, heads = LABELS[dtype], self.cell.heads
+        self, dtype: torch.dtype, compile: bool, refused: dict[str, str]
+    ) -> Iterator[Variant]:
+        """torch's attention, cache and q in one dtype; why a way does not run is noted."""
+        format, kv_heads = LABELS[dtype], self.cell.heads.kv_heads
         caches, q = self.caches(format), self.q.to(self.setting.device.type, dtype)
-        for label, torchs, why in sdpa.running(q, caches, heads.kv_heads, compile):
-            name = f"{label} {format}"
-
-            def call(i: int, torchs: sdpa.Call = torchs) -> Tensor:
-                return torchs(*caches[i])
-
-            variant = Variant(name, format, call, as_it_is, Rounds.to(dtype, PEER_ROUNDINGS))
-            yield name, None if why else variant, why
+        for label, torchs, why in sdpa.running(q, caches, kv_heads, compile):
+            name, rounds = f"{label} {format}", Rounds.to(dtype, PEER_ROUNDINGS)
+            if why is None:
+                call = lambda i, of=torchs: of(*caches[i])  # noqa: E731
+                yield Variant(name, format, call, False, rounds)
+            else:
+                refused.setdefault(name, why)
 
     def of_ggml(self, format: str) -> Variant:
         """q f32, which ggml rounds to f16, or by blocks as it does x of a product where keys are
         packed; f16 values are added in f16."""
-        run = ggml_attention.Attention(self.q, self.caches(format), format, self.setting.threads)
+        run = ggml.Attention(self.q, self.caches(format), format, self.setting.threads)
         half = unit(torch.float16)
         if format == "f32":
             rounds = Rounds()
         elif format == "f16":
             rounds = Rounds(score=2 * half, value=half, sums=torch.float16)
         else:
-            of_q = int8_activations(formats.get(format).block_values).x_error
+            of_q = Rounding.int8(formats.get(format).block_values).x_error
             rounds = Rounds(score=half, value=half, q_error=of_q)
-        return Variant(f"ggml flash {format}", format, run, by_heads, rounds)
+        return Variant(f"ggml flash {format}", format, run, True, rounds)
 
     # ---- check
 
-    def worst(self, variant: Variant) -> float:
-        """The largest error of a value of CHECKED_HEADS heads, in units of its bound."""
+    def verdict(self, variant: Variant) -> Record:
+        """Of the values of CHECKED_HEADS heads, with the last cache."""
         cell, h = self.cell, self.cell.heads
-        y = variant.arrange(variant.call(len(self.caches(variant.format)) - 1))
+        y = variant.call(len(self.caches(variant.format)) - 1)
+        y = y.transpose(1, 2) if variant.queries_first else y
         k, v = self.decoded(variant.format)
         q = self.q.to(variant.rounds.dtype).double()
         last, steps = cell.batch * h.heads - 1, CHECKED_HEADS - 1
-        errors = []
+        found = []
         for at in {last * i // steps for i in range(CHECKED_HEADS)}:
             b, head = divmod(at, h.heads)
             picks = self.picks[b, head // (h.heads // h.kv_heads)]
-            found = attended(q[b, head], k[picks], v[picks], variant.rounds)
-            errors.append(worst_of(y[b, head], *found))
-        return max(errors)
+            wanted = attended(q[b, head], k[picks], v[picks], variant.rounds)
+            found.append(wanted.verdict(y[b, head]))
+        return max(found, key=lambda one: one["worst"])
 
     def way(self, v: Variant) -> Way:
-        """ "of_f16": the speed by that of the same with a cache of f16."""
+        """ "of_f16": the speed by that of a f16 cache; "of_rows": that of pages by that of rows."""
         size, dtype = self.cell.cache_bytes(v.format), LABELS[v.rounds.dtype]
         facts = {"format": v.format, "bytes": size, "dtype": dtype, "is_ours": v.is_ours}
-        return Way(
-            v.name,
-            v.call,
-            len(self.caches(v.format)),
-            lambda: verdict(self.worst(v)),
-            float(size),
-            self.cell.flops,
-            is_peer=not v.is_ours,
-            against={"of_f16": v.name.removesuffix(v.format) + "f16"} if v.is_ours else {},
-            facts=facts,
-        )
+        against = {"of_f16": v.name.removesuffix(v.format) + "f16"} if v.is_ours else {}
+        if v.in_pages:
+            against["of_rows"] = f"metalmm {v.format}"
+        work = (lambda: self.verdict(v), float(size), self.cell.flops)
+        others = {"is_peer": not v.is_ours, "against": against, "facts": facts}
+        return Way(v.name, v.call, len(self.caches(v.format)), *work, **others)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor]:
+def attended(q: Tensor, k: Tensor, v: Tensor, rounds: Rounds) -> Bounded:
     """softmax(q k / sqrt(D)) v in f64 [S, D], causal, and its bound.
 
     Sums have the error of of_additions. With scores off by e a weight is off by exp(e) and
@@ -267,31 +272,27 @@ def attended(q: Tensor, k: Tensor, v: Tensor, rounds: Rounds) -> tuple[Tensor, T
     total_error = total_error + of_additions(slots, total)
     rest = total - total_error
     error = torch.where(rest > 0, (numerator + y.abs() * total_error) / rest, torch.inf)
-    return y, of_store(y, error, rounds.dtype)
+    return Bounded(y, error).stored(rounds.dtype)
 
 
 # ---- cells
 
 
 def variants(
-    data: Data, names: Sequence[str], compile: bool, refused: dict[str, str]
+    data: Data, names: Sequence[str], args: Any, refused: dict[str, str]
 ) -> Iterator[Variant]:
     """Ours by the formats, and the peers; what does not run is noted in `refused`."""
-    yield from (data.ours(name) for name in names)
-    own = data.setting.dtype
+    yield from map(data.ours, names)
+    if args.pages:
+        yield from map(data.paged, names)
+    device, own = data.setting.device, data.setting.dtype
     # A CPU's q is f32; f16 and bf16 read half as much and round, as the peers of products do.
-    for dtype in (*LABELS,) if data.setting.device.type == "cpu" else (own,):
-        for name, variant, why in data.peers(dtype, compile and dtype is own):
-            if variant is not None:
-                yield variant
-            else:
-                refused.setdefault(name, why or "")
-    why = ggml_attention.missing(data.setting.device)
-    for name in names:
-        if why is None and name in ggml_attention.TYPES:
-            yield data.of_ggml(name)
-    if why is not None:
+    for dtype in LABELS if device == CPU else (own,):
+        yield from data.peers(dtype, args.compile and dtype is own, refused)
+    if why := ggml.missing(device):
         refused.setdefault("ggml", why)
+    else:
+        yield from map(data.of_ggml, [name for name in names if name in ggml.TYPES])
 
 
 def shapes(
@@ -332,7 +333,7 @@ def run(run: Run) -> Iterator[Record]:
             data = Data(shape, setting)
             queries = f"{shape.queries} queries" if shape.queries > 1 else "one query"
             about = {"batch": shape.batch, "queries": shape.queries, "slots": shape.slots}
-            ways = [data.way(v) for v in variants(data, names, args.compile, refused)]
+            ways = [data.way(v) for v in variants(data, names, args, refused)]
             title = f"Attention of {heads}, {queries}"
             yield Cell("attention", title, about, ways, setting.device, may_be_slow=True)
 

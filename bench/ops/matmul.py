@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..devices import Device
-from ..engines import ENGINES
+from ..peers.products import ENGINES
 from ..problem import Checker, Problem, Variant
 from ..runner import Cell, Record, Run, Way, check_formats, run_cell
 from ..shapes import parse_ints, parse_names, parse_shape

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,14 @@ from torch_metalmm import _C
 from ..devices import CPU
 from ..problem import (
     LABELS,
+    Bounded,
     Problem,
     Setting,
+    gated,
     of_additions,
-    of_store,
+    product,
     rotated,
     unit,
-    verdict,
-    worst_of,
 )
 from ..runner import Cell, Record, Run, Way, check_formats
 from ..shapes import Shape
@@ -37,62 +37,58 @@ MATMULS = {  # name -> strategy, what the engine chooses if None
 PROBES = ("add", "sub", "mul", "div", "dot")  # of torch.ops.metalmm.probe
 OF_ROWS = {"dequantize": "N K", "embedding": "COUNT N K", "swiglu": "M N K"}
 OPERATIONS = (*PROBES, *MATMULS, *OF_ROWS)
-SIZES = {"gemv": "N K", "gemm": "M N K"} | OF_ROWS
 SHOWN = 4
-SILU_SLOPE = 1.1  # the largest |silu'| is 1.0998
 SILU_ROUNDINGS = 8  # of exp, +, / and the product with up, in f32
 
 
 def sizes_of(name: str) -> str:
-    return "N" if name in PROBES else SIZES[name.partition("-")[0]]
+    return "N" if name in PROBES else ({"gemv": "N K"} | OF_ROWS).get(name, "M N K")
 
 
-def checked(
-    name: str,
-    call: Callable[[int], Tensor],
-    copies: int,
-    picked: Callable[[Tensor], Tensor],
-    bound: tuple[Tensor, Tensor],
-    work: tuple[float, float],
-    **options: Any,
-) -> Way:
-    """A way whose results `picked` are compared with (exact, bound); work: bytes, flops."""
+class Operation(NamedTuple):
+    """call(i) with copy i of the operands; what the values that `picked` takes of it should be."""
 
-    def check() -> Record:
-        y = call(0)
-        total = y.float() if y.device.type == "mps" else y.double()
-        first = y.flatten()[:SHOWN].float().tolist()
-        found = {"first": first, "checksum": float(total.sum())}
-        return found | verdict(worst_of(picked(y), *bound))
+    call: Callable[[int], Tensor]
+    copies: int
+    picked: Callable[[Tensor], Tensor]
+    wanted: Bounded  # before the store
+    read: float  # bytes
+    flops: float
+    beside: Mapping[str, Callable[[int], object]] = {}
 
-    return Way(name, call, copies, check, *work, **options)
+    def ways(self, name: str, dtype: torch.dtype) -> list[Way]:
+        def check() -> Record:
+            y = self.call(0)
+            total = y.float() if y.device.type == "mps" else y.double()
+            first = y.flatten()[:SHOWN].float().tolist()
+            found = {"first": first, "checksum": float(total.sum())}
+            return found | self.wanted.stored(dtype).verdict(self.picked(y))
+
+        of = {f"of_{other}": other for other in self.beside}
+        others = [Way(other, call, self.copies) for other, call in self.beside.items()]
+        given = (self.call, self.copies, check, self.read, self.flops)
+        return [Way(name, *given, against=of), *others]
 
 
-def probe(name: str, n: int, setting: Setting) -> list[Way]:
+def probe(name: str, n: int, setting: Setting) -> Operation:
     """Element-wise arithmetic, or the dot product, of two vectors of n."""
-    dtype, g = setting.dtype, torch.Generator().manual_seed(n)
-    x, x2 = (torch.randn(n, generator=g).to(dtype) for _ in range(2))
+    g = torch.Generator().manual_seed(n)
+    x, x2 = (torch.randn(n, generator=g).to(setting.dtype) for _ in range(2))
     copies = setting.copies(2 * x.nbytes)
-    operands = [rotated(t.to(setting.device.type), copies) for t in (x, x2)]
+    left, right = (rotated(setting.put(t), copies) for t in (x, x2))
     a, b = x.double(), x2.double()
     if name == "dot":
-        exact = torch.dot(a, b).reshape(1)
-        error = of_additions(n, torch.dot(a.abs(), b.abs()))
+        size = torch.dot(a.abs(), b.abs()).reshape(1)
+        wanted, moved, flops = Bounded(torch.dot(a, b).reshape(1), of_additions(n, size)), 2.0, 2.0
     else:
-        compute = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}[name]
-        exact = compute(a, b)
-        error = unit(torch.float32) * exact.abs()
-    work = (x.nbytes * (2.0 if name == "dot" else 3.0), n * (2.0 if name == "dot" else 1.0))
-    return [
-        checked(
-            name,
-            lambda i: ops.probe(operands[0][i], operands[1][i], name),
-            copies,
-            lambda y: y.reshape(-1),
-            (exact, of_store(exact, error, dtype)),
-            work,
-        )
-    ]
+        exact = getattr(torch, name)(a, b)
+        wanted, moved, flops = Bounded(exact, torch.zeros(())).and_roundings(1), 3.0, 1.0
+
+    def call(i: int) -> Tensor:
+        return ops.probe(left[i], right[i], name)
+
+    flat = lambda y: y.reshape(-1)  # noqa: E731
+    return Operation(call, copies, flat, wanted, moved * x.nbytes, flops * n)
 
 
 def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
@@ -103,105 +99,95 @@ def rounds_w(setting: Setting, problem: dict[str, Any]) -> bool:
     return setting.dtype is torch.float16 and bool(_C.strategy(strategy)["rounds_to_half"])
 
 
-def bound_of(name: str, m: int, problem: Problem, format: str) -> tuple[Tensor, Tensor]:
-    """(exact, bound) of x[M, K] W[rows, K]ᵀ."""
-    (n, k), setting = (problem.shape.n, problem.shape.k), problem.setting
-    x, w = problem.x(m).to(setting.dtype).double(), problem.decoded(problem.packed(format), format)
-    size = x.abs() @ w.abs().t()
-    error = of_additions(k, size)
-    if rounds_w(setting, {"m": m, "n": n, "k": k, "format": format, "strategy": MATMULS[name]}):
-        error += unit(setting.dtype) * size
-    exact = x @ w.t()
-    return exact, of_store(exact, error, setting.dtype)
+class Matrix:
+    """The operations on one packed W[N, K] of a format."""
 
+    def __init__(self, n: int, k: int, format: str, setting: Setting) -> None:
+        self.problem = Problem(Shape(f"{n}x{k}", n, k), setting)
+        self.n, self.k, self.format, self.setting = n, k, format, setting
+        self.packed = self.problem.packed(format)
+        self.decoded = self.problem.decoded(self.packed, format)
+        self.rows = setting.put(self.problem.rows)
+        self.exact = Bounded(self.decoded, torch.zeros(()))
 
-def matmul(name: str, m: int, problem: Problem, format: str) -> list[Way]:
-    """y[M, N] = x[M, K] W[N, K]ᵀ, W packed; M = 1 for gemv."""
-    (n, k), setting, strategy = (problem.shape.n, problem.shape.k), problem.setting, MATMULS[name]
-    packed, x = problem.packed(format), problem.x(m).to(setting.dtype)
-    copies = setting.copies(packed.nbytes)
-    weights, given = rotated(packed.to(setting.device.type), copies), x.to(setting.device.type)
+    def copied(self) -> tuple[list[Tensor], int]:
+        weights = [w for (w,) in self.problem.copied([self.packed])]
+        return weights, len(weights)
 
-    def call(i: int) -> Tensor:
-        if name == "gemv":
-            return ops.gemv(given[0], weights[i], format).unsqueeze(0)  # type: ignore[no-any-return]
-        return ops.gemm(given, weights[i], format, strategy=strategy)  # type: ignore[no-any-return]
+    def moved(self, m: int, matrices: int = 1) -> float:
+        """Bytes of W, of m rows of x, and of y."""
+        return matrices * self.packed.nbytes + m * (self.n + self.k) * self.setting.dtype.itemsize
 
-    read = float(packed.nbytes + x.nbytes + m * n * x.element_size())
-    exact = bound_of(name, m, problem, format)
-    picked = problem.rows.to(setting.device.type)
-    return [checked(name, call, copies, lambda y: y[:, picked], exact, (read, 2.0 * m * n * k))]
+    def bound(self, name: str, m: int) -> Bounded:
+        """Of x[M, K] W[rows, K]ᵀ."""
+        asked = {"m": m, "n": self.n, "k": self.k, "format": self.format}
+        rounds = rounds_w(self.setting, asked | {"strategy": MATMULS[name]})
+        x = self.problem.x(m).to(self.setting.dtype)
+        return product(x, self.decoded, unit(self.setting.dtype) if rounds else 0.0)
 
+    def matmul(self, name: str, m: int) -> Operation:
+        """y[M, N] = x[M, K] W[N, K]ᵀ; M = 1 for gemv."""
+        (weights, copies), format = self.copied(), self.format
+        given = self.setting.put(self.problem.x(m))
 
-def dequantize(n: int, k: int, problem: Problem, format: str) -> list[Way]:
-    """y[N, K] = W. Bytes: W read, y written."""
-    setting, packed = problem.setting, problem.packed(format)
-    copies = setting.copies(packed.nbytes)
-    weights = rotated(packed.to(setting.device.type), copies)
-    exact, rows = problem.decoded(packed, format), problem.rows.to(setting.device.type)
-    bound = of_store(exact, torch.zeros(()), setting.dtype)
-    work = (float(packed.nbytes + n * k * setting.dtype.itemsize), float(n * k))
+        def call(i: int) -> Tensor:
+            if name == "gemv":
+                return ops.gemv(given[0], weights[i], format).unsqueeze(0)
+            return ops.gemm(given, weights[i], format, strategy=MATMULS[name])
 
-    def call(i: int) -> Tensor:
-        return ops.dequantize(weights[i], format, dtype=setting.dtype)  # type: ignore[no-any-return]
+        wanted, flops = self.bound(name, m), 2.0 * m * self.n * self.k
+        return Operation(call, copies, lambda y: y[:, self.rows], wanted, self.moved(m), flops)
 
-    return [checked("dequantize", call, copies, lambda y: y[rows], (exact, bound), work)]
+    def dequantize(self) -> Operation:
+        """y[N, K] = W. Bytes: W read, y written."""
+        (weights, copies), dtype, size = self.copied(), self.setting.dtype, self.n * self.k
 
+        def call(i: int) -> Tensor:
+            return ops.dequantize(weights[i], self.format, dtype=dtype)
 
-def embedding(count: int, n: int, k: int, problem: Problem, format: str) -> list[Way]:
-    """y[COUNT, K] = W[ids], ids random, others in each call. Bytes: rows of W read, y written."""
-    setting, packed = problem.setting, problem.packed(format)
-    weight = packed.to(setting.device.type)
-    copies = setting.copies(count * packed.shape[1])
-    ids = torch.randint(n, (copies, count), generator=torch.Generator().manual_seed(n))
-    some = min(count, len(problem.rows))
-    ids[:, :some] = problem.rows[:some]
-    put, exact = ids.to(setting.device.type), problem.decoded(packed, format)[:some]
-    bound = of_store(exact, torch.zeros(()), setting.dtype)
-    work = (float(count * (packed.shape[1] + k * setting.dtype.itemsize)), float(count * k))
+        moved = float(self.packed.nbytes + size * dtype.itemsize)
+        return Operation(call, copies, lambda y: y[self.rows], self.exact, moved, float(size))
 
-    def call(i: int) -> Tensor:
-        return ops.embedding(put[i], weight, format, dtype=setting.dtype)  # type: ignore[no-any-return]
+    def embedding(self, count: int) -> Operation:
+        """y[COUNT, K] = W[ids], others in each call. Bytes: rows of W read, y written."""
+        put, dtype, row = self.setting.put, self.setting.dtype, self.packed.shape[1]
+        copies, weight = self.setting.copies(count * row), put(self.packed)
+        generator = torch.Generator().manual_seed(self.n)
+        ids = torch.randint(self.n, (copies, count), generator=generator)
+        some = min(count, len(self.rows))
+        ids[:, :some] = self.problem.rows[:some]
+        given, wanted = put(ids), Bounded(self.decoded[:some], torch.zeros(()))
 
-    return [checked("embedding", call, copies, lambda y: y[:some], (exact, bound), work)]
+        def call(i: int) -> Tensor:
+            return ops.embedding(given[i], weight, self.format, dtype=dtype)
 
+        moved = float(count * (row + self.k * dtype.itemsize))
+        return Operation(call, copies, lambda y: y[:some], wanted, moved, float(count * self.k))
 
-def swiglu(m: int, n: int, k: int, problem: Problem, format: str) -> list[Way]:
-    """y[M, N] = silu(x Wgᵀ) * (x Wuᵀ), gate and up packed; beside it the same as three calls.
+    def swiglu(self, m: int) -> Operation:
+        """y[M, N] = silu(x Wgᵀ) * (x Wuᵀ), gate and up packed; beside it the same as three calls.
 
-    The error of the two products reaches the result through |silu'| <= 1.1. Beyond the rows of the
-    fused kernel a GPU may multiply f16 x by W rounded to f16.
-    """
-    setting = problem.setting
-    pair = problem.packed(format), ops.quantize(problem.w.flip(0), format)
-    copies = setting.copies(2 * pair[0].nbytes)
-    gates, ups = (rotated(w.to(setting.device.type), copies) for w in pair)
-    x = problem.x(m).to(setting.dtype)
-    given = x.to(setting.device.type)
-    both = [problem.decoded(w, format) for w in pair]
-    g, u = (x.double() @ w.t() for w in both)
-    sizes = [x.double().abs() @ w.abs().t() for w in both]
-    in_tiles = setting.dtype is torch.float16 and not _C.is_fused("swiglu_up", m)
-    of_w = unit(torch.float16) if in_tiles and setting.device != CPU else 0.0
-    dg, du = (of_additions(k, size) + of_w * size for size in sizes)
-    exact = silu(g) * u
-    error = SILU_SLOPE * dg * (u.abs() + du) + silu(g).abs() * du
-    error += SILU_ROUNDINGS * unit(torch.float32) * exact.abs()
+        Beyond the rows of the fused kernel a GPU may multiply f16 x by W rounded to f16.
+        """
+        setting, format = self.setting, self.format
+        pair = self.packed, ops.quantize(self.problem.w.flip(0), format)
+        copies, x = self.problem.copied(pair), self.problem.x(m).to(setting.dtype)
+        given = setting.put(x)
+        in_tiles = setting.dtype is torch.float16 and not _C.is_fused("swiglu_up", m)
+        of_w = unit(torch.float16) if in_tiles and setting.device != CPU else 0.0
+        parts = (product(x, self.problem.decoded(w, format), of_w) for w in pair)
+        wanted = gated(*parts).and_roundings(SILU_ROUNDINGS)
 
-    def unfused(i: int) -> Tensor:
-        gate, other = (ops.linear(given, w[i], None, format) for w in (gates, ups))
-        return silu(gate) * other
+        def unfused(i: int) -> Tensor:
+            gate, up = (ops.linear(given, w, None, format) for w in copies[i])
+            return silu(gate) * up
 
-    def call(i: int) -> Tensor:
-        return ops.swiglu(given, gates[i], ups[i], format, format)  # type: ignore[no-any-return]
+        def call(i: int) -> Tensor:
+            return ops.swiglu(given, *copies[i], format, format)
 
-    rows = problem.rows.to(setting.device.type)
-    bound = (exact, of_store(exact, error, setting.dtype))
-    read = float(2 * pair[0].nbytes + x.nbytes + m * n * x.element_size())
-    of = {"of_unfused": "unfused"}
-    work = (read, 4.0 * m * n * k)
-    fused = checked("swiglu", call, copies, lambda y: y[:, rows], bound, work, against=of)
-    return [fused, Way("unfused", unfused, copies)]
+        work = (self.moved(m, 2), 4.0 * m * self.n * self.k)
+        rows, beside = (lambda y: y[:, self.rows]), {"unfused": unfused}
+        return Operation(call, len(copies), rows, wanted, *work, beside)
 
 
 def cell(operation: str, sizes: list[int], format: str, setting: Setting) -> Cell:
@@ -212,19 +198,17 @@ def cell(operation: str, sizes: list[int], format: str, setting: Setting) -> Cel
     about: Record = {"operation": operation, "sizes": sizes, "dtype": LABELS[setting.dtype]}
     title = f"{operation} {' '.join(map(str, sizes))}, {about['dtype']}"
     if operation in PROBES:
-        ways = probe(operation, *sizes, setting)
+        found = probe(operation, *sizes, setting)
     else:
-        n, k = sizes[-2:]
-        check_formats([format], [k])
-        problem = Problem(Shape(f"{n}x{k}", n, k), setting)
+        check_formats([format], sizes[-1:])
+        matrix = Matrix(*sizes[-2:], format, setting)
         about |= {"format": format}
         title += f", W in {format}"
         if operation in OF_ROWS:
-            rows = {"dequantize": dequantize, "embedding": embedding, "swiglu": swiglu}[operation]
-            ways = rows(*sizes, problem, format)
+            found = getattr(matrix, operation)(*sizes[:-2])
         else:
-            ways = matmul(operation, 1 if operation == "gemv" else sizes[0], problem, format)
-    return Cell("matrix-op", title, about, ways, setting.device)
+            found = matrix.matmul(operation, sizes[0] if len(sizes) == 3 else 1)
+    return Cell("matrix-op", title, about, found.ways(operation, setting.dtype), setting.device)
 
 
 def run(run: Run) -> Iterator[Record]:

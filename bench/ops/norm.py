@@ -7,30 +7,20 @@ few rows of x and for every format.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_metalmm import formats
 
-from ..problem import (
-    LABELS,
-    Setting,
-    copied_rows,
-    of_additions,
-    of_store,
-    rotated,
-    unit,
-    verdict,
-    worst_of,
-)
+from ..problem import LABELS, Bounded, Setting, copied_rows, lost, product, rotated, unit
 from ..runner import Cell, Record, Run, Way, named
 from ..shapes import Shape, parse_ints, parse_shape
 
 ops = torch.ops.metalmm
 EPS = 1e-5
 ROUNDINGS = 8  # of the square root, the quotient and the products of the norm, in f32
+AGAINST = {"norm_linear": "norm_then_linear", "residual": "linear_then_add"}
 
 
 class Data:
@@ -39,13 +29,12 @@ class Data:
     def __init__(self, shape: Shape, format: str, m: int, setting: Setting) -> None:
         self.shape, self.format, self.m, self.setting = shape, format, m, setting
         make = torch.Generator().manual_seed(shape.n * 31 + shape.k)
-        put: dict[str, Any] = {"device": setting.device.type, "dtype": setting.dtype}
         pattern, self.decoded, self.picks = copied_rows(shape.n, shape.k, format, make)
-        packed = pattern.to(setting.device.type)[self.picks.to(setting.device.type)]
+        packed = setting.put(pattern)[setting.put(self.picks)]
         self.weights = rotated(packed, setting.copies(packed.nbytes))
-        self.x = torch.randn(m, shape.k, generator=make).to(**put)
-        self.g = (torch.rand(shape.k, generator=make) + 0.5).to(**put)
-        self.residual = torch.randn(m, shape.n, generator=make).to(**put)
+        self.x = setting.put(torch.randn(m, shape.k, generator=make))
+        self.g = setting.put(torch.rand(shape.k, generator=make) + 0.5)
+        self.residual = setting.put(torch.randn(m, shape.n, generator=make))
 
     def calls(self) -> dict[str, Callable[[int], Tensor]]:
         """By name; call(i) takes copy i of W."""
@@ -66,26 +55,22 @@ class Data:
         The bound lets the norm be rounded to the dtype of x, and W too where x is f16: the plan may
         take two passes, and a matrix kernel.
         """
-        dtype, k = self.setting.dtype, self.shape.k
-        x, g, residual = (t.cpu().double() for t in (self.x, self.g, self.residual))
-        r = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        half = 0.0 if dtype is torch.float32 else 2 * unit(dtype)
-        given, added = (x * r * g, 0.0) if name == "norm_linear" else (x, residual)
-        exact = (given @ self.decoded.t())[:, self.picks] + added
-        size = (given.abs() @ self.decoded.abs().t())[:, self.picks]
-        error = 2 * of_additions(k, size) + (half + ROUNDINGS * unit(torch.float32)) * size
-        error += unit(torch.float32) * exact.abs()
-        y = call(len(self.weights) - 1)
-        return verdict(worst_of(y, exact, of_store(exact, error, dtype)))
+        dtype = self.setting.dtype
+        x, g, added = (t.cpu().double() for t in (self.x, self.g, self.residual))
+        if name == "norm_linear":
+            x, added = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * g, 0.0
+        relative = 2 * lost(dtype) + ROUNDINGS * unit(torch.float32)
+        y, error = product(x, self.decoded, relative, times=2)
+        wanted = Bounded(y[:, self.picks] + added, error[:, self.picks])
+        return wanted.and_roundings(1).stored(dtype).verdict(call(len(self.weights) - 1))
 
     def cell(self) -> Cell:
-        against = {"norm_linear": "norm_then_linear", "residual": "linear_then_add"}
-        calls, ways = self.calls(), []
-        for name, call in calls.items():
-            other = against.get(name)
-            check = (lambda n=name, c=call: self.check(n, c)) if other else None
-            of = {"of_two_ops": other} if other else {}
-            # The table says how much of the time of two ops one takes.
+        ways = []
+        for name, call in self.calls().items():
+            check, of = None, {}
+            if name in AGAINST:
+                check = lambda n=name, c=call: self.check(n, c)  # noqa: E731
+                of = {"of_two_ops": AGAINST[name]}
             ways.append(Way(name, call, len(self.weights), check, against=of))
         s = self.shape
         about = {"format": self.format, "n": s.n, "k": s.k, "m": self.m, "w": f"{s.n}×{s.k}"}
@@ -96,13 +81,11 @@ class Data:
 def run(run: Run) -> Iterator[Record]:
     """The records of every shape, format whose block divides K, and M."""
     args = run.args
-    yield from run.cells(
-        (
-            Data(shape, name, m, run.setting).cell()
-            for shape in [parse_shape(s) for s in args.shapes.split(",")]
-            for name in named(args.formats)
-            if shape.k % formats.get(name).block_values == 0
-            for m in parse_ints(args.m)
-        ),
-        has_roof=False,
+    cells = (
+        Data(shape, name, m, run.setting).cell()
+        for shape in [parse_shape(s) for s in args.shapes.split(",")]
+        for name in named(args.formats)
+        if shape.k % formats.get(name).block_values == 0
+        for m in parse_ints(args.m)
     )
+    yield from run.cells(cells, has_roof=False)

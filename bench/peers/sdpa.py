@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,20 +31,17 @@ BACKENDS = {
 class Chosen:
     """The backend that SDPA may take, changed only where another call takes another."""
 
-    def __init__(self) -> None:
-        self._name = ""
-        self._context: AbstractContextManager[Any] | None = None
+    name, context = "", None
 
     def take(self, name: str) -> None:
         """The backend of that name alone; "": as torch chooses."""
-        if name == self._name:
+        if name == self.name:
             return
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-        self._context = sdpa_kernel(BACKENDS[name]) if name else None
-        if self._context is not None:
-            self._context.__enter__()
-        self._name = name
+        if self.context is not None:
+            self.context.__exit__(None, None, None)
+        self.name, self.context = name, sdpa_kernel(BACKENDS[name]) if name else None
+        if self.context is not None:
+            self.context.__enter__()
 
 
 chosen = Chosen()
@@ -105,21 +101,6 @@ def flex(q: Tensor, slots: int, kv_heads: int) -> Call:
     return lambda k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
-def calls(q: Tensor, slots: int, kv_heads: int, compile: bool) -> Iterator[tuple[str, Call]]:
-    """(name, call) of everything to try."""
-    for form, call in forms(q, slots, kv_heads):
-        for name in backends(q, slots, form):
-            label = f"SDPA {name or 'as chosen'}, {form}"
-
-            def with_backend(k: Tensor, v: Tensor, name: str = name, call: Call = call) -> Tensor:
-                chosen.take(name)
-                return call(k, v)
-
-            yield label, with_backend
-    if compile:
-        yield "flex attention, compiled", flex(q, slots, kv_heads)
-
-
 def failure(call: Call, k: Tensor, v: Tensor) -> str | None:
     """Why the call cannot take these keys, or be captured, as it is timed on cuda; None: it can."""
     try:
@@ -137,8 +118,19 @@ def running(
 ) -> Iterator[tuple[str, Call, str | None]]:
     """(name, call, why it does not run) of everything to try on the keys and values of a cache."""
     slots = cache[0][0].shape[2]
+    tried: list[tuple[str, Call]] = []
+    for form, call in forms(q, slots, kv_heads):
+        for name in backends(q, slots, form):
+
+            def with_backend(k: Tensor, v: Tensor, name: str = name, call: Call = call) -> Tensor:
+                chosen.take(name)
+                return call(k, v)
+
+            tried.append((f"SDPA {name or 'as chosen'}, {form}", with_backend))
+    if compile:
+        tried.append(("flex attention, compiled", flex(q, slots, kv_heads)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each reason why a backend does not run
-        for name, call in calls(q, slots, kv_heads, compile):
+        for name, call in tried:
             yield name, call, failure(call, *cache[0])
     chosen.take("")

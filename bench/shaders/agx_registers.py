@@ -123,13 +123,13 @@ def texts() -> Iterator[tuple[str, str]]:
     """(kernel, text with its function constants as plain ones) of each kernel."""
     from torch_metalmm import _C
 
-    from .registers import passes
+    from .passes import passes
 
     planned = passes()
     for kernel in _C.kernel_names():
         constants = dict.fromkeys(_C.CONSTANTS, 0) | {"k": 4096}  # of a kernel without a format
         if kernel in planned:
-            constants = planned[kernel][0]["constants"]
+            constants = planned[kernel]["constants"]
         yield kernel, with_constants(_C.metal_source(kernel), constants)
 
 

@@ -29,7 +29,6 @@ from ..tables import Table, replace_block, to_markdown
 from . import chips, ptx, token_chips
 
 METAL = ROOT / "metal"
-RESULTS = ROOT / "bench" / "results.md"
 DTYPES = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 
 _PLAIN = "{x, x}, w, {y, x, x}, args, memory, at"
@@ -210,11 +209,6 @@ def table() -> Table:
     return Table("gemv, x f16: instructions per weight, and issue cycles", columns, rows)
 
 
-def markdown() -> str:
-    """The table as the block between the markers of bench/results.md."""
-    return to_markdown(table())
-
-
 # ---- what is committed of it
 
 
@@ -238,14 +232,13 @@ def write() -> list[Path]:
     rows = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", text)
     cost_model.COUNTS.write_text(rows + "\n")
     cost_model.counts.cache_clear()
-    replace_block(RESULTS, "cells", markdown())
-    replace_block(chips.PAGE, "chips", chips.markdown())
-    replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.markdown())
-    return [cost_model.COUNTS, RESULTS, chips.PAGE, token_chips.PAGE]
+    replace_block(chips.PAGE, "chips", chips.block())
+    replace_block(token_chips.PAGE, token_chips.COMMAND, token_chips.block())
+    return [cost_model.COUNTS, chips.PAGE, token_chips.PAGE]
 
 
 def print_(args: argparse.Namespace) -> None:
     if args.write:
         print(*write(), sep="\n")
     else:
-        print(to_markdown(size_table()), markdown(), sep="\n\n")
+        print(to_markdown(size_table()), to_markdown(table()), sep="\n\n")

@@ -184,6 +184,10 @@ def compared_kernels() -> Table:
 
 
 def markdown() -> str:
-    """All tables, as the block of docs/chip-model.md."""
-    tables = (tokens_table(), shapes_table(), compared_tokens(), fits(), compared_kernels())
-    return "\n\n".join(to_markdown(t) for t in tables)
+    """All tables."""
+    return "\n\n".join((block(), *map(to_markdown, (shapes_table(), compared_tokens()))))
+
+
+def block() -> str:
+    """Those that docs/chip-model.md has."""
+    return "\n\n".join(map(to_markdown, (tokens_table(), fits(), compared_kernels())))

@@ -11,15 +11,13 @@ count.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..tables import Table, read_block, replace_block, to_markdown
+from ..tables import Table, to_markdown
 from . import cells, foreign, ptx
 
-COMMAND = "tiles"
 PRODUCT_CYCLES = 16
 _PRODUCT = "simdgroup_product"  # of counted_matrix.h
 OWN_RULES: ptx.Rules = (
@@ -181,13 +179,6 @@ def table(ours: Iterable[Tile], peers: Iterable[Tile]) -> Table:
     return out
 
 
-def committed(page: Path = cells.RESULTS) -> dict[tuple[str, str], list[str]]:
-    """{(W and x, tile): the other cells of its row} of the committed table."""
-    lines = re.findall(r"^\| (\w+, x .*) \|$", read_block(page, COMMAND), re.M)
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    return {(row[0], row[1]): row[2:] for row in rows}
-
-
 def markdown(ggml: Path | None, mlx: Path | None) -> str:
     """The table; a peer whose text is not given is left out.
 
@@ -197,15 +188,5 @@ def markdown(ggml: Path | None, mlx: Path | None) -> str:
     return to_markdown(table(own_tiles(), peers))
 
 
-def write(block: str) -> Path:
-    """Puts the table into bench/results.md; the file."""
-    replace_block(cells.RESULTS, COMMAND, block)
-    return cells.RESULTS
-
-
 def print_(args: argparse.Namespace) -> None:
-    """ValueError: --write without both peers."""
-    if args.write and not (args.ggml and args.mlx):
-        raise ValueError("--write: needs --ggml and --mlx")
-    block = markdown(args.ggml, args.mlx)
-    print(write(block) if args.write else block)
+    print(markdown(args.ggml, args.mlx))

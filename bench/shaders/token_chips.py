@@ -153,16 +153,19 @@ def contexts_table(contexts: Sequence[int], caches: Sequence[str]) -> Table:
 
 
 def markdown() -> str:
-    """All tables, as the block of docs/token-model.md."""
+    """All tables."""
+    return "\n\n".join((block(), *map(to_markdown, (apart_table(), host_table()))))
+
+
+def block() -> str:
+    """Those that docs/token-model.md has."""
     tables = (
         rates_table(),
-        apart_table(),
         compared("Native programs", PUBLISHED, "fused"),
         compared("Python programs", EAGER, "unfused"),
-        host_table(),
         contexts_table(CONTEXTS, CACHES),
     )
-    return "\n\n".join(to_markdown(t) for t in tables)
+    return "\n\n".join(map(to_markdown, tables))
 
 
 def print_(args: argparse.Namespace) -> None:

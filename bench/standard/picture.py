@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_metalmm.extras import require
 
-from ..report.plots import DOTS_PER_INCH
+from ..plots import DOTS_PER_INCH
 from .layers import Layer, layers
 from .record import replaced
 

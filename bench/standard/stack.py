@@ -78,10 +78,10 @@ def run(
     pick, context = random.Random(1), CONTEXT[device.type]
     prompt = [pick.randrange(shape.vocabulary) for _ in range(context)]
     source = llamas.Source("", title, True, shape.vocabulary, (), lambda _: plain, lambda _: plain)
-    reference, races = Reference(source, prompt), []
+    reference, races = Reference(source), []
     for form, model in forms.items():
         system = Transformers(form, model, device == CPU)
-        error = reference.error(system, plain)
+        error = reference.error(prompt, system, plain)
         head = {"model": title, "layers": count, "format": FORMAT, "form": form}
         head |= {"context": context, "error": error, "ok": error <= ROUNDED_LIMIT}
         races.append(Race(system, head | {"weight_bytes": system.weight_bytes}))

@@ -12,8 +12,8 @@
 //          pass, and no barrier, of its own. The squares cost 0.26 to 0.28 issue cycles a weight,
 //          g as much, twice as much as bf16, an offset of g 0.25; half of that in gemv_wide_n.
 //
-// Cost     instructions and issue cycles per weight of every format: bench/results.md, which
-//          `python -m bench cells` prints from the compiled loop.
+// Cost     instructions and issue cycles per weight of every format: `python -m bench cells` counts
+//          the compiled loop.
 #pragma once
 
 #include "gemv_core.h"

@@ -7,8 +7,6 @@ import pytest
 from bench.agx import kernels
 from bench.agx.build_mesa import PROGRAM
 from bench.agx.code import read
-from bench.shaders.cells import RESULTS
-from bench.tables import read_block
 
 # Printed after each of three steps: a preamble, and a kernel with an outer loop of one inside.
 PREAMBLE = "block0 {\n   u0 = mov_imm #0\n   stop \n}\n"
@@ -78,28 +76,12 @@ def test_patterns_name_kernels() -> None:
     assert all(one["threadgroup_bytes"] >= 16 and one["group"][0] >= 32 for one in passes)
 
 
-def _committed() -> dict[str, dict[str, str]]:
-    """{kernel: {column: cell}} of the page's table."""
-    lines = [line for line in read_block(RESULTS, "agx").splitlines() if line.startswith("| ")]
-    columns, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
-    return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
-
-
-def test_kernels_of_the_page_that_spill() -> None:
-    """Stores and loads of registers in memory: of one kernel. The page has all kernels shown."""
-    page = _committed()
-    assert list(page) == kernels.named(kernels.SHOWN)
-    spilling = {kernel: row["spills"] for kernel, row in page.items() if row["spills"] != "0"}
-    assert spilling == {"gemv_batched_q6_k_f16": "2"}
-
-
 @pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built: make agx")
-def test_the_page_is_what_the_compiler_says() -> None:
-    """One kernel as it is, one that would spill if all that is constant left its loops."""
-    page = _committed()
-    for kernel in ("gemv_q8_0_f16", "attention_tile_q8_0_f16"):
-        code = kernels.compile_kernel(kernel)
-        row = page[kernel]
-        assert row["half registers"] == str(code.half_registers)
-        assert row["threads"] == str(code.threads)
-        assert row["spills"] == str(code.spills)
+def test_what_the_compiler_says() -> None:
+    """A kernel, one that would spill if all that is constant left its loops, one that spills."""
+    plain, attention, spilling = map(
+        kernels.compile_kernel,
+        ("gemv_q8_0_f16", "attention_tile_q8_0_f16", "gemv_batched_q6_k_f16"),
+    )
+    assert (plain.spills, attention.spills, spilling.spills) == (0, 0, 2)
+    assert f"{len(plain.loop) / kernels.weights()['gemv_q8_0']:.2f}" == "4.56"

@@ -18,11 +18,11 @@ from places import ROOT
 
 from bench.__main__ import main
 from bench.devices import Device
-from bench.engines import ENGINES
 from bench.ops import matmul
 from bench.options import parse
+from bench.peers.products import ENGINES
+from bench.plots import styles, time_by_m
 from bench.problem import Checker, Problem, Setting, Variant
-from bench.report.plots import styles, time_by_m
 from bench.roofs import roof
 from bench.runner import Run
 from bench.shapes import NAMED
@@ -151,7 +151,8 @@ def test_the_strategy_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sweep_names_the_absent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(ENGINES["mlx"]), "missing", lambda *_: "not here")
+    absent = ENGINES["mlx"]._replace(missing=lambda device: "not here")
+    monkeypatch.setitem(ENGINES, "mlx", absent)
     records = matmul.run(Run(parse(["--sweep-m", "--quick", "--engines", "auto"])))
     skipped = {"kind": "skipped", "what": "mlx", "why": "not here"}
     assert any(r == skipped for r in records)  # and no further record is made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from bench import runner
 from bench.__main__ import main
 from bench.devices import CPU
 from bench.ops import attention
-from bench.ops.attention import Data, Heads, Rounds, Shape, Variant, as_it_is, shapes
+from bench.ops.attention import Data, Heads, Rounds, Shape, Variant, shapes
 from bench.options import parse
-from bench.peers import ggml_attention, sdpa
-from bench.peers.ggml_attention import causal_mask
+from bench.peers import ggml, sdpa
+from bench.peers.ggml import causal_mask
 from bench.problem import Setting
-from bench.report.report import cell_tables
+from bench.report import cell_tables
 from bench.runner import FEW, SLOW, Run, Way, slow_ones
 from bench.shapes import parse_counts
 
@@ -42,15 +43,17 @@ def test_every_cell_is_checked_and_timed(
     """Decoding and prefills; ours in each format, torch's in each dtype; ratios of one run."""
     out = tmp_path / "out.jsonl"
     options = ("--quick", "--threads", "1", "--repetitions", "1", "--json", str(out))
-    assert main(["attention", *options, "--formats", "f16,q8_0"]) == 0
+    assert main(["attention", *options, "--formats", "f16,q8_0", "--pages"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     found = [r for r in records if r["kind"] == "attention"]
     wanted = [(1, 1, 70), (1, 1, 300), (2, 1, 70), (2, 1, 300), (1, 24, 24), (1, 24, 124)]
     assert list(dict.fromkeys((r["batch"], r["queries"], r["slots"]) for r in found)) == wanted
     assert all(r["ok"] and r["us"] > 0 and r["percent_read"] > 0 for r in found)
     ours = [r for r in found if r["is_ours"]]
-    assert [r["variant"] for r in ours] == ["metalmm f16", "metalmm q8_0"] * len(wanted)
+    names = [f"metalmm{pages} {f}" for pages in ("", " in pages") for f in ("f16", "q8_0")]
+    assert [r["variant"] for r in ours] == names * len(wanted)
     assert all(r["of_f16"] > 0 and r["of_best_q3"] > 0 for r in ours)
+    assert all(r["of_rows"] > 0 for r in ours if "in pages" in r["variant"])
     assert ours[0]["of_f16"] == 1 and ours[0]["bytes"] == 2 * 2 * 70 * 64 * 2
     torchs = {r["variant"] for r in found if not r["is_ours"]}
     assert {f"SDPA flash, {form} bf16" for form in ("grouped", "folded", "causal")} < torchs
@@ -64,14 +67,13 @@ def test_a_wrong_result_is_found(dtype: torch.dtype, queries: int) -> None:
     """A scale that is off by a tenth, a slot that is left out, values of another head."""
     data = Data(Shape(HEADS, 2, queries, 90), Setting(1, 1, dtype))
     right = data.ours("q8_0")
-    assert data.worst(right) <= 1
+    assert data.verdict(right)["worst"] <= 1
     q, (k, v) = data.q.to(dtype), data.caches("q8_0")[0]
     op, length = torch.ops.metalmm.attention, data.length
 
     def worst(*args: Any, **options: Any) -> float:
-        return data.worst(
-            Variant("", "q8_0", lambda i: op(*args, **options), right.arrange, right.rounds)
-        )
+        changed = replace(right, call=lambda i: op(*args, **options))
+        return float(data.verdict(changed)["worst"])
 
     assert worst(q, k, v, "q8_0", "q8_0", length) <= 1
     assert worst(q, k, v, "q8_0", "q8_0", length, scale=1.1 * 64**-0.5) > 1
@@ -83,20 +85,18 @@ def test_nan_is_wrong() -> None:
     data = Data(Shape(HEADS, 1, 1, 40), ON_CPU)
     shape = (1, HEADS.heads, 1, HEADS.size)
     right = data.ours("f32")
-    wrong = Variant("", "f32", lambda i: torch.full(shape, torch.nan), as_it_is, Rounds())
-    assert data.worst(right) <= 1 < data.worst(wrong)
+    wrong = Variant("", "f32", lambda i: torch.full(shape, torch.nan), False, Rounds())
+    assert data.verdict(right)["worst"] <= 1 < data.verdict(wrong)["worst"]
 
 
 def test_what_a_device_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that raises, and copies of keys that would be too large."""
     data = Data(Shape(HEADS, 1, 1, 40), ON_CPU)
     monkeypatch.setattr(sdpa, "backends", lambda q, slots, form: ["flash", "efficient"])
-    found = [*data.peers(torch.float32, compile=False)]
-    assert [name for name, variant, _ in found if variant is None] == [
-        "SDPA efficient, grouped f32",
-        "SDPA efficient, folded f32",
-    ]
-    assert all((why is None) == (variant is not None) for _, variant, why in found)
+    refused: dict[str, str] = {}
+    found = [*data.peers(torch.float32, False, refused)]
+    assert [*refused] == ["SDPA efficient, grouped f32", "SDPA efficient, folded f32"]
+    assert [v.name for v in found] == ["SDPA flash, grouped f32", "SDPA flash, folded f32"]
     monkeypatch.undo()
     assert [*sdpa.backends(data.q, 40, "grouped")] == ["math", "flash"]
     monkeypatch.setattr(sdpa, "MATH_BYTES", 1)
@@ -118,13 +118,13 @@ def test_the_mask_of_ggml() -> None:
     assert mask[:3].isneginf().int().tolist() == [[0, 0, 0, 0, 1], [0] * 5, [0] * 5]
 
 
-@pytest.mark.skipif(ggml_attention.missing(CPU) is not None, reason="llama-cpp-python")
+@pytest.mark.skipif(ggml.missing(CPU) is not None, reason="llama-cpp-python")
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("format", ["f32", "f16", "q8_0"])
 def test_ggml_reads_our_caches(format: str, queries: int) -> None:
     data = Data(Shape(HEADS, 2, queries, 90), Setting(threads=1, cold_bytes=1 << 20))
     variant = data.of_ggml(format)
-    assert len(data.caches(format)) > 1 and data.worst(variant) <= 1
+    assert len(data.caches(format)) > 1 and data.verdict(variant)["worst"] <= 1
 
 
 def test_operations_of_a_cell() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from transformers import DynamicCache
 
 from bench.__main__ import main
 from bench.devices import CPU
-from bench.models import contexts, filled, llamas
-from bench.models.filled import PIECE, Constant, Evaluated, Growing, random_rows
-from bench.models.systems import Static, counts
+from bench.models import contexts, llamas
+from bench.models.contexts import error_after
+from bench.models.systems import PIECE, Static, Transformers, counts, random_rows
+from bench.models.tokens import Entry, Reference
 from bench.options import parse
-from bench.runner import Run
+from bench.peers.programs import CHUNK, LlamaCpp
 from torch_metalmm import PackedCache, fuse_
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -71,9 +73,9 @@ def test_rows_do_not_depend_on_where_a_context_ends(packed: Any) -> None:
     assert not torch.equal(whole[0], whole[1]) and not torch.equal(whole[0], other[0])
 
 
-def make_caches(model: Any) -> dict[str, Growing]:
+def make_caches(model: Any) -> dict[str, Transformers]:
     caches = {"sdpa": DynamicCache, "metalmm": lambda: PackedCache(model.config, "f32")}
-    return {name: Growing(name, model, True, make, name) for name, make in caches.items()}
+    return {n: Transformers(n, model, make=make, attention=n) for n, make in caches.items()}
 
 
 def test_a_sequence_goes_on_after_a_round(packed: Any) -> None:
@@ -97,16 +99,15 @@ def test_a_round_calls_the_attention_of_its_system(packed: Any) -> None:
         assert packed.config._attn_implementation == system.name
 
 
-def test_caches_of_constant_size(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_constant_size(packed: Any) -> None:
     """What a graph captures, here step by step: the logits of a cache that grows."""
-    monkeypatch.setattr(filled, "Graph", Static)
     makers = {
         "sdpa": contexts.static_cache(packed),
         "metalmm": contexts.packed_cache(packed, "f32"),
     }
     for attention, make in makers.items():
         growing = make_caches(packed)["sdpa"]
-        system = Constant("", packed, make, attention, beyond=4)
+        system = Static("", packed, length=4, make_sized=make, attention=attention)
         for context in (20, 33):
             growing.extend(context)
             wanted = growing.feed([3])
@@ -122,11 +123,10 @@ def test_caches_of_constant_size(packed: Any, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_wrong_cache_is_found(source: llamas.Source, packed: Any) -> None:
     """Rows of another layer: the error is none of rounding."""
-    wanted, growing = contexts.Wanted(source), make_caches(packed)["sdpa"]
-    growing.extend(20)
-    assert wanted.error(growing, packed, 20) < 1e-5
-    growing.cache.layers.reverse()
-    assert wanted.error(growing, packed, 20) > 1e-3
+    wanted, entry = Reference(source), Entry(make_caches(packed)["sdpa"], packed)
+    assert error_after(wanted, entry, 20) < 1e-5
+    entry.system.cache.layers.reverse()
+    assert error_after(wanted, entry, 20) > 1e-3
 
 
 @pytest.mark.parametrize("is_large", [False, True])
@@ -135,28 +135,27 @@ def test_rounding_of_a_cache_is_no_error(
     source: llamas.Source, packed: Any, name: str, is_large: bool
 ) -> None:
     """Compared are the same rounded rows; a cache of another format is wrong."""
-    wanted = contexts.Wanted(replace(source, is_large=is_large))
+    wanted = Reference(replace(source, is_large=is_large))
     for held, most in ((name, 1e-3), ("q5_0", None)):
         make = partial(PackedCache, packed.config, held)
-        system = Growing("", packed, False, make, "metalmm", name)
-        system.extend(30)
-        error = wanted.error(system, packed, 30)
+        system = Transformers("", packed, False, make=make, attention="metalmm", format=name)
+        error = error_after(wanted, Entry(system, packed), 30)
         assert error < most if most else error > 1e-3
 
 
-class Prompted:
+class Prompted(LlamaCpp):
     """llama.cpp as the benchmark calls it."""
 
-    name, vocabulary = "p", 99
+    name, vocabulary, held = "p", 99, 0
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any) -> None:
         self.tokens: list[int] = []
 
     def reset(self) -> None:
         self.tokens = []
 
-    def feed(self, tokens: list[int]) -> Tensor:
-        assert len(tokens) <= filled.CHUNK
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        assert len(tokens) <= CHUNK
         self.tokens += tokens
         return torch.zeros(self.vocabulary)
 
@@ -166,54 +165,46 @@ class Prompted:
 
 def test_a_prompt_is_evaluated_once() -> None:
     """Where there are no rows to give: the contexts share what they begin with."""
-    program: Any = Prompted()
-    system = Evaluated(program)
+    system = Prompted()
     system.extend(700)
-    first = list(program.tokens)
+    first = list(system.tokens)
     system.feed([1, 2])
     system.rewind(2)
     system.extend(2048)
-    assert len(program.tokens) == 2048 and program.tokens[:700] == first
+    assert len(system.tokens) == 2048 and system.tokens[:700] == first
 
 
-def test_the_defaults_of_contexts(tmp_path: Path) -> None:
-    args = parse(["tokens", "--cache", "Q8_0,f16", "--device", "cpu"])
-    assert (args.cache, args.contexts) == (["f16/q8_0", "f16"], (128, 2048, 8192))
-    assert parse(["tokens", "--cache", "f16", "--context", "32k", "--device", "cpu"]).contexts == (
-        32768,
-    )
-    with pytest.raises(ValueError, match="several only with --cache"):
-        parse(["tokens", "--context", "1k,2k", "--device", "cpu"])
-    with pytest.raises(ValueError, match="format"):
-        parse(["tokens", "--cache", "q9", "--device", "cpu"])
-
-
-def test_compiled_models_are_not_measured_by_context() -> None:
-    args = parse(["tokens", "--cache", "f16", "--compile", "--device", "cpu"])
-    with pytest.raises(ValueError, match="--compile: not with --cache"):
-        [*contexts.run(Run(args))]
+def test_what_contexts_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The defaults with --cache, and what is refused before a model is made."""
+    assert parse(["tokens", "--cache", "f16", "--device", "cpu"]).context == "128,2k,8k"
+    assert contexts.asked("Q8_0,f16", "1,8k") == (["f16/q8_0", "f16"], (1, 8192))
+    for options, message in (
+        (["--context", "1k,2k"], "several only with --cache"),
+        (["--cache", "q9"], "format"),
+        (["--cache", "f16", "--context", "0"], "must be at least 1"),
+        (["--cache", "f16", "--compile"], "--compile: not with --cache"),
+    ):
+        assert main(["tokens", "--device", "cpu", *options]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_llama_cpp_takes_the_cache_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """f16 and those of --cache that ggml has; a run without llama.cpp says so."""
-    loaded = []
+    made: list[Any] = []
 
     class Loaded(Prompted):
-        pass
+        def __init__(self, *where: Any) -> None:
+            made.append(where[-1])
 
-    def load(packed: Any, format: str, *where: Any) -> Loaded:
-        loaded.append(where[-1])
-        return Loaded()
+        @staticmethod
+        def missing(format: str, device: str) -> str | None:
+            return "not here" if made else None
 
-    monkeypatch.setattr(contexts.llama_cpp_model, "load", load)
-    monkeypatch.setattr(contexts.llama_cpp_model, "missing", lambda *_: None)
-    monkeypatch.setattr(contexts.Reference, "error", lambda *_: 0.01)
-    source: Any = SimpleNamespace(vocabulary=99, is_large=True)
+    monkeypatch.setattr(contexts, "LlamaCpp", Loaded)
+    source: Any = SimpleNamespace(vocabulary=99)
     args = SimpleNamespace(contexts=(8,), new_tokens=2, threads=1, cache=["q8_0", "mxfp4"])
     builder = contexts.ContextBuilder(source, args, CPU, torch.float32, Path())
-    entries = [*builder.peers("q4_0", torch.nn.Module())]
-    assert loaded == ["f16", "q8_0"] and len(entries) == 2
-    assert [*builder.errors.values()] == [0.01]
-    monkeypatch.setattr(contexts.llama_cpp_model, "missing", lambda *_: "not here")
-    assert [*builder.peers("q4_0", torch.nn.Module())] == []
+    entries = [*builder.llama_cpp("q4_0", torch.nn.Module())]
+    assert made == ["f16", "q8_0"] and len(entries) == 2
+    assert [*builder.llama_cpp("q4_0", torch.nn.Module())] == []
     assert builder.skipped[0]["what"] == "llama.cpp q4_0"

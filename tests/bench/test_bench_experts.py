@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.ops.experts import Data, Sizes
+from bench.ops.experts import Data
 from bench.problem import Setting
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -35,13 +35,13 @@ def test_a_token_and_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("name", ["swiglu", "down"])
 def test_a_wrong_product_is_found(name: str) -> None:
-    data = Data(Sizes(4, 2, 64, 256), "q8_0", 3, Setting(threads=1, cold_bytes=1))
+    data = Data((4, 2, 64, 256), "q8_0", 3, Setting(threads=1, cold_bytes=1))
     call = data.calls()[name]
     assert data.check(name, call)["ok"]
     assert not data.check(name, lambda i: 1.01 * call(i))["ok"]
 
 
 @pytest.mark.parametrize("text", ["8x2x64", "8x2x0x256", "axbxcxd"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="--experts"):
-        Sizes.parse(text)
+def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experts", "--quick", "--experts", text]) == 2
+    assert f"--experts: '{text}'; must be EXPERTSxCHOSENxNxK" in capsys.readouterr().err

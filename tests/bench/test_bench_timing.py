@@ -10,9 +10,9 @@ import torch
 import bench.devices as devices
 from bench import options
 from bench.devices import ROW_SECONDS, Device
-from bench.ops.matrix_ops import bound_of
-from bench.problem import Problem, Setting
-from bench.report.report import cell_tables, pivots
+from bench.ops.matrix_ops import Matrix
+from bench.problem import Setting
+from bench.report import cell_tables, pivots
 from bench.shapes import NAMED
 from bench.tables import digits, percent
 from bench.timing import interleave
@@ -148,11 +148,10 @@ def test_the_bound_of_a_product(
     monkeypatch.setattr(devices._C, "mps_facts", lambda: facts, raising=False)
     monkeypatch.setattr(torch.Tensor, "to", _ignoring_mps(torch.Tensor.to))
     shape = NAMED["tiny"]
-    problem = Problem(shape, Setting(1, 1, dtype, Device(device)))
+    matrix = Matrix(shape.n, shape.k, "q4_0", Setting(1, 1, dtype, Device(device)))
     m = 1 if operation == "gemv" else 64
-    exact, bound = bound_of(operation, m, problem, "q4_0")
-    w = problem.decoded(problem.packed("q4_0"), "q4_0")
-    size = problem.x(m).to(dtype).double().abs() @ w.abs().t()
+    exact, bound = matrix.bound(operation, m).stored(dtype)
+    size = matrix.problem.x(m).to(dtype).double().abs() @ matrix.decoded.abs().t()
     sums = 8 * math.sqrt(shape.k + 2) * 2.0**-24 * size
     error = sums + (2.0**-11 * size if is_rounded else 0)
     digits_of = {torch.float16: 11, torch.float32: 24}[dtype]

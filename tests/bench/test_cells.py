@@ -168,16 +168,14 @@ def test_committed_figures_are_those_of_the_compiled_code(
 ) -> None:
     """`bench cells --write` makes the committed files again, from files that say something else."""
     pages = (chips.PAGE, token_chips.PAGE)
-    committed = (cost_model.COUNTS, cells.RESULTS, *pages)
+    committed = (cost_model.COUNTS, *pages)
     written = [Path(shutil.copy(file, tmp_path)) for file in committed]
     written[0].write_text("{}")
-    replace_block(written[1], "cells", "")
-    replace_block(written[2], "chips", "")
-    replace_block(written[3], token_chips.COMMAND, "")
+    replace_block(written[1], "chips", "")
+    replace_block(written[2], token_chips.COMMAND, "")
     monkeypatch.setattr(cost_model, "COUNTS", written[0])
-    monkeypatch.setattr(cells, "RESULTS", written[1])
-    monkeypatch.setattr(chips, "PAGE", written[2])
-    monkeypatch.setattr(token_chips, "PAGE", written[3])
+    monkeypatch.setattr(chips, "PAGE", written[1])
+    monkeypatch.setattr(token_chips, "PAGE", written[2])
     assert main(["cells", "--write"]) == 0
     cost_model.counts.cache_clear()
     for file, other in zip(committed, written, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench.report import format_plots
+from bench import format_plots
 from bench.tables import read_block, to_markdown
 
 

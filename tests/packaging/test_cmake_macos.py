@@ -11,7 +11,7 @@ import pytest
 from macos_build import configure
 from places import ROOT
 
-from bench.shaders.registers import chosen, split
+from bench.shaders.passes import chosen, split
 from torch_metalmm import _C
 
 sys.path.insert(0, str(ROOT / "cmake"))

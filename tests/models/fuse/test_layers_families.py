@@ -10,7 +10,7 @@ import torch
 from layer_models import are_fused, padded
 
 from bench.models.families import COMMAND, FAMILIES, PAGE, family, fused_family, record, versions
-from bench.report.models import model_tables
+from bench.report import model_tables
 from bench.tables import read_block, to_markdown
 from torch_metalmm import PackedCache, unfuse_
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch_metalmm import formats
 
-from ..machine import ROOT
-from ..tables import ABSENT, Table, digits, replace_block, to_markdown
+from .machine import ROOT
 from .plots import DOTS_PER_INCH, FIGURE_INCHES
+from .tables import ABSENT, Table, digits, replace_block, to_markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

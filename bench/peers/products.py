@@ -1,0 +1,308 @@
+"""Everything that multiplies by W: torch_metalmm, torch, ggml, ONNX Runtime, MLX.
+
+A peer is a function of (problem, formats) that yields its variants, under @engine: the name that
+--engines has for it, and why a device cannot run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from torch_metalmm import _C, formats
+from torch_metalmm.formats.activations import BLOCK
+
+from ..devices import CPU, Device
+from ..problem import LABELS, Problem, Rounding, Variant
+from . import ggml
+
+GROUP = 64  # values per scale, where a peer lets us choose
+INNER_K_TILES = 8
+PROTOBUF_LIMIT = 1 << 31
+MLX_LARGEST = 4096 * 4096
+ops, aten = torch.ops.metalmm, torch.ops.aten
+
+Variants = Iterator[Variant]
+Missing = Callable[[Device], str | None]
+
+
+class Engine(NamedTuple):
+    """missing(device): why it cannot run there; None if it can. W is quantized in variants()."""
+
+    variants: Callable[[Problem, Sequence[str]], Variants]
+    missing: Missing
+
+
+ENGINES: dict[str, Engine] = {}  # by the name of --engines
+
+
+def engine(name: str, missing: Missing = lambda device: None) -> Callable[[Any], Any]:
+    def register(variants: Any) -> Any:
+        ENGINES[name] = Engine(variants, missing)
+        return variants
+
+    return register
+
+
+def on_the_cpu(*modules: str) -> Missing:
+    """Of a peer whose CPU engine, in these packages, is compared."""
+
+    def missing(device: Device) -> str | None:
+        absent = [m for m in modules if find_spec(m) is None]
+        if device != CPU:
+            return "its CPU engine"
+        return f"{', '.join(absent)} not installed" if absent else None
+
+    return missing
+
+
+@engine("metalmm")
+def metalmm(problem: Problem, names: Sequence[str]) -> Variants:
+    """x in the dtype of the setting; on the CPU also rounded to int8."""
+    setting, shape = problem.setting, problem.shape
+    dtype, forced = setting.dtype, setting.strategy
+    in_f32 = dtype is torch.float32
+    for name in problem.fits(names):
+        for activations in (None, "int8") if setting.device == CPU and in_f32 else (None,):
+            if activations and not _C.has_int8(name):
+                continue
+
+            def product(
+                x: Tensor, w: Tensor, name: str = name, kind: str | None = activations
+            ) -> Tensor:
+                return ops.linear(x, w, None, name, forced, activations=kind)
+
+            def strategy(m: int, name: str = name) -> str:
+                of = {"format": name, "dtype": LABELS[dtype], "strategy": forced}
+                return setting.device.strategy(m=m, n=shape.n, k=shape.k, **of)
+
+            packed = problem.packed(name)
+            label = " ".join(filter(None, ("metalmm", name, activations, forced)))
+            label += "" if in_f32 else f" {dtype}".replace("torch.", "")
+            decoded = partial(problem.decoded, packed, name)
+            rounds = Rounding.int8(BLOCK, torch.float32) if activations else Rounding.to(dtype)
+            about = {"format": name, "strategy": strategy, "rounding": rounds}
+            yield problem.variant("metalmm", label, [packed], product, dtype, decoded, **about)
+
+
+def _dense(dtype: torch.dtype, problem: Problem, names: Sequence[str]) -> Variants:
+    w, name = problem.w.to(dtype), f"F.linear {LABELS[dtype]}"
+    yield problem.variant("torch", name, [w], linear, dtype, lambda: w[problem.rows].double())
+
+
+def _mv(dtype: torch.dtype, problem: Problem, names: Sequence[str]) -> Variants:
+    """For one row of x."""
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return torch.mv(w, x[0]).unsqueeze(0)
+
+    w, name = problem.w.to(dtype), f"torch.mv {LABELS[dtype]}"
+    decoded = lambda: w[problem.rows].double()  # noqa: E731
+    yield problem.variant("torch", name, [w], product, dtype, decoded, max_m=1)
+
+
+for _dtype, _label in LABELS.items():
+    _slow = "slow on the CPU" if _label == "f16" else None
+    for _name, _of in (("linear", _dense), ("mv", _mv)):
+        _missing = partial(lambda slow, device: slow if device == CPU else None, _slow)
+        engine(f"{_name}_{_label}", _missing)(partial(_of, _dtype))
+
+
+@engine("dequantize_mm")
+def dequantize_mm(problem: Problem, names: Sequence[str]) -> Variants:
+    """What a loader without fused kernels does."""
+    dtype, k = problem.setting.dtype, problem.shape.k
+    for name in problem.fits(names):
+
+        def product(x: Tensor, w: Tensor, name: str = name) -> Tensor:
+            return linear(x, ops.dequantize(w, name, k, dtype=dtype))
+
+        packed, label = problem.packed(name), f"dequantize {name} + F.linear"
+        decoded = partial(problem.decoded, packed, name)
+        about = {"format": name, "rounding": Rounding.to(dtype, times=2)}
+        yield problem.variant("torch", label, [packed], product, dtype, decoded, **about)
+
+
+# ---- integers
+
+
+@engine("int4pack")
+def int4pack(problem: Problem, names: Sequence[str]) -> Variants:
+    """aten::_weight_int4pack_mm: 4-bit codes, bf16 scale and zero per 64, x in bf16."""
+    device = problem.setting.device
+    if problem.shape.k % (16 * INNER_K_TILES) or problem.shape.n % 16:
+        return
+    codes, scales, zeros = quantize_int4(problem.w)
+    packed, op = pack_int4(codes, device)
+    planes = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous()
+
+    def decoded() -> Tensor:
+        rows = problem.rows
+        steps = (codes[rows] - 8).double().unflatten(1, (-1, GROUP))
+        scale, zero = (plane[rows].double().unsqueeze(-1) for plane in (scales, zeros))
+        return (steps * scale + zero).flatten(1)
+
+    def product(x: Tensor, w: Tensor, of: Tensor) -> Tensor:
+        return op(x, w, GROUP, of)
+
+    name = f"torch int4pack g{GROUP} bf16"
+    yield problem.variant("torch", name, [packed, planes], product, torch.bfloat16, decoded)
+
+
+def pack_int4(codes: Tensor, device: Device) -> tuple[Tensor, Callable[..., Tensor]]:
+    """Codes int32 0..15 [N, K] as torch packs them for the device, and the op that multiplies."""
+    if device == CPU:
+        packed = aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        return packed, aten._weight_int4pack_mm_for_cpu
+    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(device.type, torch.uint8)
+    return aten._convert_weight_to_int4pack(pairs, INNER_K_TILES), aten._weight_int4pack_mm
+
+
+def quantize_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W -> codes int32 [N, K], scales, zeros bf16 [N, K / 64]; w = (code - 8) scale + zero."""
+    groups = w.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).clamp_min_(1e-8).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    codes = ((groups - zeros.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)).round_()
+    return codes.clamp_(-8, 7).add_(8).int().flatten(1), scales, zeros
+
+
+def _without_int8(device: Device) -> str | None:
+    op = aten._weight_int8pack_mm.default
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.type.upper())
+    return None if has_kernel else f"this torch has no int8 kernel for {device.type}"
+
+
+@engine("int8pack", _without_int8)
+def int8pack(problem: Problem, names: Sequence[str]) -> Variants:
+    """A bf16 scale per row, x in bf16."""
+    if problem.shape.n % 32 or problem.shape.k % 32:
+        return
+    scales = (problem.w.abs().amax(1) / 127).bfloat16()
+    codes = (problem.w / scales.float().unsqueeze(1)).round_().clamp_(-128, 127).char()
+
+    def decoded() -> Tensor:
+        return codes[problem.rows].double() * scales[problem.rows].double().unsqueeze(1)
+
+    given = ([codes, scales], aten._weight_int8pack_mm, torch.bfloat16, decoded)
+    yield problem.variant("torch", "torch int8pack bf16", *given)
+
+
+# ---- other programs
+
+
+@engine("ggml", ggml.missing)
+def of_ggml(problem: Problem, names: Sequence[str]) -> Variants:
+    """One ggml_mul_mat per call, on the bytes torch_metalmm packs; int8 activations, weights
+    repacked where ggml can, as llama.cpp uses them."""
+    from gguf import GGMLQuantizationType as Types
+
+    k, setting = problem.shape.k, problem.setting
+    for name in problem.fits(names):
+        block, type = formats.get(name).block_values, getattr(Types, name.upper(), None)
+        if type is None or block not in ggml.BLOCKS:
+            continue
+        packed = ops.quantize(problem.w, name)
+        weights = ggml.Weights(int(type), packed, k, setting.copies(packed.nbytes))
+        yield Variant(
+            engine="ggml",
+            name=f"ggml {name}" + " repacked" * weights.repacked,
+            format=name,
+            weight_bytes=packed.nbytes,
+            copies=len(weights.tensors),
+            bind=partial(ggml.Products, weights, threads=setting.threads),
+            decoded=partial(problem.decoded, packed, name),
+            rounding=Rounding.int8(block),
+        )
+
+
+@engine("onnxruntime", on_the_cpu("onnx", "onnxruntime"))
+def onnx_runtime(problem: Problem, names: Sequence[str]) -> Variants:
+    """com.microsoft.MatMulNBits, 4 bits, groups of 64; activations in int8, and in f32."""
+    n, k, rows = problem.shape.n, problem.shape.k, problem.rows
+    size = n * k // 2 + n * k // GROUP * 4
+    if k % GROUP or size >= PROTOBUF_LIMIT:
+        return
+    groups = problem.w.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 7.5).clamp_min_(1e-8)
+    codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+    decoded = ((codes[rows].double() - 8) * scales[rows].double().unsqueeze(-1)).flatten(1)
+    copies = problem.setting.copies(size)
+    for activations, level, rounding in (("int8", 4, Rounding.int8(GROUP)), ("f32", 1, Rounding())):
+        model = _onnx_model(codes, scales, level)
+        sessions = [_onnx_session(model, problem.setting.threads) for _ in range(copies)]
+
+        def bind(x: Tensor, sessions: list[Any] = sessions) -> Callable[[int], Tensor]:
+            feed = {"x": x.numpy()}
+            return lambda i: torch.from_numpy(sessions[i].run(["y"], feed)[0])
+
+        name, exact = f"ONNX Runtime int4 g{GROUP} {activations}", lambda: decoded
+        yield Variant("onnxruntime", name, size, copies, bind, exact, rounding)
+
+
+def _onnx_model(codes: Tensor, scales: Tensor, level: int) -> bytes:
+    """The ONNX model y[M, N] = MatMulNBits(x[M, K]) of codes [N, K / 64, 64]."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    n, k = len(codes), codes[0].numel()
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).numpy()
+    given = {"w": packed, "s": scales.flatten().numpy()}
+    weights = [numpy_helper.from_array(value, name) for name, value in given.items()]
+    attributes = {"K": k, "N": n, "bits": 4, "block_size": GROUP, "accuracy_level": level}
+    domain = "com.microsoft"
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain=domain, **attributes)
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["M", size])
+        for name, size in (("x", k), ("y", n))
+    )
+    graph = helper.make_graph([node], "linear", [x], [y], weights)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(domain, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
+
+
+def _onnx_session(model: bytes, threads: int) -> Any:
+    """A session of its own for each copy: its idle threads must not spin beside the next one's."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+@engine("mlx", on_the_cpu("mlx"))
+def mlx(problem: Problem, names: Sequence[str]) -> Variants:
+    """mlx.core.quantized_matmul on its CPU device, f32; M = 1 and small W: it is slow there."""
+    import mlx.core as mx
+
+    if problem.shape.k % GROUP or problem.shape.n * problem.shape.k > MLX_LARGEST:
+        return
+    mx.set_default_device(mx.cpu)
+    how = {"group_size": GROUP, "bits": 4}
+    planes = mx.quantize(mx.array(problem.w.numpy()), **how)
+    mx.eval(*planes)
+    size = sum(p.nbytes for p in planes)
+    copies = [[p + mx.zeros_like(p) for p in planes] for _ in range(problem.setting.copies(size))]
+    mx.eval(copies)
+
+    def computed(y: Any) -> Tensor:
+        mx.eval(y)
+        return torch.from_numpy(np.array(y))
+
+    def bind(x: Tensor) -> Callable[[int], Tensor]:
+        given = mx.array(x.numpy())
+        return lambda i: computed(mx.quantized_matmul(given, *copies[i], **how))
+
+    def decoded() -> Tensor:
+        picked = [p[mx.array(problem.rows.numpy())] for p in planes]
+        return computed(mx.dequantize(*picked, **how)).double()
+
+    yield Variant("mlx", f"MLX 4-bit g{GROUP} f32", size, len(copies), bind, decoded, max_m=1)

@@ -1,0 +1,412 @@
+"""Records (JSON lines) -> tables, for the terminal or as markdown; columns are declared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .tables import ABSENT, Table, digits, percent, print_tables, scientific, to_markdown
+
+Record = dict[str, Any]
+# A column: the title, which may name fields of the first record; the field or a function of the
+# record; the text of its value. A table has the columns that some of its records have.
+Column = tuple[str, str | Callable[[Record], Any], Callable[[Any], str]]
+TIME_KINDS = ("packed", "ours", "attention", "others")  # of a token's launches, as in shares.py
+
+
+def times(ratio: float) -> str:
+    return f"{digits(ratio)}×"
+
+
+def with_unit(size: float) -> Callable[[float], str]:
+    """Digits in units of so many."""
+    return lambda value: digits(value / size)
+
+
+def whole_percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def quartiles(name: str, title: str = "quartiles") -> Column:
+    def field(r: Record) -> str | None:
+        q1, q3 = r.get(f"{name}_q1"), r.get(f"{name}_q3")
+        return None if q1 is None else f"{digits(q1)}–{digits(q3)}"
+
+    return title, field, str
+
+
+def spread(r: Record) -> float | None:
+    """Interquartile range in percent of the median."""
+    return 100 * (r["us_q3"] - r["us_q1"]) / r["us"] if "us" in r else None
+
+
+def error(r: Record) -> str | None:
+    return scientific(r["error"]) if r.get("ok", True) else "WRONG"
+
+
+def microseconds(r: Record, significant: int = 3) -> str | None:
+    if not r.get("ok", True):
+        return "WRONG"
+    return digits(r["us"], significant) if "us" in r else None
+
+
+def listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def value(r: Record, field: str | Callable[[Record], Any]) -> Any:
+    return r.get(field) if isinstance(field, str) else field(r)
+
+
+def table(title: str, columns: Iterable[Column], records: Sequence[Record]) -> Table:
+    """A row for each record. Cells without a value are ABSENT."""
+    columns = [c for c in columns if any(value(r, c[1]) is not None for r in records)]
+    rows = [
+        [ABSENT if (v := value(r, field)) is None else text(v) for _, field, text in columns]
+        for r in records
+    ]
+    first = records[0]
+    return Table(title.format(**first), [name.format(**first) for name, *_ in columns], rows)
+
+
+# ---- cells
+
+# Kinds of cells, and the fields that their tables do without: names of variants have the format.
+CELLS: dict[str, set[str]] = {
+    "matmul": {"format", "worst"},
+    "norm": set(),
+    "experts": set(),
+    "attention": {"format"},
+    "matrix-op": {"format", "m"},
+}
+OF_CELLS: tuple[Column, ...] = (
+    ("variant", "variant", str),
+    ("format", "format", str),
+    ("N×K", "w", str),
+    ("M", "m", str),
+    ("tokens", "tokens", str),
+    ("batch", "batch", str),
+    ("slots", "slots", str),
+    ("MB of cache", "bytes", with_unit(1e6)),
+    ("µs", lambda r: microseconds(r, 4), str),
+    ("IQR", spread, percent),
+    ("GB/s", "gbs", digits),
+    ("of read", "percent_read", percent),
+    ("GFLOP/s", "gflops", digits),
+    ("of peak", "percent_peak", percent),
+    ("vs F.linear", "speedup", times),
+    ("vs best peer", "of_best", times),
+    ("vs f16", "of_f16", times),
+    ("vs rows", "of_rows", times),
+    ("two ops over it", "of_two_ops", times),
+    ("linear of the same work over it", "of_same_work", times),
+    ("of one expert over it", "of_one_expert", times),
+    ("unfused over it", "of_unfused", times),
+    ("error", "error", scientific),
+    ("of bound", lambda r: 100 * r["worst"] if "worst" in r else None, percent),
+)
+
+
+def by_title(records: Iterable[Record], *kinds: str) -> dict[str, list[Record]]:
+    out: dict[str, list[Record]] = {}
+    for r in records:
+        if r["kind"] in kinds:
+            out.setdefault(r["title"], []).append(r)
+    return out
+
+
+def cell_tables(records: Sequence[Record], *kinds: str) -> list[Table]:
+    """A table for each title, a row for each cell and way."""
+    tables = []
+    for title, cells in by_title(records, *kinds).items():
+        without = CELLS[cells[0]["kind"]]
+        if cells[0].get("queries") == 1:
+            without = without | {"gflops", "percent_peak"}
+        shown = [{k: v for k, v in c.items() if k not in without} for c in cells]
+        tables.append(table(title, OF_CELLS, shown))
+    return tables
+
+
+def pivots(records: Sequence[Record], kind: str, over: str) -> list[Table]:
+    """A table for each title: a row per variant, µs by `over`; what the cells of a row have at the
+    least and at the most M, and the values of M where more rows take less time."""
+    tables = []
+    for title, found in by_title(records, kind).items():
+        values = list(dict.fromkeys(c[over] for c in found))
+        values = sorted(values) if over == "m" else values
+        columns: list[Column] = [(f"{title}, µs at", "variant", str)]
+        for v in values:
+            name = f"M={v}" if over == "m" else str(v)
+            columns.append((name, lambda r, v=v: microseconds(r["cells"].get(v, {})), str))
+        rates = [("GB/s", 0, "gbs", digits), ("of read", 0, "percent_read", percent)]
+        rates += [("GFLOP/s", -1, "gflops", digits), ("of peak", -1, "percent_peak", percent)]
+        for name, i, field, text in rates:
+            name = f"{name} M={values[i]}" if "/s" in name else name
+            at = values[i]
+            columns.append((name, lambda r, a=at, f=field: r["cells"].get(a, {}).get(f), text))
+        columns += [("worst IQR", "spread", percent), ("error", "error", scientific)]
+        columns.append(("time falls at M", "falls", str))
+        rows = []
+        for name in dict.fromkeys(c["variant"] for c in found):
+            cells = {c[over]: c for c in found if c["variant"] == name}
+            row: Record = {"variant": name, "cells": cells}
+            for field, of in (("spread", spread), ("error", lambda c: c.get("error"))):
+                some = [v for c in cells.values() if (v := of(c)) is not None]
+                row[field] = max(some, default=None)
+            if any("slower_m" in c for c in found):
+                row["falls"] = listed(m for m, c in cells.items() if "slower_m" in c) or "none"
+            rows.append(row)
+        tables.append(table("", columns, rows))
+    return tables
+
+
+def baseline_table(records: Sequence[Record], baseline: Sequence[Record]) -> Table:
+    """Time in units of that run's F.linear, against the same of another run: machines drift."""
+    key = ("n", "k", "m", "variant")
+    before = {tuple(r[x] for x in key): r["speedup"] for r in baseline if "speedup" in r}
+    out = Table("vs baseline", ["variant", "W", "M", "vs F.linear", "baseline", "change"])
+    for r in records:
+        old = before.get(tuple(r.get(x) for x in key))
+        if old is not None and "speedup" in r:
+            change = f"{r['speedup'] / old - 1:+.0%}"
+            where = [r["variant"], f"{r['n']}×{r['k']}", str(r["m"])]
+            out.rows.append([*where, times(r["speedup"]), times(old), change])
+    return out
+
+
+# ---- whole models, caches, serve
+
+SYSTEM: Column = ("system", "system", str)
+SHORT = {"attention": "attn"}
+
+
+def _host(r: Record) -> float | None:
+    """On a CPU what is beside the kernels, else the time until the GPU has been given the step."""
+    parts = [r[f"{kind}_ms"] for kind in TIME_KINDS]
+    if r.get("device", "cpu") != "cpu":
+        return r["host_ms"]
+    return None if None in parts else max(0.0, r["ms"] - sum(parts))
+
+
+def _variant(r: Record) -> str:
+    """The name of a packed model, and the formats of the layers that have another."""
+    name = r["variant"].split(",")[0]
+    others = [f"{100 * part:.0f} % {n}" for n, part in r["formats"].items() if n != name]
+    return r["variant"] + (f" ({', '.join(others)})" if others else "")
+
+
+PARTS: tuple[Column, ...] = (
+    SYSTEM,
+    ("ms", "ms", digits),
+    quartiles("ms"),
+    *((f"{SHORT.get(k, k)} ms", f"{k}_ms", lambda v: digits(v) if v else "0") for k in TIME_KINDS),
+    ("host ms", _host, digits),
+    *((SHORT.get(k, k), f"{k}_launches", "{:.0f}".format) for k in TIME_KINDS),
+    ("passes", "passes", "{:.0f}".format),
+)
+# {kind of record: title and columns of its tables, one for each model}.
+KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
+    "tokens": (
+        "{model}",
+        (
+            SYSTEM,
+            ("MB", "weight_bytes", with_unit(1e6)),
+            ("decode tok/s", "decode", digits),
+            quartiles("decode"),
+            ("prefill {prompt}", "prefill", digits),
+            quartiles("prefill"),
+            ("prefill, GPU ms", "prefill_gpu_ms", digits),
+            ("by fuse_", "gain", "× {:.3f}".format),
+            quartiles("gain"),
+            ("error", error, str),
+        ),
+    ),
+    "layers": (
+        "{model}",
+        (
+            SYSTEM,
+            ("µs a layer", "layer_us", digits),
+            quartiles("layer_us"),
+            ("in ops", "ops_us", digits),
+            ("beside", "beside_us", digits),
+            ("of unfused", "of_unfused", whole_percent),
+            *((name.replace("_", " "), name, digits) for name in ("our_ops", "other_ops", "views")),
+        ),
+    ),
+    "ops": (
+        "{model}",
+        (
+            ("family", "family", "`{}`".format),
+            *((f"layers {n}", f"layers_{n}", listed) for n in ("before", "after")),
+            *((f"beside them {n}", f"beside_{n}", str) for n in ("before", "after")),
+        ),
+    ),
+    "quality": (
+        "{model}; {count}",
+        (
+            ("", _variant, str),
+            ("MB", "bytes", with_unit(1e6)),
+            ("less than f16", lambda r: 100 * (1 - r["bytes"] / r["f16_bytes"]), percent),
+            ("perplexity", "perplexity", "{:.2f}".format),
+            ("divergence", "divergence", "{:.4f}".format),
+            ("same top token", "same_top", lambda v: f"{100 * v:.1f} %"),
+            ("cosine", "cosine", "{:.5f}".format),
+            ("worst", "worst_cosine", "{:.5f}".format),
+            ("largest change of a similarity", "similarity_change", "{:.4f}".format),
+            ("weighted error", "weighted_error", "{:.5f}".format),
+            ("bytes as llama.cpp's", "same_bytes", lambda v: f"{100 * v:.2f} %"),
+        ),
+    ),
+    "cache-bytes": (
+        "Llama 3.1 8B: keys and values",
+        (
+            ("cache", "format", str),
+            ("kB a token", "token", with_unit(1e3)),
+            *(
+                (f"GB of {s}k tokens", lambda r, s=s: r["sizes"].get(str(1024 * s)), with_unit(1e9))
+                for s in (8, 32, 128)
+            ),
+            ("of f16", "of_f16", whole_percent),
+        ),
+    ),
+    "cache-quality": (
+        "{model}",
+        (
+            ("cache", "cache", str),
+            ("perplexity", "perplexity", "{:.3f}".format),
+            ("divergence", "divergence", lambda v: scientific(max(0.0, v))),
+            ("same top token", "same_top", lambda v: f"{100 * v:.2f} %"),
+            ("equal tokens, {answers} answers of {answer}", "equal", listed),
+        ),
+    ),
+    "serve": (
+        "One client, {tokens} tokens",
+        (
+            ("way", "way", str),
+            ("first token, ms", "first_ms", digits),
+            quartiles("first_ms"),
+            ("tokens/s after it", "tokens_s", digits),
+            quartiles("tokens_s"),
+        ),
+    ),
+    "serve-clients": (
+        "{clients} clients, {seconds:.0f} s",
+        (
+            ("tokens/s of all", "tokens_s", digits),
+            ("answers", "answers", str),
+            ("errors", "errors", str),
+            ("memory before, MB", "resident", with_unit(1e6)),
+            ("growth, MB", lambda r: r["growth"] / 1e6, "{:.1f}".format),
+        ),
+    ),
+}
+
+
+def model_tables(records: Sequence[Record]) -> list[Table]:
+    """Those of all kinds of records here, and where a token's time goes."""
+    tables: list[Table] = []
+    of_models: dict[tuple[str, str], list[Record]] = {}
+    for r in records:
+        if r["kind"] in (*KINDS, "context"):
+            of_models.setdefault((r["kind"], r.get("model", "")), []).append(r)
+    for (kind, _), cells in of_models.items():
+        tables.append(contexts(cells) if kind == "context" else table(*KINDS[kind], cells))
+        if with_parts := [r for r in cells if "packed_launches" in r]:
+            title = "{model}: ms of a token after {context}, and launches"
+            tables.append(table(title, PARTS, with_parts))
+    return tables
+
+
+def contexts(cells: Sequence[Record]) -> Table:
+    """ms of a token after each context, a row for each system."""
+    columns: list[Column] = [SYSTEM]
+    for n in dict.fromkeys(r["context"] for r in cells):
+        at = lambda r, n=n: r["after"].get(n, {})  # noqa: E731
+        columns.append((f"ms after {n}", lambda r, at=at: at(r).get("ms"), digits))
+        columns.append(("quartiles", lambda r, at=at: quartiles("ms")[1](at(r)), str))
+        columns.append(("speed", lambda r, at=at: at(r).get("gain"), "{:.2f}×".format))
+    rows = []
+    for system in dict.fromkeys(r["system"] for r in cells):
+        after = {r["context"]: r for r in cells if r["system"] == system}
+        worst = max(after.values(), key=lambda r: r["error"])
+        ok = all(r["ok"] for r in after.values())
+        rows.append({"system": system, "after": after, "error": worst["error"], "ok": ok})
+    title = f"{cells[0]['model']}: speed by DynamicCache's, or StaticCache's"
+    return table(title, [*columns, ("error", error, str)], rows)
+
+
+# ---- a run
+
+
+def read_records(path: Path) -> list[Record]:
+    """The JSON lines of a file. ValueError: a line that is no JSON object."""
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{path}, line {number}: not a JSON object") from e
+    return records
+
+
+def run_lines(records: Sequence[Record]) -> list[str]:
+    """Machine, versions, command and roofs in sentences."""
+    out, kinds = [], {r["kind"] for r in records}
+    for r in records:
+        if r["kind"] == "run":
+            cache = r["cache_bytes"] / 2**20
+            out += [
+                f"{r['date']}, commit {r['commit']}, `{r['command']}`",
+                f"{r['machine']}, last-level cache {cache:.0f} MiB, {r['system']}; "
+                f"torch {r['torch']}, {r['threads']} threads; "
+                f"load average before the run {r['load_before']}",
+            ]
+            if r["quick"]:
+                out.append("--quick: weights are not cold and calls are few; a smoke test only")
+        elif r["kind"] == "roof":
+            read, fma = (
+                ", ".join(f"{digits(rate)} ({name})" for name, rate in r[kind].items())
+                for kind in ("read", "fma")
+            )
+            warning = "" if r["native"] else "; no C++ compiler: these may be too low"
+            out.append(f"Roofs at the start: memory GB/s {read}; GFLOP/s {fma}{warning}")
+            if kinds <= {"run", "roof"}:
+                for name, rate in sorted(r["candidates"].items(), key=lambda c: -c[1]):
+                    kind = "GFLOP/s" if name.startswith(("f32 ", "f16 ")) else "GB/s"
+                    out.append(f"{rate:8.1f} {kind} {name}")
+        elif r["kind"] == "skipped":
+            out.append(f"Not run: {r['what']} ({r['why']})")
+        elif r["kind"] == "roof_range":
+            memory, peak = (
+                f"{digits(q[1])} ({digits(q[0])}–{digits(q[2])})" for q in (r["gbs"], r["gflops"])
+            )
+            out.append(
+                f"Roofs beside the cells, median (quartiles): memory {memory} GB/s, "
+                f"{peak} GFLOP/s; percentages refer to the cell's own"
+            )
+        if "first" in r:
+            first = ", ".join(f"{v:.6g}" for v in r["first"])
+            out.append(f"{r['variant']}: first {first}; checksum {r['checksum']:.9g}")
+    return out
+
+
+def show(records: Sequence[Record], markdown: bool, baseline: Sequence[Record] = ()) -> None:
+    """Prints everything the records hold: of products summaries as markdown, else every cell."""
+    tables = pivots(records, "matmul", "m") if markdown else cell_tables(records, "matmul")
+    tables += pivots(records, "sweep", "m") + pivots(records, "overhead", "mode")
+    tables += cell_tables(records, *[*CELLS][1:]) + model_tables(records)
+    if baseline:
+        tables.append(baseline_table(records, baseline))
+    if markdown:
+        print("  \n".join(run_lines(records)), *map(to_markdown, tables), sep="\n\n")
+        return
+    print(*run_lines(records), sep="\n")
+    print_tables(tables)
+
+
+def print_(args: argparse.Namespace) -> None:
+    before = read_records(args.baseline) if args.baseline else ()
+    show(read_records(args.file), args.markdown, before)
