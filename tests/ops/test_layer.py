@@ -161,7 +161,7 @@ def test_linear_adds_bias_and_residual(name: str, dtype: torch.dtype, backend: B
     for m, other in ((1, dtype), *((4, t) for t in DTYPES), (19, dtype)):
         x = activations(m, k, dtype=dtype)
         residual = 100 * activations(9, m, dtype=other, seed="residual").T
-        bias = activations(9, dtype=other, seed="bias")
+        bias = 100 * activations(9, dtype=other, seed="bias")
         # An addend of another dtype than x makes the kernels compute in f32.
         halved = other == dtype and backend.halves(None, dtype, name, (m, 9, k))
         for b in (None, bias):

@@ -29,7 +29,6 @@ FROZEN = (
     "gated_delta",
     "attention of",
 )  # nothing requires a gradient
-WRITERS = ("cache_append", "rope_append", "gated_delta")
 
 
 def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[Any, ...]:
