@@ -189,7 +189,8 @@ enum BoundsBits : MM_U32 {
   kBoundsPackedRows = 32,     // rows of W, and of W2, follow each other
   // Blocks of 2-byte fields (q4_0): rows begin and end at multiples of 4, of 8 bytes.
   kBoundsWordBlocks = 64,
-  kBoundsLongBlocks = 128
+  kBoundsLongBlocks = 128,
+  kBoundsSubnormals = 256  // the GPU keeps subnormal halves: codes may be such
 };
 
 }  // namespace metalmm

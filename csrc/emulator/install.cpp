@@ -2,6 +2,7 @@
 // the shaders. torch_metalmm.testing builds them and installs it.
 #include "hooks/hooks.h"
 #include "launch.h"
+#include "plan/subnormals.h"
 
 namespace metalmm {
 namespace {
@@ -10,16 +11,19 @@ constexpr const char* kName = "emulator";
 
 }  // namespace
 
-void install_emulator(const std::string& chip, bool descending, uint32_t cores,
+bool install_emulator(const std::string& chip, bool descending, uint32_t cores,
                       bool flush_subnormals) {
   Gpu gpu = gpu_by_name(chip);
   if (cores) gpu.cores = cores;
   EmulatorOptions options;
   options.descending = descending;
   options.flush_subnormals = flush_subnormals;
-  stand_in(kName, gpu, [options](const Plan& plan, const Buffers& buffers) {
+  const auto launch = [options](const Plan& plan, const Buffers& buffers) {
     launch_emulated(plan, buffers, options);
-  });
+  };
+  gpu.keeps_subnormals = gpu.keeps_subnormals && keeps_subnormals(gpu, launch);
+  stand_in(kName, gpu, launch);
+  return gpu.keeps_subnormals;
 }
 
 void remove_emulator() { step_back(kName); }

@@ -20,9 +20,10 @@ void set_load_kernel(std::function<void(const std::string& kernel)> load);
 void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options = {});
 
 // Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the chip's
-// own), the order of its threads, and whether f32 and bf16 lose their subnormals. Throws
-// std::invalid_argument: no such chip; std::runtime_error: as stand_in().
-void install_emulator(const std::string& chip, bool descending, uint32_t cores,
+// own), the order of its threads, and whether f32 and bf16 lose their subnormals. Whether it keeps
+// those of f16, as it is planned for. Throws std::invalid_argument: no such chip;
+// std::runtime_error: as stand_in().
+bool install_emulator(const std::string& chip, bool descending, uint32_t cores,
                       bool flush_subnormals);
 
 // The CPU's kernels again. Throws std::runtime_error: it is not installed.

@@ -6,7 +6,6 @@
 #include <thread>
 #include <vector>
 
-#include "decisions/collect.h"
 #include "decisions/commits.h"
 #include "decisions/residency.h"
 #include "decisions/settings.h"
@@ -105,7 +104,7 @@ void keep_resident(const void* buffer, const std::function<WeakWeight()>& weight
 }
 
 void launch(const Plan& plan, const Buffers& buffers) {
-  if (plan.passes.empty() || collector().takes(plan)) return;
+  if (plan.passes.empty()) return;
   @autoreleasepool {
     Metal& m = metal();
     std::vector<id<MTLComputePipelineState>> pipelines;  // before the queue waits for us

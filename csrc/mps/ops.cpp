@@ -1,7 +1,10 @@
 // torch.ops.metalmm for MPS tensors.
+#include "decisions/collect.h"
+#include "gpu/operands.h"
 #include "gpu/register.h"
 #include "hooks/hooks.h"
 #include "launch.h"
+#include "plan/subnormals.h"
 
 namespace metalmm::mps {
 namespace {
@@ -17,10 +20,38 @@ void use_weight(const c10::Storage& storage) {
   });
 }
 
+// launch() on operands in the host's memory.
+void launch_on_host(const Plan& plan, const Buffers& host) {
+  Buffers buffers{};
+  std::array<at::Tensor, kSlotCount> bytes, device;
+  for (size_t slot = 0; slot < host.size(); ++slot) {
+    if (!host[slot].base) continue;
+    const auto size = static_cast<int64_t>(host[slot].bytes);
+    bytes[slot] = at::from_blob(host[slot].base, {size}, at::kByte);
+    device[slot] = bytes[slot].to(at::kMPS);
+    buffers[slot] = gpu::buffer_of(device[slot]);
+  }
+  launch(plan, buffers);
+  bytes[kSlotY].copy_(device[kSlotY]);
+}
+
+// The machine to plan for, tested once.
+const Gpu& tested_gpu() {
+  static const Gpu tested = [] {
+    Gpu out = gpu();
+    out.keeps_subnormals = keeps_subnormals(out, launch_on_host);
+    return out;
+  }();
+  return tested;
+}
+
+void launch_or_collect(const Plan& plan, const Buffers& buffers, c10::Device) {
+  if (!collector().takes(plan)) launch(plan, buffers);
+}
+
 const gpu::Engine& engine() {
-  static const auto* e = new gpu::Engine{
-      [](c10::Device) { return gpu(); },
-      [](const Plan& plan, const Buffers& b, c10::Device) { launch(plan, b); }, use_weight};
+  static const auto* e =
+      new gpu::Engine{[](c10::Device) { return tested_gpu(); }, launch_or_collect, use_weight};
   return *e;
 }
 

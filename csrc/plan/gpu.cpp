@@ -64,6 +64,7 @@ Gpu cuda_gpu() {
   gpu.norm_weights_per_core = kCudaNormWeightsPerCore;
   gpu.accelerator = Accelerator::kTensorCores;
   gpu.reads_long_blocks = true;
+  gpu.keeps_subnormals = false;
   return gpu;
 }
 

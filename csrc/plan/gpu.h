@@ -48,6 +48,10 @@ struct Gpu {
   // weight of f16 x, q8_0 1.00 of 5.56, q6_k 1.03 of 7.05, q3_k 0.70 of 6.95 (bench agx,
   // 2026-11-24).
   bool reads_long_blocks = false;
+  // Whether products take halves as they are, those below 2^-14 included: vector kernels then read
+  // codes as such halves (metal/formats/piece.h). Said of all Macs, and tested on a device
+  // (subnormals.h). PTX converts halves first, an instruction for each.
+  bool keeps_subnormals = true;
 };
 
 // plan() knows Macs: an NVIDIA GPU is planned for as an M4 Max, a large one whose matrix units work

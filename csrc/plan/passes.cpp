@@ -253,12 +253,15 @@ uint32_t bounds_of_weights(const Problem& p, const KernelArgs& a) {
   return out;
 }
 
-void choose_loads(StrategyId strategy, const Gpu& gpu, Pass& pass) {
+void choose_loads(StrategyId strategy, const Problem& p, const Gpu& gpu, Pass& pass) {
   const StrategyInfo& s = info_of(strategy);
-  const bool is_vector =
-      (s.family == Family::Matmul && !s.on_matrix_unit) || strategy == StrategyId::attention_split;
-  if (is_vector && !gpu.reads_long_blocks) {
-    pass.constants[kConstantBounds] &= ~static_cast<uint32_t>(kBoundsLongBlocks);
+  const bool multiplies = s.family == Family::Matmul && !s.on_matrix_unit;
+  uint32_t& bounds = pass.constants[kConstantBounds];
+  if ((multiplies || strategy == StrategyId::attention_split) && !gpu.reads_long_blocks) {
+    bounds &= ~static_cast<uint32_t>(kBoundsLongBlocks);
+  }
+  if (multiplies && gpu.keeps_subnormals && p.format->layout != Layout::kDense) {
+    bounds |= kBoundsSubnormals;
   }
 }
 

@@ -142,8 +142,9 @@ size_t arranged_bytes(const Problem& problem, const Pass& arrange);
 
 // What rows of weights, or slots of a cache, allow their loads: BoundsBits.
 uint32_t bounds_of_weights(const Problem& problem, const KernelArgs& args);
-// A vector kernel's pass without kBoundsLongBlocks where `gpu` gains nothing by it.
-void choose_loads(StrategyId strategy, const Gpu& gpu, Pass& pass);
+// Of a pass of a vector kernel, how `gpu` best reads packed rows: without kBoundsLongBlocks where
+// it gains nothing by it, with kBoundsSubnormals where it keeps them.
+void choose_loads(StrategyId strategy, const Problem& problem, const Gpu& gpu, Pass& pass);
 
 // The reason of a plan without passes.
 constexpr const char* kNoOutput = "no output: no pass";

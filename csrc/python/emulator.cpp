@@ -178,7 +178,8 @@ void bind_emulator(py::module_& m) {
   m.def("install_emulator", install_emulator, "chip"_a = "m1", "descending"_a = false,
         "cores"_a = 0, "flush_subnormals"_a = false,
         "Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the "
-        "chip's own), the order of its threads, and whether f32 and bf16 lose their subnormals.");
+        "chip's own), the order of its threads, and whether f32 and bf16 lose their subnormals. "
+        "Whether it keeps those of f16, by a product.");
   m.def("remove_emulator", remove_emulator, "The CPU's kernels again.");
 }
 

@@ -55,7 +55,8 @@ constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {
     {"aligned_weight", kBoundsAlignedWeight},
     {"packed_rows", kBoundsPackedRows},
     {"word_blocks", kBoundsWordBlocks},
-    {"long_blocks", kBoundsLongBlocks}};
+    {"long_blocks", kBoundsLongBlocks},
+    {"subnormals", kBoundsSubnormals}};
 
 // visit(name, field) for every field of KernelArgs, in order.
 template <class Visit>
@@ -150,7 +151,8 @@ Gpu read_gpu(const std::string& chip, const py::dict& changes) {
   static const std::vector<Field<Gpu>> fields = {
       {"cores", &Gpu::cores},
       {"max_threadgroup_memory", &Gpu::max_threadgroup_memory},
-      {"max_threads", &Gpu::max_threads}};
+      {"max_threads", &Gpu::max_threads},
+      {"keeps_subnormals", &Gpu::keeps_subnormals}};
   Gpu gpu = gpu_by_name(chip);
   set_fields("gpu", changes, fields, gpu);
   return gpu;
@@ -247,7 +249,7 @@ void bind_plan(py::module_& m) {
       "that the first passes decode and the rows of each; without panels W lies as it is read; "
       "and sdpa: None, or of how many sequences, heads of keys and queries torch's attention is "
       "called at a time, and whether with is_causal or a mask. `gpu` changes cores, "
-      "max_threadgroup_memory or max_threads of the chip. The other arguments "
+      "max_threadgroup_memory, max_threads or keeps_subnormals of the chip. The other arguments "
       "are the fields of a Problem of plan.h; format is f32 unless given. ValueError: what plan.h "
       "says.");
   m.def("kernel_names", &all_kernel_names,

@@ -40,11 +40,26 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
   five<0>(u, open_pair(fifth), add, q);
 }
 
+// The same as subnormal halves: high nibbles times 16.
+METAL_FUNC void subnormals8x2(ushort4 halves, thread float (&q)[16]) {
+  MM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint w = as_type<uint>(i < 2 ? halves.xy : halves.zw) >> (i % 2 * 8);
+    const half2 low = subnormals<4, 0>(w), high = subnormals<4, 4>(w);
+    const int at = i / 2 * 4 + i % 2;
+    q[at] = float(low.x);
+    q[at + 2] = float(low.y);
+    q[at + 8] = float(high.x);
+    q[at + 10] = float(high.y);
+  }
+}
+
 // d * (code - 8).
 struct Q4_0 {
   using Storage = Blocks<32, 18>;
   using Pieces = Pieces32;
   using Terms = PieceTerms<1>;
+  using Subnormal = SubnormalTerms<2, 0, 8, 0x40>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = true, kHalvesAreExact = true;
   struct Raw {
     ushort4 codes;
@@ -55,6 +70,13 @@ struct Q4_0 {
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_0>& p) {
     nibbles8x2(raw.codes, -8, p.q);
+    p.d = float(raw.d);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q4_0, Subnormal>& p) {
+    subnormals8x2(raw.codes, p.q);
+    p.scale[0] = kSubnormalUnit;
+    p.scale[1] = kSubnormalUnit / 16;
     p.d = float(raw.d);
   }
   template <int width>

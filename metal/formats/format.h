@@ -79,6 +79,15 @@ METAL_FUNC half2 pair(uint opened) {
   return as_type<half2>(opened & kMask);
 }
 
+// 2^(shift - 24) code of the same codes: bits below 2^10 are a subnormal half, whose unit is 2^-24.
+// Exact, without an exponent to set and to take away, on a GPU that keeps such halves.
+MM_CONST float kSubnormalUnit = 16777216.0f;
+template <int bits, int shift>
+METAL_FUNC half2 subnormals(uint word) {
+  static_assert(shift + bits <= 10, "beyond the mantissa");
+  return as_type<half2>(word & (((1u << bits) - 1u) << shift) * 0x00010001u);
+}
+
 // A byte of an opened 16-bit word as the upper 8 bits of a mantissa whose lowest is worth 1: field
 // t of 2 bits is 4^t code on top of 2^8, 4 to 64 codes for all fields but the first. As little may
 // stay there until a product has been summed (PieceTerms); 2^23 may not, and costs an operation a

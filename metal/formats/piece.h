@@ -6,10 +6,13 @@
 //
 //   Pieces                           a PieceLayout: kLanes, kValues, kRun, kRunStride
 //   Terms                            a PieceTerms: kScales, kOffsets, kChains ..., of unpack()
+//   Subnormal                        SubnormalTerms, where the format has a second unpack(), whose
+//                                    codes are subnormal halves
 //   struct Raw                       what a lane loads for a piece
 //   static void fetch(Storage::Cursor, uint piece, thread Raw& raw)
 //       All loads of a piece, so that a kernel can start those of several rows before it waits.
-//   static void unpack(thread const Raw& raw, uint piece, Codebook book, thread Piece<Format>& p)
+//   static void unpack(thread const Raw& raw, uint piece, Codebook book,
+//                      thread Piece<Format, Terms>& p)
 //       Codes as integers in f32. Value i of scale s is
 //         p.d p.scale[s] p.q[i] / 2^(kChainBits (i % kChains)) + p.m p.offset[s]
 //       without p.scale where kScales is 1. kOffsets: 0, none; 1, one for the piece, without
@@ -18,9 +21,9 @@
 //   on,
 //                                    with one scale in the chains from kFirstBiased on: their
 //                                    products start from minus as much times the sum of their x.
-//                                    Only with an offset, whose sums of x these are. The error is
-//                                    in proportion to (bias + q) |x|: where large x meet codes of
-//                                    zero, more than the bound of |w| |x| that exact codes keep
+//                                    The error is in proportion to (bias + q) |x|: where large x
+//                                    meet codes of zero, more than the bound of |w| |x| that exact
+//                                    codes keep
 //   kHasCodebook                     unpack() reads `book`, which fill() has written
 //   Levels                           with kHasCodebook: static half level(uint code), the value of
 //                                    a 4-bit code
@@ -51,31 +54,66 @@ template <int scales, int offsets = 0, int chains = 1, int chain_bits = 0, int b
           int first_biased = 0>
 struct PieceTerms {
   MM_CONST int kScales = scales, kOffsets = offsets, kChains = chains, kChainBits = chain_bits;
-  MM_CONST int kBias = bias, kFirstBiased = first_biased;
+  MM_CONST int kBias = bias;
+  MM_CONST float kUnit = 1.0f;
+  // Times the sum of x of a part, a scale or a chain: where its products start.
+  static constexpr float start(int part) { return part >= first_biased ? float(-bias) : 0.0f; }
 };
 
+// The same of codes as subnormal halves: p.q is 2^(place - 24) (code + bias), place the hexadecimal
+// digit of the scale in `places`. With one scale dot() multiplies by 2^24, else p.scale or p.d
+// does.
+template <int scales, int offsets, int bias = 0, uint places = 0, int chains = 1,
+          int chain_bits = 0>
+struct SubnormalTerms {
+  MM_CONST int kScales = scales, kOffsets = offsets, kChains = chains, kChainBits = chain_bits;
+  MM_CONST int kBias = bias;
+  MM_CONST float kUnit = scales == 1 ? kSubnormalUnit : 1.0f;
+  static constexpr float start(int scale) {
+    return -bias * float(1 << (places >> 4 * scale & 15)) / kSubnormalUnit;
+  }
+};
+
+// Which terms a vector kernel takes: a format's Subnormal, where it has such and the GPU keeps
+// them.
+template <class... T>
+using Void = void;
+template <class Format, class = void>
+struct FormOf {
+  using Subnormal = typename Format::Terms;
+  static METAL_FUNC bool takes_subnormals() { return false; }
+};
 template <class Format>
+struct FormOf<Format, Void<typename Format::Subnormal>> {
+  using Subnormal = typename Format::Subnormal;
+  static METAL_FUNC bool takes_subnormals() { return keeps_subnormals(); }
+};
+
+template <class Format, class Of = typename Format::Terms>
 struct Piece {
-  using Terms = typename Format::Terms;
+  using Terms = Of;
   MM_CONST int kOffsets = Terms::kOffsets > 1 ? Terms::kOffsets : 1;
   float q[Format::Pieces::kValues];
   float scale[Terms::kScales], offset[kOffsets];
   float d, m;
 };
 
-// x, and its sums: under each offset, or with biased chains of each of them.
-template <class Format>
+// x, and its sums: under each offset or bias, or with biased chains of each of them.
+template <class Format, class Of = typename Format::Terms>
 struct XPiece {
-  using Terms = typename Format::Terms;
+  using Terms = Of;
   MM_CONST bool kByChain = Terms::kBias != 0 && Terms::kScales == 1;
-  MM_CONST int kSums = kByChain ? Terms::kChains : Piece<Format>::kOffsets;
+  MM_CONST bool kByScale = Terms::kBias != 0 && Terms::kOffsets == 0;
+  MM_CONST int kSums = kByChain   ? Terms::kChains
+                       : kByScale ? Terms::kScales
+                                  : Piece<Format, Terms>::kOffsets;
   float x[Format::Pieces::kValues], sum[kSums];
 };
 
-template <class Format>
-METAL_FUNC void sum_for_offsets(thread XPiece<Format>& x) {
-  if constexpr (Format::Terms::kOffsets > 0) {
-    using X = XPiece<Format>;
+template <class Format, class Terms>
+METAL_FUNC void sum_for_offsets(thread XPiece<Format, Terms>& x) {
+  if constexpr (Terms::kOffsets > 0 || Terms::kBias != 0) {
+    using X = XPiece<Format, Terms>;
     constexpr int kValues = Format::Pieces::kValues / X::kSums;
     constexpr int kStep = X::kByChain ? X::kSums : 1;
     MM_UNROLL
@@ -90,10 +128,9 @@ METAL_FUNC void sum_for_offsets(thread XPiece<Format>& x) {
 }
 
 // Sum of q x over the values of scale s, chain by chain.
-template <class Format>
-METAL_FUNC float dot_of_scale(thread const Piece<Format>& p, thread const XPiece<Format>& x,
-                              int s) {
-  using Terms = typename Format::Terms;
+template <class Format, class Terms>
+METAL_FUNC float dot_of_scale(thread const Piece<Format, Terms>& p,
+                              thread const XPiece<Format, Terms>& x, int s) {
   constexpr int kValues = Format::Pieces::kValues / Terms::kScales, kChains = Terms::kChains;
   constexpr float kPlace = 1.0f / (1 << Terms::kChainBits);
   static_assert(Terms::kBias == 0 || kChains == 1 || Terms::kScales == 1, "biased by one of both");
@@ -101,11 +138,11 @@ METAL_FUNC float dot_of_scale(thread const Piece<Format>& p, thread const XPiece
   MM_UNROLL
   for (int i = 0; i < kValues; ++i) {
     const float q = p.q[s * kValues + i], xi = x.x[s * kValues + i];
-    const int part = XPiece<Format>::kByChain ? i : s;
+    const int part = XPiece<Format, Terms>::kByChain ? i : s;
     if (i >= kChains) {
       chain[i % kChains] = fma(q, xi, chain[i % kChains]);
-    } else if (Terms::kBias != 0 && part >= Terms::kFirstBiased) {
-      chain[i] = fma(q, xi, float(-Terms::kBias) * x.sum[part]);
+    } else if (Terms::start(part) != 0.0f) {
+      chain[i] = fma(q, xi, Terms::start(part) * x.sum[part]);
     } else {
       chain[i] = q * xi;
     }
@@ -118,12 +155,13 @@ METAL_FUNC float dot_of_scale(thread const Piece<Format>& p, thread const XPiece
 
 // acc + sum of w x over a piece. One non-zero x gives w itself: q x, then scale q x, then d scale q
 // x round only where the specification's d scale q does, and the offset is added once.
-template <class Format>
-METAL_FUNC float dot(thread const Piece<Format>& p, thread const XPiece<Format>& x, float acc) {
-  using Terms = typename Format::Terms;
+template <class Format, class Terms>
+METAL_FUNC float dot(thread const Piece<Format, Terms>& p, thread const XPiece<Format, Terms>& x,
+                     float acc) {
   float total = 0.0f, offset = 0.0f;
   if constexpr (Terms::kScales == 1) {
     total = dot_of_scale(p, x, 0);
+    if constexpr (Terms::kUnit != 1.0f) total *= Terms::kUnit;
   } else {
     MM_UNROLL
     for (int s = 0; s < Terms::kScales; ++s) {
@@ -134,7 +172,7 @@ METAL_FUNC float dot(thread const Piece<Format>& p, thread const XPiece<Format>&
   if constexpr (Terms::kOffsets == 1) {
     offset = x.sum[0];
     MM_UNROLL
-    for (int c = 1; c < XPiece<Format>::kSums; ++c) offset += x.sum[c];
+    for (int c = 1; c < XPiece<Format, Terms>::kSums; ++c) offset += x.sum[c];
   } else {
     MM_UNROLL
     for (int s = 0; s < Terms::kOffsets; ++s) {

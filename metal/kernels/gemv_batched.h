@@ -37,6 +37,7 @@ struct GemvBatch {
   };
 
   // acc[m][r] += the lane's share of row r of W times row m of x, squares[m] that of its squares.
+  template <class Terms>
   static METAL_FUNC void walk(thread const Rows<Format, kRows> (&set)[1], XRows xs, KRange k,
                               uint lane, Codebook book, thread float (&acc)[kPass][kRows],
                               thread float (&squares)[kPass]) {
@@ -51,14 +52,14 @@ struct GemvBatch {
         Format::fetch(Storage::moved(cursor, rows.distance[r]), w.piece, raw[r]);
       }
       cursor = Storage::next(cursor, w.stride);
-      Piece<Format> p[kRows];
+      Piece<Format, Terms> p[kRows];
       MM_UNROLL
       for (int r = 0; r < kRows; ++r) Format::unpack(raw[r], w.piece, book, p[r]);
       XRow row = x_at;
       MM_UNROLL
       for (int m = 0; m < kPass; ++m) {
         if (uint(m) < fc_batch && uint(m) < xs.count) {
-          XPiece<Format> x;
+          XPiece<Format, Terms> x;
           load_piece<Format, Source>(row, x, squares[m]);
           row.x += xs.stride;
           MM_UNROLL
@@ -90,7 +91,12 @@ struct GemvBatch {
       const Rows<Format, kRows> rows[1] = {
           Rows<Format, kRows>::of(weight, args, weight_stride<Format>(args.w_stride), n)};
       float acc[kPass][kRows] = {}, squares[kPass] = {};
-      walk(rows, xs, k, at.lane, book, acc, squares);
+      using Form = FormOf<Format>;
+      if (Form::takes_subnormals()) {
+        walk<typename Form::Subnormal>(rows, xs, k, at.lane, book, acc, squares);
+      } else {
+        walk<typename Format::Terms>(rows, xs, k, at.lane, book, acc, squares);
+      }
       MM_UNROLL
       for (int m = 0; m < kPass; ++m) {
         if (uint(m) < fc_batch && uint(m) < xs.count) {

@@ -107,8 +107,8 @@ struct ActMulX {
 };
 
 // What a lane multiplies its piece by; x starts at the first value of it.
-template <class Format, class Source>
-METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format>& out,
+template <class Format, class Source, class Terms>
+METAL_FUNC void load_piece(typename Source::Row x, thread XPiece<Format, Terms>& out,
                            thread float& squares) {
   using Pieces = typename Format::Pieces;
   MM_UNROLL
@@ -180,10 +180,11 @@ METAL_FUNC void add_tail(thread const Rows<Format, kRows> (&sets)[kSets], typena
 
 // acc[r] += the lane's share of row r times x, for the rows of all kSets in turn; squares += that
 // of the squares of x. The loads of all rows come first: one wait for each step, not for each row.
-template <class Format, int kSets, int kRows, class Source>
-METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
-                           KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
-                           thread float (&acc)[kSets * kRows], thread float& squares) {
+template <class Format, class Terms, int kSets, int kRows, class Source>
+METAL_FUNC void accumulate_of(thread const Rows<Format, kRows> (&sets)[kSets],
+                              typename Source::Row x, KRange k, uint lane, uint sg, uint simdgroups,
+                              Codebook book, thread float (&acc)[kSets * kRows],
+                              thread float& squares) {
   using Storage = typename Format::Storage;
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
   typename Storage::Cursor cursors[kSets];
@@ -201,17 +202,31 @@ METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], type
       }
       cursors[g] = Storage::next(cursors[g], walk.stride);
     }
-    XPiece<Format> xs;
+    XPiece<Format, Terms> xs;
     load_piece<Format, Source>(x_at, xs, squares);
     x_at = Source::at(x_at, walk.stride * Walk<Format>::kUnit);
     MM_UNROLL
     for (int r = 0; r < kSets * kRows; ++r) {
-      Piece<Format> p;
+      Piece<Format, Terms> p;
       Format::unpack(raw[r], walk.piece, book, p);
       acc[r] = dot(p, xs, acc[r]);
     }
   }
   if (sg == 0) add_tail<Format, kSets, kRows, Source>(sets, x, k, lane, acc, squares);
+}
+
+template <class Format, int kSets, int kRows, class Source>
+METAL_FUNC void accumulate(thread const Rows<Format, kRows> (&sets)[kSets], typename Source::Row x,
+                           KRange k, uint lane, uint sg, uint simdgroups, Codebook book,
+                           thread float (&acc)[kSets * kRows], thread float& squares) {
+  using Form = FormOf<Format>;
+  if (Form::takes_subnormals()) {
+    accumulate_of<Format, typename Form::Subnormal, kSets, kRows, Source>(
+        sets, x, k, lane, sg, simdgroups, book, acc, squares);
+  } else {
+    accumulate_of<Format, typename Format::Terms, kSets, kRows, Source>(
+        sets, x, k, lane, sg, simdgroups, book, acc, squares);
+  }
 }
 
 // Lane r gets the sum of acc[r] over the simdgroup; lanes from kRows on get 0.

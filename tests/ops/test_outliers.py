@@ -7,7 +7,7 @@ import torch
 from backends import Backend
 from inputs import activations
 from inputs import random_weight as random_packed
-from oracle import BIASES, OFFSETS, Value, check, linear_of_offsets, spec
+from oracle import APART, BIASES, SUBNORMALS, Value, check, linear_apart, spec
 
 from torch_metalmm import testing
 
@@ -29,20 +29,20 @@ def problem(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.formats
 def test_every_kernel(name: str, backend: Backend, strategy: str | None) -> None:
-    """Formats with an offset round d q x and m x apart, others only w x."""
+    """Formats that are summed apart round d q x and m x apart, others only w x."""
     x, packed = problem(name)
-    if name in OFFSETS:
-        want = linear_of_offsets(x, name, packed)
+    if name in APART:
+        want = linear_apart(x, name, packed)
     else:
         want = Value.of(x).dot(spec(name, packed, K), K + 8).store(x.dtype)
     y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy=strategy)
     check(y, want, f"{name} {strategy}")
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", [*BIASES, *SUBNORMALS])
 def test_codes_with_a_bias(name: str) -> None:
     """Every group and dtype of scales: one of a struct may be exact where another is not."""
     x, packed = problem(name)
     with testing.emulated(checked=True):
         y = ops.linear(x, packed, None, name)
-    check(y, linear_of_offsets(x, name, packed), name)
+    check(y, linear_apart(x, name, packed), name)

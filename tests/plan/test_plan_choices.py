@@ -258,6 +258,22 @@ def test_vector_kernels_of_macs_read_no_long_blocks(strategy: str, width: int) -
 
 
 @pytest.mark.parametrize(
+    ("changes", "takes"),
+    [
+        ({"chip": "m1"}, True),
+        ({"chip": "m4-max", "strategy": "gemv_batched"}, True),
+        ({"chip": "m1", "gpu": {"keeps_subnormals": False}}, False),
+        ({"chip": "m1", "format": "f16", "k": 64, "strategy": "gemv"}, False),
+        ({"chip": "m1", "strategy": "gemm"}, False),
+        ({"chip": _C.CUDA}, False),
+    ],
+)
+def test_codes_as_subnormal_halves(changes: dict[str, Any], takes: bool) -> None:
+    """Of packed rows, by vector kernels, on GPUs that keep them."""
+    assert bool(bounds_of(changes) & _C.BOUNDS_BITS["subnormals"]) == takes
+
+
+@pytest.mark.parametrize(
     ("changes", "packed"),
     [
         ({}, True),

@@ -19,7 +19,10 @@ roundings at most in the sums, and those of the scale, of the minimum, of d or m
 the two: 8 more:
     |y - sum x w| <= gamma(K + 8) sum |x| (|d q| + |m|)
 In shaders q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it
-away: their |d q| is |d| (q + 64) (`addends`).
+away: their |d q| is |d| (q + 64) (`addends`). Shaders that read codes as subnormal halves
+(SUBNORMALS) do so with the bias of codes of a format without an offset, w = d (c - b) = d c - d b;
+and their products are 2^-24 of theirs, so that what underflows is 2^24 |d| times as much:
+    |y - sum x w| <= gamma(K + 8) sum |x| (|d c| + |d b|) + 2^-102 sum |d|
 Steps add up q x of formats without an offset, too. There w = d q is exact in f32, and a term takes
 fewer than K roundings, one of them for d: the bound is that of decoded weights.
 
@@ -220,10 +223,13 @@ def check(actual: Tensor, expected: Value, what: str = "") -> float:
     return worst
 
 
-# {format with an offset: (first byte of the codes of a block, the byte behind them)}; of an affine
-# format the codes are the first plane of a row.
+# {format: (first byte of the codes of a block, the byte behind them)}: of formats without an offset
+# that shaders read as subnormal halves, and of those with one; of an affine format the codes are
+# the first plane of a row.
+SUBNORMALS = {"q4_0": (2, 18)}
 CODES = {"q4_1": (4, 20), "q5_1": (4, 24), "q2_k": (16, 80), "q4_k": (16, 144), "q5_k": (16, 176)}
 OFFSETS = [n for n in FORMATS if n in CODES or n.startswith("affine")]
+APART = [*OFFSETS, *SUBNORMALS]  # whose codes and offset, or bias, vector shaders sum apart
 # {what vector shaders leave on top of codes: (their ones, values of a run, the bias of each run)}
 BIASES = {"q4_k": (0x11, 32, (0, 64)), "q2_k": (0x55, 32, (0, 64, 16, 4))}
 BIASES |= {n: (0x55, 1, (0, 64, 16, 4)) for n in OFFSETS if n.startswith("affine2_")}
@@ -231,17 +237,17 @@ BIASES |= {n: (0x55, 1, (0, 64, 16, 4)) for n in OFFSETS if n.startswith("affine
 
 def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
     """W f64 [N, k] by the specification, every byte of its codes replaced."""
-    f, out = formats.get(name), packed.clone()
+    f, out = formats.get(name), packed.cpu().clone()
     if isinstance(f, formats.Affine):
         out[:, : k * f.bits // 8] = byte
     else:
-        first, end = CODES[name]
+        first, end = (CODES | SUBNORMALS)[name]
         out.view(len(packed), -1, f.block_bytes)[..., first:end] = byte
     return f.dequantize(out, k).double()
 
 
 def addends(name: str, packed: Tensor, k: int, biased: bool = True) -> Tensor:
-    """|d q| + |m| of each weight of a format with an offset, float64 [N, k].
+    """|d q| + |m| of each weight of APART, float64 [N, k].
 
     biased: with the bias that the vector shaders give to codes of some formats.
     """
@@ -254,10 +260,13 @@ def addends(name: str, packed: Tensor, k: int, biased: bool = True) -> Tensor:
     return out
 
 
-def linear_of_offsets(x: Tensor, name: str, packed: Tensor) -> Value:
-    """x wT in the dtype of x, W of a format with an offset, by a vector shader."""
+def linear_apart(x: Tensor, name: str, packed: Tensor) -> Value:
+    """x wT in the dtype of x, W of a format of APART, by a vector shader."""
     k = x.shape[-1]
     y = Value.of(x).dot(spec(name, packed, k), k + 8, size=addends(name, packed, k))
+    if name in SUBNORMALS:
+        steps = _with_codes(name, packed, k, 0x11) - _with_codes(name, packed, k, 0)
+        y.error += 2**24 * TINY * steps.abs().sum(1)
     return y.store(x.dtype)
 
 

@@ -68,6 +68,7 @@ def execute(
     buffers: dict[str, Tensor | None],
     cores: int = 1,
     chip: str = "m1",
+    gpu: dict[str, int] | None = None,
     **problem: Any,
 ) -> Tensor:
     """The y of `buffers` after the plan of `op`; a slot that is None is bound to a NaN."""
@@ -80,7 +81,7 @@ def execute(
         dtype=NAMES[buffers["y"].dtype],
         x_alignment=x_alignment,
         w_alignment=16 if w is None else alignment_of(w),
-        gpu={"cores": cores},
+        gpu={"cores": cores} | (gpu or {}),
         **problem,
     )
     partial = torch.full((max(plan["workspace_bytes"] // 4, 1),), torch.nan)
@@ -109,8 +110,12 @@ def linear(
     gap: int = 0,
     offset: int = 0,
     cores: int = 1,
+    gpu: dict[str, int] | None = None,
 ) -> Tensor:
-    """alpha x Wᵀ + bias + beta c by one strategy; more cores than threadgroups make it split K."""
+    """alpha x Wᵀ + bias + beta c by one strategy; more cores than threadgroups make it split K.
+
+    gpu: what else the chip differs in.
+    """
     (m, k), n = x.shape, packed.shape[0]
     return execute(
         "linear",
@@ -122,6 +127,7 @@ def linear(
             "c": c,
         },
         cores,
+        gpu=gpu,
         m=m, n=n, k=k, format=name, strategy=strategy, bias=bias is not None, c=c is not None,
         alpha=alpha, beta=beta, x_stride=k + gap, w_stride=packed.shape[1] + 16 * gap,
     )  # fmt: skip

@@ -31,6 +31,7 @@ _CODE = ["-O3", "-S", "-ffp-contract=off", "-fconvergent-functions", "-w"]
 # without it ptxas folds the distance of rows into the loads (gemv q4_0: 4.7 to 4.2 instructions a
 # weight, 80 to 59 registers).
 _CODE += ["-mllvm", "-disable-lsr"]
+_CODE += ["-DMM_CONVERTS_HALVES"]  # codes as subnormal halves would cost an instruction each
 _MATRIX = re.compile(r"\bsimdgroup_(float|half|bfloat)8x8\b|\bsimdgroup_matrix\b")
 _POSITIONS = {
     "threadgroup_position_in_grid": "threadgroup_position_in_grid(operands)",

@@ -33,6 +33,7 @@ BOUNDS = {
     "packed_rows": "rows of W packed",
     "word_blocks": "blocks read by 4 bytes",
     "long_blocks": "blocks read by 8 bytes",
+    "subnormals": "codes as subnormal halves",
 }
 
 

@@ -236,7 +236,7 @@ Plan plan_attention(const Problem& p, const Gpu& gpu, std::optional<StrategyId> 
   }
   const int64_t parts = parts_of(p);
   out.passes.push_back(pass_of(strategy, p, parts));
-  choose_loads(strategy, gpu, out.passes[0]);
+  choose_loads(strategy, p, gpu, out.passes[0]);
   if (parts > 1) {
     const int64_t results = product(out.passes[0].args.m, parts);
     out.workspace_bytes = static_cast<size_t>(product(results, (p.k + 2) * 4));

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from oracle import OFFSETS, Value, addends, check, spec
+from oracle import APART, Value, addends, check, spec
 from torch import Tensor
 
 from torch_metalmm import QuantLinear
@@ -117,7 +117,7 @@ def decoded_product(layer: Any, x: Tensor) -> Value:
     """What a packed linear layer gives for x, before the store: that of the specification's W."""
     k = layer.in_features
     w, y = spec(layer.format, layer.weight, k), Value.of(x)
-    if layer.format in OFFSETS:  # some kernels add up q x and x apart
+    if layer.format in APART:  # some kernels add up q x and x apart
         y = y.dot(w, k + 8, size=addends(layer.format, layer.weight, k))
     else:
         y = y.dot(w)

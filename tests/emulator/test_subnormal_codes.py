@@ -1,0 +1,57 @@
+"""Codes as subnormal halves: taken where a product says that they are kept, and equal to the other
+form where x has one value."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from inputs import activations, generator, random_weight
+from oracle import APART, SUBNORMALS, Value, check, linear_apart, spec
+from places import TESTS
+from shaders import linear
+
+from torch_metalmm import _C
+from torch_metalmm.msl import spirv
+from torch_metalmm.msl.build import build_text
+
+N = 6
+
+
+def one_hot(k: int) -> torch.Tensor:
+    at = torch.randperm(k, generator=generator("places"))[:64]
+    return torch.eye(k)[at]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an option of x86-64's compiler")
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_gpu_that_flushes_halves_takes_the_other_form(flushes: bool) -> None:
+    options = ("-mno-f16c", "-include", str(TESTS / "emulator/flushed_halves.h"))
+    text, k = spirv.text_of("gemv_q4_0_f32"), 1024
+    library = build_text(text, "kernel.metal", [], False, more=options if flushes else ())
+    x, packed = one_hot(k), random_weight("q4_0", N, k)
+    _C.load_emulated(str(library))
+    assert _C.install_emulator() is not flushes
+    try:
+        y = torch.ops.metalmm.linear(x, packed, None, "q4_0", "gemv")
+    finally:
+        _C.remove_emulator()
+    assert torch.equal(y, x @ spec("q4_0", packed, k).T)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("kernel", ["gemv", "gemv_batched"])
+@pytest.mark.parametrize("name", SUBNORMALS)
+def test_both_forms(name: str, kernel: str, keeps: bool) -> None:
+    """One-hot rows give the weight; products are within the bound of the form."""
+    k = 1536
+    packed = random_weight(name, N, k)
+    w, form = spec(name, packed, k), {"keeps_subnormals": keeps}
+    x = one_hot(k)
+    assert torch.equal(linear(kernel, name, packed, x, gpu=form), x @ w.T)
+    x = activations(5, k)
+    want = linear_apart(x, name, packed)
+    if not keeps and name not in APART:
+        want = Value.of(x).dot(w).store(x.dtype)
+    check(linear(kernel, name, packed, x, gpu=form), want, f"{name} {kernel} {keeps}")
