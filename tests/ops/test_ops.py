@@ -30,6 +30,8 @@ FROZEN = (
     "attention of",
 )  # nothing requires a gradient
 
+WRITERS = ("cache_append", "rope_append", "gated_delta")
+
 
 def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[Any, ...]:
     """args on the engine's device; with `grad`, floating tensors but dense weights require one."""
@@ -77,6 +79,39 @@ def test_opcheck(label: str, dtype: torch.dtype, grad: bool, backend: Backend) -
     """Schema, autograd registration, fake tensors and AOT dispatch with dynamic shapes."""
     op, args, kwargs = op_calls(dtype)[label]
     torch.library.opcheck(op.default, moved(args, backend, grad), moved_options(kwargs, backend))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("label", CALLS)
+def test_fakes_have_the_shape_dtype_and_strides(
+    label: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    op, args, kwargs = op_calls(dtype)[label]
+    args, kwargs = moved(args, backend), moved_options(kwargs, backend)
+    real = op(*args, **kwargs)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        options = {
+            k: mode.from_tensor(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
+        }
+        fake = op(*fakes, **options)
+    for got, want in zip(results(real), results(fake), strict=True):
+        for attribute in ("shape", "dtype", "device", "stride", "storage_offset"):
+            a, b = getattr(got, attribute), getattr(want, attribute)
+            assert (a() if callable(a) else a) == (b() if callable(b) else b), attribute
+        assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("label", [c for c in CALLS if not c.startswith(WRITERS)])
+def test_ops_leave_their_arguments_alone(label: str, backend: Backend) -> None:
+    """No input changes, and the result shares no memory with one."""
+    op, args, kwargs = op_calls(torch.float32)[label]
+    args, kwargs = moved(args, backend), moved_options(kwargs, backend)
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    for y in results(op(*args, **kwargs)):
+        y.fill_(7)
+    for a, b in zip(args, before, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 # ---- the values of the ops beside linear
