@@ -30,6 +30,7 @@ struct Q2_K {
   using Storage = Blocks<256, 84>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4, 4, 1, 0, kCrumbBias, 1>;
+  using Subnormal = SubnormalTerms<4, 4>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes[kOwnBytes / 4];
@@ -61,6 +62,23 @@ struct Q2_K {
       byte_of_crumbs(low_byte_on_top(opened), p.q + i);
       byte_of_crumbs(high_byte_on_top(opened), p.q + i + 1);
     }
+    unpack_scales(raw, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q2_K, Subnormal>& p) {
+    MM_UNROLL
+    for (int i = 0; i < kOwnBytes; i += 4) crumbs_of_word<0>(raw.codes[i / 4], p.q + i);
+    unpack_scales(raw, p);
+    p.d *= kSubnormalUnit;
+  }
+  // A run for each field of the bytes, times 4^t.
+  template <int t>
+  static METAL_FUNC void crumbs_of_word(uint word, thread float* q) {
+    subnormals4<2, 2 * t>(word, q + kOwnBytes * t);
+    if constexpr (t < 3) crumbs_of_word<t + 1>(word, q);
+  }
+  template <class P>
+  static METAL_FUNC void unpack_scales(thread const Raw& raw, thread P& p) {
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {  // minima times 16
       const half2 place = t == 0 ? half2(1.0h, 1 / 4.0h) : half2(1 / 16.0h, 1 / 64.0h);
@@ -94,6 +112,7 @@ struct Q3_K {
   using Storage = WindowBlocks<256, 110>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4>;
+  using Subnormal = SubnormalTerms<4, 0, 4, 0x6420>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwnBytes> codes, high;
@@ -144,6 +163,38 @@ struct Q3_K {
                                 thread Piece<Q3_K>& p) {
     const uint n = Pieces::weave(piece);
     unpack_codes(raw, n, p.q);
+    unpack_scales(raw, n, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q3_K, Subnormal>& p) {
+    const uint n = Pieces::weave(piece);
+    uint codes[kOwnBytes / 4], high[kOwnBytes / 4];
+    raw.codes.all(raw.codes, codes);
+    raw.high.all(raw.high, high);
+    MM_UNROLL
+    for (int i = 0; i < kOwnBytes / 4; ++i) {
+      codes_of_word<0>(codes[i], high[i] >> (4 * n), p.q + 4 * i);
+    }
+    unpack_scales(raw, n, p);
+    MM_UNROLL
+    for (int t = 1; t < 4; ++t) p.scale[t] /= 1 << 2 * t;
+    p.d *= kSubnormalUnit;
+  }
+  // A run for each two bits of the bytes, times 4^t; their third bits begin at bit 0 of `high`.
+  template <int t>
+  static METAL_FUNC void codes_of_word(uint codes, uint high, thread float* q) {
+    constexpr uint kLow = 0x00030003u << 2 * t, kHigh = 0x00040004u << 2 * t;
+    const half2 even = as_type<half2>((codes & kLow) | (high << (t + 2) & kHigh));
+    const half2 odd = as_type<half2>((codes >> 8 & kLow) | (high >> (6 - t) & kHigh));
+    thread float* run = q + kOwnBytes * t;
+    run[0] = float(even.x);
+    run[1] = float(odd.x);
+    run[2] = float(even.y);
+    run[3] = float(odd.y);
+    if constexpr (t < 3) codes_of_word<t + 1>(codes, high, q);
+  }
+  template <class P>
+  static METAL_FUNC void unpack_scales(thread const Raw& raw, uint n, thread P& p) {
     const uint low_mask = kExponent10 | 0x000F000Fu << (4 * n);
     const uint tops = open_bytes(raw.top[0], raw.top[1]);
     const half low_place = n == 0 ? 1.0h : 1 / 16.0h;
@@ -182,6 +233,7 @@ struct Q6_K {
   using Storage = WindowBlocks<256, 210>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4>;
+  using Subnormal = SubnormalTerms<4, 0, 32>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwnBytes> low[2], high;
@@ -227,6 +279,28 @@ struct Q6_K {
         p.q[2 * kOwnBytes + at + 1] = field<6, 12>(top, -32);
       }
     }
+    unpack_scales(raw, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q6_K, Subnormal>& p) {
+    uint codes[2][kOwnBytes / 4], upper[kOwnBytes / 4];
+    raw.low[0].all(raw.low[0], codes[0]);
+    raw.low[1].all(raw.low[1], codes[1]);
+    raw.high.all(raw.high, upper);
+    MM_UNROLL
+    for (int i = 0; i < kOwnBytes / 4; ++i) {
+      MM_UNROLL
+      for (int t = 0; t < 4; ++t) {
+        const uint low = codes[t % 2][i] >> t / 2 * 4,
+                   high = t < 3 ? upper[i] << (4 - 2 * t) : upper[i] >> 2;
+        subnormals4<6, 0>((low & 0x0F0F0F0Fu) | (high & 0x30303030u), p.q + kOwnBytes * t + 4 * i);
+      }
+    }
+    unpack_scales(raw, p);
+    p.d *= kSubnormalUnit;
+  }
+  template <class P>
+  static METAL_FUNC void unpack_scales(thread const Raw& raw, thread P& p) {
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {  // int8: flipping the sign bit adds 128
       const uint both = as_type<uint>(ushort2(raw.scales[t], raw.scales[t + 1])) ^ 0x64806480u;

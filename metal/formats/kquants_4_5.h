@@ -93,6 +93,7 @@ struct Q4_K {
   using Storage = Blocks<256, 144>;
   using Pieces = HalvesOf64;
   using Terms = PieceTerms<2, 2, 1, 0, 1024, 1>;
+  using Subnormal = SubnormalTerms<2, 2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
@@ -122,6 +123,12 @@ struct Q4_K {
     }
     WeaveScales::unpack(raw.scales, Pieces::weave(piece), p);
   }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q4_K, Subnormal>& p) {
+    subnormals16x2(raw.codes, p.q);
+    WeaveScales::unpack(raw.scales, Pieces::weave(piece), p);
+    p.d *= kSubnormalUnit;
+  }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
     nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, 0, w);
@@ -135,6 +142,7 @@ struct Q5_K {
   using Storage = Blocks<256, 176>;
   using Pieces = HalvesOf64;
   using Terms = PieceTerms<2, 2, 2, 8>;
+  using Subnormal = SubnormalTerms<2, 2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes, fifth;
@@ -167,6 +175,19 @@ struct Q5_K {
       p.q[17 + i] = as_type<float>(high) - high_first;
     }
     WeaveScales::unpack(raw.scales, c, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_K, Subnormal>& p) {
+    const uint c = Pieces::weave(piece);
+    MM_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint word = raw.codes[i], fifth = raw.fifth[i] >> (2 * c);
+      subnormals4<5, 0>((word & 0x0F0F0F0Fu) | (fifth << 4 & 0x10101010u), p.q + 4 * i);
+      subnormals4<5, 0>((word >> 4 & 0x0F0F0F0Fu) | (fifth << 3 & 0x10101010u), p.q + 16 + 4 * i);
+    }
+    WeaveScales::unpack(raw.scales, c, p);
+    p.scale[1] *= 16.0f;
+    p.d *= kSubnormalUnit;
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
