@@ -59,7 +59,7 @@ struct AffinePlanes {
     return row + fc_k / 8 * bits + parameter_bytes(unit);
   }
   static METAL_FUNC uint to_bias() { return parameter_bytes(fc_k / kUnitValues); }
-  static METAL_FUNC Cursor start(Row row, uint unit) {
+  static METAL_FUNC Cursor start(Row row, uint unit, uint) {
     return {row + unit * uint(4 * bits), scale_of(row, unit)};
   }
   // As many units as a simdgroup takes are whole groups.

@@ -4,14 +4,14 @@
 // functions are immune), of constants, and of the structs that it is made of: Metal has no derived
 // classes, so that a format names its members instead.
 //
-//   Storage          how a row lies in memory: Blocks or WindowBlocks (blocks.h), or the format's
+//   Storage          how a row lies in memory: Blocks or LaneBlocks (blocks.h), or the format's
 //   own
 //     kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value of dense formats;
 //                                 affine formats: the smallest group, and the bytes of its codes
 //     kHasWidths                  decode16 is a template of the width that Window reads at a time
 //     static uint row_bytes()     of a packed row
 //     Cursor                      finds the data of a unit of a row (piece.h)
-//     static Cursor start(Row row, uint unit), next(Cursor, uint units)
+//     static Cursor start(Row row, uint unit, uint piece), next(Cursor, uint units)
 //     static Cursor moved(Cursor, long bytes)    the same unit of a row at that distance
 //   kDecodesHalves   decode16 also takes half (&w)[16]
 //   kHalvesAreExact  those are the f32 values rounded to half; else they may be rounded once, from
