@@ -82,11 +82,13 @@ struct FormOf {
   using Subnormal = typename Format::Terms;
   static METAL_FUNC bool takes_subnormals() { return false; }
 };
+#if !defined(MM_CONVERTS_HALVES)  // before a product: a target of the stand-in
 template <class Format>
 struct FormOf<Format, Void<decltype(Format::Subnormal::kUnit)>> {
   using Subnormal = typename Format::Subnormal;
   static METAL_FUNC bool takes_subnormals() { return keeps_subnormals(); }
 };
+#endif
 
 template <class Format, class Of = typename Format::Terms>
 struct Piece {
