@@ -78,6 +78,7 @@ OPTIONS = {
     ),
     "prefill": Option("queries of a prefill (512); 0: none", int, 512, 24),
     "filled": Option("slots before a prefill (0,8k)", normal="0,8k", quick="0,100"),
+    "pages": Option("caches in pages, too", bool),
     "compile": Option("the compiled models, or flex attention, too", bool),
     "models": Option(f"of {', '.join(llamas.NAMES)}", quick="tiny"),
     "no-graph": Option("cuda: leave captured graphs out", bool),
@@ -157,7 +158,7 @@ MEASURES = {
     "attention": Command(
         "ops.attention",
         "the op on caches, beside torch's SDPA",
-        ON_DEVICE + "heads batch context prefill filled dtype strategy compile seconds",
+        ON_DEVICE + "heads batch context prefill filled pages dtype strategy compile seconds",
         {
             "": {"context": "1k,8k,32k,128k", "formats": "f16,q8_0,q4_0"},
             "cpu": {"formats": "f32,f16,q8_0,q4_0", "repetitions": 10},

@@ -100,6 +100,7 @@ OF_CELLS: tuple[Column, ...] = (
     ("vs F.linear", "speedup", times),
     ("vs best peer", "of_best", times),
     ("vs f16", "of_f16", times),
+    ("vs rows", "of_rows", times),
     ("two ops over it", "of_two_ops", times),
     ("linear of the same work over it", "of_same_work", times),
     ("of one expert over it", "of_one_expert", times),

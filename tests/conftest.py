@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_pipeline: takes `name`, every format on a GPU")
     config.addinivalue_line("markers", "every_format: takes `name`, every format")
     config.addinivalue_line("markers", "covering: of a product of parameters, every pair")
+    config.addinivalue_line("markers", "shaders: covering, of kernels that are compiled")
     os.environ.pop("FORCE_COLOR", None)  # what commands print is compared
     # A process of pytest per core: threads of torch, here and in the processes that tests start,
     # would spin for each other. Tests of threads set their number.

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ try:
         ELEMENT_ALIGNED,
         JOBS,
         METAL_VERSION,
-        ROOT,
         BuildError,
         MetalSyntaxError,
         build_file,
         build_text,
     )
+    from .msl.kernels import Shader, shader_of
     from .msl.library import EmulatorFault, Function, Library
 except ModuleNotFoundError as error:
     if error.name != "torch_metalmm.msl":
@@ -49,7 +50,7 @@ __all__ = [
     "MetalSyntaxError",
     "absence",
     "emulated",
-    "shader_libraries",
+    "shader_library",
 ]
 
 
@@ -92,20 +93,18 @@ class MetalSource:
 
 
 @functools.cache
-def shader_libraries(checked: bool = False) -> dict[str, Library]:
-    """{kernel: its library} of metal/library, built where they are not."""
-    from concurrent.futures import ThreadPoolExecutor
+def _library(shader: Shader, checked: bool) -> Library:
+    return Library(build_file(shader.file, checked, shader.defines))
 
-    files = sorted((ROOT / "metal").rglob("*.metal"))
-    with ThreadPoolExecutor(JOBS) as pool:
-        paths = list(pool.map(lambda f: build_file(f, checked), files))
-    libraries = [Library(p) for p in paths]
-    return {k: library for library in libraries for k in library.kernels}
+
+def shader_library(kernel: str, checked: bool = True) -> Library:
+    """The library of a kernel of metal/library and its format, built where it is not."""
+    return _library(shader_of(kernel), checked)
 
 
 @contextlib.contextmanager
 def emulated(
-    checked: bool = False,
+    checked: bool = True,
     descending: bool = False,
     chip: str = "m1",
     cores: int = 0,
@@ -113,14 +112,14 @@ def emulated(
 ) -> Iterator[None]:
     """Inside, torch.ops.metalmm computes on CPU tensors by the shaders, planned for `chip`.
 
-    Raises RuntimeError where the emulator finds a fault. checked: with memory checks, slower.
+    A kernel is compiled when it is first launched. Raises RuntimeError where the emulator finds a
+    fault. checked: with memory checks; without, kernels are other code, which is faster.
     descending: the last thread first. flush_subnormals: as Function.__call__.
     Autograd, autocast and the argument checks stay; quantize has no shader. Does not nest.
     """
     from . import _C
 
-    for path in sorted({str(library.path) for library in shader_libraries(checked).values()}):
-        _C.load_emulated(path)
+    _C.set_load_kernel(lambda kernel: _C.load_emulated(str(shader_library(kernel, checked).path)))
     _C.install_emulator(chip, descending, cores, flush_subnormals)
     try:
         yield
@@ -131,9 +130,12 @@ def emulated(
 def main(arguments: Sequence[str]) -> int:
     """The command line: build, or check FILE…"""
     if arguments[:1] == ["build"]:
-        for checked in (False, True):
-            n = len(shader_libraries(checked))
-            print(f"{n} kernels{' with memory checks' if checked else ''}")
+        from . import _C
+
+        names = _C.kernel_names()
+        with ThreadPoolExecutor(JOBS) as pool:
+            list(pool.map(shader_library, names))
+        print(f"{len(names)} kernels")
         return 0
     if arguments[:1] == ["check"] and len(arguments) > 1:
         for file in arguments[1:]:

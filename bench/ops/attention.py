@@ -7,13 +7,16 @@ caches that rotate. On a CPU ggml's flash attention joins, where it is installed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_metalmm import formats
+from torch_metalmm.hf.caches.pages import SLOTS as PAGE
 
 from ..devices import CPU
 from ..peers import ggml, sdpa
@@ -100,6 +103,7 @@ class Variant:
     queries_first: bool
     rounds: Rounds
     is_ours: bool = False
+    in_pages: bool = False
 
 
 class Data:
@@ -161,6 +165,29 @@ class Data:
         name = " ".join(("metalmm", *forced.values(), format))
         return Variant(name, format, call, True, rounds, True)
 
+    def paged(self, format: str) -> Variant:
+        """Ours with the slots of a cache in pages, in random order."""
+        cell, rows, op = self.cell, self.ours(format), ops.attention.default
+        each = -(-cell.slots // PAGE)  # pages of a sequence
+        order = torch.randperm(cell.batch * each, generator=self._make)
+        device = self.setting.device.type
+        table = order.argsort().view(cell.batch, each).to(device)
+        lengths = self.length.repeat(cell.batch)
+        q, placed = self.setting.put(self.q), order.to(device)
+
+        def pages(t: Tensor) -> Tensor:
+            padded = F.pad(t, (0, 0, 0, each * PAGE - cell.slots))
+            parts = padded.transpose(0, 1).unflatten(2, (each, PAGE)).flatten(1, 2)
+            return parts[:, placed].flatten(1, 2)[None]
+
+        caches = [(pages(k), pages(v)) for k, v in self.caches(format)]
+
+        def call(i: int) -> Tensor:
+            return op(q, *caches[i], format, format, lengths, pages=table)
+
+        name = f"metalmm in pages {format}"
+        return replace(rows, name=name, call=call, in_pages=True)
+
     def peers(
         self, dtype: torch.dtype, compile: bool, refused: dict[str, str]
     ) -> Iterator[Variant]:
@@ -208,10 +235,12 @@ class Data:
         return max(found, key=lambda one: one["worst"])
 
     def way(self, v: Variant) -> Way:
-        """ "of_f16": the speed by that of the same with a cache of f16."""
+        """ "of_f16": the speed by that of a f16 cache; "of_rows": that of pages by that of rows."""
         size, dtype = self.cell.cache_bytes(v.format), LABELS[v.rounds.dtype]
         facts = {"format": v.format, "bytes": size, "dtype": dtype, "is_ours": v.is_ours}
         against = {"of_f16": v.name.removesuffix(v.format) + "f16"} if v.is_ours else {}
+        if v.in_pages:
+            against["of_rows"] = f"metalmm {v.format}"
         work = (lambda: self.verdict(v), float(size), self.cell.flops)
         others = {"is_peer": not v.is_ours, "against": against, "facts": facts}
         return Way(v.name, v.call, len(self.caches(v.format)), *work, **others)
@@ -250,14 +279,16 @@ def attended(q: Tensor, k: Tensor, v: Tensor, rounds: Rounds) -> Bounded:
 
 
 def variants(
-    data: Data, names: Sequence[str], compile: bool, refused: dict[str, str]
+    data: Data, names: Sequence[str], args: Any, refused: dict[str, str]
 ) -> Iterator[Variant]:
     """Ours by the formats, and the peers; what does not run is noted in `refused`."""
     yield from map(data.ours, names)
+    if args.pages:
+        yield from map(data.paged, names)
     device, own = data.setting.device, data.setting.dtype
     # A CPU's q is f32; f16 and bf16 read half as much and round, as the peers of products do.
     for dtype in LABELS if device == CPU else (own,):
-        yield from data.peers(dtype, compile and dtype is own, refused)
+        yield from data.peers(dtype, args.compile and dtype is own, refused)
     if why := ggml.missing(device):
         refused.setdefault("ggml", why)
     else:
@@ -302,7 +333,7 @@ def run(run: Run) -> Iterator[Record]:
             data = Data(shape, setting)
             queries = f"{shape.queries} queries" if shape.queries > 1 else "one query"
             about = {"batch": shape.batch, "queries": shape.queries, "slots": shape.slots}
-            ways = [data.way(v) for v in variants(data, names, args.compile, refused)]
+            ways = [data.way(v) for v in variants(data, names, args, refused)]
             title = f"Attention of {heads}, {queries}"
             yield Cell("attention", title, about, ways, setting.device, may_be_slow=True)
 

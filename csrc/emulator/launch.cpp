@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "plan/launch.h"
 
@@ -15,14 +16,22 @@ using LibraryPointer = std::shared_ptr<const ShaderLibrary>;
 
 std::mutex g_mutex;
 std::map<std::string, LibraryPointer> g_kernels;
+std::function<void(const std::string&)> g_load;
 
-LibraryPointer find(const std::string& kernel) {
+LibraryPointer loaded(const std::string& kernel) {
   std::lock_guard<std::mutex> lock(g_mutex);
   const auto found = g_kernels.find(kernel);
-  if (found == g_kernels.end()) {
-    throw std::runtime_error("emulator: no library that is loaded has the kernel " + kernel);
+  return found == g_kernels.end() ? nullptr : found->second;
+}
+
+LibraryPointer find(const std::string& kernel) {
+  LibraryPointer found = loaded(kernel);
+  if (!found && g_load) {
+    g_load(kernel);
+    found = loaded(kernel);
   }
-  return found->second;
+  if (found) return found;
+  throw std::runtime_error("emulator: no library that is loaded has the kernel " + kernel);
 }
 
 // What encode() of plan/launch.h fills in: a launch, and runs it when it is dispatched.
@@ -68,6 +77,12 @@ void load_emulated(const std::string& path) {
   const auto library = std::make_shared<const ShaderLibrary>(path);
   std::lock_guard<std::mutex> lock(g_mutex);
   for (const MmKernelEntry& kernel : library->kernels()) g_kernels[kernel.name] = library;
+}
+
+void set_load_kernel(std::function<void(const std::string&)> load) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  g_kernels.clear();
+  g_load = std::move(load);
 }
 
 void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options) {

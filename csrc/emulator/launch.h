@@ -1,6 +1,7 @@
 // launch(Plan, Buffers) on the emulator.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "library.h"
@@ -11,6 +12,9 @@ namespace metalmm {
 // Makes the kernels of a library launchable, in place of kernels of the same name. Throws as
 // ShaderLibrary.
 void load_emulated(const std::string& path);
+// From here on `load` is called for a kernel that no library has, to load_emulated() one that does.
+// The libraries so far are forgotten.
+void set_load_kernel(std::function<void(const std::string& kernel)> load);
 
 // Runs the passes in order. Throws std::runtime_error with the message of a fault.
 void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options = {});

@@ -136,6 +136,15 @@ void call_for_lines(py::function f) {
   });
 }
 
+void call_for_kernels(py::function f) {
+  static auto* load = new py::function;
+  *load = std::move(f);
+  set_load_kernel([](const std::string& kernel) {
+    const py::gil_scoped_acquire gil;
+    (*load)(kernel);
+  });
+}
+
 void bind_library(py::module_& m) {
   m.attr("EMULATOR_ROLES") = roles();  // {attribute of a parameter: its MmRole}
   m.attr("EMULATOR_SECONDS") = EmulatorOptions{}.seconds;
@@ -163,6 +172,9 @@ void bind_emulator(py::module_& m) {
   bind_library(m);
   m.def("load_emulated", load_emulated, "path"_a,
         "Makes the kernels of a library that torch_metalmm.testing built launchable.");
+  m.def("set_load_kernel", call_for_kernels, "load"_a,
+        "load(kernel) is called for a kernel that no library has, to load_emulated() one. The "
+        "libraries so far are forgotten.");
   m.def("install_emulator", install_emulator, "chip"_a = "m1", "descending"_a = false,
         "cores"_a = 0, "flush_subnormals"_a = false,
         "Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the "

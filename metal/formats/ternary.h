@@ -1,4 +1,5 @@
-// tq1_0 and tq2_0: d (q - 1), q of 0, 1 and 2, in blocks of 256 values with one scale.
+// Codes of one or two bits and one scale d a block: tq1_0, tq2_0 and q2_0, d (q - 1), and q1_0,
+// d and -d.
 #pragma once
 
 #include "kquants_2_3_6.h"
@@ -96,6 +97,72 @@ struct TQ2_0 {
     MM_UNROLL
     for (int i = 0; i < 16; ++i) w[i] -= 1.0f;
     scale16(load_half(b + 64), -0.0f, w);
+  }
+};
+
+// Bit i of the codes is the sign of value i: 1, +d; 0, -d. A lane owns 32 values.
+struct Q1_0 {
+  using Storage = Blocks<128, 18>;
+  using Pieces = PieceLayout<4, 32, 32, 32>;
+  using Terms = PieceTerms<1>;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    uint codes;
+    half d;
+  };
+  // 2 bit - 1, of bits i on of a word that was opened one bit higher: twice 2^23 and 1 is no float.
+  template <int i = 0>
+  static METAL_FUNC void signs(uint opened, thread float* q) {
+    constexpr float kPlace = 1.0f / (1 << i);
+    q[i] = fma(as_type<float>(opened & (kExponent23 | 2u << i)), kPlace, -1 - 8388608.0f * kPlace);
+    if constexpr (i < 15) signs<i + 1>(opened, q);
+  }
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
+    raw = {load_4<2>(b + 2 + 4 * piece), load_as<half>(b)};
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q1_0>& p) {
+    MM_UNROLL
+    for (int i = 0; i < 2; ++i) signs(open_word(uint(half_word(raw.codes, i)) << 1), p.q + 16 * i);
+    p.d = float(raw.d);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = Storage::block(row, k / 128);
+    signs(open_word(uint(load_as<ushort>(b + 2 + (k & 127) / 8)) << 1), w);
+    scale16(load_half(b), -0.0f, w);
+  }
+};
+
+// Two bits a code, in the order of the values. A lane owns 32 values.
+struct Q2_0 {
+  using Storage = Blocks<64, 18>;
+  using Pieces = PieceLayout<2, 32, 32, 32>;
+  using Terms = PieceTerms<1>;
+  MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
+  struct Raw {
+    ushort4 codes;
+    half d;
+  };
+  template <int i = 0>
+  static METAL_FUNC void crumbs(uint opened, thread float* q) {
+    q[i] = field<2, 2 * i>(opened, -1);
+    if constexpr (i < 7) crumbs<i + 1>(opened, q);
+  }
+  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
+    raw = {load_ushort4(b + 2 + 8 * piece), load_as<half>(b)};
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q2_0>& p) {
+    MM_UNROLL
+    for (int i = 0; i < 4; ++i) crumbs(open_word(raw.codes[i]), p.q + 8 * i);
+    p.d = float(raw.d);
+  }
+  template <int width>
+  static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
+    device const uchar* b = Storage::block(row, k / 64);
+    const uint codes = load_4<2>(b + 2 + (k & 63) / 4);
+    MM_UNROLL
+    for (int i = 0; i < 2; ++i) crumbs(open_word(half_word(codes, i)), w + 8 * i);
+    scale16(load_half(b), -0.0f, w);
   }
 };
 

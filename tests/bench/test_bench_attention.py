@@ -43,15 +43,17 @@ def test_every_cell_is_checked_and_timed(
     """Decoding and prefills; ours in each format, torch's in each dtype; ratios of one run."""
     out = tmp_path / "out.jsonl"
     options = ("--quick", "--threads", "1", "--repetitions", "1", "--json", str(out))
-    assert main(["attention", *options, "--formats", "f16,q8_0"]) == 0
+    assert main(["attention", *options, "--formats", "f16,q8_0", "--pages"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     found = [r for r in records if r["kind"] == "attention"]
     wanted = [(1, 1, 70), (1, 1, 300), (2, 1, 70), (2, 1, 300), (1, 24, 24), (1, 24, 124)]
     assert list(dict.fromkeys((r["batch"], r["queries"], r["slots"]) for r in found)) == wanted
     assert all(r["ok"] and r["us"] > 0 and r["percent_read"] > 0 for r in found)
     ours = [r for r in found if r["is_ours"]]
-    assert [r["variant"] for r in ours] == ["metalmm f16", "metalmm q8_0"] * len(wanted)
+    names = [f"metalmm{pages} {f}" for pages in ("", " in pages") for f in ("f16", "q8_0")]
+    assert [r["variant"] for r in ours] == names * len(wanted)
     assert all(r["of_f16"] > 0 and r["of_best_q3"] > 0 for r in ours)
+    assert all(r["of_rows"] > 0 for r in ours if "in pages" in r["variant"])
     assert ours[0]["of_f16"] == 1 and ours[0]["bytes"] == 2 * 2 * 70 * 64 * 2
     torchs = {r["variant"] for r in found if not r["is_ours"]}
     assert {f"SDPA flash, {form} bf16" for form in ("grouped", "folded", "causal")} < torchs

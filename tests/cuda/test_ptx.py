@@ -1,24 +1,47 @@
-"""The shaders as PTX, without a GPU: all compile, and are what the CUDA launcher expects."""
+"""The shaders as PTX, without a GPU: they compile, and are what the CUDA launcher expects.
+
+Each file of one format, and each format by one file; all with METALMM_TEST_CASES=all.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from backends import CASES
 
 from torch_metalmm import _C
 from torch_metalmm.msl import ptx
+from torch_metalmm.msl.kernels import Shader, shader_of
 
 N_CONSTANTS = 7  # those of abi.h, and whether the grid is one row
+NAMED = ("gemv_q4_0_f16", "gemv_affine4_f16", "gemv_batched_q4_0_f16", "dot_f32")
+NAMED += ("gemm_q4_k_f16", "gemv_large_k_iq4_xs_bf16")
+
+
+def chosen() -> dict[Shader, list[str]]:
+    """{shader: its kernels}."""
+    shaders, groups = defaultdict(list), defaultdict(list)
+    for kernel in _C.kernel_names():
+        shaders[shader_of(kernel)].append(kernel)
+    if CASES == "all":
+        return shaders
+    for shader in shaders:
+        groups[shader.file].append(shader)
+        groups[shader.format].append(shader)
+    some = {group[i % len(group)] for i, group in enumerate(groups.values())}
+    return {shader: shaders[shader] for shader in some.union(map(shader_of, NAMED))}
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, str]:
     """{kernel: its PTX}."""
-    return {name: (ptx.FOLDER / f"{name}.ptx").read_text() for name in ptx.build()}
+    names = ptx.build(shaders=chosen())
+    return {name: (ptx.FOLDER / f"{name}.ptx").read_text() for name in names}
 
 
 def with_values(text: str) -> str:
@@ -27,8 +50,8 @@ def with_values(text: str) -> str:
     return re.sub(r"MM_CONSTANT_\d", "64", text)
 
 
-def test_every_kernel_of_the_table_has_ptx(kernels: dict[str, str]) -> None:
-    assert set(kernels) == set(_C.kernel_names())
+def test_the_kernels_of_a_shader_are_those_of_the_table(kernels: dict[str, str]) -> None:
+    assert sorted(kernels) == sorted(name for names in chosen().values() for name in names)
 
 
 def test_a_kernel_is_a_module_of_its_own(kernels: dict[str, str]) -> None:
@@ -60,7 +83,7 @@ def test_f16_tiles_use_the_tensor_cores(kernels: dict[str, str]) -> None:
     assert tensor == {n for n in kernels if halves.fullmatch(n)}
 
 
-@pytest.mark.parametrize("kernel", ["gemm_q4_k_f16", "gemv_large_k_iq4_xs_bf16", "dot_f32"])
+@pytest.mark.parametrize("kernel", NAMED[-3:])
 def test_an_assembler_accepts_it(kernel: str, kernels: dict[str, str], tmp_path: Path) -> None:
     """ptxas where it is installed; else only that no token is left."""
     text = with_values(kernels[kernel])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_metalmm import formats
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 DIM = 64
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_metalmm import _C, formats
 from torch_metalmm.testing import EmulatorFault, MetalSource
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 STRATEGIES = tuple(name for name in plan_cases.STRATEGIES if name.startswith("gemm"))
 KINDS = ("f32", "bf16", "q4_0", "q5_1", "q6_k", "affine3_g64_bf16")
@@ -83,6 +83,7 @@ def some_k(name: str) -> int:
     return {1: 291, 32: 288, 64: 320}.get(block, 2 * block)
 
 
+@pytest.mark.every_format(kernel="gemm")
 @pytest.mark.parametrize("kernel", STRATEGIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
@@ -259,9 +260,7 @@ def test_every_barrier_is_needed(
     struct = {"gemm": "Gemm", "gemm_tiled": "GemmTiled"}[kernel]
     text += f'#include "formats/all.h"\nMM_MATMUL(f32, float, {kernel}, q4_0, Q4_0, {struct})\n'
     library = MetalSource(text, include=[METAL]).library
-    monkeypatch.setattr(
-        shaders, "shader_libraries", lambda _: dict.fromkeys(library.kernels, library)
-    )
+    monkeypatch.setattr(shaders, "shader_library", lambda _: library)
     with pytest.raises(EmulatorFault) as fault:
         multiply(kernel, "q4_0", random_weight("q4_0", 64, 96), activations(32, 96))
     assert fault.value.kind in ("race", "uninitialized"), fault.value

@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.shaders import cells
 from torch_metalmm import _C, formats
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 KERNELS = tuple(name for name in STRATEGIES if name.startswith("gemv"))
 WIDEST = 33  # rows of W: one more than the widest threadgroup owns
@@ -51,6 +51,7 @@ def same(got: Tensor, want: Tensor, what: object) -> None:
     assert len(wrong) == 0, f"{what}: {len(wrong)} differ, the first at {wrong[0].tolist()}"
 
 
+@pytest.mark.every_format
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:

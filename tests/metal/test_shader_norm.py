@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_metalmm import _C, formats
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 KERNELS = tuple(s for s in _C.strategies("linear") if _C.strategy(s)["takes_norm"])
 # A format of each family, and of each way of the vector kernels through K.

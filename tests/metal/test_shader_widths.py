@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_metalmm import _C, formats
 
-pytestmark = pytest.mark.covering
+pytestmark = pytest.mark.shaders
 
 BLOCKS = [f for f in map(formats.get, FORMATS) if f.block_values > 1]
 HALVES = [f.name for f in BLOCKS if f.row_bytes(f.block_values) % 4 == 2]

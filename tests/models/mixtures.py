@@ -1,4 +1,4 @@
-"""What llama-quantize makes of small models: {case: {mixture: {GGUF name: type}}}, in runs.
+"""What llama-quantize makes of small models: {case: {mixture: {types in runs: GGUF names}}}.
 
     python tests/models/mixtures.py LIBLLAMA
 
@@ -85,15 +85,16 @@ def matrices(model: Any) -> dict[str, tuple[str, list[int]]]:
 
 
 def lines(types: dict[str, str]) -> dict[str, str]:
-    """{kind of tensor: its types by layer}, as "2 q6_k, 7 q4_k"."""
+    """{types by layer, as "2 q6_k, 7 q4_k": the kinds of tensors that have these}."""
     order = sorted(types, key=lambda name: int((re.findall(r"\d+", name) or [0])[0]))
     kinds: dict[str, list[str]] = {}
     for name in order:
-        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(types[name])
-    return {
-        kind: ", ".join(f"{len(list(run))} {name}" for name, run in groupby(each))
-        for kind, each in sorted(kinds.items())
-    }
+        kinds.setdefault(name.split(".")[-2], []).append(types[name])
+    found: dict[str, str] = {}
+    for kind, each in sorted(kinds.items()):
+        runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(each))
+        found[runs] = f"{found[runs]} {kind}" if runs in found else kind
+    return found
 
 
 def _quantized(library: Any, folder: Path, case: str, mixture: str) -> dict[str, str]:

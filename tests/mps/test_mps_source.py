@@ -104,12 +104,10 @@ def test_words_are_those_of_the_emulator(kernel: str) -> None:
     assert len(ours) < len(theirs)
 
 
-def compiled(kernel: str, text: str, folder: Path) -> str:
+def compiled(kernel: str, text: str) -> str:
     """The PTX of a kernel, of a text that makes it; with the lanes of the whole shader."""
-    file = folder / "shader.metal"
-    file.write_text(text)
     whole = preprocess(original(kernel), kernel, [METAL])
-    return ptx.split(ptx._compile(file, whole, read(text, kernel)))[kernel]
+    return ptx.split(ptx._compile(text, whole, read(text, kernel)))[kernel]
 
 
 def kernel_with(i: int, codec: str) -> str:
@@ -119,10 +117,10 @@ def kernel_with(i: int, codec: str) -> str:
 
 
 @pytest.mark.parametrize("kernel", [kernel_with(i, c) for i, c in enumerate(codecs())])
-def test_code_is_that_of_the_whole_shader(kernel: str, tmp_path: Path) -> None:
+def test_code_is_that_of_the_whole_shader(kernel: str) -> None:
     """What is left out makes no difference: the same PTX, of every format."""
     whole = original(kernel).replace('#include "', f'#include "{METAL}/')
-    assert compiled(kernel, _C.metal_source(kernel), tmp_path) == compiled(kernel, whole, tmp_path)
+    assert compiled(kernel, _C.metal_source(kernel)) == compiled(kernel, whole)
 
 
 def test_lines_are_those_of_the_files() -> None:

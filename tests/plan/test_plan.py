@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -55,90 +57,96 @@ def line(plan: dict[str, Any]) -> str:
     return " ; ".join(passes)
 
 
-def golden_lines() -> list[str]:
-    out = [
-        "# threadgroups x threads, threadgroup bytes, [k,group,scale_type,epilogue,batch,bounds]"
-    ]
-    for chip in CHIPS:
-        for n, k in NKS:
-            out += ["", f"# {chip}, linear, N={n} K={k}, q4_k, f16"]
-            out += [
-                f"{chip} {m}x{n}x{k}: {line(_C.plan(m=m, n=n, k=k, format='q4_k', chip=chip))}"
-                for m in MS
-            ]
-    out += ["", "# m4-max, every format"]
-    for i, name in enumerate(FORMATS):
-        for m in (1, 4, 12, 33):
-            act = DTYPES[(i + m) % 3]
-            plan = _C.plan(m=m, n=1000, k=4096, format=name, dtype=act, chip="m4-max", bias=True)
-            out.append(f"{name} {act} {m}x1000x4096 bias: {line(plan)}")
-    out += ["", "# an NVIDIA GPU, where torch's matmul takes over"]
-    for act in DTYPES:
+def alike(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """A line for each size and plan: the names that have it."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for size, name, plan in rows:
+        names.setdefault((size, plan), []).append(name)
+    return [f"{size} {' '.join(of)}: {plan}" for (size, plan), of in names.items()]
+
+
+def of_format(name: str, dtype: str, plan: dict[str, Any]) -> str:
+    """The plan with * for the format and the dtype in the names of kernels."""
+    codec = re.sub(r"_g\d+.*", "", name)
+    return line(plan).replace(f"_{codec}_{dtype} ", "_* ").replace(f"_{dtype} ", "_* ")
+
+
+def linear_lines() -> Iterator[str]:
+    yield "# linear of q4_k and f16, the chips that have a plan"
+    yield from alike(
+        (f"{m}x{n}x{k}", chip, line(_C.plan(m=m, n=n, k=k, format="q4_k", chip=chip)))
+        for n, k in NKS
+        for m in MS
+        for chip in CHIPS
+    )
+    yield from ("", "# linear on m4-max, the formats and dtypes that have a plan")
+    sizes = {"n": 1000, "k": 4096, "chip": "m4-max", "bias": True}
+    rows = [(m, f, DTYPES[(i + m) % 3]) for i, f in enumerate(FORMATS) for m in (1, 4, 12, 33)]
+    yield from alike(
+        (f"{m}x1000x4096", f"{f}_{t}", of_format(f, t, _C.plan(m=m, format=f, dtype=t, **sizes)))
+        for m, f, t in sorted(rows, key=lambda row: row[0])
+    )
+
+
+Case = tuple[str, str, dict[str, Any]]  # what it is called, op, arguments of plan()
+NORM = {"norm": True, "norm_weight": True}
+ROPE = {"heads": 32, "kv_heads": 8, "rotated": 128, "positions": 7, "angle_rows": 7}
+ROUTES = ({}, {"renormalise": True})
+ROUTES += ({"groups": 8, "kept_groups": 4, "sigmoid": True, "choice_bias": True},)
+EXPERTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("expert_up", 8, {"sharing": 8, "limit": 7.0, "is_oai": True}),
+    ("expert_linear", 8, {"sharing": 8}),
+    ("expert_down", 1, {"choices": 8}),
+    ("expert_tiles", 40 * 228, {"tile_rows": 40}),
+)
+
+
+def cases() -> Iterator[Case]:
+    """Of m4-max, f16 and q8_0, where they do not say others."""
+    for dtype in DTYPES:
         for m in (47, 48, 512):
-            sizes = {"m": m, "n": 14336, "k": 4096, "format": "q4_k", "dtype": act, "bias": m < 512}
-            plan = _C.plan(**sizes, chip=_C.CUDA)
-            out.append(f"{_C.CUDA} {act} {m}x14336x4096{' bias' * sizes['bias']}: {line(plan)}")
-    out += ["", "# m2, every op and every strategy it takes"]
+            sizes = {"m": m, "n": 14336, "k": 4096, "format": "q4_k", "bias": m < 512}
+            yield f"{m} rows, {dtype}", "linear", sizes | {"dtype": dtype, "chip": _C.CUDA}
     for op in OPS:
-        for strategy in (None, *_C.strategies(op)):
+        for forced in (None, *_C.strategies(op)):
             name = "q8_0" if op == "rope_append" else "affine4_g64_f32"
-            plan = _C.plan(op, m=3, n=200, k=8192, format=name, chip="m2", strategy=strategy)
-            out.append(f"{op} {strategy or 'auto'} 3x200x8192: {line(plan)}")
-    out += ["", "# m4-max, x with a norm, activations, rope"]
-    for name in ("q4_0", "q4_k"):
-        for m in (1, 2, 4):
-            norm = {"norm": True, "norm_weight": True, "offset": float(m - 1)}
-            if _C.norm_is_fused(m=m, format=name, chip="m4-max"):
-                plan = _C.plan(m=m, n=4096, k=4096, format=name, chip="m4-max", **norm)
-                out.append(f"{name} norm {m}x4096x4096: {line(plan)}")
-    for activation in ACTIVATIONS:
-        plan = _C.plan(
-            "swiglu_up", m=1, n=14336, k=4096, format="q4_0", chip="m4-max", norm=True,
-            activation=activation,
-        )  # fmt: skip
-        out.append(f"swiglu_up {activation} 1x14336x4096: {line(plan)}")
-    rope = {"heads": 32, "kv_heads": 8, "rotated": 128, "positions": 7, "angle_rows": 7}
+            sizes = {"m": 3, "n": 200, "k": 8192, "format": name, "chip": "m2"}
+            yield str(forced or "auto"), op, sizes | {"strategy": forced}
+    for name, m in product(("q4_0", "q4_k"), (1, 2, 4)):
+        if _C.norm_is_fused(m=m, format=name, chip="m4-max"):
+            sizes = {"m": m, "n": 4096, "k": 4096, "format": name, "offset": float(m - 1)}
+            yield f"{name} norm {m}", "linear", sizes | NORM
+    for name in ACTIVATIONS:
+        sizes = {"m": 1, "n": 14336, "k": 4096, "format": "q4_0", "norm": True}
+        yield name, "swiglu_up", sizes | {"activation": name}
     for flags in ({}, {"q_norm": True, "k_norm": True}, {"interleaved": True, "v_apart": True}):
-        plan = _C.plan("rope", m=21, k=128, chip="m4-max", rope=rope | flags)
-        out.append(f"rope {', '.join(flags)} 21x128: {line(plan)}")
+        yield " ".join(flags), "rope", {"m": 21, "k": 128, "rope": ROPE | flags}
     for name in stored():
-        plan = _C.plan("rope_append", m=21, n=900, k=128, format=name, chip="m4-max", rope=rope)
-        out.append(f"rope_append {name} 21x128: {line(plan)}")
+        yield name, "rope_append", {"m": 21, "n": 900, "k": 128, "format": name, "rope": ROPE}
     delta = {"heads": 32, "key_heads": 16, "positions": 7}
-    plan = _C.plan("gated_delta", m=21, n=128, k=128, chip="m4-max", delta=delta)
-    out.append(f"gated_delta 21x128x128: {line(plan)}")
-    groups = {"groups": 8, "kept_groups": 4, "sigmoid": True, "choice_bias": True}
-    for sizes in ({}, {"renormalise": True}, groups):
-        plan = _C.plan("route", m=21, n=256, k=8, chip="m4-max", route=sizes)
-        out.append(f"route {', '.join(sizes)} 21x256x8: {line(plan)}")
-    out += ["", "# m4-max, 32 heads of q, 8 of keys"]
-    for queries in (1, 2, 5, 16, 512):
-        for slots in (64, 1000, 131072):
-            sizes = {"heads": 32, "kv_heads": 8, "queries": queries}
-            plan = _C.plan(
-                "attention", n=slots, k=128, format="q8_0", chip="m4-max", attention=sizes
-            )
-            out.append(f"attention {queries} of {slots} slots: {line(plan)}")
-    out += ["", "# m4-max, experts of 768 rows of 2048 values in q4_k, 8 of 128 chosen"]
-    for op, m, choices, extra in (
-        ("expert_up", 8, 1, {"sharing": 8, "limit": 7.0, "is_oai": True}),
-        ("expert_linear", 8, 1, {"sharing": 8}),
-        ("expert_down", 1, 8, {}),
-        ("expert_tiles", 40 * 228, 1, {"tile_rows": 40}),
-    ):
-        sizes = {"experts": 128, "choices": choices} | extra
-        asked = {"m": m, "n": 768, "k": 2048, "format": "q4_k", "chip": "m4-max"}
-        y_f32 = op == "expert_tiles"
-        plan = _C.plan(op, **asked, experts=sizes, bias=not y_f32, y_f32=y_f32)
-        out.append(f"{op} {m}x768x2048: {line(plan)}")
-    out += ["", "# cuda, 32 heads of q, 8 of keys, all slots filled"]
-    for name in ("f16", "q8_0"):
-        for queries, slots in ((16, 8704), (17, 17), (512, 512), (512, 8704), (512, 131072)):
-            sizes = {"heads": 32, "kv_heads": 8, "queries": queries, "filled": True}
-            asked = {"n": slots, "k": 128, "format": name, "chip": _C.CUDA}
-            plan = _C.plan("attention", **asked, attention=sizes)
-            out.append(f"attention {name} {queries} of {slots} slots: {line(plan)}")
-    return out
+    yield "", "gated_delta", {"m": 21, "n": 128, "k": 128, "delta": delta}
+    for flags in ROUTES:
+        yield " ".join(flags), "route", {"m": 21, "n": 256, "k": 8, "route": flags}
+    for op, m, flags in EXPERTS:
+        sizes = {"m": m, "n": 768, "k": 2048, "format": "q4_k", "experts": {"experts": 128} | flags}
+        tiles = op == "expert_tiles"
+        yield f"{m} rows", op, sizes | {"bias": not tiles, "y_f32": tiles}
+    few = [({}, "m4-max", "q8_0", q, n) for q in (1, 2, 5, 16, 512) for n in (64, 1000, 131072)]
+    filled = ((16, 8704), (17, 17), (512, 512), (512, 8704), (512, 131072))
+    for name, (queries, slots) in product(("f16", "q8_0"), filled):
+        few.append(({"filled": True}, _C.CUDA, name, queries, slots))
+    for flags, chip, name, queries, slots in few:
+        sizes = {"heads": 32, "kv_heads": 8, "queries": queries} | flags
+        asked = {"n": slots, "k": 128, "format": name, "chip": chip, "attention": sizes}
+        yield f"{chip} {name} {queries} of {slots} slots", "attention", asked
+
+
+def golden_lines() -> list[str]:
+    head = "# threadgroups x threads, threadgroup bytes, [k,group,scale_type,epilogue,batch,bounds]"
+    return [head, "", *linear_lines(), "", "# every op"] + [
+        f"{op} {label}: {line(_C.plan(op, **{'format': 'q8_0', 'chip': 'm4-max'} | asked))}"
+        for label, op, asked in cases()
+    ]
 
 
 def test_golden() -> None:

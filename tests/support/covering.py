@@ -6,6 +6,10 @@ every pair of values of two parameters. In pairs a format stands for its family:
 module of the specification share the shape of their decode. Each test takes others of a family.
 The emulator's second schedule takes every value but not every pair: it looks for races.
 
+A kernel of the emulator takes a second or two to compile. There a format is a value of its own in
+tests marked `every_format` alone, with arguments in cases of these; and all tests take the same
+format of a family for a strategy, so that one compilation serves them.
+
 METALMM_TEST_CASES=all runs the products, as the scheduled workflow does.
 """
 
@@ -18,7 +22,7 @@ from collections.abc import Hashable, Iterable
 from itertools import combinations
 
 import pytest
-from backends import CASES, DESCENDING
+from backends import CASES, DESCENDING, EMULATOR
 from oracle import FORMATS
 
 from torch_metalmm import formats
@@ -40,20 +44,37 @@ def _columns(item: pytest.Function) -> dict[str, str]:
     return dict(columns)
 
 
+def _is_compiled(item: pytest.Function) -> bool:
+    """Whether the kernels of a case are compiled for it."""
+    of_emulator = item.callspec.params.get("backend") in (EMULATOR, DESCENDING)
+    return of_emulator or item.get_closest_marker("shaders") is not None
+
+
 def _shown(item: pytest.Function) -> frozenset[Hashable]:
     """The values and the pairs of values of a case, and that its test runs."""
     columns = _columns(item)
-    shown: set[Hashable] = {"runs", *columns.items()}
+    name = columns.get("name", "")
+    family = columns | ({"name": _FAMILY.get(name, name)} if name else {})
+    shown: set[Hashable] = {"runs", *family.items()}
+    every = item.get_closest_marker("every_format")
+    if every.kwargs.items() <= columns.items() if every else not _is_compiled(item):
+        shown |= columns.items()
     if item.callspec.params.get("backend") is DESCENDING:
         return frozenset(shown)
-    if "name" in columns:
-        columns["name"] = _FAMILY.get(columns["name"], columns["name"])
-    return frozenset(shown.union(combinations(sorted(columns.items()), 2)))
+    return frozenset(shown.union(combinations(sorted(family.items()), 2)))
 
 
-def _fewest(cases: Iterable[tuple[str, frozenset[Hashable]]]) -> set[str]:
+def _order(item: pytest.Function) -> tuple[int, int]:
+    """Which of cases that show as much is taken."""
+    columns = _columns(item)
+    kernel = columns.get("strategy", columns.get("kernel", "")) + columns.get("name", "")
+    return zlib.crc32(kernel.encode()) * _is_compiled(item), zlib.crc32(item.nodeid.encode())
+
+
+def _fewest(cases: Iterable[pytest.Function]) -> set[str]:
     """Ids of few cases that show all that these do: next is the one that shows the most new."""
-    left = [(-len(shows), zlib.crc32(i.encode()), i, shows) for i, shows in cases]
+    shown = ((_order(item), item.nodeid, _shown(item)) for item in cases)
+    left = [(-len(shows), order, i, shows) for order, i, shows in shown]
     heapq.heapify(left)
     taken, seen = set(), set[Hashable]()
     while left:
@@ -68,16 +89,16 @@ def _fewest(cases: Iterable[tuple[str, frozenset[Hashable]]]) -> set[str]:
 
 
 def covered(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The items that run: all of a test without `backend` that is not marked `covering`."""
+    """The items that run: all of a test that takes no `backend` and is not marked."""
     if CASES == "all":
         return items
     cases = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             backend = item.callspec.params.get("backend")
-            if backend or item.get_closest_marker("covering"):
+            if backend or any(map(item.get_closest_marker, ("covering", "shaders"))):
                 of = (item.nodeid.split("[")[0], getattr(backend, "name", ""))
-                cases[of].append((item.nodeid, _shown(item)))
-    left_out = {i for of in cases.values() for i, _ in of}
+                cases[of].append(item)
+    left_out = {item.nodeid for of in cases.values() for item in of}
     left_out -= set().union(*map(_fewest, cases.values()))
     return [item for item in items if item.nodeid not in left_out]

@@ -44,6 +44,8 @@ HALF_FIELDS = {
     "mxfp8": (),
     "tq1_0": (52,),
     "tq2_0": (64,),
+    "q1_0": (0,),
+    "q2_0": (0,),
     "iq1_s": (0,),
     "iq1_m": (54,),
     "iq2_xxs": (0,),
@@ -93,6 +95,8 @@ UNIT_SCALE = {
     "mxfp8": ({0: b"\x7f\x7f"}, (0, *_E4M3, *(-v for v in _E4M3))),
     "tq1_0": ({52: _ONE}, range(-1, 2)),
     "tq2_0": ({64: _ONE}, range(-1, 3)),
+    "q1_0": ({0: _ONE}, (-1, 1)),
+    "q2_0": ({0: _ONE}, range(-1, 3)),
     "iq1_s": ({0: _EIGHT, 34: b"\0" * 16}, (-7, 1, 9)),
     "iq1_m": ({32: b"\0" * 16, 48: b"\0\0\0\0\0\x80\0\x40"}, (-7, 1, 9)),
     "iq2_xxs": ({0: _EIGHT} | _words(6, 8), _signed(8, 25, 43)),
@@ -142,7 +146,8 @@ def digest_weights() -> Tensor:
 
 
 # The first block of golden_weights, packed by ggml's C quantizers (llama.cpp of August 2025, gcc,
-# -ffp-contract=off; iq4_nl is its 15-trial quantize_iq4_nl) and, for affine, by mlx 0.32 (CPU).
+# -ffp-contract=off; iq4_nl is its 15-trial quantize_iq4_nl; q1_0 and q2_0 are of ggml-base 0.25.3)
+# and, for affine, by mlx 0.32 (CPU).
 GOLDEN = {
     "q4_0": "402ed043c9805a4664a5089c340df80646a8",
     "q4_1": "552e40bad033c9705a4664a5079c330df8064698",
@@ -185,6 +190,8 @@ GOLDEN = {
         "c8e6178b"
     ),
     "mxfp4": "7c6fde519fc3dbbd3cf915edf671fbdb21",
+    "q1_0": "c535149a8592665eaf2fe8ebf5cc9242b350",
+    "q2_0": "403a10558955625504425465581296449518",
     "affine2_g32": "245bdeaab7e51893403640ba00000000",
     "affine3_g32": "10d149b4cc8d9629ada070a8403240ba",
     "affine4_g32": "30096a54c8d468864d8c45a690030fa4402e40ba000000000000000000000000",
@@ -211,6 +218,8 @@ GGML_DIGEST = {
     "iq4_nl": "bbab85c271229c75",
     "iq4_xs": "c84488fb6d297333",
     "mxfp4": "7cc989369c549095",
+    "q1_0": "cadc180caa6bac7d",
+    "q2_0": "e10054f1475a5b56",
 }
 
 

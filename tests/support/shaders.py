@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import _C
-from torch_metalmm.testing import shader_libraries
+from torch_metalmm.testing import shader_library
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 SLOTS: tuple[str, ...] = _C.SLOTS
@@ -44,8 +44,8 @@ def args_of(one: dict[str, Any]) -> bytes:
 
 def launch(one: dict[str, Any], buffers: dict[str, Tensor], schedule: str = "both") -> None:
     """Runs a pass of a plan on {slot: memory}."""
-    library = shader_libraries(True)[one["kernel"]]
-    run = library.function(one["kernel"], dict(enumerate(one["constants"].values())))
+    library, constants = shader_library(one["kernel"]), one["constants"].values()
+    run = library.function(one["kernel"], dict(enumerate(constants)))
     args = torch.frombuffer(bytearray(args_of(one)), dtype=torch.uint8)
     bound = {SLOTS.index(s): (buffers | {"args": args})[s] for s in one["slots"]}
     run(

@@ -75,7 +75,7 @@ class Format(ABC):
         importance f32 [K], finite and not negative: how much the square of an error in each column
         costs, for instance the mean square of what the column multiplies. Formats whose codes are
         rounded, not searched, do not read it (`weighs`): dense ones, q8_0, mxfp4, nvfp4, mxfp8,
-        tq1_0 and tq2_0.
+        tq1_0, tq2_0, q1_0 and q2_0.
         ValueError if a shape, a dtype or K does not fit, if a row has NaN or Inf, if the importance
         is not as said, or if the format is only read (`packs`).
         Nothing is raised for a finite value beyond the range of the format's scales: it stores an

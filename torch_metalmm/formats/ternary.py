@@ -1,7 +1,4 @@
-"""GGML formats of values -1, 0 and 1 with one scale: tq1_0, tq2_0.
-
-d = max|x|; q = x * (1 / d) rounded to nearest, halves away from 0, with 1 / 0 = 0; w = d * q.
-"""
+"""GGML formats of one or two bits a code with one scale: tq1_0, tq2_0, q1_0, q2_0."""
 
 from __future__ import annotations
 
@@ -9,17 +6,26 @@ import torch
 from torch import Tensor
 
 from ._base import BlockFormat
-from ._bits import bytes_to_half, half_to_bytes, join_fields, split_fields
-from ._search import reciprocal
+from ._bits import (
+    bytes_to_half,
+    codes_to_stream,
+    half_to_bytes,
+    join_fields,
+    split_fields,
+    stream_to_codes,
+)
+from ._search import elements_first, reciprocal
 
 
 class _Ternary(BlockFormat):
-    """w = d * (q - 1), q of 0, 1, 2; K that 256 does not divide becomes q4_0, as in llama.cpp."""
+    """w = d * (q - 1), d = max|x|, q - 1 = x * (1 / d) rounded to nearest, halves away from 0, with
+    1 / 0 = 0. K that the block does not divide becomes q4_0, as in llama.cpp.
+    """
 
     block_values, fallback = 256, "q4_0"
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x f32 [B, 256] -> d f32 [B], q uint8 [B, 256]."""
+        """x f32 [B, block] -> d f32 [B], q uint8 [B, block]."""
         d = x.abs().amax(dim=1)
         v = torch.nan_to_num(x * reciprocal(d)[:, None], nan=0.0)
         q = (v >= 0.5).to(torch.uint8) + (v > -0.5).to(torch.uint8)
@@ -69,3 +75,35 @@ class TQ2_0(_Ternary):
 
     def decode(self, blocks: Tensor) -> Tensor:
         return bytes_to_half(blocks[:, 64:]) * (split_fields(blocks[:, :64], 2, 2).float() - 1)
+
+
+class Q1_0(BlockFormat):
+    """d f16 @0, qs[16] @2, a bit a value: w = d where it is 1, else -d.
+
+    d = the sum of |x|, in the order of the values, / 128; the bit is x >= 0.
+    """
+
+    name, block_values, block_bytes, fallback = "q1_0", 128, 18, "q4_0"
+
+    def encode(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(len(x))
+        for values in elements_first(x.abs(), 128):
+            total = total + values
+        return torch.cat([half_to_bytes(total / 128), codes_to_stream((x >= 0).byte(), 1)], dim=1)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        bits = stream_to_codes(blocks[:, 2:], 1).float()
+        return bytes_to_half(blocks[:, :2]) * (2 * bits - 1)
+
+
+class Q2_0(_Ternary):
+    """d f16 @0, qs[16] @2, 2 bits a code; files also have the code 3, w = 2 d."""
+
+    name, block_values, block_bytes = "q2_0", 64, 18
+
+    def encode(self, x: Tensor) -> Tensor:
+        d, q = self.codes(x)
+        return torch.cat([half_to_bytes(d), codes_to_stream(q, 2)], dim=1)
+
+    def decode(self, blocks: Tensor) -> Tensor:
+        return bytes_to_half(blocks[:, :2]) * (stream_to_codes(blocks[:, 2:], 2).float() - 1)

@@ -38,9 +38,9 @@ def resolve_format(format: str, in_features: int) -> str:
     """The format a weight of that K gets when `format` is asked for.
 
     `format` itself where K is a multiple of its block. Else q4_k gives q5_0, q5_k q5_1, q6_k q8_0,
-    q2_k, q3_k and iq4_xs iq4_nl, tq1_0 and tq2_0 q4_0, nvfp4 mxfp4, mxfp8 q8_0, and affine the
-    largest smaller group that divides K; where that does not fit either (K not a multiple of 32),
-    f16. ValueError: unknown format.
+    q2_k, q3_k and iq4_xs iq4_nl, tq1_0, tq2_0, q1_0 and q2_0 q4_0, nvfp4 mxfp4, mxfp8 q8_0, and
+    affine the largest smaller group that divides K; where that does not fit either (K not a
+    multiple of 32), f16. ValueError: unknown format.
     """
     f = formats.get(format)
     while in_features % f.block_values:

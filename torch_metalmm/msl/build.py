@@ -320,9 +320,13 @@ def build_text(
     return library
 
 
-def build_file(path: Path, checked: bool) -> Path:
-    """The library of a shader of metal/, which keeps the rules and is compiled as it is."""
-    expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
+def build_file(path: Path, checked: bool, defines: str = "") -> Path:
+    """The library of a shader of metal/, which keeps the rules and is compiled as it is.
+
+    defines: lines before it, which tell it to make some of its kernels alone.
+    """
+    shader = f'{defines}#include "{path}"\n'
+    expanded = preprocess(shader, path.name, [path.parent])
     moved = expanded.replace(f"{ROOT}/", "")  # line markers name this checkout
     library = CACHE / digest(_tool_digest(), moved, str(checked), _scripts()) / "library.so"
     with _missing(library) as missing:
@@ -330,7 +334,7 @@ def build_file(path: Path, checked: bool) -> Path:
             plain, places = unmark(expanded, path.name)
             check_rules(plain, places, _standard(), METAL_VERSION, ours=True)
             source = Reader(plain).read()
-            text = prefix(source.constants, translated=False) + f'#include "{path}"\n'
+            text = prefix(source.constants, translated=False) + shader
             _link(library, text + tables(source, checked), checked)
     return library
 

@@ -14,10 +14,12 @@ import fcntl
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .build import INCLUDE, JOBS, LANGUAGE, ROOT, BuildError, digest, preprocess, unmark, zig
+from .build import INCLUDE, JOBS, LANGUAGE, BuildError, digest, preprocess, unmark, zig
+from .kernels import METAL, Shader
 from .source import Kernel, Reader, Source
 
 FOLDER = Path(__file__).parents[1] / "ptx"
@@ -68,12 +70,12 @@ def _entries(source: Source) -> str:
     return "".join(out)
 
 
-def _compile(path: Path, expanded: str, source: Source) -> str:
-    """The PTX of a shader file."""
+def _compile(text: str, expanded: str, source: Source) -> str:
+    """The PTX of a text, which includes a shader or is one."""
     lanes = ["-DMM_MATRIX_LANES"] if _MATRIX.search(expanded) else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "shader.cpp"
-        file.write_text(f'#include "{path}"\n{_entries(source)}')
+        file.write_text(text + _entries(source))
         done = zig("clang", *LANGUAGE, *_TARGET, *_CODE, *lanes, str(file), "-o", "-")
         if done.returncode:
             raise BuildError(done.stderr)
@@ -117,34 +119,35 @@ def split(ptx: str) -> dict[str, str]:
     return modules
 
 
-def _build_file(path: Path, folder: Path) -> list[str]:
-    """Writes the kernels of one shader file, unless they are there; their names."""
-    expanded = preprocess(f'#include "{path}"\n', path.name, [path.parent])
+def _build(shader: Shader, folder: Path) -> list[str]:
+    """Writes the kernels of one shader, unless they are there; their names."""
+    text = f'{shader.defines}#include "{shader.file}"\n'
+    expanded = preprocess(text, shader.file.name, [])
     headers = sorted(p for p in INCLUDE.rglob("*") if p.is_file())
     key = digest(expanded, *_TARGET, *_CODE, *headers, Path(__file__), zig("version").stdout)
-    source = Reader(unmark(expanded, path.name)[0]).read()
+    source = Reader(unmark(expanded, shader.file.name)[0]).read()
     names = [k.name for k in source.kernels]
-    stamp = folder / f"{path.stem}.stamp"
-    with (folder / f"{path.stem}.lock").open("w") as lock:
+    stamp = folder / f"{shader.name}.stamp"
+    with (folder / f"{shader.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if stamp.exists() and stamp.read_text() == key:
             return names
-        modules = split(_compile(path, expanded, source))
+        modules = split(_compile(text, expanded, source))
         for name in names:
             (folder / f"{name}.ptx").write_text(modules[name])
         stamp.write_text(key)
     return names
 
 
-def build(folder: Path = FOLDER) -> list[str]:
-    """Compiles what is not in `folder` yet; the names of all kernels.
+def build(folder: Path = FOLDER, shaders: Iterable[Shader] = ()) -> list[str]:
+    """Compiles what is not in `folder` yet, of all shaders or of these; the names of the kernels.
 
     BuildError: what the compiler says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = sorted((ROOT / "metal").rglob("*.metal"))
+    every = [Shader(f) for f in sorted(METAL.rglob("*.metal"))]
     with ThreadPoolExecutor(JOBS) as pool:
-        parts = list(pool.map(lambda f: _build_file(f, folder), files))
+        parts = list(pool.map(lambda s: _build(s, folder), shaders or every))
     return [name for part in parts for name in part]
 
 

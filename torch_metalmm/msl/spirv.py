@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .. import _C
-from .build import LANGUAGE, ROOT, BuildError, preprocess, unmark, zig
+from .build import LANGUAGE, BuildError, preprocess, unmark, zig
+from .kernels import METAL, shader_of
 from .source import Kernel, Reader
 
-METAL = ROOT / "metal"
 ENTRY = "mm_entry"  # the name of the kernel in the file
 _TARGET = ["-target", "spirv64"]
 _CODE = ["-O3", "-ffp-contract=off", "-fconvergent-functions", "-fno-math-errno", "-w"]
@@ -32,7 +32,6 @@ for _option in ("unroll-allow-partial=0", "unroll-runtime=0", "disable-lsr"):
     _CODE += ["-mllvm", f"-{_option}"]
 _MAGIC = 0x07230203
 _CONSTANT = re.compile(r"^@mm_fc_kConstant(\w+) = .*$", re.M)
-_STRUCT = re.compile(r"^MM_\w+ *\((\w+), *(\w+)", re.M)
 
 
 def with_constants(ir: str, values: Mapping[str, int]) -> str:
@@ -48,17 +47,8 @@ def text_of(kernel: str, metal: Path = METAL) -> str:
 
     ValueError: no file is of that kernel.
     """
-    files = [f for f in (metal / "library").rglob("*.metal") if kernel.startswith(f"{f.stem}_")]
-    if not files:
-        raise ValueError(f"kernel {kernel!r}: no file of {metal / 'library'} begins its name")
-    file = max(files, key=lambda f: len(f.stem))
-    of_format, _, dtype = kernel.removeprefix(f"{file.stem}_").rpartition("_")
-    only = {"DTYPE": dtype}
-    structs = dict(_STRUCT.findall((metal / "formats.def").read_text()))
-    if of_format in structs:
-        only |= {"FORMAT": of_format, "STRUCT": structs[of_format]}
-    defines = "".join(f"#define MM_ONLY_{name} {value}\n" for name, value in only.items())
-    return f'{defines}#include "{file}"\n'
+    shader, dtype = shader_of(kernel, metal), kernel.rpartition("_")[2]
+    return f'#define MM_ONLY_DTYPE {dtype}\n{shader.defines}#include "{shader.file}"\n'
 
 
 def _entry(kernel: Kernel, threadgroup_bytes: int) -> str:

@@ -1,5 +1,5 @@
-// GGML blocks of 32 values: decode to f32 vectors. Layouts: metal/formats.def; bytes as in a GGUF
-// file.
+// GGML blocks of codes beside one scale: decode to f32 vectors. Layouts: metal/formats.def; bytes
+// as in a GGUF file.
 //
 // A codec is a struct of static functions:
 //   kBlockValues, kBlockBytes
@@ -138,6 +138,40 @@ struct Q8_0 : BlockCodec<32, 34> {
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
     return to_float(load_s8(b.qs + kVector * kWidth)) * b.d;
+  }
+};
+
+// +d or -d: the bits in the order of the values.
+struct Q1_0 : BlockCodec<128, 18> {
+  struct Block {
+    F d;
+    const uint8_t* qs;
+  };
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    k = {half(b), b + 2};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    const uint32_t bits = load_as<uint32_t>(k.qs + 4 * chunk) >> (kVector * kWidth);
+    return to_float(select_bits(bits, 2) - 1) * k.d;
+  }
+};
+
+// d (code - 1): two bits a code, in the order of the values.
+struct Q2_0 : BlockCodec<64, 18> {
+  using Block = Q1_0::Block;
+  static MM_INLINE void open(Row row, int64_t block, Block& k) {
+    const uint8_t* b = at(row, block);
+    k = {half(b), b + 2};
+  }
+  template <int kVector>
+  static MM_INLINE F get(const Block& k, int chunk) {
+    constexpr int kFirst = kVector * kWidth;  // 16 values in a word
+    I shift;
+    for (int i = 0; i < kWidth; ++i) shift[i] = 2 * (kFirst % 16 + i);
+    const I word = I{} + load_as<int32_t>(k.qs + 8 * chunk + kFirst / 16 * 4);
+    return to_float((word >> shift & 3) - 1) * k.d;
   }
 };
 

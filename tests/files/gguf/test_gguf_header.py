@@ -164,6 +164,14 @@ BAD_TENSORS = {
         [tensor("c", T, offset=32), tensor("a", [9]), tensor("b", T, offset=64)],
         "the tensors 'a' and 'c' overlap",
     ),
+    "q2_0 of a fork, the last": (
+        [tensor("t", [1, 256], 42)],
+        "truncated: tensor 't' .*q2_0 in groups of 128",
+    ),
+    "q2_0 of a fork": (
+        [tensor("a", [1, 128], 42), tensor("b", T, offset=32)],
+        "'a' and 'b' overlap; a file of q2_0 in groups of 128",
+    ),
     "inside another": (
         [tensor("a", [16]), tensor("b", [1], offset=32)],
         "the tensors 'a' and 'b' overlap",
@@ -178,6 +186,15 @@ def test_bad_tensors(tmp_path: Path, case: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         GgufFile(path)
     assert str(path) in str(caught.value)
+
+
+def test_signs_and_two_bits_are_read_by_their_numbers(tmp_path: Path) -> None:
+    one = struct.pack("<e", 1.0)
+    data = (one + bytes([0b10, *[0] * 15])).ljust(32, b"\0") + one + bytes([0xE4, *[0x55] * 15])
+    entries = [tensor("a", [1, 128], 41), tensor("b", [1, 64], 42, offset=32)]
+    file = GgufFile(write(tmp_path / "x.gguf", [], entries, data))
+    assert file.dense("a").tolist() == [[-1, 1] + [-1] * 126]
+    assert file.dense("b").tolist() == [[-1, 0, 1, 2] + [0] * 60]
 
 
 def test_tensors_may_come_in_any_order_and_with_gaps(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ architectures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -161,8 +162,15 @@ def _add(
 
 
 def check_format(name: str, format: str) -> None:
-    """ValueError: GGUF does not have the format."""
+    """ValueError: GGUF does not have the format, or the installed gguf cannot write it."""
+    from gguf import GGMLQuantizationType
+
     if format not in type_names().values():
         raise ValueError(
             f"{name} is {format}, which GGUF does not have: quantize_ the model to a GGML format"
+        )
+    if format.upper() not in GGMLQuantizationType.__members__:
+        raise ValueError(
+            f"{name} is {format}, which the installed gguf {version('gguf')} cannot write: install "
+            "a newer one, or quantize_ the model to another GGML format"
         )

@@ -31,6 +31,9 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _MAX_VALUES, _MAX_TENSORS, _MAX_TEXT = 1 << 12, 1 << 16, 1 << 20
 _MIN_ALIGNMENT = 8  # the specification's default; with it every tensor may be viewed as f32
 
+# By its type alone such a tensor is one of ggml's, which has more bytes: groups of 64.
+_OTHER_Q2_0 = "; a file of q2_0 in groups of 128, as forks wrote before ggml had it, is not read"
+
 # A private writable map is charged against memory in full, although nothing here writes to it, and
 # a file beyond memory would not open. Python names the flag from 3.13 on; macOS charges no map.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -209,7 +212,10 @@ class GgufFile:
     def _check_disjoint(self) -> None:
         for one, other in pairwise(sorted(self.tensors.values(), key=lambda t: t.offset)):
             if one.offset + one.nbytes > other.offset:
-                raise self.error(f"the tensors {one.name!r} and {other.name!r} overlap")
+                raise self.error(
+                    f"the tensors {one.name!r} and {other.name!r} overlap"
+                    f"{_OTHER_Q2_0 if one.format == 'q2_0' else ''}"
+                )
 
     def _string(self, pos: int) -> tuple[str, int]:
         (length,) = _U64.unpack_from(self._bytes, pos)
@@ -286,7 +292,7 @@ class GgufFile:
         if offset + nbytes > len(self._bytes):
             raise self.error(
                 f"it is truncated: tensor {name!r} ends at byte {offset + nbytes} of "
-                f"{len(self._bytes)}"
+                f"{len(self._bytes)}{_OTHER_Q2_0 if kind == 'q2_0' else ''}"
             )
         self.tensors[name] = TensorEntry(name, shape, kind, offset, nbytes)
 
