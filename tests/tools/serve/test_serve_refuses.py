@@ -62,6 +62,9 @@ def test_it_answers(served: Served) -> None:
         ("prompt", ["a", "b"]),
         ("prompt", [320]),
         ("prompt", "a" * 500),
+        ("regex", "("),
+        ("grammar", "start: nothing"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
         ("no_such_field", 1),
     ),
 )
@@ -80,7 +83,16 @@ def test_a_field_is_named(served: Served, field: str, value: Any) -> None:
         {"messages": [{"role": "robot", "content": "Hi"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         {"messages": [USER], "logprobs": True},
-        {"messages": [USER], "response_format": {"type": "json_object"}},
+        {"messages": [USER], "response_format": {"type": "xml"}},
+        {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {}}},
+        {"messages": [USER], "response_format": {"type": "json_object"}, "regex": "a"},
+        {
+            "messages": [USER],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"const": 2**53 + 1}},
+            },
+        },
     ),
 )
 def test_a_chat_is_refused(served: Served, fields: dict[str, Any]) -> None:

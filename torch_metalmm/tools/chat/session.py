@@ -32,12 +32,17 @@ class Options:
     stops: list[str] = field(default_factory=list)
     max_new_tokens: int | None = None  # None: as many as the context has room for
     context: int | None = None  # None: the model's
+    form: Callable[[Tensor, Tensor], Tensor] | None = None  # what leaves out tokens, one answer's
 
     def generation(self) -> dict[str, Any]:
         """The arguments of generate()."""
         given: dict[str, Any] = {"do_sample": self.temperature > 0}
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty
+        if self.form is not None:
+            from transformers import LogitsProcessorList
+
+            given["logits_processor"] = LogitsProcessorList([self.form])
         if not self.temperature:
             return given | {"temperature": None, "top_p": None, "top_k": None, "min_p": None}
         given["temperature"] = self.temperature

@@ -146,11 +146,18 @@ class Server:
         reply_to: Callable[[str], CompletionReply],
     ) -> Response:
         """prepared: the prompt, its tokens, and how many may follow."""
-        feed = Feed(self.engine, self.limits.seconds)
+        feed, prompts = Feed(self.engine, self.limits.seconds), self._prompts()
+
+        def job() -> Job:
+            prompt, ids, room = prepared()
+            options = given.options(room)
+            options.form = prompts.form(given.form(), prompt, ids)
+            return Job(prompt, ids, options, given.seed, feed.tell)
+
         try:
-            work = feed.within(asyncio.to_thread(prepared))
-            prompt, ids, room = await _unless_gone(request, work)
-            feed.submit(Job(prompt, ids, given.options(room), given.seed, feed.tell))
+            made = await _unless_gone(request, feed.within(asyncio.to_thread(job)))
+            feed.submit(made)
+            prompt = made.prompt
             reply = reply_to(prompt)
             if given.stream:
                 return _Events(_events(feed, reply, given.tells_usage()), feed)

@@ -19,7 +19,9 @@ class Chooser:
 
         self._is_greedy = not options.temperature
         self._processors: Any = LogitsProcessorList()
-        self._reads_tokens = options.repeat_penalty is not None
+        self._reads_tokens = options.repeat_penalty is not None or options.form is not None
+        if options.form is not None:
+            self._processors.append(options.form)
         if options.repeat_penalty is not None:
             self._processors.append(of.RepetitionPenaltyLogitsProcessor(options.repeat_penalty))
         if self._is_greedy:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     key = _key(args)
     if args.pooling not in (None, *POOLINGS):
         raise ValueError(f"--pooling {args.pooling}: must be one of {', '.join(POOLINGS)}")
-    start(args, "psutil", "pydantic", "starlette", "uvicorn")
+    start(args, "psutil", "pydantic", "starlette", "uvicorn", "llguidance")
     import uvicorn
 
     from ..chat.template import Template
@@ -117,6 +117,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     from .batch import Batch, can_share
     from .embedding import Embedder
     from .engine import Engine, Runner, Worker
+    from .forms import Forms
     from .prompts import Prompts
     from .single import Single
     from .tokens import Tokens
@@ -136,7 +137,9 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
     elif args.cache_memory is not None:
         raise ValueError("--cache-memory: the answers of this model share no cache")
     if generates:
-        prompts = Prompts(model, tokenizer, template, context, args.max_new_tokens, tokens)
+        forms = None if loaded.draft is not None else Forms(model, tokenizer)
+        most = args.max_new_tokens
+        prompts = Prompts(model, tokenizer, template, context, most, tokens, forms)
     pooling = args.pooling or pooling_of(loaded.path, generates)
     return Server(
         name=args.name or loaded.name,

@@ -9,7 +9,8 @@ from typing import Any
 from ..chat.session import context_of
 from ..chat.template import Template
 from .errors import ApiError
-from .schema import Chat, Completion
+from .forms import Form, Forms
+from .schema import Chat, Completion, Wanted
 from .tokens import Tokens
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,15 +27,26 @@ class Prompts:
         context: int | None,
         most: int | None,
         tokens: Tokens | None = None,
+        forms: Forms | None = None,
     ) -> None:
         """context: tokens of prompt and answer, None: the model's. most: new tokens. tokens: those
-        of the same model that others read texts with."""
+        of the same model that others read texts with. forms: None: answers have any."""
         self._tokenizer, self._template = tokenizer, template
         self._tokens = tokens or Tokens(model, tokenizer)
         own = context_of(model)
         self._context = min(context, own) if context and own else context or own
         self._most = most
+        self._forms = forms
         self._lock = threading.Lock()
+
+    def form(self, wanted: Wanted | None, prompt: str, ids: list[int]) -> Form | None:
+        """What keeps the answer to its form, if it has one. ApiError 400: it can have none."""
+        if wanted is None:
+            return None
+        if self._forms is None:
+            message = f"{wanted.field}: a server with --draft keeps no form"
+            raise ApiError(400, message, wanted.field, "unsupported")
+        return self._forms.of(wanted, prompt, len(ids))
 
     def of_chat(self, request: Chat) -> tuple[str, list[int]]:
         """ApiError 400: the messages are malformed, or the template refuses them."""

@@ -11,6 +11,7 @@ from ..chat.session import Options
 from .errors import ApiError
 
 _MOST_STOPS = 16
+_TEXTS: tuple[Literal["regex", "grammar"], ...] = ("regex", "grammar")
 _Given = TypeVar("_Given")
 
 
@@ -33,6 +34,15 @@ class Request:
     prompt_cache_key: Any = None
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The form that an answer has: what the field asks for."""
+
+    field: str
+    kind: Literal["json", "regex", "grammar"]
+    text: str  # a JSON schema, a regular expression, a grammar in Lark's syntax
+
+
 @dataclass(kw_only=True)
 class Generation(Request):
     """What chats and completions have."""
@@ -47,6 +57,9 @@ class Generation(Request):
     stop: Any = None  # lists are checked by hand: pydantic words an error for each of their items
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     # Fields that have one value here: their default.
     n: Literal[1] | None = None
     frequency_penalty: float | None = None
@@ -73,6 +86,28 @@ class Generation(Request):
             raise ApiError(400, f"stop: {len(stops)} texts; at most {_MOST_STOPS}", "stop")
         if not _all_are(str, stops) or "" in stops:
             raise ApiError(400, "stop: must be a text or a list of texts, none empty", "stop")
+        self.form()
+
+    def form(self) -> Wanted | None:
+        """The form of the answer, None: any. ApiError: two, or none that is known."""
+        format = self.response_format or {"type": "text"}
+        given = [Wanted(kind, kind, text) for kind in _TEXTS if (text := getattr(self, kind))]
+        if format.get("type") == "json_object":
+            given.append(Wanted("response_format", "json", '{"type": "object"}'))
+        elif format.get("type") == "json_schema":
+            named = format.get("json_schema")
+            schema = named.get("schema") if isinstance(named, dict) else None
+            if not isinstance(schema, dict):
+                message = "response_format: json_schema must be an object with a schema, an object"
+                raise ApiError(400, message, "response_format")
+            given.append(Wanted("response_format", "json", _schema_text(schema)))
+        elif format != {"type": "text"}:
+            message = "response_format: type must be text, json_object or json_schema"
+            raise ApiError(400, message, "response_format", "unsupported")
+        if len(given) > 1:
+            both = f"{given[0].field}: given with {given[1].field}; an answer has one form"
+            raise ApiError(400, both, given[0].field)
+        return given[0] if given else None
 
     def stops(self) -> list[str]:
         given = [] if self.stop is None else self.stop
@@ -101,16 +136,12 @@ class Chat(Generation):
     tools: Any = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: dict[str, Any] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
 
     def check(self) -> None:
         super().check()
         _within("max_completion_tokens", self.max_completion_tokens, 1)
-        if self.response_format not in (None, {"type": "text"}):
-            message = "response_format: only text is supported"
-            raise ApiError(400, message, "response_format", "unsupported")
         if not _all_are(dict, self.messages) or not self.messages:
             raise ApiError(400, "messages: must be a list of objects, not empty", "messages")
         if self.tools is not None and not _all_are(dict, self.tools):
@@ -164,6 +195,20 @@ class Embedding(Request):
         if not given or not all(given):
             raise ApiError(400, "input: must not be empty", "input")
         return given
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    """ApiError: an integer that llguidance, which reads numbers as f64, would change."""
+
+    def checked(digits: str) -> int:
+        if abs(number := int(digits)) > 1 << 53:
+            message = f"response_format: {number} in the schema; integers are at most 2^53"
+            raise ApiError(400, message, "response_format")
+        return number
+
+    text = json.dumps(schema)
+    json.loads(text, parse_int=checked)
+    return text
 
 
 def parse(kind: type[_Given], body: bytes) -> _Given:

@@ -1,0 +1,149 @@
+"""Answers of a form: the tokens that a random model may choose are those of the form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from backends import CASES
+from gguf_files import random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import Served, serving
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.choosing import Chooser
+from torch_metalmm.tools.serve.engine import Finish, Job
+from torch_metalmm.tools.serve.forms import Forms
+from torch_metalmm.tools.serve.schema import Wanted
+from torch_metalmm.tools.serve.single import Single
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "year": {"type": "integer", "maximum": 99}},
+    "required": ["city", "year"],
+    "additionalProperties": False,
+}
+JSON = Wanted("response_format", "json", json.dumps(SCHEMA))
+REGEX = Wanted("regex", "regex", "(ab|cd){3}")
+LARK = Wanted("grammar", "grammar", 'start: "x" WORD\nWORD: /[0-9]{2}/')
+IDS = [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
+
+
+def answers(runner: Any, loaded: tuple[Any, Any], *wanted: Wanted | None) -> list[str]:
+    """Of one prompt, together where the runner takes them so."""
+    forms, told = Forms(*loaded), [list[Any]() for _ in wanted]
+    waiting = []
+    for seed, (want, to) in enumerate(zip(wanted, told, strict=True)):
+        form = None if want is None else forms.of(want, "", len(IDS))
+        options = Options(temperature=1.0, max_new_tokens=40, form=form)
+        waiting.append(Job("", IDS, options, seed, to.append))
+    with torch.inference_mode():
+        while waiting or runner.is_busy():
+            while waiting and runner.room():
+                runner.take(waiting.pop(0))
+            runner.step()
+    assert all(isinstance(to[-1], Finish) for to in told), told
+    return ["".join(to[:-1]) for to in told]
+
+
+@pytest.mark.parametrize("kind", ["together", "one by one"])
+def test_answers_have_their_forms(loaded: tuple[Any, Any], kind: str) -> None:
+    """Beside one of none, which is what it is alone."""
+    made = Batch(*loaded, 4) if kind == "together" else Single(Session(*loaded, Options()))
+    free, of_schema, of_regex, of_lark = answers(made, loaded, None, JSON, REGEX, LARK)
+    jsonschema.validate(json.loads(of_schema), SCHEMA)
+    assert re.fullmatch("(ab|cd){3}", of_regex) and re.fullmatch("x[0-9]{2}", of_lark)
+    assert answers(made, loaded, None) == [free]
+
+
+def test_a_thought_that_the_prompt_opens_is_free(loaded: tuple[Any, Any]) -> None:
+    tokenizer = loaded[1]
+    form = Forms(*loaded).of(REGEX, "... <think>\n", 0)
+    thought = tokenizer("any 1 </think>", add_special_tokens=False).input_ids
+    logits = torch.zeros(1, len(tokenizer))
+    for i in range(len(thought)):
+        assert torch.equal(form(torch.tensor([thought[:i]], dtype=torch.long), logits), logits)
+    allowed = form(torch.tensor([thought]), logits)[0].isfinite().nonzero().flatten().tolist()
+    assert allowed and all("abcd".find(tokenizer.decode([i])) in (0, 2) for i in allowed)
+
+
+# ---- JSON of any schema
+
+_SCALARS: Any = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.tuples(st.integers(-99, 0), st.integers(0, 99)).map(
+        lambda pair: {"type": "integer", "minimum": pair[0], "maximum": pair[1]}
+    ),
+    st.integers(0, 5).map(lambda n: {"type": "string", "minLength": n // 2, "maxLength": n}),
+    st.lists(
+        st.one_of(st.integers(-(2**53), 2**53), st.text('äb"\\ \n', max_size=3), st.none()),
+        min_size=1,
+    ).map(lambda values: {"enum": values}),
+    st.sampled_from(["[a-c]{1,3}", "(x|yz)?", "\\d{2}-\\d"]).map(
+        lambda text: {"type": "string", "pattern": f"^{text}$"}
+    ),
+)
+
+
+def _nested(inner: Any) -> Any:
+    objects = st.dictionaries(st.text("abc_ é", min_size=1, max_size=3), inner, max_size=3)
+    return st.one_of(
+        st.tuples(objects, st.booleans()).map(
+            lambda made: {
+                "type": "object",
+                "properties": made[0],
+                "required": [*made[0]] if made[1] else [],
+                "additionalProperties": False,
+            }
+        ),
+        st.tuples(inner, st.integers(0, 3)).map(
+            lambda made: {"type": "array", "items": made[0], "maxItems": made[1]}
+        ),
+        st.lists(inner, min_size=1, max_size=3).map(lambda kinds: {"anyOf": kinds}),
+    )
+
+
+@settings(max_examples=1000 if CASES == "all" else 100, deadline=None)
+@given(schema=st.recursive(_SCALARS, _nested, max_leaves=6), seed=st.integers(0, 99))
+def test_json_of_random_schemas_parses_and_validates(
+    loaded: tuple[Any, Any], schema: Any, seed: int
+) -> None:
+    model, tokenizer = loaded
+    form = Forms(model, tokenizer).of(Wanted("", "json", json.dumps(schema)), "", 0)
+    chooser = Chooser(Options(temperature=1.0, form=form), seed, model.device)
+    ends, tokens = {model.generation_config.eos_token_id}, list[int]()
+    while not (ends & {*tokens}):
+        assert len(tokens) < 500
+        tokens.append(chooser.choose(torch.zeros(1, len(tokenizer)), tokens))
+    jsonschema.validate(json.loads(tokenizer.decode(tokens[:-1])), schema)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    pytest.importorskip("uvicorn")
+    with serving("--name", "smol") as found:
+        yield found
+
+
+def test_a_chat_of_a_schema(served: Served) -> None:
+    question = {"role": "user", "content": "Name a city and a year."}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+    body = {"model": "smol", "messages": [question], "temperature": 0, "response_format": format}
+    status, _, told = served.ask("/v1/chat/completions", body)
+    (choice,) = told["choices"]
+    assert (status, choice["finish_reason"]) == (200, "stop")
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
