@@ -17,7 +17,7 @@ namespace metalmm {
 // elements for x, y and c, in bytes for weights. All sizes are of the whole problem, not of a tile.
 struct KernelArgs {
   MM_I64 x_stride;   // row m of x, and of gate and up
-  MM_I64 x2_stride;  // row m of x2 of add_rms_norm, of v of rope, of a mask, of a of gated_delta
+  MM_I64 x2_stride;  // row m of x2: of add_rms_norm, a gate, v of rope, a mask, a of gated_delta
   MM_I64 y_stride;   // row m of y and of c, of b of gated_delta
   MM_I64 w_stride;   // row n of weight; slot of keys of a cache
   MM_I64 w2_stride;  // row n of weight2; slot of values of a cache
@@ -32,10 +32,10 @@ struct KernelArgs {
   MM_U32 parts;       // split-K: partial results per output, 1 when not split
   MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope,
                       // from a bias of gate of an expert to the next; attention: whether all n
-                      // slots hold rows
+                      // slots hold rows; causal_conv: inputs that the state holds
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
-  // gated_delta: heads of v, and of q and k; positions of a sequence.
+  // gated_delta: heads of v, and of q and k; it and causal_conv: positions of a sequence.
   // route: groups, those kept, best of a group; n experts, k chosen; alpha of a weight.
   // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
   // share a row of x.
@@ -55,12 +55,12 @@ enum Slot : MM_U32 {
   kSlotBias = 3,     // sinks of attention; of route f32
   kSlotC = 4,        // mask of attention; b of gated_delta
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
-  // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; v; scores of experts;
-  // a of gated_delta; choice_bias of route, f32; pages of a cache, int64
+  // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; gate of rms_norm; v;
+  // scores of experts; a of gated_delta; choice_bias of route, f32; pages of a cache, int64
   kSlotX2 = 6,
   kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
-  kSlotNorm = 8,   // weight of a norm [K]; of the heads of q; a_log of gated_delta
-  kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta
+  kSlotNorm = 8,   // weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta
+  kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta; bias of causal_conv
   kSlotCos = 10,
   kSlotSin = 11,
   kSlotY2 = 12,  // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h; state;
@@ -89,14 +89,14 @@ enum SlotBits : MM_U32 {
   kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
   kBindDequantize = slot_bit(kSlotWeight) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
   kBindEmbedding = kBindDequantize | slot_bit(kSlotIds),
-  kBindNorm = slot_bit(kSlotX) | slot_bit(kSlotNorm) | slot_bit(kSlotC) | slot_bit(kSlotY) |
-      slot_bit(kSlotArgs),
+  kBindNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotC),
   kBindAddNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotY2),
   kBindRope = kBindAddNorm | slot_bit(kSlotNorm2) | slot_bit(kSlotCos) | slot_bit(kSlotSin) |
       slot_bit(kSlotY3),
   kBindRopeAppend = (kBindRope & ~(slot_bit(kSlotY2) | slot_bit(kSlotY3))) | slot_bit(kSlotIds) |
       slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
   kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotY2),
+  kBindCausalConv = (kBindAddNorm & ~slot_bit(kSlotX2)) | slot_bit(kSlotNorm2),
   kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
   kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds) | slot_bit(kSlotX2),
   kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
@@ -109,7 +109,8 @@ enum FunctionConstant : MM_U32 {
   kConstantGroup = 1,  // uint: group size of an affine format, 0 otherwise
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
-                           // of experts ExpertBits, of route RouteBits, of gated_delta DeltaBits
+                           // of experts ExpertBits, of route RouteBits, of rms_norm NormBits,
+                           // of gated_delta DeltaBits, of causal_conv ConvBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -140,6 +141,11 @@ enum ExpertBits : MM_U32 {
 // silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared
 enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2 };
 
+// Of rms_norm, beside kEpilogueC and those of a weight.
+enum NormBits : MM_U32 {
+  kNormGate = 1  // the norm is multiplied by silu(x2)
+};
+
 enum RopeBits : MM_U32 {
   kRopeNormQ = 1,
   kRopeNormK = 2,
@@ -157,6 +163,12 @@ enum RouteBits : MM_U32 {
   kRouteSigmoid = 4,  // scores are; else softmax
   kRouteRenormalise = 8,
   kRouteGroups = 16
+};
+
+enum ConvBits : MM_U32 {
+  kConvBias = 1,
+  kConvSilu = 2,
+  kConvFloatWeight = 4  // weight and bias are f32, whatever x is
 };
 
 enum DeltaBits : MM_U32 {

@@ -184,6 +184,12 @@ struct GatedDeltaGeometry {
   MM_CONST int kColumns = 8, kRowLanes = kSimdWidth / (kColumns / 4), kMostRows = 16;
 };
 
+// causal_conv: a thread so many positions of a channel, an item.
+struct CausalConvGeometry {
+  MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
+  MM_CONST int kPositions = 32, kMostTaps = 8;
+};
+
 // ---- attention: a part of the slots that the queries see, for rows of q of one head of keys. Rows
 // are numbered by head of q, then by query.
 

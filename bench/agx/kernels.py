@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from torch_metalmm import _C
 from torch_metalmm.msl import spirv
@@ -38,9 +39,13 @@ SHOWN = (
     *(f"gemm*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "q6_k", "affine4")),
     *(f"attention_*_{f}_f16" for f in ("f16", "q8_0", "q4_0")),
     *(f"{op}_f16" for op in ("rms_norm", "add_rms_norm", "rope", "act_mul", "attention_join")),
-    *("gated_delta_f16", "route_f16", "rope_append_q8_0_f16"),
+    *("causal_conv_f16", "gated_delta_f16", "route_f16", "rope_append_q8_0_f16"),
 )
-_SIZES = {"gated_delta": (4096, 128), "route": (128, 8)}  # heads of 128; 8 of 128 experts
+_SIZES: dict[str, dict[str, Any]] = {
+    "causal_conv": {"n": 8192, "k": 4, "conv": {"width": 4}},
+    "gated_delta": {"n": 4096, "k": 128},  # heads of 128
+    "route": {"n": 128, "k": 8},  # 8 of 128 experts
+}
 
 
 @functools.cache
@@ -49,8 +54,8 @@ def _passes() -> dict[str, passes.Pass]:
     out = passes.passes()
     for op in _C.ops():
         for dtype in passes.DTYPES if f"{op}_f16" in _C.kernel_names() else ():
-            n, k = _SIZES.get(op, (4096, 4096))
-            plan = _C.plan(op, m=1, n=n, k=k, format="f16", dtype=dtype, chip="m1")
+            sizes = _SIZES.get(op, {"n": 4096, "k": 4096})
+            plan = _C.plan(op, m=1, **sizes, format="f16", dtype=dtype, chip="m1")
             out |= {one["kernel"]: one for one in plan["passes"]}
     return out
 

@@ -62,8 +62,9 @@ at::Tensor norm_linear(const args::norm_linear& a) {
 
 at::Tensor rms_norm(const args::rms_norm& a) {
   check(a);
-  return finish(normalized(as_f32_rows(a.x), a.weight, a.eps, a.offset), std::nullopt, a.residual,
-                a.x);
+  at::Tensor y = normalized(as_f32_rows(a.x), a.weight, a.eps, a.offset);
+  if (a.gate.has_value()) y.mul_(at::silu(as_f32_rows(*a.gate)));
+  return finish(y, std::nullopt, a.residual, a.x);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const args::add_rms_norm& a) {

@@ -12,6 +12,8 @@
 namespace metalmm::cpu {
 namespace {
 
+at::Tensor dense_f32(const at::Tensor& t) { return t.to(at::kFloat).contiguous(); }
+
 float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
 
 // x / sqrt(sum of squares + eps) * scale
@@ -47,9 +49,49 @@ void step(const float* q, const float* k, const float* v, float decay, float bet
   std::copy(out, out + count, y);
 }
 
-at::Tensor dense_f32(const at::Tensor& t) { return t.to(at::kFloat).contiguous(); }
+// Rows y = act(bias + sum over taps of weight[taps, n] x); x begins taps - 1 rows before what the
+// first row of y is of.
+void convolve(const float* x, const float* weight, const float* bias, bool silu, int64_t rows,
+              int64_t taps, int64_t n, float* y) {
+  for (int64_t s = 0; s < rows; ++s, y += n, x += n) {
+    for (int64_t c = 0; c < n; ++c) y[c] = bias ? bias[c] : 0;
+    for (int64_t j = 0; j < taps; ++j) {
+      for (int64_t c = 0; c < n; ++c) y[c] += weight[j * n + c] * x[j * n + c];
+    }
+    if (silu) {
+      for (int64_t c = 0; c < n; ++c) y[c] /= 1 + std::exp(-y[c]);
+    }
+  }
+}
 
 }  // namespace
+
+at::Tensor causal_conv(const args::causal_conv& a) {
+  check(a);
+  check_memory(a);
+  const int64_t batch = a.x.size(0), positions = a.x.size(1), n = a.x.size(2);
+  const int64_t taps = a.weight.size(1), width = a.state.size(2);
+  at::Tensor y = at::empty({batch, positions, n}, a.x.options().dtype(at::kFloat));
+  if (y.numel() == 0) return y.to(a.x.scalar_type());
+  const at::Tensor rows = at::cat({a.state.transpose(1, 2), a.x}, 1);  // [B, width + S, C]
+  at::Tensor(a.state).copy_(rows.narrow(1, positions, width).transpose(1, 2));
+  const at::Tensor x = dense_f32(rows), weight = dense_f32(a.weight.t());
+  const at::Tensor bias = a.bias.has_value() ? dense_f32(*a.bias) : at::Tensor();
+  const float *from = elements<float>(x), *weights = elements<float>(weight);
+  const float* biases = bias.defined() ? elements<float>(bias) : nullptr;
+  float* to = y.mutable_data_ptr<float>();
+  constexpr int64_t kRows = 16;  // of a sequence, for a thread at a time
+  const int64_t parts = (positions + kRows - 1) / kRows;
+  parallel_for(0, batch * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t b = item / parts, first = item % parts * kRows;
+      convolve(from + (b * (width + positions) + width - taps + 1 + first) * n, weights, biases,
+               a.activation.has_value(), std::min(kRows, positions - first), taps, n,
+               to + (b * positions + first) * n);
+    }
+  });
+  return y.to(a.x.scalar_type());
+}
 
 at::Tensor gated_delta(const args::gated_delta& a) {
   const DeltaShape shape = check(a);

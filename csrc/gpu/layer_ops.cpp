@@ -86,8 +86,8 @@ at::Tensor swiglu_linear(const Engine& e, const args::swiglu_linear& a) {
 
 at::Tensor rms_norm(const Engine& e, const args::rms_norm& a) {
   check(a);
-  const at::Tensor rows = as_rows(a.x, common_dtype(a.x, {a.weight, a.residual}));
-  return like_input(normalised(e, rows, {a.weight, a.eps, a.offset}, a.residual), a.x);
+  const at::Tensor rows = as_rows(a.x, common_dtype(a.x, {a.weight, a.residual, a.gate}));
+  return like_input(normalised(e, rows, {a.weight, a.eps, a.offset}, a.residual, a.gate), a.x);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const args::add_rms_norm& a) {

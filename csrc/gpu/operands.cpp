@@ -137,7 +137,7 @@ void set_norm(Problem& p, Operands& o, const Norm& norm) {
 }  // namespace
 
 at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
-                      const OptionalTensor& residual) {
+                      const OptionalTensor& residual, const OptionalTensor& gate) {
   Problem p;
   p.op = Op::kRmsNorm;
   p.m = rows.size(0);
@@ -148,6 +148,11 @@ at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
   o[kSlotX] = rows;
   set_norm(p, o, norm);
   o[kSlotC] = residual_rows(residual, rows.scalar_type(), p);
+  p.has_gate = gate.has_value();
+  if (p.has_gate) {
+    o[kSlotX2] = as_rows(*gate, rows.scalar_type());
+    p.x2_stride = row_stride(o[kSlotX2]);
+  }
   o[kSlotY] = at::empty(rows.sizes(), rows.options());
   run(e, p, o);
   return o[kSlotY];

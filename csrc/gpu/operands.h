@@ -64,9 +64,10 @@ struct Norm {
   double eps, offset;
 };
 
-// `rows` normalised, + the residual, rounded to their dtype; a pass of its own.
+// `rows` normalised, times silu(gate), + the residual, rounded to their dtype; a pass of its own.
 at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
-                      const OptionalTensor& residual = std::nullopt);
+                      const OptionalTensor& residual = std::nullopt,
+                      const OptionalTensor& gate = std::nullopt);
 
 // Makes x of a product its norm: by the kernel that multiplies where that pays, else by a pass
 // before.

@@ -7,6 +7,32 @@
 
 namespace metalmm::gpu {
 
+at::Tensor causal_conv(const Engine& e, const args::causal_conv& a) {
+  check(a);
+  check_memory(a);
+  const at::ScalarType dtype = a.x.scalar_type();
+  const bool same =
+      a.weight.scalar_type() == dtype && (!a.bias.has_value() || a.bias->scalar_type() == dtype);
+  Operands o;
+  o[kSlotX] = as_rows(a.x, dtype);
+  o[kSlotNorm] = addend(a.weight, same ? dtype : at::kFloat);
+  o[kSlotNorm2] = addend(a.bias, same ? dtype : at::kFloat);
+  o[kSlotY2] = a.state.contiguous();
+  o[kSlotY] = at::empty(a.x.sizes(), o[kSlotX].options());
+  Problem p;
+  p.op = Op::kCausalConv;
+  p.m = o[kSlotX].size(0);
+  p.n = a.x.size(2);
+  p.k = a.weight.size(1);
+  p.dtype = dtype_of(dtype);
+  p.x_stride = row_stride(o[kSlotX]);
+  p.conv = {std::max<int64_t>(a.x.size(1), 1), a.state.size(2), a.bias.has_value(),
+            a.activation.has_value(), !same};
+  launch(e, p, o);
+  if (!a.state.is_contiguous()) at::Tensor(a.state).copy_(o[kSlotY2]);
+  return o[kSlotY];
+}
+
 at::Tensor gated_delta(const Engine& e, const args::gated_delta& a) {
   const DeltaShape shape = check(a);
   check_memory(a);

@@ -180,7 +180,8 @@ Tensor recorded(const args::swiglu& a) {
 
 Tensor recorded(const args::rms_norm& a) {
   check(a);
-  const Tensor y = composed::rms_norm(a.x, a.weight, a.eps, a.offset);
+  Tensor y = composed::rms_norm(a.x, a.weight, a.eps, a.offset);
+  if (a.gate.has_value()) y = y * at::silu(a.gate->to(at::kFloat));
   return stored(a.residual.has_value() ? y + *a.residual : y, a.x.scalar_type());
 }
 

@@ -168,6 +168,7 @@ WeightShape check(const args::norm_linear& a) {
 void check(const args::rms_norm& a) {
   check_norm("weight", a.x, a.weight, a.eps, a.offset);
   check_addend("residual", a.residual, a.x.sym_sizes(), a.x);
+  check_addend("gate", a.gate, a.x.sym_sizes(), a.x);
 }
 
 void check(const args::add_rms_norm& a) {

@@ -42,8 +42,8 @@ WeightShape check(const args::linear& a);
 // As linear and rms_norm.
 WeightShape check(const args::norm_linear& a);
 
-// weight f32 / f16 / bf16 [K] or nothing, eps >= 0, and no offset without a weight; residual of the
-// shape of x.
+// weight f32 / f16 / bf16 [K] or nothing, eps >= 0, and no offset without a weight; residual and
+// gate of the shape of x.
 void check(const args::rms_norm& a);
 void check(const args::add_rms_norm& a);
 

@@ -10,6 +10,32 @@ namespace metalmm {
 
 using Size = c10::SymInt;
 
+void check(const args::causal_conv& a) {
+  const Tensor &x = a.x, &state = a.state, &weight = a.weight;
+  check_activation_dtype("x", x);
+  TORCH_CHECK_VALUE(x.dim() == 3, "x: shape ", x.sym_sizes(), "; must be [B, S, C]");
+  const Size batch = x.sym_size(0), channels = x.sym_size(2);
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(1) >= 1 &&
+                        weight.sym_size(1) <= int64_t{CausalConvGeometry::kMostTaps},
+                    "weight: shape ", weight.sym_sizes(), "; must be [", channels, ", taps], 1 to ",
+                    int64_t{CausalConvGeometry::kMostTaps}, " taps");
+  const Size taps = weight.sym_size(1);
+  check_addend("weight", weight, {channels, taps}, x);
+  check_addend("bias", a.bias, {channels}, x);
+  check_device("state", state, x);
+  TORCH_CHECK_VALUE(state.scalar_type() == x.scalar_type() && state.dim() == 3 &&
+                        state.sym_size(0) == batch && state.sym_size(1) == channels &&
+                        state.sym_size(2) >= taps - 1,
+                    "state: ", state.scalar_type(), " ", state.sym_sizes(), "; must be ",
+                    x.scalar_type(), " [", batch, ", ", channels, ", at least ", taps - 1, "]");
+  TORCH_CHECK_VALUE(!a.activation.has_value() || *a.activation == "silu", "activation: '",
+                    a.activation.value_or(""), "'; allowed: None, 'silu'");
+}
+
+void check_memory(const args::causal_conv& a) {
+  check_written("state", a.state, {{"x", a.x}, {"weight", a.weight}, {"bias", a.bias}});
+}
+
 DeltaShape check(const args::gated_delta& a) {
   const Tensor &qkv = a.qkv, &state = a.state;
   check_activation_dtype("qkv", qkv);

@@ -5,12 +5,15 @@
 
 namespace metalmm {
 
+void check(const args::causal_conv& a);
+
 struct DeltaShape {
   c10::SymInt batch, positions, key_heads, heads, dk, dv;
 };
 DeltaShape check(const args::gated_delta& a);
 
 // ValueError where an element of the state lies in what is read, or two in one place.
+void check_memory(const args::causal_conv& a);
 void check_memory(const args::gated_delta& a);
 
 }  // namespace metalmm

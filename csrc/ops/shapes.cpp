@@ -59,6 +59,11 @@ Shape attention(const args::attention& a) {
   return {s.cache.batch, s.queries, s.heads, s.cache.dim};
 }
 
+Shape causal_conv(const args::causal_conv& a) {
+  check(a);
+  return a.x.sym_sizes().vec();
+}
+
 Shape gated_delta(const args::gated_delta& a) {
   const DeltaShape s = check(a);
   return {s.batch, s.positions, s.heads, s.dv};

@@ -81,6 +81,7 @@ void check(const Problem& p) {
         " has none; linear and swiglu_down have, rms_norm has c, experts have bias, but in tiles; "
         "route has alpha");
   }
+  if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
     reject("norm: of x of linear and swiglu_up, not of " + op);
@@ -102,6 +103,7 @@ void check(const Problem& p) {
   if (p.op == Op::kRopeAppend) check_append(p);
   if (p.op == Op::kAttention) check_attention(p);
   if (p.op == Op::kRoute) check_route(p);
+  if (p.op == Op::kCausalConv) check_conv(p);
   if (p.op == Op::kGatedDelta) check_delta(p);
 }
 

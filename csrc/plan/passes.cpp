@@ -127,6 +127,7 @@ uint32_t functions_of(const Problem& p) {
   if (p.has_norm_weight) {
     out |= kEpilogueNormWeight | (p.offset != 0 ? kEpilogueNormOffset : 0u);
   }
+  if (p.has_gate) out |= kNormGate;
   return out | expert_bits(p) | kEpilogueActivation * static_cast<uint32_t>(p.activation);
 }
 

@@ -106,8 +106,9 @@ void check_append(const Problem& problem);
 Plan plan_route(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
 void check_route(const Problem& problem);
 
-// plan() of kGatedDelta, and what of it can be planned.
-Plan plan_delta(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
+// plan() of kCausalConv and kGatedDelta, and what of them can be planned.
+Plan plan_recurrent(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
+void check_conv(const Problem& problem);
 void check_delta(const Problem& problem);
 
 // Rows of x per threadgroup.

@@ -290,7 +290,9 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy, Reason(words));
   if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy, Reason(words));
   if (problem.op == Op::kRoute) return plan_route(problem, strategy, Reason(words));
-  if (problem.op == Op::kGatedDelta) return plan_delta(problem, strategy, Reason(words));
+  if (problem.op == Op::kCausalConv || problem.op == Op::kGatedDelta) {
+    return plan_recurrent(problem, strategy, Reason(words));
+  }
   const bool is_split_forced = strategy == S::split_reduce;
   if (is_split_forced && problem.has_norm) reject("strategy: split_reduce does not normalise x");
   if (is_split_forced) force(S::split_reduce, problem, gpu);

@@ -48,10 +48,11 @@ enum class Op : int {
   kDiv,
   kDot,         // k elements: y[0] = sum of x * x2
   kActMul,      // n elements: y = act(x) * x2, x and x2 f32
-  kRmsNorm,     // m, k: y = x normalised + beta * c
+  kRmsNorm,     // m, k: y = x normalised, times silu(x2) with a gate, + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
   kRoute,       // m rows of n logits, k of them chosen, and `route`
+  kCausalConv,  // m rows of x of n channels, k taps, and `conv`
   kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
   kCount
 };
@@ -70,6 +71,14 @@ struct RopeSizes {
   bool q_norm = false, k_norm = false, interleaved = false;
   bool v_apart = false;       // x2 is v
   bool float_angles = false;  // cos and sin are f32, not of dtype
+};
+
+// The sizes of kCausalConv, and what its operands are.
+struct ConvSizes {
+  int64_t positions = 1;  // rows of x of one sequence
+  int64_t width = 0;      // inputs that the state holds
+  bool bias = false, silu = false;
+  bool float_weight = false;  // weight and bias are f32, not of dtype
 };
 
 // The sizes of kGatedDelta, and what its operands are. y_stride of the problem is that of rows of
@@ -145,11 +154,12 @@ struct Problem {
   bool has_bias = false, has_c = false;
   // x of linear and of swiglu_up is normalised, by the vector strategies only; rms_norm and
   // add_rms_norm do nothing else.
-  bool has_norm = false, has_norm_weight = false;
+  bool has_norm = false, has_norm_weight = false, has_gate = false;
   float eps = 0, offset = 0;
   Activation activation = Activation::kSilu;
   RopeSizes rope;
   AppendSizes append;
+  ConvSizes conv;
   DeltaSizes delta;
   RouteSizes route;
   AttentionSizes attention;

@@ -1,4 +1,4 @@
-// The pass of gated_delta.
+// The passes of causal_conv and of gated_delta.
 #include <stdexcept>
 #include <string>
 
@@ -9,31 +9,72 @@ namespace metalmm {
 namespace {
 
 using G = GatedDeltaGeometry;
+using C = CausalConvGeometry;
 
-KernelArgs args_of(const Problem& p) {
-  const DeltaSizes& d = p.delta;
+[[noreturn]] void reject(const char* name, int64_t given, const std::string& allowed) {
+  throw std::invalid_argument(name + (": " + std::to_string(given)) + "; must be " + allowed);
+}
+
+void check_positions(const Problem& p, int64_t positions) {
+  if (positions < 1 || p.m % positions) {
+    reject("positions", positions, "a divisor of the " + std::to_string(p.m) + " rows of x");
+  }
+}
+
+// `values` of a row of x, `gates` of one of x2 and of c.
+KernelArgs args_of(const Problem& p, int64_t values, int64_t gates, int64_t positions) {
   KernelArgs a{};
-  const int64_t values = product(product(d.key_heads, 2), p.k) + product(d.heads, p.n);
   a.x_stride = or_packed(p.x_stride, values);
-  a.x2_stride = or_packed(p.x2_stride, d.heads);
-  a.y_stride = or_packed(p.y_stride, d.heads);
+  a.x2_stride = or_packed(p.x2_stride, gates);
+  a.y_stride = or_packed(p.y_stride, gates);
   a.m = u32(p.m, "m");
   a.n = u32(p.n, "n");
   a.k = u32(p.k, "k");
-  a.heads = u32(d.heads, "heads");
-  a.kv_heads = u32(d.key_heads, "key_heads");
-  a.positions = u32(d.positions, "positions");
-  a.eps = p.eps;
+  a.positions = u32(positions, "positions");
   u32(values, "values of a row of x");
   return a;
 }
 
+KernelArgs conv_args(const Problem& p) {
+  KernelArgs a = args_of(p, p.n, p.n, p.conv.positions);
+  a.count = u32(p.conv.width, "width");
+  return a;
+}
+
+uint32_t conv_bits(const ConvSizes& c) {
+  return (c.bias ? kConvBias : 0u) | (c.silu ? kConvSilu : 0u) |
+         (c.float_weight ? kConvFloatWeight : 0u);
+}
+
+KernelArgs delta_args(const Problem& p) {
+  const DeltaSizes& d = p.delta;
+  const int64_t values = product(product(d.key_heads, 2), p.k) + product(d.heads, p.n);
+  KernelArgs a = args_of(p, values, d.heads, d.positions);
+  a.heads = u32(d.heads, "heads");
+  a.kv_heads = u32(d.key_heads, "key_heads");
+  a.eps = p.eps;
+  return a;
+}
+
+// Threads of the grid.
+int64_t items_of(const Problem& p) {
+  if (p.op == Op::kCausalConv) {
+    const int64_t chunks = ceil_div(p.conv.positions, C::kPositions);
+    return product(product(p.m / p.conv.positions, chunks), p.n);
+  }
+  const int64_t heads = product(p.m / p.delta.positions, p.delta.heads);
+  return product(product(heads, ceil_div(p.n, G::kColumns)), kSimdWidth);
+}
+
 }  // namespace
 
+void check_conv(const Problem& p) {
+  if (p.k < 1 || p.k > C::kMostTaps) reject("k", p.k, "1 to " + std::to_string(C::kMostTaps));
+  if (p.conv.width < p.k - 1) reject("width", p.conv.width, "k - 1 or more");
+  check_positions(p, p.conv.positions);
+}
+
 void check_delta(const Problem& p) {
-  const auto reject = [](const char* name, int64_t given, const std::string& allowed) {
-    throw std::invalid_argument(name + (": " + std::to_string(given)) + "; must be " + allowed);
-  };
   const DeltaSizes& d = p.delta;
   constexpr int64_t kMost = G::kRowLanes * G::kMostRows;
   if (p.k < 1 || p.k > kMost) reject("k", p.k, "1 to " + std::to_string(kMost));
@@ -42,36 +83,40 @@ void check_delta(const Problem& p) {
   if (d.heads < 1 || d.heads % d.key_heads) {
     reject("heads", d.heads, "a multiple of the " + std::to_string(d.key_heads) + " key_heads");
   }
-  if (d.positions < 1 || p.m % d.positions) {
-    reject("positions", d.positions, "a divisor of the " + std::to_string(p.m) + " rows of x");
-  }
+  check_positions(p, d.positions);
 }
 
-Plan plan_delta(const Problem& p, std::optional<StrategyId> forced, Reason reason) {
+Plan plan_recurrent(const Problem& p, std::optional<StrategyId> forced, Reason reason) {
+  const bool is_conv = p.op == Op::kCausalConv;
+  const StrategyId strategy = is_conv ? StrategyId::causal_conv : StrategyId::gated_delta;
   Plan out;
-  if (forced && *forced != StrategyId::gated_delta) {
+  if (forced && *forced != strategy) {
     throw std::invalid_argument("strategy: " + std::string(to_string(*forced)) +
-                                " does not compute gated_delta; allowed: gated_delta");
+                                " does not compute " + to_string(p.op) +
+                                "; allowed: " + to_string(strategy));
   }
   if (p.m == 0 || p.n == 0) {
     reason.add(kNoOutput);
     return out;
   }
-  const StrategyInfo& s = info_of(StrategyId::gated_delta);
-  const int64_t heads = product(p.m / p.delta.positions, p.delta.heads);
-  const int64_t lanes = product(product(heads, ceil_div(p.n, G::kColumns)), kSimdWidth);
+  const StrategyInfo& s = info_of(strategy);
   Pass pass;
-  pass.kernel = kernel_name(StrategyId::gated_delta, Codec::kCount, p.dtype);
-  pass.grid = {u32(ceil_div(lanes, s.threads), "grid"), 1, 1};
+  pass.kernel = kernel_name(strategy, Codec::kCount, p.dtype);
+  pass.grid = {u32(ceil_div(items_of(p), s.threads), "grid"), 1, 1};
   pass.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  pass.threadgroup_bytes = threadgroup_bytes_of(StrategyId::gated_delta, p.dtype);
+  pass.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
   pass.slots = s.slots;
-  pass.args = args_of(p);
+  pass.args = is_conv ? conv_args(p) : delta_args(p);
   pass.constants[kConstantK] = pass.args.k;
-  pass.constants[kConstantEpilogue] = p.delta.float_heads ? kDeltaFloatHeads : 0u;
+  pass.constants[kConstantEpilogue] =
+      is_conv ? conv_bits(p.conv) : (p.delta.float_heads ? kDeltaFloatHeads : 0u);
   u32(product(pass.grid[0], s.threads), "threads");  // kernels number them in 32 bits
   out.passes.push_back(pass);
-  reason.add("gated_delta: a simdgroup ", G::kColumns, " columns of the state of a head");
+  if (is_conv) {
+    reason.add("causal_conv: a thread ", C::kPositions, " positions of a channel");
+  } else {
+    reason.add("gated_delta: a simdgroup ", G::kColumns, " columns of the state of a head");
+  }
   return out;
 }
 

@@ -55,6 +55,18 @@ inline RopeSizes read_rope(const py::dict& given) {
   return out;
 }
 
+inline ConvSizes read_conv(const py::dict& given) {
+  using C = ConvSizes;
+  static const std::vector<Field<C>> fields = {{"positions", &C::positions},
+                                               {"width", &C::width},
+                                               {"bias", &C::bias},
+                                               {"silu", &C::silu},
+                                               {"float_weight", &C::float_weight}};
+  C out;
+  set_fields("conv", given, fields, out);
+  return out;
+}
+
 inline DeltaSizes read_delta(const py::dict& given) {
   static const std::vector<Field<DeltaSizes>> fields = {{"heads", &DeltaSizes::heads},
                                                         {"key_heads", &DeltaSizes::key_heads},
@@ -153,6 +165,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"w_alignment", &P::w_alignment},
       {"y_f32", &P::y_f32},
       {"norm", &P::has_norm},
+      {"gate", &P::has_gate},
       {"norm_weight", &P::has_norm_weight},
       {"eps", &P::eps},
       {"offset", &P::offset},
@@ -160,6 +173,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
        +[](const std::string& name) { return activation_by_name(name); }},
       {"rope", &P::rope, &read_rope},
       {"append", &P::append, &read_append},
+      {"conv", &P::conv, &read_conv},
       {"delta", &P::delta, &read_delta},
       {"route", &P::route, &read_route},
       {"attention", &P::attention, &read_attention},

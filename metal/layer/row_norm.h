@@ -4,6 +4,7 @@
 #include <metal_simdgroup>
 
 #include "../tile/load.h"
+#include "activation.h"
 #include "norm.h"
 
 namespace metalmm {
@@ -42,19 +43,21 @@ METAL_FUNC float sum_threads(float mine, threadgroup float* sums, Position at) {
   return sum;
 }
 
-// y[m, :] = the norm of x[m, :], + beta c[m, :]; rounded once.
+// y[m, :] = the norm of x[m, :], times silu(gate[m, :]) where there is a gate, + beta c[m, :];
+// rounded once.
 //
 // Owner    a threadgroup owns a row; a thread every kThreads-th 16 bytes of it.
-// Traffic  x twice, the second time from the cache; weight, c and y once.
+// Traffic  x twice, the second time from the cache; weight, gate, c and y once.
 // Needs    a float of threadgroup memory per simdgroup, one barrier.
 template <class T>
 struct RmsNorm {
   using Values = RowValues<T>;
   MM_CONST uint kCount = Values::kCount;
 
-  // y = scale * row * (offset + weight) + beta c
-  static METAL_FUNC void write(device const T* row, device const T* weight, device const T* c,
-                               device T* y, constant KernelArgs& args, float scale, uint index) {
+  // y = scale * row * (offset + weight) * silu(gate) + beta c
+  static METAL_FUNC void write(device const T* row, device const T* gate, device const T* weight,
+                               device const T* c, device T* y, constant KernelArgs& args,
+                               float scale, uint index) {
     for (uint k = index * kCount; k < fc_k; k += Values::kStep) {
       float v[kCount], other[kCount];
       Values::load(row, k, v);
@@ -65,6 +68,11 @@ struct RmsNorm {
         MM_UNROLL
         for (uint i = 0; i < kCount; ++i) v[i] *= norm_factor(other[i], args.offset);
       }
+      if (fc_epilogue & kNormGate) {
+        Values::load(gate, k, other);
+        MM_UNROLL
+        for (uint i = 0; i < kCount; ++i) v[i] *= silu(other[i]);
+      }
       if (fc_epilogue & kEpilogueC) {
         Values::load(c, k, other);
         MM_UNROLL
@@ -74,9 +82,9 @@ struct RmsNorm {
     }
   }
 
-  static METAL_FUNC void run(device const T* x, device const T* weight, device const T* c,
-                             device T* y, constant KernelArgs& args, threadgroup float4* memory,
-                             Position at) {
+  static METAL_FUNC void run(device const T* x, device const T* gate, device const T* weight,
+                             device const T* c, device T* y, constant KernelArgs& args,
+                             threadgroup float4* memory, Position at) {
     const ulong m = at.tg.x;
     device const T* row = x + m * args.x_stride;
     float squares = 0.0f;
@@ -87,7 +95,8 @@ struct RmsNorm {
     }
     squares = sum_threads(squares, reinterpret_cast<threadgroup float*>(memory), at);
     const ulong to = m * args.y_stride;
-    write(row, weight, c + to, y + to, args, norm_scale(squares, args.eps), at.index);
+    const float scale = norm_scale(squares, args.eps);
+    write(row, gate + m * args.x2_stride, weight, c + to, y + to, args, scale, at.index);
   }
 };
 
@@ -118,7 +127,8 @@ struct AddRmsNorm {
     }
     squares = sum_threads(squares, reinterpret_cast<threadgroup float*>(memory), at);
     // A thread reads of the sums what it wrote.
-    RmsNorm<T>::write(sum + to, weight, y, y + to, args, norm_scale(squares, args.eps), at.index);
+    const float scale = norm_scale(squares, args.eps);
+    RmsNorm<T>::write(sum + to, y, weight, y, y + to, args, scale, at.index);
   }
 };
 

@@ -113,8 +113,10 @@ def swiglu_of_a_norm(name: str, dtype: torch.dtype) -> Call:
 def rms_norm(_: str, dtype: torch.dtype) -> Call:
     x, norm, residual = rows(3, K, dtype), rows(1, K, dtype)[0], torch.zeros(3, K, dtype=dtype)
     problem = {"op": "rms_norm", "m": 3, "k": K, "c": True, "beta": 1.0, "x_stride": x.stride(0)}
-    run = lambda: ops.rms_norm(x, norm, 0.5, 1.0, residual)  # noqa: E731
-    return Call(run, {"x": x, "norm": norm, "c": residual}, problem | NORM)
+    gate = torch.zeros(3, 2 * K, dtype=dtype)[:, K:]
+    problem |= {"gate": True, "x2_stride": 2 * K}
+    run = lambda: ops.rms_norm(x, norm, 0.5, 1.0, residual, gate)  # noqa: E731
+    return Call(run, {"x": x, "norm": norm, "c": residual, "x2": gate}, problem | NORM)
 
 
 def add_rms_norm(_: str, dtype: torch.dtype) -> Call:
@@ -158,6 +160,16 @@ def rope_append(name: str, dtype: torch.dtype) -> Call:
     )
     operands = {"x": qkv.view(6, -1), "cos": cos, "sin": sin, "ids": slots}
     return Call(run, operands | {"weight": keys, "weight2": values}, problem | {"w_stride": row})
+
+
+def causal_conv(_: str, dtype: torch.dtype) -> Call:
+    """Two sequences of three positions; a weight in f32 and no bias."""
+    x, weight = torch.zeros(2, 3, 24, dtype=dtype)[..., 8:20], torch.zeros(14, 4)[2:]
+    state = torch.zeros(3, 12, 4, dtype=dtype)[1:]
+    sizes = {"positions": 3, "width": 4, "silu": True, "float_weight": dtype != torch.float32}
+    problem = {"op": "causal_conv", "m": 6, "n": 12, "k": 4, "conv": sizes, "x_stride": 24}
+    run = lambda: ops.causal_conv(x, weight, None, state, "silu")  # noqa: E731
+    return Call(run, {"x": x, "norm": weight, "y2": state}, problem)
 
 
 def gated_delta(_: str, dtype: torch.dtype) -> Call:
@@ -308,6 +320,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "rope": rope,
     "rope_append": rope_append,
     "route": route,
+    "causal_conv": causal_conv,
     "gated_delta": gated_delta,
     "attention_split": lambda f, t: attention(f, t, 1),
     "attention_tile": lambda f, t: attention(f, t, 40),

@@ -36,6 +36,18 @@ def rope(**changes: Any) -> Callable[[Any], Any]:
     return call
 
 
+def conv(**changes: Any) -> Callable[[Any], Any]:
+    """causal_conv of 3 positions of 5 channels, 4 taps."""
+
+    def call(t: Any) -> Any:
+        good = {"x": t.c[None], "weight": t.dense[:, :4], "bias": None}
+        good |= {"state": t.dense[:, :4].to(t.c.dtype)[None].clone(), "activation": "silu"}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.causal_conv(*(good | changed).values())
+
+    return call
+
+
 def delta(**changes: Any) -> Callable[[Any], Any]:
     """gated_delta of 3 positions, a head of q and k of 16 values, 2 heads of v of 16."""
 
@@ -73,6 +85,18 @@ LAYER_CASES = {
     "route kept_groups": Case(route(kept_groups=5), "kept_groups", "5", "1 to the 4"),
     "route group_best": Case(route(group_best=3), "group_best", "3", "1, or 2"),
     "route scale": Case(route(scale=1e39), "scale", r"1e\+39", "f32|finite"),
+    "conv x": Case(conv(x=lambda t: t.c), "x", r"\[3, 5\]", r"\[B, S, C\]"),
+    "conv x dtype": Case(conv(x=lambda t: t.c[None].int()), "x", "int|Int", "float32"),
+    "conv taps": Case(conv(weight=lambda t: t.dense[:, :9]), "weight", r"\[5, 9\]", "1 to 8"),
+    "conv weight": Case(conv(weight=lambda t: t.dense[1:, :4]), "weight", r"\[4, 4\]", r"\[5, 4\]"),
+    "conv bias": Case(conv(bias=lambda t: t.x[0]), "bias", r"\[64\]", r"\[5\]"),
+    "conv state": Case(
+        conv(state=lambda t: t.dense[None, :, :2].to(t.c.dtype)), "state", "2", "at least 3"
+    ),
+    "conv state dtype": Case(
+        conv(state=lambda t: t.dense[None, :, :4].double()), "state", "[dD]ouble", "[fF]loat"
+    ),
+    "conv activation": Case(conv(activation="gelu"), "activation", "'gelu'", "'silu'"),
     "delta qkv": Case(delta(qkv=lambda t: t.x), "qkv", r"\[3, 64\]", r"\[B, S"),
     "delta qkv dtype": Case(delta(qkv=lambda t: t.x[None].int()), "qkv", "int|Int", "float32"),
     "delta values": Case(delta(qkv=lambda t: t.x[None, :, 1:]), "qkv", "63", "2 heads of v of 16"),
@@ -116,6 +140,9 @@ LAYER_CASES = {
     "rms_norm weight": Case(lambda t: ops.rms_norm(t.x, t.bias, 1e-5), "weight", "5", r"\[64\]"),
     "rms_norm residual": Case(
         lambda t: ops.rms_norm(t.x, None, 1e-5, 0.0, t.x[1:]), "residual", r"\[2, 64\]", "3, 64"
+    ),
+    "rms_norm gate": Case(
+        lambda t: ops.rms_norm(t.x, None, 1e-5, gate=t.x[0]), "gate", r"\[64\]", "3, 64"
     ),
     "add_rms_norm": Case(
         lambda t: ops.add_rms_norm(t.x, t.x[0], None, 1e-5), "residual", r"\[64\]", r"\[3, 64\]"

@@ -23,6 +23,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
     ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
     g = activations(3, n, dtype=dtype, seed="g")
     state = activations(2, 2, 8, 16, seed="state")
+    conv_state = activations(2, k, 3, dtype=dtype, seed="conv")
     return (
         cache_calls(dtype)
         | expert_calls(dtype)
@@ -50,7 +51,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                 {},
             ),
             "rms_norm": (ops.rms_norm, (x3, None, 1e-5), {}),
-            "rms_norm, all": (ops.rms_norm, (x, x[0], 1e-5, 1.0, x.flip(0)), {}),
+            "rms_norm, all": (ops.rms_norm, (x, x[0], 1e-5, 1.0, x.flip(0), x.flip(1)), {}),
             "add_rms_norm": (ops.add_rms_norm, (x, x.flip(0), x[0], 1e-5), {}),
             "rope": (ops.rope, (x3, x3[:1, :, :16], x3[:1, :, 16:32], 2, 1), {}),
             "rope, all": (
@@ -73,6 +74,8 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                 (x, 3, w, bias, "q4_0"),
                 {"choice_bias": bias.float(), "scoring": "sigmoid"},
             ),
+            "causal_conv": (ops.causal_conv, (x3, x[:2].T, None, conv_state), {}),
+            "causal_conv, all": (ops.causal_conv, (x3, x.float().T, x[0], conv_state, "silu"), {}),
             "gated_delta": (
                 ops.gated_delta,
                 (x3, *(x3[..., i : i + 2] for i in (0, 2)), *bias[:4].view(2, 2), state),

@@ -49,6 +49,7 @@ def normal_operand(
 def test_rms_norm(k: int, dtype: torch.dtype, backend: Backend) -> None:
     x = sized_rows(5, k, dtype)
     residual = activations(5, k, dtype=dtype, seed="residual")
+    gate = (activations(5, k + 1, seed="gate") * 8).to(dtype)[:, 1:]
     for g_dtype in (None, *DTYPES):
         g = None if g_dtype is None else activations(k, dtype=g_dtype, seed="g")
         for offset in (0.0, 1.0) if g is not None else (0.0,):
@@ -59,6 +60,11 @@ def test_rms_norm(k: int, dtype: torch.dtype, backend: Backend) -> None:
             check(y, want.store(dtype), f"K={k} {g_dtype} {offset}")
             y = ops.rms_norm(backend.put(x), *put, backend.put(residual))
             check(y, (want + Value.of(residual)).store(dtype), f"K={k} {g_dtype} residual")
+            y = ops.rms_norm(backend.put(x), *put, gate=backend.put_view(gate))
+            want = want * Value.of(gate).silu()
+            check(y, want.store(dtype), f"K={k} {g_dtype} gate")
+            y = ops.rms_norm(backend.put(x), *put, backend.put(residual), backend.put(gate.float()))
+            check(y, (want + Value.of(residual)).store(dtype), f"K={k} {g_dtype} both")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -69,6 +69,12 @@ def test_norms(backend: Backend) -> None:
         backend,
     )
     same_gradients(
+        lambda x, g, r: ops.rms_norm(x, g, EPS, gate=r),
+        lambda x, g, r: norm64(x, g, 0.0) * torch.nn.functional.silu(r),
+        [x, g, r],
+        backend,
+    )
+    same_gradients(
         lambda x, g, r: ops.add_rms_norm(x, r, g, EPS),
         lambda x, g, r: (norm64(x + r, g, 0.0), x + r),
         [x, g, r],

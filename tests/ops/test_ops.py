@@ -26,11 +26,12 @@ FROZEN = (
     "probe",
     "cache_append",
     "rope_append",
+    "causal_conv",
     "gated_delta",
     "attention of",
 )  # nothing requires a gradient
 
-WRITERS = ("cache_append", "rope_append", "gated_delta")
+WRITERS = ("cache_append", "rope_append", "causal_conv", "gated_delta")
 
 
 def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[Any, ...]:

@@ -8,14 +8,23 @@ import pytest
 import torch
 from backends import Backend
 from inputs import activations
-from oracle import DTYPES, check
-from recurrent_oracle import gated_delta
+from oracle import DTYPES, Value, check
+from recurrent_oracle import causal_conv, gated_delta
 from torch import Tensor
 
 ops = torch.ops.metalmm
 pytestmark = pytest.mark.schedules
 
 EPS = 1e-6
+# Sequences, positions, channels, taps, inputs that the state holds.
+CONVS = (
+    (1, 1, 300, 4, 4),
+    (2, 3, 129, 3, 2),
+    (3, 1, 7, 1, 0),
+    (1, 33, 40, 8, 11),
+    (2, 65, 5, 2, 70),
+    (1, 2, 64, 4, 3),
+)
 # Sequences, positions, heads of q and k and of v, values of these.
 SHAPES = (
     (1, 1, 2, 4, 128, 128),
@@ -52,6 +61,79 @@ def check_delta(given: dict[str, Tensor], backend: Backend, what: str, eps: floa
     check(y, want.store(y.dtype), what)
     check(put["state"], state, f"{what} state")
     assert put["state"]._version > version
+
+
+def conv_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of causal_conv, x of wider rows."""
+    batch, positions, channels, taps, width = shape
+    return {
+        "x": activations(batch, positions, channels + 6, dtype=dtype, seed=shape)[..., 5:-1],
+        "weight": activations(channels, taps, seed=("w", shape)),
+        "bias": activations(channels, seed=("b", shape)),
+        "state": activations(batch, channels, width, dtype=dtype, seed=("s", shape)),
+    }
+
+
+def check_conv(given: dict[str, Any], backend: Backend, what: str) -> None:
+    want, state = causal_conv(**given)
+    put = {n: backend.put_view(t) if isinstance(t, Tensor) else t for n, t in given.items()}
+    put["state"] = put["state"].clone()
+    version = put["state"]._version
+    y = ops.causal_conv(**put)
+    assert y.dtype == given["x"].dtype and y.is_contiguous()
+    check(y, want.store(y.dtype), what)
+    assert torch.equal(put["state"].cpu(), state) and put["state"]._version > version
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", CONVS, ids=str)
+def test_causal_conv(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
+    """Weights in f32 and in the dtype of x, one of them with and one without a bias."""
+    given = conv_operands(shape, dtype)
+    check_conv(given | {"activation": "silu"}, backend, f"{shape} silu")
+    own = {"weight": given["weight"].to(dtype), "bias": None, "activation": None}
+    check_conv(given | own, backend, f"{shape} own")
+    check_conv(given | own | {"bias": given["bias"]}, backend, f"{shape} mixed")
+
+
+def test_a_prompt_of_causal_conv_is_its_parts(backend: Backend) -> None:
+    """Bit for bit, wherever it is cut; a state between 16 bytes and one with gaps."""
+    given = conv_operands((2, 70, 12, 4, 4), torch.float16)
+    given |= {"activation": "silu"}
+    put = {n: backend.put(t) if isinstance(t, Tensor) else t for n, t in given.items()}
+    x, state = put.pop("x"), put.pop("state")
+    whole = state.clone()
+    y = ops.causal_conv(x, state=whole, **put)
+    memories = torch.ones(97, dtype=x.dtype), torch.ones(2, 13, 9, dtype=x.dtype)
+    views = (lambda t: t[1:].view(2, 12, 4)), (lambda t: t[:, 1:, 2:6])
+    for memory, view in zip(memories, views, strict=True):
+        own = backend.put(memory)
+        view(own).copy_(state)
+        parts = x.split([1, 32, 1, 34, 2], 1)
+        ys = [ops.causal_conv(t, state=view(own), **put) for t in parts]
+        assert torch.equal(torch.cat(ys, 1), y)
+        assert torch.equal(view(own), whole)
+        outside = own.clone()
+        view(outside).fill_(1)
+        assert torch.equal(outside, torch.ones_like(own))  # the neighbours stay
+    before = whole.clone()
+    assert ops.causal_conv(x[:, :0], state=whole, **put).shape == (2, 0, 12)
+    assert ops.causal_conv(x[:0], state=whole[:0], **put).shape == (0, 70, 12)
+    assert torch.equal(whole, before)
+
+
+def test_causal_conv_as_the_models_keep_it(backend: Backend) -> None:
+    """Zeros before a prompt are torch's padding; then a step on the state that the prompt left."""
+    given = conv_operands((2, 9, 6, 4, 4), torch.float32)
+    put = {n: backend.put(t) for n, t in given.items()}
+    x, state = put.pop("x"), torch.zeros_like(put.pop("state"))
+    rows, weight = given["x"].double().mT, given["weight"].double()[:, None]
+    want = torch.nn.functional.conv1d(rows, weight, padding=3, groups=6)[..., :9]
+    parts = [ops.causal_conv(t, put["weight"], None, state) for t in (x[:, :8], x[:, 8:])]
+    y = torch.cat(parts, 1)
+    zeros = torch.zeros(2, 6, 4)
+    bound, _ = causal_conv(given["x"], given["weight"], None, zeros, None)
+    check(y, Value(want.mT, bound.error), "padding")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -127,6 +209,18 @@ def test_refused_for_their_memory_or_gradient(backend: Backend) -> None:
     for changed, message in bad:
         with pytest.raises(ValueError, match=message):
             ops.gated_delta(**given | changed)
+    assert torch.equal(state, before)
+    conv = {n: backend.put(t) for n, t in conv_operands((2, 2, 6, 3, 3), torch.float32).items()}
+    state = conv["state"]
+    before = state.clone()
+    bad = (
+        ({"x": state.view(-1)[:24].view(2, 2, 6)}, "x: shares memory with state"),
+        ({"state": state[:1].expand(2, -1, -1)}, "state: .* its own place"),
+        ({"bias": conv["bias"].clone().requires_grad_()}, "bias: requires grad, but causal_conv"),
+    )
+    for changed, message in bad:
+        with pytest.raises(ValueError, match=message):
+            ops.causal_conv(**conv | changed)
     assert torch.equal(state, before)
 
 

@@ -30,7 +30,7 @@ FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
 # test_plan_attention.py and test_plan_experts.py have the others; these two take few sizes.
-OTHERS = ("attention", "gated_delta", "route")
+OTHERS = ("attention", "causal_conv", "gated_delta", "route")
 OPS = [op for op in _C.ops() if op not in OTHERS and not op.startswith("expert_")]
 
 
@@ -123,6 +123,9 @@ def cases() -> Iterator[Case]:
         yield " ".join(flags), "rope", {"m": 21, "k": 128, "rope": ROPE | flags}
     for name in stored():
         yield name, "rope_append", {"m": 21, "n": 900, "k": 128, "format": name, "rope": ROPE}
+    conv = {"positions": 70, "width": 4, "bias": True, "silu": True}
+    yield "", "causal_conv", {"m": 210, "n": 8192, "k": 4, "conv": conv}
+    yield "gate", "rms_norm", {"m": 21, "k": 128, "gate": True, "norm_weight": True}
     delta = {"heads": 32, "key_heads": 16, "positions": 7}
     yield "", "gated_delta", {"m": 21, "n": 128, "k": 128, "delta": delta}
     for flags in ROUTES:

@@ -89,6 +89,8 @@ def case(kernel: str, number: int) -> Case:
         return rope_case(kernel, dtype, pick)
     if strategy == "route":
         return route_case(kernel, dtype, pick)
+    if strategy == "causal_conv":
+        return conv_case(kernel, dtype, pick)
     if strategy == "gated_delta":
         return delta_case(kernel, dtype, pick)
     if strategy == "rope_append":
@@ -125,12 +127,13 @@ def norm_case(kernel: str, strategy: str, dtype: torch.dtype, pick: random.Rando
     g = uniform(dtype, k, seed=(kernel, k, "g")) if pick.random() < 0.7 else None
     offset = float(pick.randint(0, 1) if g is not None else 0)
     problem = {"op": strategy, "m": m, "k": k, "norm_weight": g is not None, "offset": offset}
+    problem |= {"gate": strategy == "rms_norm"}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         weight = None if g is None else put(g)
         if strategy == "add_rms_norm":
             return torch.cat(ops.add_rms_norm(put(x), put(second), weight, 1e-5, offset))
-        out: Tensor = ops.rms_norm(put(x), weight, 1e-5, offset, put(second))
+        out: Tensor = ops.rms_norm(put(x), weight, 1e-5, offset, put(second), put(second))
         return out
 
     return Case(kernel, problem, run, (x, second))
@@ -174,6 +177,25 @@ def route_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
         return torch.cat([weights, ids.float()])
 
     problem = {"op": "route", "m": m, "n": n, "k": k, "route": sizes | {"choice_bias": True}}
+    return Case(kernel, problem, run, (x,))
+
+
+def conv_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    """y and the state."""
+    batch, positions, n, taps = (pick.randint(1, most) for most in (3, 70, 150, 8))
+    width, seed = taps - 1 + pick.randint(0, 5), (kernel, batch, positions, n, taps)
+    x = uniform(dtype, batch, positions, n, seed=seed)
+    own_dtype = pick.choice([dtype, torch.float32])
+    weight, bias = (uniform(own_dtype, *s, seed=(seed, s)) for s in ((n, taps), (n,)))
+    state = uniform(dtype, batch, n, width, seed=(seed, "state"))
+    sizes = {"positions": positions, "width": width, "bias": True, "silu": True}
+    problem = {"op": "causal_conv", "m": batch * positions, "n": n, "k": taps, "conv": sizes}
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        own = put(state.clone())
+        y = ops.causal_conv(put(x), put(weight), put(bias), own, "silu")
+        return torch.cat([y.flatten(), own.flatten()])
+
     return Case(kernel, problem, run, (x,))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from layer_oracle import inverse_rms
-from oracle import Value, gamma
+from oracle import TINY, Value, gamma
 from torch import Tensor
 
 
@@ -25,14 +25,29 @@ def softplus(x: Value) -> Value:
 
 def summed(terms: Value, dim: int) -> Value:
     """Products that are added up in any order."""
-    size = terms.size().sum(dim)
-    return Value(terms.exact.sum(dim), terms.error.sum(dim) + gamma(terms.exact.shape[dim]) * size)
+    count, size = terms.exact.shape[dim], terms.size().sum(dim)
+    return Value(terms.exact.sum(dim), terms.error.sum(dim) + gamma(count) * size + count * TINY)
 
 
 def unit(x: Tensor, eps: float) -> Value:
     """x / sqrt(sum of squares + eps): sqrt(k) times a norm whose eps is eps / k."""
     k = x.shape[-1]
     return (Value.of(x) * inverse_rms(x, eps / k) * k**-0.5).rounded(2)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> tuple[Value, Tensor]:
+    """y [B, S, C], not yet stored, and the state behind the last position."""
+    rows = torch.cat([state.transpose(1, 2), x], 1)
+    taps, last = weight.shape[1], rows.shape[1]
+    windows = rows[:, last - x.shape[1] - taps + 1 :].unfold(1, taps, 1).double()  # [B, S, C, taps]
+    terms = windows * weight.double()
+    if bias is not None:
+        terms = torch.cat([terms, bias.double()[:, None].expand(*terms.shape[:-1], 1)], -1)
+    y = summed(Value(terms, 0 * terms), -1)
+    after = rows[:, last - state.shape[2] :].transpose(1, 2)
+    return y.silu() if activation else y, after
 
 
 def gated_delta(

@@ -13,6 +13,8 @@ from .activations import KINDS
 from .fused import LinearPart
 from .recipe import Heads, Held, Norm
 
+_OTHERS = ("rope", "rope_append", "attention", "causal_conv", "gated_delta")
+
 
 class Ops:
     """Our ops as functions. direct: without the Python frame by which torch.compile knows them."""
@@ -23,7 +25,7 @@ class Ops:
             op = getattr(torch.ops.metalmm, name).default
             op = op._op if direct else op
             setattr(self, name, partial(op, activations=activations) if activations else op)
-        for name in ("rms_norm", "gemm", "rope", "rope_append", "attention"):
+        for name in (*_OTHERS, "rms_norm", "gemm"):
             op = getattr(torch.ops.metalmm, name).default
             setattr(self, name, op._op if direct else op)
 
@@ -138,7 +140,7 @@ def _projected(
     r: Heads, ops: Ops, pre: Norm | None, x: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(qkv, None, gate), or (q and k, v, gate)."""
-    parts = [_projection(ops, pre, x, layer) for layer in r.projections]
+    parts = [projection(ops, pre, x, layer) for layer in r.projections]
     q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
     order = r.index(x.device)
     if order is not None:
@@ -164,7 +166,7 @@ def _projected(
     return qk, v if r.kv_heads else None, gate if r.gate else None
 
 
-def _projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any) -> Tensor:
+def projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any) -> Tensor:
     if isinstance(layer, LinearPart):
         weight, bias = layer.weight, layer.bias
     else:

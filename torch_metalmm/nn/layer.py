@@ -10,9 +10,22 @@ from torch import Tensor, nn
 
 from .activations import changes
 from .collective import all_reduce
+from .delta import is_recording, mixed
 from .fused import GatedMLP
 from .heads import DIRECT, TRACED, Ops, attended, normed, number
-from .recipe import Branch, Heads, Held, Norm, Output, Product, Recipe, Step, Whole, no_angles
+from .recipe import (
+    Branch,
+    Delta,
+    Heads,
+    Held,
+    Norm,
+    Output,
+    Product,
+    Recipe,
+    Step,
+    Whole,
+    no_angles,
+)
 from .sharded import ColumnsLinear
 from .watch import Watch
 
@@ -71,6 +84,8 @@ class FusedLayer:
         heads = recipe.heads
         angles = None if heads is None else kwargs.get(heads.embeddings)  # type: ignore[arg-type]
         if x.dim() != 3 or (angles is None and heads is not None and heads.embeddings):
+            return self.original(x, **kwargs)
+        if recipe.delta is not None and is_recording(recipe.delta, kwargs):
             return self.original(x, **kwargs)
         if not kwargs.keys() <= recipe.names and _unknown(recipe, kwargs):
             return self.original(x, **kwargs)
@@ -158,6 +173,8 @@ class FusedLayer:
         if isinstance(core, Heads):
             x = attended(core, ops, norm, x, kwargs, held)
             return _joined(ops, branch.output, x, None, h)
+        if isinstance(core, Delta):
+            return _joined(ops, branch.output, mixed(core, ops, norm, x, kwargs), None, h)
         if isinstance(core, GatedMLP):
             return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
         if isinstance(core, Product):
@@ -188,10 +205,11 @@ class FusedLayer:
         return y, None
 
     def _floats(self) -> list[Tensor]:
-        """Norms and biases."""
+        """Norms, biases and what a delta rule has."""
         r = self.recipe
-        biases = (layer.bias for layer in r.linears())
-        return [t for t in (*(norm.weight() for norm in r.norms()), *biases) if t is not None]
+        found = [*(norm.weight() for norm in r.norms()), *(layer.bias for layer in r.linears())]
+        found += [] if r.delta is None else r.delta.floats()
+        return [t for t in found if t is not None]
 
     def _trained(self) -> bool:
         return any(t.requires_grad for t in self._floats())

@@ -93,8 +93,20 @@ class Attend:
         return found
 
 
+class _Ordered:
+    """What takes the results of its projections in an order of its own."""
+
+    order: Tensor | None
+
+    def index(self, device: torch.device) -> Tensor | None:
+        """`order` where the projections' results are."""
+        if self.order is not None and self.order.device != device:
+            self.order = self.order.to(device)
+        return self.order
+
+
 @dataclass
-class Heads:
+class Heads(_Ordered):
     """Attention over heads: what makes q, k and v of x [batch, length, size], and what they do.
 
     projections: their results side by side are q, k, v and gate, in the order that `order` names,
@@ -131,11 +143,34 @@ class Heads:
     def norms(self) -> list[Norm | None]:
         return [*(self.head_norms or ()), *(self.whole_norms or ()), self.value_norm]
 
-    def index(self, device: torch.device) -> Tensor | None:
-        """`order` where the projections' results are."""
-        if self.order is not None and self.order.device != device:
-            self.order = self.order.to(device)
-        return self.order
+
+@dataclass
+class Delta(_Ordered):
+    """The gated delta rule on a state: what makes its operands of x [batch, length, size].
+
+    projections: their results side by side are the inputs of the convolution, a gate, and a and b
+    of gated_delta, b before a where b_first, of `sizes`; order as in Heads.
+    rates: the parameters of `attention` that are a_log and dt_bias.
+    """
+
+    attention: nn.Module
+    cache: str
+    mask: str | None  # of rows that are not of padding
+    projections: tuple[Any, ...]
+    order: Tensor | None
+    sizes: tuple[int, ...]
+    b_first: bool
+    conv: nn.Module
+    rates: tuple[str, ...]
+    heads: int
+    dk: int
+    dv: int
+    norm: Norm  # gated, of each head
+
+    def floats(self) -> list[Tensor | None]:
+        """The parameters that are no norm's."""
+        own = self.attention._parameters
+        return [*self.conv._parameters.values(), *(own[name] for name in self.rates)]
 
 
 @dataclass
@@ -171,7 +206,7 @@ class Branch:
     """h + output(core(pre(h))). pre: a norm of ours, or a module that is called as it is."""
 
     pre: Norm | Whole | None
-    core: Heads | GatedMLP | Product | Whole
+    core: Heads | Delta | GatedMLP | Product | Whole
     output: Output
 
 
@@ -187,9 +222,11 @@ class Recipe:
     def __post_init__(self) -> None:
         cores = [branch.core for branch in self.branches]
         self.heads = next((core for core in cores if isinstance(core, Heads)), None)
+        self.delta = next((core for core in cores if isinstance(core, Delta)), None)
 
     def norms(self) -> list[Norm]:
         every: list[Any] = [] if self.heads is None else self.heads.norms()
+        every += [] if self.delta is None else [self.delta.norm]
         for branch in self.branches:
             every += (branch.pre, branch.output.post)
         return [norm for norm in every if isinstance(norm, Norm)]
@@ -199,7 +236,7 @@ class Recipe:
         every: list[Any] = []
         for branch in self.branches:
             core = branch.core
-            if isinstance(core, Heads):
+            if isinstance(core, Heads | Delta):
                 every += core.projections
             elif isinstance(core, GatedMLP):
                 every += core.layers()[:2]

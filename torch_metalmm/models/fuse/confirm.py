@@ -14,7 +14,8 @@ which reach each stage as errors of about that size. With d the change of the re
     |fused - layer| <= (u + sqrt(K) 2^-24) (10 |d| / 2^-8 + |layer|)
 with norms over each row of the batch. The last term is the rounding of the last sums, of which d
 may say little: where a layer of SmolLM2 makes 20000 of 500, d / 2^-8 is |layer| / 36.
-u of f32 is 2^-24; GPUs may multiply weights rounded to f16, so u is at least 2^-11 there. Layers of
+u of f32 is 2^-24. It is at least that of the weights of a convolution, in whose dtype layers
+convolve, and 2^-11 on GPUs, which may multiply weights rounded to f16. Layers of
 14 architectures take at most half of the bound in f16 and a sixth in f32, most of them a tenth.
 """
 
@@ -31,7 +32,7 @@ from ...nn import QuantLinear
 from ...nn.fused import GatedMLP
 from ...nn.heads import number
 from ...nn.layer import FusedLayer
-from ...nn.recipe import Branch, Heads, Product
+from ...nn.recipe import Branch, Delta, Heads, Product
 from ...nn.sharded import everywhere
 from .observe import Seen, copy_of, stored
 from .runs import evaluating, normal
@@ -83,7 +84,11 @@ def _close(
         got = _run(_fused_branches(fused, want), fused, x, kwargs, cache)
     except Exception:
         return False
-    u = _U[x.dtype] if x.device.type == "cpu" else max(_U[x.dtype], 2.0**-11)
+    u, delta = _U[x.dtype], fused.recipe.delta
+    if delta is not None:
+        u = max(u, _U[delta.conv._parameters["weight"].dtype])  # type: ignore[union-attr]
+    if x.device.type != "cpu":
+        u = max(u, 2.0**-11)
     rounding = u + k**0.5 * 2.0**-24
     for a, b, c in zip(got, want, near, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
@@ -100,14 +105,17 @@ def _close(
 def _run(
     branches: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
 ) -> list[Tensor]:
-    """What each branch gives, the keys and values in the cache afterwards, and those shared."""
-    own, heads = copy_of(cache), fused.recipe.heads
+    """What each branch gives, keys, values and states in the cache afterwards, and those shared."""
+    own, heads, delta = copy_of(cache), fused.recipe.heads, fused.recipe.delta
     given = {n: copy.copy(v) if isinstance(v, Mapping) else v for n, v in kwargs.items()}
     given.update({name: own for name, v in given.items() if hasattr(v, "update_conv_state")})
     found: list[Tensor] = branches(x.clone(), **given)
     if heads is not None and heads.kv_heads:
         layer = own.layers[number(heads)]
         found += (layer.keys, layer.values)
+    if delta is not None:
+        layer = own.layers[delta.attention.layer_idx]
+        found += (layer.conv_states[0], layer.recurrent_states[0])
     for pair in stored(kwargs, given).values():
         found += pair
     return found
@@ -139,7 +147,7 @@ def _entry(layer: nn.Module, branch: Branch) -> nn.Module:
     first: Any = branch.core if branch.pre is None else branch.pre
     if isinstance(first, GatedMLP):
         found: Any = next(m for m in layer.modules() if getattr(m, "gated", None) is first)
-    elif isinstance(first, Heads):
+    elif isinstance(first, Heads | Delta):
         found = first.attention
     else:
         found = first.linear if isinstance(first, Product) else first.module
@@ -179,6 +187,5 @@ def _wide_cache(cache: Any) -> Any:
     own = copy_of(cache)
     for layer in own.layers:
         for name, value in vars(layer).items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                setattr(layer, name, value.float())
+            setattr(layer, name, _widened(value))
     return own

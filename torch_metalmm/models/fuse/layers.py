@@ -42,12 +42,10 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             if earlier is not None and earlier.step is not None:
                 earlier.step.held = Held()  # has what stood in for the attention function
         for layer, runs in seen.items():
-            readings = [partial(_layer, layer, runs, True)]
-            if attentions := list(dict.fromkeys(attentions_of(runs))):
-                readings.append(partial(_layer, layer, runs, False))
+            readings = (partial(_layer, layer, runs, heads) for heads in (True, False))
             if any(_fuse(layer, read, steps, form, once) for read in readings):
                 continue
-            for attention in attentions:
+            for attention in dict.fromkeys(attentions_of(runs)):
                 _fuse(attention, partial(_attention, attention, runs), steps, form, once)
         _fuse_norms(top)
 
@@ -86,10 +84,12 @@ def _fuse(
     except Exception:
         return False
     if agreed:
-        if heads is not None:
-            merged = merge_projections(heads.attention, heads.projections, once)
+        for core in (recipe.heads, recipe.delta):
+            if core is None:
+                continue
+            merged = merge_projections(core.attention, core.projections, once)
             if merged is not None:
-                heads.projections = (merged,)
+                core.projections = (merged,)
                 fused = FusedLayer(module, recipe, step, form)
         fused.confirm(runs[0].x)
         fused.attach()

@@ -14,11 +14,12 @@ _OFFSETS = (0.0, 1.0)
 _SCALES = (1.0, 30.0, 3e3, 1e-2, 1e-3, 1e-4)
 
 
-def as_norm(module: nn.Module, size: int) -> Norm | None:
+def as_norm(module: nn.Module, size: int, gated: bool = False) -> Norm | None:
     """The norm over rows of `size`, if the module computes one.
 
     eps is any of the module's numbers. A result has the roundings of the sum, at most `size`, and a
-    few more; some rows are so small that eps decides, others so large that a clamp shows.
+    few more; some rows are so small that eps decides, others so large that a clamp shows. gated: it
+    takes a gate, too, and multiplies by silu(gate), in 8 more roundings.
     """
     names = [name for name, p in module._parameters.items() if p is not None]
     if module._modules or len(names) > 1 or not unhooked(module):
@@ -32,21 +33,24 @@ def as_norm(module: nn.Module, size: int) -> Norm | None:
         rows[2 * i : 2 * i + 2] *= scale
     for i in range(0, len(rows), 2):
         rows[i, 7 * i % size] *= 1000  # the others vanish beside this value
+    gate = normal(*rows.shape, seed=1)
     try:
         with torch.no_grad():
-            got = module(rows.to(device))
+            got = module(rows.to(device), *(gate.to(device),) * gated)
     except Exception:
         return None
     if not isinstance(got, Tensor) or got.shape != rows.shape or not got.is_floating_point():
         return None
     x, got = rows.double(), got.cpu().double()
+    gates = nn.functional.silu(gate.double()) if gated else torch.ones_like(x)
     mean = x.square().mean(-1, keepdim=True)
     factor = torch.zeros_like(x[0]) if weight is None else weight.detach().cpu().double()
     for eps in {v for v in vars(module).values() if isinstance(v, float)}:
         for offset in _OFFSETS if weight is not None else (1.0,):
-            want = x * (mean + eps).rsqrt() * (offset + factor)
+            factors = gates * (mean + eps).rsqrt()
+            want = x * factors * (offset + factor)
             # offset + weight is rounded to f32, in proportion to both.
-            bound = (size + 8) * _U * x.abs() * (mean + eps).rsqrt() * (offset + factor.abs())
+            bound = (size + 8 + 8 * gated) * _U * (x * factors).abs() * (offset + factor.abs())
             if bool(((got - want).abs() <= bound + 2.0**-126).all()):
                 return Norm(module, "".join(names), eps, offset if names else 0.0, size)
     return None

@@ -137,7 +137,7 @@ def _gate(gate: Tensor, outputs: tuple[Tensor, Tensor], heads: int) -> Any:
 
 def _arranged(calls: list[Call], places: _Places, own: bool) -> dict[str, Any]:
     """The fields `projections` and `order`, which is None where no copy is needed."""
-    merged = _merged([c.module for c in calls])
+    merged = merged_of([c.module for c in calls])
     kept = [t for t in places[: 3 if own else 1] if t is not None]
     parts = torch.split(torch.arange(sum(_sizes(calls))), _sizes(calls))
     order = torch.cat((*kept, places.gate))
@@ -158,7 +158,7 @@ def _sizes(calls: list[Call]) -> list[int]:
     return [c.out.shape[-1] for c in calls]
 
 
-def _merged(layers: list[Any]) -> tuple[Any, ...]:
+def merged_of(layers: list[Any]) -> tuple[Any, ...]:
     """The layers, those together that fuse_ has merged in this order."""
     found: list[Any] = []
     while layers:

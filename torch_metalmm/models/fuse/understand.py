@@ -15,6 +15,7 @@ from ...nn import QuantLinear
 from ...nn.fused import SwiGLU
 from ...nn.gate import ACTIVATIONS
 from ...nn.recipe import Branch, Norm, Output, Product, Recipe, Whole
+from .delta import convolution_of, delta_of
 from .heads import heads_of
 from .norms import as_norm
 from .observe import Call, Seen
@@ -26,8 +27,8 @@ _PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
 def recipe_of(layer: nn.Module, runs: list[Seen], heads: bool = True) -> Recipe:
     """The recipe of a layer, the first of whose runs is a prompt with an empty cache.
 
-    heads: whether attention is computed by our ops. Unknown: what was seen is not what a recipe
-    says, or is nothing that our ops would make less of.
+    heads: whether attention and delta rules are computed by our ops. Unknown: what was seen is not
+    what a recipe says, or is nothing that our ops would make less of.
     """
     if not runs or not runs[0].calls:
         raise Unknown("it was not called")
@@ -121,6 +122,8 @@ class _Reader:
         module = call.module
         if module is self.attention and self.heads:
             return heads_of(module, self.runs, x, call.out)
+        if self.heads and (conv := convolution_of(module)) is not None:
+            return delta_of(module, conv, self.runs, x, call.out)
         if isinstance(module, SwiGLU):
             return module.gated, module.gated.layers()[2]
         if isinstance(module, QuantLinear):
