@@ -97,7 +97,7 @@ OPTIONS = {
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
     "imatrix": Option("instead: with an importance matrix and without", bool),
-    "parts": Option(normal=",".join(cache_cost.PARTS)),
+    "parts": Option(",".join(cache_cost.PARTS), normal="bytes,quality"),
     "write": Option("bring the committed tables up to date", bool),
     "kernels": Option("names or patterns, as 'gemv_*_f16'", nargs="*", positional=True),
     "metal": Option("another folder with the files of metal/", Path),

@@ -39,11 +39,7 @@ METAL_FUNC bool weight_is_aligned() { return (fc_bounds & kBoundsAlignedWeight) 
 METAL_FUNC bool rows_are_packed() { return (fc_bounds & kBoundsPackedRows) != 0; }
 METAL_FUNC bool has_word_blocks() { return (fc_bounds & kBoundsWordBlocks) != 0; }
 METAL_FUNC bool has_long_blocks() { return (fc_bounds & kBoundsLongBlocks) != 0; }
-#if defined(MM_CONVERTS_HALVES)  // before a product: a target of the stand-in
-METAL_FUNC bool keeps_subnormals() { return false; }
-#else
 METAL_FUNC bool keeps_subnormals() { return (fc_bounds & kBoundsSubnormals) != 0; }
-#endif
 
 METAL_FUNC bool has_norm() { return (fc_epilogue & kEpilogueNorm) != 0; }
 METAL_FUNC bool norm_has_weight() { return (fc_epilogue & kEpilogueNormWeight) != 0; }

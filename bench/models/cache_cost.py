@@ -1,7 +1,8 @@
 """`python -m bench cache`: what a context takes by the format of its cache, and what that costs.
 
 Bytes are those of the tensors that a PackedCache of the 8B shape has. Quality is SmolLM2's on the
-repository's own pages, beside DynamicCache. No time is measured.
+repository's own pages, beside DynamicCache; with --parts trained that of small models of other
+families, which are trained on these pages first. No time is measured.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ..runner import Record, Run
 from ..tables import status
 from . import llamas
 from .quality import Scores
+from .trained import KINDS, LENGTH, STEPS, byte_ids, trained
 
-PARTS = ("bytes", "quality")
+PARTS = ("bytes", "quality", "trained")
 FORMATS = "f32,f16,bf16,q8_0,q5_1,q5_0,q4_1,q4_0,iq4_nl,mxfp4"
 FORMATS += ",affine8_g64,affine6_g64,affine5_g64,affine4_g32,affine4_g64,affine3_g64,affine2_g64"
 SLOTS = (8192, 32768, 131072)
-TOKENS, WINDOW = 8192, 1024  # of the text; those that are predicted from one context
+TOKENS, WINDOW = 8192, 1024  # of the text; SmolLM2's that are predicted from one context
 PROMPTS, PROMPT, ANSWER = 4, 64, 64  # greedy answers to the beginnings of windows
 DYNAMIC = "DynamicCache, f32"
 
@@ -44,9 +46,19 @@ def run(run: Run) -> Iterator[Record]:
         yield from map(memory, names)
     if "quality" in parts:
         try:
-            yield from quality(names, run.args.quick)
+            model, tokenizer = load_gguf(demo_model())
+            ids = tokenizer(text(), return_tensors="pt").input_ids
+            what = "SmolLM2-135M-Instruct, {} tokens of README and docs"
+            yield from quality(names, run.args.quick, what, model, ids, WINDOW)
         except FileNotFoundError as e:  # its package is not installed
             yield {"kind": "skipped", "what": "SmolLM2", "why": str(e).rpartition(": ")[2]}
+    if "trained" in parts:
+        ids = byte_ids(text())
+        for kind in KINDS:
+            status(f"training: {kind}")
+            model = trained(kind, ids[:, :-TOKENS], 2 if run.args.quick else STEPS)
+            what = f"{kind}, trained, {{}} bytes of docs"
+            yield from quality(names, run.args.quick, what, model, ids[:, -TOKENS:], LENGTH)
 
 
 def memory(name: str) -> Record:
@@ -71,12 +83,16 @@ def text() -> str:
     return "\n".join(page.read_text("utf-8") for page in pages)
 
 
-def quality(names: Sequence[str], quick: bool) -> Iterator[Record]:
-    """A record per cache; the first is DynamicCache's, with which all are compared."""
-    model, tokenizer = load_gguf(demo_model())
+def quality(
+    names: Sequence[str], quick: bool, what: str, model: Any, ids: Tensor, window: int
+) -> Iterator[Record]:
+    """A record per cache; the first is DynamicCache's, with which all are compared.
+
+    ids: int64 [1, T]. window: of the tokens that are predicted from one context.
+    """
     model.set_attn_implementation("metalmm")
-    tokens, window, answer = (96, 48, 4) if quick else (TOKENS, WINDOW, ANSWER)
-    ids = tokenizer(text(), return_tensors="pt").input_ids[:, :tokens]
+    tokens, window, answer = (96, 48, 4) if quick else (TOKENS, window, ANSWER)
+    ids = ids[:, :tokens]
     packed = {n: partial(torch_metalmm.PackedCache, model.config, n) for n in names}
     caches = {DYNAMIC: dynamic, **packed}
     scores = {name: Scores() for name in caches}
@@ -97,7 +113,7 @@ def quality(names: Sequence[str], quick: bool) -> Iterator[Record]:
     for name, found in scores.items():
         yield {
             "kind": "cache-quality",
-            "model": f"SmolLM2-135M-Instruct, {found.tokens} tokens of README and docs",
+            "model": what.format(found.tokens),
             "cache": name,
             **found.record(),
             "equal": [*map(equal, greedy[name], greedy[DYNAMIC])],

@@ -59,7 +59,7 @@ struct AffinePlanes {
     return row + fc_k / 8 * bits + parameter_bytes(unit);
   }
   static METAL_FUNC uint to_bias() { return parameter_bytes(fc_k / kUnitValues); }
-  static METAL_FUNC Cursor start(Row row, uint unit) {
+  static METAL_FUNC Cursor start(Row row, uint unit, uint) {
     return {row + unit * uint(4 * bits), scale_of(row, unit)};
   }
   // As many units as a simdgroup takes are whole groups.
@@ -82,6 +82,11 @@ struct Affine {
   MM_CONST bool kHasChains = bits == 2 || bits == 4;
   using Terms =
       PieceTerms<1, 1, kHasChains ? 4 : 1, kHasChains ? bits : 0, bits == 2 ? kCrumbBias : 0, 1>;
+  // Where codes do not cross bytes: field t of each byte is a chain.
+  MM_CONST int kFields = 8 % bits == 0 ? 8 / bits : 0;
+  using Subnormal =
+      conditional_t<kFields != 0,
+                    SubnormalTerms<1, 1, 0, 0, kFields, kFields == 1 ? 0 : bits, true>, void>;
   MM_CONST bool kHasCodebook = false;
   MM_CONST bool kDecodesHalves = bits == 4, kHalvesAreExact = bits != 4;
   struct Raw {
@@ -138,6 +143,19 @@ struct Affine {
     }
     p.d = value(raw.scale);
     p.m = value(raw.bias);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Affine, Subnormal>& p) {
+    MM_UNROLL
+    for (int i = 0; i < bits; ++i) fields_of_word<0>(raw.words[i], p.q + 32 / bits * i);
+    p.d = value(raw.scale);
+    p.m = value(raw.bias);
+  }
+  // Field t of each byte, times 2^(bits t).
+  template <int t>
+  static METAL_FUNC void fields_of_word(uint word, thread float* q) {
+    subnormals4<bits, bits * t, kFields>(word, q + t);
+    if constexpr (t < kFields - 1) fields_of_word<t + 1>(word, q);
   }
 
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {

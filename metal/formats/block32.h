@@ -40,23 +40,32 @@ METAL_FUNC void fives8x2(uint2 words, uint fifth, float add, thread float (&q)[1
   five<0>(u, open_pair(fifth), add, q);
 }
 
-// The same as subnormal halves: high nibbles times 16.
-METAL_FUNC void subnormals8x2(ushort4 halves, thread float (&q)[16]) {
+// As subnormal halves, high nibbles times 16: the codes of 8 bytes, and the same with a fifth bit.
+METAL_FUNC void subnormals8x2(uint2 words, thread float (&q)[16]) {
   MM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const uint w = as_type<uint>(i < 2 ? halves.xy : halves.zw) >> (i % 2 * 8);
-    const half2 low = subnormals<4, 0>(w), high = subnormals<4, 4>(w);
-    const int at = i / 2 * 4 + i % 2;
-    q[at] = float(low.x);
-    q[at + 2] = float(low.y);
-    q[at + 8] = float(high.x);
-    q[at + 10] = float(high.y);
+  for (int i = 0; i < 2; ++i) {
+    subnormals4<4, 0>(words[i], q + 4 * i);
+    subnormals4<4, 4>(words[i], q + 8 + 4 * i);
   }
+}
+template <int i = 0>
+METAL_FUNC void add_fifth8x2(uint fifth, thread float (&q)[16]) {
+  const half2 bits = subnormals<1, i>(fifth);
+  q[i] = fma(float(bits.x), 16.0f / (1 << i), q[i]);
+  q[8 + i] = fma(float(bits.y), 256.0f / (1 << i), q[8 + i]);
+  if constexpr (i < 7) add_fifth8x2<i + 1>(fifth, q);
+}
+// Their scales.
+template <class P>
+METAL_FUNC void scale_nibbles(half d, thread P& p) {
+  p.scale[0] = 1.0f;
+  p.scale[1] = 1 / 16.0f;
+  p.d = float(d) * kSubnormalUnit;
 }
 
 // d * (code - 8).
 struct Q4_0 {
-  using Storage = Blocks<32, 18>;
+  using Storage = LaneBlocks<32, 18, LaneOfCodes<2, 8>>;
   using Pieces = Pieces32;
   using Terms = PieceTerms<1>;
   using Subnormal = SubnormalTerms<2, 0, 8, 0x40>;
@@ -65,8 +74,8 @@ struct Q4_0 {
     ushort4 codes;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_ushort4(b + 2 + 8 * piece), load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
+    raw = {load_ushort4(c.at[1]), load_as<half>(c.at[0])};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_0>& p) {
     nibbles8x2(raw.codes, -8, p.q);
@@ -74,10 +83,8 @@ struct Q4_0 {
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
                                 thread Piece<Q4_0, Subnormal>& p) {
-    subnormals8x2(raw.codes, p.q);
-    p.scale[0] = kSubnormalUnit;
-    p.scale[1] = kSubnormalUnit / 16;
-    p.d = float(raw.d);
+    subnormals8x2(as_type<uint2>(raw.codes), p.q);
+    scale_nibbles(raw.d, p);
   }
   template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
@@ -97,6 +104,7 @@ struct Q4_1 {
   using Storage = Blocks<32, 20>;
   using Pieces = PieceLayout<1, 32, 16, 16>;
   using Terms = PieceTerms<2, 1, 2, 8>;
+  using Subnormal = SubnormalTerms<2, 1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
@@ -110,6 +118,12 @@ struct Q4_1 {
     p.scale[0] = 1.0f;
     p.scale[1] = 1 / 16.0f;
     p.d = float(raw.d.x);
+    p.m = float(raw.d.y);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q4_1, Subnormal>& p) {
+    subnormals16x2(raw.codes, p.q);
+    scale_nibbles(raw.d.x, p);
     p.m = float(raw.d.y);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
@@ -127,22 +141,29 @@ METAL_FUNC void add_fifth16(uint bits, thread float (&w)[16]) {
 
 // d * (code - 16), five-bit codes: bit j of the word qh is the high bit of value j.
 struct Q5_0 {
-  using Storage = Blocks<32, 22>;
+  using Storage = LaneBlocks<32, 22, LaneOfCodes<6, 8>>;
   using Pieces = Pieces32;
   using Terms = PieceTerms<1>;
+  using Subnormal = SubnormalTerms<2, 0, 16, 0x40>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
     uint fifth;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_8<2>(b + 6 + 8 * piece), load_4<2>(b + 2), load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
+    raw = {load_8<2>(c.at[1]), load_4<2>(c.at[0] + 2), load_as<half>(c.at[0])};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_0>& p) {
     fives8x2(raw.codes, raw.fifth >> (8 * piece), -16, p.q);
     p.d = float(raw.d);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_0, Subnormal>& p) {
+    subnormals8x2(raw.codes, p.q);
+    add_fifth8x2(raw.fifth >> (8 * piece), p.q);
+    scale_nibbles(raw.d, p);
   }
   template <int width>
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
@@ -155,22 +176,30 @@ struct Q5_0 {
 
 // d * code + m, codes as in q5_0.
 struct Q5_1 {
-  using Storage = Blocks<32, 24>;
+  using Storage = LaneBlocks<32, 24, LaneOfCodes<8, 8>>;
   using Pieces = Pieces32;
   using Terms = PieceTerms<1, 1>;
+  using Subnormal = SubnormalTerms<2, 1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
     uint fifth;
     half2 d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_8<8>(b + 8 + 8 * piece), load_as<uint>(b + 4), load_as<half2>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
+    raw = {load_8<8>(c.at[1]), load_as<uint>(c.at[0] + 4), load_as<half2>(c.at[0])};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_1>& p) {
     fives8x2(raw.codes, raw.fifth >> (8 * piece), 0, p.q);
     p.d = float(raw.d.x);
+    p.m = float(raw.d.y);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_1, Subnormal>& p) {
+    subnormals8x2(raw.codes, p.q);
+    add_fifth8x2(raw.fifth >> (8 * piece), p.q);
+    scale_nibbles(raw.d.x, p);
     p.m = float(raw.d.y);
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
@@ -184,9 +213,11 @@ struct Q5_1 {
 // d * code, int8 codes. A lane reads its 16 as a window of 18 bytes: four loads instead of
 // ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is at 73 %.
 struct Q8_0 {
-  using Storage = WindowBlocks<32, 34>;
+  using Lane = LaneOfCodes<0, 16>;
+  using Storage = LaneBlocks<32, 34, Lane>;
   using Pieces = PieceLayout<2, 16, 16, 16>;
   using Terms = PieceTerms<1>;
+  using Subnormal = SubnormalTerms<1, 0, 128>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = true, kHalvesAreExact = true;
   MM_CONST uint kSigns = 0x8080;  // flipping a sign bit adds 128
 
@@ -195,12 +226,19 @@ struct Q8_0 {
     half d;
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
-    raw.bytes = Window<18>::fetch(c.row, c.block, 16 * piece);
-    raw.d = load_as<half>(c.row + c.block);
+    raw.bytes = Window<18>::fetch_part<Lane>(c, 1, piece);
+    raw.d = load_as<half>(c.at[0]);
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q8_0>& p) {
     bytes16<kSigns>(raw.bytes.four<2>(raw.bytes), -128, p.q);
     p.d = float(raw.d);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q8_0, Subnormal>& p) {
+    const uint4 words = raw.bytes.four<2>(raw.bytes);
+    MM_UNROLL
+    for (int i = 0; i < 4; ++i) subnormals4<8, 0>(words[i] ^ kSigns * 0x00010001u, p.q + 4 * i);
+    p.d = float(raw.d) * kSubnormalUnit;
   }
   // The codes of values [k, k + 16), the last bytes of a window of 18 as in q4_0.
   template <int width>

@@ -40,10 +40,16 @@ struct Window {
     }
     return out;
   }
-  // For gemv: 8 bytes at a time, or 2. A load of 4 bytes and two loads of 2 are one load to LLVM,
-  // of the lesser alignment.
+  // For vector kernels: 8 bytes at a time, or 2. A load of 4 bytes and two loads of 2 are one load
+  // to LLVM, of the lesser alignment.
   static METAL_FUNC Window fetch(device const uchar* row, uint block, uint inner) {
     return has_long_blocks() ? load<8>(row, block, inner) : load<2>(row, block, inner);
+  }
+  // The same of a part of LaneBlocks.
+  template <class Lane, class Cursor>
+  static METAL_FUNC Window fetch_part(Cursor c, int part, uint piece) {
+    return has_long_blocks() ? load<8>(c.row, c.block, Lane::at(part, piece))
+                             : load<2>(c.at[part], 0);
   }
   // The half that the window begins with.
   static METAL_FUNC half first(thread const Window& w) {
@@ -94,14 +100,17 @@ struct Blocks {
     return row + index * uint(bytes);
   }
   using Cursor = device const uchar*;
-  static METAL_FUNC Cursor start(Row row, uint unit) { return block(row, unit); }
+  static METAL_FUNC Cursor start(Row row, uint unit, uint) { return block(row, unit); }
   static METAL_FUNC Cursor next(Cursor b, uint units) { return b + units * uint(bytes); }
   static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
 };
 
-// Blocks that gemv reads through windows: found by their offset in the row.
-template <int values, int bytes>
-struct WindowBlocks {
+// Blocks of which a lane of gemv reads parts, the first from Lane::at(0, piece), each by an address
+// that moves along the row and that rows of W are constants from: a load adds a constant, an
+// addition of 64 bits takes an Apple GPU four cycles. Windows of 8 bytes are found by the offset of
+// their block.
+template <int values, int bytes, class Lane>
+struct LaneBlocks {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
   MM_CONST bool kHasWidths = bytes % 4 == 2;
   static METAL_FUNC uint row_bytes() { return Blocks<values, bytes>::row_bytes(); }
@@ -111,12 +120,35 @@ struct WindowBlocks {
   struct Cursor {
     Row row;
     uint block;
+    Row at[Lane::kParts];
   };
-  static METAL_FUNC Cursor start(Row row, uint unit) { return {row, unit * uint(bytes)}; }
-  static METAL_FUNC Cursor next(Cursor c, uint units) {
-    return {c.row, c.block + units * uint(bytes)};
+  static METAL_FUNC Cursor start(Row row, uint unit, uint piece) {
+    Cursor c;
+    c.row = row;
+    c.block = unit * uint(bytes);
+    MM_UNROLL
+    for (int i = 0; i < Lane::kParts; ++i) c.at[i] = row + c.block + Lane::at(i, piece);
+    return c;
   }
-  static METAL_FUNC Cursor moved(Cursor c, long distance) { return {c.row + distance, c.block}; }
+  static METAL_FUNC Cursor next(Cursor c, uint units) {
+    c.block += units * uint(bytes);
+    MM_UNROLL
+    for (int i = 0; i < Lane::kParts; ++i) c.at[i] += units * uint(bytes);
+    return c;
+  }
+  static METAL_FUNC Cursor moved(Cursor c, long distance) {
+    c.row += distance;
+    MM_UNROLL
+    for (int i = 0; i < Lane::kParts; ++i) c.at[i] += distance;
+    return c;
+  }
+};
+
+// The block, and codes from byte `first` on, `step` bytes a piece.
+template <int first, int step>
+struct LaneOfCodes {
+  MM_CONST int kParts = 2;
+  static METAL_FUNC uint at(int part, uint piece) { return part == 0 ? 0 : first + step * piece; }
 };
 
 }  // namespace metalmm

@@ -47,14 +47,14 @@ METAL_FUNC void look_up16(uint4 words, bool high, thread float (&w)[16]) {
 
 // d * level(code).
 struct IQ4_NL {
-  using Storage = Blocks<32, 18>;
+  using Storage = Q4_0::Storage;
   using Pieces = Pieces32;
   using Terms = PieceTerms<1>;
   using Levels = IQ4Levels;
   MM_CONST bool kHasCodebook = true, kDecodesHalves = false, kHalvesAreExact = true;
   using Raw = Q4_0::Raw;
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    Q4_0::fetch(b, piece, raw);
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    Q4_0::fetch(c, piece, raw);
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
                                 thread Piece<IQ4_NL>& p) {

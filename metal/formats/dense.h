@@ -13,7 +13,7 @@ struct DenseValues {
   MM_CONST bool kHasWidths = false;
   static METAL_FUNC uint row_bytes() { return fc_k * uint(sizeof(V)); }
   using Cursor = device const uchar*;
-  static METAL_FUNC Cursor start(Row row, uint unit) { return row + unit * 16; }
+  static METAL_FUNC Cursor start(Row row, uint unit, uint) { return row + unit * 16; }
   static METAL_FUNC Cursor next(Cursor p, uint units) { return p + units * 16; }
   static METAL_FUNC Cursor moved(Cursor p, long distance) { return p + distance; }
 };
@@ -55,7 +55,7 @@ struct Dense {
     MM_UNROLL
     for (int i = 0; i < 16; i += kValues) {
       Raw raw;
-      fetch(Storage::start(row, (k + i) / kValues), 0, raw);
+      fetch(Storage::start(row, (k + i) / kValues, 0), 0, raw);
       values(raw.words, w + i);
     }
   }

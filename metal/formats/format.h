@@ -4,14 +4,14 @@
 // functions are immune), of constants, and of the structs that it is made of: Metal has no derived
 // classes, so that a format names its members instead.
 //
-//   Storage          how a row lies in memory: Blocks or WindowBlocks (blocks.h), or the format's
+//   Storage          how a row lies in memory: Blocks or LaneBlocks (blocks.h), or the format's
 //   own
 //     kBlockValues, kBlockBytes   as in formats.def; 1 and the bytes of a value of dense formats;
 //                                 affine formats: the smallest group, and the bytes of its codes
 //     kHasWidths                  decode16 is a template of the width that Window reads at a time
 //     static uint row_bytes()     of a packed row
 //     Cursor                      finds the data of a unit of a row (piece.h)
-//     static Cursor start(Row row, uint unit), next(Cursor, uint units)
+//     static Cursor start(Row row, uint unit, uint piece), next(Cursor, uint units)
 //     static Cursor moved(Cursor, long bytes)    the same unit of a row at that distance
 //   kDecodesHalves   decode16 also takes half (&w)[16]
 //   kHalvesAreExact  those are the f32 values rounded to half; else they may be rounded once, from
@@ -86,6 +86,15 @@ template <int bits, int shift>
 METAL_FUNC half2 subnormals(uint word) {
   static_assert(shift + bits <= 10, "beyond the mantissa");
   return as_type<half2>(word & (((1u << bits) - 1u) << shift) * 0x00010001u);
+}
+// Those of the four bytes of a word, a value of each every `stride`.
+template <int bits, int shift, int stride = 1>
+METAL_FUNC void subnormals4(uint word, thread float* q) {
+  const half2 even = subnormals<bits, shift>(word), odd = subnormals<bits, shift>(word >> 8);
+  q[0] = float(even.x);
+  q[stride] = float(odd.x);
+  q[2 * stride] = float(even.y);
+  q[3 * stride] = float(odd.y);
 }
 
 // A byte of an opened 16-bit word as the upper 8 bits of a mantissa whose lowest is worth 1: field
@@ -190,6 +199,15 @@ METAL_FUNC void nibbles16x2(uint4 words, thread float* low, thread float* high) 
   for (int i = 0; i < 16; i += 2) {
     const ushort half_word = as_type<ushort2>(words[i / 4])[i / 2 % 2];
     nibbles4(half_word, low[i], high[i], low[i + 1], high[i + 1]);
+  }
+}
+
+// As subnormal halves: low nibbles, then high ones times 16.
+METAL_FUNC void subnormals16x2(uint4 words, thread float (&q)[32]) {
+  MM_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    subnormals4<4, 0>(words[i], q + 4 * i);
+    subnormals4<4, 4>(words[i], q + 16 + 4 * i);
   }
 }
 

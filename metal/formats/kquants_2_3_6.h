@@ -27,25 +27,29 @@ METAL_FUNC void crumbs16(uint4 words, uint t, thread float (&q)[16]) {
 
 // (d scale) code - dmin minimum: 4-bit scale (low) and minimum (high) in a byte per group.
 struct Q2_K {
-  using Storage = Blocks<256, 84>;
+  struct Lane {
+    MM_CONST int kParts = 3;
+    static METAL_FUNC uint at(int part, uint piece) {
+      if (part == 1) return 8 * QuartersOf128::weave(piece) + QuartersOf128::offset(piece) / 16;
+      return part == 0 ? 0 : 16 + kOwnBytes * piece;
+    }
+  };
+  using Storage = LaneBlocks<256, 84, Lane>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4, 4, 1, 0, kCrumbBias, 1>;
+  using Subnormal = SubnormalTerms<4, 4>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint codes[kOwnBytes / 4];
     uchar scales[4];
     half2 d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
     MM_UNROLL
-    for (int i = 0; i < kOwnBytes / 4; ++i) {
-      raw.codes[i] = load_as<uint>(b + 16 + kOwnBytes * piece + 4 * i);
-    }
+    for (int i = 0; i < kOwnBytes / 4; ++i) raw.codes[i] = load_as<uint>(c.at[2] + 4 * i);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) {
-      raw.scales[t] = b[8 * Pieces::weave(piece) + Pieces::offset(piece) / 16 + 2 * t];
-    }
-    raw.d = load_as<half2>(b + 80);
+    for (int t = 0; t < 4; ++t) raw.scales[t] = c.at[1][2 * t];
+    raw.d = load_as<half2>(c.at[0] + 80);
   }
   // A code of each run, times 4^t, all but the first with kCrumbBias.
   static METAL_FUNC void byte_of_crumbs(uint on_top, thread float* q) {
@@ -61,6 +65,23 @@ struct Q2_K {
       byte_of_crumbs(low_byte_on_top(opened), p.q + i);
       byte_of_crumbs(high_byte_on_top(opened), p.q + i + 1);
     }
+    unpack_scales(raw, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q2_K, Subnormal>& p) {
+    MM_UNROLL
+    for (int i = 0; i < kOwnBytes; i += 4) crumbs_of_word<0>(raw.codes[i / 4], p.q + i);
+    unpack_scales(raw, p);
+    p.d *= kSubnormalUnit;
+  }
+  // A run for each field of the bytes, times 4^t.
+  template <int t>
+  static METAL_FUNC void crumbs_of_word(uint word, thread float* q) {
+    subnormals4<2, 2 * t>(word, q + kOwnBytes * t);
+    if constexpr (t < 3) crumbs_of_word<t + 1>(word, q);
+  }
+  template <class P>
+  static METAL_FUNC void unpack_scales(thread const Raw& raw, thread P& p) {
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {  // minima times 16
       const half2 place = t == 0 ? half2(1.0h, 1 / 4.0h) : half2(1 / 16.0h, 1 / 64.0h);
@@ -91,9 +112,17 @@ struct Q2_K {
 // Scales of 6 bits: nibble n of byte 2t + g, and bits [4n + 2 (t / 2), + 2) of byte 8 + 2 (t % 2) +
 // g.
 struct Q3_K {
-  using Storage = WindowBlocks<256, 110>;
+  struct Lane {
+    MM_CONST int kParts = 4;
+    static METAL_FUNC uint at(int part, uint piece) {
+      if (part == 1) return 96 + QuartersOf128::offset(piece) / 16;
+      return part == 0 ? 0 : part == 2 ? 32 + kOwnBytes * piece : QuartersOf128::offset(piece);
+    }
+  };
+  using Storage = LaneBlocks<256, 110, Lane>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4>;
+  using Subnormal = SubnormalTerms<4, 0, 4, 0x4400>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwnBytes> codes, high;
@@ -101,15 +130,13 @@ struct Q3_K {
     half d;
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
-    const uint g = Pieces::offset(piece) / 16;
-    raw.codes = Window<kOwnBytes>::fetch(c.row, c.block, 32 + kOwnBytes * piece);
-    raw.high = Window<kOwnBytes>::fetch(c.row, c.block, Pieces::offset(piece));
-    device const uchar* b = c.row + c.block;
+    raw.codes = Window<kOwnBytes>::fetch_part<Lane>(c, 2, piece);
+    raw.high = Window<kOwnBytes>::fetch_part<Lane>(c, 3, piece);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) raw.low[t] = b[96 + g + 2 * t];
+    for (int t = 0; t < 4; ++t) raw.low[t] = c.at[1][2 * t];
     MM_UNROLL
-    for (int t = 0; t < 2; ++t) raw.top[t] = b[104 + g + 2 * t];
-    raw.d = load_as<half>(b + 108);
+    for (int t = 0; t < 2; ++t) raw.top[t] = c.at[1][8 + 2 * t];
+    raw.d = load_as<half>(c.at[0] + 108);
   }
   // Third bits of runs t and t + 2, in two bytes: times two powers of two at once, they lie above
   // the other two bits of their codes.
@@ -144,6 +171,31 @@ struct Q3_K {
                                 thread Piece<Q3_K>& p) {
     const uint n = Pieces::weave(piece);
     unpack_codes(raw, n, p.q);
+    unpack_scales(raw, n, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q3_K, Subnormal>& p) {
+    const uint n = Pieces::weave(piece);
+    uint codes[kOwnBytes / 4], high[kOwnBytes / 4];
+    raw.codes.all(raw.codes, codes);
+    raw.high.all(raw.high, high);
+    MM_UNROLL
+    for (int i = 0; i < kOwnBytes / 4; ++i) {
+      MM_UNROLL
+      for (int t = 0; t < 2; ++t) {  // with run t + 2, times 16
+        const uint third = (high[i] >> (4 * n + t) & 0x05050505u) * 20 & 0x44444444u;
+        const uint word = (codes[i] >> 2 * t & 0x33333333u) | third;
+        subnormals4<3, 0>(word, p.q + kOwnBytes * t + 4 * i);
+        subnormals4<3, 4>(word, p.q + kOwnBytes * (t + 2) + 4 * i);
+      }
+    }
+    unpack_scales(raw, n, p);
+    p.scale[2] /= 16;
+    p.scale[3] /= 16;
+    p.d *= kSubnormalUnit;
+  }
+  template <class P>
+  static METAL_FUNC void unpack_scales(thread const Raw& raw, uint n, thread P& p) {
     const uint low_mask = kExponent10 | 0x000F000Fu << (4 * n);
     const uint tops = open_bytes(raw.top[0], raw.top[1]);
     const half low_place = n == 0 ? 1.0h : 1 / 16.0h;
@@ -179,9 +231,18 @@ struct Q3_K {
 // (d scale) (code - 32): nibbles of value 128n + 32t + l in byte 64n + 32 (t % 2) + l, high for t
 // >= 2; the upper two bits of the code as above, from byte 128; int8 scales from byte 192.
 struct Q6_K {
-  using Storage = WindowBlocks<256, 210>;
+  struct Lane {
+    MM_CONST int kParts = 5;
+    static METAL_FUNC uint at(int part, uint piece) {
+      const uint n = QuartersOf128::weave(piece), l = QuartersOf128::offset(piece);
+      if (part == 1) return 192 + 8 * n + l / 16;
+      return part == 0 ? 0 : part == 4 ? 128 + kOwnBytes * piece : 64 * n + l + 32 * (part - 2);
+    }
+  };
+  using Storage = LaneBlocks<256, 210, Lane>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4>;
+  using Subnormal = SubnormalTerms<4, 0, 32>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     Window<kOwnBytes> low[2], high;
@@ -190,17 +251,11 @@ struct Q6_K {
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int s = 0; s < 2; ++s) {
-      const uint at = 64 * Pieces::weave(piece) + 32 * s + Pieces::offset(piece);
-      raw.low[s] = Window<kOwnBytes>::fetch(c.row, c.block, at);
-    }
-    raw.high = Window<kOwnBytes>::fetch(c.row, c.block, 128 + kOwnBytes * piece);
-    device const uchar* b = c.row + c.block;
+    for (int s = 0; s < 2; ++s) raw.low[s] = Window<kOwnBytes>::fetch_part<Lane>(c, 2 + s, piece);
+    raw.high = Window<kOwnBytes>::fetch_part<Lane>(c, 4, piece);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) {
-      raw.scales[t] = b[192 + 8 * Pieces::weave(piece) + Pieces::offset(piece) / 16 + 2 * t];
-    }
-    raw.d = load_as<half>(b + 208);
+    for (int t = 0; t < 4; ++t) raw.scales[t] = c.at[1][2 * t];
+    raw.d = load_as<half>(c.at[0] + 208);
   }
   // Low nibbles are runs 0 and 1, high ones runs 2 and 3. The upper bits of runs 0 and 2, times 16,
   // lie above them, and those of runs 1 and 3 times 4.
@@ -227,6 +282,28 @@ struct Q6_K {
         p.q[2 * kOwnBytes + at + 1] = field<6, 12>(top, -32);
       }
     }
+    unpack_scales(raw, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook,
+                                thread Piece<Q6_K, Subnormal>& p) {
+    uint codes[2][kOwnBytes / 4], upper[kOwnBytes / 4];
+    raw.low[0].all(raw.low[0], codes[0]);
+    raw.low[1].all(raw.low[1], codes[1]);
+    raw.high.all(raw.high, upper);
+    MM_UNROLL
+    for (int i = 0; i < kOwnBytes / 4; ++i) {
+      MM_UNROLL
+      for (int t = 0; t < 4; ++t) {
+        const uint low = codes[t % 2][i] >> t / 2 * 4,
+                   high = t < 3 ? upper[i] << (4 - 2 * t) : upper[i] >> 2;
+        subnormals4<6, 0>((low & 0x0F0F0F0Fu) | (high & 0x30303030u), p.q + kOwnBytes * t + 4 * i);
+      }
+    }
+    unpack_scales(raw, p);
+    p.d *= kSubnormalUnit;
+  }
+  template <class P>
+  static METAL_FUNC void unpack_scales(thread const Raw& raw, thread P& p) {
     MM_UNROLL
     for (int t = 0; t < 4; t += 2) {  // int8: flipping the sign bit adds 128
       const uint both = as_type<uint>(ushort2(raw.scales[t], raw.scales[t + 1])) ^ 0x64806480u;

@@ -16,8 +16,8 @@ using HalvesOf64 = PieceLayout<8, 32, 16, 32>;
 struct PackedScales {
   uchar2 a, b, nibbles;
 
-  static METAL_FUNC PackedScales load(device const uchar* packed, uint c) {
-    device const uchar* p = packed + 2 * (c & 1);
+  // From those of c & 1 on.
+  static METAL_FUNC PackedScales load(device const uchar* p) {
     return {load_as<uchar2>(p), load_as<uchar2>(p + 4), load_as<uchar2>(p + 8)};
   }
   // Out of the first 16 bytes of a block: one load, where gemm would wait for each line of the
@@ -58,8 +58,8 @@ struct WeaveScales {
   half2 d;
   PackedScales packed;
 
-  static METAL_FUNC WeaveScales fetch(device const uchar* b, uint c) {
-    return {load_as<half2>(b), PackedScales::load(b + 4, c)};
+  static METAL_FUNC WeaveScales fetch(device const uchar* b, device const uchar* packed) {
+    return {load_as<half2>(b), PackedScales::load(packed)};
   }
   // d, -dmin and the factors of both, for codes of the second run that come times 16.
   template <class P>
@@ -88,19 +88,30 @@ struct WeaveScales {
   }
 };
 
+// The block, its packed scales, and codes from byte `codes` on; of q5_k also the fifth bits.
+template <int codes, int parts>
+struct LaneOfWeave {
+  MM_CONST int kParts = parts;
+  static METAL_FUNC uint at(int part, uint piece) {
+    if (part == 1) return 4 + 2 * (HalvesOf64::weave(piece) & 1);
+    return part == 0 ? 0 : part == 2 ? codes + 16 * piece : 16 + 16 * (piece & 1);
+  }
+};
+
 // (d scale) code - dmin minimum.
 struct Q4_K {
-  using Storage = Blocks<256, 144>;
+  using Storage = LaneBlocks<256, 144, LaneOfWeave<16, 3>>;
   using Pieces = HalvesOf64;
   using Terms = PieceTerms<2, 2, 1, 0, 1024, 1>;
+  using Subnormal = SubnormalTerms<2, 2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes;
     WeaveScales scales;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw.codes = load_as<uint4>(b + 16 + 16 * piece);
-    raw.scales = WeaveScales::fetch(b, Pieces::weave(piece));
+  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
+    raw.codes = load_as<uint4>(c.at[2]);
+    raw.scales = WeaveScales::fetch(c.at[0], c.at[1]);
   }
   // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
   // code. Its bias, 64 codes, stays until the end of the run, where the sum of x takes it away.
@@ -122,6 +133,12 @@ struct Q4_K {
     }
     WeaveScales::unpack(raw.scales, Pieces::weave(piece), p);
   }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q4_K, Subnormal>& p) {
+    subnormals16x2(raw.codes, p.q);
+    WeaveScales::unpack(raw.scales, Pieces::weave(piece), p);
+    p.d *= kSubnormalUnit;
+  }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);
     nibbles16(load_as<uint4>(b + 16 + (k & 255) / 64 * 32 + (k & 16)), k & 32, 0, w);
@@ -132,18 +149,19 @@ struct Q4_K {
 // As q4_k, with a fifth bit: bit 2c of byte l of qh for value 64c + l, 2c + 1 for value 64c + 32 +
 // l.
 struct Q5_K {
-  using Storage = Blocks<256, 176>;
+  using Storage = LaneBlocks<256, 176, LaneOfWeave<48, 4>>;
   using Pieces = HalvesOf64;
   using Terms = PieceTerms<2, 2, 2, 8>;
+  using Subnormal = SubnormalTerms<2, 2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint4 codes, fifth;
     WeaveScales scales;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw.codes = load_as<uint4>(b + 48 + 16 * piece);
-    raw.fifth = load_as<uint4>(b + 16 + 16 * (piece & 1));
-    raw.scales = WeaveScales::fetch(b, Pieces::weave(piece));
+  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
+    raw.codes = load_as<uint4>(c.at[2]);
+    raw.fifth = load_as<uint4>(c.at[3]);
+    raw.scales = WeaveScales::fetch(c.at[0], c.at[1]);
   }
   // The fifth bits of two bytes, times two powers of two at once, lie above the low nibbles and
   // above the high ones: integers in a float multiply without a shift or a conversion.
@@ -167,6 +185,19 @@ struct Q5_K {
       p.q[17 + i] = as_type<float>(high) - high_first;
     }
     WeaveScales::unpack(raw.scales, c, p);
+  }
+  static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
+                                thread Piece<Q5_K, Subnormal>& p) {
+    const uint c = Pieces::weave(piece);
+    MM_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint word = raw.codes[i], fifth = raw.fifth[i] >> (2 * c) << 4;
+      subnormals4<5, 0>((word & 0x0F0F0F0Fu) | (fifth & 0x10101010u), p.q + 4 * i);
+      subnormals4<5, 1>((word >> 3 & 0x1E1E1E1Eu) | (fifth & 0x20202020u), p.q + 16 + 4 * i);
+    }
+    WeaveScales::unpack(raw.scales, c, p);
+    p.scale[1] *= 8.0f;
+    p.d *= kSubnormalUnit;
   }
   static METAL_FUNC void decode16(Row row, uint k, thread float (&w)[16]) {
     device const uchar* b = Storage::block(row, k / 256);

@@ -7,7 +7,7 @@
 //   Pieces                           a PieceLayout: kLanes, kValues, kRun, kRunStride
 //   Terms                            a PieceTerms: kScales, kOffsets, kChains ..., of unpack()
 //   Subnormal                        SubnormalTerms, where the format has a second unpack(), whose
-//                                    codes are subnormal halves
+//                                    codes are subnormal halves; else none, or void
 //   struct Raw                       what a lane loads for a piece
 //   static void fetch(Storage::Cursor, uint piece, thread Raw& raw)
 //       All loads of a piece, so that a kernel can start those of several rows before it waits.
@@ -61,14 +61,13 @@ struct PieceTerms {
 };
 
 // The same of codes as subnormal halves: p.q is 2^(place - 24) (code + bias), place the hexadecimal
-// digit of the scale in `places`. With one scale dot() multiplies by 2^24, else p.scale or p.d
-// does.
+// digit of the scale in `places`. p.d is 2^24 d; `unit`, where that may overflow: dot() multiplies.
 template <int scales, int offsets, int bias = 0, uint places = 0, int chains = 1,
-          int chain_bits = 0>
+          int chain_bits = 0, bool unit = false>
 struct SubnormalTerms {
   MM_CONST int kScales = scales, kOffsets = offsets, kChains = chains, kChainBits = chain_bits;
   MM_CONST int kBias = bias;
-  MM_CONST float kUnit = scales == 1 ? kSubnormalUnit : 1.0f;
+  MM_CONST float kUnit = unit ? kSubnormalUnit : 1.0f;
   static constexpr float start(int scale) {
     return -bias * float(1 << (places >> 4 * scale & 15)) / kSubnormalUnit;
   }
@@ -83,11 +82,13 @@ struct FormOf {
   using Subnormal = typename Format::Terms;
   static METAL_FUNC bool takes_subnormals() { return false; }
 };
+#if !defined(MM_CONVERTS_HALVES)  // before a product: a target of the stand-in
 template <class Format>
-struct FormOf<Format, Void<typename Format::Subnormal>> {
+struct FormOf<Format, Void<decltype(Format::Subnormal::kUnit)>> {
   using Subnormal = typename Format::Subnormal;
   static METAL_FUNC bool takes_subnormals() { return keeps_subnormals(); }
 };
+#endif
 
 template <class Format, class Of = typename Format::Terms>
 struct Piece {

@@ -43,7 +43,7 @@ struct GemvBatch {
                               thread float (&squares)[kPass]) {
     thread const Rows<Format, kRows>& rows = set[0];
     const Walk<Format> w = Walk<Format>::of(k, lane, 0, 1);
-    typename Storage::Cursor cursor = Storage::start(rows.first, w.first);
+    typename Storage::Cursor cursor = Storage::start(rows.first, w.first, w.piece);
     XRow x_at = Source::at(xs.first, Walk<Format>::first_value(w));
     for (uint unit = w.first; unit < w.end; unit += w.stride) {
       typename Format::Raw raw[kRows];

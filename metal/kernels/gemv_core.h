@@ -189,7 +189,9 @@ METAL_FUNC void accumulate_of(thread const Rows<Format, kRows> (&sets)[kSets],
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
   typename Storage::Cursor cursors[kSets];
   MM_UNROLL
-  for (int g = 0; g < kSets; ++g) cursors[g] = Storage::start(sets[g].first, walk.first);
+  for (int g = 0; g < kSets; ++g) {
+    cursors[g] = Storage::start(sets[g].first, walk.first, walk.piece);
+  }
   typename Source::Row x_at = Source::at(x, Walk<Format>::first_value(walk));
   for (uint unit = walk.first; unit < walk.end; unit += walk.stride) {
     typename Format::Raw raw[kSets * kRows];

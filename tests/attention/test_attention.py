@@ -9,9 +9,9 @@ import pytest
 import torch
 from attention_oracle import Traits, attention
 from backends import Backend
-from cache_cases import CACHE_FORMATS, Call, layer, pack
+from cache_cases import Call, layer, pack
 from inputs import activations, random_weight
-from oracle import DTYPES, check
+from oracle import check
 from random_calls import attend, check_call, halved, has_kernels, has_sdpa, random_call
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def checked(c: Call, backend: Backend, what: str, strategy: str | None = None) -
 @pytest.mark.isa
 @pytest.mark.quick
 def test_random_calls(backend: Backend) -> None:
-    """A few of those that tests/fuzz_attention.py runs; slots behind the length hold NaN."""
+    """A few of those that tests/fuzz.py runs; slots behind the length hold NaN."""
     for seed in range(25 if backend.is_slow else 150):
         check_call(random_call(seed, 130 if backend.is_slow else 700), backend, f"{seed}")
 
@@ -87,16 +87,6 @@ def test_every_format(name: str, backend: Backend) -> None:
         cache = layer((1, 2, 70, dim), 67, names, packed_rows=rows)
         q = activations(1, 4, queries, dim, seed="q")
         checked(Call(q, cache, Traits()), backend, f"{names} S={queries}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
-def test_head_sizes(dim: int, dtype: torch.dtype, backend: Backend) -> None:
-    for name in CACHE_FORMATS:
-        if dim % formats.get(name).block_values == 0:
-            cache = layer((1, 1, 40, dim), 33, (name, name))
-            q = activations(1, 2, 2, dim, dtype=dtype, seed="q")
-            checked(Call(q, cache, Traits()), backend, f"{name} {dim}")
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -155,19 +145,6 @@ def test_a_length_that_the_cache_cannot_have(length: int, backend: Backend) -> N
         assert torch.equal(attend(call, backend, way), want)
 
 
-def test_a_cache_of_strides(backend: Backend) -> None:
-    """A view of a larger cache, and q as a projection leaves it: heads behind positions."""
-    cache = layer((3, 4, 50, 64), 50, ("f16", "f16"))
-    q = activations(3, 5, 4, 64, seed="q").transpose(1, 2)
-    args = ("f16", "f16", backend.put(torch.tensor(20)))
-    keys, values = cache.keys[1:, ::2, 3:40], cache.values[1:, ::2, 3:40]
-    y = ops.attention(
-        backend.put_view(q[1:]), backend.put_view(keys), backend.put_view(values), *args
-    )
-    k, v = cache.k[1:, ::2, 3:23], cache.v[1:, ::2, 3:23]
-    check(y, attention(q[1:], k, v, Traits()), "strided")
-
-
 def test_packed_rows_of_a_dense_format(backend: Backend) -> None:
     """uint8 rows of f16 are taken as values of f16 are."""
     cache = layer((1, 2, 9, 64), 9, ("f16", "f32"))
@@ -177,23 +154,6 @@ def test_packed_rows_of_a_dense_format(backend: Backend) -> None:
     y = ops.attention(q, *rows, "f16", "f32", length)
     as_bytes = [t.view(torch.uint8) for t in rows]
     assert torch.equal(ops.attention(q, *as_bytes, "f16", "f32", length), y)
-
-
-@pytest.mark.parametrize("queries", [1, 3, 16, 17, 70])
-def test_sequences_of_a_batch_are_those_alone(queries: int, backend: Backend) -> None:
-    """To the bit on the CPU; torch's products, of which the others are made, promise no bits."""
-    cache = layer((3, 2, 600, 64), 600, ("q8_0", "q4_0"))
-    q = activations(3, 6, queries, 64, seed="q")
-    put, length = backend.put, backend.put(torch.tensor(600))
-    args = ("q8_0", "q4_0", length)
-    y = ops.attention(put(q), put(cache.keys), put(cache.values), *args)
-    for i in range(3):
-        rows = [put(t[i : i + 1]) for t in (q, cache.keys, cache.values)]
-        alone = ops.attention(*rows, *args)
-        if backend.chip():
-            torch.testing.assert_close(y[i : i + 1], alone)
-        else:
-            assert torch.equal(y[i : i + 1], alone)
 
 
 @pytest.mark.parametrize("queries", [2, 30])

@@ -107,3 +107,20 @@ def test_nothing_is_decoded_of_rows_of_the_dtype_of_x() -> None:
     with recorded("m1") as passes:
         y = ops.linear(x, w, None, "f16", "dense")
     assert passes == [] and torch.equal(y, torch.full((5, 7), 64.0).half())
+
+
+def test_attention_from_so_many_queries_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """METALMM_SDPA_FROM: of a q8_0 cache keys and values are decoded, and nothing else encoded."""
+    q, rows = torch.zeros(1, 2, 20, 64).half(), torch.zeros(1, 1, 20, 68, dtype=torch.uint8)
+
+    def taken(queries: int) -> bool:
+        with recorded("m4-max") as passes:
+            ops.attention(q[:, :, -queries:], rows, rows, "q8_0", "q8_0", None)
+        return kernels(passes) == ["dequantize_q8_0_f16"] * 2
+
+    for asked, wanted in (("", (False, False)), ("0", (False, False)), ("17", (False, True))):
+        monkeypatch.setenv("METALMM_SDPA_FROM", asked)
+        assert (taken(16), taken(17)) == wanted
+    monkeypatch.setenv("METALMM_SDPA_FROM", "-1")
+    with pytest.raises(ValueError, match="METALMM_SDPA_FROM: '-1' must be a whole number of quer"):
+        _C.install_recorder()

@@ -159,15 +159,16 @@ def test_norm_linear_rows_do_not_depend_on_each_other(name: str, backend: Backen
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_linear_adds_the_residual(name: str, dtype: torch.dtype, backend: Backend) -> None:
+def test_linear_adds_bias_and_residual(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """In f32, before the one rounding, in any dtype and with any strides."""
     k = formats.get(name).block_values * 2
     packed = random_weight(name, 9, k)
     values, w = spec(name, packed, k), backend.put(packed)
-    for m, other in ((1, dtype), (4, torch.float32), (19, dtype)):
+    for m, other in ((1, dtype), *((4, t) for t in DTYPES), (19, dtype)):
         x = activations(m, k, dtype=dtype)
         residual = 100 * activations(9, m, dtype=other, seed="residual").T
-        bias = activations(9, dtype=dtype, seed="bias")
+        bias = 100 * activations(9, dtype=other, seed="bias")
+        # An addend of another dtype than x makes the kernels compute in f32.
         halved = other == dtype and backend.halves(None, dtype, name, (m, 9, k))
         for b in (None, bias):
             y = ops.linear(
@@ -201,43 +202,50 @@ def test_the_sum_with_the_residual_is_rounded_once(backend: Backend) -> None:
 def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Backend) -> None:
     """act(n Gᵀ) * (n Uᵀ), n = x or its norm; gate and up of one and of two formats."""
     k, n = formats.get(name).block_values * 4, 11
-    gate, up = random_weight(name, n, k), random_weight(name, n, k, seed=1)
+    gate = random_weight(name, n, k)
     # Gate and up of about 4, so that f16 holds their product: a power of two, exact in each dtype.
     size = 2.0 ** round(math.log2(4 / float(spec(name, gate, k).norm(dim=1).mean())))
     g = (size * activations(k, seed="g")).to(dtype)
-    for m, has_norm in ((1, True), (2, True), (1, False), (19, True)):
+    for m, has_norm, other in (
+        *((1, True, name), (2, True, name), (19, True, name)),
+        *((0, False, name), (1, False, name), (5, False, "f32")),
+    ):
+        up = random_weight(other, n, k, seed=1)
         x = sized_rows(m, k, dtype) if has_norm else size * activations(m, k, dtype=dtype)
         operand = normal_operand(x, g, size, backend, m == 1) if has_norm else Value.of(x)
-        halved = backend.halves(None, dtype, name, (m, n, k))
-        a, b = (operand.dot(spec(name, w, k), k + 8, halved=halved) for w in (gate, up))
-        norm = {"norm_weight": backend.put(g), "eps": EPS, "offset": size} if has_norm else {}
-        y = ops.swiglu(
-            backend.put(x), backend.put(gate), backend.put(up), name, name, activation, **norm
+        a, b = (
+            operand.dot(spec(f, w, k), k + 8, halved=backend.halves(None, dtype, f, (m, n, k)))
+            for f, w in ((name, gate), (other, up))
         )
+        norm = {"norm_weight": backend.put(g), "eps": EPS, "offset": size} if has_norm else {}
+        apart = backend.put_view(torch.cat([up, up], 1)[:, : up.shape[1]])  # its rows, not gate's
+        y = ops.swiglu(backend.put(x), backend.put(gate), apart, name, other, activation, **norm)
         assert y.dtype == dtype
         check(y, (activated(a, activation) * b).store(dtype), f"{name} M={m} norm={has_norm}")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated_down(dtype: torch.dtype, activation: str, backend: Backend) -> None:
-    """(act(gate) * up) Wᵀ + residual"""
-    packed = random_weight("q4_0", 9, 96)
-    for m in (1, 2, 19):
-        gate = 4 * activations(m, 96, dtype=dtype)
-        up, residual = activations(m, 96, dtype=dtype, seed=1), activations(m, 9, dtype=dtype)
+@pytest.mark.formats
+def test_gated_down(name: str, dtype: torch.dtype, activation: str, backend: Backend) -> None:
+    """(act(gate) * up) Wᵀ + bias + residual, gate and up with different strides."""
+    k = backend.k(name)
+    packed, bias = random_weight(name, 11, k), activations(11, dtype=dtype, seed="bias")
+    for m in (0, 1, 5, 27):
+        gate, up = 4 * activations(m, k, dtype=dtype), activations(k, m, dtype=dtype, seed="up").T
+        residual = activations(m, 11, dtype=dtype, seed="residual")
         hidden = activated(Value.of(gate), activation) * Value.of(up)
-        want = hidden.dot(spec("q4_0", packed, 96)) + Value.of(residual)
-        y = ops.swiglu_linear(
-            backend.put(gate),
-            backend.put(up),
-            backend.put(packed),
-            None,
-            "q4_0",
-            activation,
-            backend.put(residual),
-        )
-        check(y, want.store(dtype), f"M={m}")
+        halved = backend.halves(None, dtype, name, (m, 11, k))
+        product = hidden.dot(spec(name, packed, k), halved=halved)
+        for addends in ((None, None), (bias, residual)):
+            want = product
+            for t in addends:
+                want = want if t is None else want + Value.of(t)
+            b, r = (maybe(t, backend) for t in addends)
+            put = backend.put(gate), backend.put_view(up), backend.put(packed)
+            y = ops.swiglu_linear(*put, b, name, activation, r)
+            assert y.dtype == dtype
+            check(y, want.store(dtype), f"{name} M={m} addends={b is not None}")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -300,8 +308,11 @@ def test_rope(
         "q_norm": activations(dim, dtype=dtype, seed="q"),
         "k_norm": activations(dim, seed="k"),
     }
-    for rows, norms, split in ((1, {}, False), (batch, g, False), (batch, {}, True), (1, g, True)):
-        cos, sin = angles(rows, positions, part, dtype)
+    for rows, norms, split in (
+        *((1, {}, False), (batch, g, False), (batch, {}, True), (1, g, True)),
+        *((1, {name: weight}, False) for name, weight in g.items()),
+    ):
+        cos, sin = angles(rows, positions, part, torch.float32 if split else dtype)
         parts = [t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(sizes, -1)]
         want = []
         for x, weight in zip(parts[:2], (norms.get("q_norm"), norms.get("k_norm")), strict=True):

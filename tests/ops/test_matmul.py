@@ -172,18 +172,6 @@ def test_several_panels_of_torch_s_matmul(backend: Backend) -> None:
     assert torch.equal(y[:, edges], want / 2 - 2 * c[:, edges])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_addends_of_torch_s_matmul(dtype: torch.dtype, backend: Backend) -> None:
-    """What joins the product is added in f32, whatever its dtype, and the result has that of x."""
-    packed, x = random_weight("q5_1", 9, 96), activations(7, 96, dtype=dtype)
-    for other in DTYPES:
-        bias = 100 * activations(9, dtype=other, seed="bias")
-        y = ops.linear(backend.put(x), backend.put(packed), backend.put(bias), "q5_1", "dense")
-        assert y.dtype == dtype
-        want = oracle.linear(x, spec("q5_1", packed, 96), bias, halved=dtype)
-        check(y, want, f"bias {other}")
-
-
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, object]:
     name = draw(st.sampled_from(FORMATS))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from backends import Backend
@@ -32,6 +30,7 @@ FROZEN = (
     "gated_delta",
     "attention of",
 )  # nothing requires a gradient
+
 WRITERS = ("cache_append", "rope_append", "causal_conv", "gated_delta")
 
 
@@ -120,22 +119,6 @@ def test_ops_leave_their_arguments_alone(label: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.formats
-def test_linear_adds_the_bias(name: str, dtype: torch.dtype, backend: Backend) -> None:
-    """x Wᵀ + bias, the bias in any of the dtypes, one rounding of the sum."""
-    k = formats.get(name).block_values * 2
-    packed, x = random_weight(name, 9, k), activations(4, k, dtype=dtype)
-    for bias_dtype in DTYPES:
-        bias = 100 * activations(9, dtype=bias_dtype, seed="bias")
-        y = ops.linear(backend.put(x), backend.put(packed), backend.put(bias), name)
-        assert y.dtype == dtype
-        # A bias of another dtype than x makes the kernels compute in f32.
-        halved = bias_dtype == dtype and backend.halves(None, dtype, name, (4, 9, k))
-        want = oracle.linear(x, spec(name, packed, k), bias, halved)
-        check(y, want, f"{name} {bias_dtype}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_gemm_and_gemv(
     name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
@@ -191,24 +174,6 @@ def test_gemm_is_linear(backend: Backend) -> None:
     assert torch.equal(ops.gemv(x[3], w, "q6_k"), ops.linear(x[3], w, None, "q6_k"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.formats
-def test_swiglu(name: str, dtype: torch.dtype, backend: Backend) -> None:
-    """silu(x Gᵀ) * (x Uᵀ), gate and up of one and of two formats, nothing rounded in between."""
-    k = backend.k(name)
-    gate = random_weight(name, 11, k)
-    for m, other in product((0, 1, 5, 27), (name, "f32")):
-        up = random_weight(other, 11, k, seed=1)
-        x = activations(m, k, dtype=dtype) / 8
-        a, b = (
-            Value.of(x).dot(spec(f, w, k), halved=backend.halves(None, dtype, f, (m, 11, k)))
-            for f, w in ((name, gate), (other, up))
-        )
-        y = ops.swiglu(backend.put(x), backend.put(gate), backend.put(up), name, other)
-        assert y.dtype == dtype
-        check(y, (a.silu() * b).store(dtype), f"{name} and {other}, M={m}")
-
-
 def test_swiglu_rounds_once(backend: Backend) -> None:
     """gate beyond 65504 stays finite for f16 x, in few rows and in many, when up is small."""
     gate, up = torch.full((3, 64), 64.0).half(), torch.full((3, 64), 2.0**-15).half()
@@ -216,27 +181,6 @@ def test_swiglu_rounds_once(backend: Backend) -> None:
         x = torch.full((m, 64), 32.0).half()  # gate 131072, up 2^-4
         y = ops.swiglu(backend.put(x), backend.put(gate), backend.put(up), "f16", "f16")
         assert torch.equal(y.cpu(), torch.full((m, 3), 8192.0).half()), m
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.formats
-def test_swiglu_linear(name: str, dtype: torch.dtype, backend: Backend) -> None:
-    """(silu(gate) * up) Wᵀ + bias, gate and up with different strides."""
-    k = backend.k(name)
-    packed = random_weight(name, 11, k)
-    for m in (0, 1, 5, 27):
-        gate, up = activations(m, k, dtype=dtype), activations(k, m, dtype=dtype, seed="up").T
-        hidden = Value.of(gate).silu() * Value.of(up)
-        halved = backend.halves(None, dtype, name, (m, 11, k))
-        for bias in (None, activations(11, dtype=dtype, seed="bias")):
-            y = hidden.dot(spec(name, packed, k), halved=halved)
-            want = (y if bias is None else y + Value.of(bias)).store(dtype)
-            put = None if bias is None else backend.put(bias)
-            got = ops.swiglu_linear(
-                backend.put(gate), backend.put_view(up), backend.put(packed), put, name
-            )
-            assert got.dtype == dtype
-            check(got, want, f"{name} M={m} bias={bias is not None}")
 
 
 def test_swiglu_does_not_overflow_in_between(backend: Backend) -> None:

@@ -20,9 +20,9 @@ the two: 8 more:
     |y - sum x w| <= gamma(K + 8) sum |x| (|d q| + |m|)
 In shaders q4_k's codes of every other 32 values carry a bias of 64 until the sum of x takes it
 away: their |d q| is |d| (q + 64) (`addends`). Shaders that read codes as subnormal halves
-(SUBNORMALS) do so with the bias of codes of a format without an offset, w = d (c - b) = d c - d b;
+do so with the bias of codes of a format without an offset (SUBNORMALS), w = d (c - b) = d c - d b;
 and their products are 2^-24 of theirs, so that what underflows is 2^24 |d| times as much:
-    |y - sum x w| <= gamma(K + 8) sum |x| (|d c| + |d b|) + 2^-102 sum |d|
+    |y - sum x w| <= gamma(K + 8) sum |x| (|d c| + |d b|) + 2^-102 sum |d c_max|
 Steps add up q x of formats without an offset, too. There w = d q is exact in f32, and a term takes
 fewer than K roundings, one of them for d: the bound is that of decoded weights.
 
@@ -226,7 +226,7 @@ def check(actual: Tensor, expected: Value, what: str = "") -> float:
 # {format: (first byte of the codes of a block, the byte behind them)}: of formats without an offset
 # that shaders read as subnormal halves, and of those with one; of an affine format the codes are
 # the first plane of a row.
-SUBNORMALS = {"q4_0": (2, 18)}
+SUBNORMALS = {"q4_0": (2, 18), "q5_0": (2, 22), "q8_0": (2, 34), "q3_k": (0, 96), "q6_k": (0, 192)}
 CODES = {"q4_1": (4, 20), "q5_1": (4, 24), "q2_k": (16, 80), "q4_k": (16, 144), "q5_k": (16, 176)}
 OFFSETS = [n for n in FORMATS if n in CODES or n.startswith("affine")]
 APART = [*OFFSETS, *SUBNORMALS]  # whose codes and offset, or bias, vector shaders sum apart
@@ -238,6 +238,7 @@ BIASES |= {n: (0x55, 1, (0, 64, 16, 4)) for n in OFFSETS if n.startswith("affine
 def _with_codes(name: str, packed: Tensor, k: int, byte: int) -> Tensor:
     """W f64 [N, k] by the specification, every byte of its codes replaced."""
     f, out = formats.get(name), packed.cpu().clone()
+    byte ^= 0x80 if name == "q8_0" else 0  # its codes are signed: -128 is the least
     if isinstance(f, formats.Affine):
         out[:, : k * f.bits // 8] = byte
     else:
@@ -264,9 +265,8 @@ def linear_apart(x: Tensor, name: str, packed: Tensor) -> Value:
     """x wT in the dtype of x, W of a format of APART, by a vector shader."""
     k = x.shape[-1]
     y = Value.of(x).dot(spec(name, packed, k), k + 8, size=addends(name, packed, k))
-    if name in SUBNORMALS:
-        steps = _with_codes(name, packed, k, 0x11) - _with_codes(name, packed, k, 0)
-        y.error += 2**24 * TINY * steps.abs().sum(1)
+    most = _with_codes(name, packed, k, 0xFF) - _with_codes(name, packed, k, 0)
+    y.error += 2**24 * TINY * most.abs().sum(1)
     return y.store(x.dtype)
 
 

@@ -269,6 +269,7 @@ _BIASES = dict.fromkeys(
 _BIASED = ("cohere", "deepseek-v3", "dots1", "falcon-h1-plain", "gemma2", "granitehybrid", "llama",
            "mamba", "qwen3-moe", "qwen3_5", "seed-oss")
 CASES |= {f"{c}-biased": (CASES[c][0], CASES[c][1] | _BIASES) for c in _BIASED}
+CASES["falcon-h1-plain-biased"][1]["attention_bias"] = False  # which are refused
 # Classes without a head: {case of the one with it: the class}.
 _HEADLESS = {
     **{"bloom": "BloomModel", "lfm2": "Lfm2Model", "llama": "LlamaModel"},
@@ -326,5 +327,34 @@ OTHERS = {
     "Llama4ForConditionalGeneration": "whose text has a case, and which take no text alone",
     "UMT5Model": "whose files are those of another class",
     "YoutuForCausalLM": "refused, as the file has no experts",
+}
+# Values that move logits, and of which the converter writes nothing: what files of a case are read
+# as. Found by converting each case with each value of its config changed.
+_NO_WINDOW, _NO_WINDOWS = {"sliding_window": None}, {"use_sliding_window": False}
+_DISTANCE = {"relative_attention_max_distance": 128}
+_STEPS = {"time_step_limit": [0.0, float("inf")]}
+_THETA = {"rope_parameters.rope_theta": 10000.0}
+UNSAID: dict[str, dict[str, Any]] = {
+    "bloom": {"apply_residual_connection_post_layernorm": False},
+    "deepseek-v3": {"rope_interleave": True},
+    "falcon": _THETA | {"alibi": False},
+    "falcon-h1": _STEPS | {"mamba_norm_before_gate": False},
+    "falcon-mamba": {"mixer_rms_eps": 1e-6},
+    "gemma": _THETA | {"use_bidirectional_attention": None},
+    "gemma2": _THETA,
+    "gpt-oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters.truncate": False},
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    "granitehybrid": _STEPS | {"position_embedding_type": "nope"},
+    "llama4": {"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+    "mamba2": _STEPS,
+    "ministral3": _NO_WINDOW | {"rope_parameters.mscale": 1.0},
+    "olmoe": {"rms_norm_eps": 1e-5, "clip_qkv": None, "norm_topk_prob": False},
+    "phi2": _THETA,
+    "qwen2-moe": _NO_WINDOWS | {"norm_topk_prob": False},
+    "qwen3-moe": _NO_WINDOWS | {"norm_topk_prob": True},
+    "stablelm": _THETA,
+    **dict.fromkeys(("mistral", "mixtral", "starcoder2"), _NO_WINDOW),
+    **dict.fromkeys(("qwen2", "qwen3"), _NO_WINDOWS),
+    **dict.fromkeys(("mt5", "t5", "t5-encoder", "umt5"), _DISTANCE),
 }
 # fmt: on

@@ -26,7 +26,7 @@ from zlib import compress, decompress
 import numpy as np
 import torch
 import transformers
-from converted_cases import CASES, OTHERS, REFUSED, VOCABULARY, WITHIN, H
+from converted_cases import CASES, OTHERS, REFUSED, UNSAID, VOCABULARY, WITHIN, H
 from torch import Tensor, nn
 
 RECORDS = Path(__file__).with_name("converted.json.xz")
@@ -113,8 +113,8 @@ def class_of(case: str) -> Any:
 
 
 def outcomes() -> str:
-    """What becomes of the files of each class that transformers and the converter share, and whose
-    models save_gguf writes."""
+    """What becomes of the files of each class that transformers and the converter share, whose
+    models save_gguf writes, and what the converter does not say."""
     from torch_metalmm.files.gguf.architectures import supported_architectures
     from torch_metalmm.files.gguf.rows import all_rows
 
@@ -129,6 +129,12 @@ def outcomes() -> str:
         lists.setdefault(why, []).append(short)
     written = {row.model_type for _, row in all_rows() if row.writes} | {"mistral"}  # as Llama
     lists["written by `save_gguf`, by their `model_type`"] = sorted(written)
+    unsaid: dict[str, list[str]] = {}
+    for case, values in UNSAID.items():
+        for name, value in values.items():
+            unsaid.setdefault(f"`{name}` = {value} ({{}})", []).append(CASES[case][0])
+    read = [text.format(", ".join(names)) for text, names in sorted(unsaid.items())]
+    lists["not written by the converter, and read as"] = read
     return "\n".join(
         textwrap.fill(f"* {why}: {', '.join(dict.fromkeys(names))}", 140, subsequent_indent="  ")
         for why, names in lists.items()

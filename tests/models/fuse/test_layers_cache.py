@@ -122,7 +122,7 @@ def test_the_bits_are_those_of_update_and_attention_function(
 
 
 def test_random_steps_with_faults_and_changes() -> None:
-    """tests/fuzz_caches.py takes more of them."""
+    """tests/fuzz.py takes more of them."""
     for number in range(150):
         check_sequence(number)
 

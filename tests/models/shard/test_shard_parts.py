@@ -131,6 +131,17 @@ def test_a_tie_of_other_ranges_leaves_its_group_whole() -> None:
     assert "model.layers.1.mlp.up_proj" in found.parts
 
 
+@pytest.mark.quick
+def test_a_tie_of_rows_and_columns_leaves_both_whole() -> None:
+    """Of a square matrix the ranges of both are equal."""
+    model = tiny_llama(intermediate_size=256)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj.weight = mlp.gate_proj.weight
+    found = plan_of(quantize_(model, "q4_0", progress=False), None, 2)
+    parts = [f"model.layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in ("gate", "down")]
+    assert [name in found.parts for name in parts] == [False, False, True, True]
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "a layer that is none": ({"model.layers.*.mlp.gate": "colwise"}, "no layer 'model.layers"),
     "a style": ({"lm_head": "packed_colwise"}, "lm_head has the style 'packed_colwise'; allowed"),

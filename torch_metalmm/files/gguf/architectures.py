@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ _NEEDED = (
     *(*SIZES, *GRANITE, RMS, LAYER, *WINDOW, "logit_scale"),
     *(_EXPERTS, "expert_used_count"),
 )
-_BOOLS = ("expert_weights_norm",)
+_BOOLS = ("expert_weights_norm", "rope.scaling.finetuned")
 
 
 def model_config(file: GgufFile) -> tuple[Any, Architecture, dict[str, Any]]:
@@ -89,6 +90,7 @@ def supported_architectures() -> list[str]:
 
 def config_values(file: GgufFile, row: Architecture) -> dict[str, Any]:
     """The config of the file by its row. ValueError as of model_config."""
+    refuse_spoiled(file.path, row, file.tensors)
     prefix = f"{file.architecture}."
     known = {*row.keys, *row.states, *row.computed}
     for key in _OTHERS:
@@ -129,6 +131,16 @@ def config_values(file: GgufFile, row: Architecture) -> dict[str, Any]:
     for name, rule in row.derived.items():
         values[name] = rule(values, file)
     return values
+
+
+def refuse_spoiled(where: object, row: Architecture, names: Iterable[str]) -> None:
+    """ValueError: `where` has a tensor that the row names as spoiled."""
+    found = next((n for n in names if re.fullmatch(rf"blk\.\d+\.{row.spoiled}", n)), None)
+    if found is not None:
+        raise ValueError(
+            f"{where}: {found}: llama.cpp's converter writes another bias than the model's into "
+            f"files of {row.model_type}; allowed: models without it"
+        )
 
 
 def _flags(file: GgufFile, row: Architecture) -> dict[str, bool]:

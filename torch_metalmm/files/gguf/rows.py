@@ -64,6 +64,7 @@ _ROUTED_ELSE = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
 }
+_ROTATED = {"rope.scaling.finetuned": True}  # of Granite: whether it has a rotation
 # Of Mistral's models in these files, which scale queries by their position.
 _NO_TEMPERATURE = {"attention.temperature_scale": 0}
 _CHUNKED = {"attention.sliding_window": 8192}  # another value: not the layers of Llama 4
@@ -131,7 +132,9 @@ class Architecture:
     ends of names in the model that the gguf package does not know, and those in the file. joined:
     {end of a name in the model: ends of the tensors whose rows it has, one after the other}.
     parameters: {end of a name in the model: the whole key of the numbers that its layers have}.
-    latent: whether its heads share a latent of keys and values (latent.py).
+    latent: whether its heads share a latent of keys and values (latent.py). spoiled: a pattern of
+    the names' ends of biases that are refused, as llama.cpp's converter writes others than the
+    model's.
     """
 
     model_type: str
@@ -148,6 +151,7 @@ class Architecture:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     latent: bool = False
+    spoiled: str = ""
 
     @property
     def leaves(self) -> list[tuple[str, str]]:
@@ -291,6 +295,7 @@ ARCHITECTURES = {
             "feed_forward.up_proj.weight": "ffn_up.weight",
             "feed_forward.down_proj.weight": "ffn_down.weight",
         },
+        spoiled=r"attn_[qkv]\.bias",  # times attention_in_multiplier, which scales x alone
     ),
     "gemma": Architecture("gemma", processor=_GEMMA),
     "gemma2": Architecture(
@@ -356,12 +361,14 @@ ARCHITECTURES = {
         "granite",
         _RMS | GRANITE | _SHARED_MLP,
         processor=_LLAMA,
+        states=_ROTATED,
         derived=_HEADS,
     ),
     "granitemoe": Architecture(
         "granitemoe",
         _LOCAL | GRANITE,
         processor=_LLAMA,
+        states=_ROTATED,
         derived=_HEADS,
         names={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
     ),
@@ -401,7 +408,12 @@ ARCHITECTURES = {
     "mistral3": Architecture(
         "mistral", processor=_LLAMA, writes=False, has={"sliding_window": None}
     ),
-    "olmo": Architecture("olmo", SIZES | {"attention.clamp_kqv": "clip_qkv"}, processor=_LLAMA),
+    "olmo": Architecture(
+        "olmo",
+        SIZES | {"attention.clamp_kqv": "clip_qkv"},
+        processor=_LLAMA,
+        spoiled=r"attn_[qk]\.bias",  # in another order than the rows of the weight
+    ),
     "mamba": Architecture(
         "mamba", _MAMBA, _IN_BIAS, processor="MambaTensorProcessor", rotates=False, writes=False
     ),
@@ -524,6 +536,7 @@ VARIANTS: dict[str, tuple[str, int | None, Architecture]] = {
             "granitemoeshared",
             _LOCAL | GRANITE | _SHARED_MLP,
             processor=_LLAMA,
+            states=_ROTATED,
             derived=_HEADS,
             writes=False,
             names=_MIXED,

@@ -20,7 +20,7 @@ from ...models.shard.apply import refuse_sharded
 from ...models.skeleton import empty_like
 from ...nn import QuantEmbedding, QuantLinear
 from ..staging import replaced
-from .architectures import llama3_divisors, metadata, model_config
+from .architectures import llama3_divisors, metadata, model_config, refuse_spoiled
 from .derive import ROPE_DIVISORS
 from .experts import check_format, stored_experts
 from .file import GgufFile, write_out
@@ -71,6 +71,7 @@ def save_gguf(
         )
     values |= {_NO_TOKENS: "no_vocab"} if tokenizer is None else vocabulary(tokenizer, model)
     tensors = _tensors(model, architecture, row)
+    refuse_spoiled("model", row, tensors)
     with replaced(target) as made:
         _write(made, architecture, values, tensors)
         _check_config(made, model.config)

@@ -20,7 +20,7 @@ from .schema import Wanted
 
 # Between the parts of JSON, as json.dumps writes them: where white space is free, a small model may
 # write nothing else.
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Forms:
