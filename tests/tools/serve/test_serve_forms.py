@@ -80,6 +80,22 @@ def test_a_thought_that_the_prompt_opens_is_free(loaded: tuple[Any, Any]) -> Non
     assert allowed and all("abcd".find(tokenizer.decode([i])) in (0, 2) for i in allowed)
 
 
+def test_an_answer_ends_with_the_model_s_own_tokens(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the tokenizer's; after a token that its form has not it fails."""
+    model, tokenizer = loaded
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [7, 9])
+    ids, logits = tokenizer("ababab", add_special_tokens=False).input_ids, torch.zeros(1, 320)
+    form = Forms(*loaded).of(REGEX, "", 0)
+    allowed = form(torch.tensor([ids]), logits)[0].isfinite().nonzero().flatten().tolist()
+    assert allowed == [7, 9]
+    form = Forms(*loaded).of(REGEX, "", 0)
+    other = tokenizer("x", add_special_tokens=False).input_ids
+    with pytest.raises(RuntimeError, match="the form of the answer"):
+        form(torch.tensor([other]), logits)
+
+
 # ---- JSON of any schema
 
 _SCALARS: Any = st.one_of(
