@@ -35,35 +35,37 @@ KernelArgs args_of(const Problem& p, int64_t values, int64_t gates, int64_t posi
   return a;
 }
 
-KernelArgs conv_args(const Problem& p) {
-  KernelArgs a = args_of(p, p.n, p.n, p.conv.positions);
-  a.count = u32(p.conv.width, "width");
-  return a;
+// What the kernels of an op differ in.
+struct Launch {
+  KernelArgs args;
+  uint32_t bits;    // of kConstantEpilogue
+  int64_t threads;  // of the grid
+};
+
+Launch launch_of_conv(const Problem& p, Reason& reason) {
+  const ConvSizes& c = p.conv;
+  Launch out{args_of(p, p.n, p.n, c.positions), 0, 0};
+  out.args.count = u32(c.width, "width");
+  out.bits = (c.bias ? kConvBias : 0u) | (c.silu ? kConvSilu : 0u) |
+             (c.float_weight ? kConvFloatWeight : 0u);
+  const int64_t chunks = ceil_div(c.positions, C::kPositions);
+  out.threads = product(product(p.m / c.positions, chunks), p.n);
+  reason.add("causal_conv: a thread ", C::kPositions, " positions of a channel");
+  return out;
 }
 
-uint32_t conv_bits(const ConvSizes& c) {
-  return (c.bias ? kConvBias : 0u) | (c.silu ? kConvSilu : 0u) |
-         (c.float_weight ? kConvFloatWeight : 0u);
-}
-
-KernelArgs delta_args(const Problem& p) {
+Launch launch_of_delta(const Problem& p, Reason& reason) {
   const DeltaSizes& d = p.delta;
   const int64_t values = product(product(d.key_heads, 2), p.k) + product(d.heads, p.n);
-  KernelArgs a = args_of(p, values, d.heads, d.positions);
-  a.heads = u32(d.heads, "heads");
-  a.kv_heads = u32(d.key_heads, "key_heads");
-  a.eps = p.eps;
-  return a;
-}
-
-// Threads of the grid.
-int64_t items_of(const Problem& p) {
-  if (p.op == Op::kCausalConv) {
-    const int64_t chunks = ceil_div(p.conv.positions, C::kPositions);
-    return product(product(p.m / p.conv.positions, chunks), p.n);
-  }
-  const int64_t heads = product(p.m / p.delta.positions, p.delta.heads);
-  return product(product(heads, ceil_div(p.n, G::kColumns)), kSimdWidth);
+  Launch out{args_of(p, values, d.heads, d.positions), 0, 0};
+  out.args.heads = u32(d.heads, "heads");
+  out.args.kv_heads = u32(d.key_heads, "key_heads");
+  out.args.eps = p.eps;
+  out.bits = d.float_heads ? kDeltaFloatHeads : 0u;
+  const int64_t heads = product(p.m / d.positions, d.heads);
+  out.threads = product(product(heads, ceil_div(p.n, G::kColumns)), kSimdWidth);
+  reason.add("gated_delta: a simdgroup ", G::kColumns, " columns of the state of a head");
+  return out;
 }
 
 }  // namespace
@@ -100,23 +102,18 @@ Plan plan_recurrent(const Problem& p, std::optional<StrategyId> forced, Reason r
     return out;
   }
   const StrategyInfo& s = info_of(strategy);
+  const Launch launch = is_conv ? launch_of_conv(p, reason) : launch_of_delta(p, reason);
   Pass pass;
   pass.kernel = kernel_name(strategy, Codec::kCount, p.dtype);
-  pass.grid = {u32(ceil_div(items_of(p), s.threads), "grid"), 1, 1};
+  pass.grid = {u32(ceil_div(launch.threads, s.threads), "grid"), 1, 1};
   pass.threads = {static_cast<uint32_t>(s.threads), 1, 1};
   pass.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
   pass.slots = s.slots;
-  pass.args = is_conv ? conv_args(p) : delta_args(p);
+  pass.args = launch.args;
   pass.constants[kConstantK] = pass.args.k;
-  pass.constants[kConstantEpilogue] =
-      is_conv ? conv_bits(p.conv) : (p.delta.float_heads ? kDeltaFloatHeads : 0u);
+  pass.constants[kConstantEpilogue] = launch.bits;
   u32(product(pass.grid[0], s.threads), "threads");  // kernels number them in 32 bits
   out.passes.push_back(pass);
-  if (is_conv) {
-    reason.add("causal_conv: a thread ", C::kPositions, " positions of a channel");
-  } else {
-    reason.add("gated_delta: a simdgroup ", G::kColumns, " columns of the state of a head");
-  }
   return out;
 }
 

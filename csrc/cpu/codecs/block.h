@@ -125,16 +125,21 @@ struct Q5_1 : BlockCodec<32, 24> {
   }
 };
 
-// d * code
-struct Q8_0 : BlockCodec<32, 34> {
+// A scale, and codes behind it.
+template <int kValues, int kBytes>
+struct ScaledCodes : BlockCodec<kValues, kBytes> {
   struct Block {
     F d;
     const uint8_t* qs;
   };
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    const uint8_t* b = at(row, block);
+  static MM_INLINE void open(const uint8_t* row, int64_t block, Block& k) {
+    const uint8_t* b = BlockCodec<kValues, kBytes>::at(row, block);
     k = {half(b), b + 2};
   }
+};
+
+// d * code
+struct Q8_0 : ScaledCodes<32, 34> {
   template <int kVector>
   static MM_INLINE F get(const Block& b, int) {
     return to_float(load_s8(b.qs + kVector * kWidth)) * b.d;
@@ -142,15 +147,7 @@ struct Q8_0 : BlockCodec<32, 34> {
 };
 
 // +d or -d: the bits in the order of the values.
-struct Q1_0 : BlockCodec<128, 18> {
-  struct Block {
-    F d;
-    const uint8_t* qs;
-  };
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    const uint8_t* b = at(row, block);
-    k = {half(b), b + 2};
-  }
+struct Q1_0 : ScaledCodes<128, 18> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     const uint32_t bits = load_as<uint32_t>(k.qs + 4 * chunk) >> (kVector * kWidth);
@@ -159,12 +156,7 @@ struct Q1_0 : BlockCodec<128, 18> {
 };
 
 // d (code - 1): two bits a code, in the order of the values.
-struct Q2_0 : BlockCodec<64, 18> {
-  using Block = Q1_0::Block;
-  static MM_INLINE void open(Row row, int64_t block, Block& k) {
-    const uint8_t* b = at(row, block);
-    k = {half(b), b + 2};
-  }
+struct Q2_0 : ScaledCodes<64, 18> {
   template <int kVector>
   static MM_INLINE F get(const Block& k, int chunk) {
     constexpr int kFirst = kVector * kWidth;  // 16 values in a word

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf_cases import CASES, HEAD
 from gguf_files import ARCHITECTURES, HEADS, load_quietly, random_model, tensors_of, write_gguf
 from gguf_models import convert, fields_of, random_hf
@@ -272,6 +272,9 @@ def test_what_gguf_has_no_place_for(tmp_path: Path, tiny: tuple[Any, Any]) -> No
         quantize_(transformers.LlamaForCausalLM(config), {"*.up_proj": "affine4_g64"}),
         None,
     )
+    if "Q2_0" not in GGMLQuantizationType.__members__:
+        two_bits = quantize_(transformers.LlamaForCausalLM(config), {"*.up_proj": "q2_0"})
+        refuses("up_proj.weight is q2_0, which the installed gguf .* cannot write", two_bits, None)
     small.model.layers[0].mlp.up_proj.double()
     refuses("up_proj.weight is torch.float64, which is neither", small, None)
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

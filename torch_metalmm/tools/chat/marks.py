@@ -65,18 +65,19 @@ class Stops:
         return taken
 
 
+def opened_by(prompt: str, marks: Iterable[Mark] = MARKS) -> Mark | None:
+    """The mark that the prompt ends with, as those of Qwen3 thinking do."""
+    return next((mark for mark in marks if prompt.rstrip().endswith(mark.opens)), None)
+
+
 class Splitter:
     """An answer as (kind, text), without the marks, whichever pieces it comes in."""
 
     def __init__(self, prompt: str = "", marks: Sequence[Mark] = MARKS) -> None:
-        """prompt: may end with the mark that opens the answer, as those of Qwen3 thinking do.
-        marks: those that are looked for; others stay in the text."""
-        self._open: Mark | None = None
-        self._marks = marks
+        """prompt: may end with the mark that opens the answer. marks: those that are looked for;
+        others stay in the text."""
+        self._open, self._marks = opened_by(prompt, marks), marks
         self.count = 0  # of the marks that opened a part
-        for mark in marks:
-            if prompt.rstrip().endswith(mark.opens):
-                self._open = mark
         self._rest = ""
         self._read = 0  # characters before the rest
         self.first_call: int | None = None  # where the mark of the first call begins

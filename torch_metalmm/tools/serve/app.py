@@ -149,9 +149,10 @@ class Server:
         feed, prompts = Feed(self.engine, self.limits.seconds), self._prompts()
 
         def job() -> Job:
+            wanted = given.form()  # a schema may have megabytes
             prompt, ids, room = prepared()
             options = given.options(room)
-            options.form = prompts.form(given.form(), prompt, ids)
+            options.form = prompts.form(wanted, prompt, ids)
             return Job(prompt, ids, options, given.seed, feed.tell)
 
         try:

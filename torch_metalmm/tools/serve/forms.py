@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..chat.marks import MARKS, THOUGHT
+from ..chat.marks import THOUGHT, opened_by
 from ..chat.session import end_tokens
 from .errors import ApiError
 from .schema import Wanted
@@ -59,10 +59,9 @@ class Forms:
         if matcher.is_error():
             said = matcher.get_error().partition("\n")[0][:300]
             raise ApiError(400, f"{wanted.field}: {said}", wanted.field)
-        closes = [
-            m.closes for m in MARKS if m.kind == THOUGHT and prompt.rstrip().endswith(m.opens)
-        ]
-        return Form(matcher, count, self._tokenizer, closes[0] if closes else None)
+        mark = opened_by(prompt)
+        after = mark.closes if mark is not None and mark.kind == THOUGHT else None
+        return Form(matcher, count, self._tokenizer, after)
 
 
 class Form:

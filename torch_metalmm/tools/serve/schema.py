@@ -86,7 +86,6 @@ class Generation(Request):
             raise ApiError(400, f"stop: {len(stops)} texts; at most {_MOST_STOPS}", "stop")
         if not _all_are(str, stops) or "" in stops:
             raise ApiError(400, "stop: must be a text or a list of texts, none empty", "stop")
-        self.form()
 
     def form(self) -> Wanted | None:
         """The form of the answer, None: any. ApiError: two, or none that is known."""
