@@ -106,6 +106,18 @@ def test_clients_that_left_behind_a_long_prompt(loaded: tuple[Any, Any]) -> None
     assert batch.room() == 2
 
 
+def test_an_answer_has_its_place_when_its_first_token_is_told(loaded: tuple[Any, Any]) -> None:
+    """Another thread may look at that moment."""
+    batch, seen = Batch(*loaded, 2), list[tuple[bool, int]]()
+
+    def tell(_: Any) -> None:
+        seen.append((batch.is_busy(), batch.room()))
+
+    run(batch, Job("", IDS, Options(max_new_tokens=NEW), 1, tell))
+    assert len(seen) > 2 and set(seen) == {(True, 1)}
+    assert batch.room() == 2
+
+
 @pytest.mark.parametrize("asked", (None, 1.0), ids=("the model's", "the request's"))
 def test_the_repetition_penalty(
     loaded: tuple[Any, Any], asked: float | None, monkeypatch: pytest.MonkeyPatch

@@ -189,11 +189,13 @@ class Batch:
             return
         self._speed = len(part) / (time.monotonic() - begin)
         answer.text.extend(part)
-        self._prompts.popleft()
         if len(answer.text.tokens) < len(answer.job.ids):
-            self._prompts.append(answer)
-        elif not answer.is_read() or self._goes_on(answer, logits[:, -1]):
+            self._prompts.rotate(-1)
+            return
+        # In one list at every moment: the client knows its first token, and may ask who is busy.
+        if not answer.is_read() or self._goes_on(answer, logits[:, -1]):
             self._answers.append(answer)
+        self._prompts.popleft()
 
     def _part_size(self) -> int:
         """Tokens of a part: while others wait for their next token, what is read in SECONDS."""

@@ -155,7 +155,8 @@ class Engine:
 
     def load(self) -> tuple[int, bool]:
         """(how many requests wait, whether one is being answered)."""
-        return len(self._waiting), self._is_busy()
+        with self._changed:  # a request on its way from the one to the other is in neither
+            return len(self._waiting), self._is_busy()
 
     def _is_busy(self) -> bool:
         return self._task is not None or self.runner.is_busy()
