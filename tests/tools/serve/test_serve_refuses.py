@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gguf_files import random_model
-from serving import KEY, Served, serving
+from serving import KEY, OTHER_KEY, Served, serving
 
 from torch_metalmm.tools.cli import main
 
@@ -111,7 +111,7 @@ def test_another_model(served: Served) -> None:
 
 
 def test_a_wrong_key(served: Served) -> None:
-    for key in ("", "wrong", KEY + "x"):
+    for key in ("", "wrong", KEY + "x", KEY[:-1], f"{KEY} {OTHER_KEY}", "ä"):
         status, _, told = served.ask("/v1/models", key=key)
         assert status == 401 and told["error"]["code"] == "invalid_api_key"
 
@@ -202,6 +202,7 @@ def test_another_address_of_this_machine(tmp_path: Path) -> None:
     (
         (("--host", "0.0.0.0"), "others can reach it; give --api-key"),
         (("--api-key", ""), "--api-key: must be"),
+        (("--api-key", "one", "--api-key", "t wo"), "--api-key: must be"),
         (("--pooling", "max"), "--pooling max: must be"),
         (("--cache", "q9"), "--cache: "),
         (("--model", "other.gguf"), "the model is"),
