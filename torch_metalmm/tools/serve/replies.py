@@ -15,11 +15,16 @@ Object = dict[str, Any]
 
 
 def usage_of(finish: Finish) -> Object:
+    guesses = {
+        "accepted_prediction_tokens": finish.right_guesses,
+        "rejected_prediction_tokens": finish.wrong_guesses,
+    }
     return {
         "prompt_tokens": finish.prompt_tokens,
         "completion_tokens": finish.new_tokens,
         "total_tokens": finish.prompt_tokens + finish.new_tokens,
         "prompt_tokens_details": {"cached_tokens": finish.kept_tokens},
+        "completion_tokens_details": guesses,
     }
 
 
