@@ -33,7 +33,7 @@ def request(draw: random.Random, heads: list[list[int]], told: list[Any]) -> Job
         top_p=draw.choice((None, 0.9)),
         max_new_tokens=draw.choice((1, 9, 40)),
     )
-    leaves = draw.randrange(6) if draw.random() < 0.2 else None
+    leaves = draw.randrange(6) if draw.random() < 0.3 else None
 
     def tell(what: Any) -> None:
         told.append(what)
