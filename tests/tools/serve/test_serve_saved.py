@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from serving import KEY, OTHER_KEY, serving
 
-from torch_metalmm import load_gguf
+from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.hf.caches.pages import SLOTS
 from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.serve.batch import Batch
@@ -87,13 +87,16 @@ def test_what_is_restored_is_saved_again(loaded: Any, tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(loaded: Any, tmp_path: Path) -> None:
-    """Of other weights, or with another cache."""
+    """Of other weights, with another cache, or computed in other ops."""
     file = tmp_path / "prompts"
     batch = pool(loaded, 8)
     SavedPrompts(file, batch).write()
     SavedPrompts(file, pool(loaded, 8)).read()
     other = load_gguf(random_model(tmp_path / "o.gguf", "llama", seed=1))
-    for one in (pool(other, 8), pool(loaded, 8, "f16")):
+    fused = load_gguf(random_model(tmp_path / "f.gguf", "llama"))
+    SavedPrompts(file, pool(fused, 8)).read()
+    fuse_(fused[0])
+    for one in (pool(other, 8), pool(loaded, 8, "f16"), pool(fused, 8)):
         with pytest.raises(ValueError, match=r"--prompts .*prompts: of another model"):
             SavedPrompts(file, one).read()
 

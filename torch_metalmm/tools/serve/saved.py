@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ... import _C
 from ...files.staging import check_writable, replaced
 from ...hf.caches.paged import PagedCache
 from ...hf.caches.pages import SLOTS
@@ -105,10 +106,12 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> N
 
 
 def _digest(model: Any, cache: PagedCache) -> str:
-    """Of what the rows of a prompt depend on: weights, config, formats, kind of arithmetic."""
+    """Of what the bits of rows depend on: weights, config, formats, how they are used."""
     first: Any = cache.layers[0]
-    kinds = [str(getattr(module, "activations", None)) for module in model.modules()]
-    said = [str(model.dtype), model.device.type, *first.formats, model.config.to_json_string()]
+    kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
+    native: Any = _C  # mypy does not see into the module
+    device = native.cpu_isa() if model.device.type == "cpu" else model.device.type
+    said = [str(model.dtype), device, *first.formats, model.config.to_json_string()]
     found = hashlib.sha256(json.dumps(said + kinds).encode())
     for name, tensor in model.state_dict().items():
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
