@@ -13,7 +13,8 @@ from serving import KEY, Served, serving
 pytest.importorskip("uvicorn")
 
 ORIGIN = "https://chat.example:8080"
-POSTS = ("chat/completions", "completions", "embeddings")
+CHATS = ("chat/completions", "responses", "messages", "messages/count_tokens")
+POSTS = (*CHATS, "completions", "embeddings")
 GETS = ("models", "models/tiny")
 ROUTES = [*(f"/v1/{path}" for path in (*POSTS, *GETS)), "/metrics"]
 OPEN = "/health"

@@ -188,7 +188,7 @@ class Session:
         from transformers import StoppingCriteriaList
 
         def is_over(input_ids: Tensor, _: Any, **__: Any) -> Tensor:
-            over = self._stopped.is_set() or stream.stops.found
+            over = self._stopped.is_set() or bool(stream.stops.found)
             return torch.full((len(input_ids),), over, device=input_ids.device)
 
         prompt = torch.tensor([ids], device=self.model.device)

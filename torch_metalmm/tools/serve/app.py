@@ -24,9 +24,11 @@ from .embedding import Embedder
 from .engine import Engine, Task
 from .errors import ApiError
 from .feed import Feed
+from .messages import MessageReply, Messages, refusal
 from .metrics import Metrics
 from .prompts import Prompt, Prompts
-from .replies import ChatReply, Choices, CompletionReply
+from .replies import ChatReply, Choices, CompletionReply, Reply
+from .responses import ResponseReply, Responses
 from .schema import Chat, Completion, Embedding, Generation, parse, warn_once
 from .tokens import give_memory_back
 from .wire import Bounded, refused
@@ -66,6 +68,9 @@ class Server:
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
             "/v1/embeddings": self.embed,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count,
+            "/v1/responses": self.respond,
         }
         routes = [
             Route(path, self._guarded(path, handler), methods=[method])
@@ -109,14 +114,47 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         given = parse(Chat, await self._body(request))
+
+        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
+            return Choices(self.name, [*choices], len(choices), given.tells_usage())
+
+        return await self._chat(request, given, reply)
+
+    async def messages(self, request: Request) -> Response:
+        given = parse(Messages, await self._body(request)).chat()
+
+        def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
+            return MessageReply(self.name, prompt, choices[0])
+
+        return await self._chat(request, given, reply)
+
+    async def count(self, request: Request) -> Response:
+        given = parse(Messages, await self._body(request)).chat()
+        prompts = self._checked(given, len(given.messages))
+        with closing(Feed(self.engine, self.limits.seconds)) as feed:
+            made = feed.within(asyncio.to_thread(prompts.of_chat, given))
+            return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
+
+    async def respond(self, request: Request) -> Response:
+        asked = parse(Responses, await self._body(request))
+
+        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
+            return ResponseReply(self.name, asked, choices[0])
+
+        return await self._chat(request, asked.chat(), reply)
+
+    async def _chat(
+        self,
+        request: Request,
+        given: Chat,
+        reply: Callable[[Prompt, list[ChatReply]], Reply],
+    ) -> Response:
         prompts = self._checked(given, len(given.messages))
 
-        def reply_to(made: list[Prompt]) -> Choices:
-            choices = [
-                ChatReply(i, prompts.spelled, made[0].text, given.calls)
-                for i in range(given.n or 1)
-            ]
-            return Choices(self.name, [*choices], len(choices), given.tells_usage())
+        def reply_to(made: list[Prompt]) -> Reply:
+            text, count = made[0].text, given.n or 1
+            choices = [ChatReply(i, prompts.spelled, text, given.calls) for i in range(count)]
+            return reply(made[0], choices)
 
         return await self._answering(prompts).answer(
             request, given, 1, lambda: [prompts.of_chat(given)], reply_to
@@ -175,6 +213,8 @@ class Server:
                 return response
             except ApiError as error:
                 status = error.status
+                if path.startswith("/v1/messages"):
+                    return JSONResponse(refusal(error), error.status, error.headers)
                 return refused(error)
             except ClientDisconnect:
                 return Response(status_code=status)

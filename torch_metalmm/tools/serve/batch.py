@@ -79,7 +79,8 @@ class _Answer:
     def finish(self, reason: str) -> None:
         self.text.end()
         self.stream.finish()
-        done = Finish(reason, len(self.job.ids), self.kept or 0, len(self.stream.ids))
+        new, stop = len(self.stream.ids), self.stream.stops.found
+        done = Finish(reason, len(self.job.ids), self.kept or 0, new, stop)
         self.job.tell(done)
 
 

@@ -29,6 +29,7 @@ class Finish(NamedTuple):
     prompt_tokens: int
     kept_tokens: int  # of the prompt, read for an earlier answer
     new_tokens: int
+    stop: str = ""  # the string that ended it
 
 
 @dataclass(eq=False)

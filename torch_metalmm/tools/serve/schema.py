@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 # would shorten a prompt that is too long. A field that is neither here nor in a class is refused.
 _HINTS = """user metadata store service_tier safety_identifier prompt_cache_key speed keep_alive
     prompt_cache_retention cache_prompt cache_control id_slot prediction client_metadata include
-    context_management inference_geo"""
+    context_management inference_geo diagnostics user_profile_id workspace_id"""
 IGNORED = frozenset(_HINTS.split())
 _MOST_STOPS = 16
 _NO_LIMIT = 1 << 30  # tokens; clients write -1, as llama.cpp's
