@@ -14,24 +14,26 @@ class Texts:
 
     def __init__(self, count: int) -> None:
         self.pages = Pages(count)
-        self.written = dict[int, list[int]]()
+        self.written, self.owners = dict[int, list[int]](), dict[int, bytes]()
         self.texts = list[tuple[list[int], list[int]]]()
 
-    def begin(self, ids: list[int]) -> None:
-        found = self.pages.find(ids, len(ids))
+    def begin(self, ids: list[int], owner: bytes) -> None:
+        found = self.pages.find(ids, len(ids), owner)
         for i, page in enumerate(found):
             assert self.written[page] == ids[i * SLOTS : (i + 1) * SLOTS]
+            assert self.owners[page] == owner
         try:
             while len(found) * SLOTS < len(ids):
                 page = self.pages.take()
                 assert not any(page in held for held, _ in self.texts) and page not in found
                 self.written[page] = ids[len(found) * SLOTS : (len(found) + 1) * SLOTS]
+                self.owners[page] = owner
                 found.append(page)
         except PoolFull:
             assert not self.pages.available
             self.pages.release(found)
             return
-        self.pages.publish(found, ids)
+        self.pages.publish(found, ids, owner)
         self.texts.append((found, ids))
 
     def check(self) -> None:
@@ -45,17 +47,18 @@ class Texts:
 
 # Blocks of a text: few, so that beginnings are alike; the last one of some tokens.
 BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+OWNERS = st.sampled_from([b"", b"a"])
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), BLOCKS, st.sampled_from([0, 1, 40])), max_size=30))
-def test_pages_are_their_texts(steps: list[tuple[bool, list[int], int]]) -> None:
+@given(st.lists(st.tuples(st.booleans(), BLOCKS, st.sampled_from([0, 1, 40]), OWNERS), max_size=30))
+def test_pages_are_their_texts(steps: list[tuple[bool, list[int], int, bytes]]) -> None:
     texts = Texts(7)
-    for ends, blocks, rest in steps:
+    for ends, blocks, rest, owner in steps:
         if ends and texts.texts:
             texts.pages.release(texts.texts.pop(len(blocks) % len(texts.texts))[0])
         else:
-            texts.begin([b for block in blocks for b in [block] * SLOTS] + [2] * rest)
+            texts.begin([b for block in blocks for b in [block] * SLOTS] + [2] * rest, owner)
         texts.check()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.models.served import Server, server
 
-KEY = "a-key-of-tests"
+KEY, OTHER_KEY = "a-key-of-tests", "another"
 
 
 class Served(Server):
@@ -38,5 +38,5 @@ def _told(text: bytes) -> Any:
 @contextmanager
 def serving(*flags: str) -> Iterator[Served]:
     """A server of these flags, which ends at the end. RuntimeError: it did not start."""
-    with server(*flags, METALMM_API_KEY=KEY, HF_HUB_OFFLINE="1") as found:
+    with server(*flags, METALMM_API_KEY=f"{KEY}\n{OTHER_KEY}\n", HF_HUB_OFFLINE="1") as found:
         yield Served(*found)

@@ -250,7 +250,7 @@ def test_one_thread_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(loading, "load", seen)
     args = parser.parse_args(["-m", str(file)])
     with closing(Template()) as template:
-        engine = command._server(args, template, None).engine
+        engine = command._server(args, template, {}).engine
     threads.append(engine.worker.call(threading.current_thread).result())
     assert threads[0] is threads[1] is not threading.current_thread()
     with pytest.raises(ZeroDivisionError):

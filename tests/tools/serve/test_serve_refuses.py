@@ -219,6 +219,9 @@ def test_another_address_of_this_machine(tmp_path: Path) -> None:
     (
         (("--host", "0.0.0.0"), "others can reach it; give --api-key"),
         (("--api-key", ""), "--api-key: must be"),
+        (("--api-key", "one", "--api-key", "t wo"), "--api-key: must be"),
+        (("--origin", "*"), "--origin *: must be"),
+        (("--origin", "https://a.example/path"), "--origin https://a.example/path: must be"),
         (("--pooling", "max"), "--pooling max: must be"),
         (("--cache", "q9"), "--cache: "),
         (("--model", "other.gguf"), "the model is"),

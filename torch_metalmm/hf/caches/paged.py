@@ -31,10 +31,10 @@ class Offset(int):
 
 
 class Text:
-    """Tokens whose rows the cache holds."""
+    """Tokens whose rows the cache holds. owner: whose texts alone may begin with its rows."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: PagedCache, owner: bytes = b"") -> None:
+        self.cache, self.owner = cache, owner
         self.tokens: list[int] = []
         self.pages: list[int] = []
 
@@ -44,7 +44,7 @@ class Text:
         least: tokens at the end that are read in any case.
         """
         self.end()
-        self.pages = self.cache.pages.find(tokens, max(0, len(tokens) - least))
+        self.pages = self.cache.pages.find(tokens, max(0, len(tokens) - least), self.owner)
         self.tokens = list(tokens[: len(self.pages) * SLOTS])
         return len(self.tokens)
 
@@ -59,11 +59,11 @@ class Text:
             raise
 
     def extend(self, tokens: Sequence[int], is_shared: bool = True) -> None:
-        """The rows of these tokens are written. is_shared: other texts may find them."""
+        """The rows of these tokens are written. is_shared: the owner's other texts may find them."""
         full = len(self.tokens) // SLOTS
         self.tokens.extend(tokens)
         if is_shared and len(self.tokens) // SLOTS > full:
-            self.cache.pages.publish(self.pages, self.tokens)
+            self.cache.pages.publish(self.pages, self.tokens, self.owner)
 
     def end(self) -> None:
         """Its pages may go when others need their place."""

@@ -2,6 +2,7 @@
 
 A page is 64 slots of every layer. Each text has references to its pages; a full page is known by
 its tokens and by the page before it, so that a later text finds the longest beginning that is held.
+The first page of a text is known by whose it is: texts of two owners have no page in common.
 A page without references stays as long as no text needs its place; the one that was used longest
 ago goes first. Nothing here touches a tensor.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SLOTS = 64  # kPageSlots of metal/abi.h
-_Key = tuple[int, tuple[int, ...]]  # the serial of the page before, 0: none; a block of tokens
+_Key = tuple[int | bytes, tuple[int, ...]]  # the serial of the page before, or whose; its tokens
 
 
 class PoolFull(Exception):
@@ -67,12 +68,12 @@ class Pages:
             else:
                 self._free.append(page)
 
-    def publish(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """The pages hold these tokens from the first on; full ones may be found from here on.
+    def publish(self, pages: Sequence[int], tokens: Sequence[int], owner: bytes = b"") -> None:
+        """The pages hold these tokens from the first on; the owner may find full ones from here on.
 
         Where two texts have read the same, the first is found.
         """
-        follows = 0
+        follows: int | bytes = owner
         for i in range(len(tokens) // SLOTS):
             page = pages[i]
             key = follows, tuple(tokens[i * SLOTS : (i + 1) * SLOTS])
@@ -81,13 +82,13 @@ class Pages:
                 self._keys[page] = key
             follows = self._serials[known]
 
-    def find(self, tokens: Sequence[int], most: int) -> list[int]:
-        """The pages of the longest beginning of the text that is held, of at most `most` tokens.
+    def find(self, tokens: Sequence[int], most: int, owner: bytes = b"") -> list[int]:
+        """The owner's pages of the longest beginning of the text, of at most `most` tokens.
 
         Each has a reference more: release() is to be called.
         """
         found: list[int] = []
-        follows = 0
+        follows: int | bytes = owner
         for i in range(most // SLOTS):
             page = self._known.get((follows, tuple(tokens[i * SLOTS : (i + 1) * SLOTS])))
             if page is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -17,12 +17,15 @@ _BODY_SECONDS = 30.0  # to send a body
 
 @dataclass(frozen=True)
 class Access:
-    key: str | None
+    owners: dict[bytes, bytes]  # {SHA-256 of a key: whose prompts its own may begin with}; or none
     hosts: list[str]  # names that a request may give the server; none: any
     origins: list[str]  # of pages whose scripts may use the server
 
     def check(self, request: Request, is_open: bool) -> None:
-        """ApiError 400, 401, 403: the request may not. is_open: those without the key may."""
+        """Note whose the request is. ApiError 400, 401, 403: it may not.
+
+        is_open: those without a key may.
+        """
         host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
         if self.hosts and host not in self.hosts:
             # A page of another site, whose name leads to this machine, is refused by its name.
@@ -32,17 +35,20 @@ class Access:
             message = f"pages of {origin!r} may not use this server, unless --origin names it"
             raise ApiError(403, message, code="wrong_origin")
         if not is_open:
-            self._check_key(request)
+            request.state.owner = self._owner(request)
 
-    def _check_key(self, request: Request) -> None:
-        """As OpenAI's clients give it, or as Anthropic's."""
-        if self.key is None:
-            return
+    def _owner(self, request: Request) -> bytes:
+        """By the key, as OpenAI's clients give it, or as Anthropic's."""
+        if not self.owners:
+            return b""
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         keys = [given] if kind.lower() == "bearer" else []
-        keys.append(request.headers.get("x-api-key", ""))
-        if not any([hmac.compare_digest(key.encode(), self.key.encode()) for key in keys]):
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        for key in (*keys, request.headers.get("x-api-key", "")):
+            # Of hashes the time of a comparison says nothing about a key.
+            owner = self.owners.get(hashlib.sha256(key.encode()).digest())
+            if owner is not None:
+                return owner
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 def _is_from_a_browser(request: Request) -> bool:

@@ -58,7 +58,7 @@ class Answering:
         def made() -> tuple[list[Prompt], list[Job]]:
             wanted = given.form()  # a schema may have megabytes
             prompts = prepared()
-            return prompts, list(self._jobs(given, wanted, prompts, feed))
+            return prompts, list(self._jobs(given, wanted, prompts, feed, request.state.owner))
 
         try:
             prompts, jobs = await unless_gone(request, feed.within(asyncio.to_thread(made)))
@@ -74,7 +74,12 @@ class Answering:
         return JSONResponse(answer)
 
     def _jobs(
-        self, given: Generation, wanted: Wanted | None, prompts: list[Prompt], feed: Feed
+        self,
+        given: Generation,
+        wanted: Wanted | None,
+        prompts: list[Prompt],
+        feed: Feed,
+        owner: bytes,
     ) -> Iterator[Job]:
         scored = given.scored()
         for i in range(len(prompts) * (given.n or 1)):
@@ -85,7 +90,7 @@ class Answering:
             options.bias = self.prompts.bias(given, len(prompt.ids))
             options.scores = None if scored is None else Scores(scored, tell)
             seed = None if given.seed is None else (given.seed + i) % (1 << 64)
-            yield Job(prompt.text, prompt.ids, options, seed, tell)
+            yield Job(prompt.text, prompt.ids, options, seed, tell, owner)
 
     async def _pieces(self, feed: Feed, begun: float) -> AsyncIterator[tuple[int, Any]]:
         is_first = True

@@ -58,7 +58,7 @@ class _Answer:
     """A job under way: `text` has rows of a beginning of `tokens`, which grow by the answer."""
 
     def __init__(self, job: Job, cache: PagedCache, model: Any, tokenizer: Any) -> None:
-        self.job, self.text, self.number = job, Text(cache), next(_NUMBERS)
+        self.job, self.text, self.number = job, Text(cache, job.owner), next(_NUMBERS)
         self.tokens = list(job.ids)
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
         self.stream = Stream(tokenizer, job.options.stops, job.tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import ipaddress
 import os
 import re
@@ -42,9 +43,16 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--port", type=_port, default=8000, help="default: 8000; 0: a free one")
     group.add_argument(
         "--api-key",
+        action="append",
         metavar="KEY",
-        help=f"what clients must give; better in {_KEY}, which other users do not see. Needed "
-        "where the host is not this machine",
+        help=f"what clients must give, this or another of those given; better in {_KEY}, with "
+        "white space between several, which other users do not see. Needed where the host is not "
+        "this machine",
+    )
+    group.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="a prompt may begin with what was read of another key's, who can tell by the time",
     )
     group.add_argument("--name", help="of the model in requests; default: its file or folder")
     group.add_argument(
@@ -90,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         if args.model is not None:
             raise ValueError(f"--model {args.model}: the model is {args.source} already")
         args.model = args.source
-    key = _key(args)
+    owners = _owners(args)
     if args.pooling not in (None, *POOLINGS):
         raise ValueError(f"--pooling {args.pooling}: must be one of {', '.join(POOLINGS)}")
     for origin in args.origin:
@@ -105,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     bound = _bound(args.host, args.port)
     with closing(bound), closing(Template()) as template:
         template.start()
-        server = _server(args, template, key)
+        server = _server(args, template, owners)
         host, port = bound.getsockname()[:2]
         config = uvicorn.Config(
             server.app(),
@@ -123,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
             server.engine.close()
 
 
-def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
+def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes]) -> Server:
     from ..chat.loading import load
     from ..chat.session import Options, Session, context_of
     from .access import Access
@@ -167,7 +175,7 @@ def _server(args: argparse.Namespace, template: Any, key: str | None) -> Server:
             seconds=args.timeout,
             requests=args.parallel + args.queue + _SPARE,
         ),
-        access=Access(key, hosts, args.origin),
+        access=Access(owners, hosts, args.origin),
         has_scores=isinstance(runner, Batch),
     )
 
@@ -179,13 +187,18 @@ def _port(text: str) -> int:
     return value
 
 
-def _key(args: argparse.Namespace) -> str | None:
-    key: str | None = args.api_key if args.api_key is not None else os.environ.get(_KEY)
-    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError("--api-key: must be printable ASCII without spaces, and not empty")
-    if key is None and not _is_loopback(args.host):
+def _owners(args: argparse.Namespace) -> dict[bytes, bytes]:
+    """{SHA-256 of a key: whose prompts share what is read, of all where the flag says so}."""
+    keys: list[str] | None = args.api_key
+    if keys is None and (said := os.environ.get(_KEY)) is not None:
+        keys = said.split() or [""]
+    for key in keys or ():
+        if not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise ValueError("--api-key: must be printable ASCII without spaces, and not empty")
+    if keys is None and not _is_loopback(args.host):
         raise ValueError(f"--host {args.host}: others can reach it; give --api-key, or set {_KEY}")
-    return key
+    hashes = [hashlib.sha256(key.encode()).digest() for key in keys or ()]
+    return {known: b"" if args.share_prefixes else known for known in hashes}
 
 
 def _is_loopback(host: str) -> bool:

@@ -41,6 +41,7 @@ class Job:
     options: Options  # with max_new_tokens
     seed: int | None
     tell: Callable[[str | Finish | Exception], None]  # called on the engine's thread
+    owner: bytes = b""  # whose prompts it may have a beginning in common with
     is_cancelled: bool = False
 
 

@@ -18,6 +18,7 @@ class Single:
         self._session = session
         self._lock = threading.Lock()
         self._job: Job | None = None
+        self._owner = b""  # of what the session has kept
 
     def room(self) -> int:
         return int(self._job is None)
@@ -35,6 +36,9 @@ class Single:
             session.resume()
             if job.is_cancelled:
                 session.stop()
+        if job.owner != self._owner:
+            session.sequence.forget()
+            self._owner = job.owner
         session.options = job.options
         if job.seed is None:
             torch.seed()

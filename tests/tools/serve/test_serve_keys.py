@@ -1,0 +1,54 @@
+"""Several keys of `metalmm serve`: what was read for one is not there for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import random_model
+from serving import KEY, OTHER_KEY, serving
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.engine import Finish, Job
+from torch_metalmm.tools.serve.single import Single
+
+pytest.importorskip("uvicorn")
+
+IDS = [3 + i % 60 for i in range(200)]
+
+
+@pytest.mark.parametrize("flags", ((), ("--share-prefixes",)), ids=("apart", "shared"))
+def test_keys(flags: tuple[str, ...]) -> None:
+    found = list[int]()
+    with serving(*flags) as served:
+        for key in (KEY, OTHER_KEY, KEY, OTHER_KEY):
+            body = {"model": served.name, "prompt": IDS, "max_tokens": 2}
+            status, _, told = served.ask("/v1/completions", body, key)
+            assert status == 200
+            found.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == ([0, 128, 128, 128] if flags else [0, 0, 128, 128])
+
+
+@pytest.mark.parametrize("kind", ("batch", "single"))
+def test_owners(tmp_path: Path, kind: str) -> None:
+    """Each runner keeps an owner's prompts for it alone."""
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    model.config.max_position_embeddings = 256
+    runner: Any = Batch(model, tokenizer, 1)
+    if kind == "single":
+        runner = Single(Session(model, tokenizer, Options()))
+    kept = list[int]()
+    for owner in (b"a", b"a", b"ab", b"", b""):
+        told = list[Any]()
+        runner.take(Job("", IDS, Options(max_new_tokens=2), None, told.append, owner))
+        with torch.inference_mode():
+            while runner.is_busy():
+                runner.step()
+        assert isinstance(told[-1], Finish)
+        kept.append(told[-1].kept_tokens)
+    most = 128 if kind == "batch" else len(IDS) - 1
+    assert kept == [0, most, 0, 0, most]
