@@ -109,6 +109,8 @@ def test_responses_of_a_schema(openai: Any) -> None:
         ("reasoning", {"effort": {}}),
         ("tools", [1]),
         ("tools", {"a": 1}),
+        ("tools", [{}] * 2000),
+        ("input", [{}] * 2000),
         ("tool_choice", {"type": "function", "name": "f"}),
         ("tool_choice", [[]]),
     ),
@@ -188,6 +190,8 @@ def test_calls_of_messages(anthropic: Any) -> None:
         {"messages": [{"role": "user"}]},
         {"messages": [1]},
         {"messages": []},
+        {"messages": [{}] * 2000},
+        {"tools": [{}] * 2000},
         {"messages": [{"role": {}, "content": "a"}]},
         {"system": [{"type": "image"}]},
         {"tools": [{"name": {}}]},
@@ -198,7 +202,7 @@ def test_calls_of_messages(anthropic: Any) -> None:
         {"mcp_servers": [{}]},
         {"max_tokens": 0},
         {"stop_sequences": [["a"]]},
-        {"temperature": float("nan")},
+        {"temperature": 2.5},
     ),
 )
 def test_what_messages_refuse(served: Served, fields: dict[str, Any]) -> None:

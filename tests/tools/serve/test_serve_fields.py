@@ -100,6 +100,16 @@ def test_they_choose_the_tokens(loaded: tuple[Any, Any], kind: str) -> None:
         assert ({*came} == {9} and len(came) == 7) if repeats else len({*came}) == len(came) > 0
 
 
+@pytest.mark.parametrize(
+    "value", (math.nan, math.inf, -math.inf, 10**400), ids=lambda v: f"{v}"[:4]
+)
+@pytest.mark.parametrize("name", ("frequency_penalty", "presence_penalty", "logit_bias", "top_p"))
+def test_no_numbers(name: str, value: float) -> None:
+    given = {"1": value} if name == "logit_bias" else value
+    with pytest.raises(ApiError, match=f"^{name}: "):
+        Completion(prompt="a", **{name: given}).check()
+
+
 # ---- what is told of them
 
 
@@ -245,7 +255,7 @@ def test_fields_that_change_no_answer(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_any_model_s_name(served: Served) -> None:
     told = complete(served)
-    for name in ("other", "\ud800", None, ""):
+    for name in ("other", None, ""):
         again = complete(served, model=name)
         assert again["choices"] == told["choices"] and again["model"] == "tiny"
 
@@ -286,7 +296,8 @@ def test_metrics(served: Served) -> None:
     usage = complete(served)["usage"]
     served.ask("/v1/completions", b"{")
     served.ask('/v1/a"b')
-    after = told()
+    while (after := told())["metalmm_busy"]:  # an answer is told before its step ends
+        pass
 
     def grown(name: str) -> float:
         return after[f"metalmm_{name}"] - before.get(f"metalmm_{name}", 0)
@@ -296,4 +307,4 @@ def test_metrics(served: Served) -> None:
     assert grown('requests_total{route="/v1/completions",status="200"}') == 1
     assert grown('requests_total{route="/v1/completions",status="400"}') == 1
     assert grown("first_token_seconds_count") == 1 and grown("first_token_seconds_sum") > 0
-    assert after["metalmm_busy"] == 0 and not any('a"b' in name for name in after)
+    assert not any('a"b' in name for name in after)

@@ -114,6 +114,7 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         given = parse(Chat, await self._body(request))
+        self._check_count(messages=given.messages, tools=given.tools)
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return Choices(self.name, [*choices], len(choices), given.tells_usage())
@@ -121,7 +122,9 @@ class Server:
         return await self._chat(request, given, reply)
 
     async def messages(self, request: Request) -> Response:
-        given = parse(Messages, await self._body(request)).chat()
+        asked = parse(Messages, await self._body(request))
+        self._check_count(messages=asked.messages, tools=asked.tools)
+        given = asked.chat()
 
         def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
             return MessageReply(self.name, prompt, choices[0])
@@ -129,14 +132,17 @@ class Server:
         return await self._chat(request, given, reply)
 
     async def count(self, request: Request) -> Response:
-        given = parse(Messages, await self._body(request)).chat()
-        prompts = self._checked(given, len(given.messages))
+        asked = parse(Messages, await self._body(request))
+        self._check_count(messages=asked.messages, tools=asked.tools)
+        given = asked.chat()
+        prompts = self._checked(given)
         with closing(Feed(self.engine, self.limits.seconds)) as feed:
             made = feed.within(asyncio.to_thread(prompts.of_chat, given))
             return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
 
     async def respond(self, request: Request) -> Response:
         asked = parse(Responses, await self._body(request))
+        self._check_count(input=asked.input, tools=asked.tools)
 
         def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
             return ResponseReply(self.name, asked, choices[0])
@@ -149,7 +155,7 @@ class Server:
         given: Chat,
         reply: Callable[[Prompt, list[ChatReply]], Reply],
     ) -> Response:
-        prompts = self._checked(given, len(given.messages))
+        prompts = self._checked(given)
 
         def reply_to(made: list[Prompt]) -> Reply:
             text, count = made[0].text, given.n or 1
@@ -162,7 +168,7 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         given = parse(Completion, await self._body(request))
-        prompts, n = self._checked(given, 0), given.n or 1
+        prompts, n = self._checked(given), given.n or 1
 
         def reply_to(made: list[Prompt]) -> Choices:
             texts = [prompt.text if given.echo else "" for prompt in made for _ in range(n)]
@@ -177,7 +183,7 @@ class Server:
         given = parse(Embedding, await self._body(request))
         self._note_model(given)
         inputs = given.inputs()
-        self._check_count("input", len(inputs))
+        self._check_count(input=inputs)
         size = self.embedder.size_of(given.dimensions)
 
         async def work() -> Response:
@@ -225,11 +231,10 @@ class Server:
 
         return guarded
 
-    def _checked(self, given: Generation, messages: int) -> Prompts:
-        """ApiError: a field is wrong, there are too many messages, the model has no answers."""
+    def _checked(self, given: Generation) -> Prompts:
+        """ApiError: a field is wrong, the model has no answers."""
         given.check()
         self._note_model(given)
-        self._check_count("messages", messages)
         if self.prompts is None:
             raise ApiError(400, f"{self.name} generates no text; it has embeddings", "model")
         return self.prompts
@@ -242,9 +247,12 @@ class Server:
         seconds = self.limits.seconds
         return Answering(self.engine, prompts, seconds, self.has_scores, self.metrics)
 
-    def _check_count(self, field: str, count: int) -> None:
-        if count > self.limits.messages:
-            raise ApiError(400, f"{field}: {count}; at most {self.limits.messages}", field)
+    def _check_count(self, **fields: Any) -> None:
+        """ApiError 400: a list is longer than it may be."""
+        for name, items in fields.items():
+            if isinstance(items, list) and len(items) > self.limits.messages:
+                message = f"{name}: {len(items)}; at most {self.limits.messages}"
+                raise ApiError(400, message, name)
 
     async def _body(self, request: Request) -> bytes:
         return await body_of(request, self.limits.body)

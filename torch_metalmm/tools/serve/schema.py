@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -114,7 +115,7 @@ class Generation(Request):
         given = {} if self.logit_bias is None else self.logit_bias
         try:
             found = {_token(key): float(value) for key, value in given.items()}
-        except (AttributeError, ValueError, TypeError):
+        except (AttributeError, ValueError, TypeError, OverflowError):
             found = {-1: 0.0}
         if any(token < 0 or not abs(bias) <= 100 for token, bias in found.items()):
             message = "logit_bias: must be an object of tokens' numbers, each with -100 to 100"
@@ -267,11 +268,17 @@ class Embedding(Request):
 
 
 def parse(kind: type[_Given], body: bytes) -> _Given:
-    """The body as a request of that kind. ApiError 400: which field is wrong, and how."""
+    """The body as a request of that kind. ApiError 400: which field is wrong, and how.
+
+    What its fields quote in an answer is JSON and Unicode, as no body with infinity or half a
+    surrogate pair is.
+    """
     from pydantic import ValidationError
 
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=_number, parse_float=_number)
+        if b"\\ud" in body.lower():
+            json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
@@ -292,6 +299,13 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
         name = str(first["loc"][0])
         raise ApiError(400, f"{name}: {first['msg']}", name) from None
     return found
+
+
+def _number(text: str) -> float:
+    """ValueError: it is none, or too large for one."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number")
+    return value
 
 
 @cache

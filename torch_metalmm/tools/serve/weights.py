@@ -43,15 +43,14 @@ class Bias:
     ) -> None:
         """count: tokens of the prompt, which no penalty is for. frequency: for each time that a
         token came; presence: whether once or more."""
-        self._count, self._biases = count, biases
+        self._count, self._tokens = count, torch.tensor([*biases], dtype=torch.long)
+        self._biases = torch.tensor([*biases.values()])
         self._frequency, self._presence = frequency, presence
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """ids: [1, tokens so far], logits: [1, vocabulary] f32."""
         logits = logits.clone()
-        if self._biases:
-            tokens = torch.tensor([*self._biases], device=logits.device)
-            logits[0, tokens] += torch.tensor([*self._biases.values()], device=logits.device)
+        logits[0, self._tokens.to(logits.device)] += self._biases.to(logits.device)
         came, times = torch.unique(ids[0, self._count :], return_counts=True)
         logits[0, came] -= self._frequency * times + self._presence
         return logits
