@@ -292,6 +292,24 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             quartiles("tokens_s"),
         ),
     ),
+    "serve-turns": (
+        "{model}: {clients} conversations of {turns} turns, {tokens} tokens at the end",
+        (
+            ("server", "way", str),
+            *(
+                column
+                for turn, at in (("2", "second"), ("{turns}", "end"))
+                for column in (
+                    (f"first token of turn {turn}, ms".replace("{turns}", "the last"), at, digits),
+                    quartiles(at),
+                    ("tokens read", f"read_{at}", digits),
+                )
+            ),
+            ("last / 2", "ratio", "{:.2f}".format),
+            ("tokens/s of all", "tokens_s", digits),
+            quartiles("tokens_s"),
+        ),
+    ),
     "serve-clients": (
         "{clients} clients, {seconds:.0f} s",
         (

@@ -43,7 +43,7 @@ def run(run: Run) -> Iterator[Record]:
     with server("--threads", str(threads)) as started:
         ways = {
             "generate": lambda: generated(model, ids, tokens),
-            "serve": lambda: streamed(started.port, started.name, tokens)[1:],
+            "serve": lambda: streamed(started.port, started.name, tokens)[1:3],
         }
         samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(turns + 1):
@@ -94,15 +94,28 @@ def generated(model: Any, ids: Any, tokens: int) -> tuple[float, float]:
     return clock.times[1] - start, clock.times[-1] - start
 
 
-def streamed(port: int, name: str, tokens: int, prompt: str = PROMPT) -> tuple[int, float, float]:
-    """(tokens that came, seconds to the first event and to the last one) of a client.
+class Streamed(NamedTuple):
+    """What a client got."""
+
+    count: int  # tokens
+    first: float  # seconds to the first text
+    last: float  # to the last event
+    text: str
+    read: int  # tokens of the prompt that were not kept from another
+
+
+def streamed(
+    port: int, name: str, tokens: int, prompt: str = PROMPT, may_end: bool = False, **fields: Any
+) -> Streamed:
+    """An answer of so many tokens, where it may not end before.
 
     RuntimeError: the server refuses, or makes fewer tokens.
     """
     body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    start, first, last, came = time.perf_counter(), 0.0, 0.0, 0
+    body |= {"stream": True, "stream_options": {"include_usage": True}} | fields
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    start, first, last, text = time.perf_counter(), 0.0, 0.0, ""
+    usage: dict[str, Any] = {}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     answer = connection.getresponse()
@@ -111,15 +124,18 @@ def streamed(port: int, name: str, tokens: int, prompt: str = PROMPT) -> tuple[i
     for line in answer:
         if line.startswith(b"data: {"):
             last = time.perf_counter() - start
-            first = first or last
             event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 raise RuntimeError(event["error"]["message"])
-            came = (event.get("usage") or {}).get("completion_tokens", came)
+            text += "".join(choice["text"] for choice in event["choices"])
+            first = first or (last if text else 0.0)
+            usage = event.get("usage") or usage
     connection.close()
-    if came != tokens:
+    came = usage.get("completion_tokens", 0)
+    if came != tokens and not may_end:
         raise RuntimeError(f"{came} tokens came, {tokens} were asked for")
-    return came, first, last
+    kept = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return Streamed(came, first or last, last, text, usage.get("prompt_tokens", 0) - kept)
 
 
 def four_clients(started: Server, tokens: int, seconds: float) -> Record:

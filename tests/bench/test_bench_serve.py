@@ -34,3 +34,30 @@ def test_an_answer_of_fewer_tokens_is_an_error() -> None:
         assert served.streamed(port, name, 3)[0] == 3
         with pytest.raises(RuntimeError, match="tokens; the context has"):
             served.streamed(port, name, 3, prompt="word " * 9000)
+
+
+def test_turns_of_conversations(tmp_path: Path) -> None:
+    """Each reads what is new, and what lies in no whole page, beside the server or its peer."""
+    out = tmp_path / "out.jsonl"
+    with served.server("--threads", "1") as started:
+        assert (
+            main(
+                [
+                    "serve",
+                    "--quick",
+                    "--turns",
+                    "3",
+                    "--peer",
+                    str(started.port),
+                    "--json",
+                    str(out),
+                ]
+            )
+            == 0
+        )
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    ways = {r["way"]: r for r in records if r["kind"] == "serve-turns"}
+    assert set(ways) == {"metalmm", "peer"}
+    for r in ways.values():
+        assert r["read_second"] == r["read_end"] == 64 + 32
+        assert r["tokens"] == 224 + 2 * 64 and r["ratio"] > 0 and r["tokens_s"] > 0

@@ -18,9 +18,9 @@ def answered(batch: Batch, jobs: list[Job]) -> dict[int, list[torch.Tensor]]:
         batch._goes_on,
     )
 
-    def noted(answer: Any, logits: torch.Tensor) -> bool:
+    def noted(answer: Any, logits: torch.Tensor, guess: int | None = None) -> bool:
         found[id(answer.job)].append(logits)
-        return choose(answer, logits)
+        return choose(answer, logits, guess)
 
     batch._goes_on = noted  # type: ignore[method-assign]
     with torch.inference_mode():

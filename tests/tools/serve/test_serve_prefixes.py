@@ -99,3 +99,27 @@ def test_a_text_that_is_longer_than_the_cache(loaded: Any) -> None:
     batch.fail(error.value)
     assert told[-1] is error.value
     assert logits_of(batch, [tokens(31, 20)])[0][0].new_tokens == NEW
+
+
+def test_the_only_answer_gives_its_pages_to_a_prompt(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the younger one, and nothing is left to step."""
+    batch, told = pool(loaded, 2, 6), [list[Any](), list[Any]()]
+    monkeypatch.setattr(batch, "_part_size", lambda: SLOTS)
+    prompts, most = (tokens(40, 6 * SLOTS), tokens(41, SLOTS - 4)), (1, NEW)
+    jobs = [
+        Job("", ids, Options(max_new_tokens=new), None, own.append)
+        for ids, new, own in zip(prompts, most, told, strict=True)
+    ]
+    lost, give = list[int](), batch._give_back
+
+    def noted() -> None:
+        give()
+        lost.append(len(batch._answers))
+
+    monkeypatch.setattr(batch, "_give_back", noted)
+    answered(batch, jobs)
+    assert lost == [0]
+    for ids, new, own in zip(prompts, most, told, strict=True):
+        assert own[-1] == Finish("length", len(ids), 0, new)

@@ -59,7 +59,7 @@ class Text:
             raise
 
     def extend(self, tokens: Sequence[int], is_shared: bool = True) -> None:
-        """The rows of these tokens are written. is_shared: the owner's other texts may find them."""
+        """These tokens have rows. is_shared: the owner's other texts may find them."""
         full = len(self.tokens) // SLOTS
         self.tokens.extend(tokens)
         if is_shared and len(self.tokens) // SLOTS > full:

@@ -27,6 +27,7 @@ from ..chat.stream import Stream
 from ..sequence import CHUNK, keeps_rows
 from .choosing import Chooser
 from .engine import Finish, Job
+from .lookup import Lookup
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 # many rows, whose results for a row do not depend on the others.
 LEAST = 64
 SECONDS = 0.25  # that an answer under way waits for a part of another's prompt
+ROWS = 4  # of a step, whose bits in packed layers of the CPU do not depend on how many there are
 
 
 def can_share(model: Any) -> bool:
@@ -57,9 +59,12 @@ _NUMBERS = itertools.count()
 class _Answer:
     """A job under way: `text` has rows of a beginning of `tokens`, which grow by the answer."""
 
-    def __init__(self, job: Job, cache: PagedCache, model: Any, tokenizer: Any) -> None:
+    def __init__(
+        self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, lookup: Lookup
+    ) -> None:
         self.job, self.text, self.number = job, Text(cache, job.owner), next(_NUMBERS)
-        self.tokens = list(job.ids)
+        self.tokens, self.lookup = list(job.ids), lookup
+        self.guessed = self.right = 0  # tokens that were guessed, and those that were chosen
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
         self.stream = Stream(tokenizer, job.options.stops, job.tell)
         self.stream.put(torch.tensor(job.ids))
@@ -76,18 +81,30 @@ class _Answer:
         left = self.job.ids[len(self.text.tokens) :]
         return left if len(left) < most + LEAST else left[:most]
 
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return int(self.job.options.max_new_tokens or 0) - len(self.stream.ids)
+
+    def ahead(self, most: int) -> list[int]:
+        """Up to `most` tokens to read, from the first without a row on; then guesses."""
+        known = self.tokens[len(self.text.tokens) :][:most]
+        return known + self.lookup.guess(self.tokens, most - len(known))
+
     def finish(self, reason: str) -> None:
         self.text.end()
         self.stream.finish()
-        new, stop = len(self.stream.ids), self.stream.stops.found
-        done = Finish(reason, len(self.job.ids), self.kept or 0, new, stop)
-        self.job.tell(done)
+        counts = len(self.job.ids), self.kept or 0, len(self.stream.ids)
+        guesses, stop = (self.right, self.guessed - self.right), self.stream.stops.found
+        self.job.tell(Finish(reason, *counts, *guesses, stop))
 
 
 class Batch:
     """A runner. A step is a token of each answer, then a part of a prompt, of each prompt in turn.
 
-    Rows do not depend on which other texts share a step, up to 8 of them, nor on where a prompt's
+    With lookup an answer's step has tokens more, guessed by what came before: a row for each shows
+    what the model would have chosen, and those behind the first wrong one are forgotten.
+
+    Rows do not depend on which other texts share a step, up to ROWS, nor on where a prompt's
     parts begin, so answers are those of a server with one client. Where the pages run out, the
     youngest answer gives its own back, and later reads its tokens again as it read them before.
     """
@@ -99,14 +116,16 @@ class Batch:
         most: int,
         cache: str | None = None,
         memory: int | None = None,
+        lookup: int = 0,
     ) -> None:
         """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
-        bytes of all rows; None: a quarter of what the machine has free."""
-        self._model, self._tokenizer, self._most = model, tokenizer, most
+        bytes of all rows; None: a quarter of what the machine has free. lookup: guesses at a time.
+        """
+        self._model, self._tokenizer, self._most, self._lookup = model, tokenizer, most, lookup
         format = cache or DTYPE_NAMES[model.dtype]
         set_cache([model], format)
         self.cache = paged_cache(model, format, memory or default_memory(model.device))
-        self._last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        self._keeps_logits = model._supports_logits_to_keep()
         self._end_tokens = end_tokens(model)
         self._prompts: deque[_Answer] = deque()
         self._answers: list[_Answer] = []
@@ -119,7 +138,8 @@ class Batch:
         return bool(self._prompts or self._answers)
 
     def take(self, job: Job) -> None:
-        self._prompts.append(_Answer(job, self.cache, self._model, self._tokenizer))
+        lookup = Lookup(self._lookup)
+        self._prompts.append(_Answer(job, self.cache, self._model, self._tokenizer, lookup))
 
     def stop(self, job: Job) -> None:
         """The next step sees that it is cancelled."""
@@ -145,21 +165,51 @@ class Batch:
         (self._prompts if answer in self._prompts else self._answers).remove(answer)
 
     def _advance(self) -> None:
-        """A token of each answer."""
-        while True:
+        """A token of each answer, and what follows of the tokens that are known or guessed."""
+        most = self._ahead()
+        while self._answers:
+            ahead = [a.ahead(most) for a in self._answers]
+            count = max(map(len, ahead))
+            rows = [ids + ids[-1:] * (count - len(ids)) for ids in ahead]
             try:
-                positions = self.cache.begin_step([a.text for a in self._answers], 1)
+                positions = self.cache.begin_step([a.text for a in self._answers], count)
                 break
             except PoolFull:
-                self._give_back()
-        new = [[a.tokens[len(a.text.tokens)]] for a in self._answers]
-        logits = self._forward(new, positions)
-        given = list(zip(self._answers, new, torch.split(logits, 1), strict=True))
-        for answer, token, _ in given:
-            answer.text.extend(token, is_shared=False)
-        self._answers = [
-            a for a, _, own in given if not a.is_read() or self._goes_on(a, own[:, -1])
-        ]
+                if most == 1:
+                    self._give_back()
+                most = 1
+        else:  # the last one gave its pages back, to a prompt
+            return
+        logits = self._forward(rows, positions, count)
+        given = list(zip(self._answers, ahead, torch.split(logits, 1), strict=True))
+        self._answers = [a for a, ids, own in given if self._take(a, ids, own[0])]
+
+    def _ahead(self) -> int:
+        """Tokens of each answer in a step: as many as are worth their rows, of all answers."""
+        most = min(ROWS // len(self._answers), *(a.left() for a in self._answers))
+        if most < 2 or sum(len(a.ahead(most)) for a in self._answers) < 2 * len(self._answers):
+            return 1
+        return most
+
+    def _take(self, answer: _Answer, ids: list[int], logits: Tensor) -> bool:
+        """Keep the tokens of a step up to the first wrong guess; False: the answer is over.
+
+        logits: [tokens of the step, vocabulary].
+        """
+        known = len(answer.tokens) - len(answer.text.tokens)
+        guesses, right, kept = ids[known:], answer.right, min(known, len(ids))
+        answer.guessed += len(guesses)
+        if kept == known:  # the last token has a row, and another is to be chosen
+            for guess in [*guesses, None]:
+                if not self._goes_on(answer, logits[kept - 1 : kept], guess):
+                    return False
+                if answer.tokens[-1] != guess:
+                    break
+                kept += 1
+        if guesses:
+            answer.lookup.learn(len(guesses), answer.right - right)
+        answer.text.extend(ids[:kept], is_shared=False)
+        return True
 
     def _give_back(self) -> None:
         """The youngest text gives its pages back, and is read again. PoolFull: there is but one."""
@@ -204,20 +254,22 @@ class Batch:
             return CHUNK
         return min(CHUNK, max(LEAST, int(self._speed * SECONDS) // LEAST * LEAST))
 
-    def _forward(self, ids: list[list[int]], positions: Tensor) -> Tensor:
+    def _forward(self, ids: list[list[int]], positions: Tensor, last: int = 1) -> Tensor:
+        """The logits of the last tokens, of models that can give these alone."""
         logits: Tensor = self._model(
             input_ids=torch.tensor(ids, device=self._model.device),
             position_ids=positions,
             use_cache=True,
             **with_cache(self._model, self.cache),
-            **self._last,
+            **({"logits_to_keep": last} if self._keeps_logits else {}),
         ).logits
         return logits
 
-    def _goes_on(self, answer: _Answer, logits: Tensor) -> bool:
+    def _goes_on(self, answer: _Answer, logits: Tensor, guess: int | None = None) -> bool:
         """Choose its next token; False: it is over. An error is told to this answer alone."""
         try:
             token = answer.chooser.choose(logits, answer.tokens)
+            answer.right += token == guess
             answer.tokens.append(token)
             answer.stream.put(torch.tensor([token]))
             return not self._is_over(answer, token)

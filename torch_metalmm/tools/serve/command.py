@@ -85,6 +85,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "of the rows of all answers and of those kept for prompts to come; "
         "default: a quarter of what is free",
     )
+    limit(
+        "--lookup",
+        None,
+        "N",
+        "tokens, at most 3, that are guessed by what came before in a prompt and its answer, and "
+        "checked in one step; the answer is the same, sooner where it repeats much; default: none",
+    )
     limit("--max-new-tokens", None, "N", "of any request; default: what the context has room for")
     limit("--max-body", 4 << 20, "BYTES", "of a request")
     limit("--max-messages", 1024, "N", "of a chat, and texts of a request for embeddings")
@@ -99,6 +106,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--model {args.model}: the model is {args.source} already")
         args.model = args.source
     owners = _owners(args)
+    if args.lookup is not None and args.lookup > 3:
+        raise ValueError(f"--lookup {args.lookup}: at most 3; a step has 4 rows")
     if args.pooling not in (None, *POOLINGS):
         raise ValueError(f"--pooling {args.pooling}: must be one of {', '.join(POOLINGS)}")
     for origin in args.origin:
@@ -154,10 +163,14 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
     runner: Runner = Single(session)
     if generates and loaded.draft is None and can_share(model):
         memory = args.cache_memory and args.cache_memory << 20
-        runner = batch = Batch(model, tokenizer, args.parallel, args.cache, memory)
+        guesses = args.lookup or 0
+        runner = batch = Batch(model, tokenizer, args.parallel, args.cache, memory, guesses)
         context = min(context or batch.cache.slots, batch.cache.slots)
-    elif args.cache_memory is not None:
-        raise ValueError("--cache-memory: the answers of this model share no cache")
+    else:
+        for flag in ("cache_memory", "lookup"):
+            if getattr(args, flag) is not None:
+                name = "--" + flag.replace("_", "-")
+                raise ValueError(f"{name}: the answers of this model share no cache")
     if generates:
         forms = None if loaded.draft is not None else Forms(model, tokenizer)
         most = args.max_new_tokens

@@ -29,6 +29,8 @@ class Finish(NamedTuple):
     prompt_tokens: int
     kept_tokens: int  # of the prompt, read for an earlier answer
     new_tokens: int
+    right_guesses: int = 0  # of the new tokens, computed in a step with others before them
+    wrong_guesses: int = 0
     stop: str = ""  # the string that ended it
 
 

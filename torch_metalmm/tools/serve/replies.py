@@ -85,6 +85,10 @@ class Choices:
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": sum(e.kept_tokens for e in prompts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(e.right_guesses for e in ends),
+                "rejected_prediction_tokens": sum(e.wrong_guesses for e in ends),
+            },
         }
 
 

@@ -1,0 +1,169 @@
+"""Guesses of `metalmm serve --lookup`: answers are those without, to the bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from answered import answered
+from gguf_files import random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import serving
+
+from torch_metalmm import formats, fuse_, load_gguf
+from torch_metalmm.tools.chat.session import Options
+from torch_metalmm.tools.serve.batch import ROWS, Batch
+from torch_metalmm.tools.serve.engine import Finish, Job
+from torch_metalmm.tools.serve.lookup import Lookup
+
+NEW = 40
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    name, *fused = request.param.split()
+    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", name))
+    model.generation_config.eos_token_id = None
+    return (fuse_(model) if fused else model), tokenizer
+
+
+def pool(loaded: Any, most: int, pages: int, lookup: int) -> Batch:
+    one = Batch(*loaded, 1, "q8_0", 1 << 24).cache.page_bytes
+    return Batch(*loaded, most, "q8_0", pages * one, lookup)
+
+
+def jobs(told: list[list[Any]]) -> list[Job]:
+    """Prompts that repeat themselves, some of them greedy, with ends at several lengths."""
+    draw, found = random.Random(5), []
+    for i, own in enumerate(told):
+        ids = draw.choices(range(3, 300), k=9) * 8
+        options = Options(temperature=0.01 * (i % 3), max_new_tokens=NEW - 7 * i)
+        found.append(Job("", ids, options, i, own.append))
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in formats.names() if formats.get(n).packs])
+def test_rows_of_a_step(name: str) -> None:
+    """Up to ROWS have the bits that each has alone."""
+    kind = formats.get(name)
+    w, x = kind.quantize(torch.randn(48, 512)), torch.randn(ROWS, 512)
+    rows = [torch.ops.metalmm.linear(x[:n], w, None, name) for n in range(1, ROWS + 1)]
+    alone = torch.cat([torch.ops.metalmm.linear(row[None], w, None, name) for row in x])
+    assert all(torch.equal(y, alone[: len(y)]) for y in rows)
+
+
+@pytest.mark.parametrize(("most", "pages"), [(1, 32), (2, 32), (4, 32), (4, 5)])
+@pytest.mark.parametrize("are_wrong", (False, True), ids=("found", "wrong"))
+def test_answers_are_those_without_guesses(
+    loaded: Any, most: int, pages: int, are_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, two or four in a step, and where the pages run out."""
+    told, plain = [list[Any]() for _ in range(5)], [list[Any]() for _ in range(5)]
+    with_guesses, without = jobs(told), jobs(plain)
+    wanted = answered(pool(loaded, 1, 32, 0), without)
+    if are_wrong:
+        monkeypatch.setattr(Lookup, "guess", lambda _, __, most: [317, 318, 319][: max(0, most)])
+    logits = answered(pool(loaded, most, pages, 3), with_guesses)
+    for a, b, own, alone in zip(with_guesses, without, told, plain, strict=True):
+        assert len(logits[id(a)]) == len(wanted[id(b)])
+        assert all(map(torch.equal, logits[id(a)], wanted[id(b)]))
+        assert own[:-1] == alone[:-1] and own[-1][:4] == alone[-1][:4]
+        assert alone[-1][4:6] == (0, 0)
+    right, wrong = (sum(own[-1][i] for own in told) for i in (4, 5))
+    assert (wrong > right) if are_wrong else (right > 0)
+
+
+def test_steps_that_are_saved(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each right guess is a step less."""
+    batch, told, steps = pool(loaded, 1, 32, 3), [list[Any]()], list[int]()
+    forward = batch._forward
+
+    def seen(ids: list[list[int]], *given: Any) -> Any:
+        steps.append(len(ids[0]))
+        return forward(ids, *given)
+
+    monkeypatch.setattr(batch, "_forward", seen)
+    answered(batch, jobs(told))
+    finish = told[0][-1]
+    assert len(steps) == NEW - finish.right_guesses and max(steps[1:]) == 4
+    assert finish.right_guesses + finish.wrong_guesses == sum(steps[1:]) - len(steps[1:])
+
+
+@pytest.mark.parametrize("what", ("cancelled", "fails", "one fails"))
+def test_a_step_of_guesses_that_does_not_end(loaded: Any, what: str) -> None:
+    """No page is lost, and the next answer is right."""
+    batch, told = pool(loaded, 2, 32, 3), [list[Any](), list[Any]()]
+    first, second = jobs(told)
+    batch.take(first)
+    batch.take(second)
+    forward, choose = batch._forward, batch._goes_on
+
+    def broken(ids: list[list[int]], *given: Any) -> Any:
+        logits = forward(ids, *given)
+        if len(ids) == 2 and len(ids[0]) > 1:
+            batch._forward = forward  # type: ignore[method-assign]
+            if what == "fails":
+                raise MemoryError
+            if what == "cancelled":
+                first.is_cancelled = True
+            else:
+                logits[0, 1] = torch.nan
+                first.options.form = None
+                batch._answers[0].chooser.choose = refuses  # type: ignore[method-assign]
+        return logits
+
+    def refuses(*_: Any) -> int:
+        raise RuntimeError("no token")
+
+    batch._forward = broken  # type: ignore[method-assign]
+    with torch.inference_mode():
+        while batch.is_busy():
+            try:
+                batch.step()
+            except MemoryError as error:
+                batch.fail(error)
+    assert batch._forward == forward and batch._goes_on == choose
+    assert batch.cache.pages.available == 32
+    plain = [list[Any](), list[Any]()]
+    answered(pool(loaded, 1, 32, 0), jobs(plain))
+    if what == "fails":
+        assert all(isinstance(own[-1], MemoryError) for own in told)
+    else:
+        assert told[1][:-1] == plain[1][:-1]
+        assert not any(isinstance(one, Finish) for one in told[0])
+    again = [list[Any](), list[Any]()]
+    answered(batch, jobs(again))
+    assert [own[:-1] for own in again] == [own[:-1] for own in plain]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1), st.integers(-1, 9)), min_size=1))
+def test_guesses(steps: list[tuple[list[int], int]]) -> None:
+    """What stood behind the same three tokens the last time, of a text that grows."""
+    lookup, text = Lookup(9), list[int]()
+    for new, most in steps:
+        text += new
+        wanted = list[int]()
+        for end in range(len(text) - 1, 2, -1):
+            if text[end - 3 : end] == text[-3:]:
+                wanted = (text[end:] * 9)[: max(0, most)]
+                break
+        assert lookup.guess(text, most) == wanted
+        assert Lookup(0).guess(text, most) == []
+
+
+def test_usage() -> None:
+    found = []
+    body = {"prompt": "One, two, three, one, two, three, one, two, three,", "temperature": 0}
+    for flags in ((), ("--lookup", "3")):
+        with serving(*flags) as served:
+            given = body | {"model": served.name, "max_tokens": 40}
+            found.append(served.ask("/v1/completions", given)[2])
+    assert found[0]["choices"] == found[1]["choices"]
+    without, guesses = (told["usage"]["completion_tokens_details"] for told in found)
+    assert set(without.values()) == {0}
+    assert guesses["accepted_prediction_tokens"] > 20
+    assert found[1]["usage"]["completion_tokens"] == 40

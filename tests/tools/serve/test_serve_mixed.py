@@ -1,0 +1,90 @@
+"""Requests of all kinds, of which the cache holds a tenth: answers and memory stay what they are.
+
+METALMM_TEST_CASES=all makes 2,000 of them.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from backends import CASES
+from gguf_files import random_model
+
+from torch_metalmm import load_gguf
+from torch_metalmm.hf.caches.pages import SLOTS
+from torch_metalmm.tools.chat.session import Options
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.engine import Finish, Job
+
+COUNT = 2000 if CASES == "all" else 40
+WARM = COUNT // 10  # requests after which memory is compared
+
+
+def request(draw: random.Random, heads: list[list[int]], told: list[Any]) -> Job:
+    """With a beginning of others or none, short or long, greedy or drawn, perhaps given up."""
+    ids = [*draw.choice([[], *heads]), *draw.choices(range(3, 300), k=draw.choice((5, 90, 250)))]
+    options = Options(
+        temperature=draw.choice((0.0, 0.7, 1.3)),
+        top_p=draw.choice((None, 0.9)),
+        max_new_tokens=draw.choice((1, 9, 40)),
+    )
+    leaves = draw.randrange(6) if draw.random() < 0.3 else None
+
+    def tell(what: Any) -> None:
+        told.append(what)
+        job.is_cancelled = job.is_cancelled or len(told) == leaves
+
+    owner = draw.choice((b"one", b"another"))
+    job = Job("", ids, options, draw.randrange(1000), tell, owner, is_cancelled=leaves == 0)
+    return job
+
+
+def run(batch: Batch, jobs: list[Job], resident: list[int] | None = None) -> None:
+    """Each as soon as there is a place. resident: gets the process's bytes, after WARM and all."""
+    waiting = jobs[::-1]
+    with torch.inference_mode():
+        while waiting or batch.is_busy():
+            while waiting and batch.room():
+                batch.take(waiting.pop())
+                if resident is not None and len(waiting) == len(jobs) - WARM:
+                    resident.append(psutil.Process().memory_info().rss)
+            batch.step()
+    if resident is not None:
+        resident.append(psutil.Process().memory_info().rss)
+
+
+@pytest.mark.parametrize("lookup", (0, 3))
+def test_mixed_requests(tmp_path: Path, lookup: int) -> None:
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    model.generation_config.eos_token_id = None
+    draw = random.Random(8)
+    heads = [draw.choices(range(3, 300), k=n) for n in (64, 130, 200, 300)]
+    told = [list[Any]() for _ in range(COUNT)]
+    jobs = [request(draw, heads, own) for own in told]
+    slots = sum(len(job.ids) + int(job.options.max_new_tokens or 0) for job in jobs)
+    page = Batch(model, tokenizer, 1, "q8_0", 1 << 24).cache.page_bytes
+    count = slots // SLOTS // 10
+    batch, resident = Batch(model, tokenizer, 4, "q8_0", count * page, lookup), list[int]()
+    run(batch, jobs, resident)
+    pages = batch.cache.pages
+    assert pages.available == pages.count == count and len(pages._known) <= count
+    assert resident[1] <= 1.05 * resident[0]
+    kept = cancelled = 0
+    for job, own in zip(jobs, told, strict=True):
+        alone = list[Any]()
+        one = Job("", job.ids, job.options, job.seed, alone.append)
+        run(Batch(model, tokenizer, 1, "q8_0", 16 * page), [one])
+        texts = [what for what in own if not isinstance(what, Finish)]
+        cancelled += job.is_cancelled
+        if len(texts) == len(own) and job.is_cancelled:
+            assert texts == alone[: len(texts)]
+            continue
+        assert texts == alone[:-1]
+        assert own[-1].reason == alone[-1].reason and own[-1].new_tokens == alone[-1].new_tokens
+        kept += own[-1].kept_tokens > 0
+    assert kept > COUNT // 10 and cancelled > COUNT // 10
