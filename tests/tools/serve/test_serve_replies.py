@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from torch_metalmm.tools.serve.calling import Calls
 from torch_metalmm.tools.serve.engine import Finish
+from torch_metalmm.tools.serve.errors import ApiError
+from torch_metalmm.tools.serve.messages import MessageReply
+from torch_metalmm.tools.serve.prompts import Prompt
 from torch_metalmm.tools.serve.replies import ChatReply
+from torch_metalmm.tools.serve.responses import ResponseReply, Responses
 
 NO_CALLS = Calls(None, [], is_forced=False, are_many=True)
 CALLS = Calls([{}], [], is_forced=False, are_many=True)
@@ -90,3 +95,90 @@ def test_a_call_that_must_come_has_no_marks(prompt: str, size: int) -> None:
     assert made["function"]["arguments"] == '{"x": "</tool_call><tool_call>"}'
     assert choice["message"].get("reasoning_content", "") == thought.removesuffix("</think>")
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
+# ---- the same as blocks
+
+THOUGHT_AND_CALLS = (
+    "<think>Hm.</think>\n\nI ask.\n"
+    '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>\n'
+    '<tool_call>{"name": "g", "arguments": {}}</tool_call>\n'
+)
+
+
+def streamed(reply: Any, text: str, size: int, end: Finish) -> list[Any]:
+    """The events of an answer that comes in pieces of this size."""
+    events = [*reply.first()]
+    for start in range(0, len(text), size):
+        events += reply.feed(0, text[start : start + size])
+    events += [*reply.feed(0, end), *reply.last()]
+    return [json.loads(event.partition("data: ")[2]) for event in events]
+
+
+@pytest.mark.parametrize("size", (1, 7, 1000))
+def test_blocks_of_messages(size: int) -> None:
+    """What a client makes of the events is the whole; nothing is a block of space alone."""
+    reply = MessageReply("m", Prompt("", [1], 1), ChatReply(0, str, "", CALLS), [])
+    events = streamed(reply, THOUGHT_AND_CALLS, size, Finish("stop", 9, 4, 5))
+    blocks, texts = list[Any](), list[str]()
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+            texts.append("")
+        if event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            (text,) = (value for name, value in event["delta"].items() if name != "type")
+            texts[-1] += text
+    for block, text in zip(blocks, texts, strict=True):
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+        else:
+            block[block["type"]] += text
+    whole = reply.whole()
+    assert blocks == whole["content"]
+    kinds = [block["type"] for block in blocks]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert (texts[0], texts[1].strip(), blocks[2]["input"]) == ("Hm.", "I ask.", {"x": 1})
+    assert whole["stop_reason"] == "tool_use"
+    assert whole["usage"] == {
+        "input_tokens": 5,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 5,
+    }
+
+
+@pytest.mark.parametrize("size", (1, 7, 1000))
+def test_items_of_responses(size: int) -> None:
+    reply = ResponseReply("m", Responses(input="a"), ChatReply(0, str, "", CALLS))
+    events = streamed(reply, THOUGHT_AND_CALLS, size, Finish("stop", 9, 4, 5))
+    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"] == reply.whole()["output"]
+    kinds = [item["type"] for item in done]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    deltas = [e for e in events if e["type"].endswith(".delta")]
+    for i, item in enumerate(done):
+        text = "".join(e["delta"] for e in deltas if e["output_index"] == i)
+        assert text == item.get("arguments", "") or text == item["content"][0]["text"] != ""
+        assert {e["item_id"] for e in deltas if e["output_index"] == i} == {item["id"]}
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 4}
+
+
+@pytest.mark.parametrize(("stop", "told"), (("ab", "stop_sequence"), ("</tool_call>", "end_turn")))
+def test_strings_that_end_a_message(stop: str, told: str) -> None:
+    """One that the client did not give is not named."""
+    reply = MessageReply("m", Prompt("", [1], 1), ChatReply(0, str, "", ONE_CALL), ["ab"])
+    streamed(reply, "Hi", 1, Finish("stop", 1, 0, 1, stop=stop))
+    assert reply.whole()["stop_reason"] == told
+
+
+@pytest.mark.parametrize("kind", (MessageReply, ResponseReply))
+def test_errors_in_streams(kind: Any) -> None:
+    first: Any = Prompt("", [1], 1) if kind is MessageReply else Responses(input="a")
+    rest: Any = ([],) if kind is MessageReply else ()
+    reply = kind("m", first, ChatReply(0, str, "", NO_CALLS), *rest)
+    event, _, data = reply.failed(ApiError(500, "the model failed")).partition("data: ")
+    told = json.loads(data)
+    error = told["error"] if kind is MessageReply else told["response"]["error"]
+    assert event == f"event: {told['type']}\n" and error["message"] == "the model failed"

@@ -127,7 +127,7 @@ class Server:
         given = asked.chat()
 
         def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
-            return MessageReply(self.name, prompt, choices[0])
+            return MessageReply(self.name, prompt, choices[0], given.stops())
 
         return await self._chat(request, given, reply)
 

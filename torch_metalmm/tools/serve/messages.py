@@ -117,9 +117,11 @@ def refusal(error: ApiError) -> Object:
 class MessageReply(BlockReply):
     """A Reply in Anthropic's shape."""
 
-    def __init__(self, model: str, prompt: Prompt, choice: ChatReply) -> None:
+    def __init__(self, model: str, prompt: Prompt, choice: ChatReply, stops: list[str]) -> None:
+        """stops: the client's, of the strings that end an answer."""
         super().__init__(choice)
         self._model, self._count, self._id = model, len(prompt.ids), new_id("msg")
+        self._stops = stops
 
     def first(self) -> Iterator[str]:
         usage = {"input_tokens": self._count, "output_tokens": 0}
@@ -173,8 +175,8 @@ class MessageReply(BlockReply):
         return {**head, "content": [], **end}
 
     def _reason(self) -> tuple[str, str | None]:
-        reason = self._choice.reason()
-        if reason == "stop" and (stop := self._choice.finish.stop):
+        reason, stop = self._choice.reason(), self._choice.finish.stop
+        if reason == "stop" and stop in self._stops:
             return "stop_sequence", stop
         return _REASONS[reason], None
 
