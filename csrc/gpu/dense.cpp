@@ -10,7 +10,7 @@ void multiply(const at::Tensor& x, const at::Tensor& panel, at::Tensor out) {
   const bool is_wider = out.scalar_type() != x.scalar_type();
   const bool is_padded = x.size(0) != out.size(0);
   if (is_wider && x.is_cuda()) {
-    out.copy_(at::mm(x, panel.t(), out.scalar_type()));
+    at::mm_out(out, x, panel.t(), out.scalar_type());
   } else if (is_wider || is_padded || (x.is_mps() && !out.is_contiguous())) {
     // To mps, columns of a result are memory of their own that it copies back, or does not.
     out.copy_(at::mm(x, panel.t()).narrow(0, 0, out.size(0)));
@@ -39,7 +39,8 @@ void launch_dense(const Engine& e, const Plan& made, const Operands& o) {
   const int64_t n = w.size(0), more = made.x_rows - o[kSlotX].size(0);
   const at::Tensor x = more ? at::constant_pad_nd(o[kSlotX], {0, 0, 0, more}) : o[kSlotX];
   const bool is_joined = made.passes.size() > static_cast<size_t>(made.panels);
-  const at::Tensor products = is_joined ? at::empty(y.sizes(), y.options().dtype(at::kFloat)) : y;
+  const at::Tensor products =
+      made.workspace_bytes ? at::empty(y.sizes(), y.options().dtype(at::kFloat)) : y;
   if (x.size(1) == 0) {
     products.zero_();
   } else if (made.panels == 0) {
@@ -57,7 +58,7 @@ void launch_dense(const Engine& e, const Plan& made, const Operands& o) {
   }
   if (!is_joined) return;
   Buffers buffers{};
-  buffers[kSlotPartial] = buffer_of(products);
+  if (made.workspace_bytes) buffers[kSlotPartial] = buffer_of(products);
   buffers[kSlotY] = buffer_of(y);
   for (Slot slot : {kSlotBias, kSlotC}) {
     if (o[slot].defined()) buffers[slot] = buffer_of(o[slot]);

@@ -221,7 +221,7 @@ std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) 
   Operands o;
   // A simdgroup a token would read W slowly: its product is a pass of the whole device.
   o[kSlotX] = as_rows(a.x, a.x.scalar_type());
-  if (shape.weight) o[kSlotX] = linear_f32(e, o[kSlotX], packed(*a.weight, *shape.weight));
+  if (shape.weight) o[kSlotX] = product(e, o[kSlotX], packed(*a.weight, *shape.weight), at::kFloat);
   o[kSlotBias] = f32(a.bias);
   o[kSlotX2] = f32(a.choice_bias);
   const auto size = {a.x.size(0), a.top_k};

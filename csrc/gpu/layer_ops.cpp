@@ -7,7 +7,7 @@
 namespace metalmm::gpu {
 namespace {
 
-// act(gate) * up of f32 gate and up, rounded once.
+// act(gate) * up of gate and up in f32, or rounded to dtype as torch's matmul does; rounded once.
 at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up,
                    Activation activation, at::ScalarType dtype) {
   Operands o;
@@ -19,6 +19,7 @@ at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up
   p.n = gate.numel();
   p.activation = activation;
   p.dtype = dtype_of(dtype);
+  p.rounded = gate.scalar_type() != at::kFloat;
   run(e, p, o);
   return o[kSlotY];
 }
@@ -38,7 +39,10 @@ at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
   o[kSlotX] = as_rows(x, dtype);
   if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o[kSlotX].size(0))) {
     const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];
-    const at::Tensor gate = linear_f32(e, rows, gate_w), up = linear_f32(e, rows, up_w);
+    // Where torch's matmul rounds both, f32 would be a copy more of each.
+    const bool rounds = rounds_product(e, rows, gate_w) && rounds_product(e, rows, up_w);
+    const at::ScalarType type = rounds ? dtype : at::kFloat;
+    const at::Tensor gate = product(e, rows, gate_w, type), up = product(e, rows, up_w, type);
     return like_input(act_mul(e, gate, up, shape.activation, x.scalar_type()), x);
   }
   Problem p = problem(Op::kSwigluUp, o[kSlotX], gate_w);

@@ -168,15 +168,22 @@ void normalise(const Engine& e, Problem& p, Operands& o, const Norm& norm) {
   }
 }
 
-at::Tensor linear_f32(const Engine& e, const at::Tensor& rows, const PackedWeight& w) {
+at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
+                   at::ScalarType type) {
   Operands o;
   o[kSlotX] = rows;
   o[kSlotWeight] = aligned_rows(w);
-  o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(at::kFloat));
+  o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(type));
   Problem p = problem(Op::kLinear, rows, w);
-  p.y_f32 = true;
+  p.y_f32 = type == at::kFloat;
   run(e, p, o);
   return o[kSlotY];
+}
+
+bool rounds_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w) {
+  if (rows.is_cuda() || rows.scalar_type() == at::kFloat) return false;
+  const Problem p = problem(Op::kLinear, rows, w);
+  return or_value_error([&] { return plan(p, e.gpu(rows.device())); }).panel_rows > 0;
 }
 
 }  // namespace metalmm::gpu

@@ -73,7 +73,11 @@ at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
 // before.
 void normalise(const Engine& e, Problem& p, Operands& o, const Norm& norm);
 
-// x W^T [M, N] in f32; x is multiplied in its own dtype.
-at::Tensor linear_f32(const Engine& e, const at::Tensor& rows, const PackedWeight& w);
+// x W^T [M, N] in f32 or in x's dtype; x is multiplied in its own.
+at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
+                   at::ScalarType type);
+
+// Whether torch's matmul computes the product and leaves halves, whatever it is stored as.
+bool rounds_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w);
 
 }  // namespace metalmm::gpu

@@ -82,6 +82,7 @@ void check(const Problem& p) {
         "route has alpha");
   }
   if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
+  if (p.rounded && p.op != Op::kActMul) reject("rounded: of act_mul, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
     reject("norm: of x of linear and swiglu_up, not of " + op);

@@ -128,6 +128,7 @@ uint32_t functions_of(const Problem& p) {
     out |= kEpilogueNormWeight | (p.offset != 0 ? kEpilogueNormOffset : 0u);
   }
   if (p.has_gate) out |= kNormGate;
+  if (p.rounded) out |= kActMulRounded;
   return out | expert_bits(p) | kEpilogueActivation * static_cast<uint32_t>(p.activation);
 }
 

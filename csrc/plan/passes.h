@@ -150,12 +150,6 @@ void choose_loads(StrategyId strategy, const Problem& problem, const Gpu& gpu, P
 // The reason of a plan without passes.
 constexpr const char* kNoOutput = "no output: no pass";
 
-// What rows decoded for torch may take at a time. Large enough that torch's
-// matmul of a panel hides its launch and fills the machine: 8192 rows of 4096 halves are 256 tiles
-// of 128 x 128 at M = 512, two for each of an H200's 132 multiprocessors. Small beside the model:
-// a panel is what torch needs beyond the packed rows, once per stream, not once per layer.
-constexpr int64_t kPanelBytes = int64_t{64} << 20;
-
 // Whether rows of the format are rows of values of the problem's dtype as they lie.
 bool is_readable(const Problem& problem);
 

@@ -174,7 +174,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
     case Op::kDot:
       return only(S::dot, "a probe");
     case Op::kActMul:
-      return only(S::act_mul, "gate and up as f32, their product rounded once");
+      return only(S::act_mul, "gate and up, their product rounded once");
     case Op::kRmsNorm:
       return only(S::rms_norm, "a norm on its own, a threadgroup a row");
     case Op::kAddRmsNorm:

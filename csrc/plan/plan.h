@@ -47,7 +47,7 @@ enum class Op : int {
   kMul,
   kDiv,
   kDot,         // k elements: y[0] = sum of x * x2
-  kActMul,      // n elements: y = act(x) * x2, x and x2 f32
+  kActMul,      // n elements: y = act(x) * x2, x and x2 f32 or, where `rounded`, of dtype
   kRmsNorm,     // m, k: y = x normalised, times silu(x2) with a gate, + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
@@ -167,6 +167,7 @@ struct Problem {
   float alpha = 1, beta = 0;  // c is not read when beta is 0
   // linear and expert_tiles without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
   bool y_f32 = false;
+  bool rounded = false;  // act_mul
 };
 
 // Passes for the problem, the table's choice or the strategy named. Forcing split_reduce forces

@@ -164,6 +164,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"x_alignment", &P::x_alignment},
       {"w_alignment", &P::w_alignment},
       {"y_f32", &P::y_f32},
+      {"rounded", &P::rounded},
       {"norm", &P::has_norm},
       {"gate", &P::has_gate},
       {"norm_weight", &P::has_norm_weight},

@@ -4,6 +4,7 @@
 #include <metal_simdgroup>
 
 #include "../entry.h"
+#include "../layer/activation.h"
 
 namespace metalmm {
 
@@ -33,6 +34,20 @@ struct Elementwise {
     for (uint j = 0; j < kValues; ++j) {
       const ulong i = first + j * kThreads;
       if (i < args.count) y[i] = Y(Op::of(float(x[i]), float(x2[i])));
+    }
+  }
+};
+
+// y = act(gate) * up of f32 gate and up, or of such as torch's matmul has rounded.
+template <class T>
+struct GateUp {
+  static METAL_FUNC void run(device const float* gate, device const float* up, device T* y,
+                             constant KernelArgs& args, Position at) {
+    if (fc_epilogue & kActMulRounded) {
+      Elementwise<ActMul, T, T>::run(reinterpret_cast<device const T*>(gate),
+                                     reinterpret_cast<device const T*>(up), y, args, at);
+    } else {
+      Elementwise<ActMul, float, T>::run(gate, up, y, args, at);
     }
   }
 };

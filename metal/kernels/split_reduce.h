@@ -1,8 +1,9 @@
-// y[m, n] = the partial results of split-K added in the order of the parts, then the epilogue.
+// y[m, n] = the partial results of split-K added in the order of the parts, then the epilogue. With
+// no parts y holds the results, which take the epilogue where they lie.
 //
 // Owner    a thread owns a result.
-// Traffic  parts * M * N floats, neighbouring lanes neighbouring floats.
-// Needs    partial f32 [parts, M, N].
+// Traffic  parts * M * N floats, neighbouring lanes neighbouring floats; or y once.
+// Needs    partial f32 [parts, M, N]; without parts y_stride = N.
 #pragma once
 
 #include "epilogue.h"
@@ -16,7 +17,7 @@ struct SplitReduce {
     const uint i = at.tg.x * ResultItems::kThreads + at.index;
     const uint count = args.m * args.n;
     if (i >= count) return;
-    float acc = partial[i];
+    float acc = args.parts ? partial[i] : float(result.y[i]);
     for (uint part = 1; part < args.parts; ++part) acc += partial[(ulong)part * count + i];
     store_result(result, args, 0, i / args.n, i % args.n, acc);
   }

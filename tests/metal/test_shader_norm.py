@@ -98,6 +98,17 @@ def test_gelu_of_every_half() -> None:
     assert act_mul(torch.tensor([1e30, torch.inf, -1e30]), "gelu").tolist()[1:] == [torch.inf, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gate_and_up_of_halves(dtype: torch.dtype) -> None:
+    """As of f32 of the same values."""
+    gate, up = (activations(1, 1000, seed=name)[0].to(dtype) for name in ("gate", "up"))
+    y = [torch.full_like(gate, torch.nan) for _ in range(2)]
+    for rounded in (False, True):
+        x, x2 = (t if rounded else t.float() for t in (gate, up))
+        execute("act_mul", {"x": x, "x2": x2, "y": y[rounded]}, n=1000, rounded=rounded)
+    assert torch.equal(*y) and y[0].isfinite().all()
+
+
 def test_relu2_rounds_once() -> None:
     gate = torch.cat([activations(500), torch.tensor([0.0, -0.0, 1e-30, -1e30, torch.inf])])
     gate = torch.cat([gate, torch.tensor([-torch.inf, torch.nan])])

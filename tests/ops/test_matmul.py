@@ -154,7 +154,7 @@ def test_nothing_to_multiply(name: str, backend: Backend, strategy: str | None) 
 def test_several_panels_of_torch_s_matmul(backend: Backend) -> None:
     """Every row of W is multiplied, and once: integers, whose sums are exact, at every edge that a
     panel may have."""
-    n, k = 4100, 4096  # more than a panel of any engine in f32, and no whole number of them
+    n, k = 8200, 4096  # more than a panel of any engine in f32, and no whole number of them
     if chip := backend.chip():
         sizes = {"m": 3, "n": n, "k": k, "format": "q4_0", "dtype": "f32", "chip": chip}
         assert _C.plan(**sizes, strategy="dense")["dense"]["panels"] == 2

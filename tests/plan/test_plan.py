@@ -274,15 +274,16 @@ def check_dense(p: dict[str, Any], plan: dict[str, Any]) -> None:
     joins = epilogue(p) > 0
     rows = [one["args"]["n"] for one in passes[: dense["panels"]]]
     assert len(passes) == dense["panels"] + joins
-    assert plan["workspace_bytes"] == (4 * p["m"] * p["n"] if joins else 0)
+    apart = joins and plan["chip"] == _C.CUDA and p["dtype"] != "f32"
+    assert plan["workspace_bytes"] == (4 * p["m"] * p["n"] if apart else 0)
     if joins:
         check_flat(p, passes[-1], _C.strategy("split_reduce"), reduces=True)
-        assert passes[-1]["args"]["parts"] == 1
+        assert passes[-1]["args"]["parts"] == apart
     assert bool(rows) == (p["k"] > 0 and p["format"] != p["dtype"])
     assert sum(rows) == p["n"] if rows else dense["rows"] == p["n"]
     assert all(n == dense["rows"] and n % 16 == 0 for n in rows[:-1])
     values = formats.DTYPES[p["dtype"]].itemsize * p["k"]
-    assert all(n * values <= max(64 << 20, 16 * values) for n in rows)
+    assert all(n * values <= max(128 << 20, 16 * values) for n in rows)
     for one in passes[: len(rows)]:
         assert one["kernel"].startswith("dequantize_") and one["kernel"].endswith(f"_{p['dtype']}")
         assert one["args"]["w_stride"] == formats.get(p["format"]).row_bytes(p["k"])

@@ -58,7 +58,7 @@ def test_the_reason_says_why_and_how() -> None:
     plan = _C.plan(m=512, **LINEAR | {"n": 14336}, chip="m5-max")
     assert plan["reason"] == (
         "dense: M = 512 is at least 96, and torch's matmul reaches the neural accelerators; W is "
-        "decoded in panels of 7168 rows, 2 in all"
+        "decoded in panels of 14336 rows, 1 in all"
     )
     forced = _C.plan(m=3, **LINEAR | {"format": "f16"}, chip="m1", strategy="dense")
     assert forced["reason"] == "dense: forced; W is multiplied as it lies"
@@ -67,17 +67,17 @@ def test_the_reason_says_why_and_how() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "dtype", "rows", "panels"),
     [
-        (8192, 4096, "f16", 8192, 1),
-        (8193, 4096, "f16", 4112, 2),
-        (4097, 4096, "f32", 2064, 2),
-        (128256, 4096, "bf16", 8016, 16),
+        (16384, 4096, "f16", 16384, 1),
+        (16385, 4096, "f16", 8208, 2),
+        (8193, 4096, "f32", 4112, 2),
+        (128256, 4096, "bf16", 16032, 8),
         (33, 2**26, "f16", 16, 3),  # no fewer rows, whatever they take
         (5, 32, "f16", 5, 1),
         (5, 0, "f16", 5, 0),
     ],
 )
 def test_panels(n: int, k: int, dtype: str, rows: int, panels: int) -> None:
-    """Of like size, at most 64 MB, a multiple of 16 rows where there are several."""
+    """Of like size, at most 128 MB, a multiple of 16 rows where there are several."""
     plan = _C.plan(m=2, n=n, k=k, format="q4_0", dtype=dtype, chip=_C.CUDA, strategy="dense")
     assert (plan["dense"]["rows"], plan["dense"]["panels"]) == (rows, panels)
     assert strategies_used(plan) == ["dequantize"] * panels
@@ -90,6 +90,8 @@ def test_rows_of_the_dtype_of_x_are_not_decoded(dtype: str) -> None:
         assert found and found["panels"] == (format != dtype)
 
 
+@pytest.mark.parametrize("chip", ["m5", _C.CUDA])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("problem", "passes"),
     [
@@ -101,11 +103,16 @@ def test_rows_of_the_dtype_of_x_are_not_decoded(dtype: str) -> None:
         ({"y_f32": True}, []),
     ],
 )
-def test_what_joins_the_products_is_a_pass(problem: dict[str, Any], passes: list[str]) -> None:
-    """Which reads them as f32 from the workspace, and rounds once."""
-    plan = _C.plan(m=96, **LINEAR, chip="m5", **problem)
+def test_what_joins_the_products_is_a_pass(
+    problem: dict[str, Any], passes: list[str], dtype: str, chip: str
+) -> None:
+    """Of the products where they lie, in y; CUDA's f32 sums of halves have a workspace."""
+    plan = _C.plan(m=96, **LINEAR, dtype=dtype, chip=chip, strategy="dense", **problem)
     assert strategies_used(plan) == ["dequantize", *passes]
-    assert plan["workspace_bytes"] == 4 * 96 * 4096 * len(passes)
+    is_apart = passes and chip == _C.CUDA and dtype != "f32"
+    assert plan["workspace_bytes"] == (4 * 96 * 4096 if is_apart else 0)
+    for one in plan["passes"][1:]:
+        assert one["args"]["parts"] == bool(is_apart)
 
 
 def test_split_k_is_of_kernels() -> None:

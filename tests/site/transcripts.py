@@ -36,7 +36,7 @@ CHAT = (
     "/save chat.json",
 )
 TIMED = re.compile(r"[\d.]+(?= (?:s|tokens/s)\b)")
-OF_ONE_RUN = re.compile(r'(?<="id": "chatcmpl-)\w+|(?<="created": )\d+')
+OF_ONE_RUN = re.compile(r'(?<="id": "chatcmpl-)\w+|(?<="id":")[\w-]+|(?<="created":) ?\d+')
 SHELL = 'python() { "$0" "$@"; }\n'  # the Python that this runs in
 PORT = 8000
 SERVE = f"metalmm serve --name smollm2 --port {PORT}"
@@ -45,6 +45,14 @@ CLIENTS = (
     """'{"model": "smollm2", "temperature": 0,
   "messages": [{"role": "user", "content": "What is the capital of France?"}],
   "max_tokens": 2, "stream": true}'""",
+    f"curl -s http://127.0.0.1:{PORT}/v1/chat/completions -d "
+    """'{"messages": [{"role": "user", "content": "Is it cold in Oslo?"}], "temperature": 0,
+  "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "weather",
+  "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+  "required": ["city"], "additionalProperties": false}}}]}'""",
+    f"curl -s http://127.0.0.1:{PORT}/v1/messages -d "
+    """'{"max_tokens": 20, "temperature": 0,
+  "messages": [{"role": "user", "content": "What is the capital of France?"}]}'""",
     f"""python - <<END
 import openai
 

@@ -41,13 +41,13 @@ def test_explain_a_norm() -> None:
 def test_explain_torch_s_matmul() -> None:
     """Panels that are alike are one entry; what W, panel and products move; no time of a GPU that
     the model does not know."""
-    text = explain("512x14336x4096", "q4_k", "m5-max")
+    text = explain("512x28672x4096", "q4_k", "m5-max")
     assert "passes 1 to 2 of 2: dequantize_q4_k_f16" in text and text.count("buffers") == 1
-    assert "then torch's matmul of x[512, 4096] and the 7168 rows" in text
-    assert "58,720,256  f16, written and read 2 times" in text and "decoding " in text
+    assert "then torch's matmul of x[512, 4096] and the 14336 rows" in text
+    assert "117,440,512  f16, written and read 2 times" in text and "decoding " in text
     assert "2 passes and torch's matmul" in text
-    several = explain("512x14000x4096", "q4_k", "m5-max")
-    assert "pass 1 of 2: " in several and "and the 6992 rows" in several
+    several = explain("512x28016x4096", "q4_k", "m5-max")
+    assert "pass 1 of 2: " in several and "and the 14000 rows" in several
     normed = explain("512x64x4096", "q4_k", "m5", norm=True)
     assert "pass 1 of 2: rms_norm_f16" in normed and "pass 2 of 2: dequantize_q4_k" in normed
     as_it_lies = explain("48x64x4096", "f16", "cuda")

@@ -132,6 +132,11 @@ def chosen(plan: Mapping[str, Any]) -> str:
     return "dense" if plan["dense"] else strategy_of(plan["passes"][plan["main"]]["kernel"])
 
 
+def joins_in_place(plan: Mapping[str, Any]) -> bool:
+    """Whether a bias, c or alpha joins the products of torch's matmul where they lie, in y."""
+    return len(plan["passes"]) > plan["dense"]["panels"] and not plan["workspace_bytes"]
+
+
 def _dense_cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
     product = plan["dense"]
     (m, n, k), dtype = (product[size] for size in "mnk"), product["dtype"]
@@ -141,6 +146,8 @@ def _dense_cost(plan: Mapping[str, Any], chip: Chip) -> Prediction:
     lanes *= chip.lanes_per_core if dtype == "f32" else chip.matmul_lanes_per_core
     w_bytes, decoding, cycles = n * k * value, 0.0, 0.0
     moved = w_bytes + m * (k + n) * value + 2 * plan["workspace_bytes"]
+    if joins_in_place(plan):
+        moved += 2 * m * n * value
     if product["panels"]:
         codec = plan["passes"][0]["kernel"].removeprefix("dequantize_").rpartition("_")[0]
         cycles = counts()["gemv"][codec][dtype] - 1

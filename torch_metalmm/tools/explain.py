@@ -7,7 +7,16 @@ from itertools import groupby
 from typing import Any
 
 from .. import _C, formats
-from .cost_model import DTYPE_BYTES, LAUNCH_US, REACHED, TORCH_REACHED, Chip, Prediction, cost
+from .cost_model import (
+    DTYPE_BYTES,
+    LAUNCH_US,
+    REACHED,
+    TORCH_REACHED,
+    Chip,
+    Prediction,
+    cost,
+    joins_in_place,
+)
 
 SHAPE_HELP = "MxNxK of y[M, N] = x[M, K] W[N, K]^T, for instance 1x4096x4096"
 DTYPES = ("f16", "bf16", "f32")
@@ -161,7 +170,7 @@ def _byte_lines(
     rows = [
         ("weights", n * row_bytes, f"{row_bytes} a row; read {_times(tiles_m)}"),
         ("x", m * k * value, f"read {_times(panels)}, from cache after the first"),
-        ("y", m * n * value, "written once"),
+        ("y", m * n * value, f"written {_times(1 + bool(dense and joins_in_place(plan)))}"),
     ]
     if dense and dense["panels"]:
         panel = dense["rows"] * k * value

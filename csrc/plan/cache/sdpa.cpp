@@ -8,9 +8,10 @@
 namespace metalmm {
 namespace {
 
-// What a mask may take at a time: more than rows that are decoded, as the queries of a mask are all
-// that fills the machine. At 131072 slots 341 queries, 3 tiles of 128 for each head of q.
-constexpr int64_t kMaskBytes = 2 * kPanelBytes;
+// What decoded rows of keys and values may take at a time, and a mask: more than those rows, as the
+// queries of a mask are all that fills the machine. At 131072 slots 341 queries, 3 tiles of 128 for
+// each head of q.
+constexpr int64_t kPanelBytes = int64_t{64} << 20, kMaskBytes = 2 * kPanelBytes;
 
 struct SdpaFrom {
   Accelerator accelerator;

@@ -18,7 +18,7 @@ class Served(Server):
     def ask(
         self, path: str, body: Any = None, key: str = KEY, **headers: str
     ) -> tuple[int, dict[str, str], Any]:
-        """(status, headers, JSON) of a request; a body, JSON or bytes, makes it a POST."""
+        """(status, headers, JSON or text) of a request; a body, JSON or bytes, makes it a POST."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         given = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         for name, value in headers.items():
@@ -26,11 +26,13 @@ class Served(Server):
         request = urllib.request.Request(self.url + path, data, given)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
-                return answer.status, dict(answer.headers), json.load(answer)
+                return answer.status, dict(answer.headers), _told(answer.read())
         except urllib.error.HTTPError as error:
-            text = error.read()
-            told = json.loads(text) if text.startswith(b"{") else text.decode()
-            return error.code, dict(error.headers), told
+            return error.code, dict(error.headers), _told(error.read())
+
+
+def _told(text: bytes) -> Any:
+    return json.loads(text) if text.startswith(b"{") else text.decode()
 
 
 @contextmanager

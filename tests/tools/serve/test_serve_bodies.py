@@ -29,7 +29,7 @@ def test_a_text_with_a_token_beyond_the_models(tmp_path: Path) -> None:
         prompts = Prompts(model, tokenizer, template, None, None)
         messages = [{"role": "user", "content": "a<beyond>"}]
         for name, tokens in (
-            ("prompt", lambda: prompts.of_completion(Completion(model="m", prompt="a<beyond>"))),
+            ("prompt", lambda: prompts.of_completion(Completion(prompt=["a<beyond>"]))),
             ("messages", lambda: prompts.of_chat(Chat(model="m", messages=messages))),
         ):
             with pytest.raises(ApiError, match=f"{name}: token .* must be from 0") as error:
@@ -86,7 +86,7 @@ def test_texts_and_tokens() -> None:
     """What may be given, as what it is taken."""
     for given, taken in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"],) * 2, ([[1], [2]],) * 2):
         assert Embedding(model="m", input=given).inputs() == taken
-    for given, taken in (("a", "a"), (["a"], "a"), ([1, 2], [1, 2])):
+    for given, taken in (("a", ["a"]), (["a", "b"],) * 2, ([1, 2], [[1, 2]])):
         asked = Completion(model="m", prompt=given, stop="x")
         asked.check()
         assert (asked.prompt, asked.stops()) == (taken, ["x"])

@@ -192,10 +192,12 @@ def test_a_place_is_kept_for_what_is_prepared(tmp_path: Path) -> None:
         assert late.value.status == 504
         feeds[0].close()
         feeds[0].close()
+        with pytest.raises(ApiError):  # both or none
+            Feed(engine, 60, 2)
         again = Feed(engine, 60)
         with pytest.raises(ApiError):
             Feed(engine, 60)
-        again.submit(Job("", [3], Options(max_new_tokens=2), None, again.tell))
+        again.submit([Job("", [3], Options(max_new_tokens=2), None, again.tell)])
         with pytest.raises(ApiError):
             Feed(engine, 60)
         again.close()
@@ -222,7 +224,7 @@ def test_a_deadline(tmp_path: Path) -> None:
 
     async def ask() -> ApiError:
         feed = Feed(engine, 0.2)
-        feed.submit(Job("", [3], Options(max_new_tokens=2), None, feed.tell))
+        feed.submit([Job("", [3], Options(max_new_tokens=2), None, feed.tell)])
         with pytest.raises(ApiError) as late:
             await feed.result()
         assert engine.load()[0] == 1

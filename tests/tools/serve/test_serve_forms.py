@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,10 +20,10 @@ from serving import Served, serving
 from torch_metalmm import load_gguf
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.calling import Wanted, calls_of
 from torch_metalmm.tools.serve.choosing import Chooser
 from torch_metalmm.tools.serve.engine import Finish, Job
 from torch_metalmm.tools.serve.forms import Forms
-from torch_metalmm.tools.serve.schema import Wanted
 from torch_metalmm.tools.serve.single import Single
 
 SCHEMA = {
@@ -48,7 +49,7 @@ def answers(runner: Any, loaded: tuple[Any, Any], *wanted: Wanted | None) -> lis
     waiting = []
     for seed, (want, to) in enumerate(zip(wanted, told, strict=True)):
         form = None if want is None else forms.of(want, "", len(IDS))
-        options = Options(temperature=1.0, max_new_tokens=40, form=form)
+        options = Options(temperature=1.0, max_new_tokens=80, form=form)
         waiting.append(Job("", IDS, options, seed, to.append))
     with torch.inference_mode():
         while waiting or runner.is_busy():
@@ -94,6 +95,71 @@ def test_an_answer_ends_with_the_model_s_own_tokens(
     other = tokenizer("x", add_special_tokens=False).input_ids
     with pytest.raises(RuntimeError, match="the form of the answer"):
         form(torch.tensor([other]), logits)
+
+
+# ---- calls of functions
+
+PLACE = {
+    "type": "object",
+    "properties": {"where": {"$ref": "#/$defs/place"}},
+    "required": ["where"],
+    "additionalProperties": False,
+    "$defs": {"place": {"enum": ["Oslo", "Rome"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "go", "strict": True, "parameters": PLACE}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+@pytest.mark.parametrize("kind", ["together", "one by one"])
+def test_calls_that_must_come(loaded: tuple[Any, Any], kind: str) -> None:
+    """Of any function, of one by its name; arguments are those of its schema."""
+    made = Batch(*loaded, 4) if kind == "together" else Single(Session(*loaded, Options()))
+    named = {"type": "function", "function": {"name": "go"}}
+    for choice, names in (("required", {"go", "stop"}), (named, {"go"})):
+        wanted = [calls_of(TOOLS, choice, True).form()] * 4
+        calls = [json.loads(text) for text in answers(made, loaded, *wanted)]
+        assert {call["name"] for call in calls} <= names
+        for call in calls:
+            jsonschema.validate(call["arguments"], PLACE if call["name"] == "go" else {"const": {}})
+
+
+@pytest.mark.parametrize("between", ("", "\n"))
+def test_strict_calls_that_may_come(loaded: tuple[Any, Any], between: str) -> None:
+    """Text is free; after each mark the arguments of a strict function are those of its schema."""
+    tokenizer = loaded[1]
+    form = Forms(*loaded).of(calls_of(TOOLS, None, True).form(), "", 0)
+    ids, logits = list[int](), torch.zeros(1, len(tokenizer))
+
+    def after(text: str) -> set[str]:
+        """The tokens that may come after more text."""
+        ids.extend(tokenizer(text, add_special_tokens=False).input_ids)
+        found = form(torch.tensor([ids], dtype=torch.long), logits)[0].isfinite()
+        return {tokenizer.decode([i]) for i in found.nonzero().flatten().tolist()}
+
+    everything = {tokenizer.decode([i]) for i in range(len(tokenizer))}
+    for call in ('{"name": "go", "arguments": {"where": "Rome"', '{"name": "stop", "arguments": {'):
+        assert after("I do. ") == everything
+        assert after("<tool_call>") < everything
+        assert "}" in after(between + call) < everything
+        assert "}" in after("}") < everything
+        assert after("}") == everything
+
+
+def test_a_token_that_ends_a_mark_and_begins_a_call(tmp_path: Path) -> None:
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    tokenizer.add_tokens(['l>{"na', "l>[1"])
+    model.config.vocab_size = len(tokenizer)
+    ids = tokenizer('<tool_call>{"na', add_special_tokens=False).input_ids
+    assert ids[-1] == len(tokenizer) - 2
+    logits = torch.zeros(1, len(tokenizer))
+    form = Forms(model, tokenizer).of(calls_of(TOOLS, None, True).form(), "", 0)
+    found = form(torch.tensor([ids]), logits)[0].isfinite().nonzero().flatten().tolist()
+    assert found and all("me".startswith(tokenizer.decode([i])[:1]) for i in found)
+    form = Forms(model, tokenizer).of(calls_of(TOOLS, None, True).form(), "", 0)
+    with pytest.raises(RuntimeError, match="the form of the answer"):
+        form(torch.tensor([[*ids[:-1], len(tokenizer) - 1]]), logits)
 
 
 # ---- JSON of any schema
@@ -153,6 +219,19 @@ def served() -> Iterator[Served]:
     pytest.importorskip("uvicorn")
     with serving("--name", "smol") as found:
         yield found
+
+
+def test_a_chat_with_a_call(served: Served) -> None:
+    """Of a model that knows of none: it must come, and its place in the answer is a call's."""
+    question = {"role": "user", "content": "Where to?"}
+    body = {"messages": [question], "temperature": 0, "tools": TOOLS, "tool_choice": "required"}
+    status, _, told = served.ask("/v1/chat/completions", body | {"logprobs": True, "n": 2})
+    assert status == 200
+    for choice in told["choices"]:
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), PLACE)
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert "".join(one["token"] for one in choice["logprobs"]["content"])[:9] == '{"name": '
 
 
 def test_a_chat_of_a_schema(served: Served) -> None:

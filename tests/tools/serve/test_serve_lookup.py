@@ -71,7 +71,7 @@ def test_answers_are_those_without_guesses(
         assert len(logits[id(a)]) == len(wanted[id(b)])
         assert all(map(torch.equal, logits[id(a)], wanted[id(b)]))
         assert own[:-1] == alone[:-1] and own[-1][:4] == alone[-1][:4]
-        assert alone[-1][4:] == (0, 0)
+        assert alone[-1][4:6] == (0, 0)
     right, wrong = (sum(own[-1][i] for own in told) for i in (4, 5))
     assert (wrong > right) if are_wrong else (right > 0)
 

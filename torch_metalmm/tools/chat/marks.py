@@ -42,7 +42,7 @@ class Stops:
 
     def __init__(self, strings: Iterable[str]) -> None:
         self.strings = tuple(strings)
-        self.found = False
+        self.found = ""  # the first of them that came
         self._rest = ""
 
     def feed(self, piece: str) -> str:
@@ -50,10 +50,10 @@ class Stops:
         if self.found:
             return ""
         self._rest += piece
-        places = [i for i in map(self._rest.find, self.strings) if i >= 0]
+        places = [(i, text) for text in self.strings if (i := self._rest.find(text)) >= 0]
         if places:
-            self.found = True
-            return self._take(min(places))
+            place, self.found = min(places)
+            return self._take(place)
         return self._take(len(self._rest) - held_back(self._rest, self.strings))
 
     def end(self) -> str:

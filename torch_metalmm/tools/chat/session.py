@@ -33,16 +33,22 @@ class Options:
     max_new_tokens: int | None = None  # None: as many as the context has room for
     context: int | None = None  # None: the model's
     form: Callable[[Tensor, Tensor], Tensor] | None = None  # what leaves out tokens, one answer's
+    bias: Callable[[Tensor, Tensor], Tensor] | None = None  # what changes their logits
+    scores: Callable[[int, Tensor], object] | None = None  # gets each token, and all logits there
+
+    def own_processors(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
+        """Those that transformers has not."""
+        return [one for one in (self.bias, self.form) if one is not None]
 
     def generation(self) -> dict[str, Any]:
         """The arguments of generate()."""
         given: dict[str, Any] = {"do_sample": self.temperature > 0}
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty
-        if self.form is not None:
+        if own := self.own_processors():
             from transformers import LogitsProcessorList
 
-            given["logits_processor"] = LogitsProcessorList([self.form])
+            given["logits_processor"] = LogitsProcessorList(own)
         if not self.temperature:
             return given | {"temperature": None, "top_p": None, "top_k": None, "min_p": None}
         given["temperature"] = self.temperature
@@ -182,7 +188,7 @@ class Session:
         from transformers import StoppingCriteriaList
 
         def is_over(input_ids: Tensor, _: Any, **__: Any) -> Tensor:
-            over = self._stopped.is_set() or stream.stops.found
+            over = self._stopped.is_set() or bool(stream.stops.found)
             return torch.full((len(input_ids),), over, device=input_ids.device)
 
         prompt = torch.tensor([ids], device=self.model.device)

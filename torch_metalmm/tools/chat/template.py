@@ -67,15 +67,19 @@ class Template:
         return self._child
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """The prompt of the chat, up to where the assistant's answer begins.
 
+        variables: what the template knows beside those of the tokenizer, which they go before.
         ValueError: the template refuses the messages, fails, or takes more than SECONDS or MEMORY.
         """
         request = {
             "template": self.text,
-            "variables": self._variables,
+            "variables": self._variables | (variables or {}),
             "messages": messages,
             "tools": tools,
         }

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
-import json
-import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from .access import Access, body_of
+from .answering import Answering, unless_gone
 from .embedding import Embedder
-from .engine import Engine, Finish, Job, Task
+from .engine import Engine, Task
 from .errors import ApiError
 from .feed import Feed
-from .prompts import Prompts
-from .replies import ChatReply, CompletionReply
-from .schema import Chat, Completion, Embedding, Generation, parse
-from .tokens import LARGE, give_memory_back
+from .messages import MessageReply, Messages, refusal
+from .metrics import Metrics
+from .prompts import Prompt, Prompts
+from .replies import ChatReply, Choices, CompletionReply, Reply
+from .responses import ResponseReply, Responses
+from .schema import Chat, Completion, Embedding, Generation, parse, warn_once
+from .tokens import give_memory_back
 from .wire import Bounded, refused
 
-_BODY_SECONDS = 30.0  # to send a body
-_DEFAULT_NEW = 16  # of completions: OpenAI's
-_Found = TypeVar("_Found")
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,43 @@ class Server:
     prompts: Prompts | None  # None: the model generates no text
     embedder: Embedder
     limits: Limits
-    owners: dict[bytes, bytes]  # {SHA-256 of a key: whose prompts its own may begin with}; or none
-    hosts: list[str]  # names that a request may give the server; none: any
+    access: Access
+    has_scores: bool  # as Answering's
+    metrics: Metrics = field(default_factory=Metrics)
 
     def app(self) -> Starlette:
+        gets = {
+            "/health": self.health,
+            "/metrics": self.told_metrics,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+        }
+        posts = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/embeddings": self.embed,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count,
+            "/v1/responses": self.respond,
+        }
         routes = [
-            Route("/health", self._guarded(self.health, is_open=True), methods=["GET"]),
-            Route("/v1/models", self._guarded(self.models), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._guarded(self.model), methods=["GET"]),
-            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-            Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
-            Route("/v1/embeddings", self._guarded(self.embed), methods=["POST"]),
+            Route(path, self._guarded(path, handler), methods=[method])
+            for method, handlers in (("GET", gets), ("POST", posts))
+            for path, handler in handlers.items()
         ]
+        middleware = [Middleware(Bounded, most=self.limits.requests)]
+        if origins := self.access.origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=origins,
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["*"],
+                )
+            )
         return Starlette(
             routes=routes,
-            middleware=[Middleware(Bounded, most=self.limits.requests)],
+            middleware=middleware,
             exception_handlers={HTTPException: _told, 500: _failed},
         )
 
@@ -81,47 +103,94 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        if (name := request.path_params["name"]) != self.name:
+            message = f"model {name!r} is not here; this server has {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
         return JSONResponse(self._model())
+
+    async def told_metrics(self, _: Request) -> Response:
+        kind = "text/plain; version=0.0.4"
+        return PlainTextResponse(self.metrics.text(self.engine), media_type=kind)
 
     async def chat(self, request: Request) -> Response:
         given = parse(Chat, await self._body(request))
-        given.check()
-        self._check_model(given.model)
-        self._check_count("messages", len(given.messages))
-        prompts = self._prompts()
+        self._check_count(messages=given.messages, tools=given.tools)
 
-        def prepared() -> tuple[str, list[int], int]:
-            prompt, ids = prompts.of_chat(given)
-            return prompt, ids, prompts.room(ids, given.most(), "messages")
+        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
+            return Choices(self.name, [*choices], len(choices), given.tells_usage())
 
-        def reply_to(prompt: str) -> ChatReply:
-            return ChatReply(self.name, prompt, takes_calls=given.functions() is not None)
+        return await self._chat(request, given, reply)
 
-        return await self._answer(request, given, prepared, reply_to)
+    async def messages(self, request: Request) -> Response:
+        asked = parse(Messages, await self._body(request))
+        self._check_count(messages=asked.messages, tools=asked.tools)
+        given = asked.chat()
+
+        def reply(prompt: Prompt, choices: list[ChatReply]) -> Reply:
+            return MessageReply(self.name, prompt, choices[0], given.stops())
+
+        return await self._chat(request, given, reply)
+
+    async def count(self, request: Request) -> Response:
+        asked = parse(Messages, await self._body(request))
+        self._check_count(messages=asked.messages, tools=asked.tools)
+        given = asked.chat()
+        prompts = self._checked(given)
+        with closing(Feed(self.engine, self.limits.seconds)) as feed:
+            made = feed.within(asyncio.to_thread(prompts.of_chat, given))
+            return JSONResponse({"input_tokens": len((await unless_gone(request, made)).ids)})
+
+    async def respond(self, request: Request) -> Response:
+        asked = parse(Responses, await self._body(request))
+        self._check_count(input=asked.input, tools=asked.tools)
+
+        def reply(_: Prompt, choices: list[ChatReply]) -> Reply:
+            return ResponseReply(self.name, asked, choices[0])
+
+        return await self._chat(request, asked.chat(), reply)
+
+    async def _chat(
+        self,
+        request: Request,
+        given: Chat,
+        reply: Callable[[Prompt, list[ChatReply]], Reply],
+    ) -> Response:
+        prompts = self._checked(given)
+
+        def reply_to(made: list[Prompt]) -> Reply:
+            text, count = made[0].text, given.n or 1
+            choices = [ChatReply(i, prompts.spelled, text, given.calls) for i in range(count)]
+            return reply(made[0], choices)
+
+        return await self._answering(prompts).answer(
+            request, given, 1, lambda: [prompts.of_chat(given)], reply_to
+        )
 
     async def complete(self, request: Request) -> Response:
         given = parse(Completion, await self._body(request))
-        given.check()
-        self._check_model(given.model)
-        prompts = self._prompts()
+        prompts, n = self._checked(given), given.n or 1
 
-        def prepared() -> tuple[str, list[int], int]:
-            prompt, ids = prompts.of_completion(given)
-            return prompt, ids, prompts.room(ids, given.max_tokens or _DEFAULT_NEW, "prompt")
+        def reply_to(made: list[Prompt]) -> Choices:
+            texts = [prompt.text if given.echo else "" for prompt in made for _ in range(n)]
+            choices = [CompletionReply(i, prompts.spelled, text) for i, text in enumerate(texts)]
+            return Choices(self.name, choices, n, given.tells_usage())
 
-        return await self._answer(request, given, prepared, lambda _: CompletionReply(self.name))
+        return await self._answering(prompts).answer(
+            request, given, len(given.prompt), lambda: prompts.of_completion(given), reply_to
+        )
 
     async def embed(self, request: Request) -> Response:
         given = parse(Embedding, await self._body(request))
-        self._check_model(given.model)
+        self._note_model(given)
         inputs = given.inputs()
-        self._check_count("input", len(inputs))
+        self._check_count(input=inputs)
+        size = self.embedder.size_of(given.dimensions)
 
         async def work() -> Response:
             texts = await feed.within(asyncio.to_thread(self.embedder.tokens_of, inputs))
-            feed.submit(Task(self.embedder.vectors(texts, feed.is_closed), feed.tell))
-            vectors = await feed.result()
+            work = self.embedder.vectors(texts, feed.is_closed, size)
+            feed.submit([Task(work, feed.tell)])
+            _, vectors = await feed.result()
             as_text = given.encoding_format == "base64"
             data = [
                 {"object": "embedding", "index": i, "embedding": _encoded(vector, as_text)}
@@ -134,183 +203,65 @@ class Server:
             )
 
         with closing(Feed(self.engine, self.limits.seconds)) as feed:
-            return await _unless_gone(request, work())
-
-    # ---- answers
-
-    async def _answer(
-        self,
-        request: Request,
-        given: Generation,
-        prepared: Callable[[], tuple[str, list[int], int]],
-        reply_to: Callable[[str], CompletionReply],
-    ) -> Response:
-        """prepared: the prompt, its tokens, and how many may follow."""
-        feed, prompts = Feed(self.engine, self.limits.seconds), self._prompts()
-
-        def job() -> Job:
-            wanted = given.form()  # a schema may have megabytes
-            prompt, ids, room = prepared()
-            options = given.options(room)
-            options.form = prompts.form(wanted, prompt, ids)
-            return Job(prompt, ids, options, given.seed, feed.tell, request.state.owner)
-
-        try:
-            made = await _unless_gone(request, feed.within(asyncio.to_thread(job)))
-            feed.submit(made)
-            prompt = made.prompt
-            reply = reply_to(prompt)
-            if given.stream:
-                return _Events(_events(feed, reply, given.tells_usage()), feed)
-            answer = await _unless_gone(request, _whole(feed, reply))
-        except BaseException:
-            feed.close()
-            raise
-        feed.close()
-        return JSONResponse(answer)
+            return await unless_gone(request, work())
 
     # ---- what is refused
 
-    def _guarded(
-        self, route: Callable[[Request], Awaitable[Response]], is_open: bool = False
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """is_open: for those without the key, too."""
+    def _guarded(self, path: str, handler: Handler) -> Handler:
+        """The handler of requests that may be, each of which is counted."""
 
         async def guarded(request: Request) -> Response:
+            status = 499
             try:
-                self._check_host(request)
-                if not is_open:
-                    request.state.owner = self._owner(request)
-                return await route(request)
+                self.access.check(request, is_open=path == "/health")
+                response = await handler(request)
+                status = response.status_code
+                return response
             except ApiError as error:
+                status = error.status
+                if path.startswith("/v1/messages"):
+                    return JSONResponse(refusal(error), error.status, error.headers)
                 return refused(error)
             except ClientDisconnect:
-                return Response(status_code=499)
+                return Response(status_code=status)
             finally:
+                self.metrics.requested(path, status)
                 if getattr(request.state, "is_large", False):
                     give_memory_back()
 
         return guarded
 
-    def _check_host(self, request: Request) -> None:
-        """A page of another site, whose name leads to this machine, is refused by its name."""
-        host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
-        if self.hosts and host not in self.hosts:
-            raise ApiError(400, f"Host {host!r} is no name of this server", code="wrong_host")
-
-    def _owner(self, request: Request) -> bytes:
-        """Whose the request is. ApiError 401: nobody's."""
-        if not self.owners:
-            return b""
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        # Of hashes the time of a comparison says nothing about a key.
-        owner = self.owners.get(hashlib.sha256(given.encode()).digest())
-        if kind.lower() != "bearer" or owner is None:
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        return owner
-
-    def _check_model(self, name: str) -> None:
-        if name != self.name:
-            message = f"model {name!r} is not here; this server has {self.name!r}"
-            raise ApiError(404, message, "model", "model_not_found")
-
-    def _check_count(self, field: str, count: int) -> None:
-        if count > self.limits.messages:
-            raise ApiError(400, f"{field}: {count}; at most {self.limits.messages}", field)
-
-    def _prompts(self) -> Prompts:
+    def _checked(self, given: Generation) -> Prompts:
+        """ApiError: a field is wrong, the model has no answers."""
+        given.check()
+        self._note_model(given)
         if self.prompts is None:
             raise ApiError(400, f"{self.name} generates no text; it has embeddings", "model")
         return self.prompts
 
+    def _note_model(self, given: Generation | Embedding) -> None:
+        if given.model not in (None, self.name):
+            warn_once(f"model: requests name others; {self.name} answers them all")
+
+    def _answering(self, prompts: Prompts) -> Answering:
+        seconds = self.limits.seconds
+        return Answering(self.engine, prompts, seconds, self.has_scores, self.metrics)
+
+    def _check_count(self, **fields: Any) -> None:
+        """ApiError 400: a list is longer than it may be."""
+        for name, items in fields.items():
+            if isinstance(items, list) and len(items) > self.limits.messages:
+                message = f"{name}: {len(items)}; at most {self.limits.messages}"
+                raise ApiError(400, message, name)
+
     async def _body(self, request: Request) -> bytes:
-        """ApiError 408, 413, 415: it comes too slowly, is too large, is not said to be JSON."""
-        # A page of any site may post other types to this machine without being asked.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, "Content-Type must be application/json")
-        body = bytearray()
-        try:
-            with anyio.fail_after(_BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self.limits.body:
-                        message = f"the body has more than {self.limits.body} bytes"
-                        raise ApiError(413, message, code="body_too_large")
-        except TimeoutError:
-            raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from None
-        request.state.is_large = len(body) > LARGE
-        return bytes(body)
+        return await body_of(request, self.limits.body)
 
     def _model(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": _STARTED, "owned_by": "metalmm"}
 
 
 _STARTED = int(time.time())
-
-
-class _Events:
-    """Server-sent events; when they end, however that is, so does the computing."""
-
-    def __init__(self, events: AsyncIterator[str], feed: Feed) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        self._feed = feed
-
-    async def __call__(self, *given: Any) -> None:
-        try:
-            await self._response(*given)
-        finally:
-            self._feed.close()
-
-
-async def _events(feed: Feed, reply: CompletionReply, tells_usage: bool) -> AsyncIterator[str]:
-    for chunk in reply.first():
-        yield _event(chunk)
-    try:
-        async for came in feed.pieces():
-            chunks = reply.end(came) if isinstance(came, Finish) else reply.feed(came)
-            for chunk in chunks:
-                yield _event(chunk)
-            if isinstance(came, Finish) and tells_usage:
-                yield _event(reply.usage(came))
-    except ApiError as error:
-        yield _event(error.body())
-        return
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-async def _whole(feed: Feed, reply: CompletionReply) -> dict[str, Any]:
-    async for came in feed.pieces():
-        if isinstance(came, Finish):
-            for _ in reply.end(came):
-                pass
-            return reply.whole(came)
-        for _ in reply.feed(came):
-            pass
-    raise AssertionError("the pieces end with a Finish")
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
-    """What the work gives. ClientDisconnect: the client goes before."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
 
 
 def _encoded(vector: Any, as_text: bool) -> Any:

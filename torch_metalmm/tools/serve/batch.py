@@ -94,7 +94,8 @@ class _Answer:
         self.text.end()
         self.stream.finish()
         counts = len(self.job.ids), self.kept or 0, len(self.stream.ids)
-        self.job.tell(Finish(reason, *counts, self.right, self.guessed - self.right))
+        guesses, stop = (self.right, self.guessed - self.right), self.stream.stops.found
+        self.job.tell(Finish(reason, *counts, *guesses, stop))
 
 
 class Batch:

@@ -19,9 +19,9 @@ class Chooser:
 
         self._is_greedy = not options.temperature
         self._processors: Any = LogitsProcessorList()
-        self._reads_tokens = options.repeat_penalty is not None or options.form is not None
-        if options.form is not None:
-            self._processors.append(options.form)
+        self._processors.extend(options.own_processors())
+        self._reads_tokens = options.repeat_penalty is not None or bool(self._processors)
+        self._scores = options.scores
         if options.repeat_penalty is not None:
             self._processors.append(of.RepetitionPenaltyLogitsProcessor(options.repeat_penalty))
         if self._is_greedy:
@@ -41,6 +41,12 @@ class Chooser:
 
     def choose(self, logits: Tensor, tokens: list[int]) -> int:
         """logits: [1, vocabulary]. tokens: of prompt and answer."""
+        token = self._chosen(logits, tokens)
+        if self._scores is not None:
+            self._scores(token, logits)
+        return token
+
+    def _chosen(self, logits: Tensor, tokens: list[int]) -> int:
         if self._processors:
             given = tokens if self._reads_tokens else []
             ids = torch.tensor([given], dtype=torch.long, device=logits.device)

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _KEY = "METALMM_API_KEY"
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*?#@]+")
 _SPARE = 64  # requests beside those that are answered and wait; more get status 503
 _SHUTDOWN = 5  # seconds that answers under way have when the server ends
 
@@ -63,6 +65,14 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "ends",
     )
     group.add_argument("--name", help="of the model in requests; default: its file or folder")
+    group.add_argument(
+        "--origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="whose pages may use the server, as https://chat.example:8080; may be given again. "
+        "Others' are refused",
+    )
     group.add_argument(
         "--pooling",
         metavar="KIND",
@@ -110,6 +120,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--lookup {args.lookup}: at most 3; a step has 4 rows")
     if args.pooling not in (None, *POOLINGS):
         raise ValueError(f"--pooling {args.pooling}: must be one of {', '.join(POOLINGS)}")
+    for origin in args.origin:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"--origin {origin}: must be a scheme and a host, as http://a:80")
     start(args, "psutil", "pydantic", "starlette", "uvicorn", "llguidance")
     import uvicorn
 
@@ -143,6 +156,7 @@ def run(args: argparse.Namespace) -> None:
 def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes]) -> Server:
     from ..chat.loading import load
     from ..chat.session import Options, Session, context_of
+    from .access import Access
     from .app import Limits, Server
     from .batch import Batch, can_share
     from .embedding import Embedder
@@ -175,6 +189,7 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
         most = args.max_new_tokens
         prompts = Prompts(model, tokenizer, template, context, most, tokens, forms)
     pooling = args.pooling or pooling_of(loaded.path, generates)
+    hosts = [*_LOOPBACK, _shown(args.host)] if _is_loopback(args.host) else []
     return Server(
         name=args.name or loaded.name,
         engine=Engine(runner, args.queue, worker),
@@ -186,8 +201,8 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
             seconds=args.timeout,
             requests=args.parallel + args.queue + _SPARE,
         ),
-        owners=owners,
-        hosts=[*_LOOPBACK, _shown(args.host)] if _is_loopback(args.host) else [],
+        access=Access(owners, hosts, args.origin),
+        has_scores=isinstance(runner, Batch),
     )
 
 

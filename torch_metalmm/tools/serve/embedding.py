@@ -39,6 +39,14 @@ class Embedder:
         self._options = {"use_cache": False} if "use_cache" in takes else {}
         self._reads_on = _reads_on(self._base)
 
+    def size_of(self, wanted: int | None) -> int | None:
+        """How many numbers of a vector are told, None: all. ApiError 400: it has not so many."""
+        size = int(self._base.config.get_text_config().hidden_size)
+        if wanted is not None and wanted > size:
+            message = f"dimensions: {wanted}; the model's vectors have {size}"
+            raise ApiError(400, message, "dimensions")
+        return wanted
+
     def tokens_of(self, inputs: list[str] | list[list[int]]) -> list[list[int]]:
         """ApiError 400: a text is too long, or has tokens that the model does not know."""
         found, count = [], 0
@@ -57,9 +65,11 @@ class Embedder:
         return found
 
     def vectors(
-        self, texts: list[list[int]], is_over: Callable[[], bool]
+        self, texts: list[list[int]], is_over: Callable[[], bool], size: int | None = None
     ) -> Generator[None, None, list[Tensor]]:
         """[size] f32 of length 1 for each; nothing where it is over before the end.
+
+        size: numbers of a vector, the first of the model's; None: all.
 
         Texts of about one length share a forward. A forward for each part, so that answers go on
         between them and a client may leave; it may so in a forward, too.
@@ -69,7 +79,8 @@ class Embedder:
             pooled = yield from self._pooled([texts[i] for i in part], is_over)
             if pooled is None:
                 return []
-            found |= zip(part, pooled, strict=True)
+            vectors = torch.nn.functional.normalize(pooled[:, :size], dim=-1)
+            found |= zip(part, vectors.cpu(), strict=True)
         return [found[i] for i in range(len(texts))]
 
     def _pooled(
@@ -108,7 +119,7 @@ class Embedder:
             count = len(mask)
             places = mask.sum(1) - 1 if self._pooling == "last" else torch.zeros(count)
             pooled = states[torch.arange(count), places.long()]
-        return torch.nn.functional.normalize(pooled, dim=-1).cpu()
+        return pooled
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache

@@ -31,6 +31,7 @@ class Finish(NamedTuple):
     new_tokens: int
     right_guesses: int = 0  # of the new tokens, computed in a step with others before them
     wrong_guesses: int = 0
+    stop: str = ""  # the string that ended it
 
 
 @dataclass(eq=False)

@@ -11,31 +11,38 @@ import anyio
 
 from .engine import Engine, Finish, Job, Task
 from .errors import ApiError
+from .weights import Scored
 
 _Found = TypeVar("_Found")
 
 
 class Feed:
-    """The pieces of one request, up to a deadline. close() frees its place in the engine."""
+    """What comes of one request, up to a deadline. close() frees its places in the engine."""
 
-    def __init__(self, engine: Engine, seconds: float) -> None:
-        """With a place in the queue, for a request that is still to be prepared.
+    def __init__(self, engine: Engine, seconds: float, count: int = 1) -> None:
+        """With `count` places in the queue, for jobs or a task that are still to be prepared.
 
         ApiError 429, 503: as Engine.reserve.
         """
         self._engine, self._seconds = engine, seconds
         self._end = time.monotonic() + seconds
         self._loop = asyncio.get_running_loop()
-        self._came: asyncio.Queue[Any] = asyncio.Queue()
-        self._request: Job | Task | None = None
+        self._came: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self._requests: list[Job | Task] = []
+        self._reserved = 0
         self._is_closed = False
-        engine.reserve()
-        self._is_reserved = True
-
-    def tell(self, what: Any) -> None:
-        """From the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._came.put_nowait, what)
+            for _ in range(count):
+                engine.reserve()
+                self._reserved += 1
+        except ApiError:
+            self.close()
+            raise
+
+    def tell(self, what: Any, index: int = 0) -> None:
+        """From the engine's thread. index: of the request's jobs."""
+        try:
+            self._loop.call_soon_threadsafe(self._came.put_nowait, (index, what))
         except RuntimeError:  # the loop is closed: the server ended
             return
 
@@ -43,10 +50,12 @@ class Feed:
         """From any thread."""
         return self._is_closed
 
-    def submit(self, request: Job | Task) -> None:
+    def submit(self, requests: list[Job] | list[Task]) -> None:
         """ApiError 503: as Engine.submit."""
-        self._engine.submit(request)
-        self._request, self._is_reserved = request, False
+        for request in requests:
+            self._engine.submit(request)
+            self._requests.append(request)
+            self._reserved -= 1
 
     async def within(self, work: Awaitable[_Found]) -> _Found:
         """What the work gives. ApiError 504: the deadline comes first."""
@@ -57,29 +66,28 @@ class Feed:
             message = f"the answer took more than {self._seconds:g} s"
             raise ApiError(504, message, code="timeout") from None
 
-    async def result(self) -> Any:
-        """The next thing that comes. ApiError: it is an error, or takes too long."""
-        came = await self.within(self._came.get())
+    async def result(self) -> tuple[int, Any]:
+        """(of which job, the next thing that comes). ApiError: an error, or it takes too long."""
+        index, came = await self.within(self._came.get())
         if isinstance(came, ApiError):
             raise came
         if isinstance(came, Exception):
             said = " ".join(str(came).split()) or type(came).__name__
             raise ApiError(500, f"the model failed: {said}")
-        return came
+        return index, came
 
-    async def pieces(self) -> AsyncIterator[str | Finish]:
-        """Texts, then the Finish. ApiError: as result()."""
-        while True:
-            came = await self.result()
-            yield came
-            if isinstance(came, Finish):
-                return
+    async def pieces(self) -> AsyncIterator[tuple[int, str | Scored | Finish]]:
+        """What comes of each job, its Finish last. ApiError: as result()."""
+        left = len(self._requests)
+        while left:
+            index, came = await self.result()
+            yield index, came
+            left -= isinstance(came, Finish)
 
     def close(self) -> None:
         self._is_closed = True
-        if self._is_reserved:
+        for _ in range(self._reserved):
             self._engine.release()
-            self._is_reserved = False
-        if self._request is not None:
-            self._engine.cancel(self._request)
-            self._request = None
+        for request in self._requests:
+            self._engine.cancel(request)
+        self._reserved, self._requests = 0, []

@@ -6,6 +6,7 @@ llguidance says which tokens may come next: it has one wheel for every Python on
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -13,14 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..chat.marks import THOUGHT, opened_by
+from ..chat.marks import CALL, MARKS, THOUGHT, opened_by
 from ..chat.session import end_tokens
+from .calling import SPACING, Wanted
 from .errors import ApiError
-from .schema import Wanted
-
-# Between the parts of JSON, as json.dumps writes them: where white space is free, a small model may
-# write nothing else.
-_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Forms:
@@ -50,7 +47,7 @@ class Forms:
         except ValueError as error:  # of a tokenizer of another kind
             raise ApiError(400, f"{wanted.field}: {error}", wanted.field, "unsupported") from None
         if wanted.kind == "json":
-            grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=_JSON)
+            grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=SPACING)
         elif wanted.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(wanted.text)
         else:
@@ -59,19 +56,34 @@ class Forms:
         if matcher.is_error():
             said = matcher.get_error().partition("\n")[0][:300]
             raise ApiError(400, f"{wanted.field}: {said}", wanted.field)
+        if wanted.kind == "calls":
+            marks = [mark.opens for mark in MARKS if mark.kind == CALL]
+            return Form(matcher, count, self._tokenizer, marks, tokens.tokenize_bytes)
         mark = opened_by(prompt)
-        after = mark.closes if mark is not None and mark.kind == THOUGHT else None
+        after = [mark.closes] if mark and mark.closes and mark.kind == THOUGHT else []
         return Form(matcher, count, self._tokenizer, after)
 
 
 class Form:
     """A processor of logits, as transformers' own: of one answer, after each of its tokens."""
 
-    def __init__(self, matcher: Any, count: int, tokenizer: Any, after: str | None = None) -> None:
-        """count: tokens before the answer. after: what ends the thought that the prompt opens,
-        which is free."""
-        self._matcher, self._count, self._tokenizer, self._after = matcher, count, tokenizer, after
-        self._thought: list[int] = []
+    def __init__(
+        self,
+        matcher: Any,
+        count: int,
+        tokenizer: Any,
+        after: Iterable[str] = (),
+        encode: Callable[[bytes], list[int]] | None = None,
+    ) -> None:
+        """count: tokens before the answer. after: what ends the text that is free, as the thought
+        is that the prompt opens; none: nothing is. encode: given where what follows a text of the
+        form is free until one of these comes once more; it makes tokens of what a token has beside
+        the mark that it ends."""
+        self._first, self._count, self._tokenizer = matcher, count, tokenizer
+        self._matcher = matcher.deep_copy()
+        self._after, self._encode = tuple(after), encode
+        self._is_free = bool(self._after)
+        self._free: list[int] = []  # the tokens of the text that is free
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """ids: [1, tokens so far], logits: [1, vocabulary], -inf where no answer of the form goes
@@ -80,7 +92,7 @@ class Form:
         self._count += len(new)
         for token in new:
             self._take(token)
-        if self._after is not None:
+        if self._is_free:
             return logits
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -89,9 +101,16 @@ class Form:
         return logits.masked_fill(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
     def _take(self, token: int) -> None:
-        if self._after is None:
+        if not self._is_free:
             self._matcher.consume_token(token)
+            if self._encode is not None and self._matcher.is_accepting():
+                self._matcher, self._is_free, self._free = self._first.deep_copy(), True, []
             return
-        self._thought.append(token)
-        if self._after in self._tokenizer.decode(self._thought[-16:]):
-            self._after = None
+        self._free.append(token)
+        text = self._tokenizer.decode(self._free[-16:])
+        for mark in self._after:
+            if mark in text:
+                self._is_free, rest = False, text.rpartition(mark)[2]
+                if self._encode is not None and rest:
+                    self._matcher.consume_tokens(self._encode(rest.encode()))
+                return

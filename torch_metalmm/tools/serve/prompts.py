@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..chat.marks import CALL, MARKS, opened_by
 from ..chat.session import context_of
+from ..chat.stream import hidden_tokens
 from ..chat.template import Template
+from .calling import Wanted
 from .errors import ApiError
 from .forms import Form, Forms
-from .schema import Chat, Completion, Wanted
+from .schema import Chat, Completion, Generation
 from .tokens import Tokens
+from .weights import Bias
 
+# The tokens before a text, before what follows its gap, and before what fills it: of StarCoder,
+# Granite; Qwen, CodeGemma; DeepSeek.
+_GAPS = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+)
+_DEFAULT_NEW = 16  # tokens of completions: OpenAI's
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Prompt(NamedTuple):
+    """What an answer goes on from."""
+
+    text: str
+    ids: list[int]
+    room: int  # tokens that may follow
 
 
 class Prompts:
@@ -32,10 +52,11 @@ class Prompts:
         """context: tokens of prompt and answer, None: the model's. most: new tokens. tokens: those
         of the same model that others read texts with. forms: None: answers have any."""
         self._tokenizer, self._template = tokenizer, template
-        self._tokens = tokens or Tokens(model, tokenizer)
+        self.tokens = tokens or Tokens(model, tokenizer)
         own = context_of(model)
         self._context = min(context, own) if context and own else context or own
         self._most = most
+        self._hidden = hidden_tokens(tokenizer)
         self._forms = forms
         self._lock = threading.Lock()
 
@@ -48,25 +69,65 @@ class Prompts:
             raise ApiError(400, message, wanted.field, "unsupported")
         return self._forms.of(wanted, prompt, len(ids))
 
-    def of_chat(self, request: Chat) -> tuple[str, list[int]]:
+    def of_chat(self, request: Chat) -> Prompt:
         """ApiError 400: the messages are malformed, or the template refuses them."""
         messages = [_message(message) for message in request.messages]
+        calls = request.calls
         with self._lock:
             try:
-                if not self._template.use(self._tokenizer, request.functions()):
+                if not self._template.use(self._tokenizer, calls.tools):
                     message = "the model has no chat template; /v1/completions goes on with a text"
                     raise ApiError(400, message)
-                text = self._template.render(messages, request.functions())
+                text = self._template.render(messages, calls.tools, request.variables())
+                if calls.is_forced and opened_by(text) is None:
+                    text += self._call_mark()
             except (ValueError, OSError) as error:
                 raise ApiError(400, str(error), "messages") from None
-        return text, self._ids(text, "messages", add_special_tokens=False)
+        ids = self._ids(text, "messages", add_special_tokens=False)
+        return Prompt(text, ids, self._room(ids, request.most(), "messages"))
 
-    def of_completion(self, request: Completion) -> tuple[str, list[int]]:
-        if isinstance(request.prompt, str):
-            return request.prompt, self._ids(request.prompt, "prompt")
-        return "", self._tokens.checked(request.prompt, "prompt")
+    def of_completion(self, request: Completion) -> list[Prompt]:
+        found = []
+        for given in request.prompt:
+            if isinstance(given, str):
+                ids = self._ids(self._with_gap(given, request.suffix or ""), "prompt")
+            else:
+                ids = self.tokens.checked(given, "prompt")
+                given = self._tokenizer.decode(ids) if request.echo else ""
+            room = self._room(ids, request.max_tokens or _DEFAULT_NEW, "prompt")
+            found.append(Prompt(given, ids, room))
+        return found
 
-    def room(self, ids: list[int], wanted: int | None, name: str) -> int:
+    def _call_mark(self) -> str:
+        """What the model writes before a call, if its template says so."""
+        for mark in MARKS:
+            if mark.kind == CALL and mark.opens in self._template.text:
+                return mark.opens + ("\n" if mark.closes else "")
+        return ""
+
+    def _with_gap(self, text: str, suffix: str) -> str:
+        """ApiError 400: the model knows no texts with a gap."""
+        if not suffix:
+            return text
+        words = {token.content for token in self._tokenizer.added_tokens_decoder.values()}
+        for before, after, gap in _GAPS:
+            if words >= {before, after, gap}:
+                return before + text + after + suffix + gap
+        raise ApiError(400, "suffix: the model fills no gaps in texts", "suffix", "unsupported")
+
+    def spelled(self, token: int) -> str:
+        """What the token adds to an answer's text; nothing where it is hidden, as its end is."""
+        return "" if token in self._hidden else self.tokens.spelled(token)
+
+    def bias(self, request: Generation, count: int) -> Bias | None:
+        """None: the request changes no logits. count: tokens of the prompt. ApiError 400: it does
+        so for a token that the model has not."""
+        biases = request.biases()
+        self.tokens.checked([*biases], "logit_bias")
+        penalties = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
+        return Bias(count, biases, *penalties) if biases or any(penalties) else None
+
+    def _room(self, ids: list[int], wanted: int | None, name: str) -> int:
         """How many tokens may follow. ApiError 400: none."""
         if not ids:
             raise ApiError(400, f"{name}: no tokens", name)
@@ -82,7 +143,7 @@ class Prompts:
         return min(limits) if limits else 1 << 30
 
     def _ids(self, text: str, name: str, **options: Any) -> list[int]:
-        return self._tokens.of(text, name, self._context, **options)
+        return self.tokens.of(text, name, self._context, **options)
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:

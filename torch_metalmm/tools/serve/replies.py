@@ -5,129 +5,212 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, Protocol
 
-from ..chat.marks import CALL, MARKS, THOUGHT, Splitter, calls_of
+from ..chat.marks import CALL, MARKS, TEXT, THOUGHT, Splitter, calls_of, opened_by
+from .calling import Calls
 from .engine import Finish
+from .errors import ApiError
+from .weights import Scored
 
 Object = dict[str, Any]
+Spell = Callable[[int], str]  # what a token adds to a text; "" of one that is never shown
 
 
-def usage_of(finish: Finish) -> Object:
-    guesses = {
-        "accepted_prediction_tokens": finish.right_guesses,
-        "rejected_prediction_tokens": finish.wrong_guesses,
-    }
-    return {
-        "prompt_tokens": finish.prompt_tokens,
-        "completion_tokens": finish.new_tokens,
-        "total_tokens": finish.prompt_tokens + finish.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": finish.kept_tokens},
-        "completion_tokens_details": guesses,
-    }
+class Reply(Protocol):
+    """An answer to a request: events of a stream as they come, or all of it at the end."""
+
+    def first(self) -> Iterator[str]: ...
+    def feed(self, index: int, came: str | Scored | Finish) -> Iterator[str]: ...
+    def last(self) -> Iterator[str]: ...
+    def failed(self, error: ApiError) -> str: ...
+    def whole(self) -> Object: ...  # after the Finish of each choice
 
 
-class CompletionReply:
-    """Of /v1/completions."""
+def event(value: Object, kind: str | None = None) -> str:
+    """A server-sent event."""
+    head = "" if kind is None else f"event: {kind}\n"
+    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
-    _kind, _chunk_kind, _prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, model: str) -> None:
+class Choices:
+    """A Reply in OpenAI's shape, of one choice or several."""
+
+    def __init__(
+        self, model: str, choices: list[CompletionReply], per_prompt: int, tells_usage: bool
+    ) -> None:
+        """choices: per_prompt of each prompt, one prompt's after the other's."""
+        kind = choices[0]
+        self._kind, self._chunk_kind = kind.kind, kind.chunk_kind
         self._head = {
-            "id": self._prefix + uuid.uuid4().hex,
+            "id": kind.prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
         }
+        self._choices, self._per_prompt, self._tells_usage = choices, per_prompt, tells_usage
+
+    def first(self) -> Iterator[str]:
+        yield from self._events(chain(*(choice.first() for choice in self._choices)))
+
+    def feed(self, index: int, came: str | Scored | Finish) -> Iterator[str]:
+        yield from self._events(self._choices[index].feed(came))
+
+    def last(self) -> Iterator[str]:
+        if self._tells_usage:
+            usage = {"choices": [], "usage": self._usage()}
+            yield event({**self._head, "object": self._chunk_kind, **usage})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> str:
+        return event(error.body())
+
+    def whole(self) -> Object:
+        choices = [choice.whole() for choice in self._choices]
+        rest = {"choices": choices, "usage": self._usage()}
+        return {**self._head, "object": self._kind, **rest}
+
+    def _events(self, choices: Iterable[Object]) -> Iterator[str]:
+        for choice in choices:
+            yield event({**self._head, "object": self._chunk_kind, "choices": [choice]})
+
+    def _usage(self) -> Object:
+        """A prompt of several choices is counted once."""
+        ends = [choice.finish for choice in self._choices]
+        prompts = ends[:: self._per_prompt]
+        prompt, new = sum(e.prompt_tokens for e in prompts), sum(e.new_tokens for e in ends)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(e.kept_tokens for e in prompts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(e.right_guesses for e in ends),
+                "rejected_prediction_tokens": sum(e.wrong_guesses for e in ends),
+            },
+        }
+
+
+class CompletionReply:
+    """A choice of /v1/completions."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, index: int, spell: Spell, before: str = "") -> None:
+        """before: what the text begins with, before the answer."""
+        self.finish = Finish("length", 0, 0, 0)
+        self._index, self._spell, self._before = index, spell, before
         self._text = ""
+        self._scored: list[Scored] = []  # of the pieces that are still to come
+        self._all: list[Scored] = []
+        self._offset = 0  # of the next scored token in the text
 
     def first(self) -> Iterator[Object]:
         """What a stream begins with."""
-        yield from ()
+        if self._before:
+            yield self._choice({"text": self._before, "logprobs": None})
 
-    def feed(self, piece: str) -> Iterator[Object]:
+    def feed(self, came: str | Scored | Finish) -> Iterator[Object]:
         """The chunks of a piece of the answer, which is kept for whole()."""
+        if isinstance(came, Scored):
+            if self._spell(came.token):
+                self._scored.append(came)
+                self._all.append(came)
+        elif isinstance(came, Finish):
+            self.finish = came
+            yield from self._end()
+        else:
+            yield from self._piece(came)
+
+    def whole(self) -> Object:
+        self._offset = 0
+        text = self._before + self._text
+        return self._choice({"text": text, "logprobs": self._told(self._all)}, self.finish.reason)
+
+    def _piece(self, piece: str) -> Iterator[Object]:
         self._text += piece
-        yield self._chunk({"text": piece, "logprobs": None})
+        yield self._chunk({"text": piece})
 
-    def end(self, finish: Finish) -> Iterator[Object]:
-        yield self._chunk({"text": "", "logprobs": None}, finish.reason)
-
-    def usage(self, finish: Finish) -> Object:
-        """The chunk after the last one, for those who ask."""
-        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": usage_of(finish)}
-
-    def whole(self, finish: Finish) -> Object:
-        return {
-            **self._head,
-            "object": self._kind,
-            "choices": [self._choice({"text": self._text, "logprobs": None}, finish.reason)],
-            "usage": usage_of(finish),
-        }
+    def _end(self) -> Iterator[Object]:
+        yield self._chunk({"text": ""}, self.finish.reason)
 
     def _chunk(self, part: Object, reason: str | None = None) -> Object:
-        return {**self._head, "object": self._chunk_kind, "choices": [self._choice(part, reason)]}
+        """With the scores of the tokens since the last one."""
+        scored, self._scored = self._scored, []
+        return self._choice({**part, "logprobs": self._told(scored)}, reason)
 
-    def _choice(self, part: Object, reason: str | None) -> Object:
-        return {"index": 0, **part, "finish_reason": reason}
+    def _choice(self, part: Object, reason: str | None = None) -> Object:
+        return {"index": self._index, **part, "finish_reason": reason}
+
+    def _told(self, scored: list[Scored]) -> Object | None:
+        if not scored:
+            return None
+        found: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in scored:
+            text = self._spell(one.token)
+            # Of two that read alike the likelier one.
+            tops = {self._spell(token): share for token, share in reversed(one.top)}
+            for name, value in zip(found, (text, one.share, tops, self._offset), strict=True):
+                found[name].append(value)
+            self._offset += len(text)
+        return found
 
 
 class ChatReply(CompletionReply):
-    """Of /v1/chat/completions: thoughts and calls of functions apart from the text."""
+    """A choice of /v1/chat/completions: thoughts and calls of functions apart from the text."""
 
-    _kind, _chunk_kind, _prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, model: str, prompt: str, takes_calls: bool) -> None:
-        """prompt: as Splitter's. takes_calls: else what looks like a call is text."""
-        super().__init__(model)
-        marks = [mark for mark in MARKS if takes_calls or mark.kind != CALL]
+    def __init__(self, index: int, spell: Spell, prompt: str, calls: Calls) -> None:
+        """prompt: as Splitter's. Where no call may come, what looks like one is text."""
+        super().__init__(index, spell)
+        if calls.is_forced:  # a mark in the call's arguments is none
+            marks = [m for m in [opened_by(prompt)] if m is not None and m.kind == THOUGHT]
+        else:
+            marks = [m for m in MARKS if calls.tools or m.kind != CALL]
         self._splitter = Splitter(prompt, marks)
+        self._may = calls
         self._part = 0  # of those that marks opened
-        self._thought = ""
+        self.thought = ""
         self._call = ""  # what came of the calls
-        self._calls: list[Object] = []
+        self.calls: list[Object] = []
 
     def first(self) -> Iterator[Object]:
-        yield self._chunk({"delta": {"role": "assistant", "content": ""}})
+        yield self._choice({"delta": {"role": "assistant", "content": ""}, "logprobs": None})
 
-    def feed(self, piece: str) -> Iterator[Object]:
+    def whole(self) -> Object:
+        message: Object = {"role": "assistant", "content": self._text, "refusal": None}
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        if self.calls:
+            message["content"] = self._text.strip() or None
+            message["tool_calls"] = self.calls
+        return self._choice({"message": message, "logprobs": self._told(self._all)}, self.reason())
+
+    def reason(self) -> str:
+        reason = self.finish.reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    def _piece(self, piece: str) -> Iterator[Object]:
         yield from self._parts(self._splitter.feed(piece))
 
-    def end(self, finish: Finish) -> Iterator[Object]:
+    def _end(self) -> Iterator[Object]:
         yield from self._parts(self._splitter.end())
         yield from self._called()
-        yield self._chunk({"delta": {}}, self._reason(finish))
-
-    def whole(self, finish: Finish) -> Object:
-        """After end()."""
-        message: Object = {"role": "assistant", "content": self._text, "refusal": None}
-        if self._thought:
-            message["reasoning_content"] = self._thought
-        if self._calls:
-            message["content"] = self._text.strip() or None
-            message["tool_calls"] = self._calls
-        part = {"message": message, "logprobs": None}
-        return {
-            **self._head,
-            "object": self._kind,
-            "choices": [self._choice(part, self._reason(finish))],
-            "usage": usage_of(finish),
-        }
-
-    def _reason(self, finish: Finish) -> str:
-        return "tool_calls" if self._calls and finish.reason == "stop" else finish.reason
+        yield self._chunk({"delta": {}}, self.reason())
 
     def _parts(self, parts: Iterator[tuple[str, str]]) -> Iterator[Object]:
         for kind, text in parts:
             if self._splitter.count != self._part:
                 yield from self._called()
                 self._part = self._splitter.count
-            if kind == CALL:
+            if kind == CALL or (kind == TEXT and self._may.is_forced):
                 self._call += text
                 continue
             yield from self._called()
             if kind == THOUGHT:
-                self._thought += text
+                self.thought += text
                 yield self._chunk({"delta": {"reasoning_content": text}})
             else:
                 self._text += text
@@ -145,6 +228,8 @@ class ChatReply(CompletionReply):
             self._text += text
             yield self._chunk({"delta": {"content": text}})
         for call in found or []:
+            if self.calls and not self._may.are_many:
+                return
             made = {
                 "id": uuid.uuid4().hex[:9],  # 9 letters or digits, as Mistral's templates demand
                 "type": "function",
@@ -153,8 +238,24 @@ class ChatReply(CompletionReply):
                     "arguments": json.dumps(call["arguments"], ensure_ascii=False),
                 },
             }
-            yield self._chunk({"delta": {"tool_calls": [{"index": len(self._calls), **made}]}})
-            self._calls.append(made)
+            yield self._chunk({"delta": {"tool_calls": [{"index": len(self.calls), **made}]}})
+            self.calls.append(made)
+
+    def _told(self, scored: list[Scored]) -> Object | None:
+        if not scored:
+            return None
+
+        def told(token: int, share: float) -> Object:
+            text = self._spell(token)
+            # A part of a character has bytes that no text tells.
+            of_text = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
+            return {"token": text, "logprob": share, "bytes": of_text}
+
+        content = [
+            told(one.token, one.share) | {"top_logprobs": [told(*pair) for pair in one.top]}
+            for one in scored
+        ]
+        return {"content": content, "refusal": None}
 
 
 def _is_writable(value: Any) -> bool:

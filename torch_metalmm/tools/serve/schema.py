@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
+import math
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
+from ..chat.marks import CALL, MARKS
 from ..chat.session import Options
+from .calling import Calls, Wanted, calls_of, schema_text
 from .errors import ApiError
 
+_LOG = logging.getLogger(__name__)
+# Fields that cannot change an answer: hints for a service's accounts, caches and machines, and what
+# would shorten a prompt that is too long. A field that is neither here nor in a class is refused.
+_HINTS = """user metadata store service_tier safety_identifier prompt_cache_key speed keep_alive
+    prompt_cache_retention cache_prompt cache_control id_slot prediction client_metadata include
+    context_management inference_geo diagnostics user_profile_id workspace_id"""
+IGNORED = frozenset(_HINTS.split())
 _MOST_STOPS = 16
+_NO_LIMIT = 1 << 30  # tokens; clients write -1, as llama.cpp's
+_MOST_SCORED = 20  # tokens beside each of an answer: OpenAI's
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _TEXTS: tuple[Literal["regex", "grammar"], ...] = ("regex", "grammar")
 _Given = TypeVar("_Given")
 
@@ -23,24 +38,9 @@ class StreamOptions:
 
 @dataclass(kw_only=True)
 class Request:
-    """What all have. An unknown field is refused: it may be one that changes the answer."""
+    """What all have."""
 
-    model: str
-    user: Any = None  # these say nothing about the answer
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The form that an answer has: what the field asks for."""
-
-    field: str
-    kind: Literal["json", "regex", "grammar"]
-    text: str  # a JSON schema, a regular expression, a grammar in Lark's syntax
+    model: str | None = None  # the server has one, which answers whatever the name
 
 
 @dataclass(kw_only=True)
@@ -60,14 +60,15 @@ class Generation(Request):
     response_format: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
-    # Fields that have one value here: their default.
-    n: Literal[1] | None = None
+    n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Any = None
 
     def check(self) -> None:
         """ApiError: a value out of its range, or of what is not there."""
+        if self.max_tokens == -1:
+            self.max_tokens = _NO_LIMIT
         _within("temperature", self.temperature, 0, 2)
         _within("top_p", self.top_p, 0, 1)
         _within("min_p", self.min_p, 0, 1)
@@ -78,9 +79,10 @@ class Generation(Request):
             raise ApiError(400, f"temperature: {self.temperature}; 0, or from 0.001", "temperature")
         # Logits times or by more may become infinite.
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-            if getattr(self, name):
-                raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("n", self.n, 1)
+        self.biases()
         stops = self.stops()
         if len(stops) > _MOST_STOPS:
             raise ApiError(400, f"stop: {len(stops)} texts; at most {_MOST_STOPS}", "stop")
@@ -99,7 +101,7 @@ class Generation(Request):
             if not isinstance(schema, dict):
                 message = "response_format: json_schema must be an object with a schema, an object"
                 raise ApiError(400, message, "response_format")
-            given.append(Wanted("response_format", "json", _schema_text(schema)))
+            given.append(Wanted("response_format", "json", schema_text(schema, "response_format")))
         elif format != {"type": "text"}:
             message = "response_format: type must be text, json_object or json_schema"
             raise ApiError(400, message, "response_format", "unsupported")
@@ -107,6 +109,18 @@ class Generation(Request):
             both = f"{given[0].field}: given with {given[1].field}; an answer has one form"
             raise ApiError(400, both, given[0].field)
         return given[0] if given else None
+
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of tokens. ApiError: it is malformed, or beyond +-100."""
+        given = {} if self.logit_bias is None else self.logit_bias
+        try:
+            found = {_token(key): float(value) for key, value in given.items()}
+        except (AttributeError, ValueError, TypeError, OverflowError):
+            found = {-1: 0.0}
+        if any(token < 0 or not abs(bias) <= 100 for token, bias in found.items()):
+            message = "logit_bias: must be an object of tokens' numbers, each with -100 to 100"
+            raise ApiError(400, message, "logit_bias")
+        return found
 
     def stops(self) -> list[str]:
         given = [] if self.stop is None else self.stop
@@ -124,6 +138,10 @@ class Generation(Request):
             max_new_tokens=most,
         )
 
+    def scored(self) -> int | None:
+        """How many tokens are scored beside each of the answer; None: not that one either."""
+        return None
+
     def tells_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -133,93 +151,142 @@ class Chat(Generation):
     messages: Any
     max_completion_tokens: int | None = None
     tools: Any = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: Any = None
 
     def check(self) -> None:
         super().check()
+        if self.max_completion_tokens == -1:
+            self.max_completion_tokens = _NO_LIMIT
         _within("max_completion_tokens", self.max_completion_tokens, 1)
+        _within("top_logprobs", self.top_logprobs, 0, _MOST_SCORED)
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs")
         if not _all_are(dict, self.messages) or not self.messages:
             raise ApiError(400, "messages: must be a list of objects, not empty", "messages")
-        if self.tools is not None and not _all_are(dict, self.tools):
-            raise ApiError(400, "tools: must be a list of objects", "tools")
+        if self.modalities not in (None, ["text"]):
+            raise ApiError(400, "modalities: answers are ['text']", "modalities", "unsupported")
+        effort = self.reasoning_effort
+        if effort is not None and effort not in _EFFORTS:
+            message = f"reasoning_effort: must be one of {', '.join(_EFFORTS)}"
+            raise ApiError(400, message, "reasoning_effort")
+        for name in _templates_own() & (self.chat_template_kwargs or {}).keys():
+            message = f"chat_template_kwargs: {name} is the server's"
+            raise ApiError(400, message, "chat_template_kwargs")
+        _ = self.calls
 
     def most(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def functions(self) -> list[dict[str, Any]] | None:
-        return None if self.tool_choice == "none" else self.tools or None
+    @cached_property
+    def calls(self) -> Calls:
+        return calls_of(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
+
+    def form(self) -> Wanted | None:
+        """That of the call which must come. Where calls may come, an answer has no other."""
+        own = super().form()
+        if own is not None and self.calls.tools and not self.calls.is_forced:
+            message = f"{own.field}: given with tools that may be called; an answer has one form"
+            raise ApiError(400, message, own.field)
+        return self.calls.form() or own
+
+    def options(self, most: int) -> Options:
+        found = super().options(most)
+        if self.calls.tools and not self.calls.are_many:
+            ends = [mark.closes for mark in MARKS if mark.kind == CALL and mark.closes]
+            found.stops = found.stops + ends
+        return found
+
+    def variables(self) -> dict[str, Any]:
+        """What the chat template knows beside messages and tools."""
+        effort = self.reasoning_effort
+        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort is not None:  # the switch of templates that have no effort
+            given |= {"enable_thinking": effort != "none"}
+        return given | (self.chat_template_kwargs or {})
+
+    def scored(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 @dataclass(kw_only=True)
 class Completion(Generation):
     prompt: Any
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    logprobs: None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
 
     def check(self) -> None:
         super().check()
+        _within("logprobs", self.logprobs, 0, _MOST_SCORED)
+        if self.best_of not in (None, self.n or 1):
+            raise ApiError(400, "best_of: must be n, or be left out", "best_of", "unsupported")
         given = self.prompt
-        if _all_are(str, given) and given:
-            if len(given) > 1:
-                raise ApiError(400, f"prompt: {len(given)} texts; give one", "prompt")
-            given = given[0]
-        if not isinstance(given, str) and not _all_are(int, given):
-            raise ApiError(400, "prompt: must be a text, or a list of tokens", "prompt")
-        if not given:
+        if isinstance(given, str) or (given and _all_are(int, given)):
+            given = [given]
+        if not _all_are(str, given) and not _all_token_lists(given):
+            message = "prompt: must be a text, a list of tokens, or a list of either"
+            raise ApiError(400, message, "prompt")
+        if not given or not all(given):
             raise ApiError(400, "prompt: must not be empty", "prompt")
         self.prompt = given
+        if self.suffix and not _all_are(str, given):
+            raise ApiError(400, "suffix: only with a text as prompt", "suffix")
+        for name in ("suffix", "logprobs"):
+            if self.echo and getattr(self, name) not in (None, ""):
+                raise ApiError(400, f"echo: not with {name}", "echo", "unsupported")
+
+    def scored(self) -> int | None:
+        return self.logprobs
 
 
 @dataclass(kw_only=True)
 class Embedding(Request):
     input: Any
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: None = None
+    dimensions: int | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
         """A list of texts, or of tokens of texts. ApiError: one is empty, or there is none."""
+        _within("dimensions", self.dimensions, 1)
         given = self.input
         if isinstance(given, str) or (given and _all_are(int, given)):
             given = [given]
-        if not isinstance(given, list) or not (
-            _all_are(str, given) or all(_all_are(int, text) for text in given)
-        ):
+        if not _all_are(str, given) and not _all_token_lists(given):
             message = "input: must be a text, a list of tokens, or a list of either"
             raise ApiError(400, message, "input")
         if not given or not all(given):
             raise ApiError(400, "input: must not be empty", "input")
-        return given
-
-
-def _schema_text(schema: dict[str, Any]) -> str:
-    """ApiError: an integer that llguidance, which reads numbers as f64, would change."""
-
-    def checked(digits: str) -> int:
-        if abs(number := int(digits)) > 1 << 53:
-            message = f"response_format: {number} in the schema; integers are at most 2^53"
-            raise ApiError(400, message, "response_format")
-        return number
-
-    text = json.dumps(schema)
-    json.loads(text, parse_int=checked)
-    return text
+        found: list[str] | list[list[int]] = given
+        return found
 
 
 def parse(kind: type[_Given], body: bytes) -> _Given:
-    """The body as a request of that kind. ApiError 400: which field is wrong, and how."""
+    """The body as a request of that kind. ApiError 400: which field is wrong, and how.
+
+    What its fields quote in an answer is JSON and Unicode, as no body with infinity or half a
+    surrogate pair is.
+    """
     from pydantic import ValidationError
 
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=_number, parse_float=_number)
+        if b"\\ud" in body.lower():
+            json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be an object")
+    for name in IGNORED & given.keys():
+        if given.pop(name) is not None:
+            warn_once(f"{name}: ignored, as it changes no answer")
+    given = {name: value for name, value in given.items() if value is not None}
     # Pydantic would word an error for each.
     if unknown := given.keys() - {field.name for field in fields(cast(Any, kind))}:
         name = min(unknown)
@@ -234,6 +301,19 @@ def parse(kind: type[_Given], body: bytes) -> _Given:
     return found
 
 
+def _number(text: str) -> float:
+    """ValueError: it is none, or too large for one."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number")
+    return value
+
+
+@cache
+def warn_once(message: str) -> None:
+    """message: one of a few, whatever clients send."""
+    _LOG.warning(message)
+
+
 @cache
 def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
@@ -241,9 +321,28 @@ def _adapter(kind: Any) -> Any:
     return TypeAdapter(kind)
 
 
+@cache
+def _templates_own() -> frozenset[str]:
+    """Names of a chat template that are no variables of a request."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return frozenset({"messages", *inspect.signature(render_jinja_template).parameters})
+
+
 def _all_are(kind: type, given: Any) -> bool:
     """Whether it is a list of these, of which True is no number."""
     return isinstance(given, list) and all(type(item) is kind for item in given)
+
+
+def _all_token_lists(given: Any) -> bool:
+    return isinstance(given, list) and all(_all_are(int, text) for text in given)
+
+
+def _token(key: str) -> int:
+    """ValueError: it is no number of a token."""
+    if not (key.isascii() and key.isdecimal() and len(key) < 10):
+        raise ValueError(key)
+    return int(key)
 
 
 def _within(name: str, value: float | None, least: float, most: float | None = None) -> None:

@@ -24,6 +24,8 @@ class Tokens:
         self._known = int(model.config.get_text_config(decoder=True).vocab_size)
         self._bound = bound_of(tokenizer)
         self._lock = threading.Lock()
+        # At a text's begin some tokens have no space.
+        self._letter = list(tokenizer("a", add_special_tokens=False).input_ids)
 
     def of(self, text: str, name: str, most: int | None, **options: Any) -> list[int]:
         """The tokens of the text in the field `name`, of which no more than `most` are of use.
@@ -45,6 +47,12 @@ class Tokens:
                 if len(encoded) > LARGE:
                     give_memory_back()
         return self.checked(ids, name)
+
+    def spelled(self, token: int) -> str:
+        """What the token adds to a text."""
+        before = self._tokenizer.decode(self._letter, clean_up_tokenization_spaces=False)
+        both = self._tokenizer.decode([*self._letter, token], clean_up_tokenization_spaces=False)
+        return str(both[len(before) :])
 
     def checked(self, ids: list[int], name: str) -> list[int]:
         """ApiError 400: one of them is no token of the model; a text may have such, too."""

@@ -1,0 +1,250 @@
+"""`metalmm serve` with the packages that clients use: openai's responses, anthropic, langchain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import KEY, Served, serving
+
+pytest.importorskip("uvicorn")
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+ASKED = {"role": "user", "content": QUESTION}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving("--name", "smol") as found:
+        yield found
+
+
+# ---- openai's responses
+
+
+@pytest.fixture(scope="module")
+def openai(served: Served) -> Iterator[Any]:
+    module = pytest.importorskip("openai")
+    with module.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as found:
+        yield found
+
+
+def respond(openai: Any, **fields: Any) -> Any:
+    return openai.responses.create(
+        **{"model": "smol", "input": QUESTION, "temperature": 0} | fields
+    )
+
+
+def test_responses(openai: Any) -> None:
+    answer = respond(openai)
+    assert (answer.status, answer.output_text) == ("completed", ANSWER)
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    # What was said before, of every kind.
+    history = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": []},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "none"},
+        {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+    ]
+    cut = respond(openai, input=history, instructions="You answer.", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.usage.output_tokens == 2 and cut.usage.input_tokens > answer.usage.input_tokens
+
+
+def test_a_stream_of_responses(openai: Any) -> None:
+    events = list(respond(openai, stream=True))
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == ANSWER and len(deltas) > 3
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    ends = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds[4:] == ["output_text.delta"] * len(deltas) + ends
+    assert events[-1].response.output_text == ANSWER
+    with openai.responses.stream(model="smol", input=QUESTION, temperature=0) as stream:
+        assert stream.get_final_response().output_text == ANSWER
+
+
+def test_calls_of_responses(openai: Any) -> None:
+    tools = [{"type": "function", "name": "go", "parameters": SCHEMA}, {"type": "web_search"}]
+    given = {"tools": tools, "tool_choice": "required"}
+    (call,) = respond(openai, **given).output
+    assert (call.type, call.name, call.status) == ("function_call", "go", "completed")
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    events = list(respond(openai, **given, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events][2:]
+    call_events = ["function_call_arguments.delta", "function_call_arguments.done"]
+    assert kinds == ["output_item.added", *call_events, "output_item.done", "completed"]
+    assert json.loads(events[3].delta) == json.loads(events[-1].response.output[0].arguments)
+
+
+def test_responses_of_a_schema(openai: Any) -> None:
+    text = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}
+    assert json.loads(respond(openai, text=text).output_text)["city"] in ("Oslo", "Rome")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    (
+        ("previous_response_id", "resp_1"),
+        ("background", True),
+        ("truncation", "auto"),
+        ("input", [{"type": "image_generation_call"}]),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        ("input", [[["a"]]]),
+        ("input", []),
+        ("text", {"format": [1]}),
+        ("text", {"verbosity": "low"}),
+        ("reasoning", {"effort": {}}),
+        ("tools", [1]),
+        ("tools", {"a": 1}),
+        ("tools", [{}] * 2000),
+        ("input", [{}] * 2000),
+        ("tool_choice", {"type": "function", "name": "f"}),
+        ("tool_choice", [[]]),
+    ),
+)
+def test_what_responses_refuse(served: Served, field: str, value: Any) -> None:
+    """By the field's name, or that of what became of it."""
+    status, _, told = served.ask("/v1/responses", {"input": "Hi"} | {field: value})
+    assert status == 400 and told["error"]["param"] in (field, "messages", "reasoning_effort")
+
+
+# ---- anthropic
+
+
+@pytest.fixture(scope="module")
+def anthropic(served: Served) -> Iterator[Any]:
+    module = pytest.importorskip("anthropic")
+    with module.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as found:
+        yield found
+
+
+GREEDY = {"model": "smol", "messages": [ASKED], "max_tokens": 30}
+GREEDY["extra_body"] = {"temperature": 0}  # of which the package knows no more
+
+
+def message(anthropic: Any, **fields: Any) -> Any:
+    return anthropic.messages.create(**GREEDY | fields)
+
+
+def test_messages(anthropic: Any) -> None:
+    answer = message(anthropic)
+    (block,) = answer.content
+    assert (block.type, block.text, answer.stop_reason) == ("text", ANSWER, "end_turn")
+    usage = answer.usage
+    count = anthropic.messages.count_tokens(model="smol", messages=[ASKED]).input_tokens
+    assert usage.input_tokens + usage.cache_read_input_tokens == count > 0
+    cut = message(anthropic, max_tokens=2)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+    stopped = message(anthropic, stop_sequences=["never", " Paris"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " Paris")
+    assert stopped.content[0].text == ANSWER.partition(" Paris")[0]
+
+
+def test_a_stream_of_messages(anthropic: Any) -> None:
+    with anthropic.messages.stream(**GREEDY) as stream:
+        assert len([*stream.text_stream]) > 3
+        answer = stream.get_final_message()
+    assert (answer.content[0].text, answer.stop_reason) == (ANSWER, "end_turn")
+    assert answer.usage.output_tokens > 3
+    kinds = [event.type for event in message(anthropic, stream=True)]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert {*kinds[2:-3]} == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_calls_of_messages(anthropic: Any) -> None:
+    """There and back."""
+    tools = [{"name": "go", "description": "Go there.", "input_schema": SCHEMA}]
+    given = {"tools": tools, "tool_choice": {"type": "tool", "name": "go"}, "max_tokens": 60}
+    answer = message(anthropic, **given)
+    (call,) = answer.content
+    assert (call.type, call.name, answer.stop_reason) == ("tool_use", "go", "tool_use")
+    assert call.input["city"] in ("Oslo", "Rome")
+    with anthropic.messages.stream(**GREEDY | given) as stream:
+        assert stream.get_final_message().content[0].input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "You are there."}
+    said = [ASKED, {"role": "assistant", "content": answer.content}]
+    said.append({"role": "user", "content": [result, {"type": "text", "text": QUESTION}]})
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    assert message(anthropic, messages=said, system=system).content[0].text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [["a"]]}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [1]},
+        {"messages": []},
+        {"messages": [{}] * 2000},
+        {"tools": [{}] * 2000},
+        {"messages": [{"role": {}, "content": "a"}]},
+        {"system": [{"type": "image"}]},
+        {"tools": [{"name": {}}]},
+        {"tool_choice": {"type": []}},
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"output_config": {"task_budget": 1}},
+        {"output_config": {"effort": []}},
+        {"mcp_servers": [{}]},
+        {"max_tokens": 0},
+        {"stop_sequences": [["a"]]},
+        {"temperature": 2.5},
+    ),
+)
+def test_what_messages_refuse(served: Served, fields: dict[str, Any]) -> None:
+    body = {"messages": [ASKED], "max_tokens": 1} | fields
+    for path in ("", "/count_tokens"):
+        status, _, told = served.ask(f"/v1/messages{path}", body)
+        error = told["error"]
+        assert (status, told["type"]) == (400, "error"), told
+        assert error["type"] == "invalid_request_error" and error["message"]
+
+
+def test_errors_of_messages(anthropic: Any, served: Served) -> None:
+    module = pytest.importorskip("anthropic")
+    with pytest.raises(module.BadRequestError, match="max_tokens"):
+        message(anthropic, max_tokens=0)
+    wrong = module.Anthropic(base_url=served.url, api_key="wrong", max_retries=0)
+    with pytest.raises(module.AuthenticationError):
+        message(wrong)
+
+
+# ---- langchain
+
+
+def test_langchain(served: Served) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+
+    def chat(**options: Any) -> Any:
+        given = {"base_url": f"{served.url}/v1", "api_key": KEY, "model": "smol", "temperature": 0}
+        return langchain.ChatOpenAI(**given | options)
+
+    answer = chat().invoke(QUESTION)
+    assert answer.content == ANSWER and answer.usage_metadata["output_tokens"] > 3
+    assert "".join(part.content for part in chat().stream(QUESTION)) == ANSWER
+    assert chat(use_responses_api=True).invoke(QUESTION).text == ANSWER
+    scored = chat().bind(logprobs=True, top_logprobs=2).invoke(QUESTION)
+    tokens = scored.response_metadata["logprobs"]["content"]
+    assert "".join(one["token"] for one in tokens) == ANSWER
+    assert all(len(one["top_logprobs"]) == 2 for one in tokens)
+    schema = {"title": "place", "description": "A place."} | SCHEMA
+    for method in ("json_schema", "function_calling"):
+        found = chat().with_structured_output(schema, method=method).invoke(QUESTION)
+        assert found["city"] in ("Oslo", "Rome")
+    tool = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
+    (call,) = chat().bind_tools([tool], tool_choice="go").invoke(QUESTION).tool_calls
+    assert call["name"] == "go" and call["args"]["city"] in ("Oslo", "Rome")

@@ -1,0 +1,310 @@
+"""Fields of requests to `metalmm serve`: how tokens are chosen, how many, and what is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answered import answered
+from gguf_files import random_model
+from serving import KEY, Served, serving
+
+from torch_metalmm import load_gguf
+from torch_metalmm.tools.chat.session import Options, Session
+from torch_metalmm.tools.chat.template import Template
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.embedding import Embedder
+from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.errors import ApiError
+from torch_metalmm.tools.serve.prompts import Prompts
+from torch_metalmm.tools.serve.schema import IGNORED, Chat, Completion, parse, warn_once
+from torch_metalmm.tools.serve.single import Single
+from torch_metalmm.tools.serve.weights import Bias, Scored, Scores
+
+pytest.importorskip("uvicorn")
+
+IDS = [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = random_model(tmp_path_factory.mktemp("serve") / "tiny.gguf", "llama")
+    with serving(str(file), "--name", "tiny", "--ctx", "60") as found:
+        yield found
+
+
+def complete(served: Served, **fields: Any) -> Any:
+    body = {"prompt": "ab", "max_tokens": 6, "temperature": 0} | fields
+    status, _, told = served.ask("/v1/completions", body)
+    assert status == 200, told
+    return told
+
+
+def events(served: Served, **fields: Any) -> list[Any]:
+    """What a stream sends in place of complete()'s answer."""
+    body = {"prompt": "ab", "max_tokens": 6, "temperature": 0, "stream": True} | fields
+    headers = {"Authorization": f"Bearer {KEY}"}
+    where, data = f"{served.url}/v1/completions", json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(where, data, headers), timeout=120) as found:
+        lines = [line.decode().strip() for line in found if line.startswith(b"data: ")]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# ---- what a request adds to logits
+
+
+def test_penalties_and_biases() -> None:
+    """Those of the answer's tokens, not of the prompt's; as OpenAI defines them."""
+    torch.manual_seed(0)
+    logits, ids = torch.randn(1, 9), torch.tensor([[1, 1, 2, 5, 2, 2]])
+    biases, frequency, presence = {2: -100.0, 7: 3.5}, 0.5, -1.25
+    found = Bias(3, biases, frequency, presence)(ids, logits)
+    for token in range(9):
+        times = [5, 2, 2].count(token)
+        wanted = logits[0, token].double() + biases.get(token, 0.0)
+        wanted -= times * frequency + (times > 0) * presence
+        # Two roundings of numbers below 128.
+        assert abs(found[0, token].double() - wanted) <= 2 * 128 * 2**-24
+
+
+@pytest.mark.parametrize("kind", ["together", "one by one"])
+def test_they_choose_the_tokens(loaded: tuple[Any, Any], kind: str) -> None:
+    """A token that is pushed comes each time; with a penalty for what came none comes twice."""
+    runner = Batch(*loaded, 2) if kind == "together" else Single(Session(*loaded, Options()))
+    seen = list[list[int]]()
+
+    def spied(bias: Bias, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(ids[0].tolist())
+        return bias(ids, logits)
+
+    for bias, repeats in ((Bias(3, {9: 100}, 0, 0), True), (Bias(3, {}, 2000.0, 0), False)):
+        options = Options(max_new_tokens=8, bias=lambda *given, bias=bias: spied(bias, *given))
+        with torch.inference_mode():
+            runner.take(Job("", IDS, options, None, lambda _: None))
+            while runner.is_busy():
+                runner.step()
+        came = seen[-1][3:]
+        assert ({*came} == {9} and len(came) == 7) if repeats else len({*came}) == len(came) > 0
+
+
+@pytest.mark.parametrize(
+    "value", (math.nan, math.inf, -math.inf, 10**400), ids=lambda v: f"{v}"[:4]
+)
+@pytest.mark.parametrize("name", ("frequency_penalty", "presence_penalty", "logit_bias", "top_p"))
+def test_no_numbers(name: str, value: float) -> None:
+    given = {"1": value} if name == "logit_bias" else value
+    with pytest.raises(ApiError, match=f"^{name}: "):
+        Completion(prompt="a", **{name: given}).check()
+
+
+# ---- what is told of them
+
+
+def test_scores() -> None:
+    """Logarithms of shares, by float64; a number that JSON has not is OpenAI's least one."""
+    torch.manual_seed(1)
+    logits, told = 5 * torch.randn(1, 50), list[Scored]()
+    logits[0, 7] = -torch.inf
+    for token in (7, 8):
+        Scores(3, told.append)(token, logits)
+    wanted = logits[0].double().log_softmax(0)
+    assert told[0].share == -9999.0 and told[0].top == told[1].top
+    assert [token for token, _ in told[1].top] == wanted.topk(3).indices.tolist()
+    for token, share in [*told[1].top, (8, told[1].share)]:
+        # exp, 49 sums, log and two differences of numbers below 32, each rounded once.
+        assert abs(share - float(wanted[token])) <= (50 + 4 * 32) * 2**-24
+
+
+def test_scores_of_answers(loaded: tuple[Any, Any]) -> None:
+    """Each token has its own, before its text; they are the model's own, without a bias."""
+    told = list[Any]()
+    options = Options(max_new_tokens=5, bias=Bias(3, {9: 100}, 0, 0))
+    options.scores = Scores(1, told.append)
+    job = Job("", IDS, options, None, told.append)
+    logits = answered(Batch(*loaded, 1), [job])[id(job)]
+    assert isinstance(told[0], Scored)
+    scored = [one for one in told if isinstance(one, Scored)]
+    assert len(scored) == 5 and {one.token for one in scored} == {9}
+    for one, row in zip(scored, logits, strict=True):
+        assert one.top[0][0] == int(row[0].argmax()) != 9 and one.share < one.top[0][1]
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_logprobs_of_completions(served: Served, stream: bool) -> None:
+    fields = {"logprobs": 2, "temperature": 1, "seed": 1}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(served, **fields)]
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        found = {name: sum((part[name] for part in parts), []) for name in parts[0]}
+        text = "".join(choice["text"] for choice in choices)
+    else:
+        (choice,) = complete(served, **fields)["choices"]
+        found, text = choice["logprobs"], choice["text"]
+    count = len(found["tokens"])
+    assert count and all(len(found[name]) == count for name in found)
+    assert "".join(found["tokens"]) == text
+    for i, (token, offset) in enumerate(zip(found["tokens"], found["text_offset"], strict=True)):
+        assert offset == len("".join(found["tokens"][:i]))
+        tops = found["top_logprobs"][i]
+        assert 0 < len(tops) <= 2 and sum(map(math.exp, tops.values())) <= 1
+        assert found["token_logprobs"][i] <= tops.get(token, max(tops.values()))
+
+
+# ---- several answers
+
+
+def test_several_answers(served: Served) -> None:
+    """Of each prompt n, in order; seeds differ, and make the same answers again."""
+    fields = {"prompt": ["ab", "ba"], "n": 3, "seed": 5, "temperature": 1}
+    told = complete(served, **fields)
+    texts = [choice["text"] for choice in told["choices"]]
+    assert [choice["index"] for choice in told["choices"]] == [*range(6)]
+    assert len({*texts[:3]}) == len({*texts[3:]}) == 3
+    alone = [complete(served, **fields | {"prompt": p, "n": 1}) for p in ("ab", "ba")]
+    assert texts[0] == alone[0]["choices"][0]["text"]
+    prompts = sum(one["usage"]["prompt_tokens"] for one in alone)
+    assert told["usage"]["prompt_tokens"] == prompts
+    assert [choice["text"] for choice in complete(served, **fields)["choices"]] == texts
+    chunks = events(served, **fields, stream_options={"include_usage": True})
+    streamed = [""] * 6
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["text"]
+    assert streamed == texts and chunks[-1]["choices"] == []
+    usage = chunks[-1]["usage"]
+    assert usage["prompt_tokens"] == prompts and "cached_tokens" in usage["prompt_tokens_details"]
+    assert usage["completion_tokens"] == told["usage"]["completion_tokens"]
+
+
+def test_echo(served: Served) -> None:
+    for prompt, shown in (("ab", "ab"), ([97, 98], None)):
+        (plain,) = complete(served, prompt=prompt)["choices"]
+        (choice,) = complete(served, prompt=prompt, echo=True)["choices"]
+        before = choice["text"].removesuffix(plain["text"])
+        assert before == (shown or before) != ""
+        chunks = events(served, prompt=prompt, echo=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+
+
+def test_no_limit(served: Served) -> None:
+    told = complete(served, max_tokens=-1, logit_bias={"9": 100})
+    assert (told["usage"]["total_tokens"], told["choices"][0]["finish_reason"]) == (60, "length")
+
+
+# ---- what prompts are made of
+
+
+def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    tokenizer.chat_template = "{{ enable_thinking }}|{{ reasoning_effort }}|{{ b }}"
+    template = Template()
+    prompts = Prompts(model, tokenizer, template, None, None)
+    low: Any = {"reasoning_effort": "low"}
+    try:
+        for fields, text in (
+            ({}, "||"),
+            ({"reasoning_effort": "none"}, "False|none|"),
+            (low, "True|low|"),
+            (low | {"chat_template_kwargs": {"enable_thinking": False, "b": 3}}, "False|low|3"),
+        ):
+            given = Chat(messages=[{"role": "user", "content": "Hi"}], **fields)
+            given.check()
+            assert prompts.of_chat(given).text == text
+    finally:
+        template.close()
+
+
+def test_a_text_with_a_gap(tmp_path: Path) -> None:
+    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    given = Completion(prompt="a", suffix="b")
+    given.check()
+    with pytest.raises(ApiError, match="^suffix: the model fills no gaps"):
+        Prompts(model, tokenizer, Template(), None, None).of_completion(given)
+    words = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    tokenizer.add_tokens(words, special_tokens=True)
+    model.config.vocab_size = len(tokenizer)
+    (prompt,) = Prompts(model, tokenizer, Template(), None, None).of_completion(given)
+    before, after, gap = tokenizer.convert_tokens_to_ids(words)
+    ids, (a,), (b,) = prompt.ids, *(tokenizer(x, add_special_tokens=False).input_ids for x in "ab")
+    assert ids[-5:] == [before, a, after, b, gap]
+
+
+def test_fields_that_change_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """They are ignored, and the log says so once; null is as nothing."""
+    warn_once.cache_clear()
+    body = b'{"prompt": "a", "store": true, "user": {"a": [1]}, "metadata": null, "other": null}'
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert parse(Completion, body).prompt == "a"
+    said = [record.message.partition(":")[0] for record in caplog.records]
+    assert sorted(said) == ["store", "user"] and {*said} < IGNORED
+
+
+def test_any_model_s_name(served: Served) -> None:
+    told = complete(served)
+    for name in ("other", None, ""):
+        again = complete(served, model=name)
+        assert again["choices"] == told["choices"] and again["model"] == "tiny"
+
+
+# ---- others
+
+
+def test_vectors_of_fewer_numbers(loaded: tuple[Any, Any]) -> None:
+    """The first ones, again of length 1."""
+    embedder = Embedder(*loaded, "last", None)
+    (whole,) = run(embedder.vectors([[3, 4]], lambda: False))
+    (short,) = run(embedder.vectors([[3, 4]], lambda: False, embedder.size_of(5)))
+    wanted = whole[:5].double() / whole[:5].double().norm()
+    # The longer one's own division; 5 products and sums, a root and a division.
+    torch.testing.assert_close(short.double(), wanted, rtol=16 * 2**-24, atol=0)
+    with pytest.raises(ApiError, match="^dimensions: "):
+        embedder.size_of(len(whole) + 1)
+
+
+def run(work: Any) -> Any:
+    with torch.inference_mode():
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+
+
+def test_metrics(served: Served) -> None:
+    def told() -> dict[str, float]:
+        status, headers, text = served.ask("/metrics")
+        assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = [line.rpartition(" ") for line in text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines}
+
+    complete(served)
+    before = told()
+    usage = complete(served)["usage"]
+    served.ask("/v1/completions", b"{")
+    served.ask('/v1/a"b')
+    while (after := told())["metalmm_busy"]:  # an answer is told before its step ends
+        pass
+
+    def grown(name: str) -> float:
+        return after[f"metalmm_{name}"] - before.get(f"metalmm_{name}", 0)
+
+    assert grown("prompt_tokens_total") == usage["prompt_tokens"]
+    assert grown("generated_tokens_total") == usage["completion_tokens"]
+    assert grown('requests_total{route="/v1/completions",status="200"}') == 1
+    assert grown('requests_total{route="/v1/completions",status="400"}') == 1
+    assert grown("first_token_seconds_count") == 1 and grown("first_token_seconds_sum") > 0
+    assert not any('a"b' in name for name in after)

@@ -1,0 +1,157 @@
+"""A request's way through the engine: its jobs, and what comes of them as a response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from .calling import Wanted
+from .engine import Engine, Finish, Job
+from .errors import ApiError
+from .feed import Feed
+from .metrics import Metrics
+from .prompts import Prompt, Prompts
+from .replies import Reply
+from .schema import Generation
+from .weights import Scores
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What answers need. Those of one request have as many places of the engine's queue."""
+
+    engine: Engine
+    prompts: Prompts
+    seconds: float  # of a request, the time it waits included
+    has_scores: bool  # whether a token's logits are known when it comes
+    metrics: Metrics
+
+    async def answer(
+        self,
+        request: Request,
+        given: Generation,
+        count: int,
+        prepared: Callable[[], list[Prompt]],
+        reply_to: Callable[[list[Prompt]], Reply],
+    ) -> Response:
+        """The response to a request of `count` prompts. ApiError: it has none."""
+        per_prompt = given.n or 1
+        if (most := self.engine.queue) < per_prompt * count:
+            name = "prompt" if count > 1 else "n"
+            message = f"{name}: {per_prompt * count} answers; at most {most} of one request"
+            raise ApiError(400, message, name)
+        if given.scored() is not None and not self.has_scores:
+            message = "logprobs: not of a model whose answers are computed one at a time"
+            raise ApiError(400, message, "logprobs", "unsupported")
+        begun = time.monotonic()
+        feed = Feed(self.engine, self.seconds, per_prompt * count)
+
+        def made() -> tuple[list[Prompt], list[Job]]:
+            wanted = given.form()  # a schema may have megabytes
+            prompts = prepared()
+            return prompts, list(self._jobs(given, wanted, prompts, feed, request.state.owner))
+
+        try:
+            prompts, jobs = await unless_gone(request, feed.within(asyncio.to_thread(made)))
+            feed.submit(jobs)
+            reply = reply_to(prompts)
+            if given.stream:
+                return _Events(self._events(feed, reply, begun), feed)
+            answer = await unless_gone(request, self._whole(feed, reply, begun))
+        except BaseException:
+            feed.close()
+            raise
+        feed.close()
+        return JSONResponse(answer)
+
+    def _jobs(
+        self,
+        given: Generation,
+        wanted: Wanted | None,
+        prompts: list[Prompt],
+        feed: Feed,
+        owner: bytes,
+    ) -> Iterator[Job]:
+        scored = given.scored()
+        for i in range(len(prompts) * (given.n or 1)):
+            prompt = prompts[i // (given.n or 1)]
+            tell = partial(feed.tell, index=i)
+            options = given.options(prompt.room)
+            options.form = self.prompts.form(wanted, prompt.text, prompt.ids)
+            options.bias = self.prompts.bias(given, len(prompt.ids))
+            options.scores = None if scored is None else Scores(scored, tell)
+            seed = None if given.seed is None else (given.seed + i) % (1 << 64)
+            yield Job(prompt.text, prompt.ids, options, seed, tell, owner)
+
+    async def _pieces(self, feed: Feed, begun: float) -> AsyncIterator[tuple[int, Any]]:
+        is_first = True
+        async for index, came in feed.pieces():
+            if is_first:
+                self.metrics.began(time.monotonic() - begun)
+                is_first = False
+            if isinstance(came, Finish):
+                self.metrics.ended(came)
+            yield index, came
+
+    async def _events(self, feed: Feed, reply: Reply, begun: float) -> AsyncIterator[str]:
+        for event in reply.first():
+            yield event
+        try:
+            async for index, came in self._pieces(feed, begun):
+                for event in reply.feed(index, came):
+                    yield event
+        except ApiError as error:
+            yield reply.failed(error)
+            return
+        for event in reply.last():
+            yield event
+
+    async def _whole(self, feed: Feed, reply: Reply, begun: float) -> dict[str, Any]:
+        async for index, came in self._pieces(feed, begun):
+            for _ in reply.feed(index, came):
+                pass
+        return reply.whole()
+
+
+class _Events:
+    """Server-sent events; when they end, however that is, so does the computing."""
+
+    status_code = 200
+
+    def __init__(self, events: AsyncIterator[str], feed: Feed) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self._response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        self._feed = feed
+
+    async def __call__(self, *given: Any) -> None:
+        try:
+            await self._response(*given)
+        finally:
+            self._feed.close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
+    """What the work gives. ClientDisconnect: the client goes before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
