@@ -298,9 +298,9 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("server", "way", str),
             *(
                 column
-                for turn, at in (("2", "second"), ("{turns}", "end"))
+                for turn, at in (("turn 2", "second"), ("the last turn", "end"))
                 for column in (
-                    (f"first token of turn {turn}, ms".replace("{turns}", "the last"), at, digits),
+                    (f"first token of {turn}, ms", at, digits),
                     quartiles(at),
                     ("tokens read", f"read_{at}", digits),
                 )
