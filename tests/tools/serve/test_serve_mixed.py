@@ -22,7 +22,7 @@ from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Finish, Job
 
 COUNT = 2000 if CASES == "all" else 40
-WARM = COUNT // 10  # requests after which memory is compared
+WARM = COUNT // 4  # requests after which every page was used; memory is compared from here on
 
 
 def request(draw: random.Random, heads: list[list[int]], told: list[Any]) -> Job:

@@ -100,5 +100,52 @@ class Pages:
             follows = self._serials[page]
         return found
 
+    def kept(self) -> list[tuple[int, int | bytes, tuple[int, ...]]]:
+        """Known pages that no text holds, the last used first but behind those that they follow.
+
+        (page, place in the list of the page before or the owner, tokens) of each.
+        """
+        of_serial = {self._serials[page]: page for page in self._idle}
+        places: dict[int, int] = {}
+        found: list[tuple[int, int | bytes, tuple[int, ...]]] = []
+        for last in reversed(self._idle):
+            chain: list[int] = []
+            at: int | None = last
+            while at is not None and at not in places:
+                chain.append(at)
+                follows = self._keys[at][0]
+                if isinstance(follows, bytes):
+                    break
+                at = of_serial.get(follows)  # None: it is gone, and nobody finds this one
+            if at is None:
+                continue
+            for page in reversed(chain):
+                follows, tokens = self._keys[page]
+                before = follows if isinstance(follows, bytes) else places[of_serial[follows]]
+                places[page] = len(found)
+                found.append((page, before, tokens))
+        return found
+
+    def restore(
+        self, follows: Sequence[int | bytes], blocks: Sequence[tuple[int, ...]]
+    ) -> list[int]:
+        """The pages for what kept() gave, of as many as are free.
+
+        ValueError: one follows none of those before it, or is twice there.
+        """
+        pages: list[int] = []
+        count = min(len(self._free), len(blocks))
+        for i, (before, tokens) in enumerate(zip(follows[:count], blocks[:count], strict=True)):
+            if isinstance(before, int) and not 0 <= before < i:
+                raise ValueError(f"before: {before} of page {i}; must be a page before it")
+            page = self.take()
+            key = before if isinstance(before, bytes) else self._serials[pages[before]], tokens
+            if self._known.setdefault(key, page) != page:
+                raise ValueError(f"tokens: page {i} is there twice")
+            self._keys[page] = key
+            pages.append(page)
+        self.release(pages)
+        return pages
+
     def _forget(self, page: int) -> None:
         del self._known[self._keys.pop(page)]

@@ -121,7 +121,7 @@ class Batch:
         """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
         bytes of all rows; None: a quarter of what the machine has free. lookup: guesses at a time.
         """
-        self._model, self._tokenizer, self._most, self._lookup = model, tokenizer, most, lookup
+        self.model, self._tokenizer, self._most, self._lookup = model, tokenizer, most, lookup
         format = cache or DTYPE_NAMES[model.dtype]
         set_cache([model], format)
         self.cache = paged_cache(model, format, memory or default_memory(model.device))
@@ -139,7 +139,7 @@ class Batch:
 
     def take(self, job: Job) -> None:
         lookup = Lookup(self._lookup)
-        self._prompts.append(_Answer(job, self.cache, self._model, self._tokenizer, lookup))
+        self._prompts.append(_Answer(job, self.cache, self.model, self._tokenizer, lookup))
 
     def stop(self, job: Job) -> None:
         """The next step sees that it is cancelled."""
@@ -256,11 +256,11 @@ class Batch:
 
     def _forward(self, ids: list[list[int]], positions: Tensor, last: int = 1) -> Tensor:
         """The logits of the last tokens, of models that can give these alone."""
-        logits: Tensor = self._model(
-            input_ids=torch.tensor(ids, device=self._model.device),
+        logits: Tensor = self.model(
+            input_ids=torch.tensor(ids, device=self.model.device),
             position_ids=positions,
             use_cache=True,
-            **with_cache(self._model, self.cache),
+            **with_cache(self.model, self.cache),
             **({"logits_to_keep": last} if self._keeps_logits else {}),
         ).logits
         return logits

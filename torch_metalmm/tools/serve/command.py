@@ -7,9 +7,11 @@ import hashlib
 import ipaddress
 import os
 import re
+import signal
 import socket
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import positive_int, start
@@ -18,6 +20,7 @@ from ..sentences import POOLINGS, pooling_of
 
 if TYPE_CHECKING:
     from .app import Server
+    from .saved import SavedPrompts
 
 _KEY = "METALMM_API_KEY"
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
@@ -53,6 +56,13 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--share-prefixes",
         action="store_true",
         help="a prompt may begin with what was read of another key's, who can tell by the time",
+    )
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="what was read of prompts: taken from the file at the start, written when the server "
+        "ends",
     )
     group.add_argument("--name", help="of the model in requests; default: its file or folder")
     group.add_argument(
@@ -132,12 +142,15 @@ def run(args: argparse.Namespace) -> None:
             backlog=BACKLOG,
             http=protocol(connections_of(server.limits.requests)),
         )
+        saved = _saved(args, server)
         server.engine.start()
         try:
             print(f"{server.name}: http://{_shown(host)}:{port}/v1", file=sys.stderr, flush=True)
             uvicorn.Server(config).run(sockets=[bound])
         finally:
             server.engine.close()
+            if saved is not None:
+                server.engine.worker.call(saved.write).result()
 
 
 def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes]) -> Server:
@@ -167,7 +180,7 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
         runner = batch = Batch(model, tokenizer, args.parallel, args.cache, memory, guesses)
         context = min(context or batch.cache.slots, batch.cache.slots)
     else:
-        for flag in ("cache_memory", "lookup"):
+        for flag in ("cache_memory", "lookup", "prompts"):
             if getattr(args, flag) is not None:
                 name = "--" + flag.replace("_", "-")
                 raise ValueError(f"{name}: the answers of this model share no cache")
@@ -191,6 +204,19 @@ def _server(args: argparse.Namespace, template: Any, owners: dict[bytes, bytes])
         access=Access(owners, hosts, args.origin),
         has_scores=isinstance(runner, Batch),
     )
+
+
+def _saved(args: argparse.Namespace, server: Server) -> SavedPrompts | None:
+    """The file of --prompts, read; it is to be written also where a signal ends the server."""
+    from .saved import SavedPrompts
+
+    if args.prompts is None:
+        return None
+    runner: Any = server.engine.runner
+    found = server.engine.worker.call(lambda: SavedPrompts(args.prompts, runner)).result()
+    server.engine.worker.call(found.read).result()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return found
 
 
 def _port(text: str) -> int:

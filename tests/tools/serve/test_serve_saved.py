@@ -1,0 +1,141 @@
+"""`metalmm serve --prompts FILE`: what was read outlives the process, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answered import answered
+from gguf_files import random_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from serving import KEY, OTHER_KEY, serving
+
+from torch_metalmm import fuse_, load_gguf
+from torch_metalmm.hf.caches.pages import SLOTS
+from torch_metalmm.tools.chat.session import Options
+from torch_metalmm.tools.serve.batch import Batch
+from torch_metalmm.tools.serve.engine import Job
+from torch_metalmm.tools.serve.saved import SavedPrompts
+
+NEW = 5
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
+    model.generation_config.eos_token_id = None
+    return model, tokenizer
+
+
+def pool(loaded: Any, pages: int, format: str = "q8_0") -> Batch:
+    one = Batch(*loaded, 1, format, 1 << 24).cache.page_bytes
+    return Batch(*loaded, 1, format, pages * one)
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 300), k=count)
+
+
+def ask(batch: Batch, ids: list[int], owner: bytes = b"") -> tuple[int, list[torch.Tensor]]:
+    told = list[Any]()
+    job = Job("", ids, Options(max_new_tokens=NEW), None, told.append, owner)
+    logits = answered(batch, [job])[id(job)]
+    return told[-1].kept_tokens, logits
+
+
+def test_a_next_process_begins_where_prompts_did(loaded: Any, tmp_path: Path) -> None:
+    """For their owners alone, with the same bits; what has no room is what was used first."""
+    file = tmp_path / "prompts"
+    head = prompt(1, 2 * SLOTS)
+    texts = [(prompt(2, 200), b""), (head + prompt(3, 150), b"a"), (head + prompt(4, 150), b"a")]
+    first = pool(loaded, 32)
+    logits = [ask(first, ids, owner)[1] for ids, owner in texts]
+    SavedPrompts(file, first).write()
+    assert file.stat().st_mode & 0o777 == 0o600
+    for (ids, owner), wanted, kept in zip(texts, logits, (128, 192, 192), strict=True):
+        batch = pool(loaded, 32)
+        SavedPrompts(file, batch).read()
+        assert ask(batch, ids, b"b")[0] == 0
+        count, found = ask(batch, ids, owner)
+        assert count == kept
+        assert len(found) == NEW and all(map(torch.equal, found, wanted))
+    for room, held in ((6, (0, 4, 4)), (5, (0, 3, 4)), (1, (0, 1, 1))):
+        batch = pool(loaded, room)
+        SavedPrompts(file, batch).read()
+        pages = batch.cache.pages
+        assert pages.available == room
+        assert tuple(len(pages.find(ids, len(ids), owner)) for ids, owner in texts) == held
+
+
+def test_what_is_restored_is_saved_again(loaded: Any, tmp_path: Path) -> None:
+    """In the same order, and an empty cache as one."""
+    files = [tmp_path / name for name in ("a", "b", "empty")]
+    batch, again = pool(loaded, 16), pool(loaded, 16)
+    SavedPrompts(files[2], batch).write()
+    SavedPrompts(files[2], batch).read()
+    for seed in (5, 6):
+        ask(batch, prompt(seed, 200), b"owner")
+    SavedPrompts(files[0], batch).write()
+    SavedPrompts(files[0], again).read()
+    SavedPrompts(files[1], again).write()
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_another_model_is_refused(loaded: Any, tmp_path: Path) -> None:
+    """Of other weights, with another cache, or computed in other ops."""
+    file = tmp_path / "prompts"
+    batch = pool(loaded, 8)
+    SavedPrompts(file, batch).write()
+    SavedPrompts(file, pool(loaded, 8)).read()
+    other = load_gguf(random_model(tmp_path / "o.gguf", "llama", seed=1))
+    fused = load_gguf(random_model(tmp_path / "f.gguf", "llama"))
+    SavedPrompts(file, pool(fused, 8)).read()
+    fuse_(fused[0])
+    for one in (pool(other, 8), pool(loaded, 8, "f16"), pool(fused, 8)):
+        with pytest.raises(ValueError, match=r"--prompts .*prompts: of another model"):
+            SavedPrompts(file, one).read()
+
+
+def test_a_damaged_file_is_refused(loaded: Any, tmp_path: Path) -> None:
+    file, batch = tmp_path / "prompts", pool(loaded, 8)
+    ask(batch, prompt(7, 300))
+    SavedPrompts(file, batch).write()
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in tuple(opened.keys())}
+        said = json.loads(opened.metadata()["metalmm_prompts"])
+    before, tokens = tensors["before"], tensors["tokens"]
+    assert len(before) == 4
+    for changed, meta, told in (
+        ({}, {"version": 2}, "no prompts of version 1"),
+        ({}, {"owners": ["x"]}, "hex"),
+        ({}, {"owners": []}, "range"),
+        ({"before": before + 3}, {}, "before: 2 of page 0; must be"),
+        ({"before": before * 0 - 1, "tokens": tokens * 0}, {}, "page 1 is there twice"),
+        ({"tokens": tokens[:, :5].clone()}, {}, r"tokens: torch.int64 \[4, 5\]; must be"),
+        ({"layers.0.keys": tensors["layers.0.keys"][:, :3].clone()}, {}, "layers.0.keys: .*must"),
+    ):
+        metadata = {"metalmm_prompts": json.dumps(said | meta)}
+        save_file(tensors | changed, file, metadata=metadata)
+        with pytest.raises(ValueError, match=f"--prompts {file}: .*{told}"):
+            SavedPrompts(file, pool(loaded, 8)).read()
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=f"--prompts {file}: "):
+        SavedPrompts(file, batch).read()
+
+
+def test_two_servers(tmp_path: Path) -> None:
+    """One after the other; the first is ended by a signal."""
+    file, found = tmp_path / "prompts", list[Any]()
+    for key in (KEY, KEY, OTHER_KEY):
+        with serving("--prompts", str(file)) as served:
+            body = {"model": served.name, "prompt": prompt(9, 200), "max_tokens": 4}
+            status, _, told = served.ask("/v1/completions", body | {"temperature": 0}, key)
+            assert status == 200
+            found.append((told["usage"]["prompt_tokens_details"]["cached_tokens"], told["choices"]))
+    assert [kept for kept, _ in found] == [0, 128, 0]
+    assert found[0][1] == found[1][1] == found[2][1]

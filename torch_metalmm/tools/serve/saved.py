@@ -1,0 +1,119 @@
+"""The rows of prompts in a file, for the next server of the same model.
+
+A safetensors file: "layers.0.keys", "layers.0.values" [kv_heads, pages, 64, row] and so on,
+"tokens" int64 [pages, 64], "before" int64 [pages], the place in the file of the page before, or
+-1 - i of a text's first page, whose owner is the i-th. In the metadata "metalmm_prompts", JSON:
+version; model, which the rows are of; owners, in hex digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ... import _C
+from ...files.staging import check_writable, replaced
+from ...hf.caches.paged import PagedCache
+from ...hf.caches.pages import SLOTS
+
+if TYPE_CHECKING:
+    from .batch import Batch
+
+KEY, VERSION = "metalmm_prompts", 1
+
+
+class SavedPrompts:
+    """The file, of one model and the cache of its answers."""
+
+    def __init__(self, path: Path, batch: Batch) -> None:
+        """OSError: no file can be written there."""
+        check_writable(path.parent)
+        self._path, self._cache = path, batch.cache
+        self._model = _digest(batch.model, batch.cache)
+
+    def read(self) -> None:
+        """Give the cache, which holds nothing, what the file has, as far as there is room.
+
+        ValueError: the file is of another model or cache, or none of these.
+        """
+        if not self._path.exists():
+            return
+        try:
+            self._read()
+        except (SafetensorError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"--prompts {self._path}: {error}") from None
+
+    def _read(self) -> None:
+        with safe_open(self._path, framework="pt") as file:
+            said = json.loads((file.metadata() or {}).get(KEY, "{}"))
+            if said.get("version") != VERSION:
+                raise ValueError(f"no prompts of version {VERSION}")
+            if said["model"] != self._model:
+                raise ValueError("of another model, format of its cache or kind of arithmetic")
+            owners = [bytes.fromhex(owner) for owner in said["owners"]]
+            tokens, before = (file.get_tensor(name) for name in ("tokens", "before"))
+            count = len(before)
+            _check("tokens", tokens, torch.int64, [count, SLOTS])
+            follows = [i if i >= 0 else owners[-1 - i] for i in before.tolist()]
+            given = self._cache.pages.restore(follows, [tuple(t) for t in tokens.tolist()])
+            for name, own in self._tensors():
+                rows = file.get_tensor(name)
+                _check(name, rows, own.dtype, [own.shape[0], count, *own.shape[2:]])
+                own[:, given] = rows[:, : len(given)].to(own.device)
+
+    def write(self) -> None:
+        """What the cache holds and no answer reads, the last used first. OSError: as replaced.
+
+        It takes as much memory once more. Others may not read the file: it has texts.
+        """
+        kept = self._cache.pages.kept()
+        owners = list({f: None for _, f, _ in kept if isinstance(f, bytes)})
+        before = [-1 - owners.index(f) if isinstance(f, bytes) else f for _, f, _ in kept]
+        numbers = [page for page, _, _ in kept]
+        tensors = {
+            "tokens": torch.tensor([t for *_, t in kept], dtype=torch.int64).view(-1, SLOTS),
+            "before": torch.tensor(before, dtype=torch.int64),
+        }
+        for name, own in self._tensors():
+            tensors[name] = own[:, numbers].cpu()
+        hexes = [owner.hex() for owner in owners]
+        said = json.dumps({"version": VERSION, "model": self._model, "owners": hexes})
+        with replaced(self._path) as new:
+            new.touch(0o600)
+            save_file(tensors, new, metadata={KEY: said})
+            new.chmod(0o600)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, rows [kv_heads, pages, 64, row] of the cache)."""
+        for i, layer in enumerate(self._cache.layers):
+            for name in ("keys", "values"):
+                rows: Tensor = getattr(layer, name)[0]
+                yield f"layers.{i}.{name}", rows.view(len(rows), -1, SLOTS, rows.shape[2])
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
+    if tensor.dtype != dtype or list(tensor.shape) != shape:
+        is_now = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{name}: {is_now}; must be {dtype} {shape}")
+
+
+def _digest(model: Any, cache: PagedCache) -> str:
+    """Of what the bits of rows depend on: weights, config, formats, how they are used."""
+    first: Any = cache.layers[0]
+    kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
+    native: Any = _C  # mypy does not see into the module
+    device = native.cpu_isa() if model.device.type == "cpu" else model.device.type
+    said = [str(model.dtype), device, *first.formats, model.config.to_json_string()]
+    found = hashlib.sha256(json.dumps(said + kinds).encode())
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
