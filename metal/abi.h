@@ -29,8 +29,7 @@ struct KernelArgs {
   MM_U32 m, n, k;     // k of rope and of attention: values of a head; gated_delta: k of q, n of v
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part; attention: pages of a cache
-  MM_U32 parts;       // split-K: partial results per output, 1 when not split; of split_reduce
-                      // 0 where y holds the results
+  MM_U32 parts;       // split-K: partial results per output, 1 when not split, 0 where y has them
   MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope,
                       // from a bias of gate of an expert to the next; attention: whether all n
                       // slots hold rows; causal_conv: inputs that the state holds
@@ -142,9 +141,8 @@ enum ExpertBits : MM_U32 {
 // silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared
 enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2 };
 
-// Of act_mul, beside an Activation.
 enum ActMulBits : MM_U32 {
-  kActMulRounded = 1  // gate and up are of y's dtype; else f32
+  kActMulRounded = 1  // gate and up are of y's dtype, else f32
 };
 
 // Of rms_norm, beside kEpilogueC and those of a weight.

@@ -66,7 +66,6 @@ def arranged_of(plan: dict[str, Any]) -> Tensor:
 def execute(
     op: str,
     buffers: dict[str, Tensor | None],
-    cores: int = 1,
     chip: str = "m1",
     gpu: dict[str, int] | None = None,
     **problem: Any,
@@ -81,7 +80,7 @@ def execute(
         dtype=NAMES[buffers["y"].dtype],
         x_alignment=x_alignment,
         w_alignment=16 if w is None else alignment_of(w),
-        gpu={"cores": cores} | (gpu or {}),
+        gpu={"cores": 1} | (gpu or {}),
         **problem,
     )
     partial = torch.full((max(plan["workspace_bytes"] // 4, 1),), torch.nan)
@@ -103,31 +102,17 @@ def linear(
     packed: Tensor,
     x: Tensor,
     *,
-    bias: Tensor | None = None,
-    c: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    gap: int = 0,
-    offset: int = 0,
-    cores: int = 1,
     gpu: dict[str, int] | None = None,
 ) -> Tensor:
-    """alpha x Wᵀ + bias + beta c by one strategy; more cores than threadgroups make it split K.
-
-    gpu: what else the chip differs in.
-    """
+    """x Wᵀ by one strategy. gpu: what the chip differs in."""
     (m, k), n = x.shape, packed.shape[0]
     return execute(
         "linear",
         {
-            "x": memory_of(x, gap, offset),
-            "weight": memory_of(packed, 16 * gap),
+            "x": memory_of(x),
+            "weight": memory_of(packed),
             "y": torch.full((m, n), torch.nan, dtype=x.dtype),
-            "bias": bias,
-            "c": c,
         },
-        cores,
         gpu=gpu,
-        m=m, n=n, k=k, format=name, strategy=strategy, bias=bias is not None, c=c is not None,
-        alpha=alpha, beta=beta, x_stride=k + gap, w_stride=packed.shape[1] + 16 * gap,
+        m=m, n=n, k=k, format=name, strategy=strategy,
     )  # fmt: skip
