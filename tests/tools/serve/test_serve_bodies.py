@@ -35,6 +35,9 @@ def test_a_text_with_a_token_beyond_the_models(tmp_path: Path) -> None:
             with pytest.raises(ApiError, match=f"{name}: token .* must be from 0") as error:
                 tokens()
             assert (error.value.status, error.value.param) == (400, name)
+        tokenizer.chat_template = "{{ '\\ud800' }}"
+        with pytest.raises(ApiError, match="messages: the text has half a surrogate pair"):
+            prompts.of_chat(Chat(messages=messages))
     finally:
         template.close()
 

@@ -64,7 +64,7 @@ def test_embeddings(served: Served, folder: Path) -> None:
         ([], "input: must not be empty"),
         (["a", ""], "input: must not be empty"),
         ([1 << 20], "input: token 1048576; must be from 0"),
-        ("\ud800", "input: the text has half a surrogate pair"),
+        ("\ud800", "the body is not JSON: "),
         ("word " * 600, "input: 602 tokens; at most 512"),
         ({"a": 1}, "input: "),
     ),
