@@ -88,6 +88,8 @@ def test_rows_of_the_dtype_of_x_are_not_decoded(dtype: str) -> None:
     for format in ("f32", "f16", "bf16", "q8_0"):
         found = dense(m=99, format=format, dtype=dtype, chip="m1", strategy="dense")
         assert found and found["panels"] == (format != dtype)
+    one = dense(m=99, k=1, format="bf16", dtype="f16", chip="m1", strategy="dense")
+    assert one and one["panels"] == 1
 
 
 @pytest.mark.parametrize("chip", ["m5", _C.CUDA])
@@ -113,6 +115,11 @@ def test_what_joins_the_products_is_a_pass(
     assert plan["workspace_bytes"] == (4 * 96 * 4096 if is_apart else 0)
     for one in plan["passes"][1:]:
         assert one["args"]["parts"] == bool(is_apart)
+
+
+def test_rows_behind_a_norm_are_not_chosen_with_it() -> None:
+    with pytest.raises(ValueError, match="norm: gemm does not normalise x"):
+        _C.plan(m=128, norm=True, chip="m5", **LINEAR)
 
 
 def test_split_k_is_of_kernels() -> None:
@@ -158,6 +165,7 @@ def test_torch_gets_no_product_that_is_wrong_on_macs() -> None:
     """From K = 32767 on a kernel multiplies; asked for by name, torch's product is refused."""
     for chip, taken in (("m5-max", False), (_C.CUDA, True)):
         assert bool(dense(m=512, k=32768, chip=chip)) == taken
-    assert dense(m=512, k=32512, chip="m5-max")
+    assert dense(m=512, k=32766, chip="m5-max", format="bf16")
+    assert not dense(m=512, k=32767, chip="m5-max", format="bf16")
     with pytest.raises(ValueError, match=r"strategy: dense multiplies K = 32768 .* up to 32766"):
         dense(m=512, k=32768, chip="m1", strategy="dense")
