@@ -167,3 +167,12 @@ def test_usage() -> None:
     assert set(without.values()) == {0}
     assert guesses["accepted_prediction_tokens"] > 20
     assert found[1]["usage"]["completion_tokens"] == 40
+
+
+def test_guesses_become_fewer_where_they_were_wrong() -> None:
+    """As many as were right, at least one; twice as many where all were."""
+    lookup, tokens, seen = Lookup(3), [1, 2, 3, 4, 1, 2, 3], []
+    for right in (0, 1, 2, 2, 2):
+        seen.append(lookup.guess(tokens, 3))
+        lookup.learn(len(seen[-1]), right)
+    assert seen == [[4, 1, 2], [4], [4, 1], [4, 1, 2], [4, 1]]
