@@ -4,6 +4,7 @@
 
 #include "dense.h"
 #include "ops/dtypes.h"
+#include "plan/passes.h"
 
 namespace metalmm::gpu {
 
@@ -182,8 +183,7 @@ at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& 
 
 bool rounds_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w) {
   if (rows.is_cuda() || rows.scalar_type() == at::kFloat) return false;
-  const Problem p = problem(Op::kLinear, rows, w);
-  return or_value_error([&] { return plan(p, e.gpu(rows.device())); }).panel_rows > 0;
+  return dense_pays(problem(Op::kLinear, rows, w), e.gpu(rows.device()), Reason(nullptr));
 }
 
 }  // namespace metalmm::gpu

@@ -1,33 +1,52 @@
-"""Jobs answered by the steps of a Batch, without a server."""
+"""Jobs answered by the steps of a runner, without a server."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from gguf_files import random_model
 
+from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Job
 
 
+def endless(name: str, folder: Path) -> tuple[Any, Any]:
+    """A random model, "llama" or "llama fused", whose answers no token ends; and its tokenizer."""
+    kind, *fused = name.split()
+    model, tokenizer = load_gguf(random_model(folder / "m.gguf", kind))
+    model.generation_config.eos_token_id = None
+    return (fuse_(model) if fused else model), tokenizer
+
+
+def pool(loaded: Any, most: int, pages: int, lookup: int = 0, format: str = "q8_0") -> Batch:
+    """A runner whose cache has so many pages."""
+    one = Batch(*loaded, 1, format, 1 << 24).cache.page_bytes
+    return Batch(*loaded, most, format, pages * one, lookup)
+
+
+def run(runner: Any, *jobs: Job) -> None:
+    """Until all are answered; each is taken when there is room."""
+    waiting = [*jobs]
+    with torch.inference_mode():
+        while waiting or runner.is_busy():
+            while waiting and runner.room():
+                runner.take(waiting.pop(0))
+            runner.step()
+
+
 def answered(batch: Batch, jobs: list[Job]) -> dict[int, list[torch.Tensor]]:
-    """The logits of each job's tokens; each is taken when there is room."""
-    waiting, found, choose = (
-        list(jobs),
-        {id(job): list[torch.Tensor]() for job in jobs},
-        batch._goes_on,
-    )
+    """The logits of each job's tokens."""
+    found, choose = {id(job): list[torch.Tensor]() for job in jobs}, batch._goes_on
 
     def noted(answer: Any, logits: torch.Tensor, guess: int | None = None) -> bool:
         found[id(answer.job)].append(logits)
         return choose(answer, logits, guess)
 
     batch._goes_on = noted  # type: ignore[method-assign]
-    with torch.inference_mode():
-        while waiting or batch.is_busy():
-            if waiting and batch.room():
-                batch.take(waiting.pop(0))
-            batch.step()
+    run(batch, *jobs)
     batch._goes_on = choose  # type: ignore[method-assign]
     assert batch.cache.pages.available == batch.cache.pages.count
     return found

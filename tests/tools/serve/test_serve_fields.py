@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered
+from answered import answered, run
 from gguf_files import random_model
 from serving import KEY, Served, serving
 
@@ -92,10 +92,7 @@ def test_they_choose_the_tokens(loaded: tuple[Any, Any], kind: str) -> None:
 
     for bias, repeats in ((Bias(3, {9: 100}, 0, 0), True), (Bias(3, {}, 2000.0, 0), False)):
         options = Options(max_new_tokens=8, bias=lambda *given, bias=bias: spied(bias, *given))
-        with torch.inference_mode():
-            runner.take(Job("", IDS, options, None, lambda _: None))
-            while runner.is_busy():
-                runner.step()
+        run(runner, Job("", IDS, options, None, lambda _: None))
         came = seen[-1][3:]
         assert ({*came} == {9} and len(came) == 7) if repeats else len({*came}) == len(came) > 0
 
@@ -266,8 +263,8 @@ def test_any_model_s_name(served: Served) -> None:
 def test_vectors_of_fewer_numbers(loaded: tuple[Any, Any]) -> None:
     """The first ones, again of length 1."""
     embedder = Embedder(*loaded, "last", None)
-    (whole,) = run(embedder.vectors([[3, 4]], lambda: False))
-    (short,) = run(embedder.vectors([[3, 4]], lambda: False, embedder.size_of(5)))
+    (whole,) = ended(embedder.vectors([[3, 4]], lambda: False))
+    (short,) = ended(embedder.vectors([[3, 4]], lambda: False, embedder.size_of(5)))
     wanted = whole[:5].double() / whole[:5].double().norm()
     # The longer one's own division; 5 products and sums, a root and a division.
     torch.testing.assert_close(short.double(), wanted, rtol=16 * 2**-24, atol=0)
@@ -275,7 +272,7 @@ def test_vectors_of_fewer_numbers(loaded: tuple[Any, Any]) -> None:
         embedder.size_of(len(whole) + 1)
 
 
-def run(work: Any) -> Any:
+def ended(work: Any) -> Any:
     with torch.inference_mode():
         while True:
             try:

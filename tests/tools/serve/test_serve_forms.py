@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from answered import run
 from backends import CASES
 from gguf_files import random_model
 from hypothesis import given, settings
@@ -51,11 +52,7 @@ def answers(runner: Any, loaded: tuple[Any, Any], *wanted: Wanted | None) -> lis
         form = None if want is None else forms.of(want, "", len(IDS))
         options = Options(temperature=1.0, max_new_tokens=80, form=form)
         waiting.append(Job("", IDS, options, seed, to.append))
-    with torch.inference_mode():
-        while waiting or runner.is_busy():
-            while waiting and runner.room():
-                runner.take(waiting.pop(0))
-            runner.step()
+    run(runner, *waiting)
     assert all(isinstance(to[-1], Finish) for to in told), told
     return ["".join(to[:-1]) for to in told]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from answered import run
 from gguf_files import random_model
 from serving import KEY, OTHER_KEY, serving
 
@@ -44,10 +44,7 @@ def test_owners(tmp_path: Path, kind: str) -> None:
     kept = list[int]()
     for owner in (b"a", b"a", b"ab", b"", b""):
         told = list[Any]()
-        runner.take(Job("", IDS, Options(max_new_tokens=2), None, told.append, owner))
-        with torch.inference_mode():
-            while runner.is_busy():
-                runner.step()
+        run(runner, Job("", IDS, Options(max_new_tokens=2), None, told.append, owner))
         assert isinstance(told[-1], Finish)
         kept.append(told[-1].kept_tokens)
     most = 128 if kind == "batch" else len(IDS) - 1

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered
-from gguf_files import random_model
+from answered import answered, endless, pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import serving
 
-from torch_metalmm import formats, fuse_, load_gguf
+from torch_metalmm import formats
 from torch_metalmm.tools.chat.session import Options
-from torch_metalmm.tools.serve.batch import ROWS, Batch
+from torch_metalmm.tools.serve.batch import ROWS
 from torch_metalmm.tools.serve.engine import Finish, Job
 from torch_metalmm.tools.serve.lookup import Lookup
 
@@ -24,15 +23,7 @@ NEW = 40
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    name, *fused = request.param.split()
-    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", name))
-    model.generation_config.eos_token_id = None
-    return (fuse_(model) if fused else model), tokenizer
-
-
-def pool(loaded: Any, most: int, pages: int, lookup: int) -> Batch:
-    one = Batch(*loaded, 1, "q8_0", 1 << 24).cache.page_bytes
-    return Batch(*loaded, most, "q8_0", pages * one, lookup)
+    return endless(request.param, tmp_path_factory.mktemp("m"))
 
 
 def jobs(told: list[list[Any]]) -> list[Job]:

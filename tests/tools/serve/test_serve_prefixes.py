@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered
-from gguf_files import random_model
+from answered import answered, endless, pool
 
-from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.hf.caches.pages import SLOTS, PoolFull
 from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.serve.batch import LEAST, Batch
@@ -21,10 +19,7 @@ NEW = 9
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    name, *fused = request.param.split()
-    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", name))
-    model.generation_config.eos_token_id = None
-    return (fuse_(model) if fused else model), tokenizer
+    return endless(request.param, tmp_path_factory.mktemp("m"))
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -42,12 +37,6 @@ def logits_of(batch: Batch, prompts: list[list[int]]) -> list[tuple[Finish, list
     for own in told:
         assert isinstance(own[-1], Finish), own[-1]
     return [(own[-1], found[id(job)]) for own, job in zip(told, jobs, strict=True)]
-
-
-def pool(loaded: Any, most: int, pages: int) -> Batch:
-    """A runner whose cache has so many pages."""
-    one = Batch(*loaded, 1, "q8_0", 1 << 24).cache.page_bytes
-    return Batch(*loaded, most, "q8_0", pages * one)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

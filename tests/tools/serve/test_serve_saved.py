@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from answered import answered
+from answered import answered, endless, pool
 from gguf_files import random_model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -27,14 +27,7 @@ NEW = 5
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
-    model.generation_config.eos_token_id = None
-    return model, tokenizer
-
-
-def pool(loaded: Any, pages: int, format: str = "q8_0") -> Batch:
-    one = Batch(*loaded, 1, format, 1 << 24).cache.page_bytes
-    return Batch(*loaded, 1, format, pages * one)
+    return endless("llama", tmp_path_factory.mktemp("m"))
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -53,19 +46,19 @@ def test_a_next_process_begins_where_prompts_did(loaded: Any, tmp_path: Path) ->
     file = tmp_path / "prompts"
     head = prompt(1, 2 * SLOTS)
     texts = [(prompt(2, 200), b""), (head + prompt(3, 150), b"a"), (head + prompt(4, 150), b"a")]
-    first = pool(loaded, 32)
+    first = pool(loaded, 1, 32)
     logits = [ask(first, ids, owner)[1] for ids, owner in texts]
     SavedPrompts(file, first).write()
     assert file.stat().st_mode & 0o777 == 0o600
     for (ids, owner), wanted, kept in zip(texts, logits, (128, 192, 192), strict=True):
-        batch = pool(loaded, 32)
+        batch = pool(loaded, 1, 32)
         SavedPrompts(file, batch).read()
         assert ask(batch, ids, b"b")[0] == 0
         count, found = ask(batch, ids, owner)
         assert count == kept
         assert len(found) == NEW and all(map(torch.equal, found, wanted))
     for room, held in ((6, (0, 4, 4)), (5, (0, 3, 4)), (1, (0, 1, 1))):
-        batch = pool(loaded, room)
+        batch = pool(loaded, 1, room)
         SavedPrompts(file, batch).read()
         pages = batch.cache.pages
         assert pages.available == room
@@ -75,7 +68,7 @@ def test_a_next_process_begins_where_prompts_did(loaded: Any, tmp_path: Path) ->
 def test_what_is_restored_is_saved_again(loaded: Any, tmp_path: Path) -> None:
     """In the same order, and an empty cache as one."""
     files = [tmp_path / name for name in ("a", "b", "empty")]
-    batch, again = pool(loaded, 16), pool(loaded, 16)
+    batch, again = pool(loaded, 1, 16), pool(loaded, 1, 16)
     SavedPrompts(files[2], batch).write()
     SavedPrompts(files[2], batch).read()
     for seed in (5, 6):
@@ -89,20 +82,20 @@ def test_what_is_restored_is_saved_again(loaded: Any, tmp_path: Path) -> None:
 def test_another_model_is_refused(loaded: Any, tmp_path: Path) -> None:
     """Of other weights, with another cache, or computed in other ops."""
     file = tmp_path / "prompts"
-    batch = pool(loaded, 8)
+    batch = pool(loaded, 1, 8)
     SavedPrompts(file, batch).write()
-    SavedPrompts(file, pool(loaded, 8)).read()
+    SavedPrompts(file, pool(loaded, 1, 8)).read()
     other = load_gguf(random_model(tmp_path / "o.gguf", "llama", seed=1))
     fused = load_gguf(random_model(tmp_path / "f.gguf", "llama"))
-    SavedPrompts(file, pool(fused, 8)).read()
+    SavedPrompts(file, pool(fused, 1, 8)).read()
     fuse_(fused[0])
-    for one in (pool(other, 8), pool(loaded, 8, "f16"), pool(fused, 8)):
+    for one in (pool(other, 1, 8), pool(loaded, 1, 8, format="f16"), pool(fused, 1, 8)):
         with pytest.raises(ValueError, match=r"--prompts .*prompts: of another model"):
             SavedPrompts(file, one).read()
 
 
 def test_a_damaged_file_is_refused(loaded: Any, tmp_path: Path) -> None:
-    file, batch = tmp_path / "prompts", pool(loaded, 8)
+    file, batch = tmp_path / "prompts", pool(loaded, 1, 8)
     ask(batch, prompt(7, 300))
     SavedPrompts(file, batch).write()
     with safe_open(file, framework="pt") as opened:
@@ -122,7 +115,7 @@ def test_a_damaged_file_is_refused(loaded: Any, tmp_path: Path) -> None:
         metadata = {"metalmm_prompts": json.dumps(said | meta)}
         save_file(tensors | changed, file, metadata=metadata)
         with pytest.raises(ValueError, match=f"--prompts {file}: .*{told}"):
-            SavedPrompts(file, pool(loaded, 8)).read()
+            SavedPrompts(file, pool(loaded, 1, 8)).read()
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=f"--prompts {file}: "):
         SavedPrompts(file, batch).read()

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import random_model
+from answered import endless, run
 
-from torch_metalmm import load_gguf
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.embedding import Embedder
@@ -22,21 +21,11 @@ IDS = [3, 4, 5]
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    model, tokenizer = load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))
-    model.generation_config.eos_token_id = None
-    return model, tokenizer
+    return endless("llama", tmp_path_factory.mktemp("m"))
 
 
 def job(told: list[Any], ids: list[int] = IDS, **options: Any) -> Job:
     return Job("", ids, Options(**{"max_new_tokens": NEW} | options), 1, told.append)
-
-
-def run(runner: Any, *jobs: Job) -> None:
-    for given in jobs:
-        runner.take(given)
-    with torch.inference_mode():
-        while runner.is_busy():
-            runner.step()
 
 
 @pytest.mark.parametrize("first", (True, False), ids=("first", "last"))

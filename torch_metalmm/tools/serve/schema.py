@@ -227,16 +227,8 @@ class Completion(Generation):
         _within("logprobs", self.logprobs, 0, _MOST_SCORED)
         if self.best_of not in (None, self.n or 1):
             raise ApiError(400, "best_of: must be n, or be left out", "best_of", "unsupported")
-        given = self.prompt
-        if isinstance(given, str) or (given and _all_are(int, given)):
-            given = [given]
-        if not _all_are(str, given) and not _all_token_lists(given):
-            message = "prompt: must be a text, a list of tokens, or a list of either"
-            raise ApiError(400, message, "prompt")
-        if not given or not all(given):
-            raise ApiError(400, "prompt: must not be empty", "prompt")
-        self.prompt = given
-        if self.suffix and not _all_are(str, given):
+        self.prompt = _texts("prompt", self.prompt)
+        if self.suffix and not _all_are(str, self.prompt):
             raise ApiError(400, "suffix: only with a text as prompt", "suffix")
         for name in ("suffix", "logprobs"):
             if self.echo and getattr(self, name) not in (None, ""):
@@ -255,16 +247,7 @@ class Embedding(Request):
     def inputs(self) -> list[str] | list[list[int]]:
         """A list of texts, or of tokens of texts. ApiError: one is empty, or there is none."""
         _within("dimensions", self.dimensions, 1)
-        given = self.input
-        if isinstance(given, str) or (given and _all_are(int, given)):
-            given = [given]
-        if not _all_are(str, given) and not _all_token_lists(given):
-            message = "input: must be a text, a list of tokens, or a list of either"
-            raise ApiError(400, message, "input")
-        if not given or not all(given):
-            raise ApiError(400, "input: must not be empty", "input")
-        found: list[str] | list[list[int]] = given
-        return found
+        return _texts("input", self.input)
 
 
 def parse(kind: type[_Given], body: bytes) -> _Given:
@@ -334,8 +317,17 @@ def _all_are(kind: type, given: Any) -> bool:
     return isinstance(given, list) and all(type(item) is kind for item in given)
 
 
-def _all_token_lists(given: Any) -> bool:
-    return isinstance(given, list) and all(_all_are(int, text) for text in given)
+def _texts(name: str, given: Any) -> list[str] | list[list[int]]:
+    """The field as a list of texts, or of tokens of texts. ApiError: one is empty, or is none."""
+    if isinstance(given, str) or (given and _all_are(int, given)):
+        given = [given]
+    is_of_tokens = isinstance(given, list) and all(_all_are(int, text) for text in given)
+    if not _all_are(str, given) and not is_of_tokens:
+        raise ApiError(400, f"{name}: must be a text, a list of tokens, or a list of either", name)
+    if not given or not all(given):
+        raise ApiError(400, f"{name}: must not be empty", name)
+    found: list[str] | list[list[int]] = given
+    return found
 
 
 def _token(key: str) -> int:
