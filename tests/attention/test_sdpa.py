@@ -112,12 +112,10 @@ def test_a_kernel_computes_the_others(c: Call, asked: dict[str, Any], cuda: None
     assert SDPA not in found
 
 
-def test_a_cpu_takes_it_for_dense_rows_of_q_s_dtype() -> None:
-    for name, dtype in (("f32", torch.float32), ("f16", torch.float16), ("q8_0", torch.float32)):
-        c = call(cached(SLOTS, SLOTS, name), dtype)
-        is_torchs = name == "f32"
-        found = events(lambda c=c, t=is_torchs: checked(c, filled(c), c.q.dtype if t else False))
-        assert (SDPA in found) == is_torchs, name
+def test_a_cpu_takes_it_by_name_alone() -> None:
+    c = call(cached(SLOTS, SLOTS, "f32"), torch.float32)
+    assert SDPA not in events(lambda: checked(c, filled(c), False))
+    assert SDPA in events(lambda: checked(c, filled(c, strategy="sdpa"), True))
 
 
 def test_panels_of_queries() -> None:

@@ -1,6 +1,5 @@
 #include "attention.h"
 
-#include "cpu/dense.h"
 #include "cpu/ops.h"
 #include "ops/attention/composed.h"
 #include "ops/attention/sdpa.h"
@@ -29,15 +28,11 @@ void add_mask(const Values* mask, Span span, float* s) {
 }  // namespace
 
 AttentionWay choose_way(const Problem& p) {
-  if (p.attention.queries <= kSplitQueries) return AttentionWay::kSplit;
-  const bool is_fast =
-      p.dtype == DType::kF32 || (p.dtype == DType::kBF16 && dense_is_faster(at::kBFloat16));
-  return is_fast && is_readable(p) && has_sdpa(p) ? AttentionWay::kSdpa : AttentionWay::kTile;
+  return p.attention.queries <= kSplitQueries ? AttentionWay::kSplit : AttentionWay::kTile;
 }
 
 void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float* s) const {
   const int64_t n = at.last - at.first;
-  for (int64_t t = 0; t < n; ++t) s[t] *= scale;
   if (softcap > 0) {
     for (int64_t t = 0; t < n; ++t) s[t] = std::tanh(s[t] / softcap) * softcap;
   }
@@ -91,10 +86,9 @@ at::Tensor attention(const args::attention& given) {
               std::move(pages),
               {keys, shape.cache.keys, dim},
               {values, shape.cache.values, dim},
-              q.to(at::kFloat).contiguous(),
+              q.to(at::kFloat).contiguous() * scale_of(given),
               {},
               {},
-              static_cast<float>(scale_of(given)),
               static_cast<float>(given.softcap),
               window_of(given),
               given.causal};

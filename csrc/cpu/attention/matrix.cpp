@@ -1,96 +1,189 @@
-// Many queries: scores = q kᵀ and softmax(scores) v as products of matrices, a block of queries at
-// a time, by the kernels of linear layers. Keys are weights as they lie; values are decoded and
-// transposed once for a head.
+// Many queries: softmax(q kᵀ) v by the tile kernel of linear layers, kChunk slots at a time. Keys
+// and values of a head are decoded once, into the panels that the kernel multiplies; a task takes
+// kRows rows of queries through the slots that they see, and keeps the largest score, the sum of
+// weights and the weighed values of each row, as flash attention does.
+#include <array>
+
 #include "cpu/parallel.h"
 #include "scores.h"
 
 namespace metalmm::cpu {
 namespace {
 
-constexpr int64_t kMostScores = 1 << 22;  // 16 MB of them at a time
-// A query's result does not depend on the queries beside it: every block takes the same kernel, and
-// begins at a multiple of the lanes of the sum of weights.
-constexpr Strategy kStrategy = Strategy::kGemm;
-constexpr int64_t kFirst = 16;
+// Chunks begin at multiples of kChunk, and a row's sums are its own: its result does not depend on
+// the queries beside it.
+constexpr int64_t kChunk = kDecodeK;
+// Rows of a task: queries, each with all heads of its group. A multiple of every set's tile_rows;
+// scores, queries and sums of 128 values take 230 KB of the second-level cache.
+constexpr int64_t kRows = 48;
+constexpr int64_t kMostFloats = 1 << 23;  // decoded at a time: 32 MB
 
-// Queries of a block: what the products need to pay, and no more than the memory of their scores.
-int64_t block_queries(const Attention& a) {
-  const int64_t fits = kMostScores / std::max<int64_t>(1, a.group() * a.longest());
-  return std::clamp<int64_t>(fits, 16, 256);
-}
+// Keys and values of one head of one sequence, of the slots of `span`.
+struct Head {
+  int64_t b, kv_head;
+  Span span;                  // begins at a multiple of kChunk
+  std::vector<float> keys;    // [slots / width][dim][width]
+  std::vector<float> values;  // [dim / width][slots][width], zero beyond the values of a row
 
-// Scores [group * n, slots] of the queries [i0, i0 + n) to weights, divided by their sum.
-void soften(const Attention& a, int64_t b, int64_t kv_head, int64_t i0, int64_t n, Span span,
-            at::Tensor& scores) {
-  const AttentionKernels& kernels = current_isa().attention;
-  const int64_t slots = span.last - span.first;
-  float* s = scores.mutable_data_ptr<float>();
-  parallel_for(0, scores.size(0), std::max<int64_t>(1, (1 << 13) / slots),
-               [&](int64_t first, int64_t last) {
-                 for (int64_t r = first; r < last; ++r) {
-                   const int64_t head = kv_head * a.group() + r / n;
-                   float* row = s + r * slots;
-                   a.finish_scores(b, head, i0 + r % n, span, row);
-                   float top = kernels.top(row, slots);
-                   if (!a.sinks.empty()) top = std::max(top, a.sinks[head]);
-                   float total = kernels.exp(row, slots, top);
-                   if (top != kNothing) total += sink_weight(a, head, top);
-                   if (total == 0) continue;
-                   for (int64_t t = 0; t < slots; ++t) row[t] /= total;
-                 }
-               });
-}
+  Head(const Attention& a, int64_t index, int64_t width)
+      : b(index / a.kv_heads), kv_head(index % a.kv_heads), span(a.seen_by(b, 0, a.queries)) {
+    span.first -= span.first % kChunk;
+    keys.resize(round_up(slots(), width) * a.dim);
+    values.resize(round_up(a.dim, width) * slots());
+  }
 
-// The slots of the queries [i0, i1).
-Span block_span(const Attention& a, int64_t b, int64_t i0, int64_t i1) {
-  const Span seen = a.seen_by(b, i0, i1);
-  return {seen.first < seen.last ? seen.first / kFirst * kFirst : seen.first, seen.last};
-}
+  int64_t slots() const { return span.last - span.first; }
 
-// Rows [slots, row_bytes] of a head: where they lie, or copies of those in several runs.
-at::Tensor rows_of(const Attention& a, const CacheRows& cache, int64_t b, int64_t kv_head,
-                   Span slots) {
-  std::vector<at::Tensor> runs;
-  a.each_run(b, slots, [&](Span run, int64_t place) {
-    runs.push_back(cache.head(b, kv_head, place, run.last - run.first));
-  });
-  if (runs.empty()) return cache.head(b, kv_head, 0, 0);
-  return runs.size() == 1 ? runs[0] : at::cat(runs);
-}
+  // `width` slots from span.first + t on, those that there are; rows: [width, dim] of scratch.
+  void decode(const Attention& a, int64_t t, int64_t width, float* rows) {
+    const int64_t n = std::min(width, slots() - t), from = span.first + t;
+    a.decode(a.keys, b, kv_head, from, n, a.dim, rows);
+    float* to = keys.data() + t * a.dim;
+    for (int64_t d = 0; d < a.dim; ++d) {
+      for (int64_t lane = 0; lane < n; ++lane) to[d * width + lane] = rows[lane * a.dim + d];
+    }
+    a.decode(a.values, b, kv_head, from, n, a.dim, rows);
+    for (int64_t d = 0; d < a.dim; d += width) {
+      const int64_t own = std::min(width, a.dim - d);
+      for (int64_t i = 0; i < n; ++i) {
+        std::copy_n(rows + i * a.dim + d, own, values.data() + d * slots() + (t + i) * width);
+      }
+    }
+  }
+};
+
+// What a thread has for the rows of its task.
+struct Scratch {
+  const IsaKernels& isa = current_isa();
+  int64_t padded;                      // values of a row of sums
+  std::vector<float> q, scores, sums;  // rows of q: [dim / kDecodeK][kRows][kDecodeStride]
+  std::array<float, kRows> tops, totals;
+
+  explicit Scratch(int64_t dim)
+      : padded(round_up(dim, isa.width)),
+        q((dim + kDecodeK - 1) / kDecodeK * kRows * kDecodeStride),
+        scores(kRows * kDecodeStride),
+        sums(kRows * padded) {}
+};
+
+struct Task {
+  const Attention& a;
+  const Head& head;
+  Scratch& s;
+  int64_t first, rows;  // of [queries, heads of the group]
+
+  int64_t query(int64_t r) const { return (first + r) / a.group(); }
+  int64_t query_head(int64_t r) const { return head.kv_head * a.group() + (first + r) % a.group(); }
+
+  void run(float* out) const {
+    begin();
+    const Span seen = a.seen_by(head.b, query(0), query(rows - 1) + 1);
+    for (int64_t at = seen.first / kChunk * kChunk; at < seen.last; at += kChunk) {
+      const Span chunk{at, std::min(seen.last, at + kChunk)};
+      multiply_keys(chunk);
+      for (int64_t r = 0; r < rows; ++r) soften(r, chunk);
+      weigh_values(chunk);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float* y = out + ((head.b * a.queries + query(r)) * a.heads + query_head(r)) * a.dim;
+      const float* sum = s.sums.data() + r * s.padded;
+      const float total = s.totals[r];
+      for (int64_t d = 0; d < a.dim; ++d) y[d] = total == 0 ? 0 : sum[d] / total;
+    }
+  }
+
+ private:
+  void begin() const {
+    const float* all = elements<float>(a.q);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* q = all + ((head.b * a.heads + query_head(r)) * a.queries + query(r)) * a.dim;
+      for (int64_t k = 0; k < a.dim; k += kDecodeK) {
+        std::copy_n(q + k, std::min(kDecodeK, a.dim - k),
+                    s.q.data() + (k * kRows / kDecodeK + r) * kDecodeStride);
+      }
+      s.tops[r] = a.sinks.empty() ? kNothing : a.sinks[query_head(r)];
+      s.totals[r] = s.tops[r] == kNothing ? 0 : 1;
+    }
+    std::fill(s.sums.begin(), s.sums.end(), 0.f);
+  }
+
+  // f(tile kernel, row, panel) for tiles of all rows by `panels`.
+  template <class F>
+  void each_tile(int64_t panels, const F& f) const {
+    for (int64_t p = 0; p < panels; p += s.isa.panels) {
+      const TileKernel tile = s.isa.tile[std::min<int64_t>(s.isa.panels, panels - p) - 1];
+      for (int64_t r = 0; r < rows; r += s.isa.tile_rows) f(tile, r, p);
+    }
+  }
+
+  void multiply_keys(Span chunk) const {
+    const int64_t width = s.isa.width, n = chunk.last - chunk.first;
+    const float* keys = head.keys.data() + (chunk.first - head.span.first) * a.dim;
+    each_tile((n + width - 1) / width, [&](TileKernel tile, int64_t r, int64_t p) {
+      for (int64_t k = 0; k < a.dim; k += kDecodeK) {
+        tile({s.q.data() + (k * kRows / kDecodeK + r) * kDecodeStride,
+              keys + (p * a.dim + k) * width, a.dim * width, std::min(kDecodeK, a.dim - k),
+              s.scores.data() + r * kDecodeStride + p * width, kDecodeStride, k > 0});
+      }
+    });
+  }
+
+  // Scores of a row to weights; what the row has summed is made to fit its new largest score.
+  void soften(int64_t r, Span chunk) const {
+    float* row = s.scores.data() + r * kDecodeStride;
+    const int64_t n = chunk.last - chunk.first;
+    a.finish_scores(head.b, query_head(r), query(r), chunk, row);
+    const float before = s.tops[r], top = std::max(before, s.isa.attention.top(row, n));
+    if (top != before) {
+      const float factor = std::exp(before - top);
+      float* sum = s.sums.data() + r * s.padded;
+      for (int64_t d = 0; d < s.padded; ++d) sum[d] *= factor;
+      s.totals[r] *= factor;
+      s.tops[r] = top;
+    }
+    s.totals[r] += s.isa.attention.exp(row, n, top);
+  }
+
+  void weigh_values(Span chunk) const {
+    const int64_t width = s.isa.width, slots = head.slots();
+    const float* values = head.values.data() + (chunk.first - head.span.first) * width;
+    each_tile(s.padded / width, [&](TileKernel tile, int64_t r, int64_t p) {
+      tile({s.scores.data() + r * kDecodeStride, values + p * slots * width, slots * width,
+            chunk.last - chunk.first, s.sums.data() + r * s.padded + p * width, s.padded, true});
+    });
+  }
+};
+
+// The i-th of `count` tasks, of which later ones see more slots: equal shares of i have about equal
+// work.
+int64_t balanced(int64_t i, int64_t count) { return i % 2 ? count - 1 - i / 2 : i / 2; }
 
 }  // namespace
 
 void attend_matrix(const Attention& a, float* out) {
-  const Format& f32 = format_by_name("f32");
-  const int64_t group = a.group(), most = block_queries(a);
-  at::Tensor y = at::from_blob(out, {a.batch, a.queries, a.kv_heads, group, a.dim}, a.q.options());
-  for (int64_t i = 0; i < a.batch * a.kv_heads; ++i) {
-    const int64_t b = i / a.kv_heads, kv_head = i % a.kv_heads;
-    const Span all = block_span(a, b, 0, a.queries);
-    const int64_t context = all.last - all.first;
-    at::Tensor values = at::empty({a.dim, context}, a.q.options());
-    const at::Tensor rows_of_values = rows_of(a, a.values, b, kv_head, all);
-    values.copy_(decode_rows(rows_of_values, a.values.format(), a.dim, 0, context).t());
-    for (int64_t i0 = 0; i0 < a.queries; i0 += most) {
-      const int64_t n = std::min(most, a.queries - i0);
-      const Span span = block_span(a, b, i0, i0 + n);
-      const int64_t slots = span.last - span.first;
-      at::Tensor to = y.select(0, b).select(1, kv_head).narrow(0, i0, n);  // [n, group, D]
-      if (slots == 0) {
-        to.zero_();
-        continue;
+  const int64_t width = current_isa().width, all = a.batch * a.kv_heads;
+  const int64_t rows = a.queries * a.group(), tasks = (rows + kRows - 1) / kRows;
+  const int64_t floats = 2 * std::max<int64_t>(1, a.longest()) * a.dim;
+  const int64_t most = std::clamp<int64_t>(kMostFloats / floats, 1, all);
+  for (int64_t i = 0; i < all; i += most) {
+    std::vector<Head> heads;
+    for (int64_t h = i; h < std::min(all, i + most); ++h) heads.emplace_back(a, h, width);
+    const int64_t panels = (a.longest() + width - 1) / width;
+    parallel_for(0, heads.size() * panels, 4, [&](int64_t first, int64_t last) {
+      std::vector<float> scratch(width * a.dim);
+      for (int64_t p = first; p < last; ++p) {
+        Head& head = heads[p / panels];
+        const int64_t t = p % panels * width;
+        if (t < head.slots()) head.decode(a, t, width, scratch.data());
       }
-      const at::Tensor rows = a.q.select(0, b)
-                                  .narrow(0, kv_head * group, group)
-                                  .narrow(1, i0, n)
-                                  .reshape({group * n, a.dim});
-      at::Tensor scores = matmul(rows, rows_of(a, a.keys, b, kv_head, span), a.keys.format(),
-                                 at::kFloat, kStrategy);
-      soften(a, b, kv_head, i0, n, span, scores);
-      const at::Tensor seen = values.narrow(1, span.first - all.first, slots).view(at::kByte);
-      to.copy_(
-          matmul(scores, seen, f32, at::kFloat, kStrategy).view({group, n, a.dim}).transpose(0, 1));
-    }
+    });
+    parallel_for(0, heads.size() * tasks, 1, [&](int64_t first, int64_t last) {
+      Scratch scratch(a.dim);
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t row = balanced(t % tasks, tasks) * kRows;
+        Task{a, heads[t / tasks], scratch, row, std::min(kRows, rows - row)}.run(out);
+      }
+    });
   }
 }
 

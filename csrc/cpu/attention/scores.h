@@ -26,10 +26,7 @@ class CacheRows {
 
   const Format& format() const { return format_; }
   const CodecKernels& kernels() const { return kernels_of(format_); }
-  // uint8 [slots, row_bytes] of one head; of a cache of all sequences, whichever is asked for.
-  at::Tensor head(int64_t batch, int64_t kv_head, int64_t first, int64_t slots) const {
-    return bytes_.select(0, own(batch)).select(0, kv_head).narrow(0, first, slots);
-  }
+  // Of one head; of a cache of all sequences, whichever is asked for.
   Weight weight(int64_t batch, int64_t kv_head) const {
     Weight out = first_;
     out.data += own(batch) * bytes_.stride(0) + kv_head * bytes_.stride(1);
@@ -58,10 +55,10 @@ struct Attention {
   std::vector<int64_t> lengths;  // of each sequence
   std::vector<int64_t> pages;    // [B, slots / kPageSlots] of a cache in pages
   CacheRows keys, values;
-  at::Tensor q;     // f32 [B, heads, S, D], dense
+  at::Tensor q;     // f32 [B, heads, S, D], dense, times the scale
   at::Tensor mask;  // f32 or bool [B, heads, S, T], perhaps expanded, its last dimension dense
   std::vector<float> sinks;
-  float scale, softcap;
+  float softcap;
   int64_t window;
   bool causal;
 
@@ -100,8 +97,22 @@ struct Attention {
     }
   }
 
-  // Products of q and k become scores, -inf where the query does not look. s holds those of the
-  // slots of `at`.
+  // n rows of keys or values of a sequence from slot t on as f32 [n, stride], zero beyond the
+  // values of a row.
+  void decode(const CacheRows& rows, int64_t b, int64_t kv_head, int64_t t, int64_t n,
+              int64_t stride, float* out) const {
+    const DecodeKernel kernel = rows.kernels().decode;
+    const Weight weight = rows.weight(b, kv_head);
+    each_run(b, {t, t + n}, [&](Span run, int64_t place) {
+      for (int64_t i = run.first - t; i < run.last - t; ++i) {
+        kernel(weight, place++, 0, dim, out + i * stride);
+        std::fill(out + i * stride + dim, out + (i + 1) * stride, 0.f);
+      }
+    });
+  }
+
+  // Products of q and k become scores: capped, masked, -inf where the query does not look. s holds
+  // those of the slots of `at`.
   void finish_scores(int64_t batch, int64_t head, int64_t i, Span at, float* s) const;
 };
 

@@ -87,21 +87,9 @@ struct Split {
     const Weight block{reinterpret_cast<const uint8_t*>(decoded), x.dim * 4, x.dim, {}};
     for (int64_t t = span.first; t < span.last; t += kBlockSlots) {
       const int64_t n = std::min(kBlockSlots, span.last - t);
-      decode(a.keys, keys, b, t, n, decoded);
+      a.decode(a.keys, b, head % a.kv_heads, t, n, x.dim, decoded);
       multiply(kernels_of(f32), block, {0, n}, s + t - span.first);
     }
-  }
-
-  // n rows of a sequence from slot t as f32 [n, x.dim], zero beyond the values of a row.
-  void decode(const CacheRows& rows, const Weight& w, int64_t b, int64_t t, int64_t n,
-              float* out) const {
-    const DecodeKernel kernel = rows.kernels().decode;
-    a.each_run(b, {t, t + n}, [&](Span run, int64_t place) {
-      for (int64_t i = run.first - t; i < run.last - t; ++i) {
-        kernel(w, place++, 0, a.dim, out + i * x.dim);
-        std::fill(out + i * x.dim + a.dim, out + (i + 1) * x.dim, 0.f);
-      }
-    });
   }
 
   // The part `index` of a head of keys, counted over the batch.
@@ -119,10 +107,9 @@ struct Split {
       tops[row0 + r] = isa.attention.top(s + r * part, n);
       sums[row0 + r] = isa.attention.exp(s + r * part, n, tops[row0 + r]);
     }
-    const Weight values = a.values.weight(b, head % a.kv_heads);
     for (int64_t t = 0; t < n; t += kBlockSlots) {
       const int64_t count = std::min(kBlockSlots, n - t);
-      decode(a.values, values, b, span.first + t, count, decoded);
+      a.decode(a.values, b, head % a.kv_heads, span.first + t, count, x.dim, decoded);
       for (int64_t r = 0; r < x.rows;) {
         int kernel = kNumWeighKernels - 1;
         while ((int64_t{1} << kernel) > x.rows - r) --kernel;
