@@ -32,6 +32,7 @@ _CODE = ["-O3", "-S", "-ffp-contract=off", "-fconvergent-functions", "-w"]
 # weight, 80 to 59 registers).
 _CODE += ["-mllvm", "-disable-lsr"]
 _CODE += ["-DMM_CONVERTS_HALVES"]  # codes as subnormal halves would cost an instruction each
+_CODE += ["-DMM_ONE_ADDRESS"]  # parts of a block: metal/formats/blocks.h
 _MATRIX = re.compile(r"\bsimdgroup_(float|half|bfloat)8x8\b|\bsimdgroup_matrix\b")
 _POSITIONS = {
     "threadgroup_position_in_grid": "threadgroup_position_in_grid(operands)",
