@@ -105,12 +105,12 @@ struct Blocks {
   static METAL_FUNC Cursor moved(Cursor b, long distance) { return b + distance; }
 };
 
-// Blocks of which a lane of gemv reads parts, part i from byte PartsOf::at(i, piece) on, the first
-// from the block's own. Each has an address that moves along the row and that rows of W are
-// constants from: a load adds a constant, an addition of 64 bits takes an Apple GPU four cycles.
-// `windows`: parts are read as Windows, of 8 bytes by the offset of the block.
-// MM_ONE_ADDRESS, a target of the stand-in: the parts share one address, that of windows. On an
-// H100 several take q4_k 1.18 of the time at M = 2, q2_k 1.05 (0.96 at M = 1), others 0.98 to 1.03.
+// Blocks of which a lane of gemv reads parts, part i from byte PartsOf::at(i, piece) on. Each has
+// an address that moves along the row and that rows of W are constants from: a load adds a
+// constant, an addition of 64 bits takes an Apple GPU four cycles. `windows`: parts are read as
+// Windows, of 8 bytes by the offset of the block. MM_ONE_ADDRESS, a target of the stand-in: the
+// parts share one address, that of windows. On an H100 several take q4_k 1.18 of the time at M = 2,
+// q2_k 1.05 (0.96 at M = 1), others 0.98 to 1.03.
 template <int values, int bytes, class PartsOf, bool windows = false>
 struct LaneBlocks {
   MM_CONST int kBlockValues = values, kBlockBytes = bytes;
@@ -135,7 +135,9 @@ struct LaneBlocks {
     c.row = row;
     c.block = unit * uint(bytes);
     MM_UNROLL
-    for (int i = 0; i < kAddresses; ++i) c.at[i] = row + c.block + Lane::at(i, piece);
+    for (int i = 0; i < kAddresses; ++i) {
+      c.at[i] = row + c.block + (kAddresses == Lane::kParts ? Lane::at(i, piece) : 0);
+    }
     return c;
   }
   static METAL_FUNC Cursor next(Cursor c, uint units) {

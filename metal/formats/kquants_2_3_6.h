@@ -87,7 +87,7 @@ struct Q2_K {
     for (int t = 0; t < 4; t += 2) {  // minima times 16
       const half2 place = t == 0 ? half2(1.0h, 1 / 4.0h) : half2(1 / 16.0h, 1 / 64.0h);
       const uint both = open_bytes(raw.scales[t], raw.scales[t + 1]);
-      const half2 low = pair<4, 0>(both), minimum = as_type<half2>(both) - low;
+      const half2 low = pair<4, 0>(both), minimum = pair<4, 4>(both) - 1024.0h;
       const half2 scale = fma(low, place, -1024.0h * place);
       MM_UNROLL
       for (int i = 0; i < 2; ++i) {
