@@ -22,7 +22,6 @@ from .code import Code
 FORMATS = ("q4_0", "q5_0", "q8_0", "iq4_nl", "mxfp4")  # a pass has up to 8 rows of x
 FORMATS += ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "affine4", "affine8")  # up to 4
 SHOWN = (2, 4, 8)
-AIMS = (1.15, 1.5, 2.2)  # of the instructions of one row
 MOST = 16
 # gemm_small: weights that a lane decodes for 32 products, and slots of a product in Mesa's code.
 _TILE_WEIGHTS, _TILE_PRODUCTS, _COUNTED_SLOTS = 64, 32, 2
@@ -75,6 +74,15 @@ def threshold(vectors: Sequence[float], tiled: Sequence[float]) -> int:
     return sums.index(min(sums))
 
 
+def planned(codec: str) -> int:
+    """Up to how many rows plan() takes the vector kernels of an M1."""
+    asked = {"n": 4096, "k": 4096, "format": passes.codecs()[codec], "dtype": "f16", "chip": "m1"}
+    kernels_of = {
+        m: [one["kernel"] for one in _C.plan(m=m, **asked)["passes"]] for m in range(1, MOST + 1)
+    }
+    return max(m for m, names in kernels_of.items() if any("gemv" in name for name in names))
+
+
 def table() -> Table:
     """A row for each format. RuntimeError, BuildError: a compiler's message."""
     each = [(f, m) for f in FORMATS for m in range(1, MOST + 1)]
@@ -91,8 +99,10 @@ def table() -> Table:
         )
         shown = [f"{r:.2f}" for r in ratios]
         of_tile = [f"{tiled[f, m].cycles:.2f}" for m in (8, MOST)]
-        rows.append([f, f"{one.instructions:.2f}", *shown, *cycles, *of_tile, str(least)])
+        rows.append(
+            [f, f"{one.instructions:.2f}", *shown, *cycles, *of_tile, str(least), str(planned(f))]
+        )
     columns = ["W", "instructions, M = 1", *(f"M = {m}, of that" for m in SHOWN)]
     columns += [f"cycles, M = {m}" for m in (1, *SHOWN, MOST)]
-    columns += [f"tile, {m} rows" for m in (8, MOST)] + ["vector up to M"]
+    columns += [f"tile, {m} rows" for m in (8, MOST)] + ["vector up to M", "plan()"]
     return Table("Several rows of x, f16: a weight", columns, rows)

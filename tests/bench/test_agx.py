@@ -83,6 +83,7 @@ def test_a_threshold_costs_least_in_all() -> None:
     assert rows.threshold([1, 2, 3, 9], [4, 4, 4, 4]) == 3
     assert rows.threshold([1, 5, 3, 9], [4, 4, 4, 4]) == 3
     assert rows.threshold([5, 5], [4, 4]) == 0
+    assert rows.planned("q4_0") == 2 * rows.planned("q4_k")  # a pass has half as many rows
 
 
 OTHER = TESTS / "msl" / "metal_foreign" / "blocks.metal"
