@@ -104,7 +104,8 @@ OPTIONS = {
     "write": Option("bring the committed tables up to date", bool),
     "kernels": Option("names or patterns, as 'gemv_*_f16'", nargs="*", positional=True),
     "metal": Option("another folder with the files of metal/", Path),
-    "ggml": Option("mul_mm.metal of ggml, in its own folders", Path),
+    "rows": Option("what several rows of x cost vector kernels and tiles instead", bool),
+    "ggml": Option("mul_mm.metal of ggml, of agx mul_mv.metal, in its own folders", Path),
     "mlx": Option("include folder of the wheel of MLX for macOS", Path),
     "chips.tokens": Option("of whole tokens, not of products", bool),
     "chips.context": Option("with --tokens: by context alone, as 128,8k"),
@@ -225,9 +226,9 @@ PRINTS = {
         "tokens context cache",
     ),
     "agx": Command(
-        "agx.kernels",
-        "kernels as code of M1 and M2, by Mesa's compiler (make agx)",
-        "kernels metal",
+        "agx.command",
+        "kernels as code of M1 and M2, by Mesa's compiler (make agx), ours and peers'",
+        "kernels metal rows ggml mlx",
     ),
     "tiles": Command(
         "shaders.tiles",

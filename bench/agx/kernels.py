@@ -9,24 +9,23 @@ table. bf16 is left out: Mesa 25.0 reads no bfloat.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_metalmm import _C
 from torch_metalmm.msl import spirv
 from torch_metalmm.msl.build import BuildError
 
 from ..shaders import cells, passes
-from ..tables import Table, to_markdown
+from ..tables import Table
 from .build_mesa import PROGRAM
 from .code import CLASSES, Code, read
 
@@ -46,6 +45,14 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gated_delta": {"n": 4096, "k": 128},  # heads of 128
     "route": {"n": 128, "k": 8},  # 8 of 128 experts
 }
+
+
+class Found(NamedTuple):
+    """A kernel, weights of a lane in a turn of its loop (0: not known), its code or why none."""
+
+    name: str
+    weights: int
+    code: Code | str
 
 
 @functools.cache
@@ -86,61 +93,83 @@ def weights() -> dict[str, int]:
 
 
 def compile_kernel(kernel: str, metal: Path = spirv.METAL) -> Code:
+    """compile_pass() of the pass that it is compiled for."""
+    return compile_pass(pass_of(kernel) | {"kernel": kernel}, metal)
+
+
+def compile_pass(one: passes.Pass, metal: Path = spirv.METAL) -> Code:
     """The code of a kernel: what does not change in a loop moved out of it, as LLVM does, unless
     registers spill for that. OSError: mmagx is not built. RuntimeError: a compiler's message.
     """
     if not PROGRAM.exists():
         raise OSError(f"{PROGRAM}: not there; make agx builds it")
-    one = pass_of(kernel)
-    module = spirv.build(kernel, one["constants"], one["threadgroup_bytes"], metal)
-    hoisted = _code(kernel, module, one["group"][0], hoist=True)
+    module = spirv.build(one["kernel"], one["constants"], one["threadgroup_bytes"], metal)
+    return compile_module(one["kernel"], module, one["group"][0])
+
+
+def compile_module(name: str, module: bytes, threads: int, *, fuse: bool = False) -> Code:
+    """The same of SPIR-V. fuse: a product and a sum are one instruction."""
+    hoisted = _code(name, module, threads, hoist=True, fuse=fuse)
     if not hoisted.spills:
         return hoisted
-    kept = _code(kernel, module, one["group"][0], hoist=False)
+    kept = _code(name, module, threads, hoist=False, fuse=fuse)
     return min(hoisted, kept, key=lambda code: code.spills)
 
 
-def _code(kernel: str, module: bytes, threads: int, *, hoist: bool) -> Code:
+def _code(kernel: str, module: bytes, threads: int, *, hoist: bool, fuse: bool) -> Code:
     """What mmagx makes of a module of SPIR-V. RuntimeError: its message."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.spv"
         file.write_bytes(module)
-        command = [str(PROGRAM), str(file), spirv.ENTRY, str(threads), str(int(hoist))]
+        command = [
+            str(PROGRAM),
+            str(file),
+            spirv.ENTRY,
+            str(threads),
+            str(int(hoist)),
+            str(int(fuse)),
+        ]
         environment = os.environ | {"AGX_MESA_DEBUG": "shaders,shaderdb"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise RuntimeError(f"{kernel}: mmagx: {done.stderr.strip()[-300:]}")
+        said = [line for line in done.stderr.splitlines() if "bytes into the SPIR-V" not in line]
+        raise RuntimeError(f"{kernel}: mmagx: {' '.join(said)[-300:].strip()}")
     return read(done.stdout + done.stderr)
 
 
-def measure(kernels: Iterable[str], metal: Path = spirv.METAL) -> dict[str, Code | str]:
-    """The code of kernels, or why there is none."""
+def each(job: Callable[[Any], Code], of: Iterable[Any]) -> list[Code | str]:
+    """What a job makes of each, or a compiler's message."""
 
-    def job(kernel: str) -> Code | str:
+    def one(item: Any) -> Code | str:
         try:
-            return compile_kernel(kernel, metal)
+            return job(item)
         except (BuildError, RuntimeError, ValueError) as error:
             return str(error)
 
-    names = list(kernels)
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(job, names), strict=True))
+        return list(pool.map(one, of))
 
 
-def table(found: dict[str, Code | str]) -> Table:
+def measure(names: Sequence[str], metal: Path = spirv.METAL) -> list[Found]:
+    """Kernels, with the weights that a lane takes in a turn, where they are known."""
+    codes = each(lambda kernel: compile_kernel(kernel, metal), names)
+    turns = [weights().get(name.rpartition("_")[0], 0) for name in names]
+    return [Found(*one) for one in zip(names, turns, codes, strict=True)]
+
+
+def table(found: Iterable[Found]) -> Table:
     """A row for each kernel: of its main loop per weight, or of one turn where the weights of a
     turn are not known, and what the whole kernel takes."""
-    each = ["instructions", "slots", "other pipe", "64-bit", "cycles", *CLASSES]
-    columns = ["kernel", "weights", *each, "half registers", "threads", "spills", "bytes"]
+    counts = ["instructions", "slots", "other pipe", "64-bit", "cycles", *CLASSES]
+    columns = ["kernel", "weights", *counts, "half registers", "threads", "spills", "bytes"]
     rows = []
-    for kernel, code in found.items():
+    for kernel, n, code in found:
         if isinstance(code, str):
             rows.append([kernel, code.splitlines()[-1][:80], *[""] * (len(columns) - 2)])
             continue
-        n = weights().get(kernel.rpartition("_")[0], 0)
-        counts = [len(code.loop), code.slots, code.other_pipe, code.wide, code.cycles]
-        counts += [code.counts[kind] for kind in CLASSES]
-        shown = [f"{count / n:.2f}" if n else str(count) for count in counts]
+        of_loop = [len(code.loop), code.slots, code.other_pipe, code.wide, code.cycles]
+        of_loop += [code.counts[kind] for kind in CLASSES]
+        shown = [f"{count / n:.2f}" if n else str(count) for count in of_loop]
         shown = ["" if not float(text) else text for text in shown]
         whole = [code.half_registers, code.threads, code.spills, code.threadgroup_bytes]
         rows.append([kernel, str(n or "a turn"), *shown, *map(str, whole)])
@@ -163,8 +192,3 @@ def named(patterns: Sequence[str]) -> list[str]:
             raise ValueError(f"{pattern}: no kernel has such a name")
         out += names
     return list(dict.fromkeys(out))
-
-
-def print_(args: argparse.Namespace) -> None:
-    found = measure(named(args.kernels or SHOWN), args.metal or spirv.METAL)
-    print(to_markdown(table(found)))

@@ -1,6 +1,7 @@
 /* The code of an Apple GPU (G13, G14) of an OpenCL kernel in SPIR-V, by Mesa's compiler:
- *   mmagx FILE.spv KERNEL THREADS HOIST
+ *   mmagx FILE.spv KERNEL THREADS HOIST FUSE
  * HOIST 1: what does not change in a loop moves out of it; 0: it stays, which takes fewer registers.
+ * FUSE 1: a product and a sum become one fma, which fast math allows the text of other projects.
  * with AGX_MESA_DEBUG=shaders,shaderdb in the environment, which makes Mesa print code and counts.
  * build_mesa.py compiles it.
  */
@@ -71,6 +72,12 @@ static bool lower_input(nir_builder *b, nir_intrinsic_instr *i, void *data)
    return false;
 }
 
+static bool allow_fusion(nir_builder *b, nir_alu_instr *alu, void *data)
+{
+   alu->exact = false;
+   return true;
+}
+
 static void *read_file(const char *name, size_t *size)
 {
    FILE *f = fopen(name, "rb");
@@ -86,7 +93,7 @@ static void *read_file(const char *name, size_t *size)
 
 int main(int argc, char **argv)
 {
-   if (argc < 5)
+   if (argc < 6)
       return 2;
    size_t size;
    uint32_t *words = read_file(argv[1], &size);
@@ -147,6 +154,8 @@ int main(int argc, char **argv)
    optimise(s);
    if (atoi(argv[4]))
       NIR_PASS(_, s, nir_opt_licm);
+   if (atoi(argv[5]))
+      NIR_PASS(_, s, nir_shader_alu_pass, allow_fusion, nir_metadata_all, NULL);
    optimise(s);
    bool progress;
    do {

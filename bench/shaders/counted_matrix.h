@@ -11,6 +11,7 @@
 #include "spirv/simdgroup_matrix.h"
 
 namespace metal {
+#ifndef __SPIRV__
 namespace counted {
 
 // Operands of 16 bits are a register each, of 32 bits two.
@@ -30,6 +31,7 @@ METAL_FUNC vec<float, 2> product(vec<A, 2> a, vec<B, 2> b, vec<float, 2> c) {
 }
 
 }  // namespace counted
+#endif
 
 // What a translated text calls where C++ neither reads nor assigns in another address space: in
 // words as long as the size allows, whatever alignment the type has.

@@ -1,9 +1,9 @@
-"""Matrix kernels of other projects as PTX, from the text of their files, to be counted like ours.
+"""Kernels of other projects as PTX, from the text of their files, to be counted like ours.
 
 The text is translated as for the emulator (torch_metalmm/msl), then compiled as tiles.py compiles
-ours. What makes no difference to the loops that are counted is taken away or made easy for them:
-function constants have the values of the way without checks, constant loops unroll whatever their
-size, and structs move in words as long as their size allows.
+ours, or as SPIR-V (agx/foreign.py). What makes no difference to the loops that are counted is taken
+away or made easy for them: function constants have the values of the way without checks, constant
+loops unroll whatever their size, and structs move in words as long as their size allows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_metalmm.msl.build import LANGUAGE, translate
 from torch_metalmm.msl.source import Kernel
@@ -27,7 +28,7 @@ _INSTANCE = re.compile(r"^\s*template\s+(\[\[kernel\]\]|kernel) [^;{]*;", re.M)
 _MARKER = re.compile(r'# \d+ "(.*)"')
 # Of MLX: math of bfloat by functions of Apple's compiler. The products need none of it.
 _LEFT_OUT = "bf16_math.h"
-_UNROLL = ["-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-full-max-count=1024"]
+UNROLL = ["-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-full-max-count=1024"]
 
 
 def _without(text: str, file: str) -> str:
@@ -40,8 +41,8 @@ def _without(text: str, file: str) -> str:
     return "\n".join(lines)
 
 
-def _for_ptx(translated: str, wanted: Sequence[Kernel]) -> str:
-    """The text that makes PTX of the kernels."""
+def text_of(translated: str) -> str:
+    """A translated text for a target of the stand-in, without its instances."""
     body = translated[translated.index('}\n# 1 "') + 2 :]  # behind the storage of constants
     # A bool says that a size is to be checked, a number how many of something: none, and one.
     body = _CONSTANT.sub(
@@ -49,26 +50,41 @@ def _for_ptx(translated: str, wanted: Sequence[Kernel]) -> str:
     )
     body = _without(_INSTANCE.sub("", body), _LEFT_OUT)
     body = body.replace("static thread_local threadgroup", "static threadgroup")
+    return f"#define MM_TRANSLATED 1\n{HEAD}{body}"
+
+
+def _for_ptx(translated: str, wanted: Sequence[Kernel]) -> str:
+    """The text that makes PTX of the kernels."""
     pointers = "".join(
         f'\nextern "C" __attribute__((used)) decltype(&{k.expression}) mm_counted_{i} = '
         f"&{k.expression};\n"
         for i, k in enumerate(wanted)
     )
-    return f"#define MM_TRANSLATED 1\n{HEAD}{body}{pointers}"
+    return text_of(translated) + pointers
 
 
-def functions(
-    text: str, name: str, include: Sequence[Path], kernels: Sequence[str]
-) -> dict[str, str]:
-    """{kernel: its function in PTX} of a text in Metal Shading Language.
+class Text(NamedTuple):
+    """Of another project, in Metal Shading Language."""
 
-    ValueError: the text has no such kernel, or is not Metal. BuildError: what the compiler says.
-    """
-    translated, source = translate(text, name, include)
-    wanted = [k for k in source.kernels if k.name in kernels]
-    if missing := sorted(set(kernels) - {k.name for k in wanted}):
-        raise ValueError(f"{name}: has no kernel {', '.join(missing)}")
-    out = cells.clang(_for_ptx(translated, wanted), *LANGUAGE, *cells.FLAGS, *_UNROLL)
+    text: str
+    name: str
+    include: list[Path]
+
+    def translated(self, kernels: Sequence[str]) -> tuple[str, list[Kernel]]:
+        """The text in C++, and the kernels of these names. ValueError: the text has no such kernel,
+        or is not Metal."""
+        translated, source = translate(*self)
+        wanted = [k for k in source.kernels if k.name in kernels]
+        if missing := sorted(set(kernels) - {k.name for k in wanted}):
+            raise ValueError(f"{self.name}: has no kernel {', '.join(missing)}")
+        return translated, wanted
+
+
+def functions(text: Text, kernels: Sequence[str]) -> dict[str, str]:
+    """{kernel: its function in PTX}. ValueError: as translated(). BuildError: what the compiler
+    says."""
+    translated, wanted = text.translated(kernels)
+    out = cells.clang(_for_ptx(translated, wanted), *LANGUAGE, *cells.FLAGS, *UNROLL)
     found = ptx.functions(out)
     symbols = dict(re.findall(r"\bmm_counted_(\d+) = (?:generic\()?(\w+)", out))
     return {k.name: found[symbols[str(i)]] for i, k in enumerate(wanted)}
@@ -77,9 +93,9 @@ def functions(
 # ---- the two projects
 
 
-def ggml(file: Path, kernels: Sequence[str]) -> dict[str, str]:
-    """Kernels of ggml's mul_mm.metal, or of the ggml-metal.metal that older versions have."""
-    return functions(file.read_text(), file.name, [*file.resolve().parents][:3], kernels)
+def ggml(file: Path) -> Text:
+    """ggml's mul_mm.metal or mul_mv.metal, or the ggml-metal.metal that older versions have."""
+    return Text(file.read_text(), file.name, [*file.resolve().parents][:3])
 
 
 _MLX = "mlx/backend/metal/kernels"
@@ -89,14 +105,13 @@ _MLX_TEXT = "".join(
 )
 
 
-def mlx(folder: Path, arguments: Sequence[str]) -> dict[str, str]:
-    """affine_qmm_t<arguments> of MLX's headers, by arguments; `folder`: its include folder."""
+def mlx(folder: Path, instances: Sequence[str]) -> Text:
+    """Instances of kernels of MLX's headers, as affine_qmm_t<...>: kernels mlx_0, mlx_1, ...;
+    `folder`: its include folder. ValueError: another folder."""
     if not (folder / _MLX).is_dir():
         raise ValueError(f"{folder}: has no {_MLX}")
     text = _MLX_TEXT + "".join(
-        f'template [[host_name("mlx_{i}")]] [[kernel]] '
-        f"decltype(affine_qmm_t<{a}>) affine_qmm_t<{a}>;\n"
-        for i, a in enumerate(arguments)
+        f'template [[host_name("mlx_{i}")]] [[kernel]] decltype({name}) {name};\n'
+        for i, name in enumerate(instances)
     )
-    found = functions(text, "mlx.metal", [folder], [f"mlx_{i}" for i in range(len(arguments))])
-    return {a: found[f"mlx_{i}"] for i, a in enumerate(arguments)}
+    return Text(text, "mlx.metal", [folder])

@@ -135,7 +135,7 @@ def of_ggml(file: Path) -> Iterator[Tile]:
         for dtype in GGML_X
         if ggml
     }
-    for kernel, function in foreign.ggml(file, list(names)).items():
+    for kernel, function in foreign.functions(foreign.ggml(file), list(names)).items():
         name, dtype = names[kernel]
         yield Tile(name, dtype, "ggml kernel_mul_mm", cost(function))
 
@@ -147,9 +147,11 @@ def of_mlx(folder: Path) -> Iterator[Tile]:
         for dtype, type_ in MLX_TYPES.items()
         if group_and_bits
     }
-    for given, function in foreign.mlx(folder, list(arguments)).items():
-        name, dtype = arguments[given]
-        yield Tile(name, dtype, "MLX affine_qmm_t", cost(function))
+    text = foreign.mlx(folder, [f"affine_qmm_t<{a}>" for a in arguments])
+    kernels = [f"mlx_{i}" for i in range(len(arguments))]
+    found = foreign.functions(text, kernels)
+    for (name, dtype), kernel in zip(arguments.values(), kernels, strict=True):
+        yield Tile(name, dtype, "MLX affine_qmm_t", cost(found[kernel]))
 
 
 def own_tiles() -> list[Tile]:

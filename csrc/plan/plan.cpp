@@ -78,14 +78,12 @@ const Split* split_of(StrategyId strategy) {
 std::string str(int64_t v) { return std::to_string(v); }
 
 // A step of gemv_batched reads M x a piece of x for batched_rows() pieces of W. What it may read is
-// what the table allows where those are kRows. Where they are fewer, one pass: a second one, which
-// reads W again, is behind the tiles on every chip (docs/chip-model.md).
+// what the table allows where those are kRows.
 int64_t batched_max_m(const Problem& p, const Gpu& gpu) {
   const Tuning& t = tuning_of(gpu);
   if (const auto most = measured_batched_max_m(p, gpu)) return *most;
   const int values = piece_of(p.format->codec).values, rows = batched_rows(values);
-  const int64_t most = t.batched_max_m * rows / GemvBatched::kRows;
-  return rows == GemvBatched::kRows ? most : std::min<int64_t>(most, batched_pass(values));
+  return t.batched_max_m * rows / GemvBatched::kRows;
 }
 
 // Rows of x up to which gemm_small decodes W once.

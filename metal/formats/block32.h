@@ -74,8 +74,8 @@ struct Q4_0 {
     ushort4 codes;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
-    raw = {load_ushort4(c.at[1]), load_as<half>(c.at[0])};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw = {load_ushort4(Storage::part(c, 1, piece)), load_as<half>(Storage::part(c, 0, piece))};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q4_0>& p) {
     nibbles8x2(raw.codes, -8, p.q);
@@ -151,8 +151,9 @@ struct Q5_0 {
     uint fifth;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
-    raw = {load_8<2>(c.at[1]), load_4<2>(c.at[0] + 2), load_as<half>(c.at[0])};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw = {load_8<2>(Storage::part(c, 1, piece)), load_4<2>(Storage::part(c, 0, piece) + 2),
+           load_as<half>(Storage::part(c, 0, piece))};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_0>& p) {
@@ -186,8 +187,9 @@ struct Q5_1 {
     uint fifth;
     half2 d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
-    raw = {load_8<8>(c.at[1]), load_as<uint>(c.at[0] + 4), load_as<half2>(c.at[0])};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw = {load_8<8>(Storage::part(c, 1, piece)), load_as<uint>(Storage::part(c, 0, piece) + 4),
+           load_as<half2>(Storage::part(c, 0, piece))};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<Q5_1>& p) {
@@ -213,8 +215,7 @@ struct Q5_1 {
 // d * code, int8 codes. A lane reads its 16 as a window of 18 bytes: four loads instead of
 // ten. Those of 2 bytes fill the L1 of an H200, 87 %, where memory is at 73 %.
 struct Q8_0 {
-  using Lane = LaneOfCodes<0, 16>;
-  using Storage = LaneBlocks<32, 34, Lane>;
+  using Storage = LaneBlocks<32, 34, LaneOfCodes<0, 16>, true>;
   using Pieces = PieceLayout<2, 16, 16, 16>;
   using Terms = PieceTerms<1>;
   using Subnormal = SubnormalTerms<1, 0, 128>;
@@ -226,8 +227,8 @@ struct Q8_0 {
     half d;
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
-    raw.bytes = Window<18>::fetch_part<Lane>(c, 1, piece);
-    raw.d = load_as<half>(c.at[0]);
+    raw.bytes = Window<18>::fetch_part<Storage>(c, 1, piece);
+    raw.d = load_as<half>(Storage::part(c, 0, piece));
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<Q8_0>& p) {
     bytes16<kSigns>(raw.bytes.four<2>(raw.bytes), -128, p.q);

@@ -74,7 +74,13 @@ struct IQ4_NL {
 // (d (scale - 32)) level(code): 6-bit scales per 32 values, codes as in iq4_nl.
 // Eight lanes share a block: lane p owns group p.
 struct IQ4_XS {
-  using Storage = Blocks<256, 136>;
+  struct Lane {
+    MM_CONST int kParts = 3;
+    static METAL_FUNC uint at(int part, uint piece) {
+      return part == 0 ? 0 : part == 1 ? 8 + 16 * piece : 4 + piece / 2;
+    }
+  };
+  using Storage = LaneBlocks<256, 136, Lane>;
   using Pieces = PieceLayout<8, 32, 32, 32>;
   using Terms = PieceTerms<1>;
   using Levels = IQ4Levels;
@@ -91,9 +97,10 @@ struct IQ4_XS {
     half d;
     ushort tops, low;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_16<8>(b + 8 + 16 * piece), load_as<half>(b), load_as<ushort>(b + 2),
-           b[4 + piece / 2]};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    device const uchar* b = Storage::part(c, 0, piece);
+    raw = {load_16<8>(Storage::part(c, 1, piece)), load_as<half>(b), load_as<ushort>(b + 2),
+           Storage::part(c, 2, piece)[0]};
   }
   // A lane's fields of `low` and `tops` are at bits that it knows: masks and places are its own.
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook book,
@@ -118,7 +125,7 @@ struct IQ4_XS {
 
 // 2^(e - 127) * fp4(code). Blocks of 17 bytes: byte loads, and a byte is what the codebook takes.
 struct MXFP4 {
-  using Storage = Blocks<32, 17>;
+  using Storage = LaneBlocks<32, 17, LaneOfCodes<1, 8>>;
   using Pieces = Pieces32;
   using Terms = PieceTerms<1>;
   using Levels = FP4Levels;
@@ -131,10 +138,10 @@ struct MXFP4 {
   struct Raw {
     uchar codes[8], e;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw.e = b[0];
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw.e = Storage::part(c, 0, piece)[0];
     MM_UNROLL
-    for (int i = 0; i < 8; ++i) raw.codes[i] = b[1 + 8 * piece + i];
+    for (int i = 0; i < 8; ++i) raw.codes[i] = Storage::part(c, 1, piece)[i];
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
                                 thread Piece<MXFP4>& p) {

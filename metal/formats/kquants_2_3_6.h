@@ -44,12 +44,13 @@ struct Q2_K {
     uchar scales[4];
     half2 d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int i = 0; i < kOwnBytes / 4; ++i) raw.codes[i] = load_as<uint>(c.at[2] + 4 * i);
+    for (int i = 0; i < kOwnBytes / 4; ++i)
+      raw.codes[i] = load_as<uint>(Storage::part(c, 2, piece) + 4 * i);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) raw.scales[t] = c.at[1][2 * t];
-    raw.d = load_as<half2>(c.at[0] + 80);
+    for (int t = 0; t < 4; ++t) raw.scales[t] = Storage::part(c, 1, piece)[2 * t];
+    raw.d = load_as<half2>(Storage::part(c, 0, piece) + 80);
   }
   // A code of each run, times 4^t, all but the first with kCrumbBias.
   static METAL_FUNC void byte_of_crumbs(uint on_top, thread float* q) {
@@ -86,7 +87,7 @@ struct Q2_K {
     for (int t = 0; t < 4; t += 2) {  // minima times 16
       const half2 place = t == 0 ? half2(1.0h, 1 / 4.0h) : half2(1 / 16.0h, 1 / 64.0h);
       const uint both = open_bytes(raw.scales[t], raw.scales[t + 1]);
-      const half2 low = pair<4, 0>(both), minimum = as_type<half2>(both) - low;
+      const half2 low = pair<4, 0>(both), minimum = pair<4, 4>(both) - 1024.0h;
       const half2 scale = fma(low, place, -1024.0h * place);
       MM_UNROLL
       for (int i = 0; i < 2; ++i) {
@@ -119,7 +120,7 @@ struct Q3_K {
       return part == 0 ? 0 : part == 2 ? 32 + kOwnBytes * piece : QuartersOf128::offset(piece);
     }
   };
-  using Storage = LaneBlocks<256, 110, Lane>;
+  using Storage = LaneBlocks<256, 110, Lane, true>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4>;
   using Subnormal = SubnormalTerms<4, 0, 4, 0x4400>;
@@ -130,13 +131,13 @@ struct Q3_K {
     half d;
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
-    raw.codes = Window<kOwnBytes>::fetch_part<Lane>(c, 2, piece);
-    raw.high = Window<kOwnBytes>::fetch_part<Lane>(c, 3, piece);
+    raw.codes = Window<kOwnBytes>::fetch_part<Storage>(c, 2, piece);
+    raw.high = Window<kOwnBytes>::fetch_part<Storage>(c, 3, piece);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) raw.low[t] = c.at[1][2 * t];
+    for (int t = 0; t < 4; ++t) raw.low[t] = Storage::part(c, 1, piece)[2 * t];
     MM_UNROLL
-    for (int t = 0; t < 2; ++t) raw.top[t] = c.at[1][8 + 2 * t];
-    raw.d = load_as<half>(c.at[0] + 108);
+    for (int t = 0; t < 2; ++t) raw.top[t] = Storage::part(c, 1, piece)[8 + 2 * t];
+    raw.d = load_as<half>(Storage::part(c, 0, piece) + 108);
   }
   // Third bits of runs t and t + 2, in two bytes: times two powers of two at once, they lie above
   // the other two bits of their codes.
@@ -239,7 +240,7 @@ struct Q6_K {
       return part == 0 ? 0 : part == 4 ? 128 + kOwnBytes * piece : 64 * n + l + 32 * (part - 2);
     }
   };
-  using Storage = LaneBlocks<256, 210, Lane>;
+  using Storage = LaneBlocks<256, 210, Lane, true>;
   using Pieces = QuartersOf128;
   using Terms = PieceTerms<4>;
   using Subnormal = SubnormalTerms<4, 0, 32>;
@@ -251,11 +252,12 @@ struct Q6_K {
   };
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int s = 0; s < 2; ++s) raw.low[s] = Window<kOwnBytes>::fetch_part<Lane>(c, 2 + s, piece);
-    raw.high = Window<kOwnBytes>::fetch_part<Lane>(c, 4, piece);
+    for (int s = 0; s < 2; ++s)
+      raw.low[s] = Window<kOwnBytes>::fetch_part<Storage>(c, 2 + s, piece);
+    raw.high = Window<kOwnBytes>::fetch_part<Storage>(c, 4, piece);
     MM_UNROLL
-    for (int t = 0; t < 4; ++t) raw.scales[t] = c.at[1][2 * t];
-    raw.d = load_as<half>(c.at[0] + 208);
+    for (int t = 0; t < 4; ++t) raw.scales[t] = Storage::part(c, 1, piece)[2 * t];
+    raw.d = load_as<half>(Storage::part(c, 0, piece) + 208);
   }
   // Low nibbles are runs 0 and 1, high ones runs 2 and 3. The upper bits of runs 0 and 2, times 16,
   // lie above them, and those of runs 1 and 3 times 4.

@@ -109,9 +109,9 @@ struct Q4_K {
     uint4 codes;
     WeaveScales scales;
   };
-  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
-    raw.codes = load_as<uint4>(c.at[2]);
-    raw.scales = WeaveScales::fetch(c.at[0], c.at[1]);
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw.codes = load_as<uint4>(Storage::part(c, 2, piece));
+    raw.scales = WeaveScales::fetch(Storage::part(c, 0, piece), Storage::part(c, 1, piece));
   }
   // Two bytes at once, as halves: a high nibble in the upper half of the mantissa is 1024 + 16
   // code. Its bias, 64 codes, stays until the end of the run, where the sum of x takes it away.
@@ -158,10 +158,10 @@ struct Q5_K {
     uint4 codes, fifth;
     WeaveScales scales;
   };
-  static METAL_FUNC void fetch(Storage::Cursor c, uint, thread Raw& raw) {
-    raw.codes = load_as<uint4>(c.at[2]);
-    raw.fifth = load_as<uint4>(c.at[3]);
-    raw.scales = WeaveScales::fetch(c.at[0], c.at[1]);
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw.codes = load_as<uint4>(Storage::part(c, 2, piece));
+    raw.fifth = load_as<uint4>(Storage::part(c, 3, piece));
+    raw.scales = WeaveScales::fetch(Storage::part(c, 0, piece), Storage::part(c, 1, piece));
   }
   // The fifth bits of two bytes, times two powers of two at once, lie above the low nibbles and
   // above the high ones: integers in a float multiply without a shift or a conversion.

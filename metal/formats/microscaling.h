@@ -12,7 +12,11 @@ using QuartersOf64 = PieceLayout<4, 16, 16, 16>;
 // s / 2 * level(code), twice the levels: s e4m3 of 16 values, from byte 0; from byte 4 8 bytes of
 // codes for each s, value j in the low nibble of byte j and j + 8 in the high one.
 struct NVFP4 {
-  using Storage = Blocks<64, 36>;
+  struct Lane {
+    MM_CONST int kParts = 2;
+    static METAL_FUNC uint at(int part, uint piece) { return part == 0 ? piece : 4 + 8 * piece; }
+  };
+  using Storage = LaneBlocks<64, 36, Lane>;
   using Pieces = QuartersOf64;
   using Terms = PieceTerms<1>;
   using Levels = FP4Levels;
@@ -26,8 +30,8 @@ struct NVFP4 {
     uint2 codes;
     uchar s;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_8<4>(b + 4 + 8 * piece), b[piece]};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw = {load_8<4>(Storage::part(c, 1, piece)), Storage::part(c, 0, piece)[0]};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook book,
                                 thread Piece<NVFP4>& p) {
@@ -49,7 +53,13 @@ struct NVFP4 {
 
 // 2^(e - 127) * code: e of 32 values, from byte 0; codes e4m3 from byte 2.
 struct MXFP8 {
-  using Storage = Blocks<64, 66>;
+  struct Lane {
+    MM_CONST int kParts = 2;
+    static METAL_FUNC uint at(int part, uint piece) {
+      return part == 0 ? piece / 2 : 2 + 16 * piece;
+    }
+  };
+  using Storage = LaneBlocks<64, 66, Lane>;
   using Pieces = QuartersOf64;
   using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -74,8 +84,8 @@ struct MXFP8 {
     uint4 codes;
     uchar e;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
-    raw = {load_16<2>(b + 2 + 16 * piece), b[piece / 2]};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
+    raw = {load_16<2>(Storage::part(c, 1, piece)), Storage::part(c, 0, piece)[0]};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, Codebook, thread Piece<MXFP8>& p) {
     e4m3x16(raw.codes, p.q);

@@ -58,6 +58,8 @@ struct PieceTerms {
   MM_CONST float kUnit = 1.0f;
   // Times the sum of x of a part, a scale or a chain: where its products start.
   static constexpr float start(int part) { return part >= first_biased ? float(-bias) : 0.0f; }
+  // The i-th scale whose products are summed.
+  static constexpr int order(int i) { return i; }
 };
 
 // The same of codes as subnormal halves: p.q is 2^(place - 24) (code + bias), place the hexadecimal
@@ -71,6 +73,9 @@ struct SubnormalTerms {
   static constexpr float start(int scale) {
     return -bias * float(1 << (places >> 4 * scale & 15)) / kSubnormalUnit;
   }
+  // Runs t and t + 2 of four have words in common, which then take registers for less long: 128
+  // half registers in gemv of q3_k instead of 136.
+  static constexpr int order(int i) { return scales == 4 ? i / 2 + i % 2 * 2 : i; }
 };
 
 // Which terms a vector kernel takes: a format's Subnormal, where it has such and the GPU keeps
@@ -164,10 +169,15 @@ METAL_FUNC float dot(thread const Piece<Format, Terms>& p, thread const XPiece<F
     total = dot_of_scale(p, x, 0);
     if constexpr (Terms::kUnit != 1.0f) total *= Terms::kUnit;
   } else {
+    float sums[Terms::kScales];
+    MM_UNROLL
+    for (int i = 0; i < Terms::kScales; ++i) {
+      const int s = Terms::order(i);
+      sums[s] = dot_of_scale(p, x, s);
+    }
     MM_UNROLL
     for (int s = 0; s < Terms::kScales; ++s) {
-      const float sum = dot_of_scale(p, x, s);
-      total = s == 0 ? p.scale[0] * sum : fma(p.scale[s], sum, total);
+      total = s == 0 ? p.scale[0] * sums[0] : fma(p.scale[s], sums[s], total);
     }
   }
   if constexpr (Terms::kOffsets == 1) {

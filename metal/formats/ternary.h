@@ -10,18 +10,24 @@ namespace metalmm {
 // [0, 32); values [160 + 16 n, + 16) digits n of bytes [32, 48); values [240 + 4 n, + 4), n < 4,
 // digits n of bytes [48, 52). A lane owns 32 values.
 struct TQ1_0 {
-  using Storage = Blocks<256, 54>;
   using Pieces = PieceLayout<8, 32, 32, 32>;
   using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
-  struct Raw {
-    uint words[8];
-    half d;
-  };
   // Word i of the 16 values h of a block: where it is, and 3^n.
   static METAL_FUNC uint place(uint h, uint i) {
     return h < 10 ? 16 * (h & 1) + 4 * i : h < 15 ? 32 + 4 * i : 48;
   }
+  struct Lane {  // the block, and the words of a piece
+    MM_CONST int kParts = 9;
+    static METAL_FUNC uint at(int part, uint piece) {
+      return part == 0 ? 0 : place(2 * piece + (part - 1) / 4, (part - 1) % 4);
+    }
+  };
+  using Storage = LaneBlocks<256, 54, Lane>;
+  struct Raw {
+    uint words[8];
+    half d;
+  };
   static METAL_FUNC uint power(uint h, uint i) {
     const uint n = h < 10 ? h / 2 : h < 15 ? h - 10 : i;
     return n < 4 ? 0x1B090301u >> 8 * n & 255 : 81;  // a chain of choices becomes a table in memory
@@ -39,12 +45,10 @@ struct TQ1_0 {
     q[2] = float(even.y);
     q[3] = float(odd.y);
   }
-  static METAL_FUNC void fetch(Storage::Cursor b, uint piece, thread Raw& raw) {
+  static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      raw.words[i] = load_4<2>(b + place(2 * piece + i / 4, i % 4));
-    }
-    raw.d = load_as<half>(b + 52);
+    for (int i = 0; i < 8; ++i) raw.words[i] = load_4<2>(Storage::part(c, 1 + i, piece));
+    raw.d = load_as<half>(Storage::part(c, 0, piece) + 52);
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,
                                 thread Piece<TQ1_0>& p) {

@@ -178,14 +178,43 @@ METAL_FUNC void add_tail(thread const Rows<Format, kRows> (&sets)[kSets], typena
   }
 }
 
+// How many rows a lane loads before it waits. An Apple GPU holds the more simdgroups, the fewer
+// half registers one takes: with pieces of 32 values q5_k takes 128 for one row at a time (832
+// threads a core), 184 for four (576); 832 threads have 15 KB of q4_k on their way, 12 GB/s of a
+// core for a latency of 1.2 us. MM_ALL_ROWS_AT_ONCE, a target of the stand-in: one wait for each
+// step.
+template <class Format, int rows>
+struct RowsAtOnce {
+#if defined(MM_ALL_ROWS_AT_ONCE)
+  MM_CONST int kCount = rows;
+#else
+  MM_CONST int kCount = Format::Pieces::kValues <= 16 ? (rows < 4 ? rows : 4) : 1;
+#endif
+};
+
+// Rows first ... first + kCount of all sets; the cursor of a set moves on with its last.
+template <class Format, int kSets, int kRows, int kCount>
+METAL_FUNC void fetch_rows(thread const Rows<Format, kRows> (&sets)[kSets], Walk<Format> walk,
+                           int first, thread typename Format::Storage::Cursor (&cursors)[kSets],
+                           thread typename Format::Raw (&raw)[kCount]) {
+  using Storage = typename Format::Storage;
+  MM_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    const int g = kSets == 1 ? 0 : (first + i) / kRows, r = (first + i) % kRows;
+    Format::fetch(Storage::moved(cursors[g], sets[g].distance[r]), walk.piece, raw[i]);
+    if (r == kRows - 1) cursors[g] = Storage::next(cursors[g], walk.stride);
+  }
+}
+
 // acc[r] += the lane's share of row r times x, for the rows of all kSets in turn; squares += that
-// of the squares of x. The loads of all rows come first: one wait for each step, not for each row.
+// of the squares of x.
 template <class Format, class Terms, int kSets, int kRows, class Source>
 METAL_FUNC void accumulate_of(thread const Rows<Format, kRows> (&sets)[kSets],
                               typename Source::Row x, KRange k, uint lane, uint sg, uint simdgroups,
                               Codebook book, thread float (&acc)[kSets * kRows],
                               thread float& squares) {
   using Storage = typename Format::Storage;
+  constexpr int kAtOnce = RowsAtOnce<Format, kSets * kRows>::kCount;
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
   typename Storage::Cursor cursors[kSets];
   MM_UNROLL
@@ -194,23 +223,16 @@ METAL_FUNC void accumulate_of(thread const Rows<Format, kRows> (&sets)[kSets],
   }
   typename Source::Row x_at = Source::at(x, Walk<Format>::first_value(walk));
   for (uint unit = walk.first; unit < walk.end; unit += walk.stride) {
-    typename Format::Raw raw[kSets * kRows];
-    MM_UNROLL
-    for (int g = 0; g < kSets; ++g) {
-      MM_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        Format::fetch(Storage::moved(cursors[g], sets[g].distance[r]), walk.piece,
-                      raw[g * kRows + r]);
-      }
-      cursors[g] = Storage::next(cursors[g], walk.stride);
-    }
+    typename Format::Raw raw[kAtOnce];
+    fetch_rows<Format>(sets, walk, 0, cursors, raw);
     XPiece<Format, Terms> xs;
     load_piece<Format, Source>(x_at, xs, squares);
     x_at = Source::at(x_at, walk.stride * Walk<Format>::kUnit);
     MM_UNROLL
     for (int r = 0; r < kSets * kRows; ++r) {
+      if (r > 0 && r % kAtOnce == 0) fetch_rows<Format>(sets, walk, r, cursors, raw);
       Piece<Format, Terms> p;
-      Format::unpack(raw[r], walk.piece, book, p);
+      Format::unpack(raw[r % kAtOnce], walk.piece, book, p);
       acc[r] = dot(p, xs, acc[r]);
     }
   }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from places import TESTS
 
-from bench.agx import kernels
+from bench.agx import foreign, kernels, rows
 from bench.agx.build_mesa import PROGRAM
 from bench.agx.code import read
+from bench.shaders import foreign as texts
+from torch_metalmm.msl import spirv
 
 # Printed after each of three steps: a preamble, and a kernel with an outer loop of one inside.
 PREAMBLE = "block0 {\n   u0 = mov_imm #0\n   stop \n}\n"
@@ -76,7 +79,46 @@ def test_patterns_name_kernels() -> None:
     assert all(one["threadgroup_bytes"] >= 16 and one["group"][0] >= 32 for one in passes)
 
 
-@pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built: make agx")
+def test_a_threshold_costs_least_in_all() -> None:
+    assert rows.threshold([1, 2, 3, 9], [4, 4, 4, 4]) == 3
+    assert rows.threshold([1, 5, 3, 9], [4, 4, 4, 4]) == 3
+    assert rows.threshold([5, 5], [4, 4]) == 0
+    assert rows.planned("q4_0") == 2 * rows.planned("q4_k")  # a pass has half as many rows
+
+
+OTHER = TESTS / "msl" / "metal_foreign" / "blocks.metal"
+
+
+def test_the_text_of_another_project_becomes_spirv() -> None:
+    translated, (kernel,) = texts.ggml(OTHER).translated(["kernel_mul_mv_q4_0_f32"])
+    module = spirv.compile_kernel(texts.text_of(translated), kernel, {}, 8192)
+    assert spirv.kernels_of(module) == [spirv.ENTRY]
+    with pytest.raises(ValueError, match="kernel_mul_mv_q5_K_f32"):
+        list(foreign.ggml(OTHER))
+
+
+needs_mesa = pytest.mark.skipif(not PROGRAM.exists(), reason="mmagx is not built: make agx")
+
+
+@needs_mesa
+def test_the_code_of_another_project() -> None:
+    """A turn is 16 values of 4 rows: codes masked by ands, not shifted, multiplied by fma."""
+    ((_, code),) = foreign.codes(texts.ggml(OTHER), ["kernel_mul_mv_q4_0_f32"])
+    assert not isinstance(code, str)
+    assert code.counts["fma"] >= 4 * 16 <= code.counts["bitwise"]
+    assert code.counts["shift"] < 16
+
+
+@needs_mesa
+def test_a_tile_decodes_once_for_8_rows() -> None:
+    """And the vector kernel in each pass over 8 rows of x (q4_0)."""
+    vectors = [rows.vector("q4_0", m).cycles for m in (1, 8, 16)]
+    tiles = [rows.tile("q4_0", m).cycles for m in (1, 8, 16)]
+    assert tiles[0] == tiles[1] < tiles[2] < 2 * tiles[1]
+    assert vectors[0] < vectors[1] < 8 * vectors[0] and vectors[2] == 2 * vectors[1]
+
+
+@needs_mesa
 def test_what_the_compiler_says() -> None:
     """A kernel, one that would spill if all that is constant left its loops, one that spills."""
     plain, attention, spilling = map(

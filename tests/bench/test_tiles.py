@@ -69,7 +69,7 @@ def test_a_tile_counted_by_hand() -> None:
 def test_the_text_of_another_project() -> None:
     """A turn of this kernel multiplies 8 matrices for each 8 of 32 values of K, and loads 6."""
     file = TESTS / "msl" / "metal_foreign" / "blocks.metal"
-    (function,) = foreign.ggml(file, ["kernel_mul_mm_q4_0_f32"]).values()
+    (function,) = foreign.functions(foreign.ggml(file), ["kernel_mul_mm_q4_0_f32"]).values()
     found = tiles.cost(function).counts
     assert (found["product"], found["load from threadgroup"]) == (32, 24)
     assert found["load from device"] > 0

@@ -32,6 +32,8 @@ _CODE = ["-O3", "-S", "-ffp-contract=off", "-fconvergent-functions", "-w"]
 # weight, 80 to 59 registers).
 _CODE += ["-mllvm", "-disable-lsr"]
 _CODE += ["-DMM_CONVERTS_HALVES"]  # codes as subnormal halves would cost an instruction each
+_CODE += ["-DMM_ONE_ADDRESS"]  # of the parts of a block: metal/formats/blocks.h
+_CODE += ["-DMM_ALL_ROWS_AT_ONCE"]  # loads of a step: metal/kernels/gemv_core.h
 _MATRIX = re.compile(r"\bsimdgroup_(float|half|bfloat)8x8\b|\bsimdgroup_matrix\b")
 _POSITIONS = {
     "threadgroup_position_in_grid": "threadgroup_position_in_grid(operands)",

@@ -14,7 +14,7 @@ import re
 import struct
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import _C
@@ -52,7 +52,7 @@ def _entry(kernel: Kernel, threadgroup_bytes: int) -> str:
             parameters.append(f"{parameter}::type a{i}")
             arguments.append(f"{parameter}::pass(a{i})")
         elif role == "threadgroup":
-            arguments.append("mm_memory")
+            arguments.append(f"(::metal::warp::NthParameter<{i}, {function}>::type)(mm_memory)")
         elif role == "thread_index_in_simdgroup":
             arguments.append("::metal::warp::lane()")
         else:
@@ -72,6 +72,28 @@ def _clang(*arguments: str) -> None:
         raise BuildError(done.stderr)
 
 
+def compile_kernel(
+    text: str,
+    kernel: Kernel,
+    constants: Mapping[str, int],
+    threadgroup_bytes: int,
+    options: Sequence[str] = (),
+) -> bytes:
+    """The SPIR-V of a kernel of a text. BuildError: what the compiler says."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, ir, made = (Path(folder) / name for name in ("a.cpp", "a.ll", "a.spv"))
+        source.write_text(f"{text}{_entry(kernel, threadgroup_bytes)}")
+        # A pipeline gives values to constants of code that is optimised without them.
+        options = [*_TARGET, *_CODE, *options]
+        _clang(*LANGUAGE, *options, "-emit-llvm", "-S", str(source), "-o", str(ir))
+        ir.write_text(with_constants(ir.read_text(), constants))
+        _clang("-x", "ir", *options, "-c", str(ir), "-o", str(made))
+        module = made.read_bytes()
+    if kernels_of(module) != [ENTRY]:
+        raise BuildError(f"{kernel.name}: the SPIR-V has the kernels {kernels_of(module)}")
+    return module
+
+
 def build(
     kernel: str, constants: Mapping[str, int], threadgroup_bytes: int, metal: Path = METAL
 ) -> bytes:
@@ -89,19 +111,7 @@ def build(
     found = Reader(unmark(expanded, "kernel.metal")[0]).read().kernels
     if kernel not in (names := [k.name for k in found]):
         raise ValueError(f"kernel {kernel!r}: its file has {', '.join(names)}")
-    entry = _entry(found[names.index(kernel)], threadgroup_bytes)
-    with tempfile.TemporaryDirectory() as folder:
-        source, ir, made = (Path(folder) / name for name in ("a.cpp", "a.ll", "a.spv"))
-        source.write_text(f"{text}{entry}")
-        # A pipeline gives values to constants of code that is optimised without them.
-        options = [*_TARGET, *_CODE]
-        _clang(*LANGUAGE, *options, "-emit-llvm", "-S", str(source), "-o", str(ir))
-        ir.write_text(with_constants(ir.read_text(), constants))
-        _clang("-x", "ir", *options, "-c", str(ir), "-o", str(made))
-        module = made.read_bytes()
-    if kernels_of(module) != [ENTRY]:
-        raise BuildError(f"{kernel}: the SPIR-V has the kernels {kernels_of(module)}")
-    return module
+    return compile_kernel(text, found[names.index(kernel)], constants, threadgroup_bytes)
 
 
 def kernels_of(module: bytes) -> list[str]:
