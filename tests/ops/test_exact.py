@@ -45,6 +45,12 @@ def test_decoding_is_the_specification(name: str, backend: Backend) -> None:
             rounded = [a.to(dtype).float() for a in allowed]
             got = ops.dequantize(w, name, k, dtype=dtype).cpu()
             rows = ops.embedding(backend.put(ids), w, name, k, dtype=dtype).cpu()
+            for scale in (torch.tensor(11.3, dtype=dtype), torch.tensor([0.37])):
+                scaled = ops.embedding(
+                    backend.put(ids), w, name, k, dtype=dtype, scale=backend.put(scale)
+                )
+                product = (rows.float() * scale.float()).to(dtype).float()
+                assert are_bits_of(scaled.cpu().float(), product), (name, dtype, scale)
             assert got.dtype == rows.dtype == dtype
             assert are_bits_of(got.float(), *rounded), (name, dtype)
             assert are_bits_of(rows.float(), *(r[ids] for r in rounded)), (name, dtype)
