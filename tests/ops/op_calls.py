@@ -78,7 +78,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
             "rope_tables": (ops.rope_tables, (ids, dense[0]), {}),
             "rope_tables, all": (
                 ops.rope_tables,
-                (ids[:, None], dense[0], ids[0, torch.arange(k) % 3]),
+                (ids[:, None], dense[0], torch.arange(k) % 2),
                 {"interleaved": True, "scale": 0.5, "dtype": dtype},
             ),
             "causal_conv": (ops.causal_conv, (x3, x[:2].T, None, conv_state), {}),

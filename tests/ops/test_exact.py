@@ -30,6 +30,11 @@ def are_bits_of(got: torch.Tensor, *allowed: torch.Tensor) -> bool:
     return bool(torch.stack(equal).any(0).all())
 
 
+def flushed(t: torch.Tensor) -> torch.Tensor:
+    """Zeros of their sign in the place of subnormals."""
+    return torch.where(t.abs() < 2.0**-126, t * 0, t)
+
+
 @pytest.mark.every_format
 def test_decoding_is_the_specification(name: str, backend: Backend) -> None:
     """dequantize and embedding give the specification's bits, rounded once to each dtype.
@@ -49,8 +54,11 @@ def test_decoding_is_the_specification(name: str, backend: Backend) -> None:
                 scaled = ops.embedding(
                     backend.put(ids), w, name, k, dtype=dtype, scale=backend.put(scale)
                 )
-                product = (rows.float() * scale.float()).to(dtype).float()
-                assert are_bits_of(scaled.cpu().float(), product), (name, dtype, scale)
+                product = rows.float() * scale.float()
+                # A product of a GPU may take and give zeros for subnormals.
+                of = [product, flushed(product), flushed(flushed(rows.float()) * scale.float())]
+                near = [p.to(dtype).float() for p in of]
+                assert are_bits_of(scaled.cpu().float(), *near), (name, dtype, scale)
             assert got.dtype == rows.dtype == dtype
             assert are_bits_of(got.float(), *rounded), (name, dtype)
             assert are_bits_of(rows.float(), *(r[ids] for r in rounded)), (name, dtype)
