@@ -31,7 +31,7 @@ try:
         build_file,
         build_text,
     )
-    from .msl.kernels import Shader, shader_of
+    from .msl.kernels import Shader, alone
     from .msl.library import EmulatorFault, Function, Library
 except ModuleNotFoundError as error:
     if error.name != "torch_metalmm.msl":
@@ -94,12 +94,12 @@ class MetalSource:
 
 @functools.cache
 def _library(shader: Shader, checked: bool) -> Library:
-    return Library(build_file(shader.file, checked, shader.defines))
+    return Library(build_file(shader.file, checked, shader.text))
 
 
 def shader_library(kernel: str, checked: bool = True) -> Library:
-    """The library of a kernel of metal/library and its format, built where it is not."""
-    return _library(shader_of(kernel), checked)
+    """The library of a kernel of metal/library, which has no other, built where it is not."""
+    return _library(alone(kernel), checked)
 
 
 @contextlib.contextmanager

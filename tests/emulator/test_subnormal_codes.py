@@ -14,8 +14,8 @@ from places import TESTS
 from shaders import linear
 
 from torch_metalmm import _C, formats
-from torch_metalmm.msl import spirv
 from torch_metalmm.msl.build import build_text
+from torch_metalmm.msl.kernels import alone
 
 N = 6
 AFFINE = ("affine2_g32", "affine3_g64", "affine4_g64_f32", "affine8_g128_bf16")
@@ -30,7 +30,7 @@ def one_hot(k: int) -> torch.Tensor:
 @pytest.mark.parametrize("flushes", [True, False])
 def test_a_gpu_that_flushes_halves_takes_the_other_form(flushes: bool) -> None:
     options = ("-mno-f16c", "-include", str(TESTS / "emulator/flushed_halves.h"))
-    text, k = spirv.text_of("gemv_q4_0_f32"), 1024
+    text, k = alone("gemv_q4_0_f32").text, 1024
     library = build_text(text, "kernel.metal", [], False, more=options if flushes else ())
     x, packed = one_hot(k), random_weight("q4_0", N, k)
     _C.load_emulated(str(library))

@@ -6,9 +6,9 @@ every pair of values of two parameters. In pairs a format stands for its family:
 module of the specification share the shape of their decode. Each test takes others of a family.
 The emulator's second schedule takes every value but not every pair: it looks for races.
 
-A kernel of the emulator takes a second or two to compile. There a format is a value of its own in
-tests marked `every_format` alone, with arguments in cases of these; and all tests take the same
-format of a family for a strategy, so that one compilation serves them.
+A kernel of the emulator takes a second to compile. There a format is a value of its own in tests
+marked `every_format` alone, with arguments in cases of these; and all tests take the same format of
+a family and the same dtype for a strategy, so that one compilation serves them.
 
 METALMM_TEST_CASES=all runs the products, as the scheduled workflow does.
 """
@@ -22,6 +22,7 @@ from collections.abc import Hashable, Iterable
 from itertools import combinations
 
 import pytest
+import torch
 from backends import CASES, DESCENDING, EMULATOR
 from oracle import FORMATS
 
@@ -66,9 +67,10 @@ def _shown(item: pytest.Function) -> frozenset[Hashable]:
 
 def _order(item: pytest.Function) -> tuple[int, int]:
     """Which of cases that show as much is taken."""
-    columns = _columns(item)
-    kernel = columns.get("strategy", columns.get("kernel", "")) + columns.get("name", "")
-    return zlib.crc32(kernel.encode()) * _is_compiled(item), zlib.crc32(item.nodeid.encode())
+    params = item.callspec.params
+    kernel = params.get("strategy", params.get("kernel")), params.get("name")
+    compiled = f"{kernel} {params.get('dtype', torch.float32)}"
+    return zlib.crc32(compiled.encode()) * _is_compiled(item), zlib.crc32(item.nodeid.encode())
 
 
 def _fewest(cases: Iterable[pytest.Function]) -> set[str]:

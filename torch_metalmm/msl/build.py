@@ -320,12 +320,12 @@ def build_text(
     return library
 
 
-def build_file(path: Path, checked: bool, defines: str = "") -> Path:
+def build_file(path: Path, checked: bool, text: str = "") -> Path:
     """The library of a shader of metal/, which keeps the rules and is compiled as it is.
 
-    defines: lines before it, which tell it to make some of its kernels alone.
+    text: that includes the file, and says which of its kernels it makes.
     """
-    shader = f'{defines}#include "{path}"\n'
+    shader = text or f'#include "{path}"\n'
     expanded = preprocess(shader, path.name, [path.parent])
     moved = expanded.replace(f"{ROOT}/", "")  # line markers name this checkout
     library = CACHE / digest(_tool_digest(), moved, str(checked), _scripts()) / "library.so"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
@@ -12,21 +12,26 @@ _STRUCT = re.compile(r"^MM_\w+ *\((\w+), *(\w+)", re.M)
 
 @dataclass(frozen=True)
 class Shader:
-    """A file of metal/library, for one format alone where its kernels have formats."""
+    """A file of metal/library, for one format alone where its kernels have formats.
+
+    dtype: "" for the kernels of each.
+    """
 
     file: Path
     format: str = ""
     struct: str = ""  # of the format
+    dtype: str = ""
 
     @property
     def name(self) -> str:
         return "_".join(filter(None, (self.file.stem, self.format)))
 
     @property
-    def defines(self) -> str:
-        """What is before the file, so that it makes the kernels of the format alone."""
-        only = {"FORMAT": self.format, "STRUCT": self.struct} if self.format else {}
-        return "".join(f"#define MM_ONLY_{name} {value}\n" for name, value in only.items())
+    def text(self) -> str:
+        """The file, told to make the kernels of the format and the dtype alone."""
+        only = {"FORMAT": self.format, "STRUCT": self.struct, "DTYPE": self.dtype}
+        lines = [f"#define MM_ONLY_{name} {value}\n" for name, value in only.items() if value]
+        return f'{"".join(lines)}#include "{self.file}"\n'
 
 
 def shader_of(kernel: str, metal: Path = METAL) -> Shader:
@@ -38,3 +43,8 @@ def shader_of(kernel: str, metal: Path = METAL) -> Shader:
     name = kernel.removeprefix(f"{file.stem}_").rpartition("_")[0]
     structs = dict(_STRUCT.findall((metal / "formats.def").read_text()))
     return Shader(file, name, structs[name]) if name in structs else Shader(file)
+
+
+def alone(kernel: str, metal: Path = METAL) -> Shader:
+    """What makes that kernel and no other. ValueError as shader_of."""
+    return replace(shader_of(kernel, metal), dtype=kernel.rpartition("_")[2])

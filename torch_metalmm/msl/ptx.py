@@ -121,7 +121,7 @@ def split(ptx: str) -> dict[str, str]:
 
 def _build(shader: Shader, folder: Path) -> list[str]:
     """Writes the kernels of one shader, unless they are there; their names."""
-    text = f'{shader.defines}#include "{shader.file}"\n'
+    text = shader.text
     expanded = preprocess(text, shader.file.name, [])
     headers = sorted(p for p in INCLUDE.rglob("*") if p.is_file())
     key = digest(expanded, *_TARGET, *_CODE, *headers, Path(__file__), zig("version").stdout)

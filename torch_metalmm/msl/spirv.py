@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .. import _C
 from .build import LANGUAGE, BuildError, preprocess, unmark, zig
-from .kernels import METAL, shader_of
+from .kernels import METAL, alone
 from .source import Kernel, Reader
 
 ENTRY = "mm_entry"  # the name of the kernel in the file
@@ -40,15 +40,6 @@ def with_constants(ir: str, values: Mapping[str, int]) -> str:
     return _CONSTANT.sub(
         lambda m: f"@mm_fc_kConstant{m[1]} = internal constant i32 {value[m[1].lower()]}", ir
     )
-
-
-def text_of(kernel: str, metal: Path = METAL) -> str:
-    """The text of one kernel of a folder like metal/: its file, for its format and dtype alone.
-
-    ValueError: no file is of that kernel.
-    """
-    shader, dtype = shader_of(kernel, metal), kernel.rpartition("_")[2]
-    return f'#define MM_ONLY_DTYPE {dtype}\n{shader.defines}#include "{shader.file}"\n'
 
 
 def _entry(kernel: Kernel, threadgroup_bytes: int) -> str:
@@ -93,7 +84,7 @@ def build(
     """
     if missing := [name for name in _C.CONSTANTS if name not in constants]:
         raise ValueError(f"constants: no value for {', '.join(missing)}")
-    text = text_of(kernel, metal)
+    text = alone(kernel, metal).text
     expanded = preprocess(text, "kernel.metal", [])
     found = Reader(unmark(expanded, "kernel.metal")[0]).read().kernels
     if kernel not in (names := [k.name for k in found]):
