@@ -117,10 +117,10 @@ enum FunctionConstant : MM_U32 {
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
                            // of experts ExpertBits, of route RouteBits, of rms_norm NormBits,
                            // of gated_delta DeltaBits, of causal_conv ConvBits, of embedding
-                          // RowBits, of rope_tables TableBits
-  kConstantBatch = 4,   // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
-                        // attention_split, 0 otherwise
-  kConstantBounds = 5,  // uint: BoundsBits
+                           // RowBits, of rope_tables TableBits
+  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
+                           // attention_split, 0 otherwise
+  kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6
 };
 

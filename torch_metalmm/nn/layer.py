@@ -25,8 +25,8 @@ from .recipe import (
     Recipe,
     Step,
     Whole,
-    no_angles,
 )
+from .rotation import no_angles
 from .sharded import ColumnsLinear
 from .watch import Watch
 

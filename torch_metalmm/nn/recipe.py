@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .fused import GatedMLP
 from .mixture import Mixture
+from .rotation import no_angles, tables
 
 
 @dataclass
@@ -277,27 +278,6 @@ class Recipe:
         """The modules that are called as they are."""
         every = [part for branch in self.branches for part in (branch.pre, branch.core)]
         return [part.module for part in every if isinstance(part, Whole)]
-
-
-def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as the op takes them."""
-    if angles == "whole":
-        return cos, sin
-    if angles == "none":
-        return cos[..., :0], sin[..., :0]
-    if angles == "back":
-        return cos, -sin
-    if angles == "twice":
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-
-
-def no_angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin that rotate nothing of x [batch, length, size]."""
-    nothing = x.new_empty(1, x.shape[1], 0)
-    return nothing, nothing
 
 
 class Held(NamedTuple):

@@ -82,3 +82,24 @@ class FusedRotation:
         """Whether the module is what fuse_ saw, but for its tensors."""
         own = self.module.__dict__
         return self._settings.same() and all(own.get(n) == v for n, v in self._said)
+
+
+def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as the op takes them."""
+    if angles == "whole":
+        return cos, sin
+    if angles == "none":
+        return cos[..., :0], sin[..., :0]
+    if angles == "back":
+        return cos, -sin
+    if angles == "twice":
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+
+
+def no_angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin that rotate nothing of x [batch, length, size]."""
+    nothing = x.new_empty(1, x.shape[1], 0)
+    return nothing, nothing
