@@ -36,6 +36,7 @@ struct KernelArgs {
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
   // gated_delta: heads of v, and of q and k; it and causal_conv: positions of a sequence.
+  // rope_tables: kv_heads, positions of a row; k frequencies, n values of a row of cos; alpha.
   // route: groups, those kept, best of a group; n experts, k chosen; alpha of a weight.
   // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
   // share a row of x.
@@ -53,13 +54,17 @@ enum Slot : MM_U32 {
   kSlotWeight = 1,   // packed rows; gate weight of swiglu_up; keys of a cache
   kSlotY = 2,        // result, or f32 sums (kEpiloguePartial); q of rope
   kSlotBias = 3,     // sinks of attention; of route f32
-  kSlotC = 4,        // mask of attention; b of gated_delta
+  kSlotC = 4,        // mask of attention; b of gated_delta; logits of a shared expert, f32
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; gate of rms_norm; v;
-  // scores of experts; a of gated_delta; choice_bias of route, f32; pages of a cache, int64
+  // scores of experts; a of gated_delta; choice_bias of route, f32; pages of a cache, int64; axes
+  // of rope_tables, int64
   kSlotX2 = 6,
-  kSlotIds = 7,    // int64; slots of rope_append, length of a cache; experts of choices or of tiles
-  kSlotNorm = 8,   // weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta
+  kSlotIds = 7,  // int64; slots of rope_append, length of a cache; experts of choices or of tiles;
+                 // positions of rope_tables
+  // Weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta; scale of an
+  // embedding; frequencies of rope_tables, f32
+  kSlotNorm = 8,
   kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta; bias of causal_conv
   kSlotCos = 10,
   kSlotSin = 11,
@@ -88,14 +93,15 @@ enum SlotBits : MM_U32 {
   kBindExpertDown = kBindExperts | slot_bit(kSlotX2),
   kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
   kBindDequantize = slot_bit(kSlotWeight) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
-  kBindEmbedding = kBindDequantize | slot_bit(kSlotIds),
+  kBindEmbedding = kBindDequantize | slot_bit(kSlotIds) | slot_bit(kSlotNorm),
   kBindNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotC),
   kBindAddNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotY2),
   kBindRope = kBindAddNorm | slot_bit(kSlotNorm2) | slot_bit(kSlotCos) | slot_bit(kSlotSin) |
       slot_bit(kSlotY3),
   kBindRopeAppend = (kBindRope & ~(slot_bit(kSlotY2) | slot_bit(kSlotY3))) | slot_bit(kSlotIds) |
       slot_bit(kSlotWeight) | slot_bit(kSlotWeight2),
-  kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotY2),
+  kBindRopeTables = (kBindAddNorm & ~slot_bit(kSlotX)) | slot_bit(kSlotIds),
+  kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotC) | slot_bit(kSlotY2),
   kBindCausalConv = (kBindAddNorm & ~slot_bit(kSlotX2)) | slot_bit(kSlotNorm2),
   kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
   kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds) | slot_bit(kSlotX2),
@@ -110,7 +116,8 @@ enum FunctionConstant : MM_U32 {
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
                            // of experts ExpertBits, of route RouteBits, of rms_norm NormBits,
-                           // of gated_delta DeltaBits, of causal_conv ConvBits
+                           // of gated_delta DeltaBits, of causal_conv ConvBits, of embedding
+                           // RowBits, of rope_tables TableBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -138,8 +145,9 @@ enum ExpertBits : MM_U32 {
   kExpertFloatScores = 64  // scores are f32, whatever x is
 };
 
-// silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared
-enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2 };
+// silu: x / (1 + exp(-x)); gelu: x Phi(x); gelu_tanh: gelu by a tanh; relu2: max(x, 0) squared;
+// sigmoid: 1 / (1 + exp(-x))
+enum class Activation : MM_U32 { kSilu, kGelu, kGeluTanh, kRelu2, kSigmoid };
 
 enum ActMulBits : MM_U32 {
   kActMulRounded = 1  // gate and up are of y's dtype, else f32
@@ -161,12 +169,25 @@ enum RopeBits : MM_U32 {
   kRopePages = 128        // a slot for each row, of one cache for all sequences; else a position
 };
 
+enum TableBits : MM_U32 {
+  kTablesTwice = 1,        // a row of cos has each frequency twice,
+  kTablesInterleaved = 2,  // side by side
+  kTablesAxes = 4          // a frequency names its position
+};
+
+// Of embedding.
+enum RowBits : MM_U32 {
+  kRowScale = 1,      // rows are rounded, then multiplied
+  kRowFloatScale = 2  // by an f32, whatever y is
+};
+
 enum RouteBits : MM_U32 {
   kRouteBias = 1,
   kRouteChoiceBias = 2,
   kRouteSigmoid = 4,  // scores are; else softmax
   kRouteRenormalise = 8,
-  kRouteGroups = 16
+  kRouteGroups = 16,
+  kRouteShared = 32  // c has a logit of one expert more, which is always chosen
 };
 
 enum ConvBits : MM_U32 {

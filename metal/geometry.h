@@ -171,6 +171,9 @@ struct HeadLanes {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
 };
 
+// rope_tables: a thread a frequency of a position, an item.
+using TableItems = FlatGeometry<1>;
+
 // route: a simdgroup a token; an item is a lane of it. A lane has a choice, and a group.
 struct RouteGeometry {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth, kMost = kSimdWidth;

@@ -69,10 +69,12 @@ def _register_fake(op: str, results: str) -> None:
             return first.new_empty(weights, dtype=torch.float32), first.new_empty(
                 ids, dtype=torch.int64
             )
+        decoded = kwargs.get("dtype") or torch.float32
         if isinstance(shape, tuple):
-            return tuple(first.new_empty(each) for each in shape)
+            dtype = decoded if results == "Tables" else first.dtype
+            return tuple(first.new_empty(each, dtype=dtype) for each in shape)
         if results == "Decoded":
-            return first.new_empty(shape, dtype=kwargs.get("dtype") or torch.float32)
+            return first.new_empty(shape, dtype=decoded)
         return first.new_empty(shape, dtype=torch.uint8 if results == "Bytes" else first.dtype)
 
     torch.library.register_fake(f"metalmm::{op}", fake)

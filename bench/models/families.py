@@ -147,7 +147,7 @@ def fused_family(model: Any) -> Any:
 def ops_of(model: Any, cache: Any = None) -> tuple[list[int], int]:
     """(those of each layer, those beside them) of one token after a prompt of three.
 
-    cache: an empty one; None: the model's own. The model keeps the hooks by which they are counted.
+    cache: an empty one; None: the model's own.
     """
     calls = Calls()
     with torch.inference_mode(False), torch.no_grad():
@@ -156,14 +156,15 @@ def ops_of(model: Any, cache: Any = None) -> tuple[list[int], int]:
         token = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[3]])}
         with calls:
             model(**token, use_cache=True, **with_cache(model, cache_in(prompt)))
+        calls.unwatch()
     return [len(ours) + len(others) for ours, others in calls.of_layers], len(calls.outside())
 
 
 def record(kind: str, model: Any, fused: Any) -> Record:
     """The row of a family: a packed model, and the same one after fuse_."""
     found: Record = {"kind": "ops", "model": versions(), "family": kind}
-    cached = ops_of(copy.deepcopy(fused), PackedCache(fused.config, "q8_0"))
-    pairs = {"before": ops_of(copy.deepcopy(model)), "after": cached}
+    cached = ops_of(fused, PackedCache(fused.config, "q8_0"))
+    pairs = {"before": ops_of(model), "after": cached}
     for name, (layers, beside) in pairs.items():
         found |= {f"layers_{name}": layers, f"beside_{name}": beside}
     return found

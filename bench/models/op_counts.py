@@ -19,6 +19,7 @@ class Calls(TorchDispatchMode):
         self.of_layers: list[tuple[list[str], list[str]]] = []
         self.beside: list[str] = []  # before the layer that came last
         self.aside = False
+        self.hooks: list[Any] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op._schema.name.split("::")[1]
@@ -52,8 +53,13 @@ class Calls(TorchDispatchMode):
             self._taken()
 
         for layer in layers:
-            layer.register_forward_pre_hook(begin)
-            layer.register_forward_hook(end)
+            self.hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+
+    def unwatch(self) -> None:
+        """The layers have their own hooks alone again."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
 
     def _taken(self) -> list[str]:
         """What was called since the last layer."""

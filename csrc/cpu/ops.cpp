@@ -139,7 +139,24 @@ at::Tensor embedding(const args::embedding& a) {
   });
   std::vector<int64_t> shape = a.ids.sizes().vec();
   shape.push_back(k);
-  return out.view(shape).to(type);
+  out = out.view(shape).to(type);
+  if (!a.scale.has_value()) return out;
+  return (out.to(at::kFloat) * a.scale->to(at::kFloat).reshape({})).to(type);
+}
+
+// By torch's cos and sin, so that the tables are those of models' own modules to the bit.
+std::tuple<at::Tensor, at::Tensor> rope_tables(const args::rope_tables& a) {
+  const at::ScalarType type = check_dtype(a.dtype);
+  check(a);
+  at::Tensor positions = a.positions.unsqueeze(-1);
+  if (a.axes.has_value()) positions = a.positions.index_select(0, *a.axes).permute({1, 2, 0});
+  const at::Tensor angles = (positions.to(at::kFloat) * a.inv_freq).contiguous();
+  const auto table = [&](const at::Tensor& t) {
+    at::Tensor out = (t * a.scale).to(type);
+    if (a.twice && a.interleaved) return at::stack({out, out}, -1).flatten(2);
+    return a.twice ? at::cat({out, out}, -1) : out;
+  };
+  return {table(angles.cos()), table(angles.sin())};
 }
 
 at::Tensor probe(const args::probe& a) {

@@ -142,17 +142,21 @@ at::Tensor expert_linear(const Engine& e, const args::expert_linear& a) {
   const auto shaped = [&](const at::Tensor& y) {
     return scores.has_value() ? y : y.view({of.tokens, of.choices, n});
   };
-  if (of.count() == 0) return shaped(at::zeros({results, n}, x.options()));
+  if (of.count() == 0) {
+    return a.residual.has_value() ? a.residual->to(x.scalar_type(), false, /*copy=*/true)
+                                  : shaped(at::zeros({results, n}, x.options()));
+  }
   if (is_tiled(of, asked)) {
     const at::Tensor rows = as_rows(x, x.scalar_type());
     at::Tensor y = with_bias(in_tiles(e, rows, w, of, tiles_of(of)), bias, of);
     if (scores.has_value()) {
       y = (y.view({of.tokens, of.choices, n}) * scores->to(at::kFloat).unsqueeze(2)).sum(1);
+      if (a.residual.has_value()) y.add_(a.residual->to(at::kFloat));
     }
     return stored(shaped(y), x.scalar_type());
   }
   Operands o;
-  o[kSlotX] = as_rows(x, common_dtype(x, {bias}));
+  o[kSlotX] = as_rows(x, common_dtype(x, {bias, a.residual}));
   const at::ScalarType dtype = o[kSlotX].scalar_type();
   Problem p =
       expert_problem(scores.has_value() ? Op::kExpertDown : Op::kExpertLinear, o[kSlotX], w, of);
@@ -161,6 +165,9 @@ at::Tensor expert_linear(const Engine& e, const args::expert_linear& a) {
     p.experts.choices = of.choices;
     p.experts.float_scores = scores->scalar_type() != dtype || dtype == at::kFloat;
     o[kSlotX2] = addend(scores, p.experts.float_scores ? at::kFloat : dtype);
+    o[kSlotC] = addend(a.residual, dtype);
+    p.has_c = a.residual.has_value();
+    p.beta = p.has_c ? 1 : 0;
   }
   bind_experts(p, o, kSlotWeight, w);
   o[kSlotIds] = of.ids;
@@ -224,7 +231,8 @@ std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) 
   if (shape.weight) o[kSlotX] = product(e, o[kSlotX], packed(*a.weight, *shape.weight), at::kFloat);
   o[kSlotBias] = f32(a.bias);
   o[kSlotX2] = f32(a.choice_bias);
-  const auto size = {a.x.size(0), a.top_k};
+  o[kSlotC] = f32(a.shared);
+  const auto size = {a.x.size(0), a.top_k + a.shared.has_value()};
   o[kSlotY] = at::empty(size, a.x.options().dtype(at::kFloat));
   o[kSlotY2] = at::empty(size, a.x.options().dtype(at::kLong));
   Problem p;
@@ -241,7 +249,8 @@ std::tuple<at::Tensor, at::Tensor> route(const Engine& e, const args::route& a) 
              shape.is_sigmoid,
              a.renormalise,
              a.bias.has_value(),
-             a.choice_bias.has_value()};
+             a.choice_bias.has_value(),
+             a.shared.has_value()};
   launch(e, p, o);
   return {o[kSlotY], o[kSlotY2]};
 }

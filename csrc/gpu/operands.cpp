@@ -92,7 +92,7 @@ void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId
   }
   p.has_bias = o[kSlotBias].defined();
   p.has_c = o[kSlotC].defined();
-  p.has_norm_weight = o[kSlotNorm].defined();
+  p.has_norm_weight = o[kSlotNorm].defined() && p.op != Op::kEmbedding;  // whose scale it is
   launch(e, p, o, strategy);
 }
 

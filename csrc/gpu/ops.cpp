@@ -115,6 +115,11 @@ at::Tensor embedding(const Engine& e, const args::embedding& a) {
   p.k = w.k;
   p.format = &w.format;
   p.dtype = dtype_of(type);
+  if (a.scale.has_value()) {
+    p.has_scale = true;
+    p.float_scale = a.scale->scalar_type() != type;
+    o[kSlotNorm] = addend(a.scale, p.float_scale ? at::kFloat : type);
+  }
   run(e, p, o);
   std::vector<int64_t> shape = a.ids.sizes().vec();
   shape.push_back(w.k);

@@ -146,6 +146,30 @@ Heads rope(const Engine& e, const args::rope& a) {
   return {out(kSlotY), out(kSlotY2), out(kSlotY3)};
 }
 
+std::tuple<at::Tensor, at::Tensor> rope_tables(const Engine& e, const args::rope_tables& a) {
+  const at::ScalarType type = check_dtype(a.dtype);
+  check(a);
+  const int64_t dims = a.positions.dim(), count = a.inv_freq.size(0);
+  const int64_t batch = a.positions.size(dims - 2), length = a.positions.size(dims - 1);
+  Operands o;
+  o[kSlotIds] = a.positions.contiguous();
+  o[kSlotNorm] = a.inv_freq.contiguous();
+  if (a.axes.has_value()) o[kSlotX2] = a.axes->contiguous();
+  for (Slot slot : {kSlotY, kSlotY2}) {
+    o[slot] =
+        at::empty({batch, length, count * (a.twice ? 2 : 1)}, a.inv_freq.options().dtype(type));
+  }
+  Problem p;
+  p.op = Op::kRopeTables;
+  p.m = batch * length;
+  p.k = count;
+  p.dtype = dtype_of(type);
+  p.alpha = static_cast<float>(a.scale);
+  p.tables = {dims == 3 ? a.positions.size(0) : 1, a.twice, a.interleaved, a.axes.has_value()};
+  launch(e, p, o);
+  return {o[kSlotY], o[kSlotY2]};
+}
+
 // Slots on a device are not checked, which would wait for it; nor are those of cache_append.
 at::Tensor rope_append(const Engine& e, const args::rope_append& a) {
   const RopeAppendShape shape = check(a);

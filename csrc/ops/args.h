@@ -95,6 +95,7 @@ struct Two {
   using Type = std::tuple<at::Tensor, at::Tensor>;
 };
 struct Routed : Two {};  // f32, and int64
+struct Tables : Two {};  // as Decoded
 struct Heads {
   using Type = metalmm::Heads;
 };

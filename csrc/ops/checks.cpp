@@ -249,7 +249,33 @@ WeightShape check(const args::embedding& a) {
   const WeightShape w = check_weight("weight", a.weight, a.format, k, a.ids);
   TORCH_CHECK_INDEX(w.n > 0 || a.ids.sym_numel() == 0, "ids: ", a.ids.sym_numel(),
                     " of them; the table has 0 rows");
+  if (a.scale.has_value()) {
+    check_activation_dtype("scale", *a.scale);
+    check_device("scale", *a.scale, a.ids);
+    TORCH_CHECK_VALUE(a.scale->sym_numel() == 1, "scale: shape ", a.scale->sym_sizes(),
+                      "; must be one value");
+  }
   return w;
+}
+
+Shape check(const args::rope_tables& a) {
+  const Tensor &p = a.positions, &f = a.inv_freq;
+  const int64_t dims = a.axes.has_value() ? 3 : 2;
+  TORCH_CHECK_VALUE(p.scalar_type() == at::kLong && p.dim() == dims, "positions: ", p.scalar_type(),
+                    " ", p.sym_sizes(), "; must be int64 ", dims == 3 ? "[A, B, S]" : "[B, S]");
+  TORCH_CHECK_VALUE(f.scalar_type() == at::kFloat && f.dim() == 1 && f.sym_size(0) >= 1,
+                    "inv_freq: ", f.scalar_type(), " ", f.sym_sizes(), "; must be float32 [F]");
+  check_device("inv_freq", f, p);
+  if (a.axes.has_value()) {
+    TORCH_CHECK_VALUE(a.axes->scalar_type() == at::kLong && a.axes->sym_sizes() == f.sym_sizes(),
+                      "axes: ", a.axes->scalar_type(), " ", a.axes->sym_sizes(), "; must be int64 ",
+                      f.sym_sizes());
+    check_device("axes", *a.axes, p);
+    TORCH_CHECK_VALUE(p.sym_size(0) >= 1, "positions: shape ", p.sym_sizes(), "; axes name none");
+  }
+  TORCH_CHECK_VALUE(a.twice || !a.interleaved, "interleaved: True; only where twice");
+  check_f32("scale", a.scale);
+  return {p.sym_size(dims - 2), p.sym_size(dims - 1), f.sym_size(0) * (a.twice ? 2 : 1)};
 }
 
 void check_ids(const at::Tensor& ids, int64_t count, const char* in, const char* what) {

@@ -84,6 +84,9 @@ WeightShape check(const args::embedding& a);
 // w f32 / f16 / bf16 [N, K], K a multiple of the block.
 const Format& check(const args::quantize& a);
 
+// Returns the sizes of cos, [B, S, R].
+Shape check(const args::rope_tables& a);
+
 // x and x2 f32 / f16 / bf16, of the same shape and dtype. Returns the problem that op names.
 Op check(const args::probe& a);
 

@@ -39,6 +39,8 @@ at::Tensor activate(const at::Tensor& gate, Activation activation) {
       return at::gelu(gate);
     case Activation::kGeluTanh:
       return at::gelu(gate, "tanh");
+    case Activation::kSigmoid:
+      return at::sigmoid(gate);
     case Activation::kRelu2:
       break;
   }
@@ -59,6 +61,10 @@ at::Tensor slope(const at::Tensor& gate, Activation activation) {
       const at::Tensor t = (kTanhScale * (gate + kTanhCube * gate.pow(3))).tanh();
       const at::Tensor inner = kTanhScale * (1 + 3 * kTanhCube * gate.square());
       return 0.5 * (1 + t) + 0.5 * gate * (1 - t.square()) * inner;
+    }
+    case Activation::kSigmoid: {
+      const at::Tensor s = gate.sigmoid();
+      return s * (1 - s);
     }
     case Activation::kRelu2:
       break;

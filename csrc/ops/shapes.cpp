@@ -47,6 +47,12 @@ std::tuple<Shape, Shape, Shape> rope(const args::rope& a) {
   return {{r.batch, a.heads, r.positions, r.dim}, kv, kv};
 }
 
+std::tuple<Shape, Shape> rope_tables(const args::rope_tables& a) {
+  check_dtype(a.dtype);
+  const Shape out = check(a);
+  return {out, out};
+}
+
 void cache_append(const args::cache_append& a) { check(a); }
 
 Shape rope_append(const args::rope_append& a) {
@@ -103,7 +109,7 @@ Shape expert_swiglu(const args::expert_swiglu& a) {
 }
 
 std::tuple<Shape, Shape> route(const args::route& a) {
-  const Shape out{check(a).tokens, a.top_k};
+  const Shape out{check(a).tokens, a.top_k + a.shared.has_value()};
   return {out, out};
 }
 

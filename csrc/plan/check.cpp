@@ -53,6 +53,13 @@ void check_rope(const Problem& p) {
   }
 }
 
+void check_tables(const Problem& p) {
+  const TableSizes& t = p.tables;
+  if (t.rows < 1 || (t.rows > 1 && !t.axes)) {
+    reject("rows: " + str(t.rows) + "; must be 1, or more with axes");
+  }
+}
+
 }  // namespace
 
 void check(const Problem& p) {
@@ -74,12 +81,17 @@ void check(const Problem& p) {
   const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
   const bool has_bias = has_epilogue || (is_of_experts(p.op) && p.op != Op::kExpertTiles);
   const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
-  if ((!has_bias && p.has_bias) || (!has_epilogue && ((p.alpha != 1 && p.op != Op::kRoute) ||
-                                                      (p.has_c && p.op != Op::kRmsNorm)))) {
-    reject(
-        "bias, c, alpha: " + op +
-        " has none; linear and swiglu_down have, rms_norm has c, experts have bias, but in tiles; "
-        "route has alpha");
+  const bool has_factor = p.op == Op::kRoute || p.op == Op::kRopeTables;
+  const bool has_c = p.op == Op::kRmsNorm || p.op == Op::kExpertDown;
+  if ((!has_bias && p.has_bias) ||
+      (!has_epilogue && ((p.alpha != 1 && !has_factor) || (p.has_c && !has_c)))) {
+    reject("bias, c, alpha: " + op +
+           " has none; linear and swiglu_down have, rms_norm and expert_down have c, experts have "
+           "bias, but in "
+           "tiles; route and rope_tables have alpha");
+  }
+  if ((p.has_scale || p.float_scale) && p.op != Op::kEmbedding) {
+    reject("scale: of embedding, not of " + op);
   }
   if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
   if (p.rounded && p.op != Op::kActMul) reject("rounded: of act_mul, not of " + op);
@@ -98,6 +110,7 @@ void check(const Problem& p) {
   if (is_of_rows(p.op) && p.k > INT32_MAX) {  // a step beyond k still fits 32 bits
     reject("k: " + str(p.k) + "; " + op + " takes at most " + str(INT32_MAX));
   }
+  if (p.op == Op::kRopeTables) check_tables(p);
   if (p.op == Op::kRope || p.op == Op::kRopeAppend) check_rope(p);
   if (has_weight(p.op)) check_weights(p);
   if (is_of_experts(p.op)) check_experts(p);

@@ -10,7 +10,7 @@ constexpr const char* kOps[] = {
     "linear",       "swiglu_up", "swiglu_down", "expert_linear", "expert_down", "expert_up",
     "expert_tiles", "embedding", "dequantize",  "rope_append",   "attention",   "add",
     "sub",          "mul",       "div",         "dot",           "act_mul",     "rms_norm",
-    "add_rms_norm", "rope",      "route",       "causal_conv",   "gated_delta"};
+    "add_rms_norm", "rope",      "rope_tables", "route",         "causal_conv", "gated_delta"};
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
@@ -110,6 +110,8 @@ std::vector<StrategyId> strategies_of(Op op) {
       return {S::add_rms_norm};
     case Op::kRope:
       return {S::rope};
+    case Op::kRopeTables:
+      return {S::rope_tables};
     case Op::kRoute:
       return {S::route};
     case Op::kCausalConv:

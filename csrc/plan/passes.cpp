@@ -95,6 +95,7 @@ int64_t count_of(const Problem& p) {
 int64_t items_of(StrategyId strategy, const Problem& p) {
   const int64_t values = info_of(strategy).values;
   if (strategy == S::split_reduce) return ceil_div(product(p.m, p.n), values);
+  if (strategy == S::rope_tables) return product(p.m, p.k);
   if (strategy == S::rope) return product(product(p.m, heads_of(p.rope)), kSimdWidth);
   if (!has_weight(p.op)) return ceil_div(count_of(p), values);
   return product(p.op == Op::kEmbedding ? p.m : p.n, ceil_div(p.k, values));
@@ -331,6 +332,20 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
   if (strategy == S::rope) {
     epilogue = rope_bits(p);
     out.constants[kConstantK] = out.args.k;
+    return out;
+  }
+  if (strategy == S::rope_tables) {
+    const TableSizes& t = p.tables;
+    epilogue = (t.twice ? kTablesTwice : 0u) |
+               (t.twice && t.interleaved ? kTablesInterleaved : 0u) | (t.axes ? kTablesAxes : 0u);
+    out.args.n = u32(product(p.k, t.twice ? 2 : 1), "values of a row");
+    out.args.kv_heads = u32(t.rows, "rows");
+    out.constants[kConstantK] = out.args.k;
+    return out;
+  }
+  if (strategy == S::embedding) {
+    epilogue =
+        (p.has_scale ? kRowScale : 0u) | (p.has_scale && p.float_scale ? kRowFloatScale : 0u);
     return out;
   }
   epilogue = functions_of(p);

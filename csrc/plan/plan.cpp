@@ -179,6 +179,8 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
       return only(S::add_rms_norm, "a sum and its norm, a threadgroup a row");
     case Op::kRope:
       return only(S::rope, "a simdgroup a head");
+    case Op::kRopeTables:
+      return only(S::rope_tables, "a thread a frequency of a position");
     case Op::kRopeAppend:
     case Op::kAttention:
     case Op::kRoute:

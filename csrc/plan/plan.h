@@ -51,6 +51,7 @@ enum class Op : int {
   kRmsNorm,     // m, k: y = x normalised, times silu(x2) with a gate, + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
+  kRopeTables,  // m positions, k frequencies, and `tables`
   kRoute,       // m rows of n logits, k of them chosen, and `route`
   kCausalConv,  // m rows of x of n channels, k taps, and `conv`
   kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
@@ -71,6 +72,12 @@ struct RopeSizes {
   bool q_norm = false, k_norm = false, interleaved = false;
   bool v_apart = false;       // x2 is v
   bool float_angles = false;  // cos and sin are f32, not of dtype
+};
+
+// The sizes of kRopeTables. alpha of the problem is the factor of cos and sin.
+struct TableSizes {
+  int64_t rows = 1;  // of positions; more than 1: `axes` name one for each frequency
+  bool twice = false, interleaved = false, axes = false;
 };
 
 // The sizes of kCausalConv, and what its operands are.
@@ -94,7 +101,7 @@ struct DeltaSizes {
 struct RouteSizes {
   int64_t groups = 1, kept_groups = 1, group_best = 2;
   bool sigmoid = false, renormalise = false;
-  bool bias = false, choice_bias = false;  // f32
+  bool bias = false, choice_bias = false, shared = false;  // f32
 };
 
 // The sizes of kAttention, and what its operands are.
@@ -159,6 +166,7 @@ struct Problem {
   Activation activation = Activation::kSilu;
   RopeSizes rope;
   AppendSizes append;
+  TableSizes tables;
   ConvSizes conv;
   DeltaSizes delta;
   RouteSizes route;
@@ -168,6 +176,8 @@ struct Problem {
   // linear and expert_tiles without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
   bool y_f32 = false;
   bool rounded = false;  // act_mul
+  // embedding: its rows are multiplied, by a value of dtype or an f32.
+  bool has_scale = false, float_scale = false;
 };
 
 // Passes for the problem, the table's choice or the strategy named. Forcing split_reduce forces
@@ -208,7 +218,8 @@ bool has_half_keys(const Format& keys, const Format& values);
 const char* to_string(StrategyId s);
 const char* to_string(Op op);
 
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2"};  // as Activation
+constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu2",
+                                        "sigmoid"};  // as Activation
 
 // Name to value. Throw std::invalid_argument that lists the names.
 StrategyId strategy_by_name(std::string_view name);

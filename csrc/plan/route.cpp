@@ -26,7 +26,7 @@ KernelArgs args_of(const Problem& p) {
 uint32_t bits_of(const RouteSizes& r) {
   return (r.bias ? kRouteBias : 0u) | (r.choice_bias ? kRouteChoiceBias : 0u) |
          (r.sigmoid ? kRouteSigmoid : 0u) | (r.renormalise ? kRouteRenormalise : 0u) |
-         (r.groups > 1 ? kRouteGroups : 0u);
+         (r.groups > 1 ? kRouteGroups : 0u) | (r.shared ? kRouteShared : 0u);
 }
 
 }  // namespace
@@ -39,6 +39,7 @@ void check_route(const Problem& p) {
   };
   const RouteSizes& r = p.route;
   const std::string most = "1 to " + std::to_string(G::kMost);
+  const int64_t chosen = G::kMost - r.shared;
   check(r.groups >= 1 && r.groups <= G::kMost && p.n % r.groups == 0, "groups", r.groups,
         most + " and divide the " + std::to_string(p.n) + " experts");
   check(r.kept_groups >= 1 && r.kept_groups <= r.groups, "kept_groups", r.kept_groups,
@@ -46,8 +47,9 @@ void check_route(const Problem& p) {
   const int64_t size = p.n / r.groups;
   check(r.groups == 1 || r.group_best == 1 || (r.group_best == 2 && size >= 2), "group_best",
         r.group_best, "1, or 2 of groups that have 2 experts");
-  check(p.k >= 1 && p.k <= G::kMost && p.k <= size * r.kept_groups, "k", p.k,
-        most + ", of " + std::to_string(size * r.kept_groups) + " experts");
+  check(p.k >= 1 && p.k <= chosen && p.k <= size * r.kept_groups, "k", p.k,
+        "1 to " + std::to_string(chosen) + ", of " + std::to_string(size * r.kept_groups) +
+            " experts");
 }
 
 Plan plan_route(const Problem& p, std::optional<StrategyId> forced, Reason reason) {

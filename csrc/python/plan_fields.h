@@ -77,13 +77,24 @@ inline DeltaSizes read_delta(const py::dict& given) {
   return out;
 }
 
+inline TableSizes read_tables(const py::dict& given) {
+  using T = TableSizes;
+  static const std::vector<Field<T>> fields = {{"rows", &T::rows},
+                                               {"twice", &T::twice},
+                                               {"interleaved", &T::interleaved},
+                                               {"axes", &T::axes}};
+  T out;
+  set_fields("tables", given, fields, out);
+  return out;
+}
+
 inline RouteSizes read_route(const py::dict& given) {
   using R = RouteSizes;
   static const std::vector<Field<R>> fields = {
       {"groups", &R::groups},           {"kept_groups", &R::kept_groups},
       {"group_best", &R::group_best},   {"sigmoid", &R::sigmoid},
       {"renormalise", &R::renormalise}, {"bias", &R::bias},
-      {"choice_bias", &R::choice_bias}};
+      {"choice_bias", &R::choice_bias}, {"shared", &R::shared}};
   R out;
   set_fields("route", given, fields, out);
   return out;
@@ -174,6 +185,9 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
        +[](const std::string& name) { return activation_by_name(name); }},
       {"rope", &P::rope, &read_rope},
       {"append", &P::append, &read_append},
+      {"tables", &P::tables, &read_tables},
+      {"scale", &P::has_scale},
+      {"float_scale", &P::float_scale},
       {"conv", &P::conv, &read_conv},
       {"delta", &P::delta, &read_delta},
       {"route", &P::route, &read_route},

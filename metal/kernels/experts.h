@@ -3,7 +3,9 @@
 //
 // expert_gemv   y[i, n] = x[i] . W[ids[i], n, :] + bias[ids[i], n], i a choice: a row of y each
 // expert_up     y[i, n] = act(gate) * up, gate and up such products of two W
-// expert_down   y[t, n] = sum over c of s[t, c] (x[t, c] . W[ids[t, c], n, :] + bias[ids[t, c], n])
+// expert_down   y[t, n] = sum over c of s[t, c] (x[t, c] . W[ids[t, c], n, :] + bias[ids[t, c],
+// n]),
+//               + c[t, n]
 // expert_gemm   y[m, n] = x[m] . W[ids[tile of m], n, :], rows of x by expert
 //
 // Owner    as gemv, swiglu_up and gemm. expert_down: a threadgroup owns 4 rows of W of all experts
@@ -144,7 +146,9 @@ struct ExpertDown {
     if (at.sg != 0 || at.lane >= uint(kRows) || (has_n_tail() && n + at.lane >= args.n)) return;
     float sum = all[at.lane];
     for (uint s = 1; s < kSimdgroups; ++s) sum += all[s * kRows + at.lane];
-    result.y[(long)at.tg.x * args.y_stride + n + at.lane] = T(sum);
+    const long to = (long)at.tg.x * args.y_stride + n + at.lane;
+    if (fc_epilogue & kEpilogueC) sum += float(result.c[to]);
+    result.y[to] = T(sum);
   }
 
  private:

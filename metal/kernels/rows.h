@@ -43,12 +43,9 @@ METAL_FUNC void store_pairs(device T* y, thread const V (&w)[16], uint lane, boo
   }
 }
 
-template <class Format, class T>
-METAL_FUNC void decode_to(Row row, RowItem item, device T* y, uint lane) {
+template <class T, class V>
+METAL_FUNC void store_item(RowItem item, thread const V (&w)[16], device T* y, uint lane) {
   constexpr uint kVector = 16 / sizeof(T);
-  using V = conditional_t<Format::kHalvesAreExact, typename MatrixOperand<T>::type, float>;
-  V w[16];
-  load_weights<Format>(row, item.k, fc_k, w);
   if (fc_k % (2 * DecodeItems::kValues) == 0) {
     store_pairs(y, w, lane, item.inside);
   } else if (item.inside && fc_k % kVector == 0 && item.k + 16 <= fc_k) {
@@ -63,6 +60,9 @@ METAL_FUNC void decode_to(Row row, RowItem item, device T* y, uint lane) {
   }
 }
 
+template <class Format, class T>
+using Decoded = conditional_t<Format::kHalvesAreExact, typename MatrixOperand<T>::type, float>;
+
 // y[n, k] = W[n, k].
 template <class Format, class T>
 struct Dequantize {
@@ -70,19 +70,36 @@ struct Dequantize {
                              Position at) {
     const RowItem item = row_item(at, args.n);
     const Row row = weight + (long)item.row * weight_stride<Format>(args.w_stride);
-    decode_to<Format>(row, item, y + (long)item.row * args.y_stride + item.k, at.lane);
+    Decoded<Format, T> w[16];
+    load_weights<Format>(row, item.k, fc_k, w);
+    store_item(item, w, y + (long)item.row * args.y_stride + item.k, at.lane);
   }
 };
 
-// y[i, k] = W[ids[i], k]. No ids on a device are checked: one out of range reads the nearest row.
+// y[i, k] = W[ids[i], k], rounded, times a scale where there is one. No ids on a device are
+// checked: one out of range reads the nearest row.
 template <class Format, class T>
 struct Embedding {
-  static METAL_FUNC void run(device const long* ids, device const uchar* weight, device T* y,
-                             constant KernelArgs& args, Position at) {
+  static METAL_FUNC void run(device const long* ids, device const uchar* weight,
+                             device const T* scale, device T* y, constant KernelArgs& args,
+                             Position at) {
     const RowItem item = row_item(at, args.count);
     const long id = clamp(ids[item.row], 0L, (long)args.n - 1);
     const Row row = weight + id * weight_stride<Format>(args.w_stride);
-    decode_to<Format>(row, item, y + (long)item.row * args.y_stride + item.k, at.lane);
+    y += (long)item.row * args.y_stride + item.k;
+    Decoded<Format, T> w[16];
+    load_weights<Format>(row, item.k, fc_k, w);
+    if (!(fc_epilogue & kRowScale)) {
+      store_item(item, w, y, at.lane);
+      return;
+    }
+    const float factor = fc_epilogue & kRowFloatScale
+                             ? *reinterpret_cast<device const float*>(scale)
+                             : float(*scale);
+    float scaled[16];
+    MM_UNROLL
+    for (int i = 0; i < 16; ++i) scaled[i] = float(T(w[i])) * factor;
+    store_item(item, scaled, y, at.lane);
   }
 };
 

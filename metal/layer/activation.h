@@ -6,6 +6,7 @@
 namespace metalmm {
 
 METAL_FUNC float silu(float x) { return x / (1.0f + exp(-x)); }
+METAL_FUNC float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 // x (1 + tanh u) / 2 is x / (1 + exp(-2 u)).
 METAL_FUNC float gelu_tanh(float x) {
@@ -49,6 +50,9 @@ METAL_FUNC void act_mul(thread const float (&gate)[kCount], thread const float (
   } else if (activation_is(Activation::kRelu2)) {
     MM_UNROLL
     for (int i = 0; i < kCount; ++i) v[i] = relu2(gate[i]) * up[i];
+  } else if (activation_is(Activation::kSigmoid)) {
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] = sigmoid(gate[i]) * up[i];
   } else {
     MM_UNROLL
     for (int i = 0; i < kCount; ++i) v[i] = silu(gate[i]) * up[i];

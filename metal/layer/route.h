@@ -20,6 +20,7 @@ struct Route {
     device const T* x;
     device const float* bias;
     device const float* choice_bias;
+    device const float* shared;
   };
 
   // Softmax of a logit is exp(logit - most) / total.
@@ -110,9 +111,18 @@ struct Route {
       }
     }
     if (fc_epilogue & kRouteRenormalise) weight /= simd_sum(weight) + kRouteLeast;
-    if (at.lane < args.k) {
-      y[ulong(token) * args.k + at.lane] = weight * args.alpha;
-      ids[ulong(token) * args.k + at.lane] = long(id);
+    weight *= args.alpha;
+    uint width = args.k;
+    if (fc_epilogue & kRouteShared) {
+      if (at.lane == width) {
+        weight = 1.0f / (1.0f + exp(-from.shared[token]));
+        id = args.n;
+      }
+      ++width;
+    }
+    if (at.lane < width) {
+      y[ulong(token) * width + at.lane] = weight;
+      ids[ulong(token) * width + at.lane] = long(id);
     }
   }
 };

@@ -185,6 +185,16 @@ def gated_delta(_: str, dtype: torch.dtype) -> Call:
     return Call(run, operands, problem | dict.fromkeys(("x_stride", "x2_stride", "y_stride"), 104))
 
 
+def rope_tables(_: str, dtype: torch.dtype) -> Call:
+    """Two sequences of three positions of three axes, four frequencies."""
+    positions, freq = torch.zeros(4, 2, 3, dtype=torch.long)[1:], torch.zeros(7)[3:]
+    axes = torch.zeros(6, dtype=torch.long)[2:]
+    sizes = {"rows": 3, "twice": True, "axes": True}
+    problem = {"op": "rope_tables", "m": 6, "k": 4, "tables": sizes, "alpha": 2.0}
+    run = lambda: ops.rope_tables(positions, freq, axes, scale=2.0, dtype=dtype)  # noqa: E731
+    return Call(run, {"ids": positions, "norm": freq, "x2": axes}, problem)
+
+
 def route(_: str, dtype: torch.dtype) -> Call:
     """Three tokens, 2 of 8 experts in 4 groups."""
     x, bias, choice = torch.zeros(3, 24, dtype=dtype)[:, 8:16], torch.zeros(9)[1:], torch.zeros(8)
@@ -284,10 +294,11 @@ def gemm(name: str, dtype: torch.dtype) -> Call:
 
 
 def embedding(name: str, dtype: torch.dtype) -> Call:
-    ids, w = torch.arange(9)[3:], packed(name)
+    ids, w, scale = torch.arange(9)[3:], packed(name), torch.zeros(9)[5]
     problem = {"op": "embedding", "m": 6, "n": N, "k": K, "format": name, "w_stride": w.stride(0)}
-    run = lambda: ops.embedding(ids, w, name, K, dtype=dtype)  # noqa: E731
-    return Call(run, {"ids": ids, "weight": w}, problem)
+    problem |= {"scale": True, "float_scale": dtype != torch.float32}
+    run = lambda: ops.embedding(ids, w, name, K, dtype=dtype, scale=scale)  # noqa: E731
+    return Call(run, {"ids": ids, "weight": w, "norm": scale}, problem)
 
 
 def dequantize(name: str, dtype: torch.dtype) -> Call:
@@ -319,6 +330,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "add_rms_norm": add_rms_norm,
     "rope": rope,
     "rope_append": rope_append,
+    "rope_tables": rope_tables,
     "route": route,
     "causal_conv": causal_conv,
     "gated_delta": gated_delta,

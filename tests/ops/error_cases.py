@@ -197,6 +197,9 @@ CASES = {
     "ids bool": Case(
         lambda t: ops.embedding(t.ids.bool(), t.w, "q4_0"), "ids", "bool|Bool", "int64, int32"
     ),
+    "embedding scale": Case(
+        lambda t: ops.embedding(t.ids, t.w, "q4_0", scale=t.bias), "scale", r"\[5\]", "one value"
+    ),
     "ids too large": Case(
         lambda t: ops.embedding(t.ids + 1, t.w, "q4_0"), "ids", "5", "5 rows", IndexError, True
     ),

@@ -61,6 +61,17 @@ def delta(**changes: Any) -> Callable[[Any], Any]:
     return call
 
 
+def tables(**changes: Any) -> Callable[[Any], Any]:
+    """rope_tables of a position and 64 frequencies."""
+
+    def call(t: Any) -> Any:
+        good = {"positions": t.ids.view(1, -1), "inv_freq": t.dense[0]}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.rope_tables(**good | changed)
+
+    return call
+
+
 def route(**changes: Any) -> Callable[[Any], Any]:
     """route of 3 tokens to 2 of 64 experts in 4 groups."""
 
@@ -84,6 +95,28 @@ LAYER_CASES = {
     "route groups": Case(route(groups=5), "groups", "5", "divide the 64"),
     "route kept_groups": Case(route(kept_groups=5), "kept_groups", "5", "1 to the 4"),
     "route group_best": Case(route(group_best=3), "group_best", "3", "1, or 2"),
+    "route shared": Case(route(shared=lambda t: t.c), "shared", r"\[3, 5\]", r"\[3, 1\]"),
+    "route shared top_k": Case(
+        route(shared=lambda t: t.c[:, :1], top_k=32), "top_k", "32", "1 to 31"
+    ),
+    "tables positions": Case(
+        tables(positions=lambda t: t.ids.int()[None]), "positions", "int|Int", "int64"
+    ),
+    "tables inv_freq": Case(
+        tables(inv_freq=lambda t: t.dense[:2]), "inv_freq", r"\[2, 64\]", r"\[F\]"
+    ),
+    "tables axes": Case(
+        tables(axes=lambda t: t.ids, positions=lambda t: t.ids.view(1, 1, -1)),
+        "axes",
+        r"\[2\]",
+        r"\[64\]",
+    ),
+    "tables axes dims": Case(
+        tables(axes=lambda t: t.ids), "positions", r"\[1, 2\]", r"\[A, B, S\]"
+    ),
+    "tables interleaved": Case(
+        tables(twice=False, interleaved=True), "interleaved", "True", "twice"
+    ),
     "route scale": Case(route(scale=1e39), "scale", r"1e\+39", "f32|finite"),
     "conv x": Case(conv(x=lambda t: t.c), "x", r"\[3, 5\]", r"\[B, S, C\]"),
     "conv x dtype": Case(conv(x=lambda t: t.c[None].int()), "x", "int|Int", "float32"),

@@ -74,6 +74,13 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                 (x, 3, w, bias, "q4_0"),
                 {"choice_bias": bias.float(), "scoring": "sigmoid"},
             ),
+            "route, shared": (ops.route, (x, 2), {"shared": c[:, :1]}),
+            "rope_tables": (ops.rope_tables, (ids, dense[0]), {}),
+            "rope_tables, all": (
+                ops.rope_tables,
+                (ids[:, None], dense[0], torch.arange(k) % 2),
+                {"interleaved": True, "scale": 0.5, "dtype": dtype},
+            ),
             "causal_conv": (ops.causal_conv, (x3, x[:2].T, None, conv_state), {}),
             "causal_conv, all": (ops.causal_conv, (x3, x.float().T, x[0], conv_state, "silu"), {}),
             "gated_delta": (
@@ -101,6 +108,11 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
             ),
             "embedding": (ops.embedding, (ids, w, "q4_0"), {}),
             "embedding, int32": (ops.embedding, (ids.int(), w, "q4_0", k), {"dtype": dtype}),
+            "embedding, scale": (
+                ops.embedding,
+                (ids, w, "q4_0"),
+                {"dtype": dtype, "scale": dense[0, 0]},
+            ),
             "embedding, scalar": (ops.embedding, (ids[0, 0], w, "q4_0"), {}),
             "probe": (ops.probe, (x3, x3.flip(0), "div"), {}),
             "probe, dot": (ops.probe, (x, x.flip(0), "dot"), {}),

@@ -348,3 +348,29 @@ def test_rope_without_angles_only_moves(backend: Backend) -> None:
     assert torch.equal(torch.cat([q, k, v], 1).cpu(), heads)
     q, k, v = ops.rope(backend.put(qkv[:, :0]), none[:, :0], none[:, :0], 2, 1)
     assert q.shape == (2, 2, 0, 8) and k.shape == v.shape == (2, 1, 0, 8)
+
+
+# ---- rope_tables
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_tables(dtype: torch.dtype, backend: Backend) -> None:
+    """Angles up to 2^21: within 2^-23 of cos and sin of the f32 angle; each layout; axes."""
+    inv_freq = 1.0 / 1e4 ** (torch.arange(24) / 24)
+    places = torch.cat((torch.arange(9), 3 ** torch.arange(14), torch.tensor([0, 2**21 - 1])))
+    positions = torch.stack((places, places.flip(0), places // 2)).view(3, 1, -1).repeat(1, 2, 1)
+    axes = torch.arange(24) % 3
+    for rows, own in ((positions[0], None), (positions, axes)):
+        chosen = rows[..., None] if own is None else rows[own].permute(1, 2, 0)
+        angle = (chosen.float() * inv_freq).double()
+        put = backend.put_view(rows), backend.put(inv_freq), maybe(own, backend)
+        for twice, interleaved in ((False, False), (True, False), (True, True)):
+            given = {"twice": twice, "interleaved": interleaved, "scale": 1.25, "dtype": dtype}
+            made = ops.rope_tables(*put, **given)
+            for got, exact in zip(made, (angle.cos(), angle.sin()), strict=True):
+                if twice:
+                    exact = exact.repeat_interleave(2, -1) if interleaved else exact.repeat(1, 1, 2)
+                want = Value(exact, torch.full_like(exact, 2.0**-23)) * 1.25
+                assert got.dtype == dtype and got.is_contiguous()
+                check(got, want.rounded().store(dtype), f"{twice} {interleaved}")
+    assert ops.rope_tables(put[0][:, :0], *put[1:])[0].shape == (0, len(places), 48)

@@ -28,6 +28,7 @@ FROZEN = (
     "rope_append",
     "causal_conv",
     "gated_delta",
+    "rope_tables",
     "attention of",
 )  # nothing requires a gradient
 

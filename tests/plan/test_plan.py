@@ -24,7 +24,7 @@ from torch_metalmm.tools import explain
 
 pytestmark = pytest.mark.quick
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "sigmoid")
 GOLDEN = Path(__file__).with_name("plans.txt")
 FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
@@ -128,6 +128,8 @@ def cases() -> Iterator[Case]:
     yield "gate", "rms_norm", {"m": 21, "k": 128, "gate": True, "norm_weight": True}
     delta = {"heads": 32, "key_heads": 16, "positions": 7}
     yield "", "gated_delta", {"m": 21, "n": 128, "k": 128, "delta": delta}
+    tables = {"rows": 3, "twice": True, "interleaved": True, "axes": True}
+    yield "axes", "rope_tables", {"m": 21, "k": 64, "tables": tables}
     for flags in ROUTES:
         yield " ".join(flags), "route", {"m": 21, "n": 256, "k": 8, "route": flags}
     for op, m, flags in EXPERTS:
@@ -258,6 +260,7 @@ def check_flat(p: dict[str, Any], one: dict[str, Any], row: dict[str, Any], redu
     items = {
         **dict.fromkeys(ROPES, p["m"] * heads * 32),
         "embedding": p["m"] * per_row,
+        "rope_tables": p["m"] * p["k"],
         "dequantize": p["n"] * per_row,
     }.get(p["op"], ceil(p["n"] / row["values"]))
     if reduces:

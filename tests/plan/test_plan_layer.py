@@ -13,14 +13,20 @@ from torch_metalmm import _C, formats
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ({"op": "rms_norm", "bias": True}, "bias, c, alpha: rms_norm has none; .* rms_norm has c"),
+        (
+            {"op": "rms_norm", "bias": True},
+            "bias, c, alpha: rms_norm has none; .* rms_norm and expert_down have c",
+        ),
         ({"op": "swiglu_down", "norm": True}, "norm: of x of linear and swiglu_up, not of swiglu_"),
         ({"norm_weight": True}, "norm: a weight, but no norm"),
         ({"norm": True, "m": 40}, "norm: gemm does not normalise x; rms_norm is a pass before it"),
         ({"norm": True, "strategy": "gemm_small"}, "strategy: gemm_small does not normalise x"),
         ({"norm": True, "strategy": "split_reduce"}, "strategy: split_reduce does not normalise x"),
         ({"op": "rms_norm", "k": 2**31}, "k: 2147483648; rms_norm takes at most 2147483647"),
-        ({"activation": "elu"}, "activation: unknown 'elu'; allowed: silu, gelu, gelu_tanh, relu2"),
+        (
+            {"activation": "elu"},
+            "activation: unknown 'elu'; allowed: silu, gelu, gelu_tanh, relu2, sigmoid",
+        ),
         ({"op": "rope", "rope": {"rotated": 3}}, "rotated: 3; must be even, 0 to the 32 values"),
         ({"op": "rope", "rope": {"rotated": 34}}, "rotated: 34; must be even, 0 to the 32 values"),
         ({"op": "rope", "m": 5, "rope": {"positions": 2}}, "positions: 2; must divide the 5 rows"),
@@ -38,6 +44,8 @@ from torch_metalmm import _C, formats
         ),
         ({"op": "rope_append", "w_stride": 9}, "rows of q4_0 begin at multiples of 2 .* stride 9"),
         ({"op": "rope_append", "strategy": "rope"}, "strategy: rope does not compute rope_append"),
+        ({"op": "rope_tables", "tables": {"rows": 2}}, "rows: 2; must be 1, or more with axes"),
+        ({"op": "rope", "scale": True}, "scale: of embedding, not of rope"),
         ({"op": "causal_conv", "k": 9}, "k: 9; must be 1 to 8"),
         ({"op": "causal_conv", "k": 4}, "width: 0; must be k - 1 or more"),
         ({"op": "causal_conv", "k": 1, "m": 5, "conv": {"positions": 2}}, "positions: 2; .* the 5"),

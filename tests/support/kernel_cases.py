@@ -34,7 +34,7 @@ PROBES = ("elementwise_add", "elementwise_sub", "elementwise_mul", "elementwise_
 # Rows of x: what a strategy is for, beyond its tile.
 MOST_ROWS = {"gemv_batched": 16, "swiglu_up": 2, "swiglu_down": 2, "gemm_small": 20}
 MOST_ROWS |= {"gemm": 70, "gemm_tiled": 70, "act_mul": 40}
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def case(kernel: str, number: int) -> Case:
         return norm_case(kernel, strategy, dtype, pick)
     if strategy == "rope":
         return rope_case(kernel, dtype, pick)
+    if strategy == "rope_tables":
+        return tables_case(kernel, dtype, pick)
     if strategy == "route":
         return route_case(kernel, dtype, pick)
     if strategy == "causal_conv":
@@ -161,22 +163,47 @@ def rope_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
     return Case(kernel, problem | {"rope": sizes | {"angle_rows": positions}}, run, (qkv,))
 
 
+def tables_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
+    """Positions of three axes."""
+    batch, length, count = pick.randint(1, 3), pick.randint(1, 9), pick.randint(1, 70)
+    flags = {"twice": pick.random() < 0.7}
+    flags["interleaved"] = flags["twice"] and pick.random() < 0.5
+    where = generator(kernel, batch, length, count)
+    positions = torch.randint(1 << 17, (3, batch, length), generator=where)
+    axes, freq = torch.randint(3, (count,), generator=where), uniform(torch.float32, count).abs()
+
+    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
+        made = ops.rope_tables(put(positions), put(freq), put(axes), **flags, dtype=dtype)
+        return torch.cat(made)
+
+    sizes = flags | {"rows": 3, "axes": True}
+    problem = {"op": "rope_tables", "m": batch * length, "k": count, "tables": sizes}
+    return Case(kernel, problem, run, (positions,))
+
+
 def route_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
     """Weights and ids, of logits whose order no rounding changes."""
     m, groups, size = pick.randint(1, 9), pick.choice([1, 1, 3, 8]), pick.randint(2, 20)
     n, kept = groups * size, pick.randint(1, groups)
-    k, is_sigmoid = pick.randint(1, min(32, kept * size)), pick.random() < 0.5
+    k, is_sigmoid = pick.randint(1, min(31, kept * size)), pick.random() < 0.5
     rows = torch.stack([torch.randperm(n, generator=generator(kernel, m, i)) for i in range(m)])
     x, bias = (rows / 32).to(dtype), uniform(torch.float32, n, seed=(kernel, n, "bias")) / 64
+    shared = uniform(torch.float32, m, 1, seed=(kernel, m, "shared"))
     sizes = {"groups": groups, "kept_groups": kept, "sigmoid": is_sigmoid, "renormalise": True}
     given = {n: v for n, v in sizes.items() if n != "sigmoid"}
     given |= {"scoring": "sigmoid" if is_sigmoid else "softmax"}
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
-        weights, ids = ops.route(put(x), k, choice_bias=put(bias), **given)
+        weights, ids = ops.route(put(x), k, choice_bias=put(bias), shared=put(shared), **given)
         return torch.cat([weights, ids.float()])
 
-    problem = {"op": "route", "m": m, "n": n, "k": k, "route": sizes | {"choice_bias": True}}
+    problem = {
+        "op": "route",
+        "m": m,
+        "n": n,
+        "k": k,
+        "route": sizes | {"choice_bias": True, "shared": True},
+    }
     return Case(kernel, problem, run, (x,))
 
 
@@ -294,8 +321,14 @@ def rows_case(
     ids = torch.tensor([pick.randrange(n) for _ in range(pick.randint(1, 5))])
     problem = {"op": strategy, "n": n, "k": k, "m": len(ids), "format": name}
     if strategy == "embedding":
+        scale = uniform(pick.choice([dtype, torch.float32]), 1)
+        problem |= {"scale": True, "float_scale": scale.dtype != dtype}
         return Case(
-            kernel, problem, lambda put: ops.embedding(put(ids), put(packed), name, k, dtype=dtype)
+            kernel,
+            problem,
+            lambda put: ops.embedding(
+                put(ids), put(packed), name, k, dtype=dtype, scale=put(scale)
+            ),
         )
     return Case(kernel, problem, lambda put: ops.dequantize(put(packed), name, k, dtype=dtype))
 

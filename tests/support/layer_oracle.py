@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu2": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 GELU_SLOPE = 1.13  # the largest |derivative| of both forms is 1.129
 # gelu(x) = x / 2 (1 + f), |f| <= 1: f within 8 u (of tanh, whose argument has 5 roundings that its
@@ -49,6 +50,8 @@ def activated(x: Value, activation: str) -> Value:
     exact = ACTIVATIONS[activation](x.exact)
     if activation == "silu":
         return Value(exact, SILU_SLOPE * x.error).rounded(SILU_ROUNDINGS)
+    if activation == "sigmoid":  # of slopes up to 1 / 4
+        return Value(exact, x.error / 4).rounded(SILU_ROUNDINGS)
     if activation == "relu2":
         return Value(exact, 2 * x.size() * x.error).rounded()
     return Value(exact, GELU_SLOPE * x.error + gamma(GELU_ROUNDINGS) * x.size() + TINY)

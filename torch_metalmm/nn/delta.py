@@ -1,4 +1,4 @@
-"""A mixer of the gated delta rule in our ops: the part of a fused layer between norm and output."""
+"""A mixer of positions in our ops: the part of a fused layer between norm and output."""
 
 from __future__ import annotations
 
@@ -8,52 +8,73 @@ import torch
 from torch import Tensor
 
 from .heads import Ops, projection
-from .recipe import Delta, Norm
+from .recipe import Delta, Mixer, Norm
 
 
-def mixed(r: Delta, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """What the mixer gives its output's layer [batch, length, heads dv] for pre(x)."""
+def mixed(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """What the mixer gives its output's layer [batch, length, values] for pre(x)."""
     mask = kwargs.get(r.mask)  # type: ignore[arg-type]
     if mask is not None:  # of padding, of which the layer makes zeros
         if pre is not None:
             x, pre = ops.rms_norm(x, pre.weight(), pre.eps, pre.offset), None
         x = (x * mask[:, :, None]).to(x.dtype)
-    qkv, gate, *rates = _projected(r, ops, pre, x)
+    parts, cache = _projected(r, ops, pre, x), kwargs.get(r.cache)
+    if isinstance(r, Delta):
+        return _of_rule(r, ops, parts, cache)
+    c = parts.pop(r.outer)  # type: ignore[attr-defined]
+    b, y = parts
+    y = _convolved(r, ops, b * y, cache, None)
+    return c * y
+
+
+def _of_rule(r: Delta, ops: Ops, parts: list[Tensor], cache: Any) -> Tensor:
+    qkv, gate, *rates = parts
     a, b = reversed(rates) if r.b_first else rates
-    conv_state, state = states(r, qkv, kwargs.get(r.cache))
-    conv, own = r.conv._parameters, r.attention._parameters
-    weight: Any = conv["weight"]
-    y = ops.causal_conv(qkv, weight[:, 0], conv["bias"], conv_state, "silu")
-    y = ops.gated_delta(y, a, b, *(own[name] for name in r.rates), state)
-    n = r.norm
+    y = _convolved(r, ops, qkv, cache, "silu")
+    own, n = r.attention._parameters, r.norm
+    y = ops.gated_delta(y, a, b, *(own[name] for name in r.rates), _state(r, qkv, cache))
     y = ops.rms_norm(y, n.weight(), n.eps, n.offset, gate=gate.view(y.shape))
     found: Tensor = y.flatten(2)
     return found
 
 
-def is_recording(r: Delta, kwargs: dict[str, Any]) -> bool:
+def _convolved(r: Mixer, ops: Ops, x: Tensor, cache: Any, activation: str | None) -> Tensor:
+    """By the convolution of the mixer on its state, zeros before a first row."""
+    conv = r.conv._parameters
+    weight: Any = conv["weight"]
+    taps = weight.shape[2]
+    if cache is None:
+        state = x.new_zeros(x.shape[0], x.shape[2], taps)
+    else:
+        layer = cache.layers[r.attention.layer_idx]
+        if not layer.is_conv_states_initialized[0]:
+            layer.lazy_initialization(conv_states=x.new_empty(x.shape[0], x.shape[2], taps))
+        layer.has_previous_state[0] = True
+        state = layer.conv_states[0]
+    y: Tensor = ops.causal_conv(x, weight[:, 0], conv["bias"], state, activation)
+    return y
+
+
+def _state(r: Delta, x: Tensor, cache: Any) -> Tensor:
+    """The state of the rule, zeros before a first row x."""
+    shape = (x.shape[0], r.heads, r.dk, r.dv)
+    if cache is None:
+        return x.new_zeros(shape, dtype=torch.float32)
+    layer = cache.layers[r.attention.layer_idx]
+    if not layer.is_recurrent_states_initialized[0]:
+        layer.lazy_initialization(recurrent_states=x.new_empty(shape, dtype=torch.float32))
+    state: Tensor = layer.recurrent_states[0]
+    return state
+
+
+def is_recording(r: Mixer, kwargs: dict[str, Any]) -> bool:
     """Whether the cache keeps more inputs than a step needs, to go back."""
     cache = kwargs.get(r.cache)
     return cache is not None and cache.is_recording_past(r.attention.layer_idx)
 
 
-def states(r: Delta, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-    """The states of the convolution and of the rule, zeros before a first row x."""
-    shape = (x.shape[0], r.heads, r.dk, r.dv)
-    taps: int = r.conv._parameters["weight"].shape[2]  # type: ignore[union-attr]
-    if cache is None:
-        return x.new_zeros(x.shape[0], x.shape[2], taps), x.new_zeros(shape, dtype=torch.float32)
-    layer = cache.layers[r.attention.layer_idx]
-    if not layer.is_conv_states_initialized[0]:
-        layer.lazy_initialization(conv_states=x.new_empty(x.shape[0], x.shape[2], taps))
-    if not layer.is_recurrent_states_initialized[0]:
-        layer.lazy_initialization(recurrent_states=x.new_empty(shape, dtype=torch.float32))
-    layer.has_previous_state[0] = True
-    return layer.conv_states[0], layer.recurrent_states[0]
-
-
-def _projected(r: Delta, ops: Ops, pre: Norm | None, x: Tensor) -> list[Tensor]:
-    """The inputs of the convolution, the gate, and the two rates of each head."""
+def _projected(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor) -> list[Tensor]:
+    """The parts that the mixer computes with."""
     parts = [projection(ops, pre, x, layer) for layer in r.projections]
     order = r.index(x.device)
     if order is not None:

@@ -115,13 +115,12 @@ class QuantEmbedding(Packed, nn.Embedding):
         return self.embedding_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = torch.ops.metalmm.embedding(
-            input, self.weight, self.format, self.embedding_dim, dtype=self.dtype
-        )
         scale = self.embed_scale
-        if isinstance(scale, Tensor):
-            scale = scale.to(y.dtype)
-        return y if scale is None else y * scale
+        of_op = scale.to(self.dtype) if isinstance(scale, Tensor) else None
+        y: Tensor = torch.ops.metalmm.embedding(
+            input, self.weight, self.format, self.embedding_dim, dtype=self.dtype, scale=of_op
+        )
+        return y if scale is None or of_op is not None else y * scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantEmbedding:
         # The bytes do not follow .to(dtype), so an empty tensor of the output dtype asks fn.

@@ -121,21 +121,33 @@ class QuantExperts(Activations, nn.Module):
         An id of no expert: as torch.ops.metalmm.expert_linear.
         """
         kind = of_call(self._activations, hidden_states)
-        inner = self._inner(hidden_states, top_k_index, kind)
-        return self._down(inner, top_k_index, top_k_weights, kind)
+        inner = self._inner(hidden_states, top_k_index, kind, self._parameters)
+        return self._down(inner, top_k_index, top_k_weights, kind, self._parameters)
+
+    def mixed(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        residual: Tensor | None,
+        stacks: dict[str, Tensor] | None,
+    ) -> Tensor:
+        """The same + residual, of other stacks where they are given."""
+        kind, p = of_call(self._activations, x), stacks or self._parameters
+        more = kind if residual is None else kind | {"residual": residual}
+        return self._down(self._inner(x, ids, kind, p), ids, weights, more, p)
 
     def _down(
-        self, inner: Tensor, ids: Tensor, scores: Tensor | None, kind: dict[str, str]
+        self, inner: Tensor, ids: Tensor, scores: Tensor | None, options: Any, p: Any
     ) -> Tensor:
-        p = self._parameters
         out: Tensor = _expert_linear(
-            inner, p[DOWN], ids, p.get(f"{DOWN}_bias"), self.formats[DOWN], scores, **kind
+            inner, p[DOWN], ids, p.get(f"{DOWN}_bias"), self.formats[DOWN], scores, **options
         )
         return out
 
-    def _inner(self, x: Tensor, ids: Tensor, kind: dict[str, str]) -> Tensor:
+    def _inner(self, x: Tensor, ids: Tensor, kind: dict[str, str], p: Any) -> Tensor:
         """What each chosen expert's down multiplies, [T, C, N]."""
-        p, named, gate = self._parameters, self.formats, self.gate
+        named, gate = self.formats, self.gate
         bias = p.get(f"{GATE_UP}_bias")
         if not self.is_gated:
             y = _expert_linear(x, p[UP], ids, p.get(f"{UP}_bias"), named[UP], **kind)
@@ -209,8 +221,9 @@ class SortedExperts(QuantExperts):
         ids = by_token.detach().abs().amax(-1).topk(min(self.top_k, e)).indices
         where = ids.unsqueeze(-1).expand(-1, -1, h)
         kind = of_call(self._activations, hidden_states)
-        inner = self._inner(by_token.gather(1, where), ids, kind)
-        rows = self._down(inner, ids, None, kind)
+        p = self._parameters
+        inner = self._inner(by_token.gather(1, where), ids, kind, p)
+        rows = self._down(inner, ids, None, kind, p)
         out = rows.new_zeros(by_token.shape).scatter(1, where, rows)  # autocast: not x's dtype
         return out.transpose(0, 1).reshape(-1, h)
 

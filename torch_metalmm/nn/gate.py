@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 SWIGLU_OAI = "swiglu_oai"  # g sigmoid(alpha g) (u + 1), an activation of expert_swiglu alone
 

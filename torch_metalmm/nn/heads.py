@@ -38,8 +38,9 @@ TRACED, DIRECT = ({kind: Ops(d, kind) for kind in (None, *KINDS)} for d in (Fals
 
 def attended(
     r: Heads, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any], held: Held
-) -> Tensor:
-    """What the heads give [batch, length, values] for pre(x), times its gate where it has one."""
+) -> tuple[Tensor, Tensor | None]:
+    """What the heads give [batch, length, values] for pre(x), and what sigmoid of it is yet to be
+    multiplied by: of one row, a gate of each value, which the output's product takes."""
     qkv, v, gate = _projected(r, ops, pre, x)
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
     a = None
@@ -49,13 +50,15 @@ def attended(
         a = _attended(r, ops, x, (qkv, v), held, kwargs, mask)
     batch, length, _ = x.shape
     if gate is None:
-        return a.reshape(batch, length, -1)
+        return a.reshape(batch, length, -1), None
+    if r.gate == "values" and x.numel() == x.shape[-1]:
+        return a.reshape(batch, length, -1), gate
     gate = torch.sigmoid(gate)
     if r.gate == "heads":
         gate, a = gate[..., None], a.reshape(batch, length, r.heads, -1)
     else:
         a = a.reshape(batch, length, -1)
-    return (a * gate).flatten(2)
+    return (a * gate).flatten(2), None
 
 
 def _appended(

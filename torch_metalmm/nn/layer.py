@@ -13,19 +13,20 @@ from .collective import all_reduce
 from .delta import is_recording, mixed
 from .fused import GatedMLP
 from .heads import DIRECT, TRACED, Ops, attended, normed, number
+from .mixture import Mixture
 from .recipe import (
     Branch,
-    Delta,
     Heads,
     Held,
+    Mixer,
     Norm,
     Output,
     Product,
     Recipe,
     Step,
     Whole,
-    no_angles,
 )
+from .rotation import no_angles
 from .sharded import ColumnsLinear
 from .watch import Watch
 
@@ -85,7 +86,7 @@ class FusedLayer:
         angles = None if heads is None else kwargs.get(heads.embeddings)  # type: ignore[arg-type]
         if x.dim() != 3 or (angles is None and heads is not None and heads.embeddings):
             return self.original(x, **kwargs)
-        if recipe.delta is not None and is_recording(recipe.delta, kwargs):
+        if recipe.mixer is not None and is_recording(recipe.mixer, kwargs):
             return self.original(x, **kwargs)
         if not kwargs.keys() <= recipe.names and _unknown(recipe, kwargs):
             return self.original(x, **kwargs)
@@ -171,9 +172,11 @@ class FusedLayer:
         if isinstance(norm, Whole):
             x, norm = norm(x, kwargs), None
         if isinstance(core, Heads):
-            x = attended(core, ops, norm, x, kwargs, held)
-            return _joined(ops, branch.output, x, None, h)
-        if isinstance(core, Delta):
+            a, gate = attended(core, ops, norm, x, kwargs, held)
+            if gate is not None:
+                return _joined(ops, branch.output, gate, (a, "sigmoid"), h)
+            return _joined(ops, branch.output, a, None, h)
+        if isinstance(core, Mixer):
             return _joined(ops, branch.output, mixed(core, ops, norm, x, kwargs), None, h)
         if isinstance(core, GatedMLP):
             return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
@@ -184,6 +187,11 @@ class FusedLayer:
             return _joined(ops, branch.output, gate, (factor.contiguous(), core.activation), h)
         if norm is not None:
             x = ops.rms_norm(x, norm.weight(), norm.eps, norm.offset)
+        if isinstance(core, Mixture):
+            output = branch.output
+            if output.post is None and output.scale == 1:
+                return core.of(ops, x, h)
+            return _added(ops, output.post, output.scale, core.of(ops, x, None), h)
         return _joined(ops, branch.output, core(x, kwargs), None, h)
 
     def _gated(
@@ -205,10 +213,10 @@ class FusedLayer:
         return y, None
 
     def _floats(self) -> list[Tensor]:
-        """Norms, biases and what a delta rule has."""
+        """Norms, biases and what a mixer has."""
         r = self.recipe
         found = [*(norm.weight() for norm in r.norms()), *(layer.bias for layer in r.linears())]
-        found += [] if r.delta is None else r.delta.floats()
+        found += [] if r.mixer is None else r.mixer.floats()
         return [t for t in found if t is not None]
 
     def _trained(self) -> bool:

@@ -1,4 +1,4 @@
-"""RMS norms of transformers models in one op."""
+"""Norms of transformers models in one op."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .recipe import Norm
 from .settings import Settings
@@ -14,14 +15,15 @@ _rms_norm = torch.ops.metalmm.rms_norm.default
 
 
 class FusedNorm:
-    """The forward of a module that computes an RMS norm, which stays the object that it was.
+    """The forward of a module that computes an RMS norm, which stays the object that it was; with
+    centred, of x less its mean.
 
     The class's own forward computes where a gradient is recorded, under autocast, where x has not
-    the weight's dtype, and once eps or that forward is another.
+    the weight's dtype (without a weight, any is right), and once eps or that forward is another.
     """
 
-    def __init__(self, norm: Norm) -> None:
-        self.norm, self._settings = norm, Settings([norm.module])
+    def __init__(self, norm: Norm, centred: bool = False) -> None:
+        self.norm, self._settings, self.centred = norm, Settings([norm.module]), centred
 
     def attach(self) -> None:
         self.norm.module.__dict__["forward"] = self.forward
@@ -35,12 +37,16 @@ class FusedNorm:
         own = (
             args
             or kwargs
-            or weight is None
-            or weight.dtype != x.dtype
+            or (norm.name and (weight is None or weight.dtype != x.dtype))
             or not self._settings.same()
             or torch.is_autocast_enabled(x.device.type)
-            or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+            or (
+                torch.is_grad_enabled()
+                and (x.requires_grad or (weight is not None and weight.requires_grad))
+            )
         )
         if own:
             return type(norm.module).forward(norm.module, x, *args, **kwargs)
+        if self.centred:
+            return F.layer_norm(x, (norm.size,), weight, None, norm.eps)
         return _rms_norm(x, weight, norm.eps, norm.offset, None)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .fused import GatedMLP
+from .mixture import Mixture
+from .rotation import no_angles, tables
 
 
 @dataclass
@@ -145,12 +147,11 @@ class Heads(_Ordered):
 
 
 @dataclass
-class Delta(_Ordered):
-    """The gated delta rule on a state: what makes its operands of x [batch, length, size].
+class Mixer(_Ordered):
+    """What mixes positions by a convolution of each channel: what makes its operands of x.
 
-    projections: their results side by side are the inputs of the convolution, a gate, and a and b
-    of gated_delta, b before a where b_first, of `sizes`; order as in Heads.
-    rates: the parameters of `attention` that are a_log and dt_bias.
+    projections: their results side by side are parts of `sizes`; order as in Heads. conv: of the
+    first part, or of what is made of some.
     """
 
     attention: nn.Module
@@ -159,8 +160,32 @@ class Delta(_Ordered):
     projections: tuple[Any, ...]
     order: Tensor | None
     sizes: tuple[int, ...]
-    b_first: bool
     conv: nn.Module
+
+    def floats(self) -> list[Tensor | None]:
+        """The parameters that are no norm's."""
+        return [*self.conv._parameters.values()]
+
+    def norms(self) -> list[Norm | None]:
+        return []
+
+
+@dataclass
+class Short(Mixer):
+    """c conv(b y), of three parts of x; c is number `outer`."""
+
+    outer: int
+
+
+@dataclass
+class Delta(Mixer):
+    """The gated delta rule on a state.
+
+    The parts are inputs of the convolution, a gate, and a and b of gated_delta, b first where
+    b_first. rates: the parameters of `attention` that are a_log and dt_bias.
+    """
+
+    b_first: bool
     rates: tuple[str, ...]
     heads: int
     dk: int
@@ -168,9 +193,11 @@ class Delta(_Ordered):
     norm: Norm  # gated, of each head
 
     def floats(self) -> list[Tensor | None]:
-        """The parameters that are no norm's."""
         own = self.attention._parameters
-        return [*self.conv._parameters.values(), *(own[name] for name in self.rates)]
+        return [*super().floats(), *(own[name] for name in self.rates)]
+
+    def norms(self) -> list[Norm | None]:
+        return [self.norm]
 
 
 @dataclass
@@ -206,7 +233,7 @@ class Branch:
     """h + output(core(pre(h))). pre: a norm of ours, or a module that is called as it is."""
 
     pre: Norm | Whole | None
-    core: Heads | Delta | GatedMLP | Product | Whole
+    core: Heads | Mixer | GatedMLP | Mixture | Product | Whole
     output: Output
 
 
@@ -222,11 +249,11 @@ class Recipe:
     def __post_init__(self) -> None:
         cores = [branch.core for branch in self.branches]
         self.heads = next((core for core in cores if isinstance(core, Heads)), None)
-        self.delta = next((core for core in cores if isinstance(core, Delta)), None)
+        self.mixer = next((core for core in cores if isinstance(core, Mixer)), None)
 
     def norms(self) -> list[Norm]:
         every: list[Any] = [] if self.heads is None else self.heads.norms()
-        every += [] if self.delta is None else [self.delta.norm]
+        every += [] if self.mixer is None else self.mixer.norms()
         for branch in self.branches:
             every += (branch.pre, branch.output.post)
         return [norm for norm in every if isinstance(norm, Norm)]
@@ -236,10 +263,12 @@ class Recipe:
         every: list[Any] = []
         for branch in self.branches:
             core = branch.core
-            if isinstance(core, Heads | Delta):
+            if isinstance(core, Heads | Mixer):
                 every += core.projections
             elif isinstance(core, GatedMLP):
                 every += core.layers()[:2]
+            elif isinstance(core, Mixture):
+                every += core.linears()
             elif isinstance(core, Product):
                 every.append(core.linear)
             every.append(branch.output.linear)
@@ -249,27 +278,6 @@ class Recipe:
         """The modules that are called as they are."""
         every = [part for branch in self.branches for part in (branch.pre, branch.core)]
         return [part.module for part in every if isinstance(part, Whole)]
-
-
-def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as the op takes them."""
-    if angles == "whole":
-        return cos, sin
-    if angles == "none":
-        return cos[..., :0], sin[..., :0]
-    if angles == "back":
-        return cos, -sin
-    if angles == "twice":
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-
-
-def no_angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin that rotate nothing of x [batch, length, size]."""
-    nothing = x.new_empty(1, x.shape[1], 0)
-    return nothing, nothing
 
 
 class Held(NamedTuple):

@@ -33,13 +33,22 @@ class Router:
     keeps_dtype: bool
 
     def route(self, module: nn.Module, x: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = self.choose(module, x, *given)
+        return weights.to(x.dtype) if self.keeps_dtype else weights, ids
+
+    def choose(
+        self, module: nn.Module, x: Tensor, *given: Tensor, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, weights in f32. shared: as the op has it."""
         own = {**module._parameters, **module._buffers}
         weight: Any = own[self.weight]
         bias = None if self.bias is None else own[self.bias]
         choice = None if self.choice_bias is None else own.get(self.choice_bias, *given)
         form = _FORMAT[weight.dtype]
-        weights, ids = _route(x, self.top_k, weight, bias, form, choice_bias=choice, **self.options)
-        return weights.to(x.dtype) if self.keeps_dtype else weights, ids
+        made: tuple[Tensor, Tensor] = _route(
+            x, self.top_k, weight, bias, form, choice_bias=choice, shared=shared, **self.options
+        )
+        return made
 
 
 class FusedRouter:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .fused import PLAIN, MergedLinear, SwiGLU
 from .linear import QuantLinear
+from .router import FusedRouter
 from .settings import Settings
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -112,8 +113,10 @@ def _forward_is_set(module: nn.Module) -> bool:
     """Whether the module has another forward than its class."""
     if "forward" not in module.__dict__:
         return False
-    own = getattr(module.__dict__["forward"], "__func__", None)
-    return own is not type(module).forward
+    forward = module.__dict__["forward"]
+    if isinstance(getattr(forward, "__self__", None), FusedRouter):
+        return False  # an op, which a fused layer calls itself
+    return getattr(forward, "__func__", None) is not type(module).forward
 
 
 def hooks_are_known(module: nn.Module, captured: set[str]) -> bool:

@@ -122,7 +122,11 @@ at::Tensor expert_linear(const args::expert_linear& a) {
   const int64_t tokens = a.ids.size(0), choices = a.ids.size(1);
   at::Tensor y = products(a.x, w, groups, choices, how);
   add_bias(y, a.bias, a.ids);
-  if (a.scores.has_value()) return weighted(y, *a.scores, tokens, choices).to(a.x.scalar_type());
+  if (a.scores.has_value()) {
+    y = weighted(y, *a.scores, tokens, choices);
+    if (a.residual.has_value()) y.add_(a.residual->to(at::kFloat));
+    return y.to(a.x.scalar_type());
+  }
   return y.view({tokens, choices, y.size(1)}).to(a.x.scalar_type());
 }
 

@@ -66,8 +66,13 @@ std::tuple<at::Tensor, at::Tensor> route(const args::route& a) {
   const at::Tensor offsets = given.has_value() ? given->to(at::kFloat).contiguous() : at::Tensor();
   const float* offset = given.has_value() ? elements<float>(offsets) : nullptr;
   const int64_t tokens = logits.size(0), n = logits.size(1), k = a.top_k;
-  at::Tensor weights = at::empty({tokens, k}, logits.options());
-  at::Tensor ids = at::empty({tokens, k}, logits.options().dtype(at::kLong));
+  const int64_t width = k + a.shared.has_value();
+  at::Tensor weights = at::empty({tokens, width}, logits.options());
+  at::Tensor ids = at::empty({tokens, width}, logits.options().dtype(at::kLong));
+  if (a.shared.has_value()) {
+    weights.narrow(1, k, 1).copy_(a.shared->to(at::kFloat).sigmoid());
+    ids.narrow(1, k, 1).fill_(n);
+  }
   float *rows = logits.mutable_data_ptr<float>(), *w = weights.mutable_data_ptr<float>();
   auto* id = ids.mutable_data_ptr<int64_t>();
   const bool by_logits = !given.has_value() && a.groups == 1;
@@ -90,8 +95,8 @@ std::tuple<at::Tensor, at::Tensor> route(const args::route& a) {
         for (int64_t c = 0; c < k; ++c) sum += row[from[c]];
       }
       for (int64_t c = 0; c < k; ++c) {
-        id[t * k + c] = from[c];
-        w[t * k + c] = row[from[c]] / sum * scale;
+        id[t * width + c] = from[c];
+        w[t * width + c] = row[from[c]] / sum * scale;
       }
     }
   });

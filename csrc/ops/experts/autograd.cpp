@@ -23,6 +23,9 @@ struct ExpertLinear {
     // needs_input_grad() counts the tensors that are there.
     ctx->saved_data["of_bias"] = needs_grad(a.bias);
     ctx->saved_data["of_scores"] = needs_grad(a.scores);
+    if (needs_grad(a.residual)) {
+      ctx->saved_data["residual_type"] = static_cast<int64_t>(a.residual->scalar_type());
+    }
     ctx->saved_data["format"] = std::string(a.format);
     ctx->saved_data["activations"] = owned(a.activations);
     ctx->saved_data["in_features"] = last_size(a.x);
@@ -37,6 +40,10 @@ struct ExpertLinear {
                  &scores = saved[4];
     const std::string format = ctx->saved_data["format"].toStringRef();
     const Tensor grad = given.to(at::kFloat);
+    if (ctx->saved_data.count("residual_type")) {
+      const int64_t type = ctx->saved_data["residual_type"].toInt();
+      out[At::residual] = grad.to(static_cast<at::ScalarType>(type));
+    }
     // Of y[t, c].
     const Tensor of_choices =
         scores.defined() ? grad.unsqueeze(1) * scores.to(at::kFloat).unsqueeze(2) : grad;
@@ -95,9 +102,11 @@ std::tuple<Tensor, Tensor> recorded(const args::route& a) {
   }
   if (a.bias.has_value()) logits = logits + a.bias->to(at::kFloat);
   const Tensor scores = shape.is_sigmoid ? logits.sigmoid() : logits.softmax(-1);
-  Tensor weights = scores.gather(1, ids);
+  Tensor weights = scores.gather(1, ids.narrow(1, 0, a.top_k));
   if (a.renormalise) weights = weights / (weights.sum(-1, true) + kRouteLeast);
-  return {stored(weights * a.scale, at::kFloat), ids};
+  weights = weights * a.scale;
+  if (a.shared.has_value()) weights = at::cat({weights, a.shared->to(at::kFloat).sigmoid()}, 1);
+  return {stored(weights, at::kFloat), ids};
 }
 
 // Of ops that record: gate and up in f32 are kept for the backward.

@@ -64,6 +64,9 @@ ExpertShape check(const args::expert_linear& a) {
   const ExpertShape out = check_product(a);
   check_addend("bias", a.bias, {out.experts, out.weight.n}, a.x);
   check_addend("scores", a.scores, {out.tokens, out.choices}, a.x);
+  TORCH_CHECK_VALUE(a.scores.has_value() || !a.residual.has_value(),
+                    "residual: given, but no scores; it is added to their sum");
+  check_addend("residual", a.residual, {out.tokens, out.weight.n}, a.x);
   return out;
 }
 
@@ -101,6 +104,7 @@ RouteShape check(const args::route& a) {
       [&] { return find_name("scoring", a.scoring, 2, [&](int i) { return kScorings[i]; }); });
   check_addend("bias", a.bias, {out.experts}, a.x);
   check_addend("choice_bias", a.choice_bias, {out.experts}, a.x);
+  check_addend("shared", a.shared, {out.tokens, 1}, a.x);
   check_f32("scale", a.scale);
   const c10::SymInt& e = out.experts;
   TORCH_CHECK_VALUE(a.groups >= 1 && a.groups <= kMostRouted && e % a.groups == 0,
@@ -112,8 +116,9 @@ RouteShape check(const args::route& a) {
                     "group_best: ", a.group_best, "; must be 1, or 2 of groups of ", e / a.groups,
                     " experts where they have 2");
   const c10::SymInt from = e / a.groups * a.kept_groups;
-  TORCH_CHECK_VALUE(a.top_k >= 1 && a.top_k <= kMostRouted && from >= a.top_k, "top_k: ", a.top_k,
-                    "; must be 1 to ", kMostRouted, ", of ", from, " experts");
+  const int64_t most = kMostRouted - a.shared.has_value();
+  TORCH_CHECK_VALUE(a.top_k >= 1 && a.top_k <= most && from >= a.top_k, "top_k: ", a.top_k,
+                    "; must be 1 to ", most, ", of ", from, " experts");
   return out;
 }
 

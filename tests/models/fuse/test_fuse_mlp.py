@@ -58,7 +58,7 @@ def test_swiglu_computes_what_the_mlp_did(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "sigmoid"])
 def test_activations(activation: str, form: str, backend: Backend) -> None:
     """The first that gives the same bits; the op computes what torch does."""
     functions = {
@@ -66,6 +66,7 @@ def test_activations(activation: str, form: str, backend: Backend) -> None:
         "gelu": nn.GELU(),
         "gelu_tanh": nn.GELU("tanh"),
         "relu2": Squared(),
+        "sigmoid": nn.Sigmoid(),
     }
     plain = Gated(act=functions[activation])
     x = activations(2, K) / 4

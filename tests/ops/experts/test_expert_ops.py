@@ -19,7 +19,7 @@ from expert_cases import (
     weights,
 )
 from inputs import activations, integer_weight
-from oracle import DTYPES, KINDS, check, rounded_activations
+from oracle import DTYPES, KINDS, Value, check, rounded_activations
 
 from torch_metalmm import formats
 
@@ -47,6 +47,7 @@ def test_every_format(name: str, dtype: torch.dtype, backend: Backend) -> None:
     w, ids, x = decoded(name, packed, s.k), chosen(s), rows(s, dtype)
     bias = activations(s.experts, s.n, dtype=dtype, seed="bias")
     scores = activations(s.tokens, s.choices, dtype=dtype, seed="scores")
+    residual = activations(s.tokens, s.n, dtype=dtype, seed="residual")
     put = backend.put(x), backend.put(packed), backend.put(ids), backend.put(bias)
     for score, op in ((None, "expert_linear"), (scores, "expert_down")):
         for strategy in strategies_of(backend, op):
@@ -56,6 +57,11 @@ def test_every_format(name: str, dtype: torch.dtype, backend: Backend) -> None:
             y = ops.expert_linear(*put, name, maybe(score, backend), strategy=strategy)
             assert y.dtype == dtype and y.is_contiguous()
             check(y, want.store(dtype), f"{name} {strategy} {op}")
+            if score is None:
+                continue
+            own = backend.put(score), {"strategy": strategy, "residual": backend.put(residual)}
+            y, want = ops.expert_linear(*put, name, own[0], **own[1]), want + Value.of(residual)
+            check(y, want.store(dtype), f"{name} {strategy} {op} residual")
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["of tokens", "of choices"])
@@ -236,7 +242,9 @@ def test_gate_and_up(name: str, dtype: torch.dtype, backend: Backend) -> None:
         check(y, gated(*halves(both, False), "silu").store(dtype), f"{name} up_weight")
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_tanh", "relu2", "sigmoid", "swiglu_oai"]
+)
 def test_activations_and_limits(activation: str, backend: Backend) -> None:
     s = Experts(experts=3, n=8, k=64, tokens=4, choices=2)
     packed, ids = weights("mxfp4", s), chosen(s)

@@ -112,6 +112,22 @@ def test_route_with_its_product(tokens: int, dtype: torch.dtype, backend: Backen
     check(weights, want, str(tokens))
 
 
+def test_route_with_a_shared_expert(backend: Backend) -> None:
+    """Behind the others, by its own logit alone; with gradient."""
+    x, logit = distinct(5, 12, torch.float32, "x"), activations(5, 1, seed="shared") * 4
+    for given in ({"renormalise": True, "scale": 0.5}, {"scoring": "sigmoid", "groups": 3}):
+        want, ids = ops.route(backend.put(x), 4, **given)
+        weights, got = ops.route(backend.put(x), 4, shared=backend.put(logit), **given)
+        assert torch.equal(got[:, :4], ids) and (got[:, 4:] == 12).all()
+        assert torch.equal(weights[:, :4], want)
+        factor = Value.of(logit).exact.sigmoid()
+        check(weights[:, 4:], Value(factor, 0 * factor).rounded(5), "shared")
+        own = leaf(logit, backend)
+        ops.route(backend.put(x), 4, shared=own, **given)[0][:, 4].sum().backward()
+        slope = factor * (1 - factor)
+        assert (own.grad.cpu().double() - slope).abs().max() <= gamma(16)
+
+
 def test_equals_nan_and_far_out(backend: Backend) -> None:
     """Equal experts in their order; NaN first; logits that leave all others nothing."""
     ties = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]])

@@ -29,6 +29,11 @@ def expert_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], di
         "expert_linear": (ops.expert_linear, (x, w, ids, None, "q4_0"), {}),
         "expert_linear, bias": (ops.expert_linear, (apart, w, ids, bias, "q4_0"), {}),
         "expert_linear, scores": (ops.expert_linear, (apart, w, ids, bias, "q4_0", scores), {}),
+        "expert_linear, residual": (
+            ops.expert_linear,
+            (x, w, ids, None, "q4_0", scores),
+            {"residual": bias[[0, 1, 2, 0]]},
+        ),
         "expert_linear, dense": (ops.expert_linear, (x, dense, ids.int(), None, "f32"), {}),
         "expert_linear, no rows": (ops.expert_linear, (x[:0], w, ids[:0], None, "q4_0"), {}),
         "expert_swiglu": (ops.expert_swiglu, (x, w, ids, None, "q4_0"), {}),

@@ -32,7 +32,8 @@ from ...nn import QuantLinear
 from ...nn.fused import GatedMLP
 from ...nn.heads import number
 from ...nn.layer import FusedLayer
-from ...nn.recipe import Branch, Delta, Heads, Product
+from ...nn.mixture import Mixture
+from ...nn.recipe import Branch, Delta, Heads, Mixer, Product
 from ...nn.sharded import everywhere
 from .observe import Seen, copy_of, stored
 from .runs import evaluating, normal
@@ -84,9 +85,9 @@ def _close(
         got = _run(_fused_branches(fused, want), fused, x, kwargs, cache)
     except Exception:
         return False
-    u, delta = _U[x.dtype], fused.recipe.delta
-    if delta is not None:
-        u = max(u, _U[delta.conv._parameters["weight"].dtype])  # type: ignore[union-attr]
+    u, mixer = _U[x.dtype], fused.recipe.mixer
+    if mixer is not None:
+        u = max(u, _U[mixer.conv._parameters["weight"].dtype])  # type: ignore[union-attr]
     if x.device.type != "cpu":
         u = max(u, 2.0**-11)
     rounding = u + k**0.5 * 2.0**-24
@@ -106,16 +107,17 @@ def _run(
     branches: Any, fused: FusedLayer, x: Tensor, kwargs: dict[str, Any], cache: Any
 ) -> list[Tensor]:
     """What each branch gives, keys, values and states in the cache afterwards, and those shared."""
-    own, heads, delta = copy_of(cache), fused.recipe.heads, fused.recipe.delta
+    own, heads, mixer = copy_of(cache), fused.recipe.heads, fused.recipe.mixer
     given = {n: copy.copy(v) if isinstance(v, Mapping) else v for n, v in kwargs.items()}
     given.update({name: own for name, v in given.items() if hasattr(v, "update_conv_state")})
     found: list[Tensor] = branches(x.clone(), **given)
     if heads is not None and heads.kv_heads:
         layer = own.layers[number(heads)]
         found += (layer.keys, layer.values)
-    if delta is not None:
-        layer = own.layers[delta.attention.layer_idx]
-        found += (layer.conv_states[0], layer.recurrent_states[0])
+    if mixer is not None:
+        layer = own.layers[mixer.attention.layer_idx]
+        found.append(layer.conv_states[0])
+        found += [layer.recurrent_states[0]] if isinstance(mixer, Delta) else []
     for pair in stored(kwargs, given).values():
         found += pair
     return found
@@ -147,8 +149,10 @@ def _entry(layer: nn.Module, branch: Branch) -> nn.Module:
     first: Any = branch.core if branch.pre is None else branch.pre
     if isinstance(first, GatedMLP):
         found: Any = next(m for m in layer.modules() if getattr(m, "gated", None) is first)
-    elif isinstance(first, Heads | Delta):
+    elif isinstance(first, Heads | Mixer):
         found = first.attention
+    elif isinstance(first, Mixture):
+        found = first.module
     else:
         found = first.linear if isinstance(first, Product) else first.module
     return found  # type: ignore[no-any-return]

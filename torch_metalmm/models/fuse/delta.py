@@ -1,4 +1,4 @@
-"""How a module mixes by the gated delta rule: its projections, convolution, rates and norm."""
+"""How a module mixes by a convolution, and by the gated delta rule: what makes their operands."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.recipe import Delta
+from ...nn.recipe import Delta, Mixer, Short
 from .norms import as_norm
 from .observe import Call, Seen
 from .projections import merged_of
 from .runs import Unknown, one
 
 _conv = torch.ops.metalmm.causal_conv.default
-_delta = torch.ops.metalmm.gated_delta.default
+_rule = torch.ops.metalmm.gated_delta.default
 
 
 def convolution_of(module: nn.Module) -> nn.Module | None:
@@ -27,29 +27,77 @@ def convolution_of(module: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
-def delta_of(
+def mixer_of(
     module: nn.Module, conv: nn.Module, runs: list[Seen], x: Tensor, out: Tensor
-) -> tuple[Delta, QuantLinear]:
-    """The rule of a module that makes `out` of x in the first run, and its output's linear layer.
+) -> tuple[Mixer, QuantLinear]:
+    """The mixer of a module that makes `out` of x in the first run, and its output's linear layer.
 
-    Unknown: it is not what Delta says.
+    Unknown: it is not what a class of Mixer says.
     """
     inside = set(module.modules())
     inner = [c for c in runs[0].calls if c.module in inside and c.module is not module]
     o = one(c for c in inner if isinstance(c.module, QuantLinear) and c.out is out)
-    gated = one(c for c in inner if len(c.inputs) == 2)
-    given, gate = gated.inputs
     every = [n for n in runs[0].kwargs if all(n in s.kwargs for s in runs)]
     cache = one(n for n in every if all(hasattr(s.kwargs[n], "update_conv_state") for s in runs))
     layer = runs[1].before.layers[module.layer_idx]  # behind the prompt of the first run
+    calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0] is x]
+    if layer.number_of_states != 1 or not calls:
+        raise Unknown("states of another kind")
+    found = _delta(module, conv, inner, calls, layer) or _short(conv, o.inputs[0], calls, layer)
+    if found is None:
+        raise Unknown("a mixer of another kind")
+    parts, fields = found
+    order = torch.cat(parts)
+    straight = torch.equal(order, torch.arange(len(order)))
+    own: dict[str, Any] = {
+        "attention": module,
+        "cache": cache,
+        "mask": _mask(module, runs),
+        "projections": merged_of([c.module for c in calls]),
+        "order": None if straight else order,
+        "sizes": tuple(map(len, parts)),
+        "conv": conv,
+    }
+    return (Delta if "norm" in fields else Short)(**own, **fields), o.module
+
+
+def _short(
+    conv: nn.Module, given: Tensor, calls: list[Call], layer: Any
+) -> tuple[list[Tensor], dict[str, Any]] | None:
+    """(the parts of Short in the projections' results, its other field)."""
+    row, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
+    state, channels = layer.conv_states[0], layer.conv_states[0].shape[1]
+    if row.shape[-1] != 3 * channels:
+        return None
+    parts = torch.split(torch.arange(3 * channels), channels)
+    for outer in range(3):
+        c, (b, y) = parts[outer], (p for i, p in enumerate(parts) if i != outer)
+        x = row[..., b] * row[..., y]
+        last = min(x.shape[1], state.shape[2])
+        if not torch.equal(x.mT[..., -last:], state[..., -last:]):
+            continue
+        zeros = torch.zeros_like(state)
+        got = row[..., c] * _conv(x, weight[:, 0], conv._parameters["bias"], zeros)  # type: ignore[index]
+        if (got - given).norm() <= 0.1 * given.norm():
+            return list(parts), {"outer": outer}
+    return None
+
+
+def _delta(
+    module: nn.Module, conv: nn.Module, inner: list[Call], calls: list[Call], layer: Any
+) -> tuple[list[Tensor], dict[str, Any]] | None:
+    """(where the parts of Delta are in the projections' results, its other fields)."""
+    gated = [c for c in inner if len(c.inputs) == 2]
+    if len(gated) != 1 or not layer.is_recurrent_states_initialized[0]:
+        return None
+    given, gate = gated[0].inputs
     conv_state, state = layer.conv_states[0], layer.recurrent_states[0]
     _, heads, dk, dv = state.shape
-    norm = as_norm(gated.module, dv, gated=True)
-    calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0] is x]
+    norm = as_norm(gated[0].module, dv, gated=True)
     channels = conv_state.shape[1]
     sizes = (channels, heads * dv, heads, heads)
-    if norm is None or layer.number_of_states != 1 or not calls:
-        raise Unknown("a norm or states of another kind")
+    if norm is None:
+        return None
     row, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
     for places in _places([c.out.shape[-1] for c in calls], sizes, dk):
         qkv, z, *rates = (row[..., t] for t in places)
@@ -64,27 +112,12 @@ def delta_of(
         for b_first, names in product((False, True), permutations(_vectors(module, heads))):
             a, b = reversed(rates) if b_first else rates
             after = torch.zeros_like(state)
-            y = _delta(mixed, a, b, *(module._parameters[n] for n in names), after)
+            y = _rule(mixed, a, b, *(module._parameters[n] for n in names), after)
             ways.append((float((y.reshape(given.shape) - given).norm()), b_first, names))
         _, b_first, names = min(ways)
-        order, straight = torch.cat(places), torch.arange(row.shape[-1])
-        delta = Delta(
-            attention=module,
-            cache=cache,
-            mask=_mask(module, runs),
-            projections=merged_of([c.module for c in calls]),
-            order=None if torch.equal(order, straight) else order,
-            sizes=sizes,
-            b_first=b_first,
-            conv=conv,
-            rates=names,
-            heads=heads,
-            dk=dk,
-            dv=dv,
-            norm=norm,
-        )
-        return delta, o.module
-    raise Unknown("a rule of another kind")
+        fields = {"b_first": b_first, "rates": names, "heads": heads, "dk": dk, "dv": dv}
+        return places, fields | {"norm": norm}
+    return None
 
 
 def _vectors(module: nn.Module, heads: int) -> list[str]:

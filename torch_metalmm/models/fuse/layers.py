@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ...nn.layer import FusedLayer
+from ...nn.mixture import Mixture, join
 from ...nn.norm import FusedNorm
 from ...nn.recipe import Held, Recipe, Step
+from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
 from ...nn.sharded import everywhere
 from ..routers import fuse_routers
@@ -19,9 +21,11 @@ from .confirm import agrees
 from .merge import merge_projections
 from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
+from .rotations import fuse_rotations
 from .runs import evaluating
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
+_ROW = 64  # values of a norm without a weight, which takes any number
 _Reading = tuple[Recipe, list[Seen]]  # what a module computes, and its calls
 
 
@@ -35,6 +39,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
         _detach_parts(top)
         with evaluating(top):
             fuse_routers(top)
+            fuse_rotations(top)
         steps: dict[object, Step] = {}
         seen = observed(top)
         for module in top.modules():
@@ -84,13 +89,18 @@ def _fuse(
     except Exception:
         return False
     if agreed:
-        for core in (recipe.heads, recipe.delta):
+        for core in (recipe.heads, recipe.mixer):
             if core is None:
                 continue
             merged = merge_projections(core.attention, core.projections, once)
             if merged is not None:
                 core.projections = (merged,)
                 fused = FusedLayer(module, recipe, step, form)
+        for branch in recipe.branches:
+            if isinstance(branch.core, Mixture) and not any(
+                id(m) not in once for m in branch.core.linears()
+            ):
+                join(branch.core)
         fused.confirm(runs[0].x)
         fused.attach()
     return agreed
@@ -115,26 +125,33 @@ def _owner(module: nn.Module) -> Any:
 
 
 def _fuse_norms(module: nn.Module) -> None:
-    """The norms in `module` that no fused layer computes."""
+    """The norms in `module` that no fused layer computes, those of x less its mean, too."""
     if (fused := fused_layer(module)) is not None:
         for called in fused.recipe.called():
             _fuse_norms(called)
         return
     for child in module.children():
         _fuse_norms(child)
-    weights = [p for p in module.parameters(recurse=False) if p.dim() == 1]
-    norm = as_norm(module, weights[0].shape[0]) if len(weights) == 1 else None
-    if norm is not None and weights[0].device.type != "meta":
+    if module._modules or module._buffers:
+        return
+    row = next((p for p in module.parameters(recurse=False) if p.dim() == 1), torch.ones(_ROW))
+    norm, centred = as_norm(module, row.shape[0]), False
+    if norm is None and not isinstance(module, nn.LayerNorm):
+        norm = as_norm(module, row.shape[0], centred=True)
+        centred = norm is not None and norm.offset == 0
+        norm = norm if centred else None
+    if norm is not None and row.device.type != "meta":
+        row = row.to(row.dtype if norm.name else torch.half)
         with torch.no_grad():
-            same = module(weights[0][None]).dtype == weights[0].dtype
+            same = module(row[None]).dtype == row.dtype
         if same:
-            FusedNorm(norm).attach()
+            FusedNorm(norm, centred).attach()
 
 
 def _detach_parts(model: nn.Module) -> None:
     for module in model.modules():
         owner = _owner(module)
-        if isinstance(owner, FusedNorm | FusedRouter):
+        if isinstance(owner, FusedNorm | FusedRotation | FusedRouter):
             owner.detach()
 
 

@@ -14,12 +14,15 @@ _OFFSETS = (0.0, 1.0)
 _SCALES = (1.0, 30.0, 3e3, 1e-2, 1e-3, 1e-4)
 
 
-def as_norm(module: nn.Module, size: int, gated: bool = False) -> Norm | None:
+def as_norm(
+    module: nn.Module, size: int, gated: bool = False, centred: bool = False
+) -> Norm | None:
     """The norm over rows of `size`, if the module computes one.
 
     eps is any of the module's numbers. A result has the roundings of the sum, at most `size`, and a
     few more; some rows are so small that eps decides, others so large that a clamp shows. gated: it
-    takes a gate, too, and multiplies by silu(gate), in 8 more roundings.
+    takes a gate, too, and multiplies by silu(gate), in 8 more roundings. centred: of rows less
+    their means, which are sums of as many roundings in proportion to the largest value.
     """
     names = [name for name, p in module._parameters.items() if p is not None]
     if module._modules or len(names) > 1 or not unhooked(module):
@@ -42,6 +45,10 @@ def as_norm(module: nn.Module, size: int, gated: bool = False) -> Norm | None:
     if not isinstance(got, Tensor) or got.shape != rows.shape or not got.is_floating_point():
         return None
     x, got = rows.double(), got.cpu().double()
+    size_of = x.abs()
+    if centred:
+        size_of = size_of + size_of.amax(-1, keepdim=True)
+        x = x - x.mean(-1, keepdim=True)
     gates = nn.functional.silu(gate.double()) if gated else torch.ones_like(x)
     mean = x.square().mean(-1, keepdim=True)
     factor = torch.zeros_like(x[0]) if weight is None else weight.detach().cpu().double()
@@ -50,7 +57,8 @@ def as_norm(module: nn.Module, size: int, gated: bool = False) -> Norm | None:
             factors = gates * (mean + eps).rsqrt()
             want = x * factors * (offset + factor)
             # offset + weight is rounded to f32, in proportion to both.
-            bound = (size + 8 + 8 * gated) * _U * (x * factors).abs() * (offset + factor.abs())
+            bound = (size + 8 + 8 * gated) * _U * (size_of * factors).abs()
+            bound = bound * (offset + factor.abs())
             if bool(((got - want).abs() <= bound + 2.0**-126).all()):
                 return Norm(module, "".join(names), eps, offset if names else 0.0, size)
     return None

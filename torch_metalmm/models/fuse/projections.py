@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...nn import QuantLinear
 from ...nn.fused import LinearPart, MergedLinear
-from ...nn.recipe import Norm, tables
+from ...nn.recipe import Norm
+from ...nn.rotation import tables
 from .norms import as_norm
 from .observe import Call, Seen
 from .runs import Unknown

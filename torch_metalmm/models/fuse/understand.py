@@ -15,8 +15,9 @@ from ...nn import QuantLinear
 from ...nn.fused import SwiGLU
 from ...nn.gate import ACTIVATIONS
 from ...nn.recipe import Branch, Norm, Output, Product, Recipe, Whole
-from .delta import convolution_of, delta_of
+from .delta import convolution_of, mixer_of
 from .heads import heads_of
+from .mixtures import mixture_of
 from .norms import as_norm
 from .observe import Call, Seen
 from .runs import Unknown, one
@@ -123,11 +124,13 @@ class _Reader:
         if module is self.attention and self.heads:
             return heads_of(module, self.runs, x, call.out)
         if self.heads and (conv := convolution_of(module)) is not None:
-            return delta_of(module, conv, self.runs, x, call.out)
+            return mixer_of(module, conv, self.runs, x, call.out)
         if isinstance(module, SwiGLU):
             return module.gated, module.gated.layers()[2]
         if isinstance(module, QuantLinear):
             return self._product(call)
+        if self.heads and (mixture := mixture_of(call, x)) is not None:
+            return mixture, None
         return self._whole(call, x), None
 
     def _product(self, call: Call) -> tuple[Product, Any]:

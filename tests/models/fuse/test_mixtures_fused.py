@@ -1,0 +1,77 @@
+"""Mixtures of experts in fused layers: where the shared expert lies, and when it is stacked."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.models.families import family, fused_family
+from torch_metalmm import unfuse_
+from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.nn.mixture import Mixture
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NEAR = 2 * 2 * 14 * 128**0.5 * 2.0**-24  # as in test_layers_delta.py
+
+
+def mixtures(model: Any) -> list[Mixture]:
+    layers = (fused_layer(layer) for layer in model.get_decoder().layers)
+    cores = [b.core for f in layers if f is not None for b in f.recipe.branches]
+    return [core for core in cores if isinstance(core, Mixture)]
+
+
+def logits(model: Any, length: int) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(torch.arange(length)[None] + 5, use_cache=False).logits
+    return found
+
+
+def assert_near(a: Tensor, b: Tensor) -> None:
+    assert float((a - b).norm()) <= NEAR * float(b.norm())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_the_shared_expert_behind_the_others(kind: str, tmp_path: Path) -> None:
+    """Bytes and names stay; few rows read one stack, many rows and copies two weights."""
+    model = family(kind)
+    fused = fused_family(model)
+    want = model.state_dict()
+    assert [*fused.state_dict()] == [*want]
+    assert all(torch.equal(t, want[n]) for n, t in fused.state_dict().items())
+    found = mixtures(fused)
+    assert len(found) == 2
+    for mixture in found:
+        stacks: Any = mixture.stacks()
+        assert {n: len(t) for n, t in stacks.items()} == dict.fromkeys(mixture.experts.formats, 9)
+        own = stacks["gate_up_proj"][:8]
+        assert own.data_ptr() == mixture.experts.gate_up_proj.data_ptr()
+    for length in (1, 16, 17):
+        assert_near(logits(fused, length), logits(model, length))
+    copied = copy.deepcopy(fused)
+    assert all(m.stacks() is None for m in mixtures(copied))
+    assert_near(logits(copied, 3), logits(model, 3))
+    with torch.no_grad():  # the stack is the weights' own memory
+        for m in (model, fused):
+            m.get_decoder().layers[0].mlp.shared_expert.down_proj.weight.zero_()
+    assert_near(logits(fused, 2), logits(model, 2))
+    fused.save_pretrained(tmp_path)
+    assert_near(logits(unfuse_(fused), 3), logits(model, 3))
+
+
+def test_shared_experts_of_another_kind_stay_apart() -> None:
+    """Other sizes than the experts, and one without a gate."""
+    for kind, options in (
+        ("qwen3_next", {"shared_expert_intermediate_size": 128}),
+        ("glm4_moe", {}),
+    ):
+        model = family(kind, **options)
+        fused = fused_family(model)
+        found = mixtures(fused)
+        assert found and all(m.stacks() is None for m in found if m.gate is not None)
+        assert_near(logits(fused, 3), logits(model, 3))

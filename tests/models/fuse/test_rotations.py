@@ -1,0 +1,153 @@
+"""cos and sin of positions in one op: to the bit those of the models' own modules, or by these."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.models.families import FAMILIES, family
+from torch_metalmm import unfuse_
+from torch_metalmm.models.fuse.rotations import fuse_rotations
+from torch_metalmm.nn import rotation as rotation_room
+from torch_metalmm.nn.rotation import FusedRotation
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FACTORS = [1.0] * 16
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": FACTORS,
+        "long_factor": [2.0] * 16,
+        "original_max_position_embeddings": 64,
+    },
+}
+FOLLOW = ("dynamic", "longrope")  # the length of the text
+
+
+def rotations(model: nn.Module) -> list[Any]:
+    found = (getattr(m.__dict__.get("forward"), "__self__", None) for m in model.modules())
+    return [f for f in found if isinstance(f, FusedRotation)]
+
+
+def scaled(kind: str) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 1e4, **SCALED[kind]}
+    return family("llama", rope_parameters=rope)
+
+
+def assert_same(rotation: Any, *given: Any) -> None:
+    want = type(rotation.module).forward(copy.deepcopy(rotation.module), *given)
+    got = rotation.module(*given)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def places(*shape: int) -> Tensor:
+    return torch.randint(1 << 20, shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family(kind: str) -> None:
+    """Each model that rotates has its module found; bits at near and far positions, any dtype."""
+    model = family(kind)
+    fuse_rotations(model)
+    found = rotations(model)
+    assert bool(found) == any(n.endswith("inv_freq") for n, _ in model.named_buffers())
+    for rotation in found:
+        for name, tables in rotation.tables.items():
+            given = () if name is None else (name,)
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                x = torch.zeros(2, 5, 8, dtype=dtype)
+                assert_same(rotation, x, places(2, 5), *given)
+                assert_same(rotation, x, torch.arange(5)[None], *given)
+            if tables.axes is not None:
+                assert_same(rotation, x, places(3, 2, 5))
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rotations(kind: str) -> None:
+    """Frequencies that follow the length stay the module's to make."""
+    model = scaled(kind)
+    fuse_rotations(model)
+    assert bool(rotations(model)) == (kind not in FOLLOW)
+    for rotation in rotations(model):
+        assert_same(rotation, torch.zeros(1, 4, 8), torch.tensor([[0, 63, 64, 10**6]]))
+
+
+def test_when_the_own_forward_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table is old: frequencies are read at each call, what else decides is compared."""
+    x, where, op, took = torch.zeros(1, 4, 8), places(1, 4), rotation_room._tables, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        took.append(1)
+        return op(*args, **options)
+
+    monkeypatch.setattr(rotation_room, "_tables", counted)
+
+    def changed(change: Any) -> tuple[Any, bool]:
+        model = family("qwen3_5_text")
+        fuse_rotations(model)
+        [rotation] = rotations(model)
+        change(rotation.module)
+        took.clear()
+        assert_same(rotation, x, where)
+        return rotation, bool(took)
+
+    _, ours = changed(lambda m: m.inv_freq.mul_(0.5))
+    assert ours
+    _, ours = changed(lambda m: setattr(m, "inv_freq", m.inv_freq[:2].clone()))
+    assert ours
+    others = (
+        lambda m: setattr(m, "attention_scaling", 1.5),
+        lambda m: setattr(m, "mrope_section", [1, 2, 1]),
+        lambda m: setattr(m, "rope_type", "linear"),
+        lambda m: setattr(m, "inv_freq", m.inv_freq.double()),
+    )
+    for change in others:
+        _, ours = changed(change)
+        assert not ours, change
+    rotation, _ = changed(lambda m: None)
+    took.clear()
+    assert_same(rotation, x, where.int())
+    assert not took
+    copied = pickle.loads(pickle.dumps(rotation.module))
+    assert isinstance(copied.forward.__self__, FusedRotation)
+    assert all(map(torch.equal, copied(x, where), rotation.module(x, where)))
+    model = nn.ModuleList([rotation.module])
+    rotation.detach()
+    assert not rotations(unfuse_(model))
+
+
+class Other(nn.Module):
+    """Angles that have more to them than a product."""
+
+    def __init__(self, shift: float, half: bool) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(1 / 100 ** (torch.arange(4) / 4))
+        self.shift, self.half = shift, half
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq + self.shift
+        emb = torch.cat((angles, angles / 2 if self.half else angles), -1)
+        return emb.cos().to(x.dtype), emb.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize(("shift", "half"), [(0.0, False), (0.25, False), (0.0, True)])
+def test_other_angles_stay(shift: float, half: bool) -> None:
+    model = nn.ModuleList([Other(shift, half)])
+    fuse_rotations(model)
+    assert bool(rotations(model)) == (not shift and not half)

@@ -1,0 +1,137 @@
+"""A mixture of experts in our ops: the part of a fused layer between its norm and its sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .experts import DOWN, GATE, GATE_UP, UP
+from .fused import GatedMLP
+from .router import Router
+
+_FEW = 16  # rows up to which experts and the shared one are read as one stack
+
+
+@dataclass(eq=False)
+class Mixture:
+    """The experts that a router chooses for x, and an MLP of each x times sigmoid(gate x).
+
+    given: the name of the module's tensor that the router takes beside x. gate None: the MLP counts
+    as it is. experts: a QuantExperts.
+    """
+
+    module: nn.Module
+    router: Router
+    given: str | None
+    experts: Any
+    shared: GatedMLP | None = None
+    gate: Any = None
+    _key: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    _stacks: dict[str, Tensor] | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_key": (), "_stacks": None}  # views of this model's memory
+
+    def linears(self) -> list[Any]:
+        """The linear layers that our ops compute."""
+        shared = [] if self.shared is None else [*self.shared.layers()]
+        return shared if self.gate is None else [*shared, self.gate]
+
+    def of(self, ops: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The mixture of x [..., K], and the residual."""
+        rows = x.reshape(-1, x.shape[-1])
+        own = self.module._parameters | self.module._buffers
+        given = () if self.given is None else (own[self.given],)
+        added = None if residual is None else residual.reshape(rows.shape)
+        router, logit = self.router, None
+        if self.gate is not None:
+            of_gate = self.gate._parameters
+            logit = ops.linear(rows, of_gate["weight"], of_gate["bias"], self.gate.format)
+        stacks = None if logit is None or rows.shape[0] > _FEW else self.stacks()
+        if stacks is not None:
+            weights, ids = router.choose(router.module, rows, *given, shared=logit)
+        else:
+            weights, ids = router.choose(router.module, rows, *given)
+            if self.shared is not None:
+                added = self._shared(ops, rows, logit, added)
+        y: Tensor = self.experts.mixed(rows, ids, weights, added, stacks)
+        return y.view(x.shape)
+
+    def _shared(self, ops: Any, rows: Tensor, logit: Tensor | None, added: Tensor | None) -> Tensor:
+        mlp: Any = self.shared
+        gate, up, down = mlp.layers()
+        h = ops.swiglu(rows, *mlp.weights(gate, up), gate.format, up.format, mlp.activation)
+        weight, bias = down._parameters["weight"], down._parameters["bias"]
+        if logit is None:
+            y: Tensor = ops.linear(h, weight, bias, down.format, None, added)
+            return y
+        y, factor = ops.linear(h, weight, bias, down.format), torch.sigmoid(logit)
+        return y * factor if added is None else torch.addcmul(added, y, factor)
+
+    def stacks(self) -> dict[str, Tensor] | None:
+        """The stacks of the experts with the shared one behind them, where it lies there."""
+        if torch.compiler.is_compiling() or self.shared is None:
+            return None
+        parts = self.parts()
+        key = tuple(t.data_ptr() for pair in parts.values() for t in pair)
+        if key != self._key:
+            self._key, self._stacks = key, _stacked(parts)
+        own = self.experts.activations
+        return self._stacks if all(m.activations == own for m in self.shared.layers()) else None
+
+    def parts(self) -> dict[str, tuple[Tensor, ...]]:
+        """{stack: (the experts', the shared one's)}; gate and up of this may be two."""
+        experts, mlp = self.experts, self.shared
+        gate, up, down = mlp.layers()  # type: ignore[union-attr]
+        of_gate, of_up = mlp.weights(gate, up)  # type: ignore[union-attr]
+        of = {GATE_UP: (of_gate, of_up), GATE: (of_gate,), UP: (of_up,)}
+        of[DOWN] = (down._parameters["weight"],)
+        return {s: (experts._parameters[s], *of[s]) for s in experts.formats}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def join(r: Mixture) -> None:
+    """Let the shared expert lie behind the others, where it is one of their kind: a copy.
+
+    Names and shapes of all tensors stay: they are parts of one stack then.
+    """
+    e, mlp = r.experts, r.shared
+    if mlp is None or r.gate is None or not e.is_gated or mlp.roles.up is None:
+        return
+    gate, up, down = mlp.layers()
+    kinds = {gate.format, up.format} == {e.formats.get(GATE_UP, e.formats.get(GATE))}
+    kinds = kinds and down.format == e.formats[DOWN] and e.formats.get(UP, up.format) == up.format
+    rule = e.gate.limit is None and e.gate.activation == mlp.activation and not e.gate.interleaved
+    sizes = (gate.out_features, down.in_features) == (e.intermediate_dim,) * 2
+    bare = down.bias is None and not any(n.endswith("_bias") for n in e._parameters)
+    bare = bare and all(t.dtype == torch.uint8 for of in r.parts().values() for t in of)
+    if not (kinds and rule and sizes and bare):
+        return
+    for of_experts, *own in r.parts().values():
+        count, size = len(of_experts), of_experts[0].numel()
+        stack = torch.cat([of_experts.detach().reshape(-1), *(t.reshape(-1) for t in own)])
+        of_experts.data = stack[: count * size].view(of_experts.shape)
+        for weight, values in zip(own, stack[count * size :].chunk(len(own)), strict=True):
+            weight.data = values.view(weight.shape)
+
+
+def _stacked(parts: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor] | None:
+    found = {}
+    for name, (experts, *own) in parts.items():
+        end = experts.data_ptr() + experts.numel()
+        for weight in own:
+            if weight.data_ptr() != end or weight.dtype != experts.dtype:
+                return None
+            end += weight.numel()
+        shape = (len(experts) + 1, *experts.shape[1:])
+        held = experts.untyped_storage().nbytes() - experts.storage_offset()
+        if end != experts.data_ptr() + experts[0].numel() * shape[0] or not (
+            experts.is_contiguous() and held >= shape[0] * experts[0].numel()
+        ):
+            return None
+        found[name] = experts.detach().as_strided(shape, experts.stride())
+    return found

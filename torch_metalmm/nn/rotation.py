@@ -1,0 +1,105 @@
+"""The rotation of heads by positions in one op: cos and sin of a model's own frequencies."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .settings import Settings
+
+_tables = torch.ops.metalmm.rope_tables.default
+_KINDS = (str, list, dict)  # of what a module says: how it scales, sections of frequencies
+
+
+@dataclass
+class Tables:
+    """What a module computes of positions [B, S]: (cos, sin) as torch.ops.metalmm.rope_tables.
+
+    name: the buffer of frequencies. keeps_float: results are f32, else of x's dtype. axes: of
+    positions [A, B, S], the one that a frequency takes; None where there are none such.
+    """
+
+    name: str
+    options: dict[str, Any]
+    keeps_float: bool
+    axes: Tensor | None = None
+    rows: int = 1  # A
+
+    def of(self, inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        axes = self.axes if positions.dim() == 3 else None
+        if axes is not None and axes.device != positions.device:
+            axes = self.axes = axes.to(positions.device)
+        dtype = torch.float32 if self.keeps_float else dtype
+        made: tuple[Tensor, Tensor] = _tables(
+            positions, inv_freq, axes, **self.options, dtype=dtype
+        )
+        return made
+
+
+class FusedRotation:
+    """The forward of a module that makes cos and sin, set on the module, which stays that object.
+
+    tables: {the argument behind the positions, None without one: Tables}. The frequencies are read
+    at every call. The class's own forward computes where one of the arguments is of another kind,
+    and once a number, a list or a name of the module is not what fuse_ saw.
+    """
+
+    def __init__(self, module: nn.Module, tables: dict[Any, Tables]) -> None:
+        self.module, self.tables = module, tables
+        self._settings = Settings([module])
+        said = ((n, v) for n, v in vars(module).items() if isinstance(v, _KINDS) and n[0] != "_")
+        self._said = copy.deepcopy([*said])
+
+    def attach(self) -> None:
+        self.module.__dict__["forward"] = self.forward
+
+    def detach(self) -> None:
+        del self.module.__dict__["forward"]
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: Any = None) -> Any:
+        module, tables = self.module, self.tables.get(layer_type)
+        inv_freq = None if tables is None else module._buffers.get(tables.name)
+        if (
+            tables is None
+            or inv_freq is None
+            or inv_freq.dtype != torch.float32
+            or inv_freq.requires_grad
+            or position_ids.dtype != torch.int64
+            or not inv_freq.device == position_ids.device == x.device
+            or not (position_ids.dim() == 2 or (*position_ids.shape[:-2],) == (tables.rows,))
+            or (position_ids.dim() == 3 and tables.axes is None)
+            or not self._same()
+        ):
+            given = () if layer_type is None else (layer_type,)
+            return type(module).forward(module, x, position_ids, *given)
+        return tables.of(inv_freq, position_ids, x.dtype)
+
+    def _same(self) -> bool:
+        """Whether the module is what fuse_ saw, but for its tensors."""
+        own = self.module.__dict__
+        return self._settings.same() and all(own.get(n) == v for n, v in self._said)
+
+
+def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as the op takes them."""
+    if angles == "whole":
+        return cos, sin
+    if angles == "none":
+        return cos[..., :0], sin[..., :0]
+    if angles == "back":
+        return cos, -sin
+    if angles == "twice":
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+
+
+def no_angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin that rotate nothing of x [batch, length, size]."""
+    nothing = x.new_empty(1, x.shape[1], 0)
+    return nothing, nothing
