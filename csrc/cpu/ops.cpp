@@ -148,6 +148,7 @@ at::Tensor embedding(const args::embedding& a) {
 std::tuple<at::Tensor, at::Tensor> rope_tables(const args::rope_tables& a) {
   const at::ScalarType type = check_dtype(a.dtype);
   check(a);
+  if (a.axes.has_value()) check_ids(*a.axes, a.positions.size(0), "positions", "rows", "axes");
   at::Tensor positions = a.positions.unsqueeze(-1);
   if (a.axes.has_value()) positions = a.positions.index_select(0, *a.axes).permute({1, 2, 0});
   const at::Tensor angles = (positions.to(at::kFloat) * a.inv_freq).contiguous();

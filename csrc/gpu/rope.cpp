@@ -149,6 +149,7 @@ Heads rope(const Engine& e, const args::rope& a) {
 std::tuple<at::Tensor, at::Tensor> rope_tables(const Engine& e, const args::rope_tables& a) {
   const at::ScalarType type = check_dtype(a.dtype);
   check(a);
+  if (a.axes.has_value()) check_ids(*a.axes, a.positions.size(0), "positions", "rows", "axes");
   const int64_t dims = a.positions.dim(), count = a.inv_freq.size(0);
   const int64_t batch = a.positions.size(dims - 2), length = a.positions.size(dims - 1);
   Operands o;

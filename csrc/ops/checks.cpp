@@ -278,13 +278,14 @@ Shape check(const args::rope_tables& a) {
   return {p.sym_size(dims - 2), p.sym_size(dims - 1), f.sym_size(0) * (a.twice ? 2 : 1)};
 }
 
-void check_ids(const at::Tensor& ids, int64_t count, const char* in, const char* what) {
+void check_ids(const at::Tensor& ids, int64_t count, const char* in, const char* what,
+               const char* name) {
   if (!ids.numel() || !ids.is_cpu()) return;
   const at::Tensor flat = ids.to(at::kLong).contiguous();
   const int64_t *first = elements<int64_t>(flat), *last = first + flat.numel();
   const auto bad = std::find_if(first, last, [=](int64_t i) { return i < 0 || i >= count; });
-  TORCH_CHECK_INDEX(bad == last, "ids: ", bad == last ? 0 : *bad, " is out of range; ", in, " has ",
-                    count, " ", what);
+  TORCH_CHECK_INDEX(bad == last, name, ": ", bad == last ? 0 : *bad, " is out of range; ", in,
+                    " has ", count, " ", what);
 }
 
 void check_packs(const char* name, const Format& f) {

@@ -93,7 +93,7 @@ Op check(const args::probe& a);
 // Whether each id is in range: for ids on the CPU only, elsewhere it would wait for the device.
 // What there are `count` of, and in what, is for the message.
 void check_ids(const at::Tensor& ids, int64_t count, const char* in = "the table",
-               const char* what = "rows");
+               const char* what = "rows", const char* name = "ids");
 
 // The dtype of decoded values: f32 unless given; f32, f16 or bf16.
 at::ScalarType check_dtype(std::optional<at::ScalarType> dtype);

@@ -58,6 +58,7 @@ void check_tables(const Problem& p) {
   if (t.rows < 1 || (t.rows > 1 && !t.axes)) {
     reject("rows: " + str(t.rows) + "; must be 1, or more with axes");
   }
+  if (t.interleaved && !t.twice) reject("interleaved: only where twice");
 }
 
 }  // namespace
@@ -87,8 +88,7 @@ void check(const Problem& p) {
       (!has_epilogue && ((p.alpha != 1 && !has_factor) || (p.has_c && !has_c)))) {
     reject("bias, c, alpha: " + op +
            " has none; linear and swiglu_down have, rms_norm and expert_down have c, experts have "
-           "bias, but in "
-           "tiles; route and rope_tables have alpha");
+           "bias, but not in tiles; route and rope_tables have alpha");
   }
   if ((p.has_scale || p.float_scale) && p.op != Op::kEmbedding) {
     reject("scale: of embedding, not of " + op);
@@ -96,6 +96,9 @@ void check(const Problem& p) {
   if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
   if (p.rounded && p.op != Op::kActMul) reject("rounded: of act_mul, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
+  if (p.op == Op::kExpertDown && p.has_c && p.beta != 1) {
+    reject("beta: " + std::to_string(p.beta) + "; expert_down adds c as it is: 1");
+  }
   if (p.has_norm && p.op != Op::kLinear && p.op != Op::kSwigluUp) {
     reject("norm: of x of linear and swiglu_up, not of " + op);
   }

@@ -336,8 +336,8 @@ Pass main_pass(StrategyId strategy, const Problem& p, const Parts& parts, bool i
   }
   if (strategy == S::rope_tables) {
     const TableSizes& t = p.tables;
-    epilogue = (t.twice ? kTablesTwice : 0u) |
-               (t.twice && t.interleaved ? kTablesInterleaved : 0u) | (t.axes ? kTablesAxes : 0u);
+    epilogue = (t.twice ? kTablesTwice : 0u) | (t.interleaved ? kTablesInterleaved : 0u) |
+               (t.axes ? kTablesAxes : 0u);
     out.args.n = u32(product(p.k, t.twice ? 2 : 1), "values of a row");
     out.args.kv_heads = u32(t.rows, "rows");
     out.constants[kConstantK] = out.args.k;

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from attention_oracle import Traits, attention
-from backends import Backend
+from backends import CPU, Backend
 from cache_cases import Call, layer, pack
 from inputs import activations, random_weight
 from oracle import check
@@ -235,7 +235,7 @@ def test_packed_rows_have_no_gradient(backend: Backend) -> None:
 @pytest.mark.parametrize("softcap", [0.0, 9.0])
 @pytest.mark.parametrize("way", STRATEGIES[:3])
 def test_a_nan_reaches_the_result(way: str, softcap: float, backend: Backend) -> None:
-    """Of q, of a key or of a value that is seen; one that is not seen stays out, but of sdpa."""
+    """Of q, of a key or of a value that is seen; a key that is not seen stays out, but of sdpa."""
     cache = layer((1, 1, 9, 64), 9, ("f32", "f32"))
     q = activations(1, 1, 2, 64, seed="q")
     for t in (q, cache.keys, cache.values):
@@ -246,6 +246,29 @@ def test_a_nan_reaches_the_result(way: str, softcap: float, backend: Backend) ->
         if t is cache.keys:  # of the last slot, which only the last query sees
             assert not y[0, 0].isnan().any()
         t.copy_(saved)
+
+
+@pytest.mark.parametrize("way", STRATEGIES[:2])
+@pytest.mark.parametrize("slots", [400, 700])
+def test_a_nan_before_the_window_stays_out(slots: int, way: str) -> None:
+    """Wherever what a CPU multiplies at a time begins."""
+    cache = layer((1, 1, slots, 64), slots, ("f32", "f32"))
+    cache.keys[0, 0, 100] = cache.values[0, 0, 100] = torch.nan
+    q = activations(1, 1, 20, 64, seed="q")
+    assert attend(Call(q, cache, Traits(window=8)), CPU, way).isfinite().all()
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_prompt_may_be_cut_anywhere(window: int) -> None:
+    """The bits of a query are those that it has beside others, over chunks of 512 slots."""
+    cache = layer((1, 2, 900, 64), 900, ("q8_0", "f16"))
+    q = activations(1, 4, 900, 64, seed="q")
+    whole = attend(Call(q, cache, Traits(window=window)), CPU, "attention_tile")
+    for first, last in ((0, 20), (0, 513), (100, 137), (512, 700), (883, 900), (899, 900)):
+        part = Call(q[:, :, first:last], replace(cache, length=last), Traits(window=window))
+        got = attend(part, CPU, "attention_tile")
+        assert torch.equal(got, whole[:, first:last]), (first, last)
 
 
 @pytest.mark.parametrize("slots", [37, 320])  # one part, and five of a GPU

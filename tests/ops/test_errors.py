@@ -51,6 +51,19 @@ def test_bad_arguments(label: str, backend: Backend) -> None:
         expect(CASES[label], t)
 
 
+@pytest.mark.parametrize("axis", [-1, 3])
+def test_an_axis_is_a_row_of_the_positions(axis: int, backend: Backend) -> None:
+    """A device is not waited for to see one: it takes the nearest."""
+    positions, freq = torch.arange(6).view(3, 1, 2), torch.ones(4)
+    given = [backend.put(t) for t in (positions, freq, torch.tensor([0, 1, axis, 2]))]
+    if backend.device == "cpu":
+        with pytest.raises(IndexError, match=f"axes: {axis} is out of range; positions has 3 rows"):
+            ops.rope_tables(*given)
+    else:
+        nearest = backend.put(torch.tensor([0, 1, min(max(axis, 0), 2), 2]))
+        assert torch.equal(ops.rope_tables(*given)[0], ops.rope_tables(*given[:2], nearest)[0])
+
+
 @pytest.mark.parametrize("label", TRACED)
 def test_bad_arguments_of_fakes(label: str, backend: Backend) -> None:
     put = {k: backend.put(v) for k, v in arguments().items()}

@@ -45,6 +45,8 @@ from torch_metalmm import _C, formats
         ({"op": "rope_append", "w_stride": 9}, "rows of q4_0 begin at multiples of 2 .* stride 9"),
         ({"op": "rope_append", "strategy": "rope"}, "strategy: rope does not compute rope_append"),
         ({"op": "rope_tables", "tables": {"rows": 2}}, "rows: 2; must be 1, or more with axes"),
+        ({"op": "rope_tables", "tables": {"interleaved": True}}, "interleaved: only where twice"),
+        ({"op": "expert_down", "c": True, "beta": 2.0}, "beta: 2.*; expert_down adds c as it is"),
         ({"op": "rope", "scale": True}, "scale: of embedding, not of rope"),
         ({"op": "causal_conv", "k": 9}, "k: 9; must be 1 to 8"),
         ({"op": "causal_conv", "k": 4}, "width: 0; must be k - 1 or more"),

@@ -13,6 +13,7 @@ from .fused import GatedMLP
 from .router import Router
 
 _FEW = 16  # rows up to which experts and the shared one are read as one stack
+_MOST = 31  # choices of route beside a shared one
 
 
 @dataclass(eq=False)
@@ -29,11 +30,11 @@ class Mixture:
     experts: Any
     shared: GatedMLP | None = None
     gate: Any = None
-    _key: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    _stacks: dict[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    _key: tuple[int, ...] = field(default=(), compare=False, repr=False)  # addresses, of
+    _stacked: bool = field(default=False, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_key": (), "_stacks": None}  # views of this model's memory
+        return {**self.__dict__, "_key": ()}  # another model's memory is another
 
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
@@ -72,15 +73,23 @@ class Mixture:
         return y * factor if added is None else torch.addcmul(added, y, factor)
 
     def stacks(self) -> dict[str, Tensor] | None:
-        """The stacks of the experts with the shared one behind them, where it lies there."""
+        """The stacks of the experts with the shared one behind them, where it lies there.
+
+        Views of this call: kept, they would hold the memory of weights that were replaced.
+        """
         if torch.compiler.is_compiling() or self.shared is None:
             return None
-        parts = self.parts()
-        key = tuple(t.data_ptr() for pair in parts.values() for t in pair)
+        parts, layers = self.parts(), self.shared.layers()
+        key = tuple(
+            at for of in parts.values() for t in of for at in (t.data_ptr(), _memory(t).data_ptr())
+        )
         if key != self._key:
-            self._key, self._stacks = key, _stacked(parts)
+            self._key, self._stacked = key, all(map(_is_stack, parts.values()))
         own = self.experts.activations
-        return self._stacks if all(m.activations == own for m in self.shared.layers()) else None
+        alike = all(m.activations == own and m._parameters["bias"] is None for m in layers)
+        if not (self._stacked and alike):
+            return None
+        return {n: _stack(experts) for n, (experts, *_) in parts.items()}
 
     def parts(self) -> dict[str, tuple[Tensor, ...]]:
         """{stack: (the experts', the shared one's)}; gate and up of this may be two."""
@@ -102,6 +111,8 @@ def join(r: Mixture) -> None:
     e, mlp = r.experts, r.shared
     if mlp is None or r.gate is None or not e.is_gated or mlp.roles.up is None:
         return
+    if r.router.top_k > _MOST:
+        return
     gate, up, down = mlp.layers()
     kinds = {gate.format, up.format} == {e.formats.get(GATE_UP, e.formats.get(GATE))}
     kinds = kinds and down.format == e.formats[DOWN] and e.formats.get(UP, up.format) == up.format
@@ -119,19 +130,24 @@ def join(r: Mixture) -> None:
             weight.data = values.view(weight.shape)
 
 
-def _stacked(parts: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor] | None:
-    found = {}
-    for name, (experts, *own) in parts.items():
-        end = experts.data_ptr() + experts.numel()
-        for weight in own:
-            if weight.data_ptr() != end or weight.dtype != experts.dtype:
-                return None
-            end += weight.numel()
-        shape = (len(experts) + 1, *experts.shape[1:])
-        held = experts.untyped_storage().nbytes() - experts.storage_offset()
-        if end != experts.data_ptr() + experts[0].numel() * shape[0] or not (
-            experts.is_contiguous() and held >= shape[0] * experts[0].numel()
-        ):
-            return None
-        found[name] = experts.detach().as_strided(shape, experts.stride())
-    return found
+def _memory(t: Tensor) -> torch.UntypedStorage:
+    return t.untyped_storage()
+
+
+def _is_stack(parts: tuple[Tensor, ...]) -> bool:
+    """Whether the last parts are an expert more, behind the others."""
+    experts, *own = parts
+    end = experts.data_ptr() + experts.numel()
+    for weight in own:
+        if weight.data_ptr() != end or weight.dtype != experts.dtype:
+            return False
+        end += weight.numel()
+    size = (len(experts) + 1) * experts[0].numel()
+    held = _memory(experts).nbytes() - experts.storage_offset()
+    return end == experts.data_ptr() + size and experts.is_contiguous() and held >= size
+
+
+def _stack(experts: Tensor) -> Tensor:
+    """The experts and the one behind them."""
+    shape = (len(experts) + 1, *experts.shape[1:])
+    return experts.detach().as_strided(shape, experts.stride())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..formats import DTYPES
 from .recipe import Norm
 from .settings import Settings
 
@@ -19,7 +20,7 @@ class FusedNorm:
     centred, of x less its mean.
 
     The class's own forward computes where a gradient is recorded, under autocast, where x has not
-    the weight's dtype (without a weight, any is right), and once eps or that forward is another.
+    the weight's dtype, or one that the op does not take, and once eps or that forward is another.
     """
 
     def __init__(self, norm: Norm, centred: bool = False) -> None:
@@ -37,6 +38,7 @@ class FusedNorm:
         own = (
             args
             or kwargs
+            or x.dtype not in DTYPES.values()
             or (norm.name and (weight is None or weight.dtype != x.dtype))
             or not self._settings.same()
             or torch.is_autocast_enabled(x.device.type)
@@ -48,5 +50,5 @@ class FusedNorm:
         if own:
             return type(norm.module).forward(norm.module, x, *args, **kwargs)
         if self.centred:
-            return F.layer_norm(x, (norm.size,), weight, None, norm.eps)
+            return F.layer_norm(x, x.shape[-1:], weight, None, norm.eps)
         return _rms_norm(x, weight, norm.eps, norm.offset, None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .settings import Settings
 
-_tables = torch.ops.metalmm.rope_tables.default
+_rope_tables = torch.ops.metalmm.rope_tables.default
 _KINDS = (str, list, dict)  # of what a module says: how it scales, sections of frequencies
 
 
@@ -34,7 +34,7 @@ class Tables:
         if axes is not None and axes.device != positions.device:
             axes = self.axes = axes.to(positions.device)
         dtype = torch.float32 if self.keeps_float else dtype
-        made: tuple[Tensor, Tensor] = _tables(
+        made: tuple[Tensor, Tensor] = _rope_tables(
             positions, inv_freq, axes, **self.options, dtype=dtype
         )
         return made
@@ -45,14 +45,14 @@ class FusedRotation:
 
     tables: {the argument behind the positions, None without one: Tables}. The frequencies are read
     at every call. The class's own forward computes where one of the arguments is of another kind,
-    and once a number, a list or a name of the module is not what fuse_ saw.
+    and once a number, a list or a name of the module is not what fuse_ saw. What its config says is
+    not compared: transformers' modules read that when they are made.
     """
 
     def __init__(self, module: nn.Module, tables: dict[Any, Tables]) -> None:
         self.module, self.tables = module, tables
         self._settings = Settings([module])
-        said = ((n, v) for n, v in vars(module).items() if isinstance(v, _KINDS) and n[0] != "_")
-        self._said = copy.deepcopy([*said])
+        self._said = copy.deepcopy(said_by(module))
 
     def attach(self) -> None:
         self.module.__dict__["forward"] = self.forward
@@ -82,6 +82,20 @@ class FusedRotation:
         """Whether the module is what fuse_ saw, but for its tensors."""
         own = self.module.__dict__
         return self._settings.same() and all(own.get(n) == v for n, v in self._said)
+
+
+def said_by(module: nn.Module) -> list[tuple[str, Any]]:
+    """What a module says of itself beside numbers."""
+    return [(n, v) for n, v in vars(module).items() if isinstance(v, _KINDS) and n[0] != "_"]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether == of such values is a bool: numbers, texts, lists and dicts of these."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return value is None or isinstance(value, str | int | float)
 
 
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

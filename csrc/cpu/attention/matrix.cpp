@@ -11,12 +11,12 @@ namespace metalmm::cpu {
 namespace {
 
 // Chunks begin at multiples of kChunk, and a row's sums are its own: its result does not depend on
-// the queries beside it.
+// the queries beside it, where values are finite. Slots that none of these sees are not read.
 constexpr int64_t kChunk = kDecodeK;
 // Rows of a task: queries, each with all heads of its group. A multiple of every set's tile_rows;
 // scores, queries and sums of 128 values take 230 KB of the second-level cache.
 constexpr int64_t kRows = 48;
-constexpr int64_t kMostFloats = 1 << 23;  // decoded at a time: 32 MB
+constexpr int64_t kMostFloats = 1 << 23;  // decoded at a time: 32 MB, or one head
 
 // Keys and values of one head of one sequence, of the slots of `span`.
 struct Head {
@@ -82,7 +82,7 @@ struct Task {
       const Span chunk{at, std::min(seen.last, at + kChunk)};
       multiply_keys(chunk);
       for (int64_t r = 0; r < rows; ++r) soften(r, chunk);
-      weigh_values(chunk);
+      weigh_values(chunk, std::max(at, seen.first));
     }
     for (int64_t r = 0; r < rows; ++r) {
       float* y = out + ((head.b * a.queries + query(r)) * a.heads + query_head(r)) * a.dim;
@@ -144,12 +144,14 @@ struct Task {
     s.totals[r] += s.isa.attention.exp(row, n, top);
   }
 
-  void weigh_values(Span chunk) const {
+  // The slots of the chunk from `first` on: 0 times a value that is not finite is NaN.
+  void weigh_values(Span chunk, int64_t first) const {
     const int64_t width = s.isa.width, slots = head.slots();
-    const float* values = head.values.data() + (chunk.first - head.span.first) * width;
+    const float* scores = s.scores.data() + first - chunk.first;
+    const float* values = head.values.data() + (first - head.span.first) * width;
     each_tile(s.padded / width, [&](TileKernel tile, int64_t r, int64_t p) {
-      tile({s.scores.data() + r * kDecodeStride, values + p * slots * width, slots * width,
-            chunk.last - chunk.first, s.sums.data() + r * s.padded + p * width, s.padded, true});
+      tile({scores + r * kDecodeStride, values + p * slots * width, slots * width,
+            chunk.last - first, s.sums.data() + r * s.padded + p * width, s.padded, true});
     });
   }
 };
@@ -162,6 +164,7 @@ int64_t balanced(int64_t i, int64_t count) { return i % 2 ? count - 1 - i / 2 : 
 
 void attend_matrix(const Attention& a, float* out) {
   const int64_t width = current_isa().width, all = a.batch * a.kv_heads;
+  TORCH_INTERNAL_ASSERT(kRows % current_isa().tile_rows == 0);
   const int64_t rows = a.queries * a.group(), tasks = (rows + kRows - 1) / kRows;
   const int64_t floats = 2 * std::max<int64_t>(1, a.longest()) * a.dim;
   const int64_t most = std::clamp<int64_t>(kMostFloats / floats, 1, all);

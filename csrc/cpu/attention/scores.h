@@ -24,7 +24,6 @@ class CacheRows {
     if (bytes_.numel()) first_ = make_weight(bytes_.select(0, 0).select(0, 0), format, dim);
   }
 
-  const Format& format() const { return format_; }
   const CodecKernels& kernels() const { return kernels_of(format_); }
   // Of one head; of a cache of all sequences, whichever is asked for.
   Weight weight(int64_t batch, int64_t kv_head) const {
@@ -115,11 +114,6 @@ struct Attention {
   // those of the slots of `at`.
   void finish_scores(int64_t batch, int64_t head, int64_t i, Span at, float* s) const;
 };
-
-// What a row of weights needs beside them: the sum, with the sink where there is one.
-inline float sink_weight(const Attention& a, int64_t head, float top) {
-  return a.sinks.empty() ? 0.f : std::exp(a.sinks[head] - top);
-}
 
 // Up to 16 queries: the context is split, and each part walked once for all queries of a head of
 // keys.

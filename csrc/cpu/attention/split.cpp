@@ -46,6 +46,11 @@ struct Queries {
   }
 };
 
+// What a row of weights needs beside them: the sum, with the sink where there is one.
+float sink_weight(const Attention& a, int64_t head, float top) {
+  return a.sinks.empty() ? 0.f : std::exp(a.sinks[head] - top);
+}
+
 struct Split {
   const Attention& a;
   const Queries& x;

@@ -23,7 +23,6 @@ from torch_metalmm import QuantLinear, fuse_, load_gguf, quantize_, unfuse_
 from torch_metalmm.models.cache_argument import cache_argument
 from torch_metalmm.models.fuse.confirm import agrees
 from torch_metalmm.models.fuse.layers import fused_layer
-from torch_metalmm.models.fuse.norms import as_norm
 from torch_metalmm.models.fuse.observe import observed
 from torch_metalmm.nn.layer import FusedLayer
 from torch_metalmm.nn.recipe import Step
@@ -254,35 +253,6 @@ def test_another_order_of_projections() -> None:
     fuse_(model)
     assert all(are_fused(model))
     assert (logits(model) - want).norm() <= 1e-5 * want.norm()
-
-
-# ---- norms
-
-
-class Norm(nn.Module):
-    def __init__(self, offset: float = 0.0, *, clamp: float = 1e9, mean: float = 0.0) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(48))
-        self.decoy, self.small = 0.5, 1e-4
-        self.offset, self.clamp, self.mean = int(offset), clamp, mean
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x - self.mean * x.mean(-1, keepdim=True)
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.small)
-        return (y * (self.offset + self.gain)).clamp(-self.clamp, self.clamp)
-
-
-def test_norms_are_known_by_what_they_compute() -> None:
-    for offset in (0.0, 1.0):
-        norm = as_norm(Norm(offset), 48)
-        assert norm is not None and (norm.eps, norm.offset, norm.name) == (1e-4, offset, "gain")
-    rms = as_norm(nn.RMSNorm(48, eps=1e-6), 48)
-    assert rms is not None and rms.eps == 1e-6
-    bare = as_norm(nn.RMSNorm(48, eps=1e-6, elementwise_affine=False), 48)
-    assert bare is not None and bare.weight() is None and bare.offset == 0
-    assert as_norm(Norm(), 32) is None
-    for other in (Norm(2.0), Norm(clamp=8.0), Norm(mean=1.0), nn.LayerNorm(48), nn.Identity()):
-        assert as_norm(other, 48) is None
 
 
 # ---- whole models

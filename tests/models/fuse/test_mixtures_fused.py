@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bench.models.families import family, fused_family
 from torch_metalmm import unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
+from torch_metalmm.nn.experts import QuantExperts
 from torch_metalmm.nn.mixture import Mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,7 +41,9 @@ def assert_near(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
-def test_the_shared_expert_behind_the_others(kind: str, tmp_path: Path) -> None:
+def test_the_shared_expert_behind_the_others(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes and names stay; few rows read one stack, many rows and copies two weights."""
     model = family(kind)
     fused = fused_family(model)
@@ -51,8 +57,15 @@ def test_the_shared_expert_behind_the_others(kind: str, tmp_path: Path) -> None:
         assert {n: len(t) for n, t in stacks.items()} == dict.fromkeys(mixture.experts.formats, 9)
         own = stacks["gate_up_proj"][:8]
         assert own.data_ptr() == mixture.experts.gate_up_proj.data_ptr()
+    took: list[bool] = []
+    mixed = QuantExperts.mixed
+    monkeypatch.setattr(
+        QuantExperts, "mixed", lambda *a: (took.append(a[5] is not None), mixed(*a))[1]
+    )
     for length in (1, 16, 17):
+        took.clear()
         assert_near(logits(fused, length), logits(model, length))
+        assert took == [length <= 16] * 2
     copied = copy.deepcopy(fused)
     assert all(m.stacks() is None for m in mixtures(copied))
     assert_near(logits(copied, 3), logits(model, 3))
@@ -61,6 +74,9 @@ def test_the_shared_expert_behind_the_others(kind: str, tmp_path: Path) -> None:
             m.get_decoder().layers[0].mlp.shared_expert.down_proj.weight.zero_()
     assert_near(logits(fused, 2), logits(model, 2))
     fused.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[n], t) for n, t in fused.state_dict().items() if n in saved)
+    assert {n for n in want if "experts" in n} <= saved.keys()
     assert_near(logits(unfuse_(fused), 3), logits(model, 3))
 
 
@@ -75,3 +91,28 @@ def test_shared_experts_of_another_kind_stay_apart() -> None:
         found = mixtures(fused)
         assert found and all(m.stacks() is None for m in found if m.gate is not None)
         assert_near(logits(fused, 3), logits(model, 3))
+
+
+def test_more_choices_than_route_has_beside_a_shared_expert() -> None:
+    options = {"num_experts": 40, "num_experts_per_tok": 32}
+    model = family("qwen3_next", **options)
+    fused = fused_family(model)
+    assert mixtures(fused) and all(m.stacks() is None for m in mixtures(fused))
+    assert_near(logits(fused, 3), logits(model, 3))
+
+
+def test_what_changes_after_fuse_() -> None:
+    """A bias of the shared expert counts, and weights that are replaced are freed."""
+    model = family("qwen3_next")
+    fused = fused_family(model)
+    logits(fused, 1)
+    old = StorageWeakRef(mixtures(fused)[0].experts._parameters["down_proj"].untyped_storage())
+    fused.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+    gc.collect()
+    assert old.expired()
+    assert_near(logits(fused, 3), logits(model, 3))
+    biased = fused_family(model)
+    for m in (model, biased):
+        down = m.get_decoder().layers[0].mlp.shared_expert.down_proj
+        down.bias = torch.nn.Parameter(torch.ones(down.out_features), requires_grad=False)
+    assert_near(logits(biased, 3), logits(model, 3))

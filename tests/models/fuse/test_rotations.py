@@ -90,13 +90,13 @@ def test_scaled_rotations(kind: str) -> None:
 
 def test_when_the_own_forward_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No table is old: frequencies are read at each call, what else decides is compared."""
-    x, where, op, took = torch.zeros(1, 4, 8), places(1, 4), rotation_room._tables, []
+    x, where, op, took = torch.zeros(1, 4, 8), places(1, 4), rotation_room._rope_tables, []
 
     def counted(*args: Any, **options: Any) -> Any:
         took.append(1)
         return op(*args, **options)
 
-    monkeypatch.setattr(rotation_room, "_tables", counted)
+    monkeypatch.setattr(rotation_room, "_rope_tables", counted)
 
     def changed(change: Any) -> tuple[Any, bool]:
         model = family("qwen3_5_text")
@@ -128,8 +128,7 @@ def test_when_the_own_forward_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(copied.forward.__self__, FusedRotation)
     assert all(map(torch.equal, copied(x, where), rotation.module(x, where)))
     model = nn.ModuleList([rotation.module])
-    rotation.detach()
-    assert not rotations(unfuse_(model))
+    assert rotations(model) and not rotations(unfuse_(model))
 
 
 class Other(nn.Module):
@@ -151,3 +150,42 @@ def test_other_angles_stay(shift: float, half: bool) -> None:
     model = nn.ModuleList([Other(shift, half)])
     fuse_rotations(model)
     assert bool(rotations(model)) == (not shift and not half)
+
+
+class Kinds(nn.Module):
+    """Two kinds of layers, of frequencies that are equal at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind in "ab":
+            self.register_buffer(f"{kind}_inv_freq", 1 / 100 ** (torch.arange(4) / 4))
+        self.said: Any = "a word"
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * getattr(self, f"{layer_type}_inv_freq")
+        emb = torch.cat((angles, angles), -1)
+        return emb.cos().to(x.dtype), emb.sin().to(x.dtype)
+
+
+class Renamed(Other):
+    """What callers name otherwise."""
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(hidden, positions)
+
+
+def test_a_kind_has_its_own_frequencies() -> None:
+    model = nn.ModuleList([Kinds()])
+    fuse_rotations(model)
+    [rotation] = rotations(model)
+    rotation.module.b_inv_freq.mul_(0.5)
+    for kind in "ab":
+        assert_same(rotation, torch.zeros(1, 4, 8), places(1, 4), kind)
+
+
+def test_modules_that_say_or_name_something_else_stay() -> None:
+    says_tensors = Kinds()
+    says_tensors.said = {"t": torch.ones(2)}
+    model = nn.ModuleList([says_tensors, Renamed(0.0, False)])
+    fuse_rotations(model)
+    assert not rotations(model)

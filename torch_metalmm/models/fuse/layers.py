@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -142,10 +143,9 @@ def _fuse_norms(module: nn.Module) -> None:
         norm = norm if centred else None
     if norm is not None and row.device.type != "meta":
         row = row.to(row.dtype if norm.name else torch.half)
-        with torch.no_grad():
-            same = module(row[None]).dtype == row.dtype
-        if same:
-            FusedNorm(norm, centred).attach()
+        with torch.no_grad(), suppress(Exception):  # it may refuse halves
+            if module(row[None]).dtype == row.dtype:
+                FusedNorm(norm, centred).attach()
 
 
 def _detach_parts(model: nn.Module) -> None:

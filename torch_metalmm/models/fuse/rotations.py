@@ -14,19 +14,22 @@ from torch import Tensor, nn
 
 from ...nn.fused import unhooked
 from ...nn.layer import positions as names_of
-from ...nn.rotation import FusedRotation, Tables
+from ...nn.rotation import FusedRotation, Tables, is_plain, said_by
 from .runs import Unknown, numbers
 
 _FORMS = ((True, False), (True, True), (False, False))  # (twice, interleaved)
 _FAR = 2**21  # behind every context, where frequencies that follow the length are others
 _ROWS = 3  # of positions in models of pictures
 _SUFFIX = "_inv_freq"
+_NAMES = ["x", "position_ids", "layer_type"]  # of FusedRotation.forward
 
 
 def fuse_rotations(model: nn.Module) -> None:
     """Give each module that makes cos and sin of positions a forward of our op."""
     for module in model.modules():
         if module._modules or module._parameters or not module._buffers or not unhooked(module):
+            continue
+        if not all(is_plain(v) for _, v in said_by(module)):
             continue
         try:
             tables = {kind: _tables_of(module, kind) for kind in _kinds(module)}
@@ -38,11 +41,11 @@ def fuse_rotations(model: nn.Module) -> None:
 
 def _kinds(module: nn.Module) -> list[Any]:
     """What the argument behind the positions may be: what buffers are named after; None: none."""
-    count = len(names_of(module))
+    names = names_of(module)
     kinds = [n.removesuffix(_SUFFIX) for n in module._buffers if n.endswith(_SUFFIX)]
-    if count == 2:
+    if names == _NAMES[:2]:
         return [None]
-    return [k for k in kinds if not k.endswith("original")] if count == 3 else []
+    return [k for k in kinds if not k.endswith("original")] if names == _NAMES else []
 
 
 def _tables_of(module: nn.Module, kind: Any) -> Tables:
@@ -50,7 +53,7 @@ def _tables_of(module: nn.Module, kind: Any) -> Tables:
     places = numbers(50, 2, 6)
     cases = [(p, t) for p in (places, places + _FAR, places) for t in (torch.float32, torch.half)]
     want = _results(module, kind, cases)
-    for tables in _candidates(module, want[1][0].dtype == torch.float32):
+    for tables in _candidates(module, kind, want[1][0].dtype == torch.float32):
         inv_freq = _frequencies(module, tables.name)
         if all(_same(tables, inv_freq, *case, w) for case, w in zip(cases, want, strict=True)):
             return _with_axes(module, kind, tables)
@@ -69,9 +72,10 @@ def _frequencies(module: nn.Module, name: str) -> Tensor:
     return found.detach().cpu()  # type: ignore[no-any-return]
 
 
-def _candidates(module: nn.Module, keeps_float: bool) -> Iterator[Tables]:
+def _candidates(module: nn.Module, kind: Any, keeps_float: bool) -> Iterator[Tables]:
     floats = dict.fromkeys((1.0, *(v for v in vars(module).values() if type(v) is float)))
-    buffers = [n for n, b in module._buffers.items() if b is not None and b.dim() == 1]
+    own = module._buffers if kind is None else [f"{kind}{_SUFFIX}"]
+    buffers = [n for n in own if (b := module._buffers[n]) is not None and b.dim() == 1]
     for name, scale, (twice, interleaved) in product(buffers, floats, _FORMS):
         options = {"twice": twice, "interleaved": interleaved, "scale": scale}
         yield Tables(name, options, keeps_float)
