@@ -90,12 +90,12 @@ def said_by(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether == of such values is a bool: numbers, texts, lists and dicts of these."""
+    """Whether == of such values is a bool: numbers, texts, functions, lists and dicts of these."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    return value is None or isinstance(value, str | int | float)
+    return value is None or isinstance(value, str | int | float) or callable(value)
 
 
 def tables(angles: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
