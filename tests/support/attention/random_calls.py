@@ -52,8 +52,6 @@ def halved(c: Call, backend: Backend, strategy: str | None) -> Halved:
     sizes |= {"bool_mask": mask is not None and mask.dtype == torch.bool}
     sizes |= {"float_mask": mask is not None and mask.dtype != torch.bool}
     if not backend.chip():
-        if strategy is None and _C.cpu_attention(to_decode, dtype, sizes) == "sdpa":
-            return c.q.dtype
         return False
     slots = c.cache.keys.shape[2] if mask is None else min(c.cache.keys.shape[2], mask.shape[3])
     sizes |= {"filled": is_filled(c)}
