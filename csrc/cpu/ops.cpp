@@ -6,7 +6,6 @@
 #include <atomic>
 #include <limits>
 
-#include "attention/attention.h"
 #include "cpu/quantize/quantize.h"
 #include "hooks/hooks.h"
 #include "matmul.h"
@@ -233,9 +232,6 @@ at::Tensor quantize(const args::quantize& a) {
 TORCH_LIBRARY_IMPL(metalmm, CPU, m) {
   hooks().cpu_strategy = [](int64_t rows, DType dtype) {
     return kStrategyNames[static_cast<int>(choose_strategy(rows, torch_dtype(dtype)))];
-  };
-  hooks().cpu_attention = [](const Problem& p) {
-    return kAttentionWays[static_cast<int>(choose_way(p))];
   };
   set_strategy_check(at::kCPU, [](std::string_view name, Activations activations) {
     strategy_by_name(name, activations);

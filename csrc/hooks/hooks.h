@@ -19,9 +19,8 @@ struct Facts;
 using HostLaunch = std::function<void(const Plan&, const Buffers&)>;
 
 struct Hooks {
-  // The strategies that the CPU takes on this machine: of linear for m rows of x, of attention.
+  // The strategy that the CPU takes on this machine of linear for m rows of x.
   const char* (*cpu_strategy)(int64_t m, DType dtype) = nullptr;
-  const char* (*cpu_attention)(const Problem& problem) = nullptr;
   // Puts an engine in the place of the CPU's kernels, and these again.
   void (*replace_cpu)(const Gpu& gpu, HostLaunch launch) = nullptr;
   void (*restore_cpu)() = nullptr;

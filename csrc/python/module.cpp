@@ -77,17 +77,6 @@ PYBIND11_MODULE(_C, m) {
       py::arg("m"), py::arg("dtype"),
       "What linear on the CPU takes for m rows of x of this dtype on this machine.");
   m.def(
-      "cpu_attention",
-      [](const std::string& format, const std::string& dtype, const py::dict& attention) {
-        metalmm::Problem p;
-        p.format = &metalmm::format_by_name(format);
-        p.dtype = metalmm::dtype_by_name(dtype);
-        p.attention = metalmm::read_attention(attention);
-        return metalmm::loaded_hooks().cpu_attention(p);
-      },
-      py::arg("format"), py::arg("dtype"), py::arg("attention"),
-      "What attention on the CPU takes; `attention` as of plan().");
-  m.def(
       "has_int8",
       [](const std::string& format) {
         return metalmm::cpu::int8::has_codes(metalmm::format_by_name(format));
