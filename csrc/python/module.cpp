@@ -8,7 +8,6 @@
 #include "cpu/kernels.h"
 #include "hooks/hooks.h"
 #include "plan/format.h"
-#include "plan_fields.h"
 
 namespace py = pybind11;
 

@@ -170,7 +170,10 @@ def tables_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
     flags["interleaved"] = flags["twice"] and pick.random() < 0.5
     where = generator(kernel, batch, length, count)
     positions = torch.randint(1 << 17, (3, batch, length), generator=where)
-    axes, freq = torch.randint(3, (count,), generator=where), uniform(torch.float32, count).abs()
+    axes, freq = (
+        torch.randint(3, (count,), generator=where),
+        uniform(torch.float32, count, seed=kernel).abs(),
+    )
 
     def run(put: Callable[[Tensor], Tensor]) -> Tensor:
         made = ops.rope_tables(put(positions), put(freq), put(axes), **flags, dtype=dtype)
@@ -321,7 +324,7 @@ def rows_case(
     ids = torch.tensor([pick.randrange(n) for _ in range(pick.randint(1, 5))])
     problem = {"op": strategy, "n": n, "k": k, "m": len(ids), "format": name}
     if strategy == "embedding":
-        scale = uniform(pick.choice([dtype, torch.float32]), 1)
+        scale = uniform(pick.choice([dtype, torch.float32]), 1, seed=(kernel, "scale"))
         problem |= {"scale": True, "float_scale": scale.dtype != dtype}
         return Case(
             kernel,
