@@ -23,7 +23,7 @@ pytestmark = [
 SHAPES = ((2, 5), (3, 7), (4, 16), (2, 33))
 # Ops of ours in a layer: q k v o, gate up down; norm+q+k+v rope o, norm+gate*up down.
 OPS = {"plain": 7, "fused": 5}
-BESIDE = {"plain": 2, "fused": 3}  # embedding, head; the norm between
+BESIDE = {"plain": 2, "fused": 4}  # embedding, head; rotation tables, the norm between
 
 
 @pytest.fixture
