@@ -198,21 +198,23 @@ def rope_tables(_: str, dtype: torch.dtype) -> Call:
 def route(_: str, dtype: torch.dtype) -> Call:
     """Three tokens, 2 of 8 experts in 4 groups."""
     x, bias, choice = torch.zeros(3, 24, dtype=dtype)[:, 8:16], torch.zeros(9)[1:], torch.zeros(8)
-    sizes = {"groups": 4, "kept_groups": 2, "group_best": 1}
+    shared, sizes = torch.zeros(5, 1)[2:], {"groups": 4, "kept_groups": 2, "group_best": 1}
     run = lambda: ops.route(  # noqa: E731
         x,
         2,
         None,
         bias,
         choice_bias=choice,
+        shared=shared,
         scoring="sigmoid",
         renormalise=True,
         scale=0.5,
         **sizes,
     )
-    given = sizes | dict.fromkeys(("sigmoid", "renormalise", "bias", "choice_bias"), True)
+    flags = ("sigmoid", "renormalise", "bias", "choice_bias", "shared")
+    given = sizes | dict.fromkeys(flags, True)
     problem = {"op": "route", "m": 3, "n": 8, "k": 2, "x_stride": 24, "alpha": 0.5, "route": given}
-    return Call(run, {"x": x, "bias": bias, "x2": choice}, problem)
+    return Call(run, {"x": x, "bias": bias, "x2": choice, "c": shared}, problem)
 
 
 def attention(name: str, dtype: torch.dtype, queries: int, filled: bool = False) -> Call:
@@ -274,12 +276,14 @@ def experts(name: str, strategy: str, dtype: torch.dtype) -> Call:
         return Call(run, operands, problem | {"experts": sizes, "bias": True})
     bias, operands = torch.zeros(7, N, dtype=dtype)[4:], {"x": x, "weight": w, "ids": ids}
     scores = torch.zeros(3, 2, dtype=dtype)[1:] if strategy == "expert_down" else None
+    added = None
     problem |= {"op": "expert_linear", "m": 4}
     if scores is not None:
-        operands["x2"] = scores
+        added = torch.zeros(5, N, dtype=dtype)[3:]
+        operands |= {"x2": scores, "c": added}
         sizes |= {"choices": 2, "float_scores": dtype == torch.float32}
-        problem |= {"op": "expert_down", "m": 2}
-    run = lambda: ops.expert_linear(x, w, ids, bias, name, scores)  # noqa: E731
+        problem |= {"op": "expert_down", "m": 2, "c": True, "beta": 1.0}
+    run = lambda: ops.expert_linear(x, w, ids, bias, name, scores, residual=added)  # noqa: E731
     return Call(run, operands | {"bias": bias}, problem | {"experts": sizes, "bias": True})
 
 
