@@ -28,7 +28,7 @@ try:
         METAL_VERSION,
         BuildError,
         MetalSyntaxError,
-        build_file,
+        build_shader,
         build_text,
     )
     from .msl.kernels import Shader, alone
@@ -94,7 +94,7 @@ class MetalSource:
 
 @functools.cache
 def _library(shader: Shader, checked: bool) -> Library:
-    return Library(build_file(shader.file, checked, shader.text))
+    return Library(build_shader(shader, checked))
 
 
 def shader_library(kernel: str, checked: bool = True) -> Library:

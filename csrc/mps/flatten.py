@@ -6,7 +6,7 @@ The text of a kernel is its shader's, with every #include "…" in place of the 
 if it says so (#pragma once), as far as that kernel needs it: of the declarations of namespaces only
 those that it reaches, by name, from its shader, its format's struct and all that is kept anyway
 (directives, enums, function constants, lines that are one macro). A name in common with something
-unrelated keeps a declaration too many, never one too few. Comments between declarations go.
+unrelated keeps a declaration too many, never one too few. Lines that are comments go.
 
 Declarations are shared by shaders and formats, so the C++ holds each once, and for each shader the
 order of its own with the formats that need them. A #line before each keeps the places of the
@@ -136,7 +136,9 @@ def snippets(file: Path, root: Path, seen: set[Path]) -> Iterator[Snippet]:
         else:
             i = _ends(lines, begin)
             code = "\n".join(_code(line) for line in lines[begin:i])
-            body = "\n".join([f'#line {begin + 1} "{name}"', *lines[begin:i], ""])
+            # An empty line keeps the places of those behind it.
+            kept = ["" if _COMMENT.fullmatch(line.lstrip()) else line for line in lines[begin:i]]
+            body = "\n".join([f'#line {begin + 1} "{name}"', *kept, ""])
             yield _declaration(body, code)
 
 

@@ -73,8 +73,8 @@ struct SubnormalTerms {
   static constexpr float start(int scale) {
     return -bias * float(1 << (places >> 4 * scale & 15)) / kSubnormalUnit;
   }
-  // Runs t and t + 2 of four have words in common, which then take registers for less long: 128
-  // half registers in gemv of q3_k instead of 136.
+  // Runs t and t + 2 of four have words in common, which so take registers for less long: gemv of
+  // q3_k has 128 half registers, 136 with its runs in their order.
   static constexpr int order(int i) { return scales == 4 ? i / 2 + i % 2 * 2 : i; }
 };
 

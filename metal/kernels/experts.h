@@ -3,9 +3,8 @@
 //
 // expert_gemv   y[i, n] = x[i] . W[ids[i], n, :] + bias[ids[i], n], i a choice: a row of y each
 // expert_up     y[i, n] = act(gate) * up, gate and up such products of two W
-// expert_down   y[t, n] = sum over c of s[t, c] (x[t, c] . W[ids[t, c], n, :] + bias[ids[t, c],
-// n]),
-//               + c[t, n]
+// expert_down   y[t, n] = c[t, n] + sum over i of s[t, i] r[t, i, n], where
+//               r[t, i, n] = x[t, i] . W[ids[t, i], n, :] + bias[ids[t, i], n]
 // expert_gemm   y[m, n] = x[m] . W[ids[tile of m], n, :], rows of x by expert
 //
 // Owner    as gemv, swiglu_up and gemm. expert_down: a threadgroup owns 4 rows of W of all experts

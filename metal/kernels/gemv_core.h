@@ -192,7 +192,7 @@ struct RowsAtOnce {
 #endif
 };
 
-// Rows first ... first + kCount of all sets; the cursor of a set moves on with its last.
+// kCount rows of all sets from `first` on; the cursor of a set moves on with its last.
 template <class Format, int kSets, int kRows, int kCount>
 METAL_FUNC void fetch_rows(thread const Rows<Format, kRows> (&sets)[kSets], Walk<Format> walk,
                            int first, thread typename Format::Storage::Cursor (&cursors)[kSets],
@@ -215,6 +215,7 @@ METAL_FUNC void accumulate_of(thread const Rows<Format, kRows> (&sets)[kSets],
                               thread float& squares) {
   using Storage = typename Format::Storage;
   constexpr int kAtOnce = RowsAtOnce<Format, kSets * kRows>::kCount;
+  static_assert(kSets * kRows % kAtOnce == 0, "rows beyond the last would be loaded");
   const Walk<Format> walk = Walk<Format>::of(k, lane, sg, simdgroups);
   typename Storage::Cursor cursors[kSets];
   MM_UNROLL

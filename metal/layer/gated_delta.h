@@ -16,6 +16,7 @@
 #include <metal_simdgroup>
 
 #include "../entry.h"
+#include "activation.h"
 
 namespace metalmm {
 
@@ -92,7 +93,7 @@ struct GatedDelta {
       const float q_scale = rsqrt(load(x + key * fc_k, first, q) + args.eps) * rsqrt(float(fc_k));
       const float k_scale = rsqrt(load(x + (args.kv_heads + key) * fc_k, first, k) + args.eps);
       const float decay = exp(-rate * softplus(float(from.a[m * args.x2_stride + head]) + bias));
-      const float beta = 1.0f / (1.0f + exp(-float(from.b[m * args.y_stride + head])));
+      const float beta = sigmoid(float(from.b[m * args.y_stride + head]));
       MM_UNROLL
       for (int i = 0; i < kRows; ++i) {
         k[i] *= k_scale;

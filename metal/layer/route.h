@@ -11,6 +11,7 @@
 #include <metal_simdgroup>
 
 #include "../entry.h"
+#include "activation.h"
 
 namespace metalmm {
 
@@ -38,7 +39,7 @@ struct Route {
 
   static METAL_FUNC float score(thread const Row& row, uint e) {
     const float l = logit(row.from, e);
-    if (fc_epilogue & kRouteSigmoid) return 1.0f / (1.0f + exp(-l));
+    if (fc_epilogue & kRouteSigmoid) return sigmoid(l);
     return exp(l - row.most) / row.total;
   }
 
@@ -115,7 +116,7 @@ struct Route {
     uint width = args.k;
     if (fc_epilogue & kRouteShared) {
       if (at.lane == width) {
-        weight = 1.0f / (1.0f + exp(-from.shared[token]));
+        weight = sigmoid(from.shared[token]);
         id = args.n;
       }
       ++width;

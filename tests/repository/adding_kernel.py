@@ -1,4 +1,4 @@
-"""Runs one kernel of a tree on the emulator: SHADER STRUCT, and the pass that adding_plan printed.
+"""Runs one kernel of a tree on the emulator: the pass that adding_plan printed.
 
 x W^T + nothing, with 2 rows of x, against the Python class of the same tree. Prints "right".
 """
@@ -6,25 +6,19 @@ x W^T + nothing, with 2 rows of x, against the Python class of the same tree. Pr
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 
 from torch_metalmm import _C, formats
-from torch_metalmm.msl.build import ROOT, build_file
-from torch_metalmm.msl.library import Library
+from torch_metalmm.msl.kernels import shader_of
+from torch_metalmm.testing import shader_library
 
 M, N, K = 2, 48, 160
 
 
-def main(shader: str, struct: str) -> None:
+def main() -> None:
     kernel, grid, group, threadgroup_bytes, constants, args = sys.stdin.read().splitlines()
-    name = kernel.removeprefix(f"{shader}_").removesuffix("_f32")
-    only = {"DTYPE": "f32", "FORMAT": name, "STRUCT": struct}
-    text = "".join(f"#define MM_ONLY_{word} {value}\n" for word, value in only.items())
-    file = Path(ROOT, "build", "one.metal")
-    file.write_text(f'{text}#include "../metal/library/matmul/{shader}.metal"\n')
-
+    name = shader_of(kernel).format
     g = torch.Generator().manual_seed(0)
     x = torch.randn(M, K, generator=g)
     packed = formats.get(name).quantize(torch.randn(N, K, generator=g))
@@ -32,9 +26,7 @@ def main(shader: str, struct: str) -> None:
     y = torch.full((M, N), torch.nan)
     absent = torch.full((1,), torch.nan)
     none = [None] * (_C.SLOTS.index("args") - _C.SLOTS.index("c") - 1)
-    Library(build_file(file, checked=True)).function(
-        kernel, dict(enumerate(map(int, constants.split())))
-    )(
+    shader_library(kernel).function(kernel, dict(enumerate(map(int, constants.split()))))(
         [int(v) for v in grid.split()],
         int(group),
         [x, packed, y, absent, absent, *none, bytes.fromhex(args)],
@@ -47,4 +39,4 @@ def main(shader: str, struct: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .kernels import Shader
 from .repair import edits_of_errors
 from .rules import check_rules
 from .source import Kernel, MetalSyntaxError, Reader, Source
@@ -320,21 +321,18 @@ def build_text(
     return library
 
 
-def build_file(path: Path, checked: bool, text: str = "") -> Path:
-    """The library of a shader of metal/, which keeps the rules and is compiled as it is.
-
-    text: that includes the file, and says which of its kernels it makes.
-    """
-    shader = text or f'#include "{path}"\n'
-    expanded = preprocess(shader, path.name, [path.parent])
+def build_shader(shader: Shader, checked: bool) -> Path:
+    """The library of a shader of metal/, which keeps the rules and is compiled as it is."""
+    name = shader.file.name
+    expanded = preprocess(shader.text, name, [])
     moved = expanded.replace(f"{ROOT}/", "")  # line markers name this checkout
     library = CACHE / digest(_tool_digest(), moved, str(checked), _scripts()) / "library.so"
     with _missing(library) as missing:
         if missing:
-            plain, places = unmark(expanded, path.name)
+            plain, places = unmark(expanded, name)
             check_rules(plain, places, _standard(), METAL_VERSION, ours=True)
             source = Reader(plain).read()
-            text = prefix(source.constants, translated=False) + shader
+            text = prefix(source.constants, translated=False) + shader.text
             _link(library, text + tables(source, checked), checked)
     return library
 
@@ -346,4 +344,4 @@ def _scripts() -> str:
     return digest(*(folder / f"{name}.py" for name in names))
 
 
-__all__ = ["BuildError", "Kernel", "MetalSyntaxError", "build_file", "build_text"]
+__all__ = ["BuildError", "Kernel", "MetalSyntaxError", "build_shader", "build_text"]

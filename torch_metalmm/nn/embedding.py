@@ -115,12 +115,17 @@ class QuantEmbedding(Packed, nn.Embedding):
         return self.embedding_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        scale = self.embed_scale
-        of_op = scale.to(self.dtype) if isinstance(scale, Tensor) else None
+        scale = self._scale()
+        of_op = scale if isinstance(scale, Tensor) else None
         y: Tensor = torch.ops.metalmm.embedding(
             input, self.weight, self.format, self.embedding_dim, dtype=self.dtype, scale=of_op
         )
         return y if scale is None or of_op is not None else y * scale
+
+    def _scale(self) -> Tensor | float | None:
+        """What rows are multiplied by: a tensor in their dtype."""
+        scale = self.embed_scale
+        return scale.to(self.dtype) if isinstance(scale, Tensor) else scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantEmbedding:
         # The bytes do not follow .to(dtype), so an empty tensor of the output dtype asks fn.

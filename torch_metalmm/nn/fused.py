@@ -355,6 +355,11 @@ def plain(layer: Any) -> bool:
     )
 
 
+def owner_of(module: nn.Module) -> Any:
+    """The object whose method is the module's forward in place of its class's, or None."""
+    return getattr(module.__dict__.get("forward"), "__self__", None)
+
+
 def unhooked(module: nn.Module) -> bool:
     """Whether calling the module calls its class's forward and nothing else."""
     return not (

@@ -184,9 +184,7 @@ class RowsEmbedding(Sharded, QuantEmbedding):
             ids, self.weight, self.format, self.embedding_dim, dtype=self.dtype
         )
         y = all_reduce(y.masked_fill(outside.unsqueeze(-1), 0), self.shard.ranks)
-        scale = self.embed_scale
-        if isinstance(scale, Tensor):
-            scale = scale.to(y.dtype)
+        scale = self._scale()  # of the whole row: a rank rounds no part of it
         return y if scale is None else y * scale
 
     def _check(self, ids: Tensor) -> None:

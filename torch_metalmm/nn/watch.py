@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
-from .fused import PLAIN, MergedLinear, SwiGLU
+from .fused import PLAIN, MergedLinear, SwiGLU, owner_of
 from .linear import QuantLinear
 from .router import FusedRouter
 from .settings import Settings
@@ -113,10 +113,9 @@ def _forward_is_set(module: nn.Module) -> bool:
     """Whether the module has another forward than its class."""
     if "forward" not in module.__dict__:
         return False
-    forward = module.__dict__["forward"]
-    if isinstance(getattr(forward, "__self__", None), FusedRouter):
+    if isinstance(owner_of(module), FusedRouter):
         return False  # an op, which a fused layer calls itself
-    return getattr(forward, "__func__", None) is not type(module).forward
+    return getattr(module.__dict__["forward"], "__func__", None) is not type(module).forward
 
 
 def hooks_are_known(module: nn.Module, captured: set[str]) -> bool:

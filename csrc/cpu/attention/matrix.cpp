@@ -3,6 +3,7 @@
 // kRows rows of queries through the slots that they see, and keeps the largest score, the sum of
 // weights and the weighed values of each row, as flash attention does.
 #include <array>
+#include <memory>
 
 #include "cpu/parallel.h"
 #include "scores.h"
@@ -21,15 +22,16 @@ constexpr int64_t kMostFloats = 1 << 23;  // decoded at a time: 32 MB, or one he
 // Keys and values of one head of one sequence, of the slots of `span`.
 struct Head {
   int64_t b, kv_head;
-  Span span;                  // begins at a multiple of kChunk
-  std::vector<float> keys;    // [slots / width][dim][width]
-  std::vector<float> values;  // [dim / width][slots][width], zero beyond the values of a row
+  Span span;  // begins at a multiple of kChunk
+  // [slots / width][dim][width] and [dim / width][slots][width]. What is beyond the slots or the
+  // values of a row is not set, and no result has any of it.
+  std::unique_ptr<float[]> keys, values;
 
   Head(const Attention& a, int64_t index, int64_t width)
       : b(index / a.kv_heads), kv_head(index % a.kv_heads), span(a.seen_by(b, 0, a.queries)) {
     span.first -= span.first % kChunk;
-    keys.resize(round_up(slots(), width) * a.dim);
-    values.resize(round_up(a.dim, width) * slots());
+    keys.reset(new float[round_up(slots(), width) * a.dim]);
+    values.reset(new float[round_up(a.dim, width) * slots()]);
   }
 
   int64_t slots() const { return span.last - span.first; }
@@ -38,7 +40,7 @@ struct Head {
   void decode(const Attention& a, int64_t t, int64_t width, float* rows) {
     const int64_t n = std::min(width, slots() - t), from = span.first + t;
     a.decode(a.keys, b, kv_head, from, n, a.dim, rows);
-    float* to = keys.data() + t * a.dim;
+    float* to = keys.get() + t * a.dim;
     for (int64_t d = 0; d < a.dim; ++d) {
       for (int64_t lane = 0; lane < n; ++lane) to[d * width + lane] = rows[lane * a.dim + d];
     }
@@ -46,7 +48,7 @@ struct Head {
     for (int64_t d = 0; d < a.dim; d += width) {
       const int64_t own = std::min(width, a.dim - d);
       for (int64_t i = 0; i < n; ++i) {
-        std::copy_n(rows + i * a.dim + d, own, values.data() + d * slots() + (t + i) * width);
+        std::copy_n(rows + i * a.dim + d, own, values.get() + d * slots() + (t + i) * width);
       }
     }
   }
@@ -118,7 +120,7 @@ struct Task {
 
   void multiply_keys(Span chunk) const {
     const int64_t width = s.isa.width, n = chunk.last - chunk.first;
-    const float* keys = head.keys.data() + (chunk.first - head.span.first) * a.dim;
+    const float* keys = head.keys.get() + (chunk.first - head.span.first) * a.dim;
     each_tile((n + width - 1) / width, [&](TileKernel tile, int64_t r, int64_t p) {
       for (int64_t k = 0; k < a.dim; k += kDecodeK) {
         tile({s.q.data() + (k * kRows / kDecodeK + r) * kDecodeStride,
@@ -148,7 +150,7 @@ struct Task {
   void weigh_values(Span chunk, int64_t first) const {
     const int64_t width = s.isa.width, slots = head.slots();
     const float* scores = s.scores.data() + first - chunk.first;
-    const float* values = head.values.data() + (first - head.span.first) * width;
+    const float* values = head.values.get() + (first - head.span.first) * width;
     each_tile(s.padded / width, [&](TileKernel tile, int64_t r, int64_t p) {
       tile({scores + r * kDecodeStride, values + p * slots * width, slots * width,
             chunk.last - first, s.sums.data() + r * s.padded + p * width, s.padded, true});

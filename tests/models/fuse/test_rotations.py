@@ -14,6 +14,7 @@ from bench.models.families import FAMILIES, family
 from torch_metalmm import unfuse_
 from torch_metalmm.models.fuse.rotations import fuse_rotations
 from torch_metalmm.nn import rotation as rotation_room
+from torch_metalmm.nn.fused import owner_of
 from torch_metalmm.nn.rotation import FusedRotation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,8 +41,7 @@ FOLLOW = ("dynamic", "longrope")  # the length of the text
 
 
 def rotations(model: nn.Module) -> list[Any]:
-    found = (getattr(m.__dict__.get("forward"), "__self__", None) for m in model.modules())
-    return [f for f in found if isinstance(f, FusedRotation)]
+    return [f for f in map(owner_of, model.modules()) if isinstance(f, FusedRotation)]
 
 
 def scaled(kind: str) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from ...nn.fused import owner_of
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture, join
 from ...nn.norm import FusedNorm
@@ -98,10 +98,9 @@ def _fuse(
                 core.projections = (merged,)
                 fused = FusedLayer(module, recipe, step, form)
         for branch in recipe.branches:
-            if isinstance(branch.core, Mixture) and not any(
-                id(m) not in once for m in branch.core.linears()
-            ):
-                join(branch.core)
+            mixture = branch.core
+            if isinstance(mixture, Mixture) and all(id(m) in once for m in mixture.linears()):
+                join(mixture)
         fused.confirm(runs[0].x)
         fused.attach()
     return agreed
@@ -117,12 +116,8 @@ def unfuse_layers(model: nn.Module) -> None:
 
 def fused_layer(layer: nn.Module) -> FusedLayer | None:
     """What computes the layer in place of its class, None if its class does."""
-    owner = _owner(layer)
+    owner = owner_of(layer)
     return owner if isinstance(owner, FusedLayer) else None
-
-
-def _owner(module: nn.Module) -> Any:
-    return getattr(module.__dict__.get("forward"), "__self__", None)
 
 
 def _fuse_norms(module: nn.Module) -> None:
@@ -150,7 +145,7 @@ def _fuse_norms(module: nn.Module) -> None:
 
 def _detach_parts(model: nn.Module) -> None:
     for module in model.modules():
-        owner = _owner(module)
+        owner = owner_of(module)
         if isinstance(owner, FusedNorm | FusedRotation | FusedRouter):
             owner.detach()
 

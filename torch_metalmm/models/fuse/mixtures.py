@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...nn import QuantLinear
 from ...nn.experts import QuantExperts
-from ...nn.fused import SwiGLU, plain
+from ...nn.fused import SwiGLU, owner_of, plain
 from ...nn.heads import TRACED
 from ...nn.mixture import Mixture
 from ...nn.router import FusedRouter
@@ -21,7 +21,7 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     """The mixture that makes the call's result of x; None: it is none, or another one."""
     module = call.module
     children = [c for c in module.children() if any(True for _ in c.parameters())]
-    routers = [f for c in children if isinstance(f := _owner(c), FusedRouter)]
+    routers = [f for c in children if isinstance(f := owner_of(c), FusedRouter)]
     experts = [c for c in children if type(c) is QuantExperts]
     shared = [c.gated for c in children if isinstance(c, SwiGLU)]
     gates = [c for c in children if type(c) is QuantLinear and c.out_features == 1 and plain(c)]
@@ -46,7 +46,3 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     # Of more than rounding another rule differs by; confirm.py says whether it is rounding.
     near = isinstance(call.out, Tensor) and call.out.shape == y.shape
     return found if near and (y - call.out).norm() <= 0.1 * call.out.norm() else None
-
-
-def _owner(module: Any) -> Any:
-    return getattr(module.__dict__.get("forward"), "__self__", None)
