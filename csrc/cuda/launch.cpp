@@ -154,51 +154,64 @@ Function find(const Key& key, uint64_t threadgroups) {
 }
 
 // What encode() of plan/launch.h fills in: gathers the parameters, and launches when it is
-// dispatched.
+// dispatched. `function` is what a launch before found, or null, and then what this one finds.
 class Encoder {
  public:
-  Encoder(int device, Stream stream) : device_(device), stream_(stream) {}
+  Encoder(int device, Stream stream, const void** function)
+      : device_(device), stream_(stream), function_(function) {}
 
-  void set_pipeline(const Pass& pass) {
-    key_ = {pass.kernel, {}, pass.threads[0], 0, device_};
-    std::copy(pass.constants.begin(), pass.constants.end(), key_.constants.begin());
-  }
+  void set_pipeline(const Pass& pass) { pass_ = &pass; }
   void set_buffer(uint32_t slot, const Buffer& b) {
     operands_.slots[slot] = static_cast<const char*>(b.base) + b.offset;
   }
   void set_bytes(uint32_t, const void* bytes, size_t count) { memcpy(&args_, bytes, count); }
-  void set_threadgroup_memory(uint32_t, uint32_t bytes) { key_.shared_bytes = bytes; }
+  void set_threadgroup_memory(uint32_t, uint32_t bytes) { shared_bytes_ = bytes; }
   void dispatch(std::array<uint32_t, 3> grid, const std::array<uint32_t, 3>& threads) {
     operands_.width = grid[0];
     operands_.height = grid[1];
     const uint64_t all = uint64_t{grid[0]} * grid[1] * grid[2];
-    if (grid[1] > kMaxGridYZ || grid[2] > kMaxGridYZ) {
-      if (all > INT32_MAX) throw std::runtime_error(key_.kernel + ": too many threadgroups");
-      key_.constants[kConstantCount] = 1;
+    const bool is_one_row = grid[1] > kMaxGridYZ || grid[2] > kMaxGridYZ;
+    if (is_one_row) {
+      if (all > INT32_MAX) throw std::runtime_error(pass_->kernel + ": too many threadgroups");
       grid = {static_cast<uint32_t>(all), 1, 1};
     }
+    if (!*function_) *function_ = find(key(threads[0], is_one_row), all);
     void* parameters[] = {&operands_, &args_};
-    check(driver().launch(find(key_, all), grid[0], grid[1], grid[2], threads[0], threads[1],
-                          threads[2], key_.shared_bytes, stream_, parameters, nullptr),
-          key_.kernel);
+    const auto function = static_cast<Function>(const_cast<void*>(*function_));
+    check(driver().launch(function, grid[0], grid[1], grid[2], threads[0], threads[1], threads[2],
+                          shared_bytes_, stream_, parameters, nullptr),
+          pass_->kernel);
   }
 
  private:
+  Key key(uint32_t threads, bool is_one_row) const {
+    Key k{pass_->kernel, {}, threads, shared_bytes_, device_};
+    std::copy(pass_->constants.begin(), pass_->constants.end(), k.constants.begin());
+    k.constants[kConstantCount] = is_one_row;
+    return k;
+  }
+
   const int device_;
   const Stream stream_;
-  Key key_{};
+  const void** function_;
+  const Pass* pass_ = nullptr;
+  uint32_t shared_bytes_ = 0;
   Operands operands_{};
   KernelArgs args_{};
 };
 
 }  // namespace
 
-void launch(const Plan& plan, const Buffers& buffers, int device) {
+void launch(const BoundPlans& launches, int device) {
   require_context(device);
   const Stream stream = current_stream(device);
-  for (const Pass& pass : plan.passes) {
-    Encoder encoder(device, stream);
-    encode(encoder, pass, buffers);
+  for (const BoundPlan& each : launches) {
+    const std::vector<Pass>& passes = each.plan.passes;
+    each.found.resize(passes.size());
+    for (size_t i = 0; i < passes.size(); ++i) {
+      Encoder encoder(device, stream, &each.found[i]);
+      encode(encoder, passes[i], each.buffers);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// launch(Plan, Buffers) on an NVIDIA GPU: the shaders as PTX, one file per kernel, which
+// launch() on an NVIDIA GPU: the shaders as PTX, one file per kernel, which
 // torch_metalmm/msl/ptx.py puts into the folder ptx/ beside this library.
 #pragma once
 
@@ -10,6 +10,6 @@ namespace metalmm::cuda {
 // kernel with other function constants compiles it (50 ms; the driver keeps the result on disk),
 // and its first grid that is larger than the GPU takes at once up to three times more. Throws
 // std::runtime_error.
-void launch(const Plan& plan, const Buffers& buffers, int device);
+void launch(const BoundPlans& launches, int device);
 
 }  // namespace metalmm::cuda

@@ -24,9 +24,9 @@ Gpu gpu_of(c10::Device device) {
   return found->second;
 }
 
-void launch(const Plan& plan, const Buffers& buffers, c10::Device device) {
+void launch(const BoundPlans& launches, c10::Device device) {
   const c10::DeviceGuard guard(device);
-  cuda::launch(plan, buffers, device.index());
+  cuda::launch(launches, device.index());
 }
 
 const gpu::Engine& engine() {

@@ -18,9 +18,7 @@ bool install_emulator(const std::string& chip, bool descending, uint32_t cores,
   EmulatorOptions options;
   options.descending = descending;
   options.flush_subnormals = flush_subnormals;
-  const auto launch = [options](const Plan& plan, const Buffers& buffers) {
-    launch_emulated(plan, buffers, options);
-  };
+  const auto launch = [options](const BoundPlans& all) { launch_emulated(all, options); };
   gpu.keeps_subnormals = gpu.keeps_subnormals && keeps_subnormals(gpu, launch);
   stand_in(kName, gpu, launch);
   return gpu.keeps_subnormals;

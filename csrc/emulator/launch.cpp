@@ -85,10 +85,12 @@ void set_load_kernel(std::function<void(const std::string&)> load) {
   g_load = std::move(load);
 }
 
-void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options) {
-  for (const Pass& pass : plan.passes) {
-    Encoder encoder(options);
-    encode(encoder, pass, buffers);
+void launch_emulated(const BoundPlans& launches, const EmulatorOptions& options) {
+  for (const BoundPlan& each : launches) {
+    for (const Pass& pass : each.plan.passes) {
+      Encoder encoder(options);
+      encode(encoder, pass, each.buffers);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// launch(Plan, Buffers) on the emulator.
+// launch() on the emulator.
 #pragma once
 
 #include <functional>
@@ -17,7 +17,7 @@ void load_emulated(const std::string& path);
 void set_load_kernel(std::function<void(const std::string& kernel)> load);
 
 // Runs the passes in order. Throws std::runtime_error with the message of a fault.
-void launch_emulated(const Plan& plan, const Buffers& buffers, const EmulatorOptions& options = {});
+void launch_emulated(const BoundPlans& launches, const EmulatorOptions& options = {});
 
 // Puts the emulator in the place of the CPU's kernels: the chip it plans for (0 cores: the chip's
 // own), the order of its threads, and whether f32 and bf16 lose their subnormals. Whether it keeps

@@ -24,12 +24,13 @@ at::Tensor rows_as_they_lie(const at::Tensor& w, const at::Tensor& x) {
   return w.as_strided(w.sizes(), {row_stride(w), 1}).view(x.scalar_type());
 }
 
-// Launches pass `i` alone.
+// BoundPlans pass `i` alone.
 void launch_pass(const Engine& e, const Plan& made, size_t i, const Buffers& buffers,
                  c10::Device device) {
-  Plan one;
-  one.passes.push_back(made.passes[i]);
-  e.launch(one, buffers, device);
+  BoundPlans one(1);
+  one[0].plan.passes.push_back(made.passes[i]);
+  one[0].buffers = buffers;
+  e.launch(one, device);
 }
 
 }  // namespace

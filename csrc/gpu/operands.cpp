@@ -54,30 +54,31 @@ void use_weights(const Engine& e, Op op, const Operands& o) {
 void launch(const Engine& e, const Problem& p, const Operands& o,
             std::optional<StrategyId> strategy) {
   const c10::Device device = o[kSlotY].device();
-  const Plan made = or_value_error([&] { return plan(p, e.gpu(device), strategy); });
+  BoundPlan made{or_value_error([&] { return plan(p, e.gpu(device), strategy); })};
   use_weights(e, p.op, o);
-  if (made.panel_rows) {
-    launch_dense(e, made, o);
+  if (made.plan.panel_rows) {
+    launch_dense(e, made.plan, o);
     return;
   }
-  if (made.passes.empty()) return;
-  Buffers buffers{};
+  if (made.plan.passes.empty()) return;
+  std::vector<at::Tensor> memory;
+  const auto bind = [&](uint32_t slot, const at::Tensor& t) {
+    made.buffers[slot] = buffer_of(t);
+    memory.push_back(t);
+  };
   for (uint32_t slot = 0; slot < kSlotPartial; ++slot) {
     const at::Tensor& operand = o[static_cast<Slot>(slot)];
-    if (operand.defined()) buffers[slot] = buffer_of(operand);
+    if (operand.defined()) bind(slot, operand);
   }
-  at::Tensor arranged, workspace;
-  if (made.arranged_bytes) {
-    const auto bytes = static_cast<int64_t>(made.arranged_bytes);
-    arranged = at::empty({bytes}, o[kSlotY].options().dtype(at::kByte));
-    buffers[kSlotY2] = buffer_of(arranged);
+  if (made.plan.arranged_bytes) {
+    const auto bytes = static_cast<int64_t>(made.plan.arranged_bytes);
+    bind(kSlotY2, at::empty({bytes}, o[kSlotY].options().dtype(at::kByte)));
   }
-  if (made.workspace_bytes) {
-    const auto bytes = static_cast<int64_t>(made.workspace_bytes);
-    workspace = at::empty({bytes / 4}, o[kSlotY].options().dtype(at::kFloat));
-    buffers[kSlotPartial] = buffer_of(workspace);
+  if (made.plan.workspace_bytes) {
+    const auto bytes = static_cast<int64_t>(made.plan.workspace_bytes);
+    bind(kSlotPartial, at::empty({bytes / 4}, o[kSlotY].options().dtype(at::kFloat)));
   }
-  e.launch(made, buffers, device);
+  replay::launch(e.launch, std::move(made), device, std::move(memory));
 }
 
 void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId> strategy) {

@@ -7,7 +7,7 @@
 //     const gpu::Engine& engine() { static const gpu::Engine e{gpu_of, launch}; return e; }
 //     TORCH_LIBRARY_IMPL(metalmm, MPS, m) { gpu::register_engine<engine>(m); }
 //
-// launch enqueues the passes of a plan, in order, on the stream that torch uses for the device, and
+// launch enqueues the passes of plans, in order, on the stream that torch uses for the device, and
 // need not wait: torch's allocators give memory back to the same stream only. For each pass it sets
 // the kernel, its function constants, `pass.threadgroup_bytes` of threadgroup memory (index 0),
 // `pass.args` as bytes, and for every other bit of `pass.slots` the buffer that bound() names.
@@ -19,6 +19,7 @@
 #include <functional>
 
 #include "ops/checks.h"
+#include "ops/replay/launched.h"
 #include "plan/gpu.h"
 #include "plan/plan.h"
 
@@ -26,7 +27,7 @@ namespace metalmm::gpu {
 
 struct Engine {
   std::function<Gpu(c10::Device)> gpu;  // what plan() shall know of a device of this engine
-  std::function<void(const Plan&, const Buffers&, c10::Device)> launch;
+  replay::Launcher launch;
   // Where there is one: told of the memory of W before each plan that reads it.
   std::function<void(const c10::Storage&)> use_weight{};
 };

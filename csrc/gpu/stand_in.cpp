@@ -12,9 +12,8 @@ Gpu g_gpu;
 HostLaunch g_launch;
 
 const Engine& engine() {
-  static const Engine e{
-      [](c10::Device) { return g_gpu; },
-      [](const Plan& plan, const Buffers& buffers, c10::Device) { g_launch(plan, buffers); }};
+  static const Engine e{[](c10::Device) { return g_gpu; },
+                        [](const BoundPlans& all, c10::Device) { g_launch(all); }};
   return e;
 }
 

@@ -15,8 +15,8 @@ namespace mps {
 struct Facts;
 }
 
-// launch(Plan, Buffers) of an engine whose tensors are the CPU's.
-using HostLaunch = std::function<void(const Plan&, const Buffers&)>;
+// launch() of an engine whose tensors are the CPU's.
+using HostLaunch = std::function<void(const BoundPlans&)>;
 
 struct Hooks {
   // The strategy that the CPU takes on this machine of linear for m rows of x.
@@ -40,5 +40,7 @@ const Hooks& loaded_hooks();
 void stand_in(const char* who, const Gpu& gpu, HostLaunch launch);
 // The CPU's kernels again. Throws std::runtime_error: `who` does not stand in.
 void step_back(const char* who);
+// How often either was done: what an engine launched is another's behind it.
+uint64_t stand_ins();
 
 }  // namespace metalmm

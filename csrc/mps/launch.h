@@ -1,4 +1,4 @@
-// The Metal engine for plain C++: this process's device, and launch(Plan, Buffers) on it.
+// The Metal engine for plain C++: this process's device, and launch() on it.
 #pragma once
 
 #include <functional>
@@ -16,10 +16,10 @@ Facts facts();
 // The machine to plan for. Throws std::runtime_error: as facts() and supported_gpu().
 const Gpu& gpu();
 
-// Encodes the passes into the current stream of torch.mps, in order, and returns before they ran. A
-// buffer's base is an MTLBuffer. From any thread. Throws std::runtime_error as Pipelines::of does,
-// before anything is encoded.
-void launch(const Plan& plan, const Buffers& buffers);
+// Encodes the passes into the current stream of torch.mps, in order, in one block on its queue, and
+// returns before they ran. A buffer's base is an MTLBuffer. From any thread. Throws
+// std::runtime_error as Pipelines::of does, before anything is encoded.
+void launch(const BoundPlans& launches);
 
 // Compiles the kernel of a pass, unless it is. From any thread. Throws as Pipelines::of does.
 void compile(const Pass& pass);

@@ -50,6 +50,12 @@ Metal& metal() {
   return *made;
 }
 
+// None: macOS before 15.
+Weights* weights() {
+  static Weights* made = MetalSet::is_there() ? make_weights() : nullptr;
+  return made;
+}
+
 // What encode() of plan/launch.h fills in, for one pass. Only messages that torch's recording
 // encoder knows.
 class MetalEncoder {
@@ -77,6 +83,25 @@ class MetalEncoder {
   id<MTLComputePipelineState> pipeline_;
 };
 
+// Pipelines live as long as the process.
+void find_pipelines(const BoundPlan& launch) {
+  const std::vector<Pass>& passes = launch.plan.passes;
+  for (size_t i = launch.found.size(); i < passes.size(); ++i) {
+    launch.found.push_back((__bridge const void*)metal().pipelines.of(passes[i]));
+  }
+}
+
+void encode_passes(const BoundPlan& launch, at::mps::MPSStream* stream) {
+  for (size_t i = 0; i < launch.found.size(); ++i) {
+    const Pass& pass = launch.plan.passes[i];
+    begin_profile(launch.found[i], pass.kernel, stream);
+    MetalEncoder encoder(stream->commandEncoder(),
+                         (__bridge id<MTLComputePipelineState>)launch.found[i]);
+    encode(encoder, pass, launch.buffers);
+    end_profile(launch.found[i], stream);
+  }
+}
+
 }  // namespace
 
 Facts facts() {
@@ -99,32 +124,30 @@ void compile(const Pass& pass) {
 }
 
 void keep_resident(const void* buffer, const std::function<WeakWeight()>& weight) {
-  static Weights* weights = MetalSet::is_there() ? make_weights() : nullptr;
-  if (weights) weights->use(buffer, weight);
+  if (Weights* all = weights()) all->use(buffer, weight);
 }
 
-void launch(const Plan& plan, const Buffers& buffers) {
-  if (plan.passes.empty()) return;
+void launch(const BoundPlans& launches) {
   @autoreleasepool {
     Metal& m = metal();
-    std::vector<id<MTLComputePipelineState>> pipelines;  // before the queue waits for us
-    for (const Pass& pass : plan.passes) pipelines.push_back(m.pipelines.of(pass));
-    const auto* made = &pipelines;
+    bool is_empty = true;
+    for (const BoundPlan& each : launches) {  // before the queue waits for us
+      is_empty &= each.plan.passes.empty();
+      find_pipelines(each);
+    }
+    if (is_empty) return;
+    if (Weights* all = weights()) all->use();
+    const BoundPlans* list = &launches;
     at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
     at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
       @autoreleasepool {
-        for (size_t i = 0; i < made->size(); ++i) {
-          const Pass& pass = plan.passes[i];
-          const void* handle = (__bridge const void*)(*made)[i];
-          begin_profile(handle, pass.kernel, stream);
-          MetalEncoder encoder(stream->commandEncoder(), (*made)[i]);
-          encode(encoder, pass, buffers);
-          end_profile(handle, stream);
-        }
-        // Ends torch's encoder, commits, and goes on with another buffer; does not wait. torch
-        // aborts where this happens outside the stream's queue.
-        if (m.commits.is_due(stream, made->size())) {
-          stream->synchronize(at::mps::SyncType::COMMIT);
+        for (const BoundPlan& each : *list) {
+          encode_passes(each, stream);
+          // Ends torch's encoder, commits, and goes on with another buffer; does not wait. torch
+          // aborts where this happens outside the stream's queue.
+          if (m.commits.is_due(stream, each.plan.passes.size())) {
+            stream->synchronize(at::mps::SyncType::COMMIT);
+          }
         }
       }
     });

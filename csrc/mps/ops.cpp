@@ -21,8 +21,10 @@ void use_weight(const c10::Storage& storage) {
 }
 
 // launch() on operands in the host's memory.
-void launch_on_host(const Plan& plan, const Buffers& host) {
-  Buffers buffers{};
+void launch_on_host(const BoundPlans& launches) {
+  const Buffers& host = launches.front().buffers;
+  BoundPlans on_device{{launches.front().plan}};
+  Buffers& buffers = on_device.front().buffers;
   std::array<at::Tensor, kSlotCount> bytes, device;
   for (size_t slot = 0; slot < host.size(); ++slot) {
     if (!host[slot].base) continue;
@@ -31,7 +33,7 @@ void launch_on_host(const Plan& plan, const Buffers& host) {
     device[slot] = bytes[slot].to(at::kMPS);
     buffers[slot] = gpu::buffer_of(device[slot]);
   }
-  launch(plan, buffers);
+  launch(on_device);
   bytes[kSlotY].copy_(device[kSlotY]);
 }
 
@@ -45,8 +47,8 @@ const Gpu& tested_gpu() {
   return tested;
 }
 
-void launch_or_collect(const Plan& plan, const Buffers& buffers, c10::Device) {
-  if (!collector().takes(plan)) launch(plan, buffers);
+void launch_or_collect(const BoundPlans& launches, c10::Device) {
+  if (!collector().takes(launches)) launch(launches);
 }
 
 const gpu::Engine& engine() {

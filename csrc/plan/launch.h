@@ -1,4 +1,4 @@
-// A plan as values, and what every launcher (Metal, emulator, CUDA) takes. No torch, no Metal.
+// Plans as values, and what every launcher (Metal, emulator, CUDA) takes. No torch, no Metal.
 #pragma once
 
 #include <array>
@@ -54,6 +54,15 @@ struct Buffer {
   size_t bytes = 0;
 };
 using Buffers = std::array<Buffer, kSlotCount>;
+
+// A plan and the memory of its slots. An engine that is given the same one again may keep in `found`
+// what it found of each pass: a pipeline, a function.
+struct BoundPlan {
+  Plan plan;
+  Buffers buffers{};
+  mutable std::vector<const void*> found{};
+};
+using BoundPlans = std::vector<BoundPlan>;  // in order
 
 // What a slot that the pass declares is bound to. The y of a pass that leaves f32 sums is the
 // workspace, or the result where there is none. An operand that is absent (bias, c) is y with no

@@ -7,7 +7,7 @@
 
 namespace metalmm {
 
-bool keeps_subnormals(Gpu gpu, const std::function<void(const Plan&, const Buffers&)>& run) {
+bool keeps_subnormals(Gpu gpu, const std::function<void(const BoundPlans&)>& run) {
   gpu.keeps_subnormals = true;
   Problem p;
   p.k = 32;
@@ -23,7 +23,7 @@ bool keeps_subnormals(Gpu gpu, const std::function<void(const Plan&, const Buffe
   operands[kSlotWeight] = {w, 0, sizeof w};
   operands[kSlotY] = {&y, 0, sizeof y};
   try {
-    run(plan(p, gpu, StrategyId::gemv), operands);
+    run({{plan(p, gpu, StrategyId::gemv), operands}});
   } catch (const std::exception&) {
     return false;
   }

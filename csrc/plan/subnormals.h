@@ -11,8 +11,7 @@ namespace metalmm {
 // The product, of a GPU that keeps them.
 constexpr float kKeptProduct = -264.0f;
 
-// run: launches a plan on operands in the host's memory, and waits for y. One that throws keeps
-// none.
-bool keeps_subnormals(Gpu gpu, const std::function<void(const Plan&, const Buffers&)>& run);
+// run: launches on operands in the host's memory, and waits for y. One that throws keeps none.
+bool keeps_subnormals(Gpu gpu, const std::function<void(const BoundPlans&)>& run);
 
 }  // namespace metalmm

@@ -40,6 +40,7 @@ class Recorder {
     calls_.append(py::make_tuple("dispatch", grid, threads));
   }
   void commit() { calls_.append(py::make_tuple("commit")); }
+  void enter_queue() { calls_.append(py::make_tuple("enter_queue")); }
 
  private:
   py::list calls_;
@@ -51,13 +52,17 @@ std::unique_ptr<Commits> g_commits;
 constexpr auto kBetweenPasses = std::chrono::microseconds(30);
 Commits::Clock::time_point g_now;  // each pass takes kBetweenPasses
 
-void record(const Plan& plan, const Buffers& buffers) {
-  if (collector().takes(plan)) return;
+void record(const BoundPlans& launches) {
+  if (collector().takes(launches)) return;
   const py::gil_scoped_acquire gil;
   Recorder recorder(*g_calls);
-  for (const Pass& pass : plan.passes) encode(recorder, pass, buffers);
-  g_now += kBetweenPasses * plan.passes.size();
-  if (g_commits->is_due(nullptr, plan.passes.size(), g_now)) recorder.commit();
+  recorder.enter_queue();
+  for (const BoundPlan& each : launches) {
+    const std::vector<Pass>& passes = each.plan.passes;
+    for (const Pass& pass : passes) encode(recorder, pass, each.buffers);
+    g_now += kBetweenPasses * passes.size();
+    if (g_commits->is_due(nullptr, passes.size(), g_now)) recorder.commit();
+  }
 }
 
 void install(const std::string& chip, uint32_t cores) {
@@ -106,7 +111,8 @@ void bind_recorder(py::module_& m) {
       "The CPU's kernels again. Returns the calls, in order: (\"set_pipeline\", kernel, "
       "constants), "
       "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
-      "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, threads), (\"commit\",).");
+      "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, threads), (\"commit\",), "
+      "and (\"enter_queue\",) before what one block on the queue encodes.");
   m.def(
       "recorder_waits", [](int64_t us) { g_now += std::chrono::microseconds(us); }, py::arg("us"),
       "Lets so many microseconds pass on the recorder's clock, by which every pass takes 30.");

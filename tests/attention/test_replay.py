@@ -62,6 +62,7 @@ class Pair:
 
 
 CASES = [("cpu", kind, batch) for kind in KINDS for batch in (1, 3)]
+CASES += [("emulator", kind, 1) for kind in KINDS]
 
 
 @pytest.mark.parametrize(("engine", "kind", "batch"), CASES)

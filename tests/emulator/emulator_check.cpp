@@ -34,7 +34,7 @@ int main(int count, char** arguments) {
       Plan plan;
       plan.passes = {pass, pass};
       try {
-        launch_emulated(plan, buffers, options);
+        launch_emulated({{plan, buffers}}, options);
         double sum = 0;
         for (float v : y) sum += v;
         printf("%s: %g\n", arguments[i], sum);

@@ -167,6 +167,7 @@ class Replayed:
         if not step.why and step.recorded == 2:
             step.made = type(out)
             step.native.keep([out.logits])
+            out.logits = out.logits.clone()  # what was recorded is the list's
         self.why = step.why
         return out
 

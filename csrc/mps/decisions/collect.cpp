@@ -11,15 +11,17 @@ void Collector::begin() {
   is_on_ = true;
 }
 
-bool Collector::takes(const Plan& plan) {
+bool Collector::takes(const BoundPlans& launches) {
   if (!is_on_) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   if (thread_ != std::this_thread::get_id()) return false;
-  for (const Pass& pass : plan.passes) {
-    const auto same = [&](const Pass& other) {
-      return other.kernel == pass.kernel && other.constants == pass.constants;
-    };
-    if (std::none_of(passes_.begin(), passes_.end(), same)) passes_.push_back(pass);
+  for (const BoundPlan& each : launches) {
+    for (const Pass& pass : each.plan.passes) {
+      const auto same = [&](const Pass& other) {
+        return other.kernel == pass.kernel && other.constants == pass.constants;
+      };
+      if (std::none_of(passes_.begin(), passes_.end(), same)) passes_.push_back(pass);
+    }
   }
   return true;
 }

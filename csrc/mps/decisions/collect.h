@@ -16,8 +16,8 @@ class Collector {
   // From here on the plans of this thread are collected.
   void begin();
 
-  // Whether a plan of this thread is collected, and so not launched.
-  bool takes(const Plan& plan);
+  // Whether plans of this thread are collected, and so not launched.
+  bool takes(const BoundPlans& launches);
 
   // Until here. The passes, of each pipeline one, in the order of their first use.
   std::vector<Pass> end();

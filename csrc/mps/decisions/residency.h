@@ -33,7 +33,13 @@ class Residency {
 
   explicit Residency(Set set) : set_(std::move(set)) {}
 
-  // A kernel reads a weight of this buffer. From any thread; it talks to no device.
+  // Kernels read weights that were told of. From any thread, as what follows.
+  void use(Clock::time_point now = Clock::now()) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last_ = now;
+  }
+
+  // A kernel reads a weight of this buffer. It talks to no device.
   template <class MakeWeak>
   void use(const void* buffer, MakeWeak weak, Clock::time_point now = Clock::now()) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -33,6 +33,12 @@ bool is_view(const c10::FunctionSchema& schema) {
          });
 }
 
+// Of an op that another calls: ours, below autograd or a composed one, computes by launches and by
+// what else it calls; memory without values is no work.
+bool leaves_it_to_launches(const std::string& name) {
+  return name.rfind("metalmm::", 0) == 0 || name.rfind("aten::empty", 0) == 0;
+}
+
 }  // namespace
 
 struct Observer : at::ObserverContext {
@@ -136,12 +142,34 @@ int64_t Recording::result(const c10::IValue& value) {
   return static_cast<int64_t>(found->second.place);
 }
 
+void Recording::launched(const Launcher& launcher, BoundPlan launch, c10::Device device,
+                         std::vector<at::Tensor> parts) {
+  if (calls.empty()) return;
+  OpCall& call = calls.back();
+  call.launcher = &launcher;
+  call.device = device;
+  call.launches.push_back(std::move(launch));
+  memory.insert(memory.end(), parts.begin(), parts.end());
+}
+
+void launch(const Launcher& launcher, BoundPlan launch, c10::Device device,
+            std::vector<at::Tensor> memory) {
+  const BoundPlans one{std::move(launch)};
+  launcher(one, device);
+  if (t_recording) t_recording->launched(launcher, one.front(), device, std::move(memory));
+}
+
 void Recording::began(const at::RecordFunction& f) {
   const auto name = f.operator_name();
   if (++depth_ > 1) {
-    if (!name.has_value()) return;
+    if (!name.has_value()) {
+      calls.back().calls_others = true;
+      return;
+    }
     const auto op = c10::Dispatcher::singleton().findOp(*name);
-    if (!op || !is_view(op->schema())) calls.back().is_view = false;
+    const bool computes = !op || !is_view(op->schema());
+    if (computes) calls.back().is_view = false;
+    calls.back().calls_others |= computes && !leaves_it_to_launches(name->name);
     if (name->name == "aten::nonzero" && problem.empty()) {
       problem =
           c10::str(calls.back().op.schema().name(), " has a result whose size depends on values");
@@ -153,7 +181,8 @@ void Recording::began(const at::RecordFunction& f) {
     if (problem.empty()) problem = c10::str(f.name(), " is no op");
     return;
   }
-  OpCall call{*op, {}, {}, {}, is_view(op->schema())};
+  OpCall call{*op};
+  call.is_view = is_view(op->schema());
   for (const c10::IValue& v : f.inputs()) call.arguments.push_back(argument(v));
   calls.push_back(std::move(call));
   // What the host writes into such memory is seen by nobody (torch.tensor does).

@@ -9,9 +9,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "launched.h"
 
 namespace metalmm::replay {
 
@@ -38,6 +41,12 @@ struct OpCall {
       results;               // place among the step's tensors; -1: none, or one that it was given
   std::vector<size_t> last;  // places that no later op reads
   bool is_view = false;      // its result is memory of its arguments, and no op in it wrote any
+  // What an engine launched for it, which is all that it does where no other op in it computes.
+  const Launcher* launcher = nullptr;
+  std::vector<BoundPlan> launches;
+  std::optional<c10::Device> device;
+  bool is_launched() const { return launcher && !calls_others; }
+  bool calls_others = false;
 };
 
 // What was seen of one step. Tensors are kept alive, so that none gets another's address.
@@ -56,6 +65,11 @@ class Recording {
 
   // Where the tensor comes from, or none.
   const Source* find(const at::Tensor& t) const;
+
+  // What was launched for the op that runs, and the memory that this needs.
+  void launched(const Launcher& launcher, BoundPlan launch, c10::Device device,
+                std::vector<at::Tensor> memory);
+  std::vector<at::Tensor> memory;  // of all launches
 
  private:
   friend struct Observer;

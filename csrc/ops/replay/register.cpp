@@ -39,7 +39,15 @@ struct Step : torch::CustomClassHolder {
     TORCH_CHECK(list, "no step is kept");
     return list->run();
   }
-  int64_t count() const { return list ? static_cast<int64_t>(list->count()) : 0; }
+  // The ops that the list calls, in order.
+  std::vector<std::string> called() const {
+    return list ? list->called() : std::vector<std::string>();
+  }
+  // Passes that an engine launches, and lists of them.
+  std::tuple<int64_t, int64_t> launched() const {
+    if (!list) return {0, 0};
+    return {static_cast<int64_t>(list->passes()), static_cast<int64_t>(list->blocks())};
+  }
 
   std::unique_ptr<Recording> earlier, now;
   std::unique_ptr<Replay> list;
@@ -58,7 +66,8 @@ TORCH_LIBRARY_FRAGMENT(metalmm, m) {
                       const std::vector<at::Tensor>& results) { s->keep(results); })
       .def("holds", [](const c10::intrusive_ptr<Step>& s) { return s->holds(); })
       .def("run", [](const c10::intrusive_ptr<Step>& s) { return s->run(); })
-      .def("count", [](const c10::intrusive_ptr<Step>& s) { return s->count(); });
+      .def("called", [](const c10::intrusive_ptr<Step>& s) { return s->called(); })
+      .def("launched", [](const c10::intrusive_ptr<Step>& s) { return s->launched(); });
 }
 
 }  // namespace metalmm::replay

@@ -1,0 +1,21 @@
+// What an engine launches for an op, which a replayed step launches again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+#include "plan/launch.h"
+
+namespace metalmm::replay {
+
+// launch() of an engine, which lives as long as the process.
+using Launcher = std::function<void(const BoundPlans&, c10::Device)>;
+
+// BoundPlans, and notes it where a step is recorded on this thread. `memory`: what the buffers are
+// parts of, which the recording keeps.
+void launch(const Launcher& launcher, BoundPlan launch, c10::Device device,
+            std::vector<at::Tensor> memory);
+
+}  // namespace metalmm::replay
