@@ -130,12 +130,7 @@ void keep_resident(const void* buffer, const std::function<WeakWeight()>& weight
 void launch(const BoundPlans& launches) {
   @autoreleasepool {
     Metal& m = metal();
-    bool is_empty = true;
-    for (const BoundPlan& each : launches) {  // before the queue waits for us
-      is_empty &= each.plan.passes.empty();
-      find_pipelines(each);
-    }
-    if (is_empty) return;
+    for (const BoundPlan& each : launches) find_pipelines(each);  // before the queue waits for us
     if (Weights* all = weights()) all->use();
     const BoundPlans* list = &launches;
     at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();

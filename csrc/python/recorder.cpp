@@ -40,7 +40,6 @@ class Recorder {
     calls_.append(py::make_tuple("dispatch", grid, threads));
   }
   void commit() { calls_.append(py::make_tuple("commit")); }
-  void enter_queue() { calls_.append(py::make_tuple("enter_queue")); }
 
  private:
   py::list calls_;
@@ -50,13 +49,14 @@ constexpr const char* kName = "recorder";
 py::list* g_calls;  // of the last installation, as is the count of passes
 std::unique_ptr<Commits> g_commits;
 constexpr auto kBetweenPasses = std::chrono::microseconds(30);
+size_t g_blocks = 0;
 Commits::Clock::time_point g_now;  // each pass takes kBetweenPasses
 
 void record(const BoundPlans& launches) {
   if (collector().takes(launches)) return;
   const py::gil_scoped_acquire gil;
   Recorder recorder(*g_calls);
-  recorder.enter_queue();
+  ++g_blocks;
   for (const BoundPlan& each : launches) {
     const std::vector<Pass>& passes = each.plan.passes;
     for (const Pass& pass : passes) encode(recorder, pass, each.buffers);
@@ -72,6 +72,7 @@ void install(const std::string& chip, uint32_t cores) {
   auto commits = std::make_unique<Commits>(commit_every());
   stand_in(kName, gpu, record);
   g_commits = std::move(commits);
+  g_blocks = 0;
   delete g_calls;
   g_calls = new py::list;
 }
@@ -111,8 +112,11 @@ void bind_recorder(py::module_& m) {
       "The CPU's kernels again. Returns the calls, in order: (\"set_pipeline\", kernel, "
       "constants), "
       "(\"set_buffer\", slot, base, offset, bytes), (\"set_bytes\", slot, bytes), "
-      "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, threads), (\"commit\",), "
-      "and (\"enter_queue\",) before what one block on the queue encodes.");
+      "(\"set_threadgroup_memory\", index, bytes), (\"dispatch\", grid, threads), (\"commit\",).");
+  m.def(
+      "recorder_blocks", [] { return g_blocks; },
+      "How many blocks the recorder would have given to torch's queue, each with all passes of a "
+      "call of the engine.");
   m.def(
       "recorder_waits", [](int64_t us) { g_now += std::chrono::microseconds(us); }, py::arg("us"),
       "Lets so many microseconds pass on the recorder's clock, by which every pass takes 30.");

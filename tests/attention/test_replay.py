@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +15,19 @@ from layer_models import ids, layers, small
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_metalmm import PackedCache, fuse_
+from torch_metalmm import _C, PackedCache, fuse_
+from torch_metalmm.hf.caches.layers import SLACK
+from torch_metalmm.hf.caches.paged import Text, paged_cache
 from torch_metalmm.hf.replay import Replayed, replayed
+from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.testing import emulated
 
 KINDS = ("llama", "qwen3", "gemma3_text")
+WINDOW = 64
 
 
 def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
-    window = {"sliding_window": 64} if kind == "gemma3_text" else {}
+    window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
     model = small(kind, head_dim=32, num_hidden_layers=2, **window)
     return fuse_(model, "swiglu", cache=cache)
 
@@ -61,21 +66,127 @@ class Pair:
         return self.steps.replays > before
 
 
-CASES = [("cpu", kind, batch) for kind in KINDS for batch in (1, 3)]
-CASES += [("emulator", kind, 1) for kind in KINDS]
+def on(engine: str) -> AbstractContextManager[Any]:
+    return emulated() if engine == "emulator" else nullcontext()
 
 
-@pytest.mark.parametrize(("engine", "kind", "batch"), CASES)
-def test_a_replayed_step_is_the_models_own(engine: str, kind: str, batch: int) -> None:
+CASES = [("cpu", kind, batch, 1) for kind in KINDS for batch in (1, 3)]
+CASES += [("cpu", kind, 1, count) for kind in KINDS for count in (2, 8)]
+CASES += [
+    ("emulator", "llama", 1, 1),
+    ("emulator", "qwen3", 2, 2),
+    ("emulator", "gemma3_text", 1, 8),
+]
+
+
+@pytest.mark.parametrize(("engine", "kind", "batch", "count"), CASES)
+def test_a_replayed_step_is_the_models_own(engine: str, kind: str, batch: int, count: int) -> None:
     model = fused(kind)  # confirmed on the CPU: that is a prompt of 200 tokens
-    context: AbstractContextManager[Any] = emulated() if engine == "emulator" else nullcontext()
-    with context:
+    with on(engine):
         pair = Pair(model, "q8_0/q8_0", batch)
         pair.step(2)
-        first = pair.step(seed=7)
-        kept = first.clone()
-        assert pair.replays(), pair.steps.why
-        assert torch.equal(first, kept)  # no step writes another's logits
+        kept = []
+        for seed in range(5):
+            logits = pair.step(count, seed=seed)
+            kept.append((logits, logits.clone()))
+        assert pair.steps.replays == 3, pair.steps.why
+        assert all(torch.equal(*each) for each in kept)  # no step writes another's logits
+
+
+@pytest.mark.parametrize(("engine", "count"), [("cpu", 1), ("cpu", 3), ("emulator", 1)])
+def test_a_sliding_window_that_is_full(engine: str, count: int) -> None:
+    model = fused("gemma3_text")
+    with on(engine):
+        pair = Pair(model, "q8_0/q8_0")
+        pair.step(61)
+        for i in range(6):
+            pair.step(count, seed=i)
+    assert pair.steps.replays == 4, pair.steps.why
+
+
+def test_rows_of_a_window_move_between_replays() -> None:
+    pair = Pair(fused("gemma3_text"), "f16")
+    pair.step(2)
+    for i in range(WINDOW + SLACK + 20):
+        pair.step(seed=i)
+    sliding = next(layer for layer in pair.caches[0].layers if layer.is_sliding)
+    assert sliding.base > 0
+    # Two recordings after the first tokens, and two where the layers get more memory.
+    assert pair.steps.replays >= WINDOW + SLACK + 20 - 6, pair.steps.why
+
+
+def test_a_step_of_an_engine_is_one_list_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of this model is 6 ops; positions that are given leave no other op to call."""
+    lists, replay = [], Replayed._replay
+
+    def spy(self: Replayed, step: Any, cache: Any) -> Any:
+        lists.append((step.native.called(), *step.native.launched()))
+        return replay(self, step, cache)
+
+    monkeypatch.setattr(Replayed, "_replay", spy)
+    model = fused()
+    with emulated():
+        model.generate(ids(1, 6), max_new_tokens=5, do_sample=False)
+    assert len(lists) == 2 and lists[0] == lists[1]
+    called, passes, blocks = lists[0]
+    assert (called, blocks) == ([], 1) and passes >= 6 * 2 + 3
+
+
+def test_on_metal_a_token_enters_the_queue_once() -> None:
+    """The recorder computes nothing, and sees what torch's queue would."""
+    model = fused()
+    found = replayed(model)
+    cache: Any = PackedCache(model.config, "q8_0/q8_0")
+    with torch.no_grad():
+        model(input_ids=ids(1, 6), past_key_values=cache)
+        _C.install_recorder("m4-max")
+        blocks = [_C.recorder_blocks()]
+        try:
+            for i in range(5):
+                given = {"position_ids": torch.tensor([[6 + i]]), "past_key_values": cache}
+                model(input_ids=torch.tensor([[1]]), **given)
+                blocks.append(_C.recorder_blocks())
+        finally:
+            names = [call[0] for call in _C.remove_recorder()]
+    assert found is not None and found.replays == 3
+    each = [b - a for a, b in itertools.pairwise(blocks)]
+    assert each[0] == each[1] >= 6 * 2 and each[2:] == [1, 1, 1]
+    assert names.count("dispatch") % 5 == 0 and names.count("commit") >= 1
+
+
+def test_a_list_is_of_the_engine_that_launched() -> None:
+    """What the emulator launched is not launched when it is gone; a list of ops asks anew."""
+    model = fused()
+    pair = Pair(model, "q8_0/q8_0")
+    pair.step(2)
+    for engine, replays in (("emulator", 2), ("cpu", 4), ("emulator", 8)):
+        with on(engine):
+            for seed in range(4):
+                pair.step(seed=seed)
+        assert pair.steps.replays == replays
+
+
+def test_a_paged_cache() -> None:
+    """Each doubling of the longest text's pages is recorded again."""
+    model, count = fused("gemma3_text"), 150
+    found = replayed(model)
+    assert found is not None
+    cache = paged_cache(model, "q8_0/q8_0", 1 << 22)
+    texts = [Text(cache), Text(cache)]
+    own = type(model).forward
+    for i in range(count):
+        given = {
+            "input_ids": ids(2, 1, seed=i),
+            "position_ids": cache.begin_step(texts, 1),
+            "logits_to_keep": 1,
+            **with_cache(model, cache),
+        }
+        with torch.no_grad():
+            want = own(model, **given).logits
+            assert torch.equal(model(**given).logits, want)
+        for text in texts:
+            text.extend([0])
+    assert found.replays == count - 2 * 3, found.why
 
 
 def test_growth_records_again() -> None:
@@ -86,7 +197,7 @@ def test_growth_records_again() -> None:
         pair.step(seed=i)
         capacities.add(pair.caches[0].layers[0].keys.shape[2])
     assert len(capacities) == 2
-    assert pair.steps.replays == 20 - 5  # two recordings on each side of a step that grows
+    assert pair.steps.replays == 20 - 4  # two recordings before the cache grows, and two behind
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
@@ -132,14 +243,6 @@ def test_two_steps_of_one_position_do_not_make_a_recording() -> None:
     for seed in range(4):
         pair.step(seed=seed)
     assert pair.steps.replays == 0
-
-
-def test_a_sliding_window_that_is_full_is_not_recorded() -> None:
-    pair = Pair(fused("gemma3_text"), "q8_0/q8_0")
-    pair.step(61)
-    for i in range(6):
-        pair.step(seed=i)
-    assert pair.steps.replays == 0 and "sliding window" in pair.steps.why
 
 
 @pytest.mark.parametrize("what", [*CHANGES, *EAGER])

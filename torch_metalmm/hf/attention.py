@@ -17,8 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from .caches import ATTENTION
-from .caches.layers import DTYPE_NAMES, Room
-from .caches.paged import Offset
+from .caches.layers import DTYPE_NAMES, Offset, Room
 from .caches.rows import PackedRows
 
 # Arguments of attention_forward that say more than the op's scale and soft cap.
@@ -136,12 +135,11 @@ def attention_forward(
 def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers makes for sdpa; None, too, for a token that sees its whole window.
 
-    For such a token transformers makes, at every step, a mask that hides nothing. Of a PagedCache
-    the op knows what a query sees.
+    For such a token transformers makes, at every step, a mask that hides nothing. Of a PagedCache,
+    and of a step that is recorded, the op knows what a query sees.
     """
-    if isinstance(kwargs.get("q_offset"), Offset):
-        return None
-    if not args and kwargs.get("allow_is_causal_skip") and _sees_all(kwargs):
+    may_skip = not args and kwargs.get("allow_is_causal_skip")
+    if may_skip and (isinstance(kwargs.get("q_offset"), Offset) or _sees_all(kwargs)):
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask

@@ -33,7 +33,7 @@ from transformers.cache_utils import (  # noqa: E402
 
 from .caches import ATTENTION, name_of, pair_of  # noqa: E402
 from .caches.file import File, write  # noqa: E402
-from .caches.layers import PackedLayer, PackedSlidingLayer, Room  # noqa: E402
+from .caches.layers import Offset, PackedLayer, PackedSlidingLayer, Room  # noqa: E402
 from .caches.rows import Slots  # noqa: E402
 from .caches.static import StaticPackedLayer  # noqa: E402
 from .caches.transaction import Transaction  # noqa: E402
@@ -82,7 +82,8 @@ class PackedCache(Cache):
             if slots is not None:
                 return StaticPackedLayer(slots, self.format, kind in SLIDING)
             if kind in SLIDING:
-                return PackedSlidingLayer(options["sliding_window"], self.format)
+                is_chunked = kind == "chunked_attention"
+                return PackedSlidingLayer(options["sliding_window"], self.format, is_chunked)
             return PackedLayer(self.format)
         if slots is None:
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
@@ -140,7 +141,16 @@ class PackedCache(Cache):
         file.fill(cache.layers, cache.config, device)
         return cache
 
-    def room(self, number: int, x: Tensor, kv_heads: int, head_size: int) -> Room | None:
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """The position of the next query; of a step that is recorded one that needs no mask."""
+        fixed = getattr(getattr(self.layers[layer_idx], "slots", None), "fixed", None)
+        if fixed is None or any(getattr(each, "is_chunked", False) for each in self.layers):
+            return super().get_query_offset(layer_idx)
+        return Offset(fixed.first)
+
+    def room(
+        self, number: int, x: Tensor, kv_heads: int, head_size: int, is_masked: bool = False
+    ) -> Room | None:
         """Room for the keys of x [B, S, ...], whose attention is the op, in the layer `number`.
 
         None, before anything changed: update() and the attention function are to be called, because
@@ -156,7 +166,7 @@ class PackedCache(Cache):
         if not layer.takes(shape[0], kv_heads, head_size):
             like = x.new_empty(shape[0], kv_heads, 0, head_size)
             layer.prepare(like, like)
-        room: Room = layer.room(shape[1])
+        room: Room = layer.room(shape[1], is_masked)
         return room
 
 

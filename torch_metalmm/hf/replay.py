@@ -2,8 +2,8 @@
 
 The step of a PackedCache that fuse_(model, cache=...) makes is a list of ops, whose arguments are
 the same tensors in each step but for the token ids, positions, slots and the length of the cache.
-Two steps that follow each other are recorded as they are computed, with ids, slots and length in
-memory that stays (csrc/ops/replay). Where the two lists differ in nothing but the values in these
+Two steps that follow each other are recorded as they are computed, with these in memory that stays
+(csrc/ops/replay; caches/recorded.py). Where the two lists differ in nothing but the values in these
 tensors, later steps fill the tensors and run the list.
 
 What decides which code of Python runs is compared before each replay: the numbers, parameters,
@@ -28,11 +28,15 @@ from ..models.cache_argument import NAMES, cache_in, with_cache
 from ..nn.settings import named_functions
 from ..nn.watch import hooks_are_known
 from .cache import PackedCache
-from .caches.layers import PackedLayer, PackedSlidingLayer
-from .caches.rows import Fixed
+from .caches.layers import Unrecorded
+from .caches.paged import PagedCache
+from .caches.recorded import PackedStep, PagedStep
 
 _native: Any = _C  # mypy does not see into the module
 _LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
+_KINDS: dict[type, Any] = {PackedCache: PackedStep, PagedCache: PagedStep}
+MOST = 8  # tokens of a sequence in a step
+_HELD = 8  # kinds of steps on a cache, each with the tensors between its ops
 _TRIES = 3  # recordings of a cache's step that a change of the model may end
 _HOOKS = [
     d for n, d in vars(torch_module).items() if n.startswith("_global_") and type(d) is not bool
@@ -46,18 +50,18 @@ class Refused(Exception):
 class _Step:
     """The recordings of one kind of step on one cache, then their list."""
 
-    def __init__(self, ids: Tensor, positions: Tensor | None) -> None:
+    def __init__(self, cache: Any, ids: Tensor, positions: Tensor | None) -> None:
         self.native = torch.classes.metalmm.Step()
-        self.fixed = Fixed(ids.shape[1], ids.device)
+        self.cache = _KINDS[type(cache)](cache, ids.shape[1], ids.device)
         with torch.inference_mode(False):
             self.ids = torch.empty_like(ids)
             self.positions = None if positions is None else torch.empty_like(positions)
-        self.recorded = self.tries = self.place = 0
+        self.recorded = self.tries = 0
+        self.place: Any = None
         self.why = ""
         self.guard: Any = None
         self.kinds: list[tuple[type, Any]] = []
         self.made: type | None = None  # of what the model returns
-        self.rows: list[tuple[Tensor, Tensor]] = []  # of the cache's layers
 
     def same(self) -> bool:
         """Whether the model is the one that was recorded."""
@@ -65,18 +69,11 @@ class _Step:
             return False
         return all(kind.forward is forward for kind, forward in self.kinds)  # type: ignore[attr-defined]
 
-    def reads(self, cache: Any) -> bool:
-        """Whether the cache's rows are those that the recorded ops read and write."""
-        if len(self.rows) != len(cache.layers):
-            return False
-        pairs = zip(cache.layers, self.rows, strict=True)
-        return all(layer.keys is k and layer.values is v for layer, (k, v) in pairs)
-
-    def fill(self, ids: Tensor, positions: Tensor | None, first: int) -> None:
+    def fill(self, cache: Any, ids: Tensor, positions: Tensor | None) -> None:
         self.ids.copy_(ids)
         if self.positions is not None:
             self.positions.copy_(positions)  # type: ignore[arg-type]
-        self.fixed.fill(first)
+        self.cache.fill(cache)
 
 
 class Replayed:
@@ -117,7 +114,6 @@ class Replayed:
             args = args[1:]
         try:
             cache, key, ids, positions = _of_call(args, kwargs)
-            first = _check_cache(cache, ids)
         except Refused as refused:
             self.why = str(refused)
             return self.original(*args, **kwargs)
@@ -125,22 +121,22 @@ class Replayed:
         if steps is None:
             steps = self._caches[cache] = {}
         step = steps.get(key)
-        if step is not None and not step.reads(cache):  # the rows are in other memory
+        if step is not None and not step.cache.reads(cache):  # the rows are in other memory
             steps.clear()
             step = None
         if step is None:
-            step = steps[key] = _Step(ids, positions)
-            step.rows = [(layer.keys, layer.values) for layer in cache.layers]
+            if len(steps) == _HELD:
+                del steps[next(iter(steps))]
+            step = steps[key] = _Step(cache, ids, positions)
         if not step.same() or (step.recorded == 2 and not step.native.holds()):
-            step = steps[key] = _again(step, ids, positions)
+            step = steps[key] = _again(step, cache, ids, positions)
             step.guard, step.kinds, step.why = _guard(self.model)
             if step.tries > _TRIES:
                 step.why = step.why or "the model changes between its steps"
         if step.why:
             self.why = step.why
             return self.original(*args, **kwargs)
-        cache.transaction.settle()
-        step.fill(ids, positions, first)
+        step.fill(cache, ids, positions)
         if step.recorded < 2:
             return self._record(step, cache, kwargs)
         return self._replay(step, cache)
@@ -151,18 +147,21 @@ class Replayed:
         given.pop("attention_mask", None)
         if step.positions is not None:
             given["position_ids"] = step.positions
-        slots = cache.layers[0].slots
-        slots.fixed = step.fixed
         step.native.start()
         try:
-            out = self.original(**given)
+            with step.cache.recorded(cache):
+                out = self.original(**given)
+        except Unrecorded as reason:
+            cache.undo()
+            self.why = step.why = str(reason)
         finally:
             step.native.stop()
-            slots.fixed = None
+        if step.why:
+            return self.original(**kwargs)
         # Two steps of one position, with a crop between them, agree in what follows from it.
-        if step.recorded == 0 or step.place != step.fixed.first:
+        if step.recorded == 0 or step.place is None or step.place != step.cache.place:
             step.recorded += 1
-        step.place = step.fixed.first
+        step.place = step.cache.place
         step.why = _unlike(out, cache) or step.native.problem([out.logits])
         if not step.why and step.recorded == 2:
             step.made = type(out)
@@ -173,17 +172,14 @@ class Replayed:
 
     def _replay(self, step: _Step, cache: Any) -> Any:
         (logits,) = step.native.run()
-        count = step.ids.shape[1]
-        for layer in cache.layers:
-            layer.end += count
+        step.cache.done(cache)
         self.replays += 1
         return step.made(logits=logits, **with_cache(self.model, cache))  # type: ignore[misc]
 
 
-def _again(step: _Step, ids: Tensor, positions: Tensor | None) -> _Step:
+def _again(step: _Step, cache: Any, ids: Tensor, positions: Tensor | None) -> _Step:
     """A step that is recorded anew; how often it was without a replay in between is counted."""
-    new = _Step(ids, positions)
-    new.rows = step.rows
+    new = _Step(cache, ids, positions)
     new.tries = step.tries + 1 if step.recorded < 2 else 0
     return new
 
@@ -191,10 +187,11 @@ def _again(step: _Step, ids: Tensor, positions: Tensor | None) -> _Step:
 def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor, Any]:
     """(cache, what a recording is for, ids, positions). Refused: it may not be recorded."""
     cache, ids = cache_in(kwargs), kwargs.get("input_ids")
-    if args or type(cache) is not PackedCache or ids is None or ids.dim() != 2:
+    kind = _KINDS.get(type(cache))
+    if args or kind is None or ids is None or ids.dim() != 2:
         raise Refused("a call without a PackedCache, or of other inputs than ids by their names")
-    if ids.shape[1] != 1:
-        raise Refused(f"{ids.shape[1]} tokens in one step; one is recorded")
+    if ids.shape[1] > MOST:
+        raise Refused(f"{ids.shape[1]} tokens in one step; up to {MOST} are recorded")
     if torch.is_grad_enabled():
         raise Refused("gradients are recorded; call under torch.no_grad() or inference_mode()")
     if torch._C._is_any_autocast_enabled():
@@ -217,7 +214,9 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
         raise Refused("attention_mask hides tokens")
     place = None if positions is None else (*positions.shape, positions.dtype)
     key = (*ids.shape, ids.dtype, ids.device, place, *others, torch.is_inference_mode_enabled())
-    return cache, key, ids, positions
+    if why := kind.refusal(cache, ids.shape[1]):
+        raise Refused(why)
+    return cache, (kind.key(cache), key), ids, positions
 
 
 def _is_full(mask: Tensor, cache: Any, ids: Tensor) -> bool:
@@ -225,29 +224,6 @@ def _is_full(mask: Tensor, cache: Any, ids: Tensor) -> bool:
     if mask.shape[1] != cache.get_seq_length() + ids.shape[1]:
         return False
     return bool(mask.all())  # as transformers asks at every step
-
-
-def _check_cache(cache: Any, ids: Tensor) -> int:
-    """The slot of the step's first row. Refused: the rows would not lie where those before did."""
-    if cache.offloading or "update" in cache.__dict__:
-        raise Refused("a cache that is offloaded, or whose update is another's")
-    layers, count = cache.layers, ids.shape[1]
-    first = getattr(layers[0], "end", 0) if layers else 0
-    slots = getattr(layers[0], "slots", None) if layers else None
-    for layer in layers:
-        kind = type(layer)
-        if kind is not PackedLayer and kind is not PackedSlidingLayer:
-            raise Refused(f"a cache layer {kind.__name__}")
-        if layer.before is not None:  # a step ended, or failed
-            cache.transaction.settle()
-            first = layers[0].end
-        if not layer.is_initialized or layer.base or layer.end != first or layer.slots is not slots:
-            raise Refused("a cache whose layers hold no rows yet, or other rows each")
-        if first + count > layer.keys.shape[2]:
-            raise Refused("a step for which the cache grows")
-        if kind is PackedSlidingLayer and first + count >= layer.sliding_window:
-            raise Refused("a sliding window that is full, whose first row moves with each step")
-    return int(first)
 
 
 def _unlike(out: Any, cache: Any) -> str:

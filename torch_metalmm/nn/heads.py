@@ -77,7 +77,7 @@ def _appended(
         return None
     if length > 1 and mask is None and not getattr(r.attention, "is_causal", True):
         return None
-    found = find(number(r), x, r.kv_heads, r.head_size)
+    found = find(number(r), x, r.kv_heads, r.head_size, mask is not None)
     if found is None:
         return None
     both, keys, values, slots, k, v, end, pages, window = found
@@ -93,8 +93,10 @@ def _appended(
         mask = mask.expand(-1, -1, length, -1)
     if r.attend.own:
         options = {**options, "sinks": r.attention._parameters[r.attend.own["s_aux"]]}
+    if window:
+        options = {**options, "window": window}
     if pages is not None:
-        options = {**options, "pages": pages, "window": window}
+        options = {**options, "pages": pages}
     a: Tensor = ops.attention(q, k, v, *both, end, mask=mask, causal=mask is None, **options)
     return a
 

@@ -16,6 +16,14 @@ from .transaction import Transaction
 ops = torch.ops.metalmm
 
 
+class Unrecorded(Exception):
+    """A step that is being recorded cannot be; it is computed again as any other."""
+
+
+class Offset(int):
+    """The position of a step's first query. Attention knows its slots: it is given no mask."""
+
+
 class Room(NamedTuple):
     """Where a step's rows go, and what its queries see, as the ops take them."""
 
@@ -39,6 +47,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of a layer that sees all that was before."""
 
     is_sliding = False
+    is_chunked = False
     is_croppable = True
     keys: Any  # a tensor, None before the first rows
     values: Any
@@ -121,6 +130,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.transaction.begin(self)
         self.prepare(key_states, value_states)
         count = key_states.shape[2]
+        if self.slots.fixed is not None and count > 1:
+            raise Unrecorded("a layer that fuse_ has not changed, for several tokens")
         self._make_room(count)
         first = self._first_seen(self.end)
         self._write(key_states, value_states)
@@ -189,15 +200,18 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for rows, new, format in zip((self.keys, self.values), (k, v), self.formats, strict=True):
             ops.cache_append(rows, rows, new, new, slots, format, format)
 
-    def room(self, count: int) -> Room:
-        """Room for `count` rows more, which the caller writes."""
+    def room(self, count: int, is_masked: bool = False) -> Room:
+        """Room for `count` rows more, which the caller writes.
+
+        is_masked: of the mask that comes with them the first column is the first row they see.
+        """
         end = self.end
         if end + count > self.keys.shape[2]:
             self._make_room(count)
             end = self.end
         self.end = end + count
         keys, values = self.keys, self.values
-        slots, length = self.slots.of(end, count, keys.device)
+        slots, length = self.slots.of(end, count, keys.device, getattr(self, "sliding_window", 0))
         assert self.formats is not None
         if count <= FEW_QUERIES:
             return Room(self.formats, keys, values, slots, keys, values, length)
@@ -345,9 +359,12 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
 
     is_sliding = True
 
-    def __init__(self, sliding_window: int, format: str | None = None) -> None:
+    def __init__(
+        self, sliding_window: int, format: str | None = None, is_chunked: bool = False
+    ) -> None:
+        """is_chunked: of queries that see their chunk of so many positions."""
         super().__init__(format)
-        self.sliding_window = sliding_window
+        self.sliding_window, self.is_chunked = sliding_window, is_chunked
         self.record_past = False
         self.cropped = 0  # the end at the last crop, from which past is recorded
 
@@ -362,10 +379,12 @@ class PackedSlidingLayer(PackedLayer):  # type: ignore[no-untyped-call]
     def _first_seen(self, end: int) -> int:
         return max(0, end - self.sliding_window + 1)
 
-    def room(self, count: int) -> Room:
+    def room(self, count: int, is_masked: bool = False) -> Room:
         self._make_room(count)
         first = self._first_seen(self.end)
         room = super().room(count)
+        if not (is_masked or self.is_chunked) and (count == 1 or self.slots.fixed is not None):
+            return room._replace(window=self.sliding_window)
         if first == 0:
             return room
         k, v = (t.narrow(2, first, self.end - first) for t in (self.keys, self.values))

@@ -17,17 +17,45 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...models.cache_argument import with_cache
-from .layers import PackedLayer, Room
+from .layers import Offset, PackedLayer, Room
 from .pages import SLOTS, Pages, PoolFull
 from .rows import lasting
 
-__all__ = ["PagedCache", "PoolFull", "Text", "default_memory", "paged_cache"]
+__all__ = ["PagedCache", "PoolFull", "Step", "Text", "default_memory", "paged_cache"]
 
 ops = torch.ops.metalmm
 
 
-class Offset(int):
-    """The position of a step's first query. Attention knows its slots: it is given no mask."""
+class Step:
+    """The rows of a step's texts, each `count`: where they lie, and what their queries see.
+
+    One tensor, so that a step is one transfer to the device, and views of it.
+    """
+
+    def __init__(self, values: Tensor, texts: int, count: int) -> None:
+        """values: int64 [texts, 2 count + 1 + pages]: positions, slots, length, pages of each."""
+        self.values, self.count = values, count
+        self.positions, self.slots = values[:, :count], values[:, count : 2 * count]
+        self.length, self.table = values[:, 2 * count], values[:, 2 * count + 1 :]
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], count: int, device: torch.device) -> Step:
+        # Each doubling of the longest text is another kind of step, and no other growth.
+        most = 1 << (max(len(text.pages) for text in texts) - 1).bit_length()
+        rows = []
+        for text in texts:
+            own = range(len(text.tokens), len(text.tokens) + count)
+            slots = [text.pages[t // SLOTS] * SLOTS + t % SLOTS for t in own]
+            table = text.pages + [0] * (most - len(text.pages))
+            rows.append([*own, *slots, own.stop, *table])
+        return cls(torch.tensor(rows, device=device), len(texts), count)
+
+    @property
+    def key(self) -> Any:
+        return self.values.shape, self.count
+
+    def copy(self) -> Step:
+        return Step(self.values.clone(), len(self.values), self.count)
 
 
 class Text:
@@ -129,7 +157,7 @@ class PagedCache(Cache):
         slots = self.pages.count * SLOTS
         super().__init__(layers=[PagedLayer(x, slots) for x in like])
         self.slots = slots  # of all texts
-        self._step: tuple[Tensor, Tensor, Tensor] | None = None
+        self.step: Step | None = None
 
     def begin_step(self, texts: Sequence[Text], count: int) -> Tensor:
         """The next forward is of `count` tokens more of each text; their positions [B, count].
@@ -138,26 +166,19 @@ class PagedCache(Cache):
         """
         for text in texts:
             text.make_room(count)
-        most = max(len(text.pages) for text in texts)
-        table = [text.pages + [0] * (most - len(text.pages)) for text in texts]
-        places = [range(len(text.tokens), len(text.tokens) + count) for text in texts]
-        slots = [
-            [text.pages[t // SLOTS] * SLOTS + t % SLOTS for t in own]
-            for text, own in zip(texts, places, strict=True)
-        ]
-        first: Any = self.layers[0]
-        device = first.keys.device
-        made = [torch.tensor(x, device=device) for x in (slots, [p.stop for p in places], table)]
-        self._step = made[0], made[1], made[2]
-        return torch.tensor([[*own] for own in places], device=device)
+        layer: Any = self.layers[0]
+        self.step = Step.of(texts, count, layer.keys.device)
+        return self.step.positions
 
-    def room(self, number: int, x: Tensor, kv_heads: int, head_size: int) -> Room:
+    def room(
+        self, number: int, x: Tensor, kv_heads: int, head_size: int, is_masked: bool = False
+    ) -> Room:
         """Room for the keys of x [B, count, ...], whose attention is the op."""
         layer: Any = self.layers[number]
-        assert self._step is not None
-        slots, length, table = self._step
-        keys, values = layer.keys, layer.values
-        return Room(layer.formats, keys, values, slots, keys, values, length, table, layer.window)
+        step, keys, values = self.step, layer.keys, layer.values
+        assert step is not None
+        seen = keys, values, step.length, step.table, layer.window
+        return Room(layer.formats, keys, values, step.slots, *seen)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

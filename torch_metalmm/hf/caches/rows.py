@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,13 +37,18 @@ class Slots:
         self._held: dict[Any, tuple[Tensor, Tensor]] = {}
         self.fixed: Fixed | None = None
 
-    def of(self, first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(the slots [count] from `first` on; the length of a cache that ends behind these)."""
+    def of(
+        self, first: int, count: int, device: torch.device, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """(the slots [count] from `first` on; the length of a cache that ends behind these).
+
+        window: of the layer that asks.
+        """
         if torch.compiler.is_compiling():  # a graph that reads _held is one for one token
             return self._made(first, count, device)
         key = (first, count, device)
-        if self.fixed is not None and self.fixed.key == key:
-            return self.fixed.slots, self.fixed.length
+        if self.fixed is not None and (fixed := self.fixed.of(key, window)) is not None:
+            return fixed
         found = self._held.get(key)
         if found is None:
             found = self._made(first, count, device)
@@ -66,24 +71,34 @@ class Slots:
 
 
 class Fixed:
-    """The slots [count] of a step's rows, and the length behind them, in memory that stays."""
+    """The slots [count] of a step's rows, and the length behind them, in memory that stays.
 
-    def __init__(self, count: int, device: torch.device) -> None:
+    Of the layers of each window: rows of a window move to the front, those of others do not.
+    """
+
+    def __init__(self, count: int, device: torch.device, windows: Iterable[int]) -> None:
+        self.count, self.device, self.first = count, device, 0
         with lasting():
-            self._both = torch.arange(count + 1, device=device)
-            self.slots, self.length = self._both[:count], self._both[count]
-            self.position = self._both[0]
-        self.first, self.count, self.device = 0, count, device
+            self.position = torch.zeros((), dtype=torch.int64, device=device)
+            self._slots = {w: torch.arange(count + 1, device=device) for w in windows}
+        self._ends = dict.fromkeys(self._slots, 0)
 
-    @property
-    def key(self) -> Any:
-        return self.first, self.count, self.device
+    def of(self, key: Any, window: int) -> tuple[Tensor, Tensor] | None:
+        """Those of layers of this window, where Slots.of is asked for them."""
+        both = self._slots.get(window)
+        if both is None or key != (self._ends[window], self.count, self.device):
+            return None
+        return both[: self.count], both[self.count]
 
-    def fill(self, first: int) -> None:
-        """The rows begin in this slot."""
-        if first != self.first:
-            self._both.add_(first - self.first)
-            self.first = first
+    def fill(self, position: int, ends: dict[int, int]) -> None:
+        """The rows begin at this position, and in these slots of the layers of each window."""
+        for window, end in ends.items():
+            if end != self._ends[window]:
+                self._slots[window].add_(end - self._ends[window])
+                self._ends[window] = end
+        if position != self.first:
+            self.position.add_(position - self.first)
+            self.first = position
 
 
 class PackedRows:

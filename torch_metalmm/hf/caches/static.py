@@ -58,7 +58,7 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
             return self.last_and_length[:1]
         return torch.arange(count, device=self.device) + (self.length - count)
 
-    def room(self, count: int) -> Room:
+    def room(self, count: int, is_masked: bool = False) -> Room:
         slots, keys, values = self._advance(count), self.keys, self.values
         assert self.formats is not None
         return Room(self.formats, keys, values, slots, keys, values, self.length)
