@@ -19,7 +19,7 @@ from ..devices import CPU
 from ..runner import Record, Run, named
 from ..timing import Timing, wall_clock
 from . import llamas, shares
-from .systems import Compiled, Transformers, packed
+from .systems import Compiled, Packed, Transformers
 
 FEW, MANY = 2, 12  # layers
 HIDDEN = 64
@@ -91,8 +91,8 @@ def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
                 if models is fused:
                     cached = [fuse_(copy.deepcopy(m), cache="f32") for m in plain]
                     own = [copy.deepcopy(m) for m in fused]  # whose attention another is
-                    yield Stepped(f"{label}, PackedCache", own, packed)
-                    yield Stepped(f"{label}, replayed", cached, packed)
+                    yield Stepped(f"{label}, PackedCache", own, Packed)
+                    yield Stepped(f"{label}, replayed", cached, Packed)
                 if args.compile:
                     yield Stepped(f"{label}, compiled", models, Compiled)
 

@@ -102,10 +102,21 @@ class Transformers:
         self.cache.crop(-tokens)
 
 
-def packed(name: str, model: nn.Module, exact: bool = True) -> Transformers:
-    """A model that attends by our op, and a PackedCache in its dtype, whose rows stay in place."""
-    make = lambda: PackedCache(model.config)  # noqa: E731
-    return Transformers(name, model, exact, make=make, attention="metalmm")
+class Packed(Transformers):
+    """A model that attends by our op, and a PackedCache in its dtype, whose rows stay in place.
+
+    Its steps are replayed where fuse_(model, cache=...) has seen to that.
+    """
+
+    def __init__(self, name: str, model: nn.Module, exact: bool = True) -> None:
+        make = lambda: PackedCache(model.config)  # noqa: E731
+        super().__init__(name, model, exact, make=make, attention="metalmm")
+
+    def called(self, ids: Tensor) -> Any:
+        first, count = self.cache.get_seq_length(), ids.shape[1]
+        positions = torch.arange(first, first + count, device=ids.device)[None]
+        given = {"position_ids": positions, "logits_to_keep": 1, **with_cache(self.model, self.cache)}
+        return self.model(input_ids=ids, use_cache=True, **given)
 
 
 class Static(Transformers):

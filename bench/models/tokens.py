@@ -30,7 +30,7 @@ from ..shapes import parse_counts
 from ..tables import status
 from ..timing import PAUSE_SECONDS, Timing
 from . import llamas, shares
-from .systems import Compiled, Graph, System, Transformers, packed
+from .systems import Compiled, Graph, Packed, System, Transformers
 
 CHECKED_TOKENS = 32
 BEYOND = 16  # tokens that a cache of constant size has room for beyond those of a round
@@ -142,8 +142,11 @@ class Builder:
         if kind:
             rounded, title = activations_(llamas.sharing(fused), kind), f"{plain}, fuse_, {kind} x"
             yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
-            cached = packed(f"{title}, PackedCache", llamas.sharing(rounded), False)
+            cached = Packed(f"{title}, PackedCache", llamas.sharing(rounded), False)
             yield Entry(cached, model, title)
+        dtype_name = str(self.dtype).removeprefix("torch.").replace("float", "f")
+        stepped = fuse_(llamas.sharing(model), cache=dtype_name)
+        yield Entry(Packed(f"{plain}, fuse_, replayed", stepped, exact), model, plain)
 
     def graphs(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         if self.device.type == "cuda" and not self.args.no_graph:

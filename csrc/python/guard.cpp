@@ -37,6 +37,7 @@ class Guard {
   bool same() const {
     for (const auto& [dict, held] : dicts_) {
       if (static_cast<size_t>(PyDict_GET_SIZE(dict.ptr())) * 2 != held.size()) return false;
+      if (held.empty()) continue;
       PyObject *key, *value;
       Py_ssize_t at = 0;
       for (size_t i = 0; PyDict_Next(dict.ptr(), &at, &key, &value); i += 2) {
