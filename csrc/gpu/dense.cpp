@@ -24,7 +24,7 @@ at::Tensor rows_as_they_lie(const at::Tensor& w, const at::Tensor& x) {
   return w.as_strided(w.sizes(), {row_stride(w), 1}).view(x.scalar_type());
 }
 
-// BoundPlans pass `i` alone.
+// Launches pass `i` alone.
 void launch_pass(const Engine& e, const Plan& made, size_t i, const Buffers& buffers,
                  c10::Device device) {
   BoundPlans one(1);

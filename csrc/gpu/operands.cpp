@@ -70,13 +70,16 @@ void launch(const Engine& e, const Problem& p, const Operands& o,
     const at::Tensor& operand = o[static_cast<Slot>(slot)];
     if (operand.defined()) bind(slot, operand);
   }
-  if (made.plan.arranged_bytes) {
-    const auto bytes = static_cast<int64_t>(made.plan.arranged_bytes);
-    bind(kSlotY2, at::empty({bytes}, o[kSlotY].options().dtype(at::kByte)));
-  }
-  if (made.plan.workspace_bytes) {
-    const auto bytes = static_cast<int64_t>(made.plan.workspace_bytes);
-    bind(kSlotPartial, at::empty({bytes / 4}, o[kSlotY].options().dtype(at::kFloat)));
+  // Where a plan has both, sums follow what is arranged.
+  const size_t first = (made.plan.arranged_bytes + 255) / 256 * 256;
+  const auto bytes = static_cast<int64_t>(first + made.plan.workspace_bytes);
+  if (bytes) {
+    const at::Tensor own = replay::scratch(bytes, o[kSlotY].options());
+    const auto part = [&](size_t begin, size_t size) {
+      return own.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(size));
+    };
+    if (made.plan.arranged_bytes) bind(kSlotY2, part(0, made.plan.arranged_bytes));
+    if (made.plan.workspace_bytes) bind(kSlotPartial, part(first, made.plan.workspace_bytes));
   }
   replay::launch(e.launch, std::move(made), device, std::move(memory));
 }

@@ -152,6 +152,14 @@ void Recording::launched(const Launcher& launcher, BoundPlan launch, c10::Device
   memory.insert(memory.end(), parts.begin(), parts.end());
 }
 
+at::Tensor scratch(int64_t bytes, at::TensorOptions options) {
+  const auto made = [&] { return at::empty({bytes}, options.dtype(at::kByte)); };
+  if (!t_recording) return made();
+  at::Tensor& held = t_recording->scratch;
+  if (!held.defined() || held.device() != options.device() || held.numel() < bytes) held = made();
+  return held.narrow(0, 0, bytes);
+}
+
 void launch(const Launcher& launcher, BoundPlan launch, c10::Device device,
             std::vector<at::Tensor> memory) {
   const BoundPlans one{std::move(launch)};

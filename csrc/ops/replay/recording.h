@@ -70,6 +70,7 @@ class Recording {
   void launched(const Launcher& launcher, BoundPlan launch, c10::Device device,
                 std::vector<at::Tensor> memory);
   std::vector<at::Tensor> memory;  // of all launches
+  at::Tensor scratch;              // the largest so far
 
  private:
   friend struct Observer;
