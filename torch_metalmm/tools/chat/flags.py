@@ -43,7 +43,7 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         "--cache",
         metavar="FORMAT",
         help="of keys and values: f16, q8_0 (values; keys in f16), q8_0/q8_0, ...; default: "
-        "transformers' own cache",
+        "the model's dtype",
     )
     group.add_argument(
         "--activations",

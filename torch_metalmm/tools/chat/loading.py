@@ -10,7 +10,7 @@ from typing import Any
 from ...extras import require
 from ...files.hub import fetch
 from ...models.activations import activations_
-from ...models.attach import set_cache
+from ...models.attach import check_cache, set_cache
 from ...models.fuse.apply import fuse_
 from .. import generate
 from ..arguments import dtype_of
@@ -41,6 +41,8 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
     draft = None if args.draft is None else _loaded(args.draft, args, generating=True)[1:]
     if args.adapter is not None:
         model = _with_adapter(model, args.adapter)
+    if args.cache is None and args.fuse is not False and args.adapter is None:
+        args.cache = _own_format(model)
     if args.cache is not None:
         set_cache([model], args.cache)
     if args.activations is not None:
@@ -86,6 +88,19 @@ def _loaded(name: str, args: argparse.Namespace, generating: bool) -> tuple[Path
     if generating and not getattr(model, "can_generate", lambda: False)():
         raise ValueError(f"{name} holds no model that generates text")
     return path, model, tokenizer
+
+
+def _own_format(model: Any) -> str | None:
+    """Of a PackedCache in the model's dtype, on which steps are replayed; None: it takes none."""
+    from ...hf.caches.layers import DTYPE_NAMES
+
+    name = DTYPE_NAMES.get(model.dtype)
+    try:
+        if name is not None:
+            check_cache([model], name)
+    except ValueError:
+        return None
+    return name
 
 
 def _with_adapter(model: Any, name: str) -> Any:
