@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from .layers import PackedLayer, PackedSlidingLayer
 from .rows import Fixed, lasting
+
+_ROWS = frozenset((PackedLayer, PackedSlidingLayer))
+_STATES = frozenset((LinearAttentionLayer,))  # which are written in place
+_KNOWN = _ROWS | _STATES | {DummyLayer}
 
 
 class PackedStep:
@@ -21,8 +28,8 @@ class PackedStep:
 
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         self.count = count
-        self.fixed = Fixed(count, device, {_window(layer) for layer in cache.layers})
-        self._rows = [(layer.keys, layer.values) for layer in cache.layers]
+        self.fixed = Fixed(count, device, {_window(layer) for layer in _with_rows(cache)})
+        self._memory = _memory(cache)
 
     @staticmethod
     def key(cache: Any) -> Any:
@@ -33,37 +40,27 @@ class PackedStep:
         """Makes room for the rows of the step, where it may be recorded."""
         if cache.offloading or "update" in cache.__dict__:
             return "a cache that is offloaded, or whose update is another's"
-        layers = cache.layers
-        kinds = {type(layer) for layer in layers}
-        if others := kinds - {PackedLayer, PackedSlidingLayer}:
-            return f"a cache layer {next(iter(others)).__name__}"
+        for layer in cache.layers:
+            kind = type(layer)
+            if kind not in _KNOWN:
+                return f"a cache layer {kind.__name__}"
+            if kind in _STATES and (layer.record_past or not _has_states(layer)):
+                return "a cache whose layers hold no states yet, or record those that were"
         cache.transaction.settle()
-        if not all(layer.is_initialized for layer in layers):
+        layers = _with_rows(cache)
+        if not layers or not all(layer.is_initialized for layer in layers):
             return "a cache whose layers hold no rows yet"
-        position, ends = layers[0].position(), {}
-        for layer in layers:
-            layer._make_room(count)
-            end = ends.setdefault(_window(layer), layer.end)
-            if layer.end != end or layer.position() != position:
-                return "a cache whose layers hold other rows each"
-            is_full = layer.end + count >= getattr(layer, "sliding_window", layer.end + count + 1)
-            if is_full and layer.is_chunked:
-                return "a chunk, or a window for several tokens, that is full"
-        if count > 1 and any(layer.is_chunked for layer in layers if layer.is_sliding):
-            return "several tokens where attention is in chunks"
-        return ""
+        return _refusal_of_rows(layers, count)
 
     def reads(self, cache: Any) -> bool:
-        """Whether the cache's rows are those that the recorded ops read and write."""
-        if len(self._rows) != len(cache.layers):
-            return False
-        pairs = zip(cache.layers, self._rows, strict=True)
-        return all(layer.keys is k and layer.values is v for layer, (k, v) in pairs)
+        """Whether the cache's memory is that which the recorded ops read and write."""
+        now = _memory(cache)
+        return len(now) == len(self._memory) and all(map(is_, now, self._memory))
 
     def fill(self, cache: Any) -> None:
         """For the cache's next step."""
-        ends = {_window(layer): layer.end for layer in cache.layers}
-        self.fixed.fill(cache.layers[0].position(), ends)
+        layers = _with_rows(cache)
+        self.fixed.fill(layers[0].position(), {_window(layer): layer.end for layer in layers})
 
     @property
     def place(self) -> Any:
@@ -73,7 +70,7 @@ class PackedStep:
     @contextmanager
     def recorded(self, cache: Any) -> Iterator[None]:
         """Inside, the layers' slots and lengths are these."""
-        slots = cache.layers[0].slots
+        slots = _with_rows(cache)[0].slots
         slots.fixed = self.fixed
         try:
             yield
@@ -82,8 +79,38 @@ class PackedStep:
 
     def done(self, cache: Any) -> None:
         """The rows of a replayed step are written."""
-        for layer in cache.layers:
+        for layer in _with_rows(cache):
             layer.end += self.count
+
+
+def _has_states(layer: Any) -> bool:
+    return all(layer.has_previous_state.values())
+
+
+def _with_rows(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if type(layer) in _ROWS]
+
+
+def _memory(cache: Any) -> list[Tensor]:
+    found = []
+    for layer in cache.layers:
+        if type(layer) in _ROWS:
+            found += [layer.keys, layer.values]
+        if type(layer) in _STATES:
+            found += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return found
+
+
+def _refusal_of_rows(layers: list[Any], count: int) -> str:
+    position, ends = layers[0].position(), {}
+    for layer in layers:
+        layer._make_room(count)
+        end = ends.setdefault(_window(layer), layer.end)
+        if layer.end != end or layer.position() != position:
+            return "a cache whose layers hold other rows each"
+        if layer.is_chunked and (count > 1 or layer.end + 1 >= layer.sliding_window):
+            return "several tokens where attention is in chunks, or a chunk that is full"
+    return ""
 
 
 def _window(layer: Any) -> int:
