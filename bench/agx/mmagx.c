@@ -147,6 +147,10 @@ int main(int argc, char **argv)
    NIR_PASS(_, s, nir_opt_idiv_const, 16);
    optimise(s);
    NIR_PASS(_, s, nir_lower_explicit_io, nir_var_mem_shared, nir_address_format_62bit_generic);
+   optimise(s);
+   /* A load of threadgroup memory adds a constant to its address: no instruction, no register. */
+   const nir_opt_offsets_options offsets = {.shared_max = 0xFFFF, .allow_offset_wrap = true};
+   NIR_PASS(_, s, nir_opt_offsets, &offsets);
    NIR_PASS(_, s, nir_shader_intrinsics_pass, lower_input, nir_metadata_control_flow, &inputs);
    /* Addresses as arithmetic, and what does not change out of the loops: Mesa's driver leaves the
     * address of every load where the load is; Apple's compiler is LLVM, which does not. */
