@@ -32,6 +32,13 @@ struct AttentionSplitOf {
   using Keys = Eight<KeyFormat>;
   using Values = Eight<ValueFormat>;
   MM_CONST int kSlots = 4, kRows = G::kRows, kRun = Keys::Layout::kRun;
+#if defined(MM_ALL_ROWS_AT_ONCE)
+  MM_CONST bool kAhead = true;
+  MM_CONST int kAtOnce = kSlots;
+#else
+  MM_CONST bool kAhead = false;
+  MM_CONST int kAtOnce = 2;
+#endif
 
   // What a lane has of the rows of q: values in the order of keys, or sums of values.
   struct Pieces {
@@ -80,16 +87,16 @@ struct AttentionSplitOf {
             own < pieces};
   }
 
-  // Slot u of the lane's 4 of the step that begins at `first`.
-  static METAL_FUNC uint any_slot(Walk w, uint first, uint u) {
-    return first + slot_of(w.lane, u) * w.groups + w.group;
+  // Slot u of the lane's 4 of a step, counted from its first, and that or the last slot.
+  static METAL_FUNC int any_slot(Walk w, uint u) {
+    return int(slot_of(w.lane, u) * w.groups + w.group);
   }
-  // The same, or the last slot.
-  static METAL_FUNC uint slot(Walk w, uint first, uint u) {
-    return min(any_slot(w, first, u), w.last - 1);
+  static METAL_FUNC int near_slot(Walk w, uint first, uint u) {
+    return min(any_slot(w, u), int(w.last - 1 - first));
   }
+  static METAL_FUNC uint slot(Walk w, uint first, uint u) { return first + near_slot(w, first, u); }
   static METAL_FUNC bool is_behind(Walk w, uint first, uint u) {
-    return any_slot(w, first, u) >= w.last;
+    return any_slot(w, u) > int(w.last - 1 - first);
   }
 
   // Row r of the head of keys, or the last one.
@@ -97,12 +104,19 @@ struct AttentionSplitOf {
     return query_row(args, at.tg.z, at.tg.y, min(r, rows_of_head(args) - 1));
   }
 
+  // Slots from `from` on of the step that begins at `first`, whose row is `at`.
   template <class Own>
-  static METAL_FUNC void fetch(Walk w, Row rows, long stride, uint first,
-                               thread typename Own::Raw (&raw)[kSlots]) {
+  static METAL_FUNC void fetch(Walk w, Row rows, Row at, long stride, uint first, uint from,
+                               thread typename Own::Raw (&raw)[kAtOnce]) {
     MM_UNROLL
-    for (uint u = 0; u < kSlots; ++u) {
-      raw[u] = Own::fetch(rows + Slots::place(w.slots, slot(w, first, u)) * stride, w.piece);
+    for (uint i = 0; i < kAtOnce; ++i) {
+      const uint u = from + i;
+      if (kAhead || (fc_epilogue & kAttentionPages)) {
+        raw[i] =
+            Own::fetch(rows + Slots::place(w.slots, slot(w, first, u)) * stride, 0, 0, w.piece);
+      } else {
+        raw[i] = Own::fetch(at, near_slot(w, first, u), uint(stride), w.piece);
+      }
     }
   }
 
@@ -209,25 +223,26 @@ struct AttentionSplitOf {
   }
 
   // Values behind the last slot become zeros: their weight is 0, which Inf would make NaN.
-  static METAL_FUNC void drop_behind(Walk w, uint first,
-                                     thread typename Values::Raw (&raw)[kSlots]) {
+  static METAL_FUNC void drop_behind(Walk w, uint first, uint from,
+                                     thread typename Values::Raw (&raw)[kAtOnce]) {
     MM_UNROLL
-    for (uint u = 0; u < kSlots; ++u) {
-      if (is_behind(w, first, u)) Values::drop(raw[u]);
+    for (uint i = 0; i < kAtOnce; ++i) {
+      if (is_behind(w, first, from + i)) Values::drop(raw[i]);
     }
   }
 
-  static METAL_FUNC void add_values(Walk w, thread const typename Values::Raw (&raw)[kSlots],
+  static METAL_FUNC void add_values(Walk w, uint from,
+                                    thread const typename Values::Raw (&raw)[kAtOnce],
                                     thread const float (&own)[2], thread Pieces& sums) {
     MM_UNROLL
-    for (uint u = 0; u < kSlots; ++u) {
+    for (uint u = 0; u < kAtOnce; ++u) {
       float value[8];
       Values::unpack(raw[u], w.piece, value);
       const float scale = Values::scale(raw[u]);
       MM_UNROLL
       for (uint j = 0; j < kRows; ++j) {
         if (j >= lane_rows()) continue;
-        const float weight = of_slot(own, u, j) * scale;
+        const float weight = of_slot(own, from + u, j) * scale;
         MM_UNROLL
         for (int i = 0; i < 8; ++i) sums.v[j][i] = fma(weight, value[i], sums.v[j][i]);
       }
@@ -240,19 +255,30 @@ struct AttentionSplitOf {
     const uint step = kSlots * w.groups, stride = G::kSimdgroups * step;
     uint t = span.first + sg * step;
     if (t >= span.last) return;
-    typename Keys::Raw keys[kSlots];
-    typename Values::Raw values[kSlots];
-    fetch<Keys>(w, w.keys, w.key_stride, t, keys);
+    typename Keys::Raw keys[kAtOnce];
+    typename Values::Raw values[kAtOnce];
+    Row keys_at = w.keys + t * w.key_stride, values_at = w.values + t * w.value_stride;
+    if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, t, 0, keys);
     for (; t < span.last; t += stride) {
       float s[kSlots], own[2];
-      fetch<Values>(w, w.values, w.value_stride, t, values);
+      if (kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, t, 0, values);
       MM_UNROLL
-      for (uint u = 0; u < kSlots; ++u) s[u] = multiply(w, keys[u], q);
-      fetch<Keys>(w, w.keys, w.key_stride, t + stride, keys);
+      for (uint from = 0; from < kSlots; from += kAtOnce) {
+        if (!kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, t, from, keys);
+        MM_UNROLL
+        for (uint i = 0; i < kAtOnce; ++i) s[from + i] = multiply(w, keys[i], q);
+      }
+      keys_at += stride * w.key_stride;
+      if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, t + stride, 0, keys);
       add_up(s, own);
       weigh(w, args, row, t, own, total, sums);
-      drop_behind(w, t, values);
-      add_values(w, values, own, sums);
+      MM_UNROLL
+      for (uint from = 0; from < kSlots; from += kAtOnce) {
+        if (!kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, t, from, values);
+        drop_behind(w, t, from, values);
+        add_values(w, from, values, own, sums);
+      }
+      values_at += stride * w.value_stride;
     }
   }
 
