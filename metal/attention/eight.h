@@ -83,9 +83,14 @@ struct Eight<Q8_0> {
     half d;
   };
   static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
-    const uint block = piece / 4 * 34;
-    row = at<2>(row, t, stride);
-    return {Window<10>::fetch(row, block, piece % 4 * 8), load_as<half>(row + block)};
+    // Without long blocks two words as a window that begins 2 behind the first has them.
+    const uint block = piece / 4 * 34, inner = piece % 4 * 8;
+    const half d = load_as<half>(at<2>(row, t, stride, block / 2));
+    if (has_long_blocks()) {
+      return {Window<10>::load<8>(row + t * stride, block, inner), d};
+    }
+    const uint2 codes = load_8<2>(at<2>(row, t, stride, (block + 2 + inner) / 2));
+    return {{{0, codes.x, codes.y}, true}, d};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, thread float (&q)[8]) {
     const uint2 words = {raw.bytes.word<2>(raw.bytes), raw.bytes.word<6>(raw.bytes)};
@@ -133,15 +138,13 @@ struct EightOfScale {
   static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
     const uint block = piece / 4 * 18, inner = piece % 4 * 4;
     Raw raw;
-    row = at<2>(row, t, stride);
-    raw.d = load_as<half>(row + block);
+    raw.d = load_as<half>(at<2>(row, t, stride, block / 2));
     raw.late = has_word_blocks() && block % 4 != 0;
     if (has_word_blocks()) {
-      device const uchar* p = row + block / 4 * 4 + inner;
-      raw.words[0] = load_as<uint>(p);
-      raw.words[1] = load_as<uint>(p + 4);
+      raw.words[0] = load_as<uint>(at<4>(row, t, stride, (block + inner) / 4));
+      raw.words[1] = load_as<uint>(at<4>(row, t, stride, (block + inner) / 4 + 1));
     } else {  // not put together here, where LLVM would make one load of both branches
-      device const uchar* p = row + block + 2 + inner;
+      device const uchar* p = at<2>(row, t, stride, (block + 2 + inner) / 2);
       raw.words[0] = uint(load_as<ushort>(p)) << 16;
       raw.words[1] = load_as<ushort>(p + 2);
     }

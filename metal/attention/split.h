@@ -12,13 +12,13 @@
 //          simdgroups, are joined at the end.
 // Traffic  Keys and values once for up to 4 rows of q. A head of keys with more rows of q has
 //          threadgroups side by side that read the same slots, the later ones from the cache.
-//          Values of a step are under way while its keys are multiplied, keys of the next step
-//          while the values are added.
+//          The 4 keys, then the 4 values of a step are under way at once; kAhead: values while
+//          keys are multiplied, keys of the next step while values are added.
 // Cost     For a slot and a row of q, by a simdgroup of heads of 128 values: 8 fma, half a sum, 1.2
 //          shuffles, 2 products with scales and factors, 1/16 exponential; for a slot, what
 //          decoding 8 values a lane costs, of keys or of values.
-// Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q; of registers 32 for q, 32
-//          for sums, 32 for what is under way (f32: 64).
+// Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q; of registers 32 for q (f16:
+//          16), 32 for sums, 16 for what is under way (kAhead: 32; f32: twice as many).
 #pragma once
 
 #include "eight.h"
@@ -32,12 +32,12 @@ struct AttentionSplitOf {
   using Keys = Eight<KeyFormat>;
   using Values = Eight<ValueFormat>;
   MM_CONST int kSlots = 4, kRows = G::kRows, kRun = Keys::Layout::kRun;
+  // A target of the stand-in. An Apple GPU hides a load behind other simdgroups, of which it holds
+  // 512 threads instead of 384 where half as much is under way (f16, by bench agx).
 #if defined(MM_ALL_ROWS_AT_ONCE)
   MM_CONST bool kAhead = true;
-  MM_CONST int kAtOnce = kSlots;
 #else
   MM_CONST bool kAhead = false;
-  MM_CONST int kAtOnce = 2;
 #endif
 
   // What a lane has of the rows of q: values in the order of keys, or sums of values.
@@ -87,35 +87,32 @@ struct AttentionSplitOf {
             own < pieces};
   }
 
-  // Slot u of the lane's 4 of a step, counted from its first, and that or the last slot.
+  // Slot u of the lane's 4 of a step, counted from its first, and that or the last slot, which is
+  // slot `left` of the step.
   static METAL_FUNC int any_slot(Walk w, uint u) {
     return int(slot_of(w.lane, u) * w.groups + w.group);
   }
-  static METAL_FUNC int near_slot(Walk w, uint first, uint u) {
-    return min(any_slot(w, u), int(w.last - 1 - first));
+  static METAL_FUNC int near_slot(Walk w, int left, uint u) { return min(any_slot(w, u), left); }
+  static METAL_FUNC uint slot(Walk w, int left, uint u) {
+    return w.last - 1 - left + near_slot(w, left, u);
   }
-  static METAL_FUNC uint slot(Walk w, uint first, uint u) { return first + near_slot(w, first, u); }
-  static METAL_FUNC bool is_behind(Walk w, uint first, uint u) {
-    return any_slot(w, u) > int(w.last - 1 - first);
-  }
+  static METAL_FUNC bool is_behind(Walk w, int left, uint u) { return any_slot(w, u) > left; }
 
   // Row r of the head of keys, or the last one.
   static METAL_FUNC QueryRow row_at(constant KernelArgs& args, Position at, uint r) {
     return query_row(args, at.tg.z, at.tg.y, min(r, rows_of_head(args) - 1));
   }
 
-  // Slots from `from` on of the step that begins at `first`, whose row is `at`.
+  // The slots of a step, whose first has its row `at`.
   template <class Own>
-  static METAL_FUNC void fetch(Walk w, Row rows, Row at, long stride, uint first, uint from,
-                               thread typename Own::Raw (&raw)[kAtOnce]) {
+  static METAL_FUNC void fetch(Walk w, Row rows, Row at, long stride, int left,
+                               thread typename Own::Raw (&raw)[kSlots]) {
     MM_UNROLL
-    for (uint i = 0; i < kAtOnce; ++i) {
-      const uint u = from + i;
+    for (uint u = 0; u < kSlots; ++u) {
       if (kAhead || (fc_epilogue & kAttentionPages)) {
-        raw[i] =
-            Own::fetch(rows + Slots::place(w.slots, slot(w, first, u)) * stride, 0, 0, w.piece);
+        raw[u] = Own::fetch(rows + Slots::place(w.slots, slot(w, left, u)) * stride, 0, 0, w.piece);
       } else {
-        raw[i] = Own::fetch(at, near_slot(w, first, u), uint(stride), w.piece);
+        raw[u] = Own::fetch(at, near_slot(w, left, u), uint(stride), w.piece);
       }
     }
   }
@@ -126,8 +123,8 @@ struct AttentionSplitOf {
     MM_UNROLL
     for (uint j = 0; j < kRows; ++j) {
       if (j >= lane_rows()) continue;
-      const QueryRow row = row_at(args, at, r0 + row_of(w.lane, j));
-      device const T* from = in.q + row_of_q(args, row) * fc_k;
+      const uint rows = rows_of_head(args), r = min(r0 + row_of(w.lane, j), rows - 1);
+      device const T* from = in.q + (ulong(at.tg.z * args.kv_heads + at.tg.y) * rows + r) * fc_k;
       MM_UNROLL
       for (int i = 0; i < 8; i += kRun) {
         float run[kRun];
@@ -186,7 +183,7 @@ struct AttentionSplitOf {
   // Scores become weights; sums and total those of the new largest score. Rejected: sums scaled
   // only where some lane's largest score has grown, which takes 10 registers more for 34
   // instructions of 543.
-  static METAL_FUNC void weigh(Walk w, constant KernelArgs& args, Scores row, uint first,
+  static METAL_FUNC void weigh(Walk w, constant KernelArgs& args, Scores row, int left,
                                thread float (&own)[2], thread Total& total, thread Pieces& sums) {
     const uint count = has_two() ? 2 : 1;
     float top = -INFINITY;
@@ -194,7 +191,7 @@ struct AttentionSplitOf {
     for (uint u = 0; u < 2; ++u) {
       if (u >= count) continue;
       own[u] =
-          is_behind(w, first, u) ? -INFINITY : Scores::finish(row, args, slot(w, first, u), own[u]);
+          is_behind(w, left, u) ? -INFINITY : Scores::finish(row, args, slot(w, left, u), own[u]);
       top = max(top, own[u]);
     }
     top = max(top, simd_shuffle_xor(top, ushort(4)));
@@ -223,26 +220,24 @@ struct AttentionSplitOf {
   }
 
   // Values behind the last slot become zeros: their weight is 0, which Inf would make NaN.
-  static METAL_FUNC void drop_behind(Walk w, uint first, uint from,
-                                     thread typename Values::Raw (&raw)[kAtOnce]) {
+  static METAL_FUNC void drop_behind(Walk w, int left, thread typename Values::Raw (&raw)[kSlots]) {
     MM_UNROLL
-    for (uint i = 0; i < kAtOnce; ++i) {
-      if (is_behind(w, first, from + i)) Values::drop(raw[i]);
+    for (uint u = 0; u < kSlots; ++u) {
+      if (is_behind(w, left, u)) Values::drop(raw[u]);
     }
   }
 
-  static METAL_FUNC void add_values(Walk w, uint from,
-                                    thread const typename Values::Raw (&raw)[kAtOnce],
+  static METAL_FUNC void add_values(Walk w, thread const typename Values::Raw (&raw)[kSlots],
                                     thread const float (&own)[2], thread Pieces& sums) {
     MM_UNROLL
-    for (uint u = 0; u < kAtOnce; ++u) {
+    for (uint u = 0; u < kSlots; ++u) {
       float value[8];
       Values::unpack(raw[u], w.piece, value);
       const float scale = Values::scale(raw[u]);
       MM_UNROLL
       for (uint j = 0; j < kRows; ++j) {
         if (j >= lane_rows()) continue;
-        const float weight = of_slot(own, from + u, j) * scale;
+        const float weight = of_slot(own, u, j) * scale;
         MM_UNROLL
         for (int i = 0; i < 8; ++i) sums.v[j][i] = fma(weight, value[i], sums.v[j][i]);
       }
@@ -255,30 +250,28 @@ struct AttentionSplitOf {
     const uint step = kSlots * w.groups, stride = G::kSimdgroups * step;
     uint t = span.first + sg * step;
     if (t >= span.last) return;
-    typename Keys::Raw keys[kAtOnce];
-    typename Values::Raw values[kAtOnce];
+    typename Keys::Raw keys[kSlots];
+    typename Values::Raw values[kSlots];
     Row keys_at = w.keys + t * w.key_stride, values_at = w.values + t * w.value_stride;
-    if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, t, 0, keys);
-    for (; t < span.last; t += stride) {
+    int left = int(span.last - 1 - t);
+    if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, left, keys);
+    for (; left >= 0; left -= int(stride)) {
       float s[kSlots], own[2];
-      if (kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, t, 0, values);
-      MM_UNROLL
-      for (uint from = 0; from < kSlots; from += kAtOnce) {
-        if (!kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, t, from, keys);
-        MM_UNROLL
-        for (uint i = 0; i < kAtOnce; ++i) s[from + i] = multiply(w, keys[i], q);
+      if (kAhead) {
+        fetch<Values>(w, w.values, values_at, w.value_stride, left, values);
+      } else {
+        fetch<Keys>(w, w.keys, keys_at, w.key_stride, left, keys);
       }
+      MM_UNROLL
+      for (uint u = 0; u < kSlots; ++u) s[u] = multiply(w, keys[u], q);
       keys_at += stride * w.key_stride;
-      if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, t + stride, 0, keys);
+      if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, left - int(stride), keys);
       add_up(s, own);
-      weigh(w, args, row, t, own, total, sums);
-      MM_UNROLL
-      for (uint from = 0; from < kSlots; from += kAtOnce) {
-        if (!kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, t, from, values);
-        drop_behind(w, t, from, values);
-        add_values(w, from, values, own, sums);
-      }
+      weigh(w, args, row, left, own, total, sums);
+      if (!kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, left, values);
       values_at += stride * w.value_stride;
+      drop_behind(w, left, values);
+      add_values(w, values, own, sums);
     }
   }
 
