@@ -123,8 +123,8 @@ struct AttentionSplitOf {
     MM_UNROLL
     for (uint j = 0; j < kRows; ++j) {
       if (j >= lane_rows()) continue;
-      const uint rows = rows_of_head(args), r = min(r0 + row_of(w.lane, j), rows - 1);
-      device const T* from = in.q + (ulong(at.tg.z * args.kv_heads + at.tg.y) * rows + r) * fc_k;
+      const uint r = min(r0 + row_of(w.lane, j), rows_of_head(args) - 1);
+      device const T* from = in.q + row_of_q(args, at.tg.z, at.tg.y, r) * fc_k;
       MM_UNROLL
       for (int i = 0; i < 8; i += kRun) {
         float run[kRun];
