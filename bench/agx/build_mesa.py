@@ -98,6 +98,18 @@ def _change(mesa: Path) -> None:
 
 """
     _replace(compiler / "agx_compile.c", case, exchange + case)
+    # Loads and stores of threadgroup memory have a constant of 16 bits beside the address, which
+    # Mesa encodes but leaves 0.
+    emitted = compiler / "agx_compile.c"
+    text = emitted.read_text()
+    before = "agx_index index = agx_zero(); /* TODO: optimize address arithmetic */"
+    if text.count(before) != 2:
+        raise OSError(f"{emitted}: {before!r} is not there twice")
+    after = "agx_index index = agx_immediate(nir_intrinsic_base(instr));"
+    emitted.write_text(text.replace(before, after))
+    wide = "(I->op == AGX_OPCODE_DEVICE_STORE) ||"
+    local = "".join(f" (I->op == AGX_OPCODE_LOCAL_{op}) ||" for op in ("LOAD", "STORE"))
+    _replace(compiler / "agx_ir.c", wide, wide + local)
     # The functions that Mesa compiles from OpenCL C, by LLVM, serve textures and drawing.
     names: set[str] = set()
     for file in compiler.glob("*.c"):

@@ -72,6 +72,28 @@ static bool lower_input(nir_builder *b, nir_intrinsic_instr *i, void *data)
    return false;
 }
 
+/* The lower half of a sum or a product of 64 bits needs the lower halves alone: addresses in
+ * threadgroup memory, which SPIR-V has with 64 bits and the machine with 16. */
+static bool narrow(nir_builder *b, nir_alu_instr *alu, void *data)
+{
+   if (alu->op != nir_op_u2u32 && alu->op != nir_op_i2i32 &&
+       alu->op != nir_op_unpack_64_2x32_split_x)
+      return false;
+   nir_alu_instr *wide = nir_src_as_alu_instr(alu->src[0].src);
+   if (!wide || wide->def.bit_size != 64)
+      return false;
+   nir_op op = wide->op == nir_op_amul ? nir_op_imul : wide->op;
+   if (op != nir_op_iadd && op != nir_op_imul && op != nir_op_ishl)
+      return false;
+   b->cursor = nir_before_instr(&alu->instr);
+   nir_def *first = nir_u2u32(b, nir_ssa_for_alu_src(b, wide, 0));
+   nir_def *second = nir_ssa_for_alu_src(b, wide, 1);
+   if (op != nir_op_ishl)
+      second = nir_u2u32(b, second);
+   nir_def_replace(&alu->def, nir_build_alu2(b, op, first, second));
+   return true;
+}
+
 static bool allow_fusion(nir_builder *b, nir_alu_instr *alu, void *data)
 {
    alu->exact = false;
@@ -147,6 +169,15 @@ int main(int argc, char **argv)
    NIR_PASS(_, s, nir_opt_idiv_const, 16);
    optimise(s);
    NIR_PASS(_, s, nir_lower_explicit_io, nir_var_mem_shared, nir_address_format_62bit_generic);
+   bool progress;
+   do {
+      progress = false;
+      NIR_PASS(progress, s, nir_shader_alu_pass, narrow, nir_metadata_control_flow, NULL);
+      optimise(s);
+   } while (progress);
+   /* A load of threadgroup memory adds a constant to its address: no instruction, no register. */
+   const nir_opt_offsets_options offsets = {.shared_max = 0xFFFF, .allow_offset_wrap = true};
+   NIR_PASS(_, s, nir_opt_offsets, &offsets);
    NIR_PASS(_, s, nir_shader_intrinsics_pass, lower_input, nir_metadata_control_flow, &inputs);
    /* Addresses as arithmetic, and what does not change out of the loops: Mesa's driver leaves the
     * address of every load where the load is; Apple's compiler is LLVM, which does not. */
@@ -157,7 +188,6 @@ int main(int argc, char **argv)
    if (atoi(argv[5]))
       NIR_PASS(_, s, nir_shader_alu_pass, allow_fusion, nir_metadata_all, NULL);
    optimise(s);
-   bool progress;
    do {
       progress = false;
       NIR_PASS(progress, s, nir_opt_loop);

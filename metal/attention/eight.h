@@ -2,8 +2,9 @@
 // shader stores.
 //
 //   Layout::value(piece, i)    which value of the row is value i of a piece; kRun follow each other
-//   struct Raw, fetch(row, piece)   all loads of a piece, so that those of several slots are under
-//                                   way before the first is unpacked
+//   struct Raw, fetch(row, t, stride, piece)   all loads of a piece of the row t rows of `stride`
+//                              bytes behind `row`, so that those of several slots are under way
+//                              before the first is unpacked
 //   unpack(raw, piece, q)      value i is scale(raw) q[i]
 //   scale(raw)                 the scale; a constant 1 where a format has offsets, or no scales
 //   drop(raw)                  makes the values of a piece zeros
@@ -24,6 +25,17 @@ struct EightLayout {
   }
 };
 
+// Value i, of `bytes` bytes, of row t behind a row: an index of 32 bits, which the loads of an
+// Apple GPU add to an address, times the size of what they load.
+template <int bytes>
+METAL_FUNC device const uchar* at(Row row, uint t, uint stride, uint i = 0) {
+  struct Value {
+    uchar byte[bytes];
+  };
+  return reinterpret_cast<device const uchar*>(reinterpret_cast<device const Value*>(row) +
+                                               (t * (stride / bytes) + i));
+}
+
 template <class Format>
 struct Eight;
 
@@ -34,11 +46,15 @@ struct Eight<Dense<V>> {
   struct Raw {
     uint4 words[kLoads];
   };
-  static METAL_FUNC Raw fetch(Row row, uint piece) {
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
     Raw raw;
     MM_UNROLL
     for (int i = 0; i < kLoads; ++i) {
-      raw.words[i] = load_16_of<sizeof(V)>(row + (piece * kLoads + i) * 16, weight_is_aligned());
+      const uint own = piece * kLoads + i;
+      device const uchar* p = weight_is_aligned()
+                                  ? at<16>(row, t, stride, own)
+                                  : at<sizeof(V)>(row, t, stride, own * (16 / sizeof(V)));
+      raw.words[i] = load_16_of<sizeof(V)>(p, weight_is_aligned());
     }
     return raw;
   }
@@ -66,9 +82,15 @@ struct Eight<Q8_0> {
     Window<10> bytes;
     half d;
   };
-  static METAL_FUNC Raw fetch(Row row, uint piece) {
-    const uint block = piece / 4 * 34;
-    return {Window<10>::fetch(row, block, piece % 4 * 8), load_as<half>(row + block)};
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
+    // Without long blocks two words as a window that begins 2 behind the first has them.
+    const uint block = piece / 4 * 34, inner = piece % 4 * 8;
+    const half d = load_as<half>(at<2>(row, t, stride, block / 2));
+    if (has_long_blocks()) {
+      return {Window<10>::load<8>(row + t * stride, block, inner), d};
+    }
+    const uint2 codes = load_8<2>(at<2>(row, t, stride, (block + 2 + inner) / 2));
+    return {{{0, codes.x, codes.y}, true}, d};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, thread float (&q)[8]) {
     const uint2 words = {raw.bytes.word<2>(raw.bytes), raw.bytes.word<6>(raw.bytes)};
@@ -113,17 +135,16 @@ struct EightOfScale {
     half d;
     bool late;
   };
-  static METAL_FUNC Raw fetch(Row row, uint piece) {
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
     const uint block = piece / 4 * 18, inner = piece % 4 * 4;
     Raw raw;
-    raw.d = load_as<half>(row + block);
+    raw.d = load_as<half>(at<2>(row, t, stride, block / 2));
     raw.late = has_word_blocks() && block % 4 != 0;
     if (has_word_blocks()) {
-      device const uchar* p = row + block / 4 * 4 + inner;
-      raw.words[0] = load_as<uint>(p);
-      raw.words[1] = load_as<uint>(p + 4);
+      raw.words[0] = load_as<uint>(at<4>(row, t, stride, (block + inner) / 4));
+      raw.words[1] = load_as<uint>(at<4>(row, t, stride, (block + inner) / 4 + 1));
     } else {  // not put together here, where LLVM would make one load of both branches
-      device const uchar* p = row + block + 2 + inner;
+      device const uchar* p = at<2>(row, t, stride, (block + 2 + inner) / 2);
       raw.words[0] = uint(load_as<ushort>(p)) << 16;
       raw.words[1] = load_as<ushort>(p + 2);
     }
@@ -139,7 +160,9 @@ template <>
 struct Eight<Q4_0> {
   using Layout = NibbleLayout;
   using Raw = EightOfScale::Raw;
-  static METAL_FUNC Raw fetch(Row row, uint piece) { return EightOfScale::fetch(row, piece); }
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
+    return EightOfScale::fetch(row, t, stride, piece);
+  }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, thread float (&q)[8]) {
     nibbles8(EightOfScale::codes(raw), -8, q);
   }
@@ -151,7 +174,9 @@ template <>
 struct Eight<IQ4_NL> {
   using Layout = NibbleLayout;
   using Raw = EightOfScale::Raw;
-  static METAL_FUNC Raw fetch(Row row, uint piece) { return EightOfScale::fetch(row, piece); }
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
+    return EightOfScale::fetch(row, t, stride, piece);
+  }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, thread float (&q)[8]) {
     const uint codes = EightOfScale::codes(raw);
     MM_UNROLL
@@ -171,8 +196,8 @@ struct Eight<Q4_1> {
     uint codes;
     half2 d;
   };
-  static METAL_FUNC Raw fetch(Row row, uint piece) {
-    device const uchar* b = row + piece / 4 * 20;
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
+    device const uchar* b = at<2>(row, t, stride, piece / 4 * 20 / 2);
     return {load_as<uint>(b + 4 + piece % 4 * 4), load_as<half2>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint, thread float (&q)[8]) {
@@ -190,8 +215,8 @@ struct Eight<Q5_0> {
     uint codes, fifth;
     half d;
   };
-  static METAL_FUNC Raw fetch(Row row, uint piece) {
-    device const uchar* b = row + piece / 4 * 22;
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
+    device const uchar* b = at<2>(row, t, stride, piece / 4 * 22 / 2);
     return {load_4<2>(b + 6 + piece % 4 * 4), load_4<2>(b + 2), load_as<half>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, thread float (&q)[8]) {
@@ -209,8 +234,8 @@ struct Eight<Q5_1> {
     uint codes, fifth;
     half2 d;
   };
-  static METAL_FUNC Raw fetch(Row row, uint piece) {
-    device const uchar* b = row + piece / 4 * 24;
+  static METAL_FUNC Raw fetch(Row row, uint t, uint stride, uint piece) {
+    device const uchar* b = at<2>(row, t, stride, piece / 4 * 24 / 2);
     return {load_as<uint>(b + 8 + piece % 4 * 4), load_as<uint>(b + 4), load_as<half2>(b)};
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, thread float (&q)[8]) {

@@ -41,6 +41,10 @@ METAL_FUNC uint rows_of_head(constant KernelArgs& args) {
 METAL_FUNC ulong row_of_q(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.heads + row.head) * args.positions + row.query;
 }
+// The same of row r of a head of keys: its rows follow each other.
+METAL_FUNC ulong row_of_q(constant KernelArgs& args, uint sequence, uint kv_head, uint r) {
+  return (ulong(sequence) * args.kv_heads + kv_head) * rows_of_head(args) + r;
+}
 METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.positions + row.query) * args.heads + row.head;
 }

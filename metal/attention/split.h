@@ -12,13 +12,13 @@
 //          simdgroups, are joined at the end.
 // Traffic  Keys and values once for up to 4 rows of q. A head of keys with more rows of q has
 //          threadgroups side by side that read the same slots, the later ones from the cache.
-//          Values of a step are under way while its keys are multiplied, keys of the next step
-//          while the values are added.
+//          The 4 keys, then the 4 values of a step are under way at once; kAhead: values while
+//          keys are multiplied, keys of the next step while values are added.
 // Cost     For a slot and a row of q, by a simdgroup of heads of 128 values: 8 fma, half a sum, 1.2
 //          shuffles, 2 products with scales and factors, 1/16 exponential; for a slot, what
 //          decoding 8 values a lane costs, of keys or of values.
-// Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q; of registers 32 for q, 32
-//          for sums, 32 for what is under way (f32: 64).
+// Needs    4 (fc_k + 2) floats of threadgroup memory for each row of q; of registers 32 for q (f16:
+//          16), 32 for sums, 16 for what is under way (kAhead: 32; f32: twice as many).
 #pragma once
 
 #include "eight.h"
@@ -32,6 +32,13 @@ struct AttentionSplitOf {
   using Keys = Eight<KeyFormat>;
   using Values = Eight<ValueFormat>;
   MM_CONST int kSlots = 4, kRows = G::kRows, kRun = Keys::Layout::kRun;
+  // A target of the stand-in. An Apple GPU hides a load behind other simdgroups, of which it holds
+  // 512 threads instead of 384 where half as much is under way (f16, by bench agx).
+#if defined(MM_ALL_ROWS_AT_ONCE)
+  MM_CONST bool kAhead = true;
+#else
+  MM_CONST bool kAhead = false;
+#endif
 
   // What a lane has of the rows of q: values in the order of keys, or sums of values.
   struct Pieces {
@@ -80,29 +87,33 @@ struct AttentionSplitOf {
             own < pieces};
   }
 
-  // Slot u of the lane's 4 of the step that begins at `first`.
-  static METAL_FUNC uint any_slot(Walk w, uint first, uint u) {
-    return first + slot_of(w.lane, u) * w.groups + w.group;
+  // Slot u of the lane's 4 of a step, counted from its first, and that or the last slot, which is
+  // slot `left` of the step.
+  static METAL_FUNC int any_slot(Walk w, uint u) {
+    return int(slot_of(w.lane, u) * w.groups + w.group);
   }
-  // The same, or the last slot.
-  static METAL_FUNC uint slot(Walk w, uint first, uint u) {
-    return min(any_slot(w, first, u), w.last - 1);
+  static METAL_FUNC int near_slot(Walk w, int left, uint u) { return min(any_slot(w, u), left); }
+  static METAL_FUNC uint slot(Walk w, int left, uint u) {
+    return w.last - 1 - left + near_slot(w, left, u);
   }
-  static METAL_FUNC bool is_behind(Walk w, uint first, uint u) {
-    return any_slot(w, first, u) >= w.last;
-  }
+  static METAL_FUNC bool is_behind(Walk w, int left, uint u) { return any_slot(w, u) > left; }
 
   // Row r of the head of keys, or the last one.
   static METAL_FUNC QueryRow row_at(constant KernelArgs& args, Position at, uint r) {
     return query_row(args, at.tg.z, at.tg.y, min(r, rows_of_head(args) - 1));
   }
 
+  // The slots of a step, whose first has its row `at`.
   template <class Own>
-  static METAL_FUNC void fetch(Walk w, Row rows, long stride, uint first,
+  static METAL_FUNC void fetch(Walk w, Row rows, Row at, long stride, int left,
                                thread typename Own::Raw (&raw)[kSlots]) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
-      raw[u] = Own::fetch(rows + Slots::place(w.slots, slot(w, first, u)) * stride, w.piece);
+      if (kAhead || (fc_epilogue & kAttentionPages)) {
+        raw[u] = Own::fetch(rows + Slots::place(w.slots, slot(w, left, u)) * stride, 0, 0, w.piece);
+      } else {
+        raw[u] = Own::fetch(at, near_slot(w, left, u), uint(stride), w.piece);
+      }
     }
   }
 
@@ -112,8 +123,8 @@ struct AttentionSplitOf {
     MM_UNROLL
     for (uint j = 0; j < kRows; ++j) {
       if (j >= lane_rows()) continue;
-      const QueryRow row = row_at(args, at, r0 + row_of(w.lane, j));
-      device const T* from = in.q + row_of_q(args, row) * fc_k;
+      const uint r = min(r0 + row_of(w.lane, j), rows_of_head(args) - 1);
+      device const T* from = in.q + row_of_q(args, at.tg.z, at.tg.y, r) * fc_k;
       MM_UNROLL
       for (int i = 0; i < 8; i += kRun) {
         float run[kRun];
@@ -172,7 +183,7 @@ struct AttentionSplitOf {
   // Scores become weights; sums and total those of the new largest score. Rejected: sums scaled
   // only where some lane's largest score has grown, which takes 10 registers more for 34
   // instructions of 543.
-  static METAL_FUNC void weigh(Walk w, constant KernelArgs& args, Scores row, uint first,
+  static METAL_FUNC void weigh(Walk w, constant KernelArgs& args, Scores row, int left,
                                thread float (&own)[2], thread Total& total, thread Pieces& sums) {
     const uint count = has_two() ? 2 : 1;
     float top = -INFINITY;
@@ -180,7 +191,7 @@ struct AttentionSplitOf {
     for (uint u = 0; u < 2; ++u) {
       if (u >= count) continue;
       own[u] =
-          is_behind(w, first, u) ? -INFINITY : Scores::finish(row, args, slot(w, first, u), own[u]);
+          is_behind(w, left, u) ? -INFINITY : Scores::finish(row, args, slot(w, left, u), own[u]);
       top = max(top, own[u]);
     }
     top = max(top, simd_shuffle_xor(top, ushort(4)));
@@ -209,11 +220,10 @@ struct AttentionSplitOf {
   }
 
   // Values behind the last slot become zeros: their weight is 0, which Inf would make NaN.
-  static METAL_FUNC void drop_behind(Walk w, uint first,
-                                     thread typename Values::Raw (&raw)[kSlots]) {
+  static METAL_FUNC void drop_behind(Walk w, int left, thread typename Values::Raw (&raw)[kSlots]) {
     MM_UNROLL
     for (uint u = 0; u < kSlots; ++u) {
-      if (is_behind(w, first, u)) Values::drop(raw[u]);
+      if (is_behind(w, left, u)) Values::drop(raw[u]);
     }
   }
 
@@ -242,16 +252,25 @@ struct AttentionSplitOf {
     if (t >= span.last) return;
     typename Keys::Raw keys[kSlots];
     typename Values::Raw values[kSlots];
-    fetch<Keys>(w, w.keys, w.key_stride, t, keys);
-    for (; t < span.last; t += stride) {
+    Row keys_at = w.keys + t * w.key_stride, values_at = w.values + t * w.value_stride;
+    int left = int(span.last - 1 - t);
+    if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, left, keys);
+    for (; left >= 0; left -= int(stride)) {
       float s[kSlots], own[2];
-      fetch<Values>(w, w.values, w.value_stride, t, values);
+      if (kAhead) {
+        fetch<Values>(w, w.values, values_at, w.value_stride, left, values);
+      } else {
+        fetch<Keys>(w, w.keys, keys_at, w.key_stride, left, keys);
+      }
       MM_UNROLL
       for (uint u = 0; u < kSlots; ++u) s[u] = multiply(w, keys[u], q);
-      fetch<Keys>(w, w.keys, w.key_stride, t + stride, keys);
+      keys_at += stride * w.key_stride;
+      if (kAhead) fetch<Keys>(w, w.keys, keys_at, w.key_stride, left - int(stride), keys);
       add_up(s, own);
-      weigh(w, args, row, t, own, total, sums);
-      drop_behind(w, t, values);
+      weigh(w, args, row, left, own, total, sums);
+      if (!kAhead) fetch<Values>(w, w.values, values_at, w.value_stride, left, values);
+      values_at += stride * w.value_stride;
+      drop_behind(w, left, values);
       add_values(w, values, own, sums);
     }
   }

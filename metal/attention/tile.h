@@ -36,15 +36,23 @@ struct AttentionTile {
     Total total;        // of its slots; the sum without those of other lanes
   };
 
+  // Keys or values: the rows of slot 0, and of slot t.
+  struct Cached {
+    Row first, at;
+  };
+
   // 64 values of each of kSlots rows of the cache from slot t on, zero behind the last slot.
   template <class Format>
-  static METAL_FUNC void load_slots(Row rows, long stride, Slots places, threadgroup E* operands,
+  static METAL_FUNC void load_slots(Cached rows, long stride, Slots places, threadgroup E* operands,
                                     uint t, uint last, uint k0, Position at) {
     for (uint i = at.index; i < uint(G::kSlots * kLoaders); i += G::kThreads) {
       const uint line = i / kLoaders, k = i % kLoaders * kHeadStep;
       E w[kHeadStep];
       if (t + line < last && k0 + k < fc_k) {
-        decode<Format>(rows + Slots::place(places, t + line) * stride, k0 + k, w);
+        const Row row = fc_epilogue & kAttentionPages
+                            ? rows.first + Slots::place(places, t + line) * stride
+                            : rows.at + line * uint(stride);
+        decode<Format>(row, k0 + k, w);
       } else {
         MM_UNROLL
         for (int j = 0; j < kHeadStep; ++j) w[j] = E(0.0f);
@@ -59,8 +67,8 @@ struct AttentionTile {
                                       Position at) {
     for (uint i = at.index; i < uint(G::kRows * kLoaders); i += G::kThreads) {
       const uint line = i / kLoaders, k = i % kLoaders * kHeadStep;
-      const QueryRow row = query_row(args, at.tg.z, at.tg.y, min(first + line, count - 1));
-      device const T* from = in.q + row_of_q(args, row) * fc_k + k0 + k;
+      const ulong row = row_of_q(args, at.tg.z, at.tg.y, min(first + line, count - 1));
+      device const T* from = in.q + row * fc_k + k0 + k;
       E q[kHeadStep];
       MM_UNROLL
       for (int j = 0; j < kHeadStep; ++j) q[j] = E(0.0f);
@@ -103,9 +111,10 @@ struct AttentionTile {
   }
 
   // Products of the rows with the keys of 32 slots.
-  static METAL_FUNC void multiply_keys(AttentionOperands<T> in, Row keys, constant KernelArgs& args,
-                                       threadgroup E* slots, Rows rows, uint t, uint last,
-                                       Position at, thread simdgroup_float8x8 (&s)[1][kColumns]) {
+  static METAL_FUNC void multiply_keys(AttentionOperands<T> in, Cached keys,
+                                       constant KernelArgs& args, threadgroup E* slots, Rows rows,
+                                       uint t, uint last, Position at,
+                                       thread simdgroup_float8x8 (&s)[1][kColumns]) {
     threadgroup E* queries = slots + G::kSlots * kStride;
     const Slots places = Slots::of(in, args, at.tg.z);
     clear(s);
@@ -124,9 +133,10 @@ struct AttentionTile {
   }
 
   // sums = factor sums + weights * values of 32 slots.
-  static METAL_FUNC void add_values(AttentionOperands<T> in, Row values, constant KernelArgs& args,
-                                    threadgroup E* slots, uint t, uint last, Position at,
-                                    float factor, thread simdgroup_float8x8 (&s)[1][kColumns],
+  static METAL_FUNC void add_values(AttentionOperands<T> in, Cached values,
+                                    constant KernelArgs& args, threadgroup E* slots, uint t,
+                                    uint last, Position at, float factor,
+                                    thread simdgroup_float8x8 (&s)[1][kColumns],
                                     thread simdgroup_float8x8 (&sums)[kMostSums]) {
     Matrix weights[kColumns];
     MM_UNROLL
@@ -200,8 +210,11 @@ struct AttentionTile {
     const QueryRow row = query_row(args, at.tg.z, at.tg.y, own);
     Rows rows = {first, count, Scores::of_row(in, args, filled, row), {-INFINITY, 0.0f}};
     const long sequence = at.tg.z, head = at.tg.y;
-    const Row keys = in.keys + (sequence * args.sequence_stride + head * args.head_stride);
-    const Row values = in.values + (sequence * args.sequence2_stride + head * args.head2_stride);
+    Cached keys, values;
+    keys.first = in.keys + (sequence * args.sequence_stride + head * args.head_stride);
+    values.first = in.values + (sequence * args.sequence2_stride + head * args.head2_stride);
+    keys.at = keys.first + span.first * args.w_stride;
+    values.at = values.first + span.first * args.w2_stride;
 
     simdgroup_float8x8 sums[kMostSums];
     MM_UNROLL
@@ -213,6 +226,8 @@ struct AttentionTile {
       multiply_keys(in, keys, args, slots, rows, t, span.last, at, s);
       const float factor = weigh(rows, args, t, span.last, at.lane, s);
       add_values(in, values, args, slots, t, span.last, at, factor, s, sums);
+      keys.at += G::kSlots * args.w_stride;
+      values.at += G::kSlots * args.w2_stride;
     }
     store({y, in.sinks}, args, rows, part, at, sums);
   }

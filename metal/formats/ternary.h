@@ -17,10 +17,11 @@ struct TQ1_0 {
   static METAL_FUNC uint place(uint h, uint i) {
     return h < 10 ? 16 * (h & 1) + 4 * i : h < 15 ? 32 + 4 * i : 48;
   }
-  struct Lane {  // the block, and the words of a piece
-    MM_CONST int kParts = 9;
+  // The block, and the words of a piece: the four of an even h follow each other.
+  struct Lane {
+    MM_CONST int kParts = 6;
     static METAL_FUNC uint at(int part, uint piece) {
-      return part == 0 ? 0 : place(2 * piece + (part - 1) / 4, (part - 1) % 4);
+      return part == 0 ? 0 : part == 1 ? place(2 * piece, 0) : place(2 * piece + 1, part - 2);
     }
   };
   using Storage = LaneBlocks<256, 54, Lane>;
@@ -47,7 +48,10 @@ struct TQ1_0 {
   }
   static METAL_FUNC void fetch(Storage::Cursor c, uint piece, thread Raw& raw) {
     MM_UNROLL
-    for (int i = 0; i < 8; ++i) raw.words[i] = load_4<2>(Storage::part(c, 1 + i, piece));
+    for (int i = 0; i < 4; ++i) {
+      raw.words[i] = load_4<2>(Storage::part(c, 1, piece) + 4 * i);
+      raw.words[4 + i] = load_4<2>(Storage::part(c, 2 + i, piece));
+    }
     raw.d = load_as<half>(Storage::part(c, 0, piece) + 52);
   }
   static METAL_FUNC void unpack(thread const Raw& raw, uint piece, Codebook,

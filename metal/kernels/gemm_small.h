@@ -53,7 +53,9 @@ struct GemmSmall {
     clear(acc);
     const KRange range = k_of_part(args, at.tg.z);
     constexpr uint kStride = Tile::kSimdgroups * Tile::kK;
-    for (uint k = range.begin + at.sg * Tile::kK; k < range.end; k += kStride) {
+    const uint begin = range.begin + at.sg * Tile::kK;
+    XRow x_at = arranged + Arranged::first(m, begin / Tile::kK, at.lane);
+    for (uint k = begin; k < range.end; k += kStride) {
       // A multiple of 32, visibly: both halves of a block are then read once.
       const uint first = (k + kProducts * column) / kChunkValues * kChunkValues;
       MM_UNROLL
@@ -65,8 +67,7 @@ struct GemmSmall {
             MM_UNROLL
             for (uint r = 0; r < 2; ++r) {
               if (!is_used(b)) continue;
-              load_vectors(arranged + Arranged::run(m, b, k / Tile::kK, half_step, r, at.lane),
-                           xs[b][r]);
+              load_vectors(x_at + Arranged::run(b, half_step, r), xs[b][r]);
             }
           }
         } else {
@@ -85,6 +86,7 @@ struct GemmSmall {
           }
         }
       }
+      x_at += Tile::kSimdgroups * Arranged::step_values();
     }
     store_sums(result, args, reinterpret_cast<threadgroup float2*>(memory), at, acc);
   }

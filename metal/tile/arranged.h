@@ -25,12 +25,17 @@ struct Arranged {
             r / 2 * kChunkValues + r % 2 * kRun + half_step * 2 * kRun};
   }
 
-  // The first value of a run of 8 rows of x, `batch`, of the tile of fc_batch rows that begins at
-  // m.
-  static METAL_FUNC ulong run(uint m, uint batch, uint step, uint half_step, uint row, uint lane) {
+  // Values of a step, of a tile of fc_batch rows of x; the first value of a lane of a step of the
+  // tile that begins at m; and from there a run of 8 rows of x, `batch`.
+  static METAL_FUNC uint step_values() {
+    return fc_batch / kFragment * 2 * kRowsOfLane * kSimdWidth * kRun;
+  }
+  static METAL_FUNC ulong first(uint m, uint step, uint lane) {
     const uint steps = (fc_k + GemmSmallTile::kK - 1) / GemmSmallTile::kK;
-    const ulong group = (ulong(m / fc_batch) * steps + step) * (fc_batch / kFragment) + batch;
-    return ((group * 2 + half_step) * kRowsOfLane + row) * (kSimdWidth * kRun) + lane * kRun;
+    return (ulong(m / fc_batch) * steps + step) * step_values() + lane * kRun;
+  }
+  static METAL_FUNC uint run(uint batch, uint half_step, uint row) {
+    return ((batch * 2 + half_step) * kRowsOfLane + row) * (kSimdWidth * kRun);
   }
 };
 

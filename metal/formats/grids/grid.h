@@ -2,7 +2,7 @@
 // A block is 256 values, a lane owns a chunk of 32: four groups of 8, each with a code (iq3: two).
 //
 //   Raw                                  of a chunk
-//   fetch(block, chunk, raw)             its loads
+//   fetch(cursor, chunk, raw)            its loads
 //   float spacing(raw)                   d of the block, times a power of two
 //   float factor(raw, chunk, i)          an odd integer, of values [16 i, 16 i + 16)
 //   void eight(raw, chunk, j, q)         the values of group j
@@ -23,6 +23,18 @@ namespace metalmm {
 using Chunks = PieceLayout<8, 32, 32, 32>;
 using HalvedChunks = PieceLayout<8, 32, 16, 16>;
 
+// The block, and up to three parts of which a chunk has `step` bytes, the first from byte `at` on.
+template <int at1, int step1, int at2 = 0, int step2 = 0, int at3 = 0, int step3 = 0>
+struct LaneOfChunk {
+  MM_CONST int kParts = step3 != 0 ? 4 : step2 != 0 ? 3 : 2;
+  static METAL_FUNC uint at(int part, uint chunk) {
+    return part == 0   ? 0
+           : part == 1 ? at1 + step1 * chunk
+           : part == 2 ? at2 + step2 * chunk
+                       : at3 + step3 * chunk;
+  }
+};
+
 template <class Format>
 METAL_FUNC void unpack_grid(thread const typename Format::Raw& raw, uint chunk,
                             thread Piece<Format>& p) {
@@ -41,7 +53,7 @@ template <class Format>
 METAL_FUNC void decode_grid16(Row row, uint k, thread float (&w)[16]) {
   const uint chunk = (k & 255) / 32, half_chunk = (k & 16) / 16;
   typename Format::Raw raw;
-  Format::fetch(Format::Storage::block(row, k / 256), chunk, raw);
+  Format::fetch(Format::Storage::start(row, k / 256, chunk), chunk, raw);
   Format::eight(raw, chunk, 2 * half_chunk, w);
   Format::eight(raw, chunk, 2 * half_chunk + 1, w + 8);
   scale16(Format::spacing(raw) * Format::factor(raw, chunk, half_chunk), -0.0f, w);
@@ -58,13 +70,27 @@ METAL_FUNC float odd(uint s) { return float(2 * s + 1); }
 // Magnitudes in bytes, negative under the bytes of a mask: no carry, since none of them is 0.
 METAL_FUNC uint negated(uint bytes, uint mask) { return (bytes ^ mask) + (mask & 0x01010101u); }
 
-// Eight int8 as integers in f32: flipping the sign bit adds 128.
+// Eight int8 as integers: flipping the sign bit adds 128. Halves, where a product reads them as
+// they are: they take half of the registers.
 METAL_FUNC void int8x8(uint2 words, thread float* q) {
   MM_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const uint u = half_word(words[i / 2], i % 2) ^ (kExponent23 | 0x8080u);
-    q[2 * i] = field<8, 0>(u, -128);
-    q[2 * i + 1] = field<8, 8>(u, -128);
+  for (int i = 0; i < 2; ++i) {
+#if defined(MM_CONVERTS_HALVES)
+    MM_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      const uint u = half_word(words[i], j) ^ (kExponent23 | 0x8080u);
+      q[4 * i + 2 * j] = field<8, 0>(u, -128);
+      q[4 * i + 2 * j + 1] = field<8, 8>(u, -128);
+    }
+#else
+    const half2 even = as_type<half2>((words[i] & 0x00FF00FFu) ^ (kExponent10 | 0x00800080u));
+    const half2 odd = as_type<half2>((words[i] >> 8 & 0x00FF00FFu) ^ (kExponent10 | 0x00800080u));
+    MM_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      q[4 * i + 2 * j] = float(even[j] - 1152.0h);
+      q[4 * i + 2 * j + 1] = float(odd[j] - 1152.0h);
+    }
+#endif
   }
 }
 METAL_FUNC void signed8(uint2 bytes, uint2 mask, thread float* q) {

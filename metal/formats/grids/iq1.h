@@ -6,7 +6,8 @@
 
 namespace metalmm {
 
-// The values of a code, plus delta.
+// The values of a code, plus delta; as int8x8.
+#if defined(MM_CONVERTS_HALVES)
 METAL_FUNC void crumbs8(uint code, float delta, thread float* q) {
   const uint u = open_word(kGridIQ1[code]);
   q[0] = field<2, 0>(u, -1) + delta;
@@ -18,11 +19,28 @@ METAL_FUNC void crumbs8(uint code, float delta, thread float* q) {
   q[6] = field<2, 12>(u, -1) + delta;
   q[7] = field<2, 14>(u, -1) + delta;
 }
+#else
+template <int t>
+METAL_FUNC void crumbs2(uint opened, half delta, thread float* q) {
+  const half place = half(1.0f / (1 << 2 * t)), bias = half(-1.0f - 1024.0f / (1 << 2 * t));
+  const half2 two = pair<2, 2 * t>(opened);
+  q[t] = float(fma(two.x, place, bias) + delta);
+  q[4 + t] = float(fma(two.y, place, bias) + delta);
+}
+METAL_FUNC void crumbs8(uint code, float delta, thread float* q) {
+  const ushort word = kGridIQ1[code];
+  const uint opened = open_pair(as_type<uint>(ushort2(word, ushort(word >> 8))) & 0x00FF00FFu);
+  crumbs2<0>(opened, half(delta), q);
+  crumbs2<1>(opened, half(delta), q);
+  crumbs2<2>(opened, half(delta), q);
+  crumbs2<3>(opened, half(delta), q);
+}
+#endif
 
 // 8 bits of each code from byte 2; a word per chunk from byte 34: 3 bits of each code, a 3-bit
 // scale, the sign of the eighth.
 struct IQ1_S {
-  using Storage = Blocks<256, 50>;
+  using Storage = LaneBlocks<256, 50, LaneOfChunk<2, 4, 34, 2>>;
   using Pieces = Chunks;
   using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -31,8 +49,9 @@ struct IQ1_S {
     ushort rest;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    raw = {load_4<2>(b + 2 + 4 * chunk), load_as<ushort>(b + 34 + 2 * chunk), load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    raw = {load_4<2>(Storage::part(c, 1, chunk)), load_as<ushort>(Storage::part(c, 2, chunk)),
+           load_as<half>(Storage::part(c, 0, chunk))};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d); }
   static METAL_FUNC float factor(thread const Raw& raw, uint, uint) {
@@ -56,7 +75,7 @@ struct IQ1_S {
 // the eighth; 3-bit scales of halves of chunks from byte 48, four in a word of 16 bits, whose top
 // nibbles make d.
 struct IQ1_M {
-  using Storage = Blocks<256, 56>;
+  using Storage = LaneBlocks<256, 56, LaneOfChunk<0, 4, 32, 2>>;
   using Pieces = HalvedChunks;
   using Terms = PieceTerms<2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -65,9 +84,9 @@ struct IQ1_M {
     ushort rest;
     uint2 scales;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    raw = {load_as<uint>(b + 4 * chunk), load_as<ushort>(b + 32 + 2 * chunk),
-           load_as<uint2>(b + 48)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    raw = {load_as<uint>(Storage::part(c, 1, chunk)), load_as<ushort>(Storage::part(c, 2, chunk)),
+           load_as<uint2>(Storage::part(c, 0, chunk) + 48)};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) {
     const uint low = (raw.scales.x >> 12 & 0x000Fu) | (raw.scales.x >> 24 & 0x00F0u);

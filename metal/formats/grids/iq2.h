@@ -9,7 +9,7 @@ namespace metalmm {
 
 // 8 bytes per chunk from byte 2: four codes; four times 7 bits of signs, 4 bits of scale.
 struct IQ2_XXS {
-  using Storage = Blocks<256, 66>;
+  using Storage = LaneBlocks<256, 66, LaneOfChunk<2, 8>>;
   using Pieces = Chunks;
   using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -17,9 +17,9 @@ struct IQ2_XXS {
     uint codes, rest;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    device const uchar* p = b + 2 + 8 * chunk;
-    raw = {load_4<2>(p), load_4<2>(p + 4), load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    device const uchar* p = Storage::part(c, 1, chunk);
+    raw = {load_4<2>(p), load_4<2>(p + 4), load_as<half>(Storage::part(c, 0, chunk))};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.125f; }
   static METAL_FUNC float factor(thread const Raw& raw, uint, uint) { return odd(raw.rest >> 28); }
@@ -39,7 +39,7 @@ struct IQ2_XXS {
 
 // A word of 16 bits per group from byte 2: 9 bits of code, 7 of signs; 4-bit scales from byte 66.
 struct IQ2_XS {
-  using Storage = Blocks<256, 74>;
+  using Storage = LaneBlocks<256, 74, LaneOfChunk<2, 8, 66, 1>>;
   using Pieces = HalvedChunks;
   using Terms = PieceTerms<2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -48,8 +48,9 @@ struct IQ2_XS {
     uchar scales;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    raw = {load_8<2>(b + 2 + 8 * chunk), b[66 + chunk], load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    raw = {load_8<2>(Storage::part(c, 1, chunk)), *Storage::part(c, 2, chunk),
+           load_as<half>(Storage::part(c, 0, chunk))};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.125f; }
   static METAL_FUNC float factor(thread const Raw& raw, uint, uint half_chunk) {
@@ -72,7 +73,7 @@ struct IQ2_XS {
 // 8 bits of each code from byte 2, signs of each group from byte 34, 2 bits of each code from
 // byte 66, 4-bit scales from byte 74.
 struct IQ2_S {
-  using Storage = Blocks<256, 82>;
+  using Storage = LaneBlocks<256, 82, LaneOfChunk<2, 4, 66, 1>>;
   using Pieces = HalvedChunks;
   using Terms = PieceTerms<2>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -81,9 +82,11 @@ struct IQ2_S {
     uchar high, scales;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    device const uchar* p = b + 4 * chunk;
-    raw = {load_4<2>(p + 2), load_4<2>(p + 34), b[66 + chunk], b[74 + chunk], load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    device const uchar* p = Storage::part(c, 1, chunk);
+    device const uchar* bytes = Storage::part(c, 2, chunk);
+    raw = {load_4<2>(p), load_4<2>(p + 32), bytes[0], bytes[8],
+           load_as<half>(Storage::part(c, 0, chunk))};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.125f; }
   static METAL_FUNC float factor(thread const Raw& raw, uint, uint half_chunk) {

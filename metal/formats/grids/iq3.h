@@ -9,7 +9,7 @@ namespace metalmm {
 // d (2 s + 1) / 4. Codes from byte 2; from byte 66 a word per chunk: four times 7 bits of signs,
 // 4 bits of scale.
 struct IQ3_XXS {
-  using Storage = Blocks<256, 98>;
+  using Storage = LaneBlocks<256, 98, LaneOfChunk<2, 8, 66, 4>>;
   using Pieces = Chunks;
   using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
@@ -18,8 +18,9 @@ struct IQ3_XXS {
     uint rest;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    raw = {load_8<2>(b + 2 + 8 * chunk), load_4<2>(b + 66 + 4 * chunk), load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    raw = {load_8<2>(Storage::part(c, 1, chunk)), load_4<2>(Storage::part(c, 2, chunk)),
+           load_as<half>(Storage::part(c, 0, chunk))};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d) * 0.25f; }
   static METAL_FUNC float factor(thread const Raw& raw, uint, uint) { return odd(raw.rest >> 28); }
@@ -41,23 +42,24 @@ struct IQ3_XXS {
 // d (2 s + 1). 8 bits of each code from byte 2, the ninth from byte 66, signs of each group from
 // byte 74, 4-bit scales of chunks from byte 106.
 struct IQ3_S {
-  using Storage = Blocks<256, 110>;
+  using Storage = LaneBlocks<256, 110, LaneOfChunk<2, 8, 74, 4, 66, 1>>;
   using Pieces = Chunks;
   using Terms = PieceTerms<1>;
   MM_CONST bool kHasCodebook = false, kDecodesHalves = false, kHalvesAreExact = true;
   struct Raw {
     uint2 codes;
-    uint signs;
-    uchar high, scales;
+    uint signs, scales;
+    uchar high;
     half d;
   };
-  static METAL_FUNC void fetch(Storage::Cursor b, uint chunk, thread Raw& raw) {
-    raw = {load_8<2>(b + 2 + 8 * chunk), load_4<2>(b + 74 + 4 * chunk), b[66 + chunk],
-           b[106 + chunk / 2], load_as<half>(b)};
+  static METAL_FUNC void fetch(Storage::Cursor c, uint chunk, thread Raw& raw) {
+    device const uchar* b = Storage::part(c, 0, chunk);
+    raw = {load_8<2>(Storage::part(c, 1, chunk)), load_4<2>(Storage::part(c, 2, chunk)),
+           load_4<2>(b + 106), *Storage::part(c, 3, chunk), load_as<half>(b)};
   }
   static METAL_FUNC float spacing(thread const Raw& raw) { return float(raw.d); }
   static METAL_FUNC float factor(thread const Raw& raw, uint chunk, uint) {
-    return odd(raw.scales >> 4 * (chunk & 1) & 15);
+    return odd(raw.scales >> 4 * chunk & 15);
   }
   static METAL_FUNC void eight(thread const Raw& raw, uint, uint j, thread float* q) {
     const uint codes = half_of(raw.codes, j), high = uint(raw.high) >> 2 * j;
