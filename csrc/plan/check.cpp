@@ -93,7 +93,12 @@ void check(const Problem& p) {
   if ((p.has_scale || p.float_scale) && p.op != Op::kEmbedding) {
     reject("scale: of embedding, not of " + op);
   }
-  if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
+  if (p.has_gate && p.op != Op::kRmsNorm && p.op != Op::kSsmScan) {
+    reject("gate: of rms_norm and of ssm_scan, not of " + op);
+  }
+  if (p.norm_rows != 1 && (p.op != Op::kRmsNorm || p.norm_rows < 1)) {
+    reject("norm_rows: " + str(p.norm_rows) + "; must be 1, of rms_norm 1 or more");
+  }
   if (p.rounded && p.op != Op::kActMul) reject("rounded: of act_mul, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.op == Op::kExpertDown && p.has_c && p.beta != 1) {
@@ -122,6 +127,7 @@ void check(const Problem& p) {
   if (p.op == Op::kRoute) check_route(p);
   if (p.op == Op::kCausalConv) check_conv(p);
   if (p.op == Op::kGatedDelta) check_delta(p);
+  if (p.op == Op::kSsmScan) check_ssm(p);
 }
 
 }  // namespace metalmm

@@ -152,6 +152,7 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.beta = p.has_c ? p.beta : 0;
   a.eps = p.eps;
   a.offset = p.offset;
+  if (p.op == Op::kRmsNorm) a.heads = u32(p.norm_rows, "norm_rows");
   if (p.op == Op::kRope) {
     a.heads = u32(p.rope.heads, "heads");
     a.kv_heads = u32(p.rope.kv_heads, "kv_heads");

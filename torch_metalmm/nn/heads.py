@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from .activations import KINDS
 from .fused import LinearPart
-from .recipe import Heads, Held, Norm
+from .recipe import Heads, Norm
+from .step import Held
 
-_OTHERS = ("rope", "rope_append", "attention", "causal_conv", "gated_delta")
+_OTHERS = ("rope", "rope_append", "attention", "causal_conv", "gated_delta", "ssm_scan")
 
 
 class Ops:

@@ -17,17 +17,16 @@ from .mixture import Mixture
 from .recipe import (
     Branch,
     Heads,
-    Held,
     Mixer,
     Norm,
     Output,
     Product,
     Recipe,
-    Step,
     Whole,
 )
 from .rotation import no_angles
 from .sharded import ColumnsLinear
+from .step import Held, Step
 from .watch import Watch
 
 _NONE = Held()  # of layers without heads
@@ -177,7 +176,8 @@ class FusedLayer:
                 return _joined(ops, branch.output, gate, (a, "sigmoid"), h)
             return _joined(ops, branch.output, a, None, h)
         if isinstance(core, Mixer):
-            return _joined(ops, branch.output, mixed(core, ops, norm, x, kwargs), None, h)
+            y, post = mixed(core, ops, norm, x, kwargs)
+            return _joined(ops, branch.output, y, None, h, post)
         if isinstance(core, GatedMLP):
             return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
         if isinstance(core, Product):
@@ -262,9 +262,15 @@ def _unknown(recipe: Recipe, kwargs: dict[str, Any]) -> bool:
 
 
 def _joined(
-    ops: Ops, output: Output, x: Tensor, gated: tuple[Tensor, str] | None, residual: Tensor
+    ops: Ops,
+    output: Output,
+    x: Tensor,
+    gated: tuple[Tensor, str] | None,
+    residual: Tensor,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x.
+    """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x, with norm
+    of norm(x).
 
     Where the layer has columns of W, linear(x) is a sum over the ranks.
     """
@@ -279,7 +285,12 @@ def _joined(
     if ranks is not None and ranks.rank:
         bias = added = None  # rank 0 adds them
     y: Tensor
-    if gated is not None:
+    if norm is not None and not plain:
+        x, norm = ops.rms_norm(x, norm.weight(), norm.eps, norm.offset), None
+    if norm is not None:
+        given = (norm.weight(), norm.eps, norm.offset, weight, bias, format)
+        y = ops.norm_linear(x, *given, added)
+    elif gated is not None:
         y = ops.swiglu_linear(x, gated[0], weight, bias, format, gated[1], added)
     elif plain or post is not None or own["bias"] is not None or ops.activations or ranks:
         y = ops.linear(x, weight, bias, format, None, added)

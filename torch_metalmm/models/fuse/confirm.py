@@ -33,7 +33,7 @@ from ...nn.fused import GatedMLP
 from ...nn.heads import number
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture
-from ...nn.recipe import Branch, Delta, Heads, Mixer, Product
+from ...nn.recipe import Branch, Heads, Mixer, Product, Short
 from ...nn.sharded import everywhere
 from .observe import Seen, copy_of, stored
 from .runs import evaluating, normal
@@ -117,7 +117,7 @@ def _run(
     if mixer is not None:
         layer = own.layers[mixer.attention.layer_idx]
         found.append(layer.conv_states[0])
-        found += [layer.recurrent_states[0]] if isinstance(mixer, Delta) else []
+        found += [] if isinstance(mixer, Short) else [layer.recurrent_states[0]]
     for pair in stored(kwargs, given).values():
         found += pair
     return found

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.recipe import Delta, Mixer, Short
+from ...nn.recipe import Delta, Mixer, Short, Ssm
 from .norms import as_norm
 from .observe import Call, Seen
 from .projections import merged_of
 from .runs import Unknown, one
+from .ssm import ssm_of, vectors_of
 
 _conv = torch.ops.metalmm.causal_conv.default
 _rule = torch.ops.metalmm.gated_delta.default
@@ -43,10 +44,14 @@ def mixer_of(
     calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0] is x]
     if layer.number_of_states != 1 or not calls:
         raise Unknown("states of another kind")
-    found = _delta(module, conv, inner, calls, layer) or _short(conv, o.inputs[0], calls, layer)
-    if found is None:
+    if (found := _delta(module, conv, inner, calls, layer)) is not None:
+        kind, parts, fields = Delta, *found
+    elif (found := ssm_of(module, conv, runs, inner, calls, (o.inputs[0], layer))) is not None:
+        kind, parts, fields = Ssm, *found
+    elif (found := _short(conv, o.inputs[0], calls, layer)) is not None:
+        kind, parts, fields = Short, *found
+    else:
         raise Unknown("a mixer of another kind")
-    parts, fields = found
     order = torch.cat(parts)
     straight = torch.equal(order, torch.arange(len(order)))
     own: dict[str, Any] = {
@@ -58,7 +63,7 @@ def mixer_of(
         "sizes": tuple(map(len, parts)),
         "conv": conv,
     }
-    return (Delta if "norm" in fields else Short)(**own, **fields), o.module
+    return kind(**own, **fields), o.module
 
 
 def _short(
@@ -96,7 +101,8 @@ def _delta(
     norm = as_norm(gated[0].module, dv, gated=True)
     channels = conv_state.shape[1]
     sizes = (channels, heads * dv, heads, heads)
-    if norm is None:
+    vectors = vectors_of(module, heads)
+    if norm is None or len(vectors) != 2:
         return None
     row, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
     for places in _places([c.out.shape[-1] for c in calls], sizes, dk):
@@ -109,7 +115,7 @@ def _delta(
         zeros = torch.zeros_like(conv_state)
         mixed = _conv(qkv, weight[:, 0], conv._parameters["bias"], zeros, "silu")  # type: ignore[index]
         ways: list[tuple[float, bool, tuple[str, ...]]] = []
-        for b_first, names in product((False, True), permutations(_vectors(module, heads))):
+        for b_first, names in product((False, True), permutations(vectors)):
             a, b = reversed(rates) if b_first else rates
             after = torch.zeros_like(state)
             y = _rule(mixed, a, b, *(module._parameters[n] for n in names), after)
@@ -118,14 +124,6 @@ def _delta(
         fields = {"b_first": b_first, "rates": names, "heads": heads, "dk": dk, "dv": dv}
         return places, fields | {"norm": norm}
     return None
-
-
-def _vectors(module: nn.Module, heads: int) -> list[str]:
-    """The names of the two parameters that have a value for each head."""
-    found = [n for n, p in module._parameters.items() if p is not None and p.shape == (heads,)]
-    if len(found) != 2:
-        raise Unknown("other parameters than two of each head")
-    return found
 
 
 def _places(parts: list[int], sizes: tuple[int, ...], dk: int) -> Iterator[list[Tensor]]:
