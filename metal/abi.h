@@ -57,8 +57,8 @@ enum Slot : MM_U32 {
   kSlotWeight = 1,  // packed rows; gate weight of swiglu_up; keys of a cache
   kSlotY = 2,       // result, or f32 sums (kEpiloguePartial); q of rope
   kSlotBias = 3,    // sinks of attention; of route f32; d of ssm_scan
-  kSlotC =
-      4,  // mask of attention; b of gated_delta; gate of ssm_scan; logits of a shared expert, f32
+  // mask of attention; b of gated_delta; gate of ssm_scan; logits of a shared expert, f32
+  kSlotC = 4,
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; gate of rms_norm; v;
   // scores of experts; a of gated_delta; dt of ssm_scan; choice_bias of route, f32; pages of a
@@ -121,11 +121,11 @@ enum FunctionConstant : MM_U32 {
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
                            // of experts ExpertBits, of route RouteBits, of rms_norm NormBits,
-                          // of gated_delta DeltaBits, of ssm_scan SsmBits, of causal_conv ConvBits,
-                          // of embedding RowBits, of rope_tables TableBits
-  kConstantBatch = 4,   // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
-                        // attention_split, 0 otherwise
-  kConstantBounds = 5,  // uint: BoundsBits
+                           // of gated_delta DeltaBits, of ssm_scan SsmBits, of causal_conv
+                           // ConvBits, of embedding RowBits, of rope_tables TableBits
+  kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
+                           // attention_split, 0 otherwise
+  kConstantBounds = 5,     // uint: BoundsBits
   kConstantCount = 6
 };
 

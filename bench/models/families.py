@@ -110,6 +110,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 128,
     },
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 32,
+        "state_size": 64,
+        "n_groups": 2,
+        "time_step_limit": (0.01, 2.0),
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 64,
+        "n_groups": 2,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    },
     "falcon_h1": {
         "mamba_d_ssm": 128,
         "mamba_n_heads": 4,

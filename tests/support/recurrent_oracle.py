@@ -13,6 +13,9 @@ from oracle import TINY, Value, gamma
 from torch import Tensor
 
 
+_FIELDS = ("exact", "error")
+
+
 def exp(x: Value) -> Value:
     exact = x.exact.exp()
     return Value(exact, exact * torch.expm1(x.error)).rounded(2)
@@ -107,10 +110,5 @@ def ssm_scan(
         s = kept + scaled * Value.of(b[:, i, :, None])
         y = summed(s * Value.of(c[:, i, :, None]), -1) + Value.of(x[:, i]) * Value.of(d[:, None])
         out.append(y)
-    y = Value(
-        *(
-            torch.stack(t, 1).flatten(2)
-            for t in zip(*((o.exact, o.error) for o in out), strict=True)
-        )
-    )
+    y = Value(*(torch.stack([getattr(o, n) for o in out], 1).flatten(2) for n in _FIELDS))
     return y if gate is None else y * Value.of(gate).silu(), s

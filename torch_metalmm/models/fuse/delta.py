@@ -21,12 +21,6 @@ _conv = torch.ops.metalmm.causal_conv.default
 _rule = torch.ops.metalmm.gated_delta.default
 
 
-def convolution_of(module: nn.Module) -> nn.Module | None:
-    """The child that is a convolution of each channel, None if there is none."""
-    weights = ((child, child._parameters.get("weight")) for child in module.children())
-    return next((c for c, w in weights if w is not None and w.dim() == 3 and w.shape[1] == 1), None)
-
-
 @torch.no_grad()
 def mixer_of(
     module: nn.Module, conv: nn.Module, runs: list[Seen], x: Tensor, out: Tensor

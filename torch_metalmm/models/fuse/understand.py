@@ -15,11 +15,11 @@ from ...nn import QuantLinear
 from ...nn.fused import SwiGLU
 from ...nn.gate import ACTIVATIONS
 from ...nn.recipe import Branch, Norm, Output, Product, Recipe, Whole
-from .delta import convolution_of, mixer_of
+from .delta import mixer_of
 from .heads import heads_of
 from .mixtures import mixture_of
 from .norms import as_norm
-from .observe import Call, Seen
+from .observe import Call, Seen, convolution_of
 from .runs import Unknown, one
 
 _PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
