@@ -68,6 +68,19 @@ def test_rms_norm(k: int, dtype: torch.dtype, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [7, 64, 520])
+def test_rms_norm_of_groups(k: int, dtype: torch.dtype, backend: Backend) -> None:
+    """A weight for each of the last two dimensions, of x whose rows lie apart."""
+    x = sized_rows(6, k + 8, dtype)[:, :k].unflatten(0, (2, 3))
+    gate = activations(2, 3, k, dtype=dtype, seed="gate")
+    for g_dtype in DTYPES:
+        g = activations(3, k, dtype=g_dtype, seed="rows")
+        want = normalized(x, g, EPS, 1.0) * Value.of(gate).silu()
+        y = ops.rms_norm(backend.put_view(x), backend.put(g), EPS, 1.0, gate=backend.put(gate))
+        check(y, want.store(dtype), f"K={k} {g_dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm(dtype: torch.dtype, backend: Backend) -> None:
     """The sum is rounded once, and what is normalised is the rounded sum."""
     x, residual = sized_rows(5, 264, dtype), activations(5, 264, dtype=dtype, seed="residual")

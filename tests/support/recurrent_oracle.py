@@ -12,7 +12,6 @@ from layer_oracle import inverse_rms
 from oracle import TINY, Value, gamma
 from torch import Tensor
 
-
 _FIELDS = ("exact", "error")
 
 

@@ -39,13 +39,14 @@ def mixer_of(
     if layer.number_of_states != 1 or not calls:
         raise Unknown("states of another kind")
     if (found := _delta(module, conv, inner, calls, layer)) is not None:
-        kind, parts, fields = Delta, *found
+        kind: type[Mixer] = Delta
     elif (found := ssm_of(module, conv, runs, inner, calls, (o.inputs[0], layer))) is not None:
-        kind, parts, fields = Ssm, *found
+        kind = Ssm
     elif (found := _short(conv, o.inputs[0], calls, layer)) is not None:
-        kind, parts, fields = Short, *found
+        kind = Short
     else:
         raise Unknown("a mixer of another kind")
+    parts, fields = found
     order = torch.cat(parts)
     straight = torch.equal(order, torch.arange(len(order)))
     own: dict[str, Any] = {

@@ -58,7 +58,7 @@ def as_norm(
     gates = nn.functional.silu(gate.double()) if gated else torch.ones_like(x)
     if gate_first:
         x, size_of, gates = x * gates, (x * gates).abs(), torch.ones_like(x)
-    mean = x.square().unflatten(-1, (groups, -1)).mean(-1).repeat_interleave(size // groups, -1)
+    mean = x.square().reshape(len(x), groups, -1).mean(-1).repeat_interleave(size // groups, -1)
     factor = torch.zeros_like(x[0]) if weight is None else weight.detach().cpu().double()
     for eps in {v for v in vars(module).values() if isinstance(v, float)}:
         for offset in _OFFSETS if weight is not None else (1.0,):

@@ -89,7 +89,7 @@ def _norm_of(inner: list[Call], size: int) -> tuple[Norm | None, bool]:
 
 
 def _normed(norm: Norm, y: Tensor, gate: Tensor | None) -> Tensor:
-    weight, rows = norm.weight(), y.unflatten(-1, (norm.groups, -1))
+    weight, rows = norm.weight(), y.reshape(*y.shape[:-1], norm.groups, -1)
     weight = weight if weight is None else weight.view(norm.groups, -1)
     gate = gate if gate is None else gate.reshape(rows.shape)
     out: Tensor = _rms_norm(rows, weight, norm.eps, norm.offset, gate=gate)
@@ -102,7 +102,7 @@ def _places(size: int, sizes: tuple[int, ...]) -> list[list[Tensor]]:
     for order in permutations(range(3)):
         if sum(sizes) != size:
             break
-        parts = torch.arange(size).split([sizes[i] for i in order])
+        parts = torch.split(torch.arange(size), [sizes[i] for i in order])
         found.append([parts[order.index(i)] for i in range(3)])
     return found
 
