@@ -130,6 +130,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 32,
         "mamba_d_state": 16,
         "mamba_n_groups": 1,
+        "mlp_multipliers": [0.75, 0.6],
+        "ssm_multipliers": [0.35, 0.3, 0.4, 0.5, 0.7],
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.7,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.8,
+        "embedding_multiplier": 5.6,
+        "lm_head_multiplier": 0.02,
     },
 }
 

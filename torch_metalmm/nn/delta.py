@@ -106,7 +106,7 @@ def is_recording(r: Mixer, kwargs: dict[str, Any]) -> bool:
 
 def _projected(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor) -> list[Tensor]:
     """The parts that the mixer computes with."""
-    parts = [projection(ops, pre, x, layer) for layer in r.projections]
+    parts = r.scaled([projection(ops, pre, x, layer) for layer in r.projections])
     order = r.index(x.device)
     if order is not None:
         row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -144,7 +144,7 @@ def _projected(
     r: Heads, ops: Ops, pre: Norm | None, x: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(qkv, None, gate), or (q and k, v, gate)."""
-    parts = [projection(ops, pre, x, layer) for layer in r.projections]
+    parts = r.scaled([projection(ops, pre, x, layer) for layer in r.projections])
     q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
     order = r.index(x.device)
     if order is not None:

@@ -15,6 +15,7 @@ from .fused import GatedMLP
 from .heads import DIRECT, TRACED, Ops, attended, normed, number
 from .mixture import Mixture
 from .recipe import (
+    Beside,
     Branch,
     Heads,
     Mixer,
@@ -165,9 +166,20 @@ class FusedLayer:
         return y if factor is None else y * self.layer._buffers[factor]  # type: ignore[operator]
 
     def _branch(
-        self, ops: Ops, branch: Branch, h: Tensor, kwargs: dict[str, Any], held: Held
+        self,
+        ops: Ops,
+        branch: Branch,
+        x: Tensor,
+        kwargs: dict[str, Any],
+        held: Held,
+        h: Tensor | None = None,
     ) -> Tensor:
-        core, norm, x = branch.core, branch.pre, h
+        """h, or x, + what the branch makes of x."""
+        core, norm, h = branch.core, branch.pre, x if h is None else h
+        if isinstance(core, Beside):
+            for part in core.parts:
+                h = self._branch(ops, part, x, kwargs, held, h)
+            return h
         if isinstance(norm, Whole):
             x, norm = norm(x, kwargs), None
         if isinstance(core, Heads):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -100,6 +100,17 @@ class _Ordered:
     """What takes the results of its projections in an order of its own."""
 
     order: Tensor | None
+    factors: Tensor | None
+
+    def scaled(self, parts: list[Tensor]) -> list[Tensor]:
+        """The projections' results times `factors`."""
+        if self.factors is None:
+            return parts
+        x, factors = parts[0], self.factors
+        if factors.dtype != x.dtype or factors.device != x.device:
+            factors = self.factors = factors.to(x)
+        each = torch.split(factors, [part.shape[-1] for part in parts])
+        return [part * factor for part, factor in zip(parts, each, strict=True)]
 
     def index(self, device: torch.device) -> Tensor | None:
         """`order` where the projections' results are."""
@@ -113,7 +124,8 @@ class Heads(_Ordered):
     """Attention over heads: what makes q, k and v of x [batch, length, size], and what they do.
 
     projections: their results side by side are q, k, v and gate, in the order that `order` names,
-    an index for each value, None for as they are. No v, where v is k before its norm and rotation.
+    an index for each value, None for as they are; `factors` multiply them before. No v, where v is
+    k before its norm and rotation.
     angles: "whole", cos and sin as they are given; "halves", each value of their first half twice;
     "twice", all of them and all of them again; "back", as whole, by minus the angle; "none",
     nothing is rotated.
@@ -142,6 +154,7 @@ class Heads(_Ordered):
     interleaved: bool
     angles: str
     shared: tuple[str, Any] | None = None
+    factors: Tensor | None = None
 
     def norms(self) -> list[Norm | None]:
         return [*(self.head_norms or ()), *(self.whole_norms or ()), self.value_norm]
@@ -154,8 +167,8 @@ Limits = tuple[float, float | None]  # the least and the most; None: any
 class Mixer(_Ordered):
     """What mixes positions by a convolution of each channel: what makes its operands of x.
 
-    projections: their results side by side are parts of `sizes`; order as in Heads. conv: of the
-    first part, or of what is made of some.
+    projections: their results side by side are parts of `sizes`; order and factors as in Heads.
+    conv: of the first part, or of what is made of some.
     """
 
     attention: nn.Module
@@ -163,6 +176,7 @@ class Mixer(_Ordered):
     mask: str | None  # of rows that are not of padding
     projections: tuple[Any, ...]
     order: Tensor | None
+    factors: Tensor | None
     sizes: tuple[int, ...]
     conv: nn.Module
 
@@ -262,8 +276,15 @@ class Branch:
     """h + output(core(pre(h))). pre: a norm of ours, or a module that is called as it is."""
 
     pre: Norm | Whole | None
-    core: Heads | Mixer | GatedMLP | Mixture | Product | Whole
+    core: Heads | Mixer | GatedMLP | Mixture | Product | Whole | Beside
     output: Output
+
+
+@dataclass
+class Beside:
+    """Branches of one h and one norm of it, whose outputs are added up."""
+
+    parts: tuple[Branch, ...]
 
 
 @dataclass
@@ -276,9 +297,14 @@ class Recipe:
     rest: tuple[None, ...] | None = None  # what the result is in a tuple with
 
     def __post_init__(self) -> None:
-        cores = [branch.core for branch in self.branches]
+        cores = [branch.core for branch in self.each()]
         self.heads = next((core for core in cores if isinstance(core, Heads)), None)
         self.mixer = next((core for core in cores if isinstance(core, Mixer)), None)
+
+    def each(self) -> Iterator[Branch]:
+        """The branches, those beside each other one by one."""
+        for branch in self.branches:
+            yield from branch.core.parts if isinstance(branch.core, Beside) else (branch,)
 
     def norms(self) -> list[Norm]:
         every: list[Any] = [] if self.heads is None else self.heads.norms()
@@ -290,7 +316,7 @@ class Recipe:
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
         every: list[Any] = []
-        for branch in self.branches:
+        for branch in self.each():
             core = branch.core
             if isinstance(core, Heads | Mixer):
                 every += core.projections

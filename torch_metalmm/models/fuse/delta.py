@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.recipe import Delta, Mixer, Short, Ssm
+from ...nn.recipe import Delta, Heads, Mixer, Short, Ssm
 from .norms import as_norm
 from .observe import Call, Seen
 from .projections import merged_of
-from .runs import Unknown, one
+from .runs import Unknown, numbers_of, one
 from .ssm import ssm_of, vectors_of
 
 _conv = torch.ops.metalmm.causal_conv.default
@@ -35,7 +35,7 @@ def mixer_of(
     every = [n for n in runs[0].kwargs if all(n in s.kwargs for s in runs)]
     cache = one(n for n in every if all(hasattr(s.kwargs[n], "update_conv_state") for s in runs))
     layer = runs[1].before.layers[module.layer_idx]  # behind the prompt of the first run
-    calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0] is x]
+    calls, factor = _projecting(module, inner, x)
     if layer.number_of_states != 1 or not calls:
         raise Unknown("states of another kind")
     if (found := _delta(module, conv, inner, calls, layer)) is not None:
@@ -47,6 +47,7 @@ def mixer_of(
     else:
         raise Unknown("a mixer of another kind")
     parts, fields = found
+    factors = fields.pop("factors", None)
     order = torch.cat(parts)
     straight = torch.equal(order, torch.arange(len(order)))
     own: dict[str, Any] = {
@@ -55,10 +56,34 @@ def mixer_of(
         "mask": _mask(module, runs),
         "projections": merged_of([c.module for c in calls]),
         "order": None if straight else order,
+        "factors": factors,
         "sizes": tuple(map(len, parts)),
         "conv": conv,
     }
-    return kind(**own, **fields), o.module
+    mixer = kind(**own, **fields)
+    rescale(mixer, factor)
+    return mixer, o.module
+
+
+def _projecting(module: nn.Module, inner: list[Call], x: Tensor) -> tuple[list[Call], float]:
+    """The calls of layers that are given x times a number of the module's, and that number."""
+    calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0].shape == x.shape]
+    for factor in (1.0, *numbers_of(module)):
+        given = x if factor == 1 else x * factor
+        found = [c for c in calls if c.inputs[0] is x or torch.equal(c.inputs[0], given)]
+        if found:
+            return found, factor
+    return [], 1.0
+
+
+def rescale(core: Heads | Mixer, factor: float) -> None:
+    """Let the projections' results be those of x times a number."""
+    if factor == 1:
+        return
+    if any(layer.bias is not None for layer in core.projections):
+        raise Unknown("a bias of what is multiplied by a number")
+    size = sum(layer.weight.shape[0] for layer in core.projections)
+    core.factors = (torch.ones(size) if core.factors is None else core.factors) * factor
 
 
 def _short(

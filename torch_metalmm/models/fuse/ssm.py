@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import permutations
+from itertools import permutations, product
 from math import inf
 from typing import Any
 
@@ -51,8 +51,12 @@ def ssm_of(
     if len(vectors) != 3:
         return None
     norm, gate_last = _norm_of(inner, heads * p)
-    row, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
-    for places in _places(row.shape[-1], (heads * p, channels, heads)):
+    plain, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
+    size = plain.shape[-1]
+    own = [b.flatten() for b in module._buffers.values() if b is not None and b.numel() == size]
+    ways_in = product((None, *own), _places(size, (heads * p, channels, heads)))
+    for factors, places in ways_in:
+        row = plain if factors is None else plain * factors
         gate, xbc, dt = (row[..., t] for t in places)
         last = min(xbc.shape[1], conv_state.shape[2])
         if not torch.equal(xbc.mT[..., -last:], conv_state[..., -last:]):
@@ -67,9 +71,10 @@ def ssm_of(
             out = out if norm is None else _normed(norm, out, gate if gate_last else None)
             ways.append((float((out - given).norm()), names))
         _, names = min(ways)
-        fields = {"rates": names, "heads": heads, "p": p, "n": n, "norm": norm}
+        fields: dict[str, Any] = {"factors": factors, "gate_last": gate_last}
+        fields |= {"rates": names, "heads": heads, "p": p, "n": n, "norm": norm}
         limits = tuple(_limits(module, runs[1], names, length) for length in (2, 1))
-        return places, fields | {"gate_last": gate_last, "limits": limits}
+        return places, fields | {"limits": limits}
     return None
 
 
