@@ -45,7 +45,7 @@ struct KernelArgs {
   // of up; choices that share a row of x.
   MM_U32 heads, kv_heads, rotated, positions;
   MM_U32 window;      // attention: slots that a query sees, its own included; biases of an expert
-  float alpha, beta;  // attention: of a score; alpha of swiglu_oai
+  float alpha, beta;  // attention: of a score; of a gate; alpha of swiglu_oai
   float softcap;      // and the limit of gate and up of experts
   float eps, offset;  // of a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
 };

@@ -229,6 +229,7 @@ GateUpShape check(const args::swiglu& a) {
   TORCH_CHECK_VALUE(a.eps.has_value() || !a.norm_weight.has_value(),
                     "eps: missing, but norm_weight is given");
   check_norm("norm_weight", a.x, a.norm_weight, a.eps.value_or(0), a.offset);
+  check_f32("gate_scale", a.gate_scale);
   return out;
 }
 

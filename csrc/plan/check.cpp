@@ -82,13 +82,13 @@ void check(const Problem& p) {
   const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
   const bool has_bias = has_epilogue || (is_of_experts(p.op) && p.op != Op::kExpertTiles);
   const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
-  const bool has_factor = p.op == Op::kRoute || p.op == Op::kRopeTables;
+  const bool has_factor = p.op == Op::kRoute || p.op == Op::kRopeTables || p.op == Op::kSwigluUp;
   const bool has_c = p.op == Op::kRmsNorm || p.op == Op::kExpertDown;
   if ((!has_bias && p.has_bias) ||
       (!has_epilogue && ((p.alpha != 1 && !has_factor) || (p.has_c && !has_c)))) {
     reject("bias, c, alpha: " + op +
            " has none; linear and swiglu_down have, rms_norm and expert_down have c, experts have "
-           "bias, but not in tiles; route and rope_tables have alpha");
+           "bias, but not in tiles; route, rope_tables and swiglu_up have alpha");
   }
   if ((p.has_scale || p.float_scale) && p.op != Op::kEmbedding) {
     reject("scale: of embedding, not of " + op);

@@ -233,6 +233,12 @@ LAYER_CASES = {
     "activation of down": Case(
         lambda t: ops.swiglu_linear(t.x, t.x, t.w, None, "q4_0", ""), "activation", "''", "silu"
     ),
+    "gate_scale": Case(
+        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", gate_scale=1e39),
+        "gate_scale",
+        r"1e\+39",
+        "f32|finite",
+    ),
     "norm weight without eps": Case(
         lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", "silu", t.x[0]),
         "eps",

@@ -40,6 +40,11 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
             "linear_input_grad": (ops.linear_input_grad, (g, w, "q4_0", k), {}),
             "swiglu": (ops.swiglu, (x3, w, w.flip(0), "q4_0", "q4_0"), {}),
             "swiglu, two formats": (ops.swiglu, (x, w, dense, "q4_0", "f32"), {}),
+            "swiglu, gate_scale": (
+                ops.swiglu,
+                (x3, w, w.flip(0), "q4_0", "q4_0"),
+                {"gate_scale": 0.6},
+            ),
             "swiglu_linear": (ops.swiglu_linear, (x, x.flip(0), w, None, "q4_0"), {}),
             "swiglu_linear, bias": (ops.swiglu_linear, (x3, x3.flip(0), w, bias, "q4_0"), {}),
             "linear, residual": (ops.linear, (x, w, bias, "q4_0", None, c), {}),

@@ -213,15 +213,15 @@ def test_the_sum_with_the_residual_is_rounded_once(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Backend) -> None:
-    """act(n Gᵀ) * (n Uᵀ), n = x or its norm; gate and up of one and of two formats."""
+    """act(s n Gᵀ) * (n Uᵀ), n = x or its norm; gate and up of one and of two formats."""
     k, n = formats.get(name).block_values * 4, 11
     gate = random_weight(name, n, k)
     # Gate and up of about 4, so that f16 holds their product: a power of two, exact in each dtype.
     size = 2.0 ** round(math.log2(4 / float(spec(name, gate, k).norm(dim=1).mean())))
     g = (size * activations(k, seed="g")).to(dtype)
-    for m, has_norm, other in (
-        *((1, True, name), (2, True, name), (19, True, name)),
-        *((0, False, name), (1, False, name), (5, False, "f32")),
+    for m, has_norm, other, scale in (
+        *((1, True, name, 1), (1, True, name, 0.625), (2, True, name, 1), (19, True, name, -1.5)),
+        *((0, False, name, 1), (1, False, name, 0.625), (5, False, "f32", 1), (5, False, name, 3)),
     ):
         up = random_weight(other, n, k, seed=1)
         x = sized_rows(m, k, dtype) if has_norm else size * activations(m, k, dtype=dtype)
@@ -232,8 +232,10 @@ def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Back
         )
         norm = {"norm_weight": backend.put(g), "eps": EPS, "offset": size} if has_norm else {}
         apart = backend.put_view(torch.cat([up, up], 1)[:, : up.shape[1]])  # its rows, not gate's
-        y = ops.swiglu(backend.put(x), backend.put(gate), apart, name, other, activation, **norm)
+        given = (backend.put(x), backend.put(gate), apart, name, other, activation)
+        y = ops.swiglu(*given, **norm, gate_scale=scale)
         assert y.dtype == dtype
+        a = a if scale == 1 else a * scale
         check(y, (activated(a, activation) * b).store(dtype), f"{name} M={m} norm={has_norm}")
 
 

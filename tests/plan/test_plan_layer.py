@@ -60,6 +60,7 @@ from torch_metalmm import _C, formats
         ({"op": "gated_delta", "m": 5, "delta": {"positions": 2}}, "positions: 2; .* the 5 rows"),
         ({"op": "add_rms_norm", "norm_rows": 2}, "norm_rows: 2; must be 1, of rms_norm 1 or more"),
         ({"op": "rms_norm", "norm_rows": 0}, "norm_rows: 0; must be 1, of rms_norm 1 or more"),
+        ({"op": "swiglu_down", "n": 32, "norm_rows": 2}, "norm_rows: 2; must be 1"),
         ({"op": "ssm_scan", "k": 260}, "k: 260; must be a multiple of 4 up to 256"),
         ({"op": "ssm_scan", "k": 6}, "k: 6; must be a multiple of 4 up to 256"),
         ({"op": "ssm_scan", "k": 8, "ssm": {"groups": 0}}, "groups: 0; must be at least 1"),

@@ -33,6 +33,7 @@ from transformers.cache_utils import (  # noqa: E402
 
 from .caches import ATTENTION, name_of, pair_of  # noqa: E402
 from .caches.file import File, write  # noqa: E402
+from .caches.hybrid import HybridPackedLayer  # noqa: E402
 from .caches.layers import PackedLayer, PackedSlidingLayer, Room  # noqa: E402
 from .caches.rows import Slots  # noqa: E402
 from .caches.static import StaticPackedLayer  # noqa: E402
@@ -84,6 +85,8 @@ class PackedCache(Cache):
             if kind in SLIDING:
                 return PackedSlidingLayer(options["sliding_window"], self.format)
             return PackedLayer(self.format)
+        if kind == "hybrid" and slots is None:
+            return HybridPackedLayer(self.format, **options)
         if slots is None:
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
         return STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=slots, **options)
@@ -160,4 +163,4 @@ class PackedCache(Cache):
         return room
 
 
-_LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer))
+_LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer, HybridPackedLayer))

@@ -176,12 +176,12 @@ class FusedLayer:
     ) -> Tensor:
         """h, or x, + what the branch makes of x."""
         core, norm, h = branch.core, branch.pre, x if h is None else h
+        if isinstance(norm, Whole):
+            x, norm = norm(x, kwargs), None
         if isinstance(core, Beside):
             for part in core.parts:
                 h = self._branch(ops, part, x, kwargs, held, h)
             return h
-        if isinstance(norm, Whole):
-            x, norm = norm(x, kwargs), None
         if isinstance(core, Heads):
             a, gate = attended(core, ops, norm, x, kwargs, held)
             if gate is not None:
@@ -215,13 +215,14 @@ class FusedLayer:
         # One row. torch.Size.numel would make a constant of a symbolic size.
         if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
             a, b = (normed(ops, norm, x, w, f) for w, f in zip(weights, formats, strict=True))
-            return a, (b, mlp.activation)
+            return a if mlp.gate_scale == 1 else a * mlp.gate_scale, (b, mlp.activation)
         y: Tensor
         if norm is None:
-            y = ops.swiglu(x, *weights, *formats, mlp.activation)
+            given: tuple[Any, ...] = ()
         else:
-            weight = norm.module._parameters.get(norm.name)
-            y = ops.swiglu(x, *weights, *formats, mlp.activation, weight, norm.eps, norm.offset)
+            given = norm.module._parameters.get(norm.name), norm.eps, norm.offset
+        given = (x, *weights, *formats, mlp.activation, *given)
+        y = ops.swiglu(*given, gate_scale=mlp.gate_scale)
         return y, None
 
     def _floats(self) -> list[Tensor]:

@@ -282,7 +282,10 @@ class Branch:
 
 @dataclass
 class Beside:
-    """Branches of one h and one norm of it, whose outputs are added up."""
+    """Branches of one h and one norm of it, whose outputs are added up.
+
+    Each part has the norm, since its product takes it, but no module that is called in its place.
+    """
 
     parts: tuple[Branch, ...]
 

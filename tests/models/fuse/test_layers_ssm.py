@@ -11,7 +11,7 @@ from layer_models import padded
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from bench.models.families import family
+from bench.models.families import family, fused_family
 from bench.models.op_counts import Calls
 from torch_metalmm import PackedCache, fuse_
 from torch_metalmm.models.cache_argument import with_cache
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # As in test_layers_delta.py, with sums of 256 products.
 NEAR = 2 * 2 * 14 * 256**0.5 * 2.0**-24
-KINDS = ("bamba", "granitemoehybrid", "nemotron_h", "mamba2")
+KINDS = ("bamba", "granitemoehybrid", "nemotron_h", "mamba2", "falcon_h1")
 
 
 def both(kind: str, **options: Any) -> tuple[Any, Any]:
@@ -38,8 +38,8 @@ def layers(model: Any) -> Any:
 def scan_of(model: Any) -> Ssm | None:
     """What the first layer scans by, None if it is as it was."""
     fused = fused_layer(layers(model)[0])
-    core = None if fused is None else fused.recipe.branches[0].core
-    return core if isinstance(core, Ssm) else None
+    mixer = None if fused is None else fused.recipe.mixer
+    return mixer if isinstance(mixer, Ssm) else None
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -99,18 +99,30 @@ def test_padding(kind: str) -> None:
         assert_near(*(c.layers[0].recurrent_states[0] for c in reversed(caches)))
 
 
-def test_ops_of_a_step() -> None:
-    """Norm and projection; convolution; scan; norm and output; and the two of an MLP."""
-    _, fused = both("bamba")
+SCAN = ["norm_linear", "causal_conv", "ssm_scan"]
+ATTEND = ["norm_linear", "rope_append", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "others"),
+    [
+        ("bamba", [*SCAN, "norm_linear", "swiglu", "linear"], []),
+        ("mamba2", [*SCAN, "rms_norm", "linear"], []),
+        ("falcon_h1", [*SCAN, "gemm", *ATTEND, "gemm", "swiglu", "gemm"], ["mul", "mul"]),
+    ],
+)
+def test_ops_of_a_step(kind: str, names: list[str], others: list[str]) -> None:
+    """Norm and projection; convolution; scan; norm and output; those of attention and of an MLP."""
+    fused = fused_family(family(kind))
     cache = PackedCache(fused.config, "q8_0")
     run(fused, cache, tokens(1, 3))
     calls = Calls()
     calls.watch(layers(fused))
     with calls:
         run(fused, cache, tokens(1, 1))
-    ours, others = calls.of_layers[0]
-    names = ["norm_linear", "causal_conv", "ssm_scan", "norm_linear", "swiglu", "linear"]
-    assert [n.rpartition("::")[2].partition(".")[0] for n in ours] == names and not others
+    ours, rest = calls.of_layers[0 if kind == "bamba" else 1]  # of falcon_h1 without the slots
+    assert [n.rpartition("::")[2].partition(".")[0] for n in ours] == names
+    assert [n.rpartition("::")[2].partition(".")[0] for n in rest] == others
 
 
 def test_limits_of_steps() -> None:
@@ -165,6 +177,20 @@ def test_gated_norms(groups: int, first: bool) -> None:
         ids = tokens(1, 6)
         assert_near(run(fused, None, ids), run(model, None, ids))
     assert as_norm(mixer.norm, 256, gated=True, groups=groups, gate_first=first) is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_falcon_with_a_norm(before: bool) -> None:
+    """Of groups; the gate comes before the norm, or behind it."""
+    options = {"mamba_rms_norm": True, "mamba_norm_before_gate": before, "mamba_n_groups": 2}
+    model, fused = both("falcon_h1", **options)
+    scan = scan_of(fused)
+    assert scan is not None and scan.norm is not None
+    assert (scan.norm.groups, scan.gate_last) == (2, before)
+    ids = tokens(2, 6)
+    caches = [DynamicCache(config=m.config) for m in (model, fused)]
+    for part in ids.split([4, 1, 1], 1):
+        assert_near(run(fused, caches[1], part), run(model, caches[0], part))
 
 
 def test_another_rule_stays_as_it_is() -> None:

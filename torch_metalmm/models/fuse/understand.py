@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import SwiGLU
+from ...nn.fused import GatedMLP, SwiGLU
 from ...nn.gate import ACTIVATIONS
 from ...nn.recipe import Beside, Branch, Heads, Mixer, Norm, Output, Product, Recipe, Whole
 from .delta import mixer_of, rescale
@@ -100,6 +100,10 @@ class _Reader:
                 raise Unknown("something between a branch and its sum")
             out = self.calls.pop(0).out
         scale, total = self._sum(h, out)
+        if isinstance(core, GatedMLP) and core.scale != 1:
+            if post is not None:
+                raise Unknown("a norm of what is multiplied by a number")
+            scale *= core.scale
         return Branch(pre, core, Output(linear, post, scale)), total
 
     def _given(self, x: Tensor) -> tuple[Tensor, float] | None:
@@ -129,11 +133,12 @@ class _Reader:
                 raise Unknown("a number times what is given to a core of another kind")
             found.append((core, linear, self.last.out))
             given = self._given(x) if self.calls else None
-        if any(linear is None for _, linear, _ in found):
+        if any(linear is None or getattr(core, "scale", 1) != 1 for core, linear, _ in found):
             raise Unknown("cores beside each other that have no output of ours")
         scales, total = self._sum_of(h, [out for _, _, out in found])
+        norm = pre if isinstance(pre, Norm) else None  # another module is called once
         parts = (
-            Branch(pre, core, Output(linear, None, scale))
+            Branch(norm, core, Output(linear, None, scale))
             for (core, linear, _), scale in zip(found, scales, strict=True)
         )
         return Branch(pre, Beside(tuple(parts)), Output(None)), total
