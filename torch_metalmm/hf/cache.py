@@ -50,7 +50,8 @@ class PackedCache(Cache):
     caches says why); None: the model's dtype. What f16 cannot hold, beyond 65504, is refused on the
     CPU, and becomes infinite on GPUs, which would have to wait for each step to say it; take bf16
     or f32 for keys like these. slots: as many from the start and no more, of whose shapes a
-    compiled model makes one graph. Layers without keys are those of transformers' own caches.
+    compiled model makes one graph. Layers without keys are those of
+    transformers' own caches; of layers with keys and states the keys alone are packed.
 
     A step of a model that fails leaves no rows: see caches/transaction.py.
     """
