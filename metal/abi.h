@@ -17,8 +17,9 @@ namespace metalmm {
 // elements for x, y and c, in bytes for weights. All sizes are of the whole problem, not of a tile.
 struct KernelArgs {
   MM_I64 x_stride;   // row m of x, and of gate and up
-  MM_I64 x2_stride;  // row m of x2: of add_rms_norm, a gate, v of rope, a mask, a of gated_delta
-  MM_I64 y_stride;   // row m of y and of c, of b of gated_delta
+  MM_I64 x2_stride;  // row m of x2: of add_rms_norm, a gate, v of rope, a mask, a of gated_delta,
+                     // dt of ssm_scan
+  MM_I64 y_stride;   // row m of y and of c, of b of gated_delta, of a gate of ssm_scan
   MM_I64 w_stride;   // row n of weight; slot of keys of a cache
   MM_I64 w2_stride;  // row n of weight2; slot of values of a cache
   // Of keys and (2) of values of a cache, bytes; of x and x2 of rope_append, values. The mask of
@@ -26,7 +27,8 @@ struct KernelArgs {
   // Of experts, bytes from one to the next: head_stride of weight, sequence_stride of weight2.
   MM_I64 head_stride, sequence_stride, head2_stride, sequence2_stride;
   MM_I64 x_head_stride, x_sequence_stride, x2_head_stride, x2_sequence_stride;
-  MM_U32 m, n, k;     // k of rope and of attention: values of a head; gated_delta: k of q, n of v
+  MM_U32 m, n, k;     // k of rope and of attention: values of a head; gated_delta: k of q, n of v;
+                      // ssm_scan: n of x, k of b and of c
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part; attention: pages of a cache
   MM_U32 parts;       // split-K: partial results per output, 1 when not split, 0 where y has them
@@ -36,13 +38,14 @@ struct KernelArgs {
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
   // gated_delta: heads of v, and of q and k; it and causal_conv: positions of a sequence.
+  // ssm_scan: heads of x, and of b and c; positions of a sequence; alpha and beta bound dt.
   // rope_tables: kv_heads, positions of a row; k frequencies, n values of a row of cos; alpha.
-  // route: groups, those kept, best of a group; n experts, k chosen; alpha of a weight.
-  // experts: choices that a row of y sums; experts; from a bias of gate to that of up; choices that
-  // share a row of x.
+  // rms_norm: rows of its weight. route: groups, those kept, best of a group; n experts, k chosen;
+  // alpha of a weight. experts: choices that a row of y sums; experts; from a bias of gate to that
+  // of up; choices that share a row of x.
   MM_U32 heads, kv_heads, rotated, positions;
   MM_U32 window;      // attention: slots that a query sees, its own included; biases of an expert
-  float alpha, beta;  // attention: of a score; alpha of swiglu_oai
+  float alpha, beta;  // attention: of a score; of a gate; alpha of swiglu_oai
   float softcap;      // and the limit of gate and up of experts
   float eps, offset;  // of a norm: rsqrt(mean of x^2 + eps) * x * (offset + weight)
 };
@@ -50,22 +53,23 @@ struct KernelArgs {
 // Buffer slots. A slot that a kernel does not declare stays unbound; one that it declares is bound
 // to what bound() of csrc/plan/launch.h says, and not read where a function constant says absent.
 enum Slot : MM_U32 {
-  kSlotX = 0,        // activations; gate of swiglu_down and act_mul; q, k and v of rope
-  kSlotWeight = 1,   // packed rows; gate weight of swiglu_up; keys of a cache
-  kSlotY = 2,        // result, or f32 sums (kEpiloguePartial); q of rope
-  kSlotBias = 3,     // sinks of attention; of route f32
-  kSlotC = 4,        // mask of attention; b of gated_delta; logits of a shared expert, f32
+  kSlotX = 0,       // activations; gate of swiglu_down and act_mul; q, k and v of rope
+  kSlotWeight = 1,  // packed rows; gate weight of swiglu_up; keys of a cache
+  kSlotY = 2,       // result, or f32 sums (kEpiloguePartial); q of rope
+  kSlotBias = 3,    // sinks of attention; of route f32; d of ssm_scan
+  // mask of attention; b of gated_delta; gate of ssm_scan; logits of a shared expert, f32
+  kSlotC = 4,
   kSlotWeight2 = 5,  // up weight of swiglu_up; values of a cache
   // up of swiglu_down and act_mul; second operand of a probe or add_rms_norm; gate of rms_norm; v;
-  // scores of experts; a of gated_delta; choice_bias of route, f32; pages of a cache, int64; axes
-  // of rope_tables, int64
+  // scores of experts; a of gated_delta; dt of ssm_scan; choice_bias of route, f32; pages of a
+  // cache, int64; axes of rope_tables, int64
   kSlotX2 = 6,
   kSlotIds = 7,  // int64; slots of rope_append, length of a cache; experts of choices or of tiles;
                  // positions of rope_tables
-  // Weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta; scale of an
-  // embedding; frequencies of rope_tables, f32
+  // Weight of a norm [K], of causal_conv; of the heads of q; a_log of gated_delta and ssm_scan;
+  // scale of an embedding; frequencies of rope_tables, f32
   kSlotNorm = 8,
-  kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta; bias of causal_conv
+  kSlotNorm2 = 9,  // of the heads of k; dt_bias of gated_delta and ssm_scan; bias of causal_conv
   kSlotCos = 10,
   kSlotSin = 11,
   kSlotY2 = 12,  // x + x2 of add_rms_norm; k of rope; x in the order of tile/arranged.h; state;
@@ -104,6 +108,7 @@ enum SlotBits : MM_U32 {
   kBindRoute = kBindProbe | slot_bit(kSlotBias) | slot_bit(kSlotC) | slot_bit(kSlotY2),
   kBindCausalConv = (kBindAddNorm & ~slot_bit(kSlotX2)) | slot_bit(kSlotNorm2),
   kBindGatedDelta = kBindAddNorm | slot_bit(kSlotC) | slot_bit(kSlotNorm2),
+  kBindSsmScan = kBindGatedDelta | slot_bit(kSlotBias),
   kBindAttention = kBindMatmul | slot_bit(kSlotWeight2) | slot_bit(kSlotIds) | slot_bit(kSlotX2),
   kBindAttentionJoin = slot_bit(kSlotY) | slot_bit(kSlotBias) | slot_bit(kSlotPartial) |
       slot_bit(kSlotArgs)
@@ -116,8 +121,8 @@ enum FunctionConstant : MM_U32 {
   kConstantScaleType = 2,  // uint: ScaleType of an affine format, 0 otherwise
   kConstantEpilogue = 3,   // uint: EpilogueBits, of rope RopeBits, of attention AttentionBits,
                            // of experts ExpertBits, of route RouteBits, of rms_norm NormBits,
-                           // of gated_delta DeltaBits, of causal_conv ConvBits, of embedding
-                           // RowBits, of rope_tables TableBits
+                           // of gated_delta DeltaBits, of ssm_scan SsmBits, of causal_conv
+                           // ConvBits, of embedding RowBits, of rope_tables TableBits
   kConstantBatch = 4,      // uint: rows of x per pass of gemv_batched and the tiles, rows of q of
                            // attention_split, 0 otherwise
   kConstantBounds = 5,     // uint: BoundsBits
@@ -198,6 +203,11 @@ enum ConvBits : MM_U32 {
 
 enum DeltaBits : MM_U32 {
   kDeltaFloatHeads = 1  // a_log and dt_bias are f32, whatever x is
+};
+
+enum SsmBits : MM_U32 {
+  kSsmFloatHeads = 1,  // a_log, dt_bias and d are f32, whatever x is
+  kSsmGate = 2
 };
 
 enum CachePages : MM_U32 { kPageSlots = 64 };

@@ -187,6 +187,14 @@ struct GatedDeltaGeometry {
   MM_CONST int kColumns = 8, kRowLanes = kSimdWidth / (kColumns / 4), kMostRows = 16;
 };
 
+// ssm_scan: a simdgroup kRows rows of the state of a head, kLaneRows a lane; kRowLanes lanes a row,
+// 4 values each of every 4 kRowLanes; an item is a lane.
+struct SsmScanGeometry {
+  MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
+  MM_CONST int kLaneRows = 4, kRowLanes = 16, kMostValues = 256;
+  MM_CONST int kRows = kLaneRows * (kSimdWidth / kRowLanes);
+};
+
 // causal_conv: a thread so many positions of a channel, an item.
 struct CausalConvGeometry {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;

@@ -38,11 +38,12 @@ SHOWN = (
     *(f"gemm*_{f}_f16" for f in ("q4_0", "q8_0", "q4_k", "q6_k", "affine4")),
     *(f"attention_*_{f}_f16" for f in ("f16", "q8_0", "q4_0")),
     *(f"{op}_f16" for op in ("rms_norm", "add_rms_norm", "rope", "act_mul", "attention_join")),
-    *("causal_conv_f16", "gated_delta_f16", "route_f16", "rope_append_q8_0_f16"),
+    *("causal_conv_f16", "gated_delta_f16", "ssm_scan_f16", "route_f16", "rope_append_q8_0_f16"),
 )
 _SIZES: dict[str, dict[str, Any]] = {
     "causal_conv": {"n": 8192, "k": 4, "conv": {"width": 4}},
     "gated_delta": {"n": 4096, "k": 128},  # heads of 128
+    "ssm_scan": {"n": 64, "k": 128},
     "route": {"n": 128, "k": 8},  # 8 of 128 experts
 }
 

@@ -91,7 +91,9 @@ at::Tensor swiglu(const args::swiglu& a) {
     const auto y = matmul(rows, w.rows, w.format, a.x.scalar_type(), std::nullopt, rounding);
     return y.to(at::kFloat);
   };
-  return like_input(composed::activate(product(gate_w), shape.activation).mul_(product(up_w)), a.x);
+  at::Tensor gate = product(gate_w);
+  if (a.gate_scale != 1) gate = gate * a.gate_scale;
+  return like_input(composed::activate(gate, shape.activation).mul_(product(up_w)), a.x);
 }
 
 at::Tensor swiglu_linear(const args::swiglu_linear& a) {

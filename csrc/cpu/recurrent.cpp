@@ -49,6 +49,29 @@ void step(const float* q, const float* k, const float* v, float decay, float bet
   std::copy(out, out + count, y);
 }
 
+// A step of a state [p, n] of a head.
+void scan(const float* x, const float* b, const float* c, float dt, float decay, float d,
+          float* state, int64_t p, int64_t n, float* y) {
+  constexpr int64_t kLanes = 16;  // sums side by side, which no compiler may make of one
+  for (int64_t i = 0; i < p; ++i, state += n) {
+    const float scaled = dt * x[i];
+    float sums[kLanes] = {}, out = d * x[i];
+    int64_t j = 0;
+    for (; j + kLanes <= n; j += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) {
+        state[j + l] = state[j + l] * decay + scaled * b[j + l];
+        sums[l] += state[j + l] * c[j + l];
+      }
+    }
+    for (; j < n; ++j) {
+      state[j] = state[j] * decay + scaled * b[j];
+      sums[j % kLanes] += state[j] * c[j];
+    }
+    for (const float sum : sums) out += sum;
+    y[i] = out;
+  }
+}
+
 // Rows y = act(bias + sum over taps of weight[taps, n] x); x begins taps - 1 rows before what the
 // first row of y is of.
 void convolve(const float* x, const float* weight, const float* bias, bool silu, int64_t rows,
@@ -129,6 +152,42 @@ at::Tensor gated_delta(const args::gated_delta& a) {
   });
   if (!a.state.is_contiguous()) at::Tensor(a.state).copy_(state);
   return y.to(a.qkv.scalar_type());
+}
+
+at::Tensor ssm_scan(const args::ssm_scan& a) {
+  const SsmShape shape = check(a);
+  check_memory(a);
+  const int64_t batch = a.xbc.size(0), positions = a.xbc.size(1), values = a.xbc.size(2);
+  const int64_t heads = a.state.size(1), p = a.state.size(2), n = a.state.size(3);
+  const int64_t groups = shape.groups.expect_int();
+  const at::Tensor x = dense_f32(a.xbc), dts = dense_f32(a.dt), logs = dense_f32(a.a_log);
+  const at::Tensor biases = dense_f32(a.dt_bias), ds = dense_f32(a.d);
+  const at::Tensor gates = a.gate.has_value() ? dense_f32(*a.gate) : at::Tensor();
+  const at::Tensor state = a.state.contiguous();
+  at::Tensor y = at::empty({batch, positions, heads * p}, x.options());
+  const float *of_x = elements<float>(x), *of_dt = elements<float>(dts);
+  const float *log = elements<float>(logs), *bias = elements<float>(biases);
+  const float *d = elements<float>(ds), *gate = gates.defined() ? elements<float>(gates) : nullptr;
+  float *to = y.mutable_data_ptr<float>(), *states = state.mutable_data_ptr<float>();
+  const auto least = static_cast<float>(a.dt_min);
+  const auto most = static_cast<float>(a.dt_max.value_or(INFINITY));
+  parallel_for(0, batch * heads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t head = item % heads, group = head / (heads / groups);
+      const float rate = std::exp(log[head]);
+      for (int64_t s = 0; s < positions; ++s) {
+        const int64_t m = item / heads * positions + s, at = (m * heads + head) * p;
+        const float *row = of_x + m * values, *b = row + heads * p + group * n;
+        const float open = softplus(of_dt[m * heads + head] + bias[head]);
+        const float dt = std::min(std::max(open, least), most);
+        scan(row + head * p, b, b + groups * n, dt, std::exp(-rate * dt), d[head],
+             states + item * p * n, p, n, to + at);
+        for (int64_t i = at; gate && i < at + p; ++i) to[i] *= gate[i] / (1 + std::exp(-gate[i]));
+      }
+    }
+  });
+  if (!a.state.is_contiguous()) at::Tensor(a.state).copy_(state);
+  return y.to(a.xbc.scalar_type());
 }
 
 }  // namespace metalmm::cpu

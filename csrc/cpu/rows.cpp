@@ -75,11 +75,12 @@ at::Tensor normalized(const at::Tensor& rows, const OptionalTensor& weight, doub
   at::Tensor out = at::empty({m, k}, rows.options());
   if (out.numel() == 0) return out;
   const std::vector<float> g = norm_factors(weight, offset);
-  const float* factors = g.empty() ? nullptr : g.data();
+  const int64_t turns = g.empty() ? 1 : static_cast<int64_t>(g.size()) / k;
   const float* from = elements<float>(rows);
   float* to = out.mutable_data_ptr<float>();
   parallel_for(0, m, row_grain(k), [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
+      const float* factors = g.empty() ? nullptr : g.data() + i % turns * k;
       normalize(from + i * stride, k, factors, static_cast<float>(eps), to + i * k);
     }
   });

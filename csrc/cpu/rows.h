@@ -10,7 +10,8 @@
 
 namespace metalmm::cpu {
 
-// rms_norm of ops.def of rows f32 [M, K], without its residual.
+// rms_norm of ops.def of rows f32 [M, K], without its residual. A weight [R, K] has one of R rows
+// by turns.
 at::Tensor normalized(const at::Tensor& rows, const OptionalTensor& weight, double eps,
                       double offset);
 

@@ -40,13 +40,16 @@ at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
   if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o[kSlotX].size(0))) {
     const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];
     // Where torch's matmul rounds both, f32 would be a copy more of each.
-    const bool rounds = rounds_product(e, rows, gate_w) && rounds_product(e, rows, up_w);
+    const bool rounds =
+        rounds_product(e, rows, gate_w) && rounds_product(e, rows, up_w) && a.gate_scale == 1;
     const at::ScalarType type = rounds ? dtype : at::kFloat;
-    const at::Tensor gate = product(e, rows, gate_w, type), up = product(e, rows, up_w, type);
+    at::Tensor gate = product(e, rows, gate_w, type), up = product(e, rows, up_w, type);
+    if (a.gate_scale != 1) gate = gate * a.gate_scale;
     return like_input(act_mul(e, gate, up, shape.activation, x.scalar_type()), x);
   }
   Problem p = problem(Op::kSwigluUp, o[kSlotX], gate_w);
   p.activation = shape.activation;
+  p.alpha = static_cast<float>(a.gate_scale);
   if (has_norm) normalise(e, p, o, norm);
   o[kSlotWeight] = aligned_rows(gate_w);
   o[kSlotWeight2] = aligned_rows(up_w);

@@ -152,6 +152,7 @@ at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
   Operands o;
   o[kSlotX] = rows;
   set_norm(p, o, norm);
+  if (norm.weight.has_value() && norm.weight->dim() == 2) p.norm_rows = norm.weight->size(0);
   o[kSlotC] = residual_rows(residual, rows.scalar_type(), p);
   p.has_gate = gate.has_value();
   if (p.has_gate) {

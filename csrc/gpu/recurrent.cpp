@@ -66,4 +66,45 @@ at::Tensor gated_delta(const Engine& e, const args::gated_delta& a) {
   return o[kSlotY].to(a.qkv.scalar_type());
 }
 
+at::Tensor ssm_scan(const Engine& e, const args::ssm_scan& a) {
+  const SsmShape shape = check(a);
+  check_memory(a);
+  const bool has_gate = a.gate.has_value();
+  const at::ScalarType dtype = common_dtype(a.xbc, {a.dt, has_gate ? *a.gate : a.dt});
+  const bool same = a.a_log.scalar_type() == dtype && a.dt_bias.scalar_type() == dtype &&
+                    a.d.scalar_type() == dtype;
+  const at::ScalarType of_heads = same ? dtype : at::kFloat;
+  Operands o;
+  o[kSlotX] = as_rows(a.xbc, dtype);
+  o[kSlotX2] = as_rows(a.dt, dtype);
+  if (has_gate) o[kSlotC] = as_rows(*a.gate, dtype);
+  o[kSlotNorm] = addend(a.a_log, of_heads);
+  o[kSlotNorm2] = addend(a.dt_bias, of_heads);
+  o[kSlotBias] = addend(a.d, of_heads);
+  // The kernel reads 4 values at a time.
+  const bool in_place = a.state.is_contiguous() && alignment_of(a.state) == 16;
+  o[kSlotY2] = in_place ? a.state : a.state.clone(at::MemoryFormat::Contiguous);
+  o[kSlotY] = at::empty({a.xbc.size(0), a.xbc.size(1), a.state.size(1) * a.state.size(2)},
+                        o[kSlotX].options());
+  Problem p;
+  p.op = Op::kSsmScan;
+  p.m = o[kSlotX].size(0);
+  p.n = a.state.size(2);
+  p.k = a.state.size(3);
+  p.dtype = dtype_of(dtype);
+  p.x_stride = row_stride(o[kSlotX]);
+  p.x2_stride = row_stride(o[kSlotX2]);
+  if (has_gate) p.y_stride = row_stride(o[kSlotC]);
+  p.has_gate = has_gate;
+  p.ssm.heads = a.state.size(1);
+  p.ssm.groups = shape.groups.expect_int();
+  p.ssm.positions = std::max<int64_t>(a.xbc.size(1), 1);
+  p.ssm.float_heads = !same;
+  p.ssm.dt_min = static_cast<float>(a.dt_min);
+  if (a.dt_max.has_value()) p.ssm.dt_max = static_cast<float>(*a.dt_max);
+  launch(e, p, o);
+  if (!in_place) at::Tensor(a.state).copy_(o[kSlotY2]);
+  return o[kSlotY].to(a.xbc.scalar_type());
+}
+
 }  // namespace metalmm::gpu

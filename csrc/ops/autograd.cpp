@@ -78,6 +78,7 @@ struct SwiGLU {
     ctx->saved_data["format_up"] = std::string(a.format_up);
     ctx->saved_data["activation"] = std::string(a.activation);
     ctx->saved_data["activations"] = owned(a.activations);
+    ctx->saved_data["gate_scale"] = a.gate_scale;
   }
   // gate and up are computed again: saving them would hold two f32 [M, N] per layer.
   static void backward(AutogradContext* ctx, const Tensor& grad, variable_list& out) {
@@ -95,8 +96,10 @@ struct SwiGLU {
     const auto of_x = [&](const Tensor& of_rows, const Tensor& w, const std::string& format) {
       return call(args::linear_input_grad{of_rows, w, format, last_size(x)});
     };
-    const Tensor gate = again(gate_weight, format_gate), up = again(up_weight, format_up);
-    const Tensor dx = of_x(g * up * composed::slope(gate, activation), gate_weight, format_gate) +
+    const double scale = ctx->saved_data["gate_scale"].toDouble();
+    const Tensor gate = again(gate_weight, format_gate) * scale, up = again(up_weight, format_up);
+    const Tensor of_gate = g * up * composed::slope(gate, activation) * scale;
+    const Tensor dx = of_x(of_gate, gate_weight, format_gate) +
                       of_x(g * composed::activate(gate, activation), up_weight, format_up);
     out[swiglu_at::x] = dx.to(x.scalar_type());
   }
@@ -174,7 +177,7 @@ Tensor recorded(const args::swiglu& a) {
       a.eps.has_value() ? composed::rms_norm(a.x, a.norm_weight, *a.eps, a.offset) : a.x;
   const args::swiglu of_rows{rows,        a.gate_weight, a.up_weight,  a.format_gate,
                              a.format_up, a.activation,  std::nullopt, std::nullopt,
-                             0,           a.activations};
+                             0,           a.activations, a.gate_scale};
   return record<SwiGLU>(of_rows).to(a.x.scalar_type());
 }
 

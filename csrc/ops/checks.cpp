@@ -166,7 +166,15 @@ WeightShape check(const args::norm_linear& a) {
 }
 
 void check(const args::rms_norm& a) {
-  check_norm("weight", a.x, a.weight, a.eps, a.offset);
+  if (a.weight.has_value() && a.weight->dim() == 2) {
+    const Size k = check_rows("x", a.x);
+    TORCH_CHECK_VALUE(a.x.dim() >= 2, "weight: shape ", a.weight->sym_sizes(), "; must be [", k,
+                      "]");
+    check_addend("weight", a.weight, {a.x.sym_size(-2), k}, a.x);
+    check_norm_numbers("weight", true, a.eps, a.offset);
+  } else {
+    check_norm("weight", a.x, a.weight, a.eps, a.offset);
+  }
   check_addend("residual", a.residual, a.x.sym_sizes(), a.x);
   check_addend("gate", a.gate, a.x.sym_sizes(), a.x);
 }
@@ -221,6 +229,7 @@ GateUpShape check(const args::swiglu& a) {
   TORCH_CHECK_VALUE(a.eps.has_value() || !a.norm_weight.has_value(),
                     "eps: missing, but norm_weight is given");
   check_norm("norm_weight", a.x, a.norm_weight, a.eps.value_or(0), a.offset);
+  check_f32("gate_scale", a.gate_scale);
   return out;
 }
 

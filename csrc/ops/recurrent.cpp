@@ -71,4 +71,47 @@ void check_memory(const args::gated_delta& a) {
       {{"qkv", a.qkv}, {"a", a.a}, {"b", a.b}, {"a_log", a.a_log}, {"dt_bias", a.dt_bias}});
 }
 
+SsmShape check(const args::ssm_scan& a) {
+  const Tensor &xbc = a.xbc, &state = a.state;
+  check_activation_dtype("xbc", xbc);
+  TORCH_CHECK_VALUE(xbc.dim() == 3, "xbc: shape ", xbc.sym_sizes(), "; must be [B, S, values]");
+  check_device("state", state, xbc);
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kFloat && state.dim() == 4,
+                    "state: ", state.scalar_type(), " ", state.sym_sizes(),
+                    "; must be float32 [B, heads, P, N]");
+  const Size batch = xbc.sym_size(0), positions = xbc.sym_size(1), values = xbc.sym_size(2);
+  const Size heads = state.sym_size(1), p = state.sym_size(2), n = state.sym_size(3);
+  constexpr int64_t kMost = SsmScanGeometry::kMostValues;
+  TORCH_CHECK_VALUE(
+      state.sym_size(0) == batch && heads >= 1 && p >= 1 && n >= 4 && n <= kMost && n % 4 == 0,
+      "state: shape ", state.sym_sizes(), "; must be [", batch,
+      ", heads, P, N], N a multiple of 4 up to ", kMost);
+  const Size rest = values - heads * p, groups = rest / (n * 2);
+  TORCH_CHECK_VALUE(rest > 0 && groups * n * 2 == rest && heads % groups == 0, "xbc: ", values,
+                    " values a position; must be ", heads, " heads of x of ", p,
+                    ", and b and c of ", n, ", of a divisor of ", heads, " groups");
+  check_addend("dt", a.dt, {batch, positions, heads}, xbc);
+  for (const auto& [name, t] :
+       {std::pair{"a_log", a.a_log}, std::pair{"dt_bias", a.dt_bias}, std::pair{"d", a.d}}) {
+    check_addend(name, t, {heads}, xbc);
+  }
+  check_addend("gate", a.gate, {batch, positions, heads * p}, xbc);
+  check_f32("dt_min", a.dt_min);
+  if (a.dt_max.has_value()) check_f32("dt_max", *a.dt_max);
+  TORCH_CHECK_VALUE(a.dt_min >= 0, "dt_min: ", a.dt_min, "; must be 0 or more");
+  TORCH_CHECK_VALUE(!a.dt_max.has_value() || *a.dt_max >= a.dt_min,
+                    "dt_max: ", a.dt_max.value_or(0), "; must be dt_min or more");
+  return {batch, positions, groups, heads, p};
+}
+
+void check_memory(const args::ssm_scan& a) {
+  check_written("state", a.state,
+                {{"xbc", a.xbc},
+                 {"dt", a.dt},
+                 {"a_log", a.a_log},
+                 {"dt_bias", a.dt_bias},
+                 {"d", a.d},
+                 {"gate", a.gate}});
+}
+
 }  // namespace metalmm

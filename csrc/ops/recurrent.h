@@ -12,8 +12,14 @@ struct DeltaShape {
 };
 DeltaShape check(const args::gated_delta& a);
 
+struct SsmShape {
+  c10::SymInt batch, positions, groups, heads, values;  // values of a head of x
+};
+SsmShape check(const args::ssm_scan& a);
+
 // ValueError where an element of the state lies in what is read, or two in one place.
 void check_memory(const args::causal_conv& a);
 void check_memory(const args::gated_delta& a);
+void check_memory(const args::ssm_scan& a);
 
 }  // namespace metalmm

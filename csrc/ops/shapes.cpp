@@ -75,6 +75,11 @@ Shape gated_delta(const args::gated_delta& a) {
   return {s.batch, s.positions, s.heads, s.dv};
 }
 
+Shape ssm_scan(const args::ssm_scan& a) {
+  const SsmShape s = check(a);
+  return {s.batch, s.positions, s.heads * s.values};
+}
+
 Shape linear_input_grad(const args::linear_input_grad& a) { return with_last(a.grad, check(a).k); }
 
 Shape swiglu(const args::swiglu& a) {

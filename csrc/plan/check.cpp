@@ -82,18 +82,23 @@ void check(const Problem& p) {
   const bool has_epilogue = p.op == Op::kLinear || p.op == Op::kSwigluDown;
   const bool has_bias = has_epilogue || (is_of_experts(p.op) && p.op != Op::kExpertTiles);
   const bool is_norm = p.op == Op::kRmsNorm || p.op == Op::kAddRmsNorm;
-  const bool has_factor = p.op == Op::kRoute || p.op == Op::kRopeTables;
+  const bool has_factor = p.op == Op::kRoute || p.op == Op::kRopeTables || p.op == Op::kSwigluUp;
   const bool has_c = p.op == Op::kRmsNorm || p.op == Op::kExpertDown;
   if ((!has_bias && p.has_bias) ||
       (!has_epilogue && ((p.alpha != 1 && !has_factor) || (p.has_c && !has_c)))) {
     reject("bias, c, alpha: " + op +
            " has none; linear and swiglu_down have, rms_norm and expert_down have c, experts have "
-           "bias, but not in tiles; route and rope_tables have alpha");
+           "bias, but not in tiles; route, rope_tables and swiglu_up have alpha");
   }
   if ((p.has_scale || p.float_scale) && p.op != Op::kEmbedding) {
     reject("scale: of embedding, not of " + op);
   }
-  if (p.has_gate && p.op != Op::kRmsNorm) reject("gate: of rms_norm, not of " + op);
+  if (p.has_gate && p.op != Op::kRmsNorm && p.op != Op::kSsmScan) {
+    reject("gate: of rms_norm and of ssm_scan, not of " + op);
+  }
+  if (p.norm_rows != 1 && (p.op != Op::kRmsNorm || p.norm_rows < 1)) {
+    reject("norm_rows: " + str(p.norm_rows) + "; must be 1, of rms_norm 1 or more");
+  }
   if (p.rounded && p.op != Op::kActMul) reject("rounded: of act_mul, not of " + op);
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.op == Op::kExpertDown && p.has_c && p.beta != 1) {
@@ -122,6 +127,7 @@ void check(const Problem& p) {
   if (p.op == Op::kRoute) check_route(p);
   if (p.op == Op::kCausalConv) check_conv(p);
   if (p.op == Op::kGatedDelta) check_delta(p);
+  if (p.op == Op::kSsmScan) check_ssm(p);
 }
 
 }  // namespace metalmm

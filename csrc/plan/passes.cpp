@@ -119,7 +119,7 @@ std::array<uint32_t, 3> grid_of(StrategyId strategy, const Problem& p, int64_t p
 // What joins the result.
 uint32_t addends_of(const Problem& p) {
   return (p.has_bias ? kEpilogueBias : 0u) | (p.has_c && p.beta != 0 ? kEpilogueC : 0u) |
-         (p.alpha != 1 ? kEpilogueAlpha : 0u);
+         (p.alpha != 1 && p.op != Op::kSwigluUp ? kEpilogueAlpha : 0u);
 }
 
 // What is done to x, or to a gate.
@@ -152,6 +152,7 @@ KernelArgs args_of(const Problem& p, const Parts& parts) {
   a.beta = p.has_c ? p.beta : 0;
   a.eps = p.eps;
   a.offset = p.offset;
+  if (p.op == Op::kRmsNorm) a.heads = u32(p.norm_rows, "norm_rows");
   if (p.op == Op::kRope) {
     a.heads = u32(p.rope.heads, "heads");
     a.kv_heads = u32(p.rope.kv_heads, "kv_heads");

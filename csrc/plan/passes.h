@@ -106,10 +106,11 @@ void check_append(const Problem& problem);
 Plan plan_route(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
 void check_route(const Problem& problem);
 
-// plan() of kCausalConv and kGatedDelta, and what of them can be planned.
+// plan() of kCausalConv, kGatedDelta and kSsmScan, and what of them can be planned.
 Plan plan_recurrent(const Problem& problem, std::optional<StrategyId> strategy, Reason reason);
 void check_conv(const Problem& problem);
 void check_delta(const Problem& problem);
+void check_ssm(const Problem& problem);
 
 // Rows of x per threadgroup.
 int64_t rows_of_x(StrategyId strategy, const Problem& problem);

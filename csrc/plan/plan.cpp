@@ -186,6 +186,7 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
     case Op::kRoute:
     case Op::kCausalConv:
     case Op::kGatedDelta:
+    case Op::kSsmScan:
     case Op::kCount:
       break;
   }
@@ -291,7 +292,8 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
   if (problem.op == Op::kRopeAppend) return plan_append(problem, gpu, strategy, Reason(words));
   if (problem.op == Op::kAttention) return plan_attention(problem, gpu, strategy, Reason(words));
   if (problem.op == Op::kRoute) return plan_route(problem, strategy, Reason(words));
-  if (problem.op == Op::kCausalConv || problem.op == Op::kGatedDelta) {
+  if (problem.op == Op::kCausalConv || problem.op == Op::kGatedDelta ||
+      problem.op == Op::kSsmScan) {
     return plan_recurrent(problem, strategy, Reason(words));
   }
   const bool is_split_forced = strategy == S::split_reduce;

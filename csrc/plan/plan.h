@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -55,6 +56,7 @@ enum class Op : int {
   kRoute,       // m rows of n logits, k of them chosen, and `route`
   kCausalConv,  // m rows of x of n channels, k taps, and `conv`
   kGatedDelta,  // m rows of x, k values of a head of q, n of one of v, and `delta`
+  kSsmScan,     // m rows of x, n values of a head of x, k of one of b and c, and `ssm`
   kCount
 };
 
@@ -94,6 +96,15 @@ struct DeltaSizes {
   int64_t heads = 1, key_heads = 1;  // of v; of q and of k
   int64_t positions = 1;             // rows of x of one sequence
   bool float_heads = false;          // a_log and dt_bias are f32, not of dtype
+};
+
+// The sizes of kSsmScan, and what its operands are. y_stride of the problem is that of rows of a
+// gate.
+struct SsmSizes {
+  int64_t heads = 1, groups = 1;  // of x; of b and of c
+  int64_t positions = 1;          // rows of x of one sequence
+  bool float_heads = false;       // a_log, dt_bias and d are f32, not of dtype
+  float dt_min = 0, dt_max = std::numeric_limits<float>::infinity();
 };
 
 // The sizes of kRoute, and what its operands are. alpha of the problem is the factor of the
@@ -163,12 +174,14 @@ struct Problem {
   // add_rms_norm do nothing else.
   bool has_norm = false, has_norm_weight = false, has_gate = false;
   float eps = 0, offset = 0;
+  int64_t norm_rows = 1;  // of the weight of rms_norm, by turns for the rows of x
   Activation activation = Activation::kSilu;
   RopeSizes rope;
   AppendSizes append;
   TableSizes tables;
   ConvSizes conv;
   DeltaSizes delta;
+  SsmSizes ssm;
   RouteSizes route;
   AttentionSizes attention;
   ExpertSizes experts;

@@ -1,4 +1,4 @@
-// The passes of causal_conv and of gated_delta.
+// The passes of causal_conv, of gated_delta and of ssm_scan.
 #include <stdexcept>
 #include <string>
 
@@ -10,6 +10,7 @@ namespace {
 
 using G = GatedDeltaGeometry;
 using C = CausalConvGeometry;
+using S = SsmScanGeometry;
 
 [[noreturn]] void reject(const char* name, int64_t given, const std::string& allowed) {
   throw std::invalid_argument(name + (": " + std::to_string(given)) + "; must be " + allowed);
@@ -68,6 +69,27 @@ Launch launch_of_delta(const Problem& p, Reason& reason) {
   return out;
 }
 
+Launch launch_of_ssm(const Problem& p, Reason& reason) {
+  const SsmSizes& s = p.ssm;
+  const int64_t values = product(s.heads, p.n);
+  Launch out{args_of(p, values + product(product(s.groups, 2), p.k), s.heads, s.positions), 0, 0};
+  out.args.y_stride = or_packed(p.y_stride, values);
+  out.args.heads = u32(s.heads, "heads");
+  out.args.kv_heads = u32(s.groups, "groups");
+  out.args.alpha = s.dt_min;
+  out.args.beta = s.dt_max;
+  out.bits = (s.float_heads ? kSsmFloatHeads : 0u) | (p.has_gate ? kSsmGate : 0u);
+  const int64_t heads = product(p.m / s.positions, s.heads);
+  out.threads = product(product(heads, ceil_div(p.n, S::kRows)), kSimdWidth);
+  reason.add("ssm_scan: a simdgroup ", S::kRows, " rows of the state of a head");
+  return out;
+}
+
+Launch launch_of(const Problem& p, Reason& reason) {
+  if (p.op == Op::kCausalConv) return launch_of_conv(p, reason);
+  return p.op == Op::kGatedDelta ? launch_of_delta(p, reason) : launch_of_ssm(p, reason);
+}
+
 }  // namespace
 
 void check_conv(const Problem& p) {
@@ -88,9 +110,20 @@ void check_delta(const Problem& p) {
   check_positions(p, d.positions);
 }
 
+void check_ssm(const Problem& p) {
+  const SsmSizes& s = p.ssm;
+  if (p.k < 4 || p.k > S::kMostValues || p.k % 4) {
+    reject("k", p.k, "a multiple of 4 up to " + std::to_string(S::kMostValues));
+  }
+  if (s.groups < 1) reject("groups", s.groups, "at least 1");
+  if (s.heads < 1 || s.heads % s.groups) {
+    reject("heads", s.heads, "a multiple of the " + std::to_string(s.groups) + " groups");
+  }
+  check_positions(p, s.positions);
+}
+
 Plan plan_recurrent(const Problem& p, std::optional<StrategyId> forced, Reason reason) {
-  const bool is_conv = p.op == Op::kCausalConv;
-  const StrategyId strategy = is_conv ? StrategyId::causal_conv : StrategyId::gated_delta;
+  const StrategyId strategy = strategies_of(p.op).front();
   Plan out;
   if (forced && *forced != strategy) {
     throw std::invalid_argument("strategy: " + std::string(to_string(*forced)) +
@@ -102,7 +135,7 @@ Plan plan_recurrent(const Problem& p, std::optional<StrategyId> forced, Reason r
     return out;
   }
   const StrategyInfo& s = info_of(strategy);
-  const Launch launch = is_conv ? launch_of_conv(p, reason) : launch_of_delta(p, reason);
+  const Launch launch = launch_of(p, reason);
   Pass pass;
   pass.kernel = kernel_name(strategy, Codec::kCount, p.dtype);
   pass.grid = {u32(ceil_div(launch.threads, s.threads), "grid"), 1, 1};

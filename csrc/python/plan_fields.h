@@ -77,6 +77,16 @@ inline DeltaSizes read_delta(const py::dict& given) {
   return out;
 }
 
+inline SsmSizes read_ssm(const py::dict& given) {
+  using S = SsmSizes;
+  static const std::vector<Field<S>> fields = {
+      {"heads", &S::heads},   {"groups", &S::groups}, {"positions", &S::positions},
+      {"dt_min", &S::dt_min}, {"dt_max", &S::dt_max}, {"float_heads", &S::float_heads}};
+  S out;
+  set_fields("ssm", given, fields, out);
+  return out;
+}
+
 inline TableSizes read_tables(const py::dict& given) {
   using T = TableSizes;
   static const std::vector<Field<T>> fields = {{"rows", &T::rows},
@@ -179,6 +189,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"norm", &P::has_norm},
       {"gate", &P::has_gate},
       {"norm_weight", &P::has_norm_weight},
+      {"norm_rows", &P::norm_rows},
       {"eps", &P::eps},
       {"offset", &P::offset},
       {"activation", &P::activation,
@@ -190,6 +201,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"float_scale", &P::float_scale},
       {"conv", &P::conv, &read_conv},
       {"delta", &P::delta, &read_delta},
+      {"ssm", &P::ssm, &read_ssm},
       {"route", &P::route, &read_route},
       {"attention", &P::attention, &read_attention},
       {"experts", &P::experts, &read_experts}};

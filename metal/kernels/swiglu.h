@@ -6,8 +6,8 @@
 
 namespace metalmm {
 
-// y[m, n] = act(x . Wgate[n, :]) * (x . Wup[n, :]), the product in f32, rounded once. x may have a
-// norm, as in gemv.
+// y[m, n] = act(alpha x . Wgate[n, :]) * (x . Wup[n, :]), the product in f32, rounded once. x may
+// have a norm, as in gemv.
 //
 // Owner    a simdgroup owns kRows rows of each matrix.
 // Traffic  every byte of both matrices once; x, and the weight of its norm, once per simdgroup, not
@@ -39,7 +39,7 @@ struct SwigluGateUp {
         g *= scale;
         u *= scale;
       }
-      if (at.lane == uint(r)) mine = ActMul::of(g, u);
+      if (at.lane == uint(r)) mine = ActMul::of(g * args.alpha, u);
     }
     store_rows<kRows>(result, args, 0, m, n, at.lane, mine);
   }

@@ -8,6 +8,17 @@ namespace metalmm {
 METAL_FUNC float silu(float x) { return x / (1.0f + exp(-x)); }
 METAL_FUNC float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
+// log(1 + e^x). The logarithm of 1 + t, t up to 1, is 2 artanh(t / (2 + t)), whose series has
+// positive terms: its relative error is below 6 2^-24 for the smallest t, too, where 1 + t is 1.
+// (What is left out behind 8 terms is below 2^-29.)
+METAL_FUNC float softplus(float x) {
+  const float t = exp(-fabs(x)), s = t / (2.0f + t), s2 = s * s;
+  float p = 1.0f / 15;
+  MM_UNROLL
+  for (int odd = 13; odd > 0; odd -= 2) p = fma(p, s2, 1.0f / float(odd));
+  return max(x, 0.0f) + 2.0f * s * p;
+}
+
 // x (1 + tanh u) / 2 is x / (1 + exp(-2 u)).
 METAL_FUNC float gelu_tanh(float x) {
   constexpr float kTwice = 1.59576912f, kCubed = 0.0713548163f;  // 2 sqrt(2 / pi), * 0.044715

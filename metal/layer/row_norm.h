@@ -43,8 +43,8 @@ METAL_FUNC float sum_threads(float mine, threadgroup float* sums, Position at) {
   return sum;
 }
 
-// y[m, :] = the norm of x[m, :], times silu(gate[m, :]) where there is a gate, + beta c[m, :];
-// rounded once.
+// y[m, :] = the norm of x[m, :] with row m % heads of the weight, times silu(gate[m, :]) where
+// there is a gate, + beta c[m, :]; rounded once.
 //
 // Owner    a threadgroup owns a row; a thread every kThreads-th 16 bytes of it.
 // Traffic  x twice, the second time from the cache; weight, gate, c and y once.
@@ -96,6 +96,7 @@ struct RmsNorm {
     squares = sum_threads(squares, reinterpret_cast<threadgroup float*>(memory), at);
     const ulong to = m * args.y_stride;
     const float scale = norm_scale(squares, args.eps);
+    weight += m % args.heads * fc_k;
     write(row, gate + m * args.x2_stride, weight, c + to, y + to, args, scale, at.index);
   }
 };

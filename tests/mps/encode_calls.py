@@ -185,6 +185,22 @@ def gated_delta(_: str, dtype: torch.dtype) -> Call:
     return Call(run, operands, problem | dict.fromkeys(("x_stride", "x2_stride", "y_stride"), 104))
 
 
+def ssm_scan(_: str, dtype: torch.dtype) -> Call:
+    """Two sequences of three positions; two heads of x, one group, and a gate, of a merged
+    projection."""
+    x = torch.zeros(2, 3, 104, dtype=dtype)
+    gate, xbc, dt = x[..., 8:24], x[..., 24:72], x[..., 80:82]
+    a_log, dt_bias, d = torch.zeros(5)[3:], torch.zeros(7)[5:], torch.zeros(9)[7:]
+    state = torch.zeros(3, 2, 8, 16)[1:]
+    sizes = {"heads": 2, "groups": 1, "positions": 3, "float_heads": dtype != torch.float32}
+    sizes |= {"dt_min": 0.5, "dt_max": 1.5}
+    problem = {"op": "ssm_scan", "m": 6, "n": 8, "k": 16, "ssm": sizes, "gate": True}
+    run = lambda: ops.ssm_scan(xbc, dt, a_log, dt_bias, d, state, gate, 0.5, 1.5)  # noqa: E731
+    operands = {"x": xbc, "x2": dt, "c": gate, "norm": a_log, "norm2": dt_bias, "bias": d}
+    problem |= dict.fromkeys(("x_stride", "x2_stride", "y_stride"), 104)
+    return Call(run, operands | {"y2": state}, problem)
+
+
 def rope_tables(_: str, dtype: torch.dtype) -> Call:
     """Two sequences of three positions of three axes, four frequencies."""
     positions, freq = torch.zeros(4, 2, 3, dtype=torch.long)[1:], torch.zeros(7)[3:]
@@ -338,6 +354,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "route": route,
     "causal_conv": causal_conv,
     "gated_delta": gated_delta,
+    "ssm_scan": ssm_scan,
     "attention_split": lambda f, t: attention(f, t, 1),
     "attention_tile": lambda f, t: attention(f, t, 40),
     **{f"{m} queries, no length": lambda f, t, m=m: attention(f, t, m, True) for m in (1, 40)},

@@ -83,6 +83,20 @@ def route(**changes: Any) -> Callable[[Any], Any]:
     return call
 
 
+def scan(**changes: Any) -> Callable[[Any], Any]:
+    """ssm_scan of 3 positions, 2 heads of x of 16 values, a group of b and c of 16."""
+
+    def call(t: Any) -> Any:
+        good = {"xbc": t.x[None], "dt": t.c[None, :, :2], "a_log": t.bias[:2]}
+        good |= {"dt_bias": t.bias[2:4], "d": t.bias[1:3]}
+        good |= {"state": t.dense[:4].reshape(1, 2, 8, 16).repeat(1, 1, 2, 1), "gate": None}
+        good |= {"dt_min": 0.0, "dt_max": None}
+        changed = {k: v(t) if callable(v) else v for k, v in changes.items()}
+        return ops.ssm_scan(*(good | changed).values())
+
+    return call
+
+
 LAYER_CASES = {
     "route x": Case(route(x=lambda t: t.x[None]), "x", r"\[1, 3, 64\]", r"\[T, E\]"),
     "route weight": Case(
@@ -156,6 +170,30 @@ LAYER_CASES = {
     "delta a_log": Case(delta(a_log=lambda t: t.bias), "a_log", r"\[5\]", r"\[2\]"),
     "delta dt_bias": Case(delta(dt_bias=lambda t: t.bias[:2].int()), "dt_bias", "int|Int", "float"),
     "delta eps": Case(delta(eps=-1.0), "eps", "-1", "0 or more"),
+    "scan xbc": Case(scan(xbc=lambda t: t.x), "xbc", r"\[3, 64\]", r"\[B, S"),
+    "scan xbc dtype": Case(scan(xbc=lambda t: t.x[None].int()), "xbc", "int|Int", "float32"),
+    "scan values": Case(scan(xbc=lambda t: t.x[None, :, 1:]), "xbc", "63", "2 heads of x of 16"),
+    "scan without b": Case(scan(xbc=lambda t: t.x[None, :, :32]), "xbc", "32", "b and c of 16"),
+    "scan state": Case(
+        scan(state=lambda t: t.dense[:4].reshape(1, 2, 8, 16).half()), "state", "Half|16", "float32"
+    ),
+    "scan batch": Case(
+        scan(state=lambda t: t.dense[:4].view(2, 2, 4, 16)), "state", r"\[2, 2, 4, 16\]", r"\[1, h"
+    ),
+    "scan n": Case(
+        scan(state=lambda t: t.dense[:3].view(1, 2, 16, 6)), "state", r"6\]", "multiple of 4"
+    ),
+    "scan wide n": Case(
+        scan(state=lambda t: t.dense[:1].repeat(33, 1).view(1, 2, 4, 264)), "state", "264", "256"
+    ),
+    "scan dt": Case(scan(dt=lambda t: t.c[None]), "dt", r"\[1, 3, 5\]", r"\[1, 3, 2\]"),
+    "scan a_log": Case(scan(a_log=lambda t: t.bias), "a_log", r"\[5\]", r"\[2\]"),
+    "scan dt_bias": Case(scan(dt_bias=lambda t: t.bias[:2].int()), "dt_bias", "int|Int", "float"),
+    "scan d": Case(scan(d=lambda t: t.x[0]), "d", r"\[64\]", r"\[2\]"),
+    "scan gate": Case(scan(gate=lambda t: t.x[None]), "gate", r"\[1, 3, 64\]", r"\[1, 3, 32\]"),
+    "scan dt_min": Case(scan(dt_min=-1.0), "dt_min", "-1", "0 or more"),
+    "scan dt_max": Case(scan(dt_min=0.5, dt_max=0.25), "dt_max", "0.25", "dt_min or more"),
+    "scan dt_max f32": Case(scan(dt_max=1e39), "dt_max", r"1e\+39", "f32|finite"),
     "norm weight": Case(norm(g=lambda t: t.x[0, 1:]), "norm_weight", r"\[63\]", r"\[64\]"),
     "norm weight dtype": Case(norm(g=lambda t: t.x[0].int()), "norm_weight", "int|Int", "float32"),
     "eps": Case(norm(eps=-1e-5), "eps", "-1e-05", "0 or more"),
@@ -171,6 +209,12 @@ LAYER_CASES = {
     "residual dtype": Case(norm(residual=lambda t: t.c.long()), "residual", "Long|64", "float32"),
     "norm format": Case(norm(format="q9"), "format", "'q9'", "q4_0"),
     "rms_norm weight": Case(lambda t: ops.rms_norm(t.x, t.bias, 1e-5), "weight", "5", r"\[64\]"),
+    "rms_norm rows": Case(
+        lambda t: ops.rms_norm(t.x, t.x[:2], 1e-5), "weight", r"\[2, 64\]", r"\[3, 64\]"
+    ),
+    "rms_norm of one row": Case(
+        lambda t: ops.rms_norm(t.x[0], t.x[:2], 1e-5), "weight", r"\[2, 64\]", r"\[64\]"
+    ),
     "rms_norm residual": Case(
         lambda t: ops.rms_norm(t.x, None, 1e-5, 0.0, t.x[1:]), "residual", r"\[2, 64\]", "3, 64"
     ),
@@ -188,6 +232,12 @@ LAYER_CASES = {
     ),
     "activation of down": Case(
         lambda t: ops.swiglu_linear(t.x, t.x, t.w, None, "q4_0", ""), "activation", "''", "silu"
+    ),
+    "gate_scale": Case(
+        lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", gate_scale=1e39),
+        "gate_scale",
+        r"1e\+39",
+        "f32|finite",
     ),
     "norm weight without eps": Case(
         lambda t: ops.swiglu(t.x, t.w, t.w, "q4_0", "q4_0", "silu", t.x[0]),

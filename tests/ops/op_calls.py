@@ -23,6 +23,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
     ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
     g = activations(3, n, dtype=dtype, seed="g")
     state = activations(2, 2, 8, 16, seed="state")
+    scan_state = activations(2, 2, 16, 8, seed="scan")
     conv_state = activations(2, k, 3, dtype=dtype, seed="conv")
     return (
         cache_calls(dtype)
@@ -39,6 +40,11 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
             "linear_input_grad": (ops.linear_input_grad, (g, w, "q4_0", k), {}),
             "swiglu": (ops.swiglu, (x3, w, w.flip(0), "q4_0", "q4_0"), {}),
             "swiglu, two formats": (ops.swiglu, (x, w, dense, "q4_0", "f32"), {}),
+            "swiglu, gate_scale": (
+                ops.swiglu,
+                (x3, w, w.flip(0), "q4_0", "q4_0"),
+                {"gate_scale": 0.6},
+            ),
             "swiglu_linear": (ops.swiglu_linear, (x, x.flip(0), w, None, "q4_0"), {}),
             "swiglu_linear, bias": (ops.swiglu_linear, (x3, x3.flip(0), w, bias, "q4_0"), {}),
             "linear, residual": (ops.linear, (x, w, bias, "q4_0", None, c), {}),
@@ -52,6 +58,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
             ),
             "rms_norm": (ops.rms_norm, (x3, None, 1e-5), {}),
             "rms_norm, all": (ops.rms_norm, (x, x[0], 1e-5, 1.0, x.flip(0), x.flip(1)), {}),
+            "rms_norm, rows": (ops.rms_norm, (x3, x[:3].float(), 1e-5), {}),
             "add_rms_norm": (ops.add_rms_norm, (x, x.flip(0), x[0], 1e-5), {}),
             "rope": (ops.rope, (x3, x3[:1, :, :16], x3[:1, :, 16:32], 2, 1), {}),
             "rope, all": (
@@ -92,6 +99,16 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                 ops.gated_delta,
                 (x3, x3[..., :2], x3[..., 2:4], *bias[:4].view(2, 2).float(), state, 1e-3),
                 {},
+            ),
+            "ssm_scan": (
+                ops.ssm_scan,
+                (x3, x3[..., :2], *bias[:4].view(2, 2), c[0, :2], scan_state),
+                {},
+            ),
+            "ssm_scan, all": (
+                ops.ssm_scan,
+                (x3, x3[..., :2], *bias[:4].view(2, 2).float(), bias[3:].float(), scan_state),
+                {"gate": x3[..., :32].float(), "dt_min": 0.25, "dt_max": 0.75},
             ),
             "gemv": (ops.gemv, (x[0], w, "q4_0"), {}),
             "gemv, c": (ops.gemv, (x[0], w, "q4_0", c[0], -0.5, 2.0, "gemv"), {}),

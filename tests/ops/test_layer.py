@@ -68,6 +68,19 @@ def test_rms_norm(k: int, dtype: torch.dtype, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [7, 64, 520])
+def test_rms_norm_of_groups(k: int, dtype: torch.dtype, backend: Backend) -> None:
+    """A weight for each of the last two dimensions, of x whose rows lie apart."""
+    x = sized_rows(6, k + 8, dtype)[:, :k].unflatten(0, (2, 3))
+    gate = activations(2, 3, k, dtype=dtype, seed="gate")
+    for g_dtype in DTYPES:
+        g = activations(3, k, dtype=g_dtype, seed="rows")
+        want = normalized(x, g, EPS, 1.0) * Value.of(gate).silu()
+        y = ops.rms_norm(backend.put_view(x), backend.put(g), EPS, 1.0, gate=backend.put(gate))
+        check(y, want.store(dtype), f"K={k} {g_dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm(dtype: torch.dtype, backend: Backend) -> None:
     """The sum is rounded once, and what is normalised is the rounded sum."""
     x, residual = sized_rows(5, 264, dtype), activations(5, 264, dtype=dtype, seed="residual")
@@ -200,15 +213,15 @@ def test_the_sum_with_the_residual_is_rounded_once(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Backend) -> None:
-    """act(n Gᵀ) * (n Uᵀ), n = x or its norm; gate and up of one and of two formats."""
+    """act(s n Gᵀ) * (n Uᵀ), n = x or its norm; gate and up of one and of two formats."""
     k, n = formats.get(name).block_values * 4, 11
     gate = random_weight(name, n, k)
     # Gate and up of about 4, so that f16 holds their product: a power of two, exact in each dtype.
     size = 2.0 ** round(math.log2(4 / float(spec(name, gate, k).norm(dim=1).mean())))
     g = (size * activations(k, seed="g")).to(dtype)
-    for m, has_norm, other in (
-        *((1, True, name), (2, True, name), (19, True, name)),
-        *((0, False, name), (1, False, name), (5, False, "f32")),
+    for m, has_norm, other, scale in (
+        *((1, True, name, 1), (1, True, name, 0.625), (2, True, name, 1), (19, True, name, -1.5)),
+        *((0, False, name, 1), (1, False, name, 0.625), (5, False, "f32", 1), (5, False, name, 3)),
     ):
         up = random_weight(other, n, k, seed=1)
         x = sized_rows(m, k, dtype) if has_norm else size * activations(m, k, dtype=dtype)
@@ -219,8 +232,10 @@ def test_gated_mlp(name: str, dtype: torch.dtype, activation: str, backend: Back
         )
         norm = {"norm_weight": backend.put(g), "eps": EPS, "offset": size} if has_norm else {}
         apart = backend.put_view(torch.cat([up, up], 1)[:, : up.shape[1]])  # its rows, not gate's
-        y = ops.swiglu(backend.put(x), backend.put(gate), apart, name, other, activation, **norm)
+        given = (backend.put(x), backend.put(gate), apart, name, other, activation)
+        y = ops.swiglu(*given, **norm, gate_scale=scale)
         assert y.dtype == dtype
+        a = a if scale == 1 else a * scale
         check(y, (activated(a, activation) * b).store(dtype), f"{name} M={m} norm={has_norm}")
 
 

@@ -113,6 +113,12 @@ def test_gated_mlps(activation: str, backend: Backend) -> None:
         [x, g],
         backend,
     )
+    same_gradients(
+        lambda x: ops.swiglu(x, *w, "q4_0", "q4_0", activation, gate_scale=0.625),
+        lambda x: act(0.625 * (x @ gate.T)) * (x @ up.T),
+        [x],
+        backend,
+    )
     a, b, r = activations(3, K), activations(3, K, seed="b"), activations(3, N, seed="r")
     same_gradients(
         lambda a, b, r: ops.swiglu_linear(a, b, w[0], None, "q4_0", activation, r),

@@ -28,11 +28,12 @@ FROZEN = (
     "rope_append",
     "causal_conv",
     "gated_delta",
+    "ssm_scan",
     "rope_tables",
     "attention of",
 )  # nothing requires a gradient
 
-WRITERS = ("cache_append", "rope_append", "causal_conv", "gated_delta")
+WRITERS = ("cache_append", "rope_append", "causal_conv", "gated_delta", "ssm_scan")
 
 
 def moved(args: tuple[Any, ...], backend: Backend, grad: bool = False) -> tuple[Any, ...]:

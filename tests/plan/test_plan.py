@@ -30,7 +30,7 @@ FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
 # test_plan_attention.py and test_plan_experts.py have the others; these two take few sizes.
-OTHERS = ("attention", "causal_conv", "gated_delta", "route")
+OTHERS = ("attention", "causal_conv", "gated_delta", "route", "ssm_scan")
 OPS = [op for op in _C.ops() if op not in OTHERS and not op.startswith("expert_")]
 
 
@@ -128,6 +128,10 @@ def cases() -> Iterator[Case]:
     yield "gate", "rms_norm", {"m": 21, "k": 128, "gate": True, "norm_weight": True}
     delta = {"heads": 32, "key_heads": 16, "positions": 7}
     yield "", "gated_delta", {"m": 21, "n": 128, "k": 128, "delta": delta}
+    scan = {"heads": 64, "groups": 8, "positions": 7}
+    for gate in (False, True):
+        sizes = {"m": 21, "n": 64, "k": 128, "ssm": scan, "gate": gate}
+        yield "gate" * gate, "ssm_scan", sizes
     tables = {"rows": 3, "twice": True, "interleaved": True, "axes": True}
     yield "axes", "rope_tables", {"m": 21, "k": 64, "tables": tables}
     for flags in ROUTES:

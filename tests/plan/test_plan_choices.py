@@ -28,8 +28,9 @@ def test_every_strategy_is_reachable() -> None:
         found |= chosen(**heads, attention={"queries": queries})
     found |= chosen(op="causal_conv", n=128, k=4, chip="m4-max", conv={"width": 4})
     found |= chosen(op="gated_delta", n=128, k=128, chip="m4-max")
+    found |= chosen(op="ssm_scan", n=64, k=128, chip="m4-max")
     found |= chosen(op="route", n=128, k=8, chip="m4-max")
-    for op in {*_C.ops()} - {"attention", "causal_conv", "gated_delta", "route"}:
+    for op in {*_C.ops()} - {"attention", "causal_conv", "gated_delta", "route", "ssm_scan"}:
         for m in (16, 128) if op == "expert_tiles" else (1, 2, 16, 20, 128):
             for n, k in (*NKS, (64, 65536)):
                 found |= chosen(op=op, m=m, n=n, k=k, format="q4_0", chip="m4-max")
@@ -39,7 +40,8 @@ def test_every_strategy_is_reachable() -> None:
         ops = [op for op in _C.ops() if name in _C.strategies(op)]
         assert ops, name
         for op in ops:
-            k = {"attention": 256, "causal_conv": 1, "gated_delta": 256, "route": 8}.get(op, 512)
+            k = {"attention": 256, "causal_conv": 1, "route": 8}.get(op, 512)
+            k = 256 if op in ("gated_delta", "ssm_scan") else k
             m = 8 if op == "expert_tiles" else 7
             forced = {"m": m, "n": 36, "k": k, "format": "q4_0", "chip": "m1"}
             assert name in chosen(op=op, strategy=name, **forced)

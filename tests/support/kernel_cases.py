@@ -19,6 +19,7 @@ from expert_kernels import expert_call
 from inputs import generator, packed_weight, uniform
 from oracle import spec
 from plan_cases import stored, strategies_used, strategy_of
+from recurrent_calls import RECURRENT
 from torch import Tensor
 
 from torch_metalmm import _C, formats
@@ -91,10 +92,8 @@ def case(kernel: str, number: int) -> Case:
         return tables_case(kernel, dtype, pick)
     if strategy == "route":
         return route_case(kernel, dtype, pick)
-    if strategy == "causal_conv":
-        return conv_case(kernel, dtype, pick)
-    if strategy == "gated_delta":
-        return delta_case(kernel, dtype, pick)
+    if strategy in RECURRENT:
+        return Case(kernel, *RECURRENT[strategy](kernel, dtype, pick))
     if strategy == "rope_append":
         return append_case(kernel, format_of(kernel, strategy, pick), dtype, pick)
     if strategy.startswith("attention_"):
@@ -208,46 +207,6 @@ def route_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
         "route": sizes | {"choice_bias": True, "shared": True},
     }
     return Case(kernel, problem, run, (x,))
-
-
-def conv_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
-    """y and the state."""
-    batch, positions, n, taps = (pick.randint(1, most) for most in (3, 70, 150, 8))
-    width, seed = taps - 1 + pick.randint(0, 5), (kernel, batch, positions, n, taps)
-    x = uniform(dtype, batch, positions, n, seed=seed)
-    own_dtype = pick.choice([dtype, torch.float32])
-    weight, bias = (uniform(own_dtype, *s, seed=(seed, s)) for s in ((n, taps), (n,)))
-    state = uniform(dtype, batch, n, width, seed=(seed, "state"))
-    sizes = {"positions": positions, "width": width, "bias": True, "silu": True}
-    problem = {"op": "causal_conv", "m": batch * positions, "n": n, "k": taps, "conv": sizes}
-
-    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
-        own = put(state.clone())
-        y = ops.causal_conv(put(x), put(weight), put(bias), own, "silu")
-        return torch.cat([y.flatten(), own.flatten()])
-
-    return Case(kernel, problem, run, (x,))
-
-
-def delta_case(kernel: str, dtype: torch.dtype, pick: random.Random) -> Case:
-    """y and the state."""
-    batch, positions, key_heads, group = (pick.randint(1, 3) for _ in range(4))
-    dk, dv, heads = pick.randint(1, 256), 4 * pick.randint(1, 33), key_heads * group
-    seed = (kernel, batch, positions, key_heads, group, dk, dv)
-    qkv = uniform(dtype, batch, positions, 2 * key_heads * dk + heads * dv, seed=seed)
-    a, b = (uniform(dtype, batch, positions, heads, seed=(seed, i)) for i in "ab")
-    head_dtype = pick.choice([dtype, torch.float32])
-    a_log, dt_bias = (uniform(head_dtype, heads, seed=(seed, i)) for i in range(2))
-    state = uniform(torch.float32, batch, heads, dk, dv, seed=(seed, "state"))
-    problem = {"op": "gated_delta", "m": batch * positions, "n": dv, "k": dk}
-
-    def run(put: Callable[[Tensor], Tensor]) -> Tensor:
-        own = put(state.clone())
-        y = ops.gated_delta(put(qkv), put(a), put(b), put(a_log), put(dt_bias), own)
-        return torch.cat([y.flatten().float(), own.flatten()])
-
-    sizes = {"heads": heads, "key_heads": key_heads, "positions": positions}
-    return Case(kernel, problem | {"delta": sizes}, run, (qkv,))
 
 
 def append_case(kernel: str, name: str, dtype: torch.dtype, pick: random.Random) -> Case:

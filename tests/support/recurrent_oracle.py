@@ -12,6 +12,8 @@ from layer_oracle import inverse_rms
 from oracle import TINY, Value, gamma
 from torch import Tensor
 
+_FIELDS = ("exact", "error")
+
 
 def exp(x: Value) -> Value:
     exact = x.exact.exp()
@@ -76,3 +78,36 @@ def gated_delta(
         out.append(summed(s * lift(at(q_unit), -1), -2))
     y = Value(torch.stack([o.exact for o in out], 1), torch.stack([o.error for o in out], 1))
     return y, s
+
+
+def ssm_scan(
+    xbc: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    d: Tensor,
+    state: Tensor,
+    gate: Tensor | None = None,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+) -> tuple[Value, Value]:
+    """y [B, S, heads P], not yet stored, and the state behind the last position."""
+    heads, p, n = state.shape[1:]
+    x, *rest = xbc.split([heads * p, *[(xbc.shape[-1] - heads * p) // 2] * 2], -1)
+    x = x.unflatten(-1, (heads, p))
+    b, c = (t.unflatten(-1, (-1, n)).repeat_interleave(heads * n // t.shape[-1], -2) for t in rest)
+    step = softplus(Value.of(dt) + Value.of(dt_bias))
+    limits = torch.tensor([dt_min, torch.inf if dt_max is None else dt_max]).double()  # in f32
+    step.exact = step.exact.clamp(*limits)
+    decay = exp(step * exp(Value.of(a_log)) * -1.0)
+    s, out = Value.of(state), []
+    for i in range(xbc.shape[1]):
+        of_head = [Value(v.exact[:, i, :, None], v.error[:, i, :, None]) for v in (step, decay)]
+        scaled = Value.of(x[:, i]) * of_head[0]  # [B, heads, P]
+        scaled = Value(scaled.exact[..., None], scaled.error[..., None])
+        kept = s * Value(of_head[1].exact[..., None], of_head[1].error[..., None])
+        s = kept + scaled * Value.of(b[:, i, :, None])
+        y = summed(s * Value.of(c[:, i, :, None]), -1) + Value.of(x[:, i]) * Value.of(d[:, None])
+        out.append(y)
+    y = Value(*(torch.stack([getattr(o, n) for o in out], 1).flatten(2) for n in _FIELDS))
+    return y if gate is None else y * Value.of(gate).silu(), s

@@ -33,6 +33,7 @@ from transformers.cache_utils import (  # noqa: E402
 
 from .caches import ATTENTION, name_of, pair_of  # noqa: E402
 from .caches.file import File, write  # noqa: E402
+from .caches.hybrid import HybridPackedLayer  # noqa: E402
 from .caches.layers import Offset, PackedLayer, PackedSlidingLayer, Room  # noqa: E402
 from .caches.rows import Slots  # noqa: E402
 from .caches.static import StaticPackedLayer  # noqa: E402
@@ -49,7 +50,8 @@ class PackedCache(Cache):
     caches says why); None: the model's dtype. What f16 cannot hold, beyond 65504, is refused on the
     CPU, and becomes infinite on GPUs, which would have to wait for each step to say it; take bf16
     or f32 for keys like these. slots: as many from the start and no more, of whose shapes a
-    compiled model makes one graph. Layers without keys are those of transformers' own caches.
+    compiled model makes one graph. Layers without keys are those of
+    transformers' own caches; of layers with keys and states the keys alone are packed.
 
     A step of a model that fails leaves no rows: see caches/transaction.py.
     """
@@ -85,6 +87,8 @@ class PackedCache(Cache):
                 is_chunked = kind == "chunked_attention"
                 return PackedSlidingLayer(options["sliding_window"], self.format, is_chunked)
             return PackedLayer(self.format)
+        if kind == "hybrid" and slots is None:
+            return HybridPackedLayer(self.format, **options)
         if slots is None:
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
         return STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=slots, **options)
@@ -170,4 +174,4 @@ class PackedCache(Cache):
         return room
 
 
-_LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer))
+_LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer, HybridPackedLayer))

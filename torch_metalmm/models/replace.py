@@ -28,6 +28,12 @@ _READ_ELSEWHERE = {
     ("BloomMLP", "dense_4h_to_h"),
     ("MambaMixer", "x_proj"),
     ("MambaMixer", "out_proj"),
+    ("Mamba2Mixer", "out_proj"),
+    ("BambaMixer", "out_proj"),
+    ("FalconH1Mixer", "out_proj"),
+    ("GraniteMoeHybridMambaLayer", "out_proj"),
+    ("NemotronHMamba2Mixer", "out_proj"),
+    ("Zamba2MambaMixer", "out_proj"),
 }
 
 

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from .heads import Ops, projection
-from .recipe import Delta, Mixer, Norm
+from .recipe import Delta, Mixer, Norm, Ssm
 
 
-def mixed(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """What the mixer gives its output's layer [batch, length, values] for pre(x)."""
+def mixed(
+    r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Norm | None]:
+    """What the mixer gives its output's layer [batch, length, values] for pre(x), and the norm that
+    is yet to be taken of that."""
     mask = kwargs.get(r.mask)  # type: ignore[arg-type]
     if mask is not None:  # of padding, of which the layer makes zeros
         if pre is not None:
@@ -20,11 +23,13 @@ def mixed(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor, kwargs: dict[str, Any
         x = (x * mask[:, :, None]).to(x.dtype)
     parts, cache = _projected(r, ops, pre, x), kwargs.get(r.cache)
     if isinstance(r, Delta):
-        return _of_rule(r, ops, parts, cache)
+        return _of_rule(r, ops, parts, cache), None
+    if isinstance(r, Ssm):
+        return _scanned(r, ops, parts, cache, mask)
     c = parts.pop(r.outer)  # type: ignore[attr-defined]
     b, y = parts
     y = _convolved(r, ops, b * y, cache, None)
-    return c * y
+    return c * y, None
 
 
 def _of_rule(r: Delta, ops: Ops, parts: list[Tensor], cache: Any) -> Tensor:
@@ -32,10 +37,36 @@ def _of_rule(r: Delta, ops: Ops, parts: list[Tensor], cache: Any) -> Tensor:
     a, b = reversed(rates) if r.b_first else rates
     y = _convolved(r, ops, qkv, cache, "silu")
     own, n = r.attention._parameters, r.norm
-    y = ops.gated_delta(y, a, b, *(own[name] for name in r.rates), _state(r, qkv, cache))
+    state = _state(r, qkv, cache, (r.heads, r.dk, r.dv))
+    y = ops.gated_delta(y, a, b, *(own[name] for name in r.rates), state)
     y = ops.rms_norm(y, n.weight(), n.eps, n.offset, gate=gate.view(y.shape))
     found: Tensor = y.flatten(2)
     return found
+
+
+def _scanned(
+    r: Ssm, ops: Ops, parts: list[Tensor], cache: Any, mask: Tensor | None
+) -> tuple[Tensor, Norm | None]:
+    gate, xbc, dt = parts
+    own, n = r.attention._parameters, r.norm
+    is_step = xbc.shape[1] == 1 and cache is not None and _layer(r, cache).has_previous_state[0]
+    least, most = r.limits[is_step]
+    y = _convolved(r, ops, xbc, cache, "silu")
+    if mask is not None:
+        y = (y * mask[:, :, None]).to(y.dtype)
+    state = _state(r, xbc, cache, (r.heads, r.p, r.n))
+    of_heads = (own[name] for name in r.rates)
+    y = ops.ssm_scan(y, dt, *of_heads, state, None if r.gate_last else gate, least, most)
+    if n is None or (n.groups == 1 and not r.gate_last):
+        return y, n
+    by_group, weight = y.unflatten(-1, (n.groups, -1)), n.weight()
+    weight = weight if weight is None else weight.view(n.groups, -1)
+    last = gate.reshape(by_group.shape) if r.gate_last else None
+    return ops.rms_norm(by_group, weight, n.eps, n.offset, gate=last).flatten(2), None
+
+
+def _layer(r: Mixer, cache: Any) -> Any:
+    return cache.layers[r.attention.layer_idx]
 
 
 def _convolved(r: Mixer, ops: Ops, x: Tensor, cache: Any, activation: str | None) -> Tensor:
@@ -46,7 +77,7 @@ def _convolved(r: Mixer, ops: Ops, x: Tensor, cache: Any, activation: str | None
     if cache is None:
         state = x.new_zeros(x.shape[0], x.shape[2], taps)
     else:
-        layer = cache.layers[r.attention.layer_idx]
+        layer = _layer(r, cache)
         if not layer.is_conv_states_initialized[0]:
             layer.lazy_initialization(conv_states=x.new_empty(x.shape[0], x.shape[2], taps))
         layer.has_previous_state[0] = True
@@ -55,12 +86,12 @@ def _convolved(r: Mixer, ops: Ops, x: Tensor, cache: Any, activation: str | None
     return y
 
 
-def _state(r: Delta, x: Tensor, cache: Any) -> Tensor:
+def _state(r: Mixer, x: Tensor, cache: Any, sizes: tuple[int, ...]) -> Tensor:
     """The state of the rule, zeros before a first row x."""
-    shape = (x.shape[0], r.heads, r.dk, r.dv)
+    shape = (x.shape[0], *sizes)
     if cache is None:
         return x.new_zeros(shape, dtype=torch.float32)
-    layer = cache.layers[r.attention.layer_idx]
+    layer = _layer(r, cache)
     if not layer.is_recurrent_states_initialized[0]:
         layer.lazy_initialization(recurrent_states=x.new_empty(shape, dtype=torch.float32))
     state: Tensor = layer.recurrent_states[0]
@@ -75,7 +106,7 @@ def is_recording(r: Mixer, kwargs: dict[str, Any]) -> bool:
 
 def _projected(r: Mixer, ops: Ops, pre: Norm | None, x: Tensor) -> list[Tensor]:
     """The parts that the mixer computes with."""
-    parts = [projection(ops, pre, x, layer) for layer in r.projections]
+    parts = r.scaled([projection(ops, pre, x, layer) for layer in r.projections])
     order = r.index(x.device)
     if order is not None:
         row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -256,15 +256,17 @@ class Roles:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """A module that computes down(act(gate(x)) * up(x)); the activation as the ops call it.
+    """A module that computes scale * down(act(gate_scale * gate(x)) * up(x)).
 
-    drops: in training it computes something else, a dropout.
+    activation: as the ops call it. drops: in training it computes something else, a dropout.
     """
 
     module: Any
     roles: Roles
     activation: str = "silu"
     drops: bool = False
+    gate_scale: float = 1.0
+    scale: float = 1.0
 
     def layers(self) -> tuple[Any, Any, Any]:
         """gate, up and down; gate is up where both are halves of one layer."""
@@ -329,14 +331,17 @@ class SwiGLU(nn.Module):
         # One row. torch.Size.numel would make a constant of a symbolic size.
         if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
             a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
+            a = a if gated.gate_scale == 1 else a * gated.gate_scale
             b = _linear(x, up_weight, None, up.format, **of_call(up.activations, x))
             kind = of_call(down.activations, x)
             y = _swiglu_linear(a, b, weight, bias, down.format, gated.activation, **kind)
         else:
             given = (x, gate_weight, up_weight, gate.format, up.format, gated.activation)
-            h = _swiglu(*given, **of_call(gate.activations, x))
+            kind = of_call(gate.activations, x)
+            h = _swiglu(*given, gate_scale=gated.gate_scale, **kind)
             y = _linear(h, weight, bias, down.format, **of_call(down.activations, x))
-        return y if ranks is None else all_reduce(y, ranks)
+        y = y if ranks is None else all_reduce(y, ranks)
+        return y if gated.scale == 1 else y * gated.scale
 
     def extra_repr(self) -> str:
         return f"activation={self.gated.activation}, form={self.form}{self.note}"

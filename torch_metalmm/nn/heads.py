@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from .activations import KINDS
 from .fused import LinearPart
-from .recipe import Heads, Held, Norm
+from .recipe import Heads, Norm
+from .step import Held
 
-_OTHERS = ("rope", "rope_append", "attention", "causal_conv", "gated_delta")
+_OTHERS = ("rope", "rope_append", "attention", "causal_conv", "gated_delta", "ssm_scan")
 
 
 class Ops:
@@ -145,7 +146,7 @@ def _projected(
     r: Heads, ops: Ops, pre: Norm | None, x: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(qkv, None, gate), or (q and k, v, gate)."""
-    parts = [projection(ops, pre, x, layer) for layer in r.projections]
+    parts = r.scaled([projection(ops, pre, x, layer) for layer in r.projections])
     q_size, k_size = r.heads * r.head_size, r.kv_heads * r.head_size
     order = r.index(x.device)
     if order is not None:

@@ -15,19 +15,19 @@ from .fused import GatedMLP
 from .heads import DIRECT, TRACED, Ops, attended, normed, number
 from .mixture import Mixture
 from .recipe import (
+    Beside,
     Branch,
     Heads,
-    Held,
     Mixer,
     Norm,
     Output,
     Product,
     Recipe,
-    Step,
     Whole,
 )
 from .rotation import no_angles
 from .sharded import ColumnsLinear
+from .step import Held, Step
 from .watch import Watch
 
 _NONE = Held()  # of layers without heads
@@ -166,18 +166,30 @@ class FusedLayer:
         return y if factor is None else y * self.layer._buffers[factor]  # type: ignore[operator]
 
     def _branch(
-        self, ops: Ops, branch: Branch, h: Tensor, kwargs: dict[str, Any], held: Held
+        self,
+        ops: Ops,
+        branch: Branch,
+        x: Tensor,
+        kwargs: dict[str, Any],
+        held: Held,
+        h: Tensor | None = None,
     ) -> Tensor:
-        core, norm, x = branch.core, branch.pre, h
+        """h, or x, + what the branch makes of x."""
+        core, norm, h = branch.core, branch.pre, x if h is None else h
         if isinstance(norm, Whole):
             x, norm = norm(x, kwargs), None
+        if isinstance(core, Beside):
+            for part in core.parts:
+                h = self._branch(ops, part, x, kwargs, held, h)
+            return h
         if isinstance(core, Heads):
             a, gate = attended(core, ops, norm, x, kwargs, held)
             if gate is not None:
                 return _joined(ops, branch.output, gate, (a, "sigmoid"), h)
             return _joined(ops, branch.output, a, None, h)
         if isinstance(core, Mixer):
-            return _joined(ops, branch.output, mixed(core, ops, norm, x, kwargs), None, h)
+            y, post = mixed(core, ops, norm, x, kwargs)
+            return _joined(ops, branch.output, y, None, h, post)
         if isinstance(core, GatedMLP):
             return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
         if isinstance(core, Product):
@@ -203,13 +215,14 @@ class FusedLayer:
         # One row. torch.Size.numel would make a constant of a symbolic size.
         if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
             a, b = (normed(ops, norm, x, w, f) for w, f in zip(weights, formats, strict=True))
-            return a, (b, mlp.activation)
+            return a if mlp.gate_scale == 1 else a * mlp.gate_scale, (b, mlp.activation)
         y: Tensor
         if norm is None:
-            y = ops.swiglu(x, *weights, *formats, mlp.activation)
+            given: tuple[Any, ...] = ()
         else:
-            weight = norm.module._parameters.get(norm.name)
-            y = ops.swiglu(x, *weights, *formats, mlp.activation, weight, norm.eps, norm.offset)
+            given = norm.module._parameters.get(norm.name), norm.eps, norm.offset
+        given = (x, *weights, *formats, mlp.activation, *given)
+        y = ops.swiglu(*given, gate_scale=mlp.gate_scale)
         return y, None
 
     def _floats(self) -> list[Tensor]:
@@ -262,9 +275,15 @@ def _unknown(recipe: Recipe, kwargs: dict[str, Any]) -> bool:
 
 
 def _joined(
-    ops: Ops, output: Output, x: Tensor, gated: tuple[Tensor, str] | None, residual: Tensor
+    ops: Ops,
+    output: Output,
+    x: Tensor,
+    gated: tuple[Tensor, str] | None,
+    residual: Tensor,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x.
+    """residual + scale * post(linear(x)); with gated, of act(x) * gated[0] in place of x, with norm
+    of norm(x).
 
     Where the layer has columns of W, linear(x) is a sum over the ranks.
     """
@@ -279,7 +298,12 @@ def _joined(
     if ranks is not None and ranks.rank:
         bias = added = None  # rank 0 adds them
     y: Tensor
-    if gated is not None:
+    if norm is not None and not plain:
+        x, norm = ops.rms_norm(x, norm.weight(), norm.eps, norm.offset), None
+    if norm is not None:
+        given = (norm.weight(), norm.eps, norm.offset, weight, bias, format)
+        y = ops.norm_linear(x, *given, added)
+    elif gated is not None:
         y = ops.swiglu_linear(x, gated[0], weight, bias, format, gated[1], added)
     elif plain or post is not None or own["bias"] is not None or ops.activations or ranks:
         y = ops.linear(x, weight, bias, format, None, added)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .fused import GatedMLP
 from .mixture import Mixture
-from .rotation import no_angles, tables
 
 
 @dataclass
 class Norm:
-    """x * rsqrt(mean(x²) + eps) * (offset + weight). name: the weight's, "" for no weight."""
+    """x * rsqrt(mean(x²) + eps) * (offset + weight). name: the weight's, "" for no weight.
+
+    groups: parts of a row, each with a mean of its own.
+    """
 
     module: nn.Module
     name: str
     eps: float
     offset: float
     size: int
+    groups: int = 1
     _ones: Any = field(default=None, compare=False, repr=False)
 
     def weight(self) -> Tensor | None:
@@ -51,7 +53,6 @@ class Output:
     joins: bool = True  # False: there is no residual
 
 
-_OF_SDPA = {"dropout", "scaling", "sliding_window", "softcap"}
 _IMPLEMENTATION = ("_attn_implementation_internal", "_attn_implementation")
 
 
@@ -99,6 +100,17 @@ class _Ordered:
     """What takes the results of its projections in an order of its own."""
 
     order: Tensor | None
+    factors: Tensor | None
+
+    def scaled(self, parts: list[Tensor]) -> list[Tensor]:
+        """The projections' results times `factors`."""
+        if self.factors is None:
+            return parts
+        x, factors = parts[0], self.factors
+        if factors.dtype != x.dtype or factors.device != x.device:
+            factors = self.factors = factors.to(x)
+        each = torch.split(factors, [part.shape[-1] for part in parts])
+        return [part * factor for part, factor in zip(parts, each, strict=True)]
 
     def index(self, device: torch.device) -> Tensor | None:
         """`order` where the projections' results are."""
@@ -112,7 +124,8 @@ class Heads(_Ordered):
     """Attention over heads: what makes q, k and v of x [batch, length, size], and what they do.
 
     projections: their results side by side are q, k, v and gate, in the order that `order` names,
-    an index for each value, None for as they are. No v, where v is k before its norm and rotation.
+    an index for each value, None for as they are; `factors` multiply them before. No v, where v is
+    k before its norm and rotation.
     angles: "whole", cos and sin as they are given; "halves", each value of their first half twice;
     "twice", all of them and all of them again; "back", as whole, by minus the angle; "none",
     nothing is rotated.
@@ -141,17 +154,21 @@ class Heads(_Ordered):
     interleaved: bool
     angles: str
     shared: tuple[str, Any] | None = None
+    factors: Tensor | None = None
 
     def norms(self) -> list[Norm | None]:
         return [*(self.head_norms or ()), *(self.whole_norms or ()), self.value_norm]
+
+
+Limits = tuple[float, float | None]  # the least and the most; None: any
 
 
 @dataclass
 class Mixer(_Ordered):
     """What mixes positions by a convolution of each channel: what makes its operands of x.
 
-    projections: their results side by side are parts of `sizes`; order as in Heads. conv: of the
-    first part, or of what is made of some.
+    projections: their results side by side are parts of `sizes`; order and factors as in Heads.
+    conv: of the first part, or of what is made of some.
     """
 
     attention: nn.Module
@@ -159,6 +176,7 @@ class Mixer(_Ordered):
     mask: str | None  # of rows that are not of padding
     projections: tuple[Any, ...]
     order: Tensor | None
+    factors: Tensor | None
     sizes: tuple[int, ...]
     conv: nn.Module
 
@@ -201,6 +219,31 @@ class Delta(Mixer):
 
 
 @dataclass
+class Ssm(Mixer):
+    """A selective state space, ssm_scan.
+
+    The parts are a gate, inputs of the convolution, and dt. rates: the parameters of `attention`
+    that are a_log, dt_bias and d. limits: those of dt, of a prompt and of a step behind one. norm:
+    of the result, which silu(gate) multiplies before or, with gate_last, behind it.
+    """
+
+    rates: tuple[str, ...]
+    heads: int
+    p: int
+    n: int
+    limits: tuple[Limits, Limits]
+    norm: Norm | None
+    gate_last: bool
+
+    def floats(self) -> list[Tensor | None]:
+        own = self.attention._parameters
+        return [*super().floats(), *(own[name] for name in self.rates)]
+
+    def norms(self) -> list[Norm | None]:
+        return [self.norm]
+
+
+@dataclass
 class Whole:
     """A module that is called as it is, whatever it computes, with arguments of the layer."""
 
@@ -233,8 +276,18 @@ class Branch:
     """h + output(core(pre(h))). pre: a norm of ours, or a module that is called as it is."""
 
     pre: Norm | Whole | None
-    core: Heads | Mixer | GatedMLP | Mixture | Product | Whole
+    core: Heads | Mixer | GatedMLP | Mixture | Product | Whole | Beside
     output: Output
+
+
+@dataclass
+class Beside:
+    """Branches of one h and one norm of it, whose outputs are added up.
+
+    Each part has the norm, since its product takes it, but no module that is called in its place.
+    """
+
+    parts: tuple[Branch, ...]
 
 
 @dataclass
@@ -247,9 +300,14 @@ class Recipe:
     rest: tuple[None, ...] | None = None  # what the result is in a tuple with
 
     def __post_init__(self) -> None:
-        cores = [branch.core for branch in self.branches]
+        cores = [branch.core for branch in self.each()]
         self.heads = next((core for core in cores if isinstance(core, Heads)), None)
         self.mixer = next((core for core in cores if isinstance(core, Mixer)), None)
+
+    def each(self) -> Iterator[Branch]:
+        """The branches, those beside each other one by one."""
+        for branch in self.branches:
+            yield from branch.core.parts if isinstance(branch.core, Beside) else (branch,)
 
     def norms(self) -> list[Norm]:
         every: list[Any] = [] if self.heads is None else self.heads.norms()
@@ -261,7 +319,7 @@ class Recipe:
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
         every: list[Any] = []
-        for branch in self.branches:
+        for branch in self.each():
             core = branch.core
             if isinstance(core, Heads | Mixer):
                 every += core.projections
@@ -278,109 +336,3 @@ class Recipe:
         """The modules that are called as they are."""
         every = [part for branch in self.branches for part in (branch.pre, branch.core)]
         return [part.module for part in every if isinstance(part, Whole)]
-
-
-class Held(NamedTuple):
-    """What the layers of a step share: see Step.
-
-    versions: of `given`; None where cos and sin are those tensors, and where they have none.
-    direct, options: see Step.direct and Step.op.
-    """
-
-    given: tuple[Any, Any] = (None, None)  # the model's cos and sin
-    versions: tuple[int, int] | None = None
-    name: Any = None  # of the function in the config
-    cos: Any = None  # cos and sin for the op
-    sin: Any = None
-    function: Any = None  # that computes attention
-    direct: dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-
-
-class Step:
-    """What layers that rotate and attend alike share in one forward; the first computes it.
-
-    A forward is known by its cos and sin, which the model makes anew each time: `held` keeps these
-    tensors, so no others get their identity. Two threads replace each other's `held`, each as a
-    whole.
-    """
-
-    def __init__(self, heads: Heads) -> None:
-        self.attend, self.angles = heads.attend, heads.angles
-        self.groups = heads.heads // max(heads.kv_heads, 1)
-        self.like_k = torch.empty(0, heads.head_size, device="meta")
-        self.held = Held()
-
-    @staticmethod
-    def key(heads: Heads) -> object:
-        """Equal for layers that may share a step."""
-        attend = heads.attend
-        sizes = (heads.angles, heads.head_size, heads.heads, heads.kv_heads)
-        constants = tuple(sorted(attend.constants.items()))
-        names = (*attend.place, *sorted(attend.passed), *attend.own.items())
-        return (*sizes, *names, attend.default, id(attend.config), constants)
-
-    def of(self, cos: Tensor, sin: Tensor) -> Held:
-        """What is held for these; the first layer that asks makes it."""
-        held, versions = self.held, self.held.versions
-        if (
-            held.given[0] is cos
-            and held.given[1] is sin
-            and held.name == self.attend.name()
-            and (versions is None or versions == (cos._version, sin._version))
-        ):
-            return held
-        function = self.attend.function()
-        fixed = self.angles in ("whole", "none") or cos.is_inference() or sin.is_inference()
-        versions = None if fixed else (cos._version, sin._version)
-        given = ((cos, sin), versions, self.attend.name(), *tables(self.angles, cos, sin))
-        held = Held(*given, function, self.direct(function), self.op(function))
-        self.held = held
-        return held
-
-    def still(self, x: Tensor) -> Held:
-        """What is held where x [batch, length, size] is not rotated."""
-        cos = self.held.given[0]
-        same = cos is not None and cos.dtype == x.dtype and cos.device == x.device
-        if not same or cos.shape[1] != x.shape[1]:
-            cos, _ = no_angles(x)
-        return self.of(cos, cos)
-
-    def made(self, cos: Tensor, sin: Tensor) -> Held:
-        """The same, made anew and not held, with the attention function itself."""
-        function = self.attend.function()
-        angles = tables(self.angles, cos, sin)
-        return Held((None, None), None, None, *angles, function, None, self.op(function))
-
-    def op(self, function: Callable[..., Any]) -> dict[str, Any] | None:
-        """The options of our op `attention`, if that is what the function calls."""
-        options = getattr(function, "op_options", None)
-        if options is None:
-            return None
-        attend = self.attend
-        found: dict[str, Any] | None = options(attend.constants, attend.passed, attend.own)
-        return found
-
-    def direct(self, function: Callable[..., Any]) -> dict[str, Any] | None:
-        """With which options transformers' function for sdpa calls torch's for one token, no mask.
-
-        None: it is another function, or does more than to call torch's.
-        """
-        theirs = sys.modules.get("transformers.integrations.sdpa_attention")
-        if theirs is None or function is not theirs.sdpa_attention_forward:
-            return None
-        options = self.attend.constants
-        if self.attend.own or not options.keys() <= _OF_SDPA:
-            return None
-        if options.get("softcap") is not None or options.get("scaling") is None:
-            return None
-        direct: dict[str, Any] = {"dropout_p": options.get("dropout", 0.0)}
-        direct["scale"] = options["scaling"]
-        if self.groups > 1:
-            if not theirs.use_gqa_in_sdpa(None, self.like_k, self.like_k):
-                return None
-            direct["enable_gqa"] = True
-        return direct
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "held": Held()}

@@ -25,7 +25,7 @@ from torch_metalmm.models.fuse.confirm import agrees
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.observe import observed
 from torch_metalmm.nn.layer import FusedLayer
-from torch_metalmm.nn.recipe import Step
+from torch_metalmm.nn.step import Step
 from torch_metalmm.tools.generate import demo_model
 
 

@@ -45,7 +45,7 @@ def write(layers: Iterable[Any], format: str | None, path: str | os.PathLike[str
         if isinstance(layer, DummyLayer):
             entries.append(None)
             continue
-        if not isinstance(layer, PackedLayer):
+        if not isinstance(layer, PackedLayer) or layer.has_states:
             raise ValueError(f"layers[{i}]: a {type(layer).__name__}; only rows can be saved")
         held = layer.held()
         entries.append(None)
@@ -110,7 +110,7 @@ class File:
                 if isinstance(layer, PackedLayer) and any(self.layers):
                     self.refuse(where, "null; other layers have rows")
                 continue
-            if not isinstance(layer, PackedLayer):
+            if not isinstance(layer, PackedLayer) or layer.has_states:
                 self.refuse(where, f"rows; a {type(layer).__name__} of this config has none")
             length, base, dtype, dims = self._fields(where, entry)
             rows = [self._rows(i, name, length) for name in _ROWS]

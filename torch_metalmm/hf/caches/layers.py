@@ -49,6 +49,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_chunked = False
     is_croppable = True
+    has_states = False  # beside its rows
     keys: Any  # a tensor, None before the first rows
     values: Any
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
+from .hybrid import HybridPackedLayer
 from .layers import PackedLayer, PackedSlidingLayer
 from .rows import Fixed, lasting
 
-_ROWS = frozenset((PackedLayer, PackedSlidingLayer))
-_STATES = frozenset((LinearAttentionLayer,))  # which are written in place
+_ROWS = frozenset((PackedLayer, PackedSlidingLayer, HybridPackedLayer))
+_STATES = frozenset((LinearAttentionLayer, HybridPackedLayer))  # which are written in place
 _KNOWN = _ROWS | _STATES | {DummyLayer}
 
 

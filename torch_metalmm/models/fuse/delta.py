@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.recipe import Delta, Mixer, Short
+from ...nn.recipe import Delta, Heads, Mixer, Short, Ssm
 from .norms import as_norm
 from .observe import Call, Seen
 from .projections import merged_of
-from .runs import Unknown, one
+from .runs import Unknown, numbers_of, one
+from .ssm import ssm_of, vectors_of
 
 _conv = torch.ops.metalmm.causal_conv.default
 _rule = torch.ops.metalmm.gated_delta.default
-
-
-def convolution_of(module: nn.Module) -> nn.Module | None:
-    """The child that is a convolution of each channel, None if there is none."""
-    weights = ((child, child._parameters.get("weight")) for child in module.children())
-    return next((c for c, w in weights if w is not None and w.dim() == 3 and w.shape[1] == 1), None)
 
 
 @torch.no_grad()
@@ -40,13 +35,19 @@ def mixer_of(
     every = [n for n in runs[0].kwargs if all(n in s.kwargs for s in runs)]
     cache = one(n for n in every if all(hasattr(s.kwargs[n], "update_conv_state") for s in runs))
     layer = runs[1].before.layers[module.layer_idx]  # behind the prompt of the first run
-    calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0] is x]
+    calls, factor = _projecting(module, inner, x)
     if layer.number_of_states != 1 or not calls:
         raise Unknown("states of another kind")
-    found = _delta(module, conv, inner, calls, layer) or _short(conv, o.inputs[0], calls, layer)
-    if found is None:
+    if (found := _delta(module, conv, inner, calls, layer)) is not None:
+        kind: type[Mixer] = Delta
+    elif (found := ssm_of(module, conv, runs, inner, calls, (o.inputs[0], layer))) is not None:
+        kind = Ssm
+    elif (found := _short(conv, o.inputs[0], calls, layer)) is not None:
+        kind = Short
+    else:
         raise Unknown("a mixer of another kind")
     parts, fields = found
+    factors = fields.pop("factors", None)
     order = torch.cat(parts)
     straight = torch.equal(order, torch.arange(len(order)))
     own: dict[str, Any] = {
@@ -55,10 +56,34 @@ def mixer_of(
         "mask": _mask(module, runs),
         "projections": merged_of([c.module for c in calls]),
         "order": None if straight else order,
+        "factors": factors,
         "sizes": tuple(map(len, parts)),
         "conv": conv,
     }
-    return (Delta if "norm" in fields else Short)(**own, **fields), o.module
+    mixer = kind(**own, **fields)
+    rescale(mixer, factor)
+    return mixer, o.module
+
+
+def _projecting(module: nn.Module, inner: list[Call], x: Tensor) -> tuple[list[Call], float]:
+    """The calls of layers that are given x times a number of the module's, and that number."""
+    calls = [c for c in inner if isinstance(c.module, QuantLinear) and c.inputs[0].shape == x.shape]
+    for factor in (1.0, *numbers_of(module)):
+        given = x if factor == 1 else x * factor
+        found = [c for c in calls if c.inputs[0] is x or torch.equal(c.inputs[0], given)]
+        if found:
+            return found, factor
+    return [], 1.0
+
+
+def rescale(core: Heads | Mixer, factor: float) -> None:
+    """Let the projections' results be those of x times a number."""
+    if factor == 1:
+        return
+    if any(layer.bias is not None for layer in core.projections):
+        raise Unknown("a bias of what is multiplied by a number")
+    size = sum(layer.weight.shape[0] for layer in core.projections)
+    core.factors = (torch.ones(size) if core.factors is None else core.factors) * factor
 
 
 def _short(
@@ -96,7 +121,8 @@ def _delta(
     norm = as_norm(gated[0].module, dv, gated=True)
     channels = conv_state.shape[1]
     sizes = (channels, heads * dv, heads, heads)
-    if norm is None:
+    vectors = vectors_of(module, heads)
+    if norm is None or len(vectors) != 2:
         return None
     row, weight = torch.cat([c.out for c in calls], -1), conv._parameters["weight"]
     for places in _places([c.out.shape[-1] for c in calls], sizes, dk):
@@ -109,7 +135,7 @@ def _delta(
         zeros = torch.zeros_like(conv_state)
         mixed = _conv(qkv, weight[:, 0], conv._parameters["bias"], zeros, "silu")  # type: ignore[index]
         ways: list[tuple[float, bool, tuple[str, ...]]] = []
-        for b_first, names in product((False, True), permutations(_vectors(module, heads))):
+        for b_first, names in product((False, True), permutations(vectors)):
             a, b = reversed(rates) if b_first else rates
             after = torch.zeros_like(state)
             y = _rule(mixed, a, b, *(module._parameters[n] for n in names), after)
@@ -118,14 +144,6 @@ def _delta(
         fields = {"b_first": b_first, "rates": names, "heads": heads, "dk": dk, "dv": dv}
         return places, fields | {"norm": norm}
     return None
-
-
-def _vectors(module: nn.Module, heads: int) -> list[str]:
-    """The names of the two parameters that have a value for each head."""
-    found = [n for n, p in module._parameters.items() if p is not None and p.shape == (heads,)]
-    if len(found) != 2:
-        raise Unknown("other parameters than two of each head")
-    return found
 
 
 def _places(parts: list[int], sizes: tuple[int, ...], dk: int) -> Iterator[list[Tensor]]:

@@ -1,9 +1,12 @@
-"""Which modules are gated MLPs, down(act(gate(x)) * up(x)): found by running them."""
+"""Which modules are gated MLPs, down(act(gate(x)) * up(x)): found by running them.
+
+Numbers of the module may multiply the gate and the result.
+"""
 
 from __future__ import annotations
 
-from itertools import permutations
-from typing import Any
+from itertools import permutations, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,16 @@ from ...nn import QuantLinear
 from ...nn.fused import GatedMLP, Roles, SwiGLU, plain, unhooked
 from ...nn.gate import ACTIVATIONS
 from ...nn.sharded import ColumnsLinear
-from .runs import evaluating, normal
+from .runs import evaluating, normal, numbers_of
+
+
+class _Way(NamedTuple):
+    """What a module may compute."""
+
+    roles: Roles
+    activation: str
+    gate_scale: float = 1.0
+    scale: float = 1.0
 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:
@@ -25,14 +37,18 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
         return None
     if not unhooked(module) or any(hasattr(SwiGLU, name) for name in module._modules):
         return None
-    candidates = [(roles, act) for roles in _candidates(layers) for act in ACTIVATIONS]
-    if not candidates:
+    ways = [_Way(*way) for way in product(_candidates(layers), ACTIVATIONS)]
+    if not ways:
         return None
+    factors = product((1.0, *numbers_of(module)), repeat=2)
+    candidates = [way._replace(gate_scale=g, scale=s) for g, s in factors for way in ways]
     with evaluating(module):
         candidates = _computed(module, candidates)
         module.train()  # some have a dropout
         always = _computed(module, candidates)
-    return next((GatedMLP(module, *c, drops=not always) for c in always or candidates), None)
+    for c in always or candidates:
+        return GatedMLP(module, c.roles, c.activation, not always, c.gate_scale, c.scale)
+    return None
 
 
 def _is_more(module: nn.Module) -> bool:
@@ -61,13 +77,13 @@ def _candidates(layers: dict[str, QuantLinear]) -> list[Roles]:
     return found
 
 
-def _computed(module: Any, candidates: list[tuple[Roles, str]]) -> list[tuple[Roles, str]]:
+def _computed(module: Any, candidates: list[_Way]) -> list[_Way]:
     """The candidates that give, bit for bit, what the module gives.
 
     If the module is one of them, both are the same ops in the same order. The inputs include large
     numbers, because some modules clamp.
     """
-    layer = module._modules[candidates[0][0].gate] if candidates else None
+    layer = module._modules[candidates[0].roles.gate] if candidates else None
     if layer is None:
         return []
     x = normal(2, layer.in_features).to(layer.weight.device)
@@ -81,15 +97,13 @@ def _computed(module: Any, candidates: list[tuple[Roles, str]]) -> list[tuple[Ro
             if not isinstance(got, Tensor) or not torch.equal(given, x * scale):
                 return []  # it writes its input, too
             outputs: dict[str, Tensor] = {}
-            candidates = [
-                c for c in candidates if torch.equal(_of(module, *c, given, outputs), got)
-            ]
+            candidates = [c for c in candidates if torch.equal(_of(module, c, given, outputs), got)]
     return candidates
 
 
-def _of(module: Any, roles: Roles, act: str, x: Tensor, outputs: dict[str, Tensor]) -> Tensor:
+def _of(module: Any, way: _Way, x: Tensor, outputs: dict[str, Tensor]) -> Tensor:
     """What the candidate gives for x; `outputs` keeps those of the layers that take x."""
-    layers = module._modules
+    layers, roles = module._modules, way.roles
     for name in (roles.gate, roles.up):
         if name is not None and name not in outputs:
             outputs[name] = layers[name](x)
@@ -98,5 +112,6 @@ def _of(module: Any, roles: Roles, act: str, x: Tensor, outputs: dict[str, Tenso
         a, b = a.chunk(2, dim=-1) if roles.gate_first else reversed(a.chunk(2, dim=-1))
     else:
         b = outputs[roles.up]
-    y: Tensor = layers[roles.down](ACTIVATIONS[act](a) * b)
-    return y
+    a = a if way.gate_scale == 1 else a * way.gate_scale
+    y: Tensor = layers[roles.down](ACTIVATIONS[way.activation](a) * b)
+    return y if way.scale == 1 else y * way.scale

@@ -13,10 +13,11 @@ from ...nn.fused import owner_of
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture, join
 from ...nn.norm import FusedNorm
-from ...nn.recipe import Held, Recipe, Step
+from ...nn.recipe import Recipe
 from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
 from ...nn.sharded import everywhere
+from ...nn.step import Held, Step
 from ..routers import fuse_routers
 from .confirm import agrees
 from .merge import merge_projections

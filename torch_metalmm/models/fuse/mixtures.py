@@ -23,7 +23,8 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     children = [c for c in module.children() if any(True for _ in c.parameters())]
     routers = [f for c in children if isinstance(f := owner_of(c), FusedRouter)]
     experts = [c for c in children if type(c) is QuantExperts]
-    shared = [c.gated for c in children if isinstance(c, SwiGLU)]
+    mlps = [c.gated for c in children if isinstance(c, SwiGLU)]
+    shared = [mlp for mlp in mlps if mlp.gate_scale == mlp.scale == 1]
     gates = [c for c in children if type(c) is QuantLinear and c.out_features == 1 and plain(c)]
     parts: tuple[list[Any], ...] = (routers, experts, shared, gates)
     if len(call.inputs) != 1 or call.inputs[0] is not x or call.kwargs:

@@ -196,9 +196,10 @@ class _Observer:
             kind.get_interface = get
 
     def find_layers(self, model: nn.Module) -> None:
-        """A layer is of the list of modules that has one which attends."""
+        """A layer is of the list of modules that has one which attends, or mixes in another way."""
         names = {module: name for name, module in model.named_modules()}
-        for module in dict.fromkeys(self.attending):
+        mixing = [module for module in names if convolution_of(module) is not None]
+        for module in dict.fromkeys(self.attending + mixing):
             name = names.get(module, "")
             while name:
                 name = name.rpartition(".")[0]
@@ -222,11 +223,9 @@ class _Observer:
 
     def rotating(self) -> bool:
         """Whether the layers get (cos, sin), of which there is one for each position."""
-        return all(
-            any(is_angles(value) for value in call.kwargs.values())
-            for calls in self.seen.values()
-            for call in calls
-            if call.attentions
+        attending = [c for calls in self.seen.values() for c in calls if c.attentions]
+        return bool(attending) and all(
+            any(is_angles(value) for value in call.kwargs.values()) for call in attending
         )
 
     def _recording(self, layer: nn.Module) -> Callable[..., Any]:
@@ -304,6 +303,12 @@ def copy_of(cache: Any) -> Any:
 
 def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def convolution_of(module: nn.Module) -> nn.Module | None:
+    """The child that is a convolution of each channel, None if there is none."""
+    weights = ((child, child._parameters.get("weight")) for child in module.children())
+    return next((c for c, w in weights if w is not None and w.dim() == 3 and w.shape[1] == 1), None)
 
 
 def is_transformers_model(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from ...nn.recipe import Norm
 from ...nn.rotation import tables
 from .norms import as_norm
 from .observe import Call, Seen
-from .runs import Unknown
+from .runs import Unknown, numbers_of
 
 _rope = torch.ops.metalmm.rope.default
 _rms_norm = torch.ops.metalmm.rms_norm.default
@@ -81,9 +81,13 @@ def projections_of(
             "gate": gate,
             "value_norm": value[0],
         }
-        rotation = _rotation(found, [*outs, of_v], angles, (q, k))
-        if rotation is not None:
-            return {**found, "angles": rotation[0], "interleaved": rotation[1]}
+        for scale in (1.0, *numbers_of(seen.attentions[0].args[0])):
+            rotation = _rotation(found, [outs[0], outs[1] * scale, of_v], angles, (q, k))
+            if rotation is not None:
+                factors = torch.ones(row.shape[-1])
+                factors[places.k] = scale
+                found["factors"] = None if scale == 1 else _straight(found, factors)
+                return {**found, "angles": rotation[0], "interleaved": rotation[1]}
     raise Unknown("q, k and v that are made in another way")
 
 
@@ -153,6 +157,13 @@ def _arranged(calls: list[Call], places: _Places, own: bool) -> dict[str, Any]:
             layers = (calls[firsts.index(int(t[0]))].module for t in kept)
             return {"projections": tuple(layers), "order": None}
     return {"projections": merged, "order": order}
+
+
+def _straight(found: dict[str, Any], factors: Tensor) -> Tensor:
+    """Factors of the layers' results, where these are taken in the order of their calls."""
+    if found["order"] is not None or found["v_is_k"] or found["gate"] or found["head_norms"]:
+        raise Unknown("k times a number, and more")
+    return factors
 
 
 def _sizes(calls: list[Call]) -> list[int]:

@@ -37,6 +37,11 @@ def numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(below, shape, generator=generator, device="cpu", dtype=torch.long)
 
 
+def numbers_of(module: nn.Module) -> list[float]:
+    """The numbers that the module may multiply by."""
+    return [v for v in vars(module).values() if isinstance(v, float) and v not in (0.0, 1.0)]
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """The module in eval mode; every training flag is put back."""

@@ -6,21 +6,24 @@ right is for confirm.py to say: here a wrong guess costs only that the layer sta
 
 from __future__ import annotations
 
+from functools import reduce
+from itertools import product
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import SwiGLU
+from ...nn.fused import GatedMLP, SwiGLU
 from ...nn.gate import ACTIVATIONS
-from ...nn.recipe import Branch, Norm, Output, Product, Recipe, Whole
-from .delta import convolution_of, mixer_of
+from ...nn.recipe import Beside, Branch, Heads, Mixer, Norm, Output, Product, Recipe, Whole
+from .delta import mixer_of, rescale
 from .heads import heads_of
 from .mixtures import mixture_of
 from .norms import as_norm
-from .observe import Call, Seen
-from .runs import Unknown, one
+from .observe import Call, Seen, convolution_of
+from .runs import Unknown, numbers_of, one
 
 _PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
 
@@ -89,13 +92,67 @@ class _Reader:
         call = self._next(x)
         core, linear = self._core(call, x)
         out, post = self.last.out, None
+        if self.calls and (given := self._given(x)) is not None:
+            return self._beside(h, pre, x, given, (core, linear, out))
         if self.calls and self.calls[0].takes(out):
             post = as_norm(self.calls[0].module, h.shape[-1])
             if post is None:
                 raise Unknown("something between a branch and its sum")
             out = self.calls.pop(0).out
         scale, total = self._sum(h, out)
+        if isinstance(core, GatedMLP) and core.scale != 1:
+            if post is not None:
+                raise Unknown("a norm of what is multiplied by a number")
+            scale *= core.scale
         return Branch(pre, core, Output(linear, post, scale)), total
+
+    def _given(self, x: Tensor) -> tuple[Tensor, float] | None:
+        """(an input of the next module that is x times a number of the layer's, the number)."""
+        for factor in (1.0, *numbers_of(self.layer)):
+            scaled = x if factor == 1 else x * factor
+            for t in self.calls[0].inputs:
+                if t is x or (t.shape == x.shape and torch.equal(t, scaled)):
+                    return t, factor
+        return None
+
+    def _beside(
+        self,
+        h: Tensor,
+        pre: Norm | Whole | None,
+        x: Tensor,
+        given: tuple[Tensor, float] | None,
+        first: tuple[Any, Any, Tensor],
+    ) -> tuple[Branch, Tensor]:
+        """The branch of a core and of those of the same x, and the sum that it ends in."""
+        found = [first]
+        while given is not None:
+            core, linear = self._core(self._next(given[0]), given[0])
+            if isinstance(core, Heads | Mixer):
+                rescale(core, given[1])
+            elif given[1] != 1:
+                raise Unknown("a number times what is given to a core of another kind")
+            found.append((core, linear, self.last.out))
+            given = self._given(x) if self.calls else None
+        if any(linear is None or getattr(core, "scale", 1) != 1 for core, linear, _ in found):
+            raise Unknown("cores beside each other that have no output of ours")
+        scales, total = self._sum_of(h, [out for _, _, out in found])
+        norm = pre if isinstance(pre, Norm) else None  # another module is called once
+        parts = (
+            Branch(norm, core, Output(linear, None, scale))
+            for (core, linear, _), scale in zip(found, scales, strict=True)
+        )
+        return Branch(pre, Beside(tuple(parts)), Output(None)), total
+
+    def _sum_of(self, h: Tensor, outs: list[Tensor]) -> tuple[tuple[float, ...], Tensor]:
+        """(the scales of `outs`, their sum with h), which the next module takes, or the end."""
+        ends = self.calls[0].inputs if self.calls else [self.out]
+        for scales in product((1.0, *numbers_of(self.layer)), repeat=len(outs)):
+            scaled = [t if s == 1 else t * s for t, s in zip(outs, scales, strict=True)]
+            for total in (h + reduce(add, scaled), reduce(add, scaled, h)):
+                for end in ends:
+                    if end.shape == total.shape and torch.equal(total, end):
+                        return scales, end
+        raise Unknown("not the sum of branches and their input")
 
     def _next(self, x: Tensor) -> Call:
         if not self.calls or not self.calls[0].takes(x):

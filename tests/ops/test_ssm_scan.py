@@ -1,0 +1,170 @@
+"""The selective state-space scan against float64 within derived bounds, and the state it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import Backend
+from inputs import activations
+from oracle import DTYPES, check
+from recurrent_oracle import ssm_scan
+from torch import Tensor
+
+ops = torch.ops.metalmm
+pytestmark = pytest.mark.schedules
+
+# Sequences, positions, groups of b and c, heads, values of a head of x, of one of b and of c.
+SHAPES = (
+    (1, 1, 1, 4, 64, 128),
+    (2, 3, 1, 3, 20, 12),
+    (3, 2, 2, 2, 1, 4),
+    (1, 2, 2, 4, 9, 256),
+    (1, 9, 2, 2, 33, 68),
+    (2, 2, 1, 2, 8, 132),
+)
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of ssm_scan, parts of wider rows; dt with tails, a_log of a real model."""
+    batch, positions, groups, heads, p, n = shape
+    values, inner = heads * p + 2 * groups * n, heads * p
+    wide = activations(batch, positions, inner + values + heads + 3, dtype=dtype, seed=shape)
+    return {
+        "xbc": wide[..., inner + 1 : inner + 1 + values],
+        "dt": wide[..., -heads:] * 4,
+        "a_log": activations(heads, seed=("a_log", shape)),
+        "dt_bias": activations(heads, seed=("dt", shape)) - 3,
+        "d": activations(heads, seed=("d", shape)),
+        "state": activations(batch, heads, p, n, seed=("state", shape)),
+        "gate": wide[..., :inner],
+    }
+
+
+def check_scan(given: dict[str, Any], backend: Backend, what: str) -> None:
+    want, state = ssm_scan(**given)
+    put = {n: backend.put_view(t) if isinstance(t, Tensor) else t for n, t in given.items()}
+    put["state"] = put["state"].clone()
+    version = put["state"]._version
+    y = ops.ssm_scan(**put)
+    assert y.dtype == given["xbc"].dtype and y.is_contiguous()
+    check(y, want.store(y.dtype), what)
+    check(put["state"], state, f"{what} state")
+    assert put["state"]._version > version
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ssm_scan(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> None:
+    """What heads have in f32 and in the dtype of xbc; no gate, and one of another dtype."""
+    given = operands(shape, dtype)
+    check_scan(given, backend, str(shape))
+    own = {name: given[name].to(dtype) for name in ("a_log", "dt_bias", "d")}
+    gate = given.pop("gate")
+    check_scan(given | own, backend, f"{shape} own")
+    check_scan(given | own | {"gate": gate.float()}, backend, f"{shape} wide gate")
+
+
+def test_limits(backend: Backend) -> None:
+    given: dict[str, Any] = operands((1, 5, 1, 4, 8, 16), torch.float32)
+    given["dt"] = torch.tensor([-9.0, -1.0, 1.0, 9.0]).expand(1, 5, 4)
+    check_scan(given | {"dt_min": 0.1, "dt_max": 1.7}, backend, "limits")
+    check_scan(given | {"dt_min": 0.1}, backend, "least")
+    check_scan(given | {"dt_max": 0.0}, backend, "none")
+
+
+def test_steps_far_out_and_large_rows(backend: Backend) -> None:
+    """Steps that keep and that forget all; x, b and c of zeros, of 1e-12 and of 1e9."""
+    given = operands((2, 4, 1, 4, 16, 64), torch.float32)
+    given["dt"] = torch.tensor([-90.0, -20.0, 30.0, 1e4]).expand(2, 4, 4)
+    given["dt_bias"] = torch.zeros(4)
+    given["gate"] = given["gate"] * torch.tensor([-1e4, -30.0, 30.0, 1e4])[:, None].expand(4, 64)
+    given["xbc"] = given["xbc"] * torch.tensor([1e-12, 0.0, 1e9, 1.0])[:, None]
+    check_scan(given, backend, "far out")
+    given["dt"], given["a_log"] = torch.full((2, 4, 4), -12.0), torch.full((4,), -9.0)
+    check_scan(given, backend, "long memory")  # 1 - decay of 1e-9
+
+
+def test_a_prompt_is_its_steps(backend: Backend) -> None:
+    """Bit for bit; of no positions and of no sequences the state is left alone."""
+    given = {n: backend.put(t) for n, t in operands((2, 5, 1, 2, 20, 48), torch.float32).items()}
+    rest = {n: given.pop(n) for n in ("a_log", "dt_bias", "d")}
+    whole = given.pop("state")
+    state = whole.clone()
+    y = ops.ssm_scan(**given, **rest, state=whole)
+    steps = [
+        ops.ssm_scan(**{n: t[:, i : i + 1] for n, t in given.items()}, **rest, state=state)
+        for i in range(5)
+    ]
+    assert torch.equal(torch.cat(steps, 1), y) and torch.equal(state, whole)
+    none = {n: t[:, :0] for n, t in given.items()}
+    assert ops.ssm_scan(**none, **rest, state=state).shape == (2, 0, 40)
+    none = {n: t[:0] for n, t in given.items()}
+    assert ops.ssm_scan(**none, **rest, state=state[:0]).shape == (0, 5, 40)
+    assert torch.equal(state, whole)
+
+
+def test_a_long_prompt(backend: Backend) -> None:
+    """As in one piece, so in two, and within the bound of so many steps."""
+    length = 64 if backend.name == "emulator" else 512
+    given = operands((1, length, 1, 2, 8, 16), torch.float32)
+    check_scan(given, backend, f"{length} positions")
+    put = {n: backend.put(t) for n, t in given.items()}
+    state = put["state"].clone()
+    y = ops.ssm_scan(**put)
+    parts = [{n: put[n].split(length // 2, 1)[i] for n in ("xbc", "dt", "gate")} for i in (0, 1)]
+    other = [ops.ssm_scan(**put | part | {"state": state}) for part in parts]
+    assert torch.equal(torch.cat(other, 1), y) and torch.equal(state, put["state"])
+
+
+def test_a_state_that_is_a_view(backend: Backend) -> None:
+    """One that begins between 16 bytes, and one with gaps, whose neighbours stay."""
+    given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
+    state = given.pop("state")
+    for memory, view in (
+        (torch.ones(513), lambda t: t[1:].view(2, 2, 16, 8)),
+        (torch.ones(2, 3, 16, 12), lambda t: t[:, 1:, :, 3:11]),
+    ):
+        put = backend.put(memory)
+        view(put).copy_(state)
+        want, outside = state.clone(), put.clone()
+        y = ops.ssm_scan(**given, state=want)
+        assert torch.equal(ops.ssm_scan(**given, state=view(put)), y)
+        assert torch.equal(view(put), want)
+        view(outside).copy_(want)
+        assert torch.equal(put, outside)
+
+
+def test_refused_for_their_memory_or_gradient(backend: Backend) -> None:
+    given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
+    state = given["state"]
+    before = state.clone()
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"dt": state.view(-1)[:8].view(2, 2, 2)}, "dt: shares memory with state"),
+        ({"gate": state.view(-1)[:128].view(2, 2, 32)}, "gate: shares memory with state"),
+        ({"state": state[:1].expand(2, -1, -1, -1)}, "state: .* its own place"),
+        ({"d": given["d"].clone().requires_grad_()}, "d: requires grad, but ssm_scan has no"),
+    )
+    for changed, message in bad:
+        with pytest.raises(ValueError, match=message):
+            ops.ssm_scan(**given | changed)
+    assert torch.equal(state, before)
+
+
+def test_a_compiled_step(backend: Backend) -> None:
+    """What is compiled sees the state that it wrote."""
+    given = {n: backend.put(t) for n, t in operands((1, 1, 1, 2, 8, 16), torch.float32).items()}
+    state = given.pop("state")
+
+    def step(state: Tensor) -> Tensor:
+        y: Tensor = ops.ssm_scan(**given, state=state)
+        return y.sum() + state.sum()
+
+    torch._dynamo.reset()
+    results = []
+    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        own = state.clone()
+        results.append((f(own), f(own), own))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
