@@ -244,6 +244,17 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *((f"beside them {n}", f"beside_{n}", str) for n in ("before", "after")),
         ),
     ),
+    "families": (
+        "{model}",
+        (
+            ("family", "family", "`{}`".format),
+            SYSTEM,
+            ("ms", "ms", digits),
+            quartiles("ms"),
+            ("of unfused", "of_unfused", whole_percent),
+            ("replays", "replays", str),
+        ),
+    ),
     "quality": (
         "{model}; {count}",
         (

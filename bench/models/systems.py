@@ -115,8 +115,8 @@ class Packed(Transformers):
     def called(self, ids: Tensor) -> Any:
         first, count = self.cache.get_seq_length(), ids.shape[1]
         positions = torch.arange(first, first + count, device=ids.device)[None]
-        given = {"position_ids": positions, "logits_to_keep": 1, **with_cache(self.model, self.cache)}
-        return self.model(input_ids=ids, use_cache=True, **given)
+        given = {"position_ids": positions, "logits_to_keep": 1, "use_cache": True}
+        return self.model(input_ids=ids, **given, **with_cache(self.model, self.cache))
 
 
 class Static(Transformers):

@@ -1,0 +1,137 @@
+"""What a token costs in families whose layers are more than attention and a gated MLP.
+
+Random models of 8 layers of hidden size 2048, packed: unfused on transformers' own cache, after
+fuse_ on a PackedCache, and with its steps replayed, by turns in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_metalmm import fuse_
+from torch_metalmm.hf.replay import replayed
+
+from ..runner import Record, Run, named
+from ..tables import status
+from ..timing import Timing, wall_clock
+from .families import family, versions
+from .systems import Packed, Transformers
+
+CONTEXT = 128
+_SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+_SMALL = {"num_hidden_layers": 2}  # with --quick, of the page's sizes
+_EVERY_FOURTH = [*["linear_attention"] * 3, "full_attention"] * 2
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768},
+    "qwen3_5_text": {
+        "layer_types": _EVERY_FOURTH,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "bamba": {
+        "attn_layer_indices": [3, 7],
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 4096,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
+}
+
+
+def model_of(kind: str, format: str, run: Run) -> Any:
+    """On the run's device, in f16 of a GPU. Tables of angles stay f32, as a load leaves them."""
+    options = _SMALL if run.args.quick else _SIZES | KINDS[kind]
+    model = family(kind, format, **options)
+    if run.device.type == "cpu":
+        return model
+    angles = {name: b for name, b in model.named_buffers() if "inv_freq" in name}
+    model = model.to(run.device.type, torch.float16)
+    for name, buffer in model.named_buffers():
+        if name in angles:
+            buffer.data = angles[name].to(buffer.device)
+    return model
+
+
+class Eager(Packed):
+    """The model's own forward, where another would replay it."""
+
+    def called(self, ids: torch.Tensor) -> Any:
+        steps = replayed(self.model)
+        if steps is not None:
+            steps.detach()
+        try:
+            return super().called(ids)
+        finally:
+            if steps is not None:
+                steps.attach()
+
+
+def run(run: Run) -> Iterator[Record]:
+    """One record per family and system."""
+    (format, *_) = named(run.args.formats)
+    cache = "f32" if run.device.type == "cpu" else "f16"
+    for kind in KINDS:
+        status(kind)
+        with torch.inference_mode(False), torch.no_grad():
+            model = model_of(kind, format, run)
+            fused = fuse_(copy.deepcopy(model), cache=cache)
+        systems = {
+            "unfused": Transformers("unfused", model),
+            "fuse_": Eager("fuse_", fused),
+            "replayed": Packed("replayed", fused),
+        }
+        samples: dict[str, list[float]] = {name: [] for name in systems}
+        for turn in range(run.args.repetitions + 1):
+            for name, system in systems.items():
+                times = _turn(system, run.args.new_tokens)
+                samples[name] += times if turn else []
+        medians = {name: Timing.of(times) for name, times in samples.items()}
+        for name, timing in medians.items():
+            yield {
+                "kind": "families",
+                "model": f"8 layers of hidden size 2048, {format}; {versions()}",
+                "family": kind,
+                "system": name,
+                **timing.fields("ms", lambda s: 1e3 * s),
+                "of_unfused": timing.median / medians["unfused"].median,
+                "replays": replayed(fused).replays if name == "replayed" else 0,  # type: ignore[union-attr]
+            }
+
+
+def _turn(system: Any, tokens: int) -> list[float]:
+    """Seconds of so many tokens after a context, each until its choice is read.
+
+    Not of the first two, which a replayed system records.
+    """
+    system.reset()
+    if system.make is None:
+        system.cache = None
+    token = int(system.feed([i % 97 + 3 for i in range(CONTEXT)]).argmax())
+    times = []
+    for _ in range(tokens + 2):
+        found: list[int] = []
+        given = token
+        times.append(wall_clock(lambda: found.append(int(system.feed([given]).argmax()))))  # noqa: B023
+        token = found[0]
+    return times[2:]
