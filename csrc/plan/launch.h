@@ -55,8 +55,8 @@ struct Buffer {
 };
 using Buffers = std::array<Buffer, kSlotCount>;
 
-// A plan and the memory of its slots. An engine that is given the same one again may keep in `found`
-// what it found of each pass: a pipeline, a function.
+// A plan and the memory of its slots. An engine that is given the same one again may keep in
+// `found` what it found of each pass: a pipeline, a function.
 struct BoundPlan {
   Plan plan;
   Buffers buffers{};

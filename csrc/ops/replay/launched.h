@@ -13,8 +13,8 @@ namespace metalmm::replay {
 // launch() of an engine, which lives as long as the process.
 using Launcher = std::function<void(const BoundPlans&, c10::Device)>;
 
-// Memory [bytes] of `options` that one launch alone reads and writes. Of a step that is recorded all
-// launches have the same, as they run in order.
+// Memory [bytes] of `options` that one launch alone reads and writes. Of a step that is recorded
+// all launches have the same, as they run in order.
 at::Tensor scratch(int64_t bytes, at::TensorOptions options);
 
 // Launches, and notes it where a step is recorded on this thread. `memory`: what the buffers are

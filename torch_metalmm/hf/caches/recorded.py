@@ -103,7 +103,7 @@ def _memory(cache: Any) -> list[Tensor]:
 
 
 def _refusal_of_rows(layers: list[Any], count: int) -> str:
-    position, ends = layers[0].position(), {}
+    position, ends = layers[0].position(), dict[int, int]()
     for layer in layers:
         layer._make_room(count)
         end = ends.setdefault(_window(layer), layer.end)
