@@ -113,6 +113,8 @@ class Packed(Transformers):
         super().__init__(name, model, exact, make=make, attention="metalmm")
 
     def called(self, ids: Tensor) -> Any:
+        if self.cache is None:
+            self.reset()
         first, count = self.cache.get_seq_length(), ids.shape[1]
         positions = torch.arange(first, first + count, device=ids.device)[None]
         given = {"position_ids": positions, "logits_to_keep": 1, "use_cache": True}

@@ -23,9 +23,13 @@ void replace_cpu(const Gpu& gpu, HostLaunch launch) {
   g_gpu = gpu;
   g_launch = std::move(launch);
   g_installed.emplace();
+  replay::change_engine();
 }
 
-void restore_cpu() { g_installed.reset(); }
+void restore_cpu() {
+  g_installed.reset();
+  replay::change_engine();
+}
 
 const bool g_is_handed_over = [] {
   hooks().replace_cpu = replace_cpu;

@@ -40,7 +40,5 @@ const Hooks& loaded_hooks();
 void stand_in(const char* who, const Gpu& gpu, HostLaunch launch);
 // The CPU's kernels again. Throws std::runtime_error: `who` does not stand in.
 void step_back(const char* who);
-// How often either was done: what an engine launched is another's behind it.
-uint64_t stand_ins();
 
 }  // namespace metalmm

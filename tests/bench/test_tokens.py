@@ -14,8 +14,7 @@ import torch
 from bench.__main__ import main
 from bench.devices import CPU
 from bench.models import llamas, shares
-from bench.models.systems import Static, Transformers
-from bench.models.systems import packed as on_a_packed_cache
+from bench.models.systems import Packed, Static, Transformers
 from bench.models.tokens import Builder, Entry
 from bench.ops.norm import Data
 from bench.options import parse
@@ -46,11 +45,13 @@ def records_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_a_token_by_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both forms of a packed model and the dense ones: checked, timed, and taken apart."""
-    options = ("--formats", "q4_0", "--no-peers", "--new-tokens", "1", "--compile", "--budget", "0")
+    options = ["--formats", "q4_0", "--no-peers", "--new-tokens", "1", "--markdown"]
+    options += ["--compile", "--budget", "0"]
     found = records_of(tmp_path, "tokens", *options)
     cells = {r["system"]: r for r in found if r["kind"] == "tokens"}
-    dense, bf16, plain, fused = cells.values()
-    assert [*cells][2:] == ["metalmm q4_0", "metalmm q4_0, fuse_"]
+    dense, bf16, plain, fused, _ = cells.values()
+    names = ["metalmm q4_0", "metalmm q4_0, fuse_", "metalmm q4_0, fuse_, replayed"]
+    assert [*cells][2:] == names
     assert all(r["ok"] and r["ms"] > 0 for r in cells.values())
     assert dense["packed_launches"] == bf16["packed_launches"] == dense["passes"] == 0
     assert plain["packed_launches"] == PRODUCTS and plain["passes"] == PRODUCTS + 1
@@ -58,7 +59,7 @@ def test_a_token_by_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert fused["packed_launches"] < plain["packed_launches"] and fused["gain"] > 0
     assert plain["packed_ms"] > 0 and plain["attention_launches"] == TINY.layers
     late = [r["what"] for r in found if r["kind"] == "skipped"]
-    assert late[0] == "tiny, metalmm q4_0, compiled" and len(late) == len(cells)
+    assert late[0] == "tiny, metalmm q4_0, compiled" and len(late) == len(cells) - 1
     printed = capsys.readouterr().out
     assert "2 M parameters: ms of a token" in printed and "attn ms" in printed
 
@@ -104,7 +105,7 @@ def test_a_cache_of_constant_size_gives_the_same_logits(packed: Any) -> None:
 
 
 def test_a_packed_cache_gives_the_same_logits(packed: Any) -> None:
-    growing, cached = Transformers("a", packed), on_a_packed_cache("b", copy.deepcopy(packed))
+    growing, cached = Transformers("a", packed), Packed("b", copy.deepcopy(packed))
     for system in (growing, cached):
         system.feed(range(5))
     given, wanted = cached.feed([7]), growing.feed([7])
@@ -117,7 +118,7 @@ def test_a_packed_cache_gives_the_same_logits(packed: Any) -> None:
 def test_only_a_growing_cache_has_forms_of_constant_size(packed: Any) -> None:
     """The form has a static cache, under the name of the system that it is made of."""
     builder: Any = SimpleNamespace(args=SimpleNamespace(context=32, new_tokens=4))
-    made = [of("a", copy.deepcopy(packed)) for of in (Transformers, on_a_packed_cache)]
+    made = [of("a", copy.deepcopy(packed)) for of in (Transformers, Packed)]
     entries = [Entry(system, packed) for system in made]
     (form,) = Builder.in_form(builder, entries, Static, "graph")
     assert form.system.name == "a, graph" and form.system.model is entries[0].system.model

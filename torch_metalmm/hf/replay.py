@@ -198,6 +198,8 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
         raise Refused("autocast")
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         raise Refused("a mode of torch sees the ops")
+    if why := kind.refusal(cache, ids.shape[1]):
+        raise Refused(why)
     positions, mask, others = None, None, []
     for name, value in kwargs.items():
         if name == "position_ids":
@@ -214,8 +216,6 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
         raise Refused("attention_mask hides tokens")
     place = None if positions is None else (*positions.shape, positions.dtype)
     key = (*ids.shape, ids.dtype, ids.device, place, *others, torch.is_inference_mode_enabled())
-    if why := kind.refusal(cache, ids.shape[1]):
-        raise Refused(why)
     return cache, (kind.key(cache), key), ids, positions
 
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -12,6 +13,10 @@ namespace metalmm::replay {
 
 // launch() of an engine, which lives as long as the process.
 using Launcher = std::function<void(const BoundPlans&, c10::Device)>;
+
+// An engine takes the place of another, whose launches are not replayed from here on.
+void change_engine();
+uint64_t engine_changes();
 
 // Memory [bytes] of `options` that one launch alone reads and writes. Of a step that is recorded
 // all launches have the same, as they run in order.

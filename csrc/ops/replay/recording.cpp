@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace metalmm::replay {
 namespace {
@@ -151,6 +152,13 @@ void Recording::launched(const Launcher& launcher, BoundPlan launch, c10::Device
   call.launches.push_back(std::move(launch));
   memory.insert(memory.end(), parts.begin(), parts.end());
 }
+
+namespace {
+std::atomic<uint64_t> g_changes{0};
+}  // namespace
+
+void change_engine() { ++g_changes; }
+uint64_t engine_changes() { return g_changes; }
 
 at::Tensor scratch(int64_t bytes, at::TensorOptions options) {
   const auto made = [&] { return at::empty({bytes}, options.dtype(at::kByte)); };

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "hooks/hooks.h"
-
 namespace metalmm::replay {
 namespace {
 
@@ -26,7 +24,7 @@ Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results)
       made_(step.made),
       memory_(step.memory),
       stays_(!step.memory.empty()),
-      stand_ins_(stand_ins()) {
+      engine_(engine_changes()) {
   for (const at::Tensor& t : results) {
     const Source* found = step.find(t);
     if (!found || found->is_outside)
@@ -147,7 +145,7 @@ void Replay::release_early() {
 }
 
 bool Replay::holds() const {
-  if (stays_ && stand_ins_ != stand_ins()) return false;
+  if (stays_ && engine_ != engine_changes()) return false;
   for (size_t i = 0; i < outside_.size(); ++i) {
     const at::Tensor& t = outside_[i];
     const Held& h = held_[i];

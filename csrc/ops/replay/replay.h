@@ -68,8 +68,8 @@ class Replay {
   std::vector<at::Tensor> outside_, made_, memory_;
   std::vector<Held> held_;  // of outside_
   std::vector<Result> results_;
-  bool stays_;  // the tensors, for all steps
-  uint64_t stand_ins_;
+  bool stays_;       // the tensors, for all steps
+  uint64_t engine_;  // how often it had changed
 };
 
 }  // namespace metalmm::replay

@@ -98,7 +98,7 @@ def test_a_window_shares_its_slots_too() -> None:
     with calls:
         logits(model, cache, [{"input_ids": ids(1, 1)}])
     others = [others for _, others in calls.of_layers]
-    assert others == [["arange", "arange"], ["arange"], [], []]
+    assert others == [["arange"], ["arange"], [], []]
 
 
 @pytest.mark.parametrize("kind", FUSED)

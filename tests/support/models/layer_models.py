@@ -59,8 +59,8 @@ FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 # {architecture: the cores of a layer's branches, "" where attention alone is fused}
 PARTS = {
     "starcoder2": "Heads Whole",  # layer norms, and an MLP without a gate
-    "cohere": "",  # attention and MLP side by side
-    "gpt_neox": "",  # the same; q, k and v of a head together
+    "cohere": "Beside",  # attention and MLP side by side
+    "gpt_neox": "",  # the same, without a gate; q, k and v of a head together
     "gpt2": "Heads Whole",  # no rotation, and a table of positions
     "ministral3": "Whole GatedMLP",  # q grows with the position
 }
