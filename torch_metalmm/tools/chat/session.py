@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,6 +188,8 @@ class Session:
         """Let the model answer; how it ended."""
         from transformers import StoppingCriteriaList
 
+        from ...hf.decoding import decode
+
         def is_over(input_ids: Tensor, _: Any, **__: Any) -> Tensor:
             over = self._stopped.is_set() or bool(stream.stops.found)
             return torch.full((len(input_ids),), over, device=input_ids.device)
@@ -198,12 +201,16 @@ class Session:
             # the whole sequence to the cache, and a second kind of cache is refused.
             options |= {cache_of_generate(): self.sequence.cache, "use_cache": True}
             options["cache_implementation"] = None
+        if self.draft is None and self.sequence.keeps:
+            stream.put(prompt)  # as generate() does
+            options["custom_generate"] = partial(decode, streamer=stream, keeps_last=True)
+        else:
+            options["streamer"] = stream
         with self._assisted(options):
             self.model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=room,
-                streamer=stream,
                 stopping_criteria=StoppingCriteriaList([is_over]),
                 pad_token_id=_first(self.tokenizer.pad_token_id, *self._end_tokens, 0),
                 **options,

@@ -1,0 +1,259 @@
+"""generate()'s loop in which the host reads a token while the device computes the next step.
+
+What transformers' own loop (GenerationMixin._sample, 5.24) does beside the model's forward and the
+choice of a token are a dozen small ops on the device: ids joined by cat, flags of the sequences
+that are over, inputs cut from all ids. Here only the chosen token and its position lie on the
+device; all else is the host's, one step late. On MPS transformers reads late, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from ..models.cache_argument import NAMES, cache_in, with_cache
+from .caches.layers import PackedLayer
+
+Processors = Callable[[Tensor, Tensor], Tensor]
+# Where a model has one of its own, a step is what that says: long rotary factors read all anew.
+_OWN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Arguments of generate() that this loop knows how to give to a step.
+_KNOWN = frozenset((*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"))
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Processors,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    keeps_last: bool = False,
+    reads_late: bool | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The sequences, int64 [B, S + new], of `model.generate(..., custom_generate=decode)`.
+
+    input_ids: int64 [B, S]. Tokens are those of transformers' own loop, also of the same seed.
+    generate() hands no streamer to a custom_generate: give functools.partial(decode,
+    streamer=...), whose put() gets each token, and the prompt by none. Stopping criteria get
+    tokens on the CPU, and no scores.
+
+    reads_late: a step is queued before the token that it reads is known to the host; None: where
+    the model is not on a CPU. The step behind the last token is forgotten, which caches of
+    recurrent layers cannot: with these tokens are read at once. keeps_last: the cache may keep
+    that step, whose token is the last one.
+
+    transformers' own loop runs where this one knows too little: padded batches, encoders, images,
+    no cache, beams, prompts in chunks, results beside the sequences, models with inputs of a step
+    of their own (Phi-3's long factors, vision). RuntimeError: the logits that
+    a token is drawn from are NaN or infinite.
+    """
+    config, cache = generation_config, cache_in(model_kwargs)
+    unread = None
+    if not synced_gpus and _is_plain(model, input_ids, config, model_kwargs):
+        unread = _unread(input_ids, cache, config, model_kwargs.get("attention_mask"))
+    if unread is None:
+        own = type(model)._sample
+        given = (logits_processor, stopping_criteria, config, synced_gpus, streamer)
+        return own(model, input_ids, *given, **model_kwargs)
+    if reads_late is None:
+        reads_late = input_ids.device.type != "cpu"
+    is_late = reads_late and (keeps_last or _can_crop(cache))
+    chooser = _Chooser(logits_processor, bool(config.do_sample), input_ids)
+    answer = _Answer(input_ids, stopping_criteria, config, streamer)
+    steps = _Steps(model, cache, unread, model_kwargs)
+    while True:
+        token = chooser.choose(steps.logits)
+        copied = _Copied(token)
+        # Of the last token that there is room for no step is needed.
+        queued = is_late and not answer.is_last()
+        if queued:
+            steps.advance(token.chosen)
+        if answer.take(copied.read()):
+            break
+        if not queued:
+            steps.advance(token.chosen)
+    if queued and not keeps_last:
+        cache.crop(-1)
+    return answer.sequences()
+
+
+def _is_plain(model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> bool:
+    """Whether a step is a token of each sequence, its position and the cache."""
+    if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in _OWN):
+        return False
+    if model.config.is_encoder_decoder or ids.dim() != 2 or ids.shape[1] == 0:
+        return False
+    if (config.num_beams or 1) != 1 or config.return_dict_in_generate or config.prefill_chunk_size:
+        return False
+    if any(value is not None and name not in _KNOWN for name, value in given.items()):
+        return False
+    cache = cache_in(given)
+    if cache is None or all(getattr(cache, "is_linear", [False])):  # which counts no tokens
+        return False
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None and not bool((mask == 1).all()):
+        return False
+    return given.get("use_cache") is True and (positions is None or positions.dim() == 2)
+
+
+def _unread(ids: Tensor, cache: Any, config: Any, mask: Tensor | None) -> Tensor | None:
+    """The tokens that the cache has no rows of; None: it cannot be told which."""
+    held = int(cache.get_seq_length())
+    if held == 0:
+        return ids
+    # generate() may be given the new tokens alone: then the mask, which it drops, was longer.
+    known = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return ids[:, held:] if known == ids.shape[1] > held else None
+
+
+def _can_crop(cache: Any) -> bool:
+    """Whether the last row of every layer may be forgotten."""
+    return not any(
+        hasattr(layer, "recurrent_states")
+        or (layer.is_sliding and not isinstance(layer, PackedLayer))
+        for layer in cache.layers
+    )
+
+
+class _Token:
+    """chosen: int64 [B]. weight: of each what its draw was decided by, NaN or Inf where the logits
+    are; None: the likeliest was taken."""
+
+    def __init__(self, chosen: Tensor, weight: Tensor | None) -> None:
+        self.chosen, self.weight = chosen, weight
+
+
+class _Chooser:
+    """The next token of logits, by generate()'s processors, all on the device."""
+
+    def __init__(self, processors: Any, draws: bool, ids: Tensor) -> None:
+        self._processors, self._draws = processors, draws
+        # A processor may read the tokens before; without one they are not kept here.
+        self._tokens = _Growing(ids) if len(processors) else None
+
+    def choose(self, logits: Tensor) -> _Token:
+        """logits: [B, tokens of the step, vocabulary]."""
+        scores = logits[:, -1].float()
+        if self._tokens is not None:
+            scores = self._processors(self._tokens.all(), scores)
+        token = self._chosen(scores)
+        if self._tokens is not None:
+            self._tokens.append(token.chosen)
+        return token
+
+    def _chosen(self, scores: Tensor) -> _Token:
+        if not self._draws:
+            return _Token(scores.argmax(-1), None)
+        # torch.multinomial of one sample, with its generator and by its formula, but for its look
+        # at the shares, for which the host waits: shares over draws of an exponential distribution.
+        shares = scores.softmax(-1)
+        weight, chosen = (shares / torch.empty_like(shares).exponential_(1)).max(-1)
+        return _Token(chosen, weight)
+
+
+class _Copied:
+    """A token that is copied to the host while the device goes on."""
+
+    def __init__(self, token: _Token) -> None:
+        self._event: Any = None
+        device = token.chosen.device
+        parts = [token.chosen] if token.weight is None else [token.chosen, token.weight]
+        self._parts = parts
+        if device.type == "cpu":
+            return
+        pinned = device.type == "cuda"
+        held = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in parts]
+        self._parts = [h.copy_(p, non_blocking=True) for h, p in zip(held, parts, strict=True)]
+        self._event = torch.Event(device=device)
+        self._event.record()
+
+    def read(self) -> Tensor:
+        """int64 [B]. RuntimeError: drawn from logits that are NaN or infinite."""
+        if self._event is not None:
+            self._event.synchronize()
+        if len(self._parts) > 1 and not bool(self._parts[1].isfinite().all()):
+            raise RuntimeError("logits: NaN or Inf; no token can be drawn from them")
+        return self._parts[0]
+
+
+class _Steps:
+    """The model's steps on a cache. logits: of the last one, [B, tokens, vocabulary]."""
+
+    def __init__(self, model: Any, cache: Any, ids: Tensor, given: dict[str, Any]) -> None:
+        """ids: of the first step."""
+        self._model, self._cache = model, cache
+        kept = {n: given[n] for n in ("logits_to_keep",) if n in given}
+        self._given = {**kept, "use_cache": True, "return_dict": True}
+        self._positions: Tensor | None = given.get("position_ids")
+        if self._positions is not None:
+            self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
+        self.logits = self._forward(ids)
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        if self._positions is not None:
+            self._given["position_ids"] = self._positions
+        cache = with_cache(self._model, self._cache)
+        logits: Tensor = self._model(input_ids=ids, **cache, **self._given).logits
+        return logits
+
+    def advance(self, token: Tensor) -> None:
+        """Queue the step of these tokens [B]."""
+        if self._positions is not None:
+            self._positions = self._positions[:, -1:] + 1
+        self.logits = self._forward(token[:, None])
+
+
+class _Answer:
+    """The tokens on the host, and whether they are all."""
+
+    def __init__(self, ids: Tensor, criteria: Any, config: Any, streamer: Any) -> None:
+        self._device, self._streamer, self._criteria = ids.device, streamer, criteria
+        self._tokens = _Growing(ids.cpu())
+        self._is_open = torch.ones(len(ids), dtype=torch.bool)
+        self._most = criteria.max_length
+        ends = any(hasattr(each, "eos_token_id") for each in criteria)
+        pad = getattr(config, "_pad_token_tensor", None)
+        self._pad = pad.cpu() if ends and pad is not None else None
+
+    def is_last(self) -> bool:
+        """Whether there is room for one token more."""
+        return self._most is not None and self._tokens.count + 1 >= self._most
+
+    def take(self, token: Tensor) -> bool:
+        """Keep a token of each sequence; whether all of them are over."""
+        if self._pad is not None:
+            token = torch.where(self._is_open, token, self._pad)
+        self._tokens.append(token)
+        if self._streamer is not None:
+            self._streamer.put(token)
+        self._is_open &= ~self._criteria(self._tokens.all(), None)
+        return not bool(self._is_open.any())
+
+    def sequences(self) -> Tensor:
+        if self._streamer is not None:
+            self._streamer.end()
+        return self._tokens.all().to(self._device, copy=True)
+
+
+class _Growing:
+    """Tokens [B, count], whose memory doubles."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.count = ids.shape[1]
+        self._memory = torch.cat([ids, torch.zeros_like(ids)], 1)
+
+    def append(self, token: Tensor) -> None:
+        if self.count == self._memory.shape[1]:
+            self._memory = torch.cat([self._memory, torch.zeros_like(self._memory)], 1)
+        self._memory[:, self.count] = token
+        self.count += 1
+
+    def all(self) -> Tensor:
+        return self._memory[:, : self.count]
