@@ -15,6 +15,7 @@ may be; `why` says why the last one was not.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +32,7 @@ from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache
 from .caches.recorded import PackedStep, PagedStep
+from .graphs import Runs
 
 _native: Any = _C  # mypy does not see into the module
 _LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
@@ -62,6 +64,7 @@ class _Step:
         self.guard: Any = None
         self.kinds: list[tuple[type, Any]] = []
         self.made: type | None = None  # of what the model returns
+        self.run: Runs | None = None
 
     def same(self) -> bool:
         """Whether the model is the one that was recorded."""
@@ -166,14 +169,15 @@ class Replayed:
         if not step.why and step.recorded == 2:
             step.made = type(out)
             step.native.keep([out.logits])
+            step.run = Runs(step.native.run, step.ids.device, not step.native.called())
             out.logits = out.logits.clone()  # what was recorded is the list's
         self.why = step.why
         return out
 
     def _replay(self, step: _Step, cache: Any) -> Any:
-        (logits,) = step.native.run()
+        (logits,) = step.run()  # type: ignore[misc]
         step.cache.done(cache)
-        self.replays += 1
+        self.replays, self.why = self.replays + 1, ""
         return step.made(logits=logits, **with_cache(self.model, cache))  # type: ignore[misc]
 
 
@@ -283,3 +287,36 @@ def _configs(config: Any) -> Iterator[Any]:
 def replayed(model: Any) -> Replayed | None:
     found = model.__dict__.get("forward")
     return found if isinstance(found, Replayed) else None
+
+
+def explain(model: Any) -> str:
+    """How the steps of a model run: what of them is replayed, and why the rest is not.
+
+    ValueError: its steps are not recorded at all.
+    """
+    steps = replayed(model)
+    if steps is None:
+        raise ValueError(
+            f"model: {type(model).__name__} records no steps; fuse_(model, cache=...) sees to that"
+        )
+    last = f"the last step was not: {steps.why}" if steps.why else "the last step was, too"
+    lines = [f"{steps.replays} steps were replayed; {last}"]
+    for kinds in steps._caches.values():
+        lines += [_line(step) for step in kinds.values()]
+    return "\n".join(lines)
+
+
+def _line(step: _Step) -> str:
+    """What is known of one kind of step."""
+    sequences, tokens = step.ids.shape
+    what = f"{sequences} x {tokens} tokens on {step.ids.device}: "
+    if step.why:
+        return f"{what}the model's own, {step.why}"
+    if step.run is None:
+        return f"{what}recorded {step.recorded} times of 2"
+    called = step.native.called()
+    passes, lists = step.native.launched()
+    graph = ", as a graph of torch's" if step.run.graph is not None else ""
+    launched = f"{passes} passes in {lists} lists{graph}" if passes else ""
+    ops = [f"{count} {name}" for name, count in Counter(called).items()]
+    return what + "; ".join(part for part in (launched, ", ".join(ops)) if part)

@@ -1,0 +1,103 @@
+"""A list of launches as a graph of torch's; what a model says of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_models import ids, small
+from torch import Tensor
+
+from torch_metalmm import PackedCache, fuse_
+from torch_metalmm.hf import graphs
+from torch_metalmm.hf.replay import explain, replayed
+from torch_metalmm.models.cache_argument import with_cache
+from torch_metalmm.testing import emulated
+
+STEPS = 9
+REPLAYED = STEPS - 3  # behind the one that fills the cache, and two recordings
+
+
+class Captured:
+    """In the place of CUDA's: it captures without a run, and runs what it captured."""
+
+    made = 0
+
+    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device) -> None:
+        Captured.made += 1
+        self._run = run
+
+    def run(self) -> list[Tensor]:
+        return [t.clone() for t in self._run()]
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> Any:
+    model = small("llama", head_dim=32, num_hidden_layers=2).to(dtype)
+    return fuse_(model, "swiglu", cache="q8_0/q8_0")
+
+
+def stepped(
+    forward: Callable[..., Any], model: Any, cache: Any = None, device: str = "cpu"
+) -> list[Tensor]:
+    """The logits of a few steps on a cache, by default one of their own."""
+    cache, found = cache or PackedCache(model.config, "q8_0/q8_0"), []
+    with torch.no_grad():
+        for i in range(STEPS):
+            given = {"position_ids": torch.tensor([[i]], device=device)}
+            step = ids(1, 1, seed=i).to(device)
+            found.append(forward(input_ids=step, **given, **with_cache(model, cache)).logits)
+    return found
+
+
+def test_a_list_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(graphs.GRAPHS, "cpu", Captured)
+    monkeypatch.setattr(Captured, "made", 0)
+    model = model_of()
+    steps = replayed(model)
+    assert steps is not None
+    stepped(model, model)
+    assert Captured.made == 0  # on a CPU ops are called
+    cache = PackedCache(model.config, "q8_0/q8_0")
+    with emulated():
+        want = stepped(steps.original, model)
+        got = stepped(model, model, cache)
+        assert "lists, as a graph of torch's" in explain(model)
+    assert Captured.made == 1
+    assert all(map(torch.equal, got, want))
+    assert steps.replays == 2 * REPLAYED
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's graphs")
+def test_a_graph_of_cuda_is_the_list() -> None:
+    model = model_of(torch.float16).to("cuda")
+    steps = replayed(model)
+    assert steps is not None
+    want, got = (stepped(each, model, device="cuda") for each in (steps.original, model))
+    assert all(map(torch.equal, got, want))
+    assert steps.replays == REPLAYED, steps.why
+
+
+def test_a_model_explains_its_steps() -> None:
+    model = model_of()
+    assert explain(model).startswith("0 steps were replayed; the last step was not: no step on")
+    cache = PackedCache(model.config, "q8_0/q8_0")
+
+    def step(**given: Any) -> str:
+        with torch.no_grad():
+            model(input_ids=ids(1, 1), position_ids=torch.tensor([[0]]), **given)
+        return explain(model)
+
+    assert "a cache whose layers hold no rows yet" in step(**with_cache(model, cache))
+    assert "1 x 1 tokens on cpu: recorded 1 times of 2" in step(**with_cache(model, cache))
+    step(**with_cache(model, cache))
+    lines = step(**with_cache(model, cache)).splitlines()
+    assert lines[0] == "1 steps were replayed; the last step was, too"
+    assert "2 metalmm::attention" in lines[1]
+    assert "a call without a PackedCache" in step()
+    handle = model.model.norm.register_forward_hook(lambda *_: None)
+    assert "the model's own, model.norm has a hook" in step(**with_cache(model, cache))
+    handle.remove()
+    with pytest.raises(ValueError, match="model: Linear records no steps"):
+        explain(torch.nn.Linear(1, 1))
