@@ -1,6 +1,8 @@
 // Whether dicts and lists of Python hold what they held.
 #include <pybind11/pybind11.h>
 
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -8,14 +10,75 @@ namespace py = pybind11;
 namespace metalmm {
 namespace {
 
-// Objects are compared by identity: 4 ns each, where a loop of Python takes 40. Keeps all of them
-// alive.
+// Tells of a dict that nobody has written to it, without a look at its items.
+#if PY_VERSION_HEX < 0x030C0000
+class Writes {
+ public:
+  explicit Writes(PyObject* dict) : dict_(reinterpret_cast<PyDictObject*>(dict)), seen_(version()) {}
+  bool none() const { return seen_ == version(); }
+  void forget() { seen_ = version(); }
+
+ private:
+  uint64_t version() const { return dict_->ma_version_tag; }
+  const PyDictObject* dict_;
+  uint64_t seen_;
+};
+#else
+// From Python 3.12 on a callback is told of each.
+class Writes {
+ public:
+  explicit Writes(PyObject* dict) : dict_(dict), watched_(&all()[dict]) {
+    if (++watched_->holders == 1 && PyDict_Watch(watcher(), dict) != 0) {
+      throw py::error_already_set();
+    }
+    forget();
+  }
+  Writes(Writes&& other) noexcept
+      : dict_(std::exchange(other.dict_, nullptr)), watched_(other.watched_), seen_(other.seen_) {}
+  Writes(const Writes&) = delete;
+  Writes& operator=(const Writes&) = delete;
+  ~Writes() {
+    if (!dict_ || --watched_->holders > 0) return;
+    PyDict_Unwatch(watcher(), dict_);
+    all().erase(dict_);
+  }
+  bool none() const { return seen_ == watched_->count; }
+  void forget() { seen_ = watched_->count; }
+
+ private:
+  struct Watched {
+    uint64_t count = 0;
+    int holders = 0;
+  };
+  // Its elements stay where they are. Never destroyed: dicts outlive the statics of a process.
+  static std::unordered_map<PyObject*, Watched>& all() {
+    static auto* dicts = new std::unordered_map<PyObject*, Watched>;
+    return *dicts;
+  }
+  static int watcher() {
+    static const int id = PyDict_AddWatcher(&told);
+    if (id < 0) throw py::error_already_set();
+    return id;
+  }
+  static int told(PyDict_WatchEvent, PyObject* dict, PyObject*, PyObject*) {
+    const auto found = all().find(dict);
+    if (found != all().end()) ++found->second.count;
+    return 0;
+  }
+  PyObject* dict_;
+  Watched* watched_;
+  uint64_t seen_ = 0;
+};
+#endif
+
+// Objects are compared by identity where a dict was written to. Keeps all of them alive.
 class Guard {
  public:
   Guard(const py::list& dicts, const py::list& lists, const py::list& items) {
     for (const py::handle& each : dicts) {
       const auto d = py::reinterpret_borrow<py::dict>(each);
       dicts_.push_back({d, {}});
+      writes_.emplace_back(d.ptr());
       for (const auto& [key, value] : d) {
         dicts_.back().held.push_back(py::reinterpret_borrow<py::object>(key));
         dicts_.back().held.push_back(py::reinterpret_borrow<py::object>(value));
@@ -34,15 +97,11 @@ class Guard {
     }
   }
 
-  bool same() const {
-    for (const auto& [dict, held] : dicts_) {
-      if (static_cast<size_t>(PyDict_GET_SIZE(dict.ptr())) * 2 != held.size()) return false;
-      if (held.empty()) continue;
-      PyObject *key, *value;
-      Py_ssize_t at = 0;
-      for (size_t i = 0; PyDict_Next(dict.ptr(), &at, &key, &value); i += 2) {
-        if (key != held[i].ptr() || value != held[i + 1].ptr()) return false;
-      }
+  bool same() {
+    for (size_t i = 0; i < dicts_.size(); ++i) {
+      if (writes_[i].none()) continue;
+      if (!is_same(dicts_[i])) return false;
+      writes_[i].forget();
     }
     for (const auto& [list, held] : lists_) {
       if (static_cast<size_t>(PyList_GET_SIZE(list.ptr())) != held.size()) return false;
@@ -62,11 +121,22 @@ class Guard {
     Container container;
     std::vector<py::object> held;
   };
+  static bool is_same(const Seen<py::dict>& seen) {
+    const auto& [dict, held] = seen;
+    if (static_cast<size_t>(PyDict_GET_SIZE(dict.ptr())) * 2 != held.size()) return false;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    for (size_t i = 0; PyDict_Next(dict.ptr(), &at, &key, &value); i += 2) {
+      if (key != held[i].ptr() || value != held[i + 1].ptr()) return false;
+    }
+    return true;
+  }
   struct Item {
     py::dict dict;
     py::object name, value;
   };
   std::vector<Seen<py::dict>> dicts_;
+  std::vector<Writes> writes_;  // of dicts_, behind which they go
   std::vector<Seen<py::list>> lists_;
   std::vector<Item> items_;
 };

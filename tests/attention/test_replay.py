@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from backends import CASES as HOW_MANY
 from layer_models import ids, layers, small
+from replay_pair import KINDS, WINDOW, Pair, fused
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,55 +21,6 @@ from torch_metalmm.hf.caches.paged import Text, paged_cache
 from torch_metalmm.hf.replay import Replayed, replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.testing import emulated
-
-KINDS = ("llama", "qwen3", "gemma3_text")
-WINDOW = 64
-
-
-def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
-    window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
-    model = small(kind, head_dim=32, num_hidden_layers=2, **window)
-    return fuse_(model, "swiglu", cache=cache)
-
-
-def held(layer: Any) -> list[Tensor]:
-    """What a layer of a cache has for the tokens to come."""
-    if hasattr(layer, "end"):
-        return [t[:, :, : layer.end] for t in (layer.keys, layer.values)]
-    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-    return [t for t in states if t is not None]
-
-
-class Pair:
-    """A model whose steps are replayed, and the same model's own forward."""
-
-    def __init__(self, model: Any, format: str | None, batch: int = 1) -> None:
-        found = replayed(model)
-        assert found is not None
-        self.model, self.steps, self.batch = model, found, batch
-        self.caches: list[Any] = [PackedCache(model.config, format) for _ in range(2)]
-
-    def step(self, count: int = 1, seed: int = 0, **given: Any) -> Tensor:
-        """Both take a step; the logits, which are equal to the bit."""
-        tokens = ids(self.batch, count, seed=seed)
-        with torch.no_grad():
-            got: Tensor = self.model(
-                input_ids=tokens, past_key_values=self.caches[0], **given
-            ).logits
-            own = type(self.model).forward
-            want = own(self.model, input_ids=tokens, past_key_values=self.caches[1], **given).logits
-        assert torch.equal(got, want), self.steps.why
-        for mine, others in zip(*(c.layers for c in self.caches), strict=True):
-            for a, b in zip(held(mine), held(others), strict=True):
-                assert torch.equal(a, b)
-        return got
-
-    def replays(self, count: int = 1, **given: Any) -> bool:
-        """Whether the last of a few steps is a replay."""
-        for i in range(4):
-            before = self.steps.replays
-            self.step(count, seed=i, **given)
-        return self.steps.replays > before
 
 
 def on(engine: str) -> AbstractContextManager[Any]:
@@ -359,42 +309,3 @@ def test_generate_replays_its_steps() -> None:
     assert found.replays >= 15, found.why
     found.detach()
     assert torch.equal(got, model.generate(prompt, max_new_tokens=20, do_sample=False))
-
-
-def test_random_steps_with_changes() -> None:
-    """Whatever happens between two steps, the next is the model's own."""
-    models = {kind: fused(kind) for kind in KINDS}
-    for number in range(1000 if HOW_MANY == "all" else 24):
-        r = random.Random(number)
-        model = models[r.choice(KINDS)]
-        norm = layers(model)[1].input_layernorm
-        before = norm.weight.detach().clone(), dict(vars(norm))
-        pair = Pair(model, r.choice(("f16", "q8_0/q8_0")), r.choice((1, 2)))
-        pair.step(r.randrange(2, 70))
-        for i in range(12):
-            _change(pair, r, i)
-            pair.step(r.choice((1, 1, 1, 1, 1, 2)), seed=i)
-        norm.weight.data.copy_(before[0])
-        vars(norm).update(before[1])
-
-
-def _change(pair: Pair, r: random.Random, i: int) -> None:
-    act = r.choice(("", "", "", "crop", "reorder", "repeat", "select", "weight", "hook", "eps"))
-    norm = layers(pair.model)[1].input_layernorm
-    if act == "weight":
-        norm.weight.data.mul_(1.25)
-    elif act == "eps":
-        name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-        setattr(norm, name, 0.01 * i)
-    elif act == "hook":
-        norm.register_forward_hook(lambda *_: None).remove()
-    for cache in pair.caches:
-        if act == "crop":
-            cache.crop(-(i % 2))
-        elif act == "reorder":
-            cache.reorder_cache(torch.arange(pair.batch - 1, -1, -1))
-        elif act == "repeat" and pair.batch < 3:
-            cache.batch_repeat_interleave(2)
-        elif act == "select":
-            cache.batch_select_indices(torch.tensor([0]))
-    pair.batch = pair.caches[0].layers[0].keys.shape[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +79,31 @@ def test_a_graph_of_cuda_is_the_list() -> None:
     want, got = (stepped(each, model, device="cuda") for each in (steps.original, model))
     assert all(map(torch.equal, got, want))
     assert steps.replays == REPLAYED, steps.why
+
+
+def test_a_replay_returns_what_the_model_does() -> None:
+    model, cache = model_of(), PackedCache(model_of().config, "q8_0/q8_0")
+    steps = replayed(model)
+    assert steps is not None
+    stepped(model, model, cache)
+    with torch.no_grad():
+        given = {"position_ids": torch.tensor([[STEPS]]), **with_cache(model, cache)}
+        got = model(input_ids=ids(1, 1), **given)
+        want = steps.original(input_ids=ids(1, 1), **given)
+    assert steps.replays == REPLAYED + 1
+    assert type(got) is type(want)
+    assert list(got) == list(want) and vars(got).keys() == vars(want).keys()
+    assert got.logits is got["logits"] is got[0] and cache in got.to_tuple()
+
+
+def test_recordings_go_with_their_cache() -> None:
+    model = model_of()
+    cache = PackedCache(model.config, "q8_0/q8_0")
+    stepped(model, model, cache)
+    seen = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_model_explains_its_steps() -> None:

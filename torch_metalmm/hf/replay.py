@@ -15,7 +15,7 @@ may be; `why` says why the last one was not.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,7 +63,7 @@ class _Step:
         self.why = ""
         self.guard: Any = None
         self.kinds: list[tuple[type, Any]] = []
-        self.made: type | None = None  # of what the model returns
+        self.output: _Output | None = None  # of what the model returns
         self.run: Runs | None = None
 
     def same(self) -> bool:
@@ -77,6 +77,23 @@ class _Step:
         if self.positions is not None:
             self.positions.copy_(positions)  # type: ignore[arg-type]
         self.cache.fill(cache)
+
+
+class _Output:
+    """What a model returns, made from what one of its kind holds: 1 us in place of 15, in which
+    transformers goes through all fields of the dataclass for each of them."""
+
+    def __init__(self, kind: Any, cache: str) -> None:
+        """cache: the name of the field of this. The object itself would keep its own recordings."""
+        self._kind, self._cache = kind, cache
+        self._attributes = vars(kind(**{"logits": 0, cache: 0}))
+
+    def of(self, logits: Tensor, cache: Any) -> Any:
+        out, fields = self._kind.__new__(self._kind), {"logits": logits, self._cache: cache}
+        vars(out).update(self._attributes, **fields)
+        for name, value in fields.items():
+            OrderedDict.__setitem__(out, name, value)
+        return out
 
 
 class Replayed:
@@ -124,9 +141,13 @@ class Replayed:
         if steps is None:
             steps = self._caches[cache] = {}
         step = steps.get(key)
-        if step is not None and not step.cache.reads(cache):  # the rows are in other memory
-            steps.clear()
-            step = None
+        if step is None or not step.cache.reads(cache):
+            if why := _KINDS[type(cache)].refusal(cache, ids.shape[1]):
+                self.why = why
+                return self.original(*args, **kwargs)
+            if step is not None and not step.cache.reads(cache):  # the rows are in other memory
+                steps.clear()
+                step = None
         if step is None:
             if len(steps) == _HELD:
                 del steps[next(iter(steps))]
@@ -167,7 +188,7 @@ class Replayed:
         step.place = step.cache.place
         step.why = _unlike(out, cache) or step.native.problem([out.logits])
         if not step.why and step.recorded == 2:
-            step.made = type(out)
+            step.output = _Output(type(out), *with_cache(self.model, cache))
             step.native.keep([out.logits])
             step.run = Runs(step.native.run, step.ids.device, not step.native.called())
             out.logits = out.logits.clone()  # what was recorded is the list's
@@ -178,7 +199,7 @@ class Replayed:
         (logits,) = step.run()  # type: ignore[misc]
         step.cache.done(cache)
         self.replays, self.why = self.replays + 1, ""
-        return step.made(logits=logits, **with_cache(self.model, cache))  # type: ignore[misc]
+        return step.output.of(logits, cache)  # type: ignore[union-attr]
 
 
 def _again(step: _Step, cache: Any, ids: Tensor, positions: Tensor | None) -> _Step:
@@ -202,8 +223,6 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
         raise Refused("autocast")
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         raise Refused("a mode of torch sees the ops")
-    if why := kind.refusal(cache, ids.shape[1]):
-        raise Refused(why)
     positions, mask, others = None, None, []
     for name, value in kwargs.items():
         if name == "position_ids":
@@ -248,8 +267,9 @@ def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
     for name, module in model.named_modules():
         kinds[type(module)] = type(module).forward
         why = why or _foreign(name or "the model", module)
-        for each in (module.__dict__, *module.__dict__.values()):
-            if isinstance(each, dict):
+        dicts.append(module.__dict__)
+        for key, each in module.__dict__.items():
+            if isinstance(each, dict) and "state_dict" not in key:  # hooks of another call
                 dicts.append(each)
             elif type(each) is list:
                 lists.append(each)

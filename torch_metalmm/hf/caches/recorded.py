@@ -1,7 +1,8 @@
 """What of a cache changes from step to step, in memory that stays: for steps that are recorded.
 
 A kind of cache has a class here. `refusal` says why the next step may not be recorded, or ""; an
-object is of the steps of one `key`.
+object is of the steps of one `key`. `reads` is asked at every step: whether the cache is as
+`refusal` found it, with room for the rows, in the memory that the recorded ops read and write.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ class PackedStep:
 
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         self.count = count
-        self.fixed = Fixed(count, device, {_window(layer) for layer in _with_rows(cache)})
-        self._memory = _memory(cache)
+        self._layers = list(cache.layers)
+        rows = _with_rows(cache)
+        self.fixed = Fixed(count, device, {_window(layer) for layer in rows})
+        # Of each: the first layer of its window, whose rows lie in the same slots.
+        firsts = {_window(layer): layer for layer in reversed(rows)}
+        self._rows = [
+            (layer, firsts[_window(layer)], layer.keys, layer.values, layer.keys.shape[2] - count)
+            for layer in rows
+        ]
+        self._firsts = firsts
+        self._with_states = [layer for layer in cache.layers if type(layer) in _STATES]
+        self._states = _states(self._with_states)
 
     @staticmethod
     def key(cache: Any) -> Any:
@@ -54,14 +65,33 @@ class PackedStep:
         return _refusal_of_rows(layers, count)
 
     def reads(self, cache: Any) -> bool:
-        """Whether the cache's memory is that which the recorded ops read and write."""
-        now = _memory(cache)
-        return len(now) == len(self._memory) and all(map(is_, now, self._memory))
+        if len(cache.layers) != len(self._layers) or not all(map(is_, cache.layers, self._layers)):
+            return False
+        if cache.offloading or "update" in cache.__dict__:
+            return False
+        cache.transaction.settle()
+        position = self._rows[0][0].position()
+        for layer, first, keys, values, most in self._rows:
+            end = layer.end
+            if end > most or end != first.end or layer.base + end != position:
+                return False
+            if layer.keys is not keys or layer.values is not values:
+                return False
+            if layer.is_chunked and (self.count > 1 or end + 1 >= layer.sliding_window):
+                return False
+        if not self._with_states:
+            return True
+        now = _states(self._with_states)
+        return (
+            len(now) == len(self._states)
+            and all(map(is_, now, self._states))
+            and all(_has_states(x) and not x.record_past for x in self._with_states)
+        )
 
     def fill(self, cache: Any) -> None:
         """For the cache's next step."""
-        layers = _with_rows(cache)
-        self.fixed.fill(layers[0].position(), {_window(layer): layer.end for layer in layers})
+        position = self._rows[0][0].position()
+        self.fixed.fill(position, {window: x.end for window, x in self._firsts.items()})
 
     @property
     def place(self) -> Any:
@@ -80,7 +110,7 @@ class PackedStep:
 
     def done(self, cache: Any) -> None:
         """The rows of a replayed step are written."""
-        for layer in _with_rows(cache):
+        for layer, *_ in self._rows:
             layer.end += self.count
 
 
@@ -92,13 +122,11 @@ def _with_rows(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if type(layer) in _ROWS]
 
 
-def _memory(cache: Any) -> list[Tensor]:
-    found = []
-    for layer in cache.layers:
-        if type(layer) in _ROWS:
-            found += [layer.keys, layer.values]
-        if type(layer) in _STATES:
-            found += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+def _states(layers: list[Any]) -> list[Tensor]:
+    """The memory of recurrent layers."""
+    found: list[Tensor] = []
+    for layer in layers:
+        found += [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return found
 
 

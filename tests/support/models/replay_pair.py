@@ -1,0 +1,61 @@
+"""A model whose steps are replayed beside its own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from layer_models import ids, small
+from torch import Tensor
+
+from torch_metalmm import PackedCache, fuse_
+from torch_metalmm.hf.replay import replayed
+
+KINDS = ("llama", "qwen3", "gemma3_text")
+WINDOW = 64
+
+
+def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
+    window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
+    model = small(kind, head_dim=32, num_hidden_layers=2, **window)
+    return fuse_(model, "swiglu", cache=cache)
+
+
+def held(layer: Any) -> list[Tensor]:
+    """What a layer of a cache has for the tokens to come."""
+    if hasattr(layer, "end"):
+        return [t[:, :, : layer.end] for t in (layer.keys, layer.values)]
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [t for t in states if t is not None]
+
+
+class Pair:
+    """A model whose steps are replayed, and the same model's own forward."""
+
+    def __init__(self, model: Any, format: str | None, batch: int = 1) -> None:
+        found = replayed(model)
+        assert found is not None
+        self.model, self.steps, self.batch = model, found, batch
+        self.caches: list[Any] = [PackedCache(model.config, format) for _ in range(2)]
+
+    def step(self, count: int = 1, seed: int = 0, **given: Any) -> Tensor:
+        """Both take a step; the logits, which are equal to the bit."""
+        tokens = ids(self.batch, count, seed=seed)
+        with torch.no_grad():
+            got: Tensor = self.model(
+                input_ids=tokens, past_key_values=self.caches[0], **given
+            ).logits
+            own = type(self.model).forward
+            want = own(self.model, input_ids=tokens, past_key_values=self.caches[1], **given).logits
+        assert torch.equal(got, want), self.steps.why
+        for mine, others in zip(*(c.layers for c in self.caches), strict=True):
+            for a, b in zip(held(mine), held(others), strict=True):
+                assert torch.equal(a, b)
+        return got
+
+    def replays(self, count: int = 1, **given: Any) -> bool:
+        """Whether the last of a few steps is a replay."""
+        for i in range(4):
+            before = self.steps.replays
+            self.step(count, seed=i, **given)
+        return self.steps.replays > before
