@@ -39,7 +39,7 @@ def test_random_steps_with_changes() -> None:
         pair = Pair(model, r.choice(("f16", "q8_0/q8_0")), r.choice((1, 2)))
         pair.step(r.randrange(2, 70))
         for i in range(12):
-            act = r.choice((*_ACTS, *[""] * 9))
+            act = r.choice((*_ACTS, *[""] * 27))
             _change_model(model, act, i)
             _change_caches(pair, act, i)
             pair.step(r.choice((1, 1, 1, 1, 1, 2)), seed=i)
