@@ -232,6 +232,8 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             quartiles("layer_us"),
             ("in ops", "ops_us", digits),
             ("beside", "beside_us", digits),
+            ("Python a layer", "python_layer_us", digits),
+            ("Python beside", "python_us", digits),
             ("of unfused", "of_unfused", whole_percent),
             *((name.replace("_", " "), name, digits) for name in ("our_ops", "other_ops", "views")),
         ),

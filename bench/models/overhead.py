@@ -9,11 +9,16 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_metalmm import fuse_, quantize_
+from torch_metalmm.hf.decoding import decode
+from torch_metalmm.hf.replay import replayed
+from torch_metalmm.models.cache_argument import with_cache
 
 from ..devices import CPU
 from ..runner import Record, Run, named
@@ -78,6 +83,68 @@ class Stepped:
         }
 
 
+class Replays(Stepped):
+    """Calls of a model whose steps are replayed; the list of their ops is timed alone, too."""
+
+    def __init__(self, name: str, models: Sequence[nn.Module]) -> None:
+        super().__init__(name, models, Packed)
+        self.lists: list[list[float]] = [[], []]
+
+    def turn(self, timed: bool) -> None:
+        token = {"input_ids": torch.ones(1, 1, dtype=torch.long)}
+        for i, system in enumerate(self.systems):
+            system.reset()
+            system.feed(range(CONTEXT))
+            model: Any = system.model
+            given = {**token, **with_cache(model, system.cache), "use_cache": True}
+            given["position_ids"] = torch.tensor([[CONTEXT]])
+            steps = [wall_clock(lambda m=model, g=given: m(**g)) for _ in range(2 * BURST)]
+            found = replayed(model)
+            assert found is not None and not found.why, found
+            (step,) = (s for s in found.kinds() if s.run is not None)
+            runs = [wall_clock(step.native.run) for _ in range(BURST)]
+            if timed:
+                self.samples[i].append(Timing.of(steps[BURST:]).median)
+                self.lists[i].append(Timing.of(runs).median)
+
+    def ops(self) -> Record:
+        """The time of the list, and what Python takes for a layer and for a step."""
+        steps, lists = (
+            [Timing.of(each).median for each in of] for of in (self.samples, self.lists)
+        )
+        few, many = (step - ops for step, ops in zip(steps, lists, strict=True))
+        layer = (many - few) / (MANY - FEW)
+        return {
+            "ops_us": 1e6 * (lists[1] - lists[0]) / (MANY - FEW),
+            "python_layer_us": 1e6 * layer,
+            "python_us": 1e6 * (few - FEW * layer),
+            **dict.fromkeys(("our_ops", "other_ops", "views")),
+        }
+
+
+class Generated(Stepped):
+    """A token of generate(), whose steps are replayed."""
+
+    def __init__(self, name: str, models: Sequence[nn.Module], **how: Any) -> None:
+        super().__init__(name, models)
+        self.how = how
+
+    def turn(self, timed: bool) -> None:
+        """The same prompt twice: what the longer answer takes more is its tokens'."""
+        prompt = torch.ones(1, CONTEXT, dtype=torch.long)
+        given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **self.how}
+        for system, samples in zip(self.systems, self.samples, strict=True):
+            answer = partial(system.model.generate, prompt, **given)  # type: ignore[operator]
+            short, long = (
+                wall_clock(partial(answer, max_new_tokens=n)) for n in (BURST, 3 * BURST)
+            )
+            if timed:
+                samples.append((long - short) / (2 * BURST))
+
+    def ops(self) -> Record:
+        return dict.fromkeys(("ops_us", "our_ops", "other_ops", "views"))
+
+
 def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
     """The systems of a run; fused ones follow those they are compared with."""
     dense = [tiny_llama(layers) for layers in (FEW, MANY)]
@@ -92,7 +159,10 @@ def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:
                     cached = [fuse_(copy.deepcopy(m), cache="f32") for m in plain]
                     own = [copy.deepcopy(m) for m in fused]  # whose attention another is
                     yield Stepped(f"{label}, PackedCache", own, Packed)
-                    yield Stepped(f"{label}, replayed", cached, Packed)
+                    yield Replays(f"{label}, replayed", cached)
+                    for how, given in (("generate", {}), ("decode", {"custom_generate": decode})):
+                        of_loop = [fuse_(copy.deepcopy(m), cache="f32") for m in plain]
+                        yield Generated(f"{label}, replayed, {how}", of_loop, **given)
                 if args.compile:
                     yield Stepped(f"{label}, compiled", models, Compiled)
 

@@ -14,7 +14,8 @@ namespace {
 #if PY_VERSION_HEX < 0x030C0000
 class Writes {
  public:
-  explicit Writes(PyObject* dict) : dict_(reinterpret_cast<PyDictObject*>(dict)), seen_(version()) {}
+  explicit Writes(PyObject* dict)
+      : dict_(reinterpret_cast<PyDictObject*>(dict)), seen_(version()) {}
   bool none() const { return seen_ == version(); }
   void forget() { seen_ = version(); }
 

@@ -55,8 +55,9 @@ def test_a_cache_by_hand(cache: str, rows: int) -> None:
 def test_forms_are_in_order(name: str) -> None:
     """On every chip; and a slower host is never faster."""
     for chip in chips.CHIPS:
-        unfused, fused, gpu = (token_time(name, "q4_k", chip, form) for form in FORMS)
+        unfused, fused, replayed, gpu = (token_time(name, "q4_k", chip, form) for form in FORMS)
         assert unfused.total > fused.total > gpu.total > gpu.products == fused.products
+        assert fused.total > replayed.total >= replayed.gpu > replayed.products == fused.products
         assert unfused.passes > fused.passes and unfused.others > fused.others
     hosts = [token_time(name, "q4_k", "m4-max", "unfused", us).total for us in (1.0, 10.0, 40.0)]
     assert hosts == sorted(hosts)
@@ -79,6 +80,16 @@ def test_kernels_are_those_of_a_step() -> None:
     assert abs(counted[0] - one.other_kernels(False)) <= 6
 
 
+def test_a_replayed_token_by_hand() -> None:
+    """7 passes a layer, 4 beside them; the host goes on while the GPU computes."""
+    t = token_time(SMALL, "q4_0", "m4-max", "replayed", context=100)
+    cached = token_time(SMALL, "q4_0", "m4-max", "fused", context=100, cache="f16")
+    assert (t.products, t.attention) == (cached.products, cached.attention)
+    assert (t.passes, t.others) == (2 * 7 + 4, 8)
+    assert t.host == pytest.approx(60 + 2 * 3.4 + 15 * 8 + 0.5 * 18)
+    assert t.total == max(t.gpu, t.host)
+
+
 def test_fewer_cores_are_planned_for() -> None:
     small = replace(Chip.named("m4-max"), cores=32, bandwidth_gb_s=410)
     assert token_time(SMALL, "q4_0", small).total > token_time(SMALL, "q4_0", "m4-max").total
@@ -88,7 +99,10 @@ def test_fewer_cores_are_planned_for() -> None:
     ("arguments", "message"),
     [
         (("Llama 9", "q4_0", "m1"), "model: unknown 'Llama 9'; allowed: Llama 2 7B, "),
-        ((SMALL, "q4_0", "m1", "faster"), "form: unknown 'faster'; allowed: unfused, fused, gpu"),
+        (
+            (SMALL, "q4_0", "m1", "faster"),
+            "form: unknown 'faster'; allowed: unfused, fused, replayed, gpu",
+        ),
     ],
 )
 def test_what_is_unknown_is_named(arguments: Any, message: str) -> None:

@@ -126,6 +126,10 @@ class Replayed:
     def original(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.model).forward(self.model, *args, **kwargs)
 
+    def kinds(self) -> list[_Step]:
+        """The kinds of steps that are known, of all caches."""
+        return [step for kinds in self._caches.values() for step in kinds.values()]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
@@ -321,8 +325,7 @@ def explain(model: Any) -> str:
         )
     last = f"the last step was not: {steps.why}" if steps.why else "the last step was, too"
     lines = [f"{steps.replays} steps were replayed; {last}"]
-    for kinds in steps._caches.values():
-        lines += [_line(step) for step in kinds.values()]
+    lines += [_line(step) for step in steps.kinds()]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """How long a token takes on a chip, in transformers at batch 1: a prediction, as of cost_model.py.
 
-    token   beside + wait + max(GPU, host)
+    token   beside + wait + max(GPU, host); replayed: max(GPU, beside + host)
     GPU     products + attention + PASS_US for each of our passes + OTHER_US for each other kernel
     host    layers x Python of a layer + OP_US for each other kernel + ENCODE_US for each of ours
 
@@ -8,10 +8,12 @@ Products take the time that cost_model.py predicts without its launches, the con
 bytes: attention reads keys and values once, DynamicCache copies them in every token. The passes are
 those that plan() makes. The host encodes while the
 GPU computes, apart from what lies beside the layers: embedding, mask, positions, the choice of the
-token; and the host waits for the GPU once a token.
+token; and the host waits for the GPU once a token. Where a token is read one step late, the next
+step is queued by then: all of the host's time lies beside the GPU's.
 
-Three forms: "unfused", a model after quantize_; "fused", after fuse_; "gpu", the fused kernels
-without a host, the limit for software that launches them. Nothing here was measured on a Mac.
+Four forms: "unfused", a model after quantize_; "fused", after fuse_; "replayed", after
+fuse_(cache=...), by hf/decoding.py; "gpu", the fused kernels without a host, the limit for software
+that launches them. Nothing here was measured on a Mac.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .. import _C, formats
 from ..hf.caches import pair_of
 from .cost_model import LAUNCH_US, REACHED, Chip, predict
 
-FORMS = ("unfused", "fused", "gpu")
+FORMS = ("unfused", "fused", "replayed", "gpu")
 
 PASS_US = LAUNCH_US
 # A small kernel of torch: 2 to 3 on the GPU, 0.5 to encode where it is a plain one (pytorch 82707).
@@ -33,8 +35,10 @@ OTHER_US, ENCODE_US = 2.5, 0.5
 OP_US = 15.0
 # Python of a layer and of a step beside the layers on a Zen 5 core, tiny weights, one thread:
 # `python -m bench tokens --overhead --threads 1`, 2026-11-22.
-LAYER_US = {"unfused": 126.0, "fused": 41.0, "gpu": 0.0}
-BESIDE_US = {"unfused": 147.0, "fused": 161.0, "gpu": 0.0}
+# Replayed on a slower core, a Xeon of family 6, model 207: what Python takes more than the list of
+# ops, by the loop of hf/decoding.py, 2026-11-26.
+LAYER_US = {"unfused": 126.0, "fused": 41.0, "replayed": 3.4, "gpu": 0.0}
+BESIDE_US = {"unfused": 147.0, "fused": 161.0, "replayed": 60.0, "gpu": 0.0}
 HEAD_NORM_US = 15.0  # of a norm of q or k, unfused: a Qwen3 of the same sizes, 31 more a layer
 WAIT_US = 100.0  # a synchronize of the MPS stream
 CONTEXT = 128  # tokens before
@@ -47,6 +51,9 @@ _SHARED, _NORM, _REST = 3, 8, 14
 # the rotation of a fused layer, else by one more.
 _ATTENTION, _APPEND = 2, 1
 _BESIDE = {"unfused": 22, "fused": 12}  # the last norm is in them, or a pass of ours
+# Of a replayed step: token, position, slots and length are written where the list reads them; the
+# next position, logits as f32, the likeliest token and its copy for the host.
+_REPLAYED = 8
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,8 @@ def token_time(
     m = MODELS[model] if isinstance(model, str) else model
     machine = Chip.named(chip) if isinstance(chip, str) else chip
     fused = form != "unfused"
+    if form == "replayed":
+        cache = cache or "f16"
     products, passes = 0.0, 1 + fused * (m.layers + 1)  # the embedding; rope, the last norm
     for n, k, times in m.products(fused):
         p = predict(1, n, k, format, machine)
@@ -164,9 +173,12 @@ def token_time(
     else:
         attention = m.cache_bytes(context, cache) / bandwidth
         passes += m.layers * (_ATTENTION + (0 if fused else _APPEND))
-    others = m.other_kernels(fused, cache is not None)
+    others = _REPLAYED if form == "replayed" else m.other_kernels(fused, cache is not None)
+    passes += form == "replayed"  # the rotation's tables
     layer = LAYER_US[form] + 2 * HEAD_NORM_US * (m.head_norms and not fused)
     host = m.layers * layer + op_us * others + ENCODE_US * passes
     if form == "gpu":
         return TokenTime(products, attention, passes, others, 0.0, WAIT_US)
+    if form == "replayed":
+        return TokenTime(products, attention, passes, others, host + BESIDE_US[form], 0.0)
     return TokenTime(products, attention, passes, others, host, BESIDE_US[form] + WAIT_US)
