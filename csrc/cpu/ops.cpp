@@ -37,7 +37,7 @@ at::Tensor scaled_matmul(const Args& a) {
   if (a.alpha != 1 || a.beta != 0) y = y.to(at::kFloat);
   if (a.alpha != 1) y.mul_(a.alpha);
   if (a.beta != 0) y.add_(a.c->to(at::kFloat).view_as(y), a.beta);
-  return like_input(y, a.x);
+  return like_input(std::move(y), a.x);
 }
 
 }  // namespace
@@ -55,15 +55,15 @@ at::Tensor norm_linear(const args::norm_linear& a) {
   const PackedWeight w = packed(a.weight, check(a));
   const Activations rounding = check_activations(a.activations, a.x);
   const at::Tensor rows = normalized(as_f32_rows(a.x), a.norm_weight, a.eps, a.offset);
-  const at::Tensor y = matmul(rows, w.rows, w.format, a.x.scalar_type(), std::nullopt, rounding);
-  return finish(y, a.bias, a.residual, a.x);
+  at::Tensor y = matmul(rows, w.rows, w.format, a.x.scalar_type(), std::nullopt, rounding);
+  return finish(std::move(y), a.bias, a.residual, a.x);
 }
 
 at::Tensor rms_norm(const args::rms_norm& a) {
   check(a);
   at::Tensor y = normalized(as_f32_rows(a.x), a.weight, a.eps, a.offset);
   if (a.gate.has_value()) y.mul_(at::silu(as_f32_rows(*a.gate)));
-  return finish(y, std::nullopt, a.residual, a.x);
+  return finish(std::move(y), std::nullopt, a.residual, a.x);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const args::add_rms_norm& a) {
@@ -102,9 +102,8 @@ at::Tensor swiglu_linear(const args::swiglu_linear& a) {
   const PackedWeight w = packed(a.weight, shape.weight);
   const at::Tensor hidden = composed::activate(as_f32_rows(a.gate).contiguous(), shape.activation)
                                 .mul_(as_f32_rows(a.up));
-  const at::Tensor y =
-      matmul(hidden, w.rows, w.format, a.gate.scalar_type(), std::nullopt, rounding);
-  return finish(y, a.bias, a.residual, a.gate);
+  at::Tensor y = matmul(hidden, w.rows, w.format, a.gate.scalar_type(), std::nullopt, rounding);
+  return finish(std::move(y), a.bias, a.residual, a.gate);
 }
 
 at::Tensor gemv(const args::gemv& a) { return scaled_matmul(a); }

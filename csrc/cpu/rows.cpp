@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "ops/tensors.h"
@@ -91,7 +92,7 @@ at::Tensor finish(at::Tensor y, const OptionalTensor& bias, const OptionalTensor
                   const at::Tensor& x) {
   const int64_t m = y.size(0), n = y.size(1);
   if ((bias.has_value() || residual.has_value()) && y.numel()) {
-    y = y.to(at::kFloat);
+    if (y.scalar_type() != at::kFloat) y = y.to(at::kFloat);
     at::Tensor b, r;
     if (bias.has_value()) b = bias->to(at::kFloat).contiguous();
     if (residual.has_value()) r = as_rows(*residual, at::kFloat);
@@ -111,7 +112,7 @@ at::Tensor finish(at::Tensor y, const OptionalTensor& bias, const OptionalTensor
       }
     });
   }
-  return like_input(y, x);
+  return like_input(std::move(y), x);
 }
 
 void turn_heads(const HeadsFrom& h, const Turn& t, float* to) {

@@ -30,7 +30,8 @@ inline bool holds_values(const at::Tensor& t) {
 inline at::Tensor as_rows(const at::Tensor& x, at::ScalarType dtype) {
   const int64_t k = x.size(-1);
   const int64_t m = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
-  const at::Tensor rows = x.reshape({m, k}).to(dtype);
+  at::Tensor rows = x.dim() == 2 ? x : x.reshape({m, k});
+  if (rows.scalar_type() != dtype) rows = rows.to(dtype);
   return rows.stride(1) == 1 || k <= 1 ? rows : rows.contiguous();
 }
 
@@ -40,11 +41,17 @@ inline at::Tensor stored(const at::Tensor& t, at::ScalarType dtype) {
   return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
 }
 
-// y [M, n] as [..., n] in the dtype of x, with the leading dimensions of x.
-inline at::Tensor like_input(const at::Tensor& y, const at::Tensor& x) {
-  std::vector<int64_t> shape = x.sizes().vec();
+// y [M, n] as [..., n] in the dtype of x, with the leading dimensions of x. Where y is the caller's
+// last handle, it gets the other shape itself: a view takes a token's small products 1 us each.
+inline at::Tensor like_input(at::Tensor y, const at::Tensor& x) {
+  c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = y.size(1);
-  return y.view(shape).to(x.scalar_type());
+  if (y.use_count() == 1 && y.is_contiguous()) {
+    y.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  } else {
+    y = y.view(shape);
+  }
+  return y.scalar_type() == x.scalar_type() ? y : y.to(x.scalar_type());
 }
 
 // Rows of K values that are decoded at a time where a whole dense W is never wanted: 32 MB of f32.
