@@ -77,6 +77,7 @@ class Guard {
  public:
   Guard(const py::list& dicts, const py::list& lists, const py::list& items) {
     for (const py::handle& each : dicts) {
+      if (!PyDict_Check(each.ptr())) throw py::type_error("dicts: an element is no dict");
       const auto d = py::reinterpret_borrow<py::dict>(each);
       dicts_.push_back({d, {}});
       writes_.emplace_back(d.ptr());
@@ -86,6 +87,7 @@ class Guard {
       }
     }
     for (const py::handle& each : lists) {
+      if (!PyList_Check(each.ptr())) throw py::type_error("lists: an element is no list");
       const auto l = py::reinterpret_borrow<py::list>(each);
       lists_.push_back({l, {}});
       for (const py::handle& value : l) {

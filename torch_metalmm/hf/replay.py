@@ -41,7 +41,7 @@ MOST = 8  # tokens of a sequence in a step
 _HELD = 8  # kinds of steps on a cache, each with the tensors between its ops
 _TRIES = 3  # recordings of a cache's step that a change of the model may end
 _HOOKS = [
-    d for n, d in vars(torch_module).items() if n.startswith("_global_") and type(d) is not bool
+    d for n, d in vars(torch_module).items() if n.startswith("_global_") and isinstance(d, dict)
 ]
 
 
