@@ -96,6 +96,7 @@ OPTIONS = {
     "chip": Option("whose passes are counted on a CPU (m4-max)", normal="m4-max"),
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
     "families": Option("what a token costs in families that are more than a Llama", bool),
+    "loops": Option("a token of generate() by transformers' loop and by decode", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
     "imatrix": Option("instead: with an importance matrix and without", bool),
     "parts": Option(",".join(cache_cost.PARTS), normal="bytes,quality"),
@@ -174,7 +175,7 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models compile no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens budget chip overhead families ops write",
+        "one-device new-tokens budget chip overhead families loops ops write",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
             "cuda": ON_GPU | {"models": "8b,1b"},
@@ -183,6 +184,7 @@ MEASURES = {
         {
             "overhead": ("models.overhead", {}, {}),
             "families": ("models.family_times", {"formats": "q4_0", "repetitions": 3}, {}),
+            "loops": ("models.loops", {"formats": "q4_0", "repetitions": 5, "new_tokens": 128}, {}),
             "ops": ("models.families", {}, {}),
             "tp": ("models.ranks", {}, {}),
             "cache": (

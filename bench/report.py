@@ -246,6 +246,16 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *((f"beside them {n}", f"beside_{n}", str) for n in ("before", "after")),
         ),
     ),
+    "loops": (
+        "{model}",
+        (
+            ("loop", "loop", str),
+            ("ms a token", "ms", digits),
+            quartiles("ms"),
+            ("tokens equal", "ok", {True: "yes", False: "NO"}.get),
+            ("replays", "replays", str),
+        ),
+    ),
     "families": (
         "{model}",
         (

@@ -1,0 +1,69 @@
+"""What a token of generate() costs by transformers' own loop and by hf/decoding.py's.
+
+Llamas of random weights after fuse_(cache=...), whose steps are replayed: greedy answers, by turns
+in one process. What a longer answer takes more than a shorter one is its tokens'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import fuse_
+from torch_metalmm.hf.decoding import decode
+from torch_metalmm.hf.replay import replayed
+
+from ..runner import Record, Run, named
+from ..tables import status
+from ..timing import Timing, wall_clock
+from . import llamas
+
+PROMPT, SHORT = 64, 16
+LOOPS: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "decode, read at once": {"custom_generate": decode, "reads_late": False},
+    "decode, read one step late": {"custom_generate": decode, "reads_late": True},
+}
+
+
+def run(run: Run) -> Iterator[Record]:
+    """One record per model and loop."""
+    (format, *_) = named(run.args.formats)
+    dtype = torch.float32 if run.device.type == "cpu" else torch.float16
+    for name in (run.args.models or "1b").split(","):
+        status(name)
+        with torch.inference_mode(False), torch.no_grad():
+            packed: Any = llamas.packed_llama(llamas.SHAPES[name], format, run.device.type, dtype)
+            model = fuse_(packed, cache="f32" if dtype == torch.float32 else "f16")
+        samples: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+        answers: dict[str, Tensor] = {}
+        for turn in range(run.args.repetitions + 1):
+            for loop, how in LOOPS.items():
+                seconds, answers[loop] = _token(model, run, how)
+                samples[loop] += [seconds] if turn else []
+        steps = replayed(model)
+        for loop, times in samples.items():
+            yield {
+                "kind": "loops",
+                "model": f"Llama of {name}, {format}, {dtype}",
+                "loop": loop,
+                **Timing.of(times).fields("ms", lambda s: 1e3 * s),
+                "ok": torch.equal(answers[loop], answers["transformers"]),
+                "replays": steps.replays if steps is not None else 0,
+            }
+
+
+def _token(model: Any, run: Run, how: dict[str, Any]) -> tuple[float, Tensor]:
+    """(seconds of a token; the longer answer)."""
+    prompt = torch.ones(1, PROMPT, dtype=torch.long, device=run.device.type)
+    given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **how}
+    answer, kept, seconds = partial(model.generate, prompt, **given), [], []
+    for count in (SHORT, SHORT + run.args.new_tokens):
+        # tolist() waits for the device.
+        call = partial(lambda n: kept.append(answer(max_new_tokens=n).tolist()), count)
+        seconds.append(wall_clock(call))
+    return (seconds[1] - seconds[0]) / run.args.new_tokens, torch.tensor(kept[1])
