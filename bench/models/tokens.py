@@ -139,12 +139,12 @@ class Builder:
             return
         fused = fuse_(llamas.sharing(model))
         yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
+        dtype_name = str(self.dtype).removeprefix("torch.").replace("float", "f")
         if kind:
             rounded, title = activations_(llamas.sharing(fused), kind), f"{plain}, fuse_, {kind} x"
             yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
-            cached = Packed(f"{title}, PackedCache", llamas.sharing(rounded), False)
-            yield Entry(cached, model, title)
-        dtype_name = str(self.dtype).removeprefix("torch.").replace("float", "f")
+            stepped = activations_(fuse_(llamas.sharing(model), cache=dtype_name), kind)
+            yield Entry(Packed(f"{title}, replayed", stepped, False), model, title)
         stepped = fuse_(llamas.sharing(model), cache=dtype_name)
         yield Entry(Packed(f"{plain}, fuse_, replayed", stepped, exact), model, plain)
 
