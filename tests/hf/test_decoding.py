@@ -141,12 +141,14 @@ def test_a_streamer_and_criteria(late: bool) -> None:
 
 
 def test_what_another_loop_is_for() -> None:
-    """Masks that hide tokens, results beside the sequences: as transformers gives them."""
+    """Hidden tokens, beams, results beside the sequences: as transformers gives them."""
     model, how, prompt = model_of(), {"custom_generate": decode}, ids(2, 5)
     mask = torch.ones_like(prompt)
     mask[0, :2] = 0
     assert torch.equal(*both(model, prompt, how, attention_mask=mask, do_sample=False))
     assert torch.equal(*both(model, prompt, how, use_cache=False, do_sample=False))
+    assert torch.equal(*both(model, prompt, how, num_beams=2, do_sample=False))
+    assert torch.equal(*both(model, prompt, how, num_return_sequences=2, do_sample=True))
     got, want = both(model, prompt, how, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(got.sequences, want.sequences)
     assert all(torch.equal(*each) for each in zip(got.scores, want.scores, strict=True))
@@ -178,6 +180,15 @@ def test_transformers_own_late_loop_replays(monkeypatch: pytest.MonkeyPatch) -> 
     out = model.generate(ids(1, 5), **given)
     assert found.replays == 20 - 1 - 2, found.why
     assert cache.get_seq_length() == out.shape[1] - 1
+
+
+def test_a_mode_of_more_arguments_is_refused() -> None:
+    model, prompt = model_of(), ids(1, 5)
+    with pytest.raises(ValueError, match="custom_generate: decode; the mode is assisted_gen"):
+        model.generate(prompt, prompt_lookup_num_tokens=2, max_new_tokens=4, custom_generate=decode)
+    how = partial(decode, streamer=Kept())
+    with pytest.raises(ValueError, match="beam_search with a streamer; allowed: greedy_search"):
+        model.generate(prompt, num_beams=2, max_new_tokens=4, custom_generate=how)
 
 
 def test_nan_is_not_drawn_from() -> None:

@@ -65,7 +65,7 @@ def test_a_list_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated():
         want = stepped(steps.original, model)
         got = stepped(model, model, cache)
-        assert "lists, as a graph of torch's" in explain(model)
+        assert "passes in 1 list, as a graph of torch's" in explain(model)
     assert Captured.made == 1
     assert all(map(torch.equal, got, want))
     assert steps.replays == 2 * REPLAYED

@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
 from .caches.layers import PackedLayer
 
+# Modes of generate() that choose one token of each sequence, and those of several.
+_ONE_EACH = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 Processors = Callable[[Tensor, Tensor], Tensor]
 # Where a model has one of its own, a step is what that says: long rotary factors read all anew.
 _OWN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -51,17 +55,20 @@ def decode(
 
     transformers' own loop runs where this one knows too little: padded batches, encoders, images,
     no cache, beams, prompts in chunks, results beside the sequences, models with inputs of a step
-    of their own (Phi-3's long factors, vision). RuntimeError: the logits that
-    a token is drawn from are NaN or infinite.
+    of their own (Phi-3's long factors, vision).
+
+    ValueError: a mode that needs more than generate() hands to a custom_generate: assistants,
+    prompt lookup; a streamer of beams. RuntimeError: the logits that a token is drawn from are NaN
+    or infinite.
     """
     config, cache = generation_config, cache_in(model_kwargs)
     unread = None
     if not synced_gpus and _is_plain(model, input_ids, config, model_kwargs):
         unread = _unread(input_ids, cache, config, model_kwargs.get("attention_mask"))
     if unread is None:
-        own = type(model)._sample
-        given = (logits_processor, stopping_criteria, config, synced_gpus, streamer)
-        return own(model, input_ids, *given, **model_kwargs)
+        own, streamed = _own_loop(model, config, streamer)
+        given = (logits_processor, stopping_criteria, config, synced_gpus)
+        return own(model, input_ids, *given, **streamed, **model_kwargs)
     if reads_late is None:
         reads_late = input_ids.device.type != "cpu"
     is_late = reads_late and (keeps_last or _can_crop(cache))
@@ -84,13 +91,30 @@ def decode(
     return answer.sequences()
 
 
+def _own_loop(model: Any, config: Any, streamer: Any) -> tuple[Any, dict[str, Any]]:
+    """transformers' loop for what generate() was asked for, and its arguments beside the usual."""
+    mode = config.get_generation_mode()
+    if mode in _ONE_EACH:
+        return type(model)._sample, {"streamer": streamer}
+    if mode not in _BEAMS or streamer is not None:
+        allowed = ", ".join(m.value for m in (*_ONE_EACH, *_BEAMS))
+        raise ValueError(
+            f"custom_generate: decode; the mode is {mode.value}"
+            + (" with a streamer" if streamer is not None else "")
+            + f"; allowed: {allowed}, the last two without a streamer"
+        )
+    return type(model)._beam_search, {}
+
+
 def _is_plain(model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> bool:
     """Whether a step is a token of each sequence, its position and the cache."""
     if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in _OWN):
         return False
     if model.config.is_encoder_decoder or ids.dim() != 2 or ids.shape[1] == 0:
         return False
-    if (config.num_beams or 1) != 1 or config.return_dict_in_generate or config.prefill_chunk_size:
+    if config.get_generation_mode() not in _ONE_EACH:
+        return False
+    if config.return_dict_in_generate or config.prefill_chunk_size:
         return False
     if any(value is not None and name not in _KNOWN for name, value in given.items()):
         return False

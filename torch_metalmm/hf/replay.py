@@ -340,6 +340,7 @@ def _line(step: _Step) -> str:
     called = step.native.called()
     passes, lists = step.native.launched()
     graph = ", as a graph of torch's" if step.run.graph is not None else ""
-    launched = f"{passes} passes in {lists} lists{graph}" if passes else ""
+    plural = "s" if lists > 1 else ""
+    launched = f"{passes} passes in {lists} list{plural}{graph}" if passes else ""
     ops = [f"{count} {name}" for name, count in Counter(called).items()]
     return what + "; ".join(part for part in (launched, ", ".join(ops)) if part)
