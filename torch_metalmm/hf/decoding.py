@@ -141,7 +141,7 @@ def _can_crop(cache: Any) -> bool:
     """Whether the last row of every layer may be forgotten."""
     return not any(
         hasattr(layer, "recurrent_states")
-        or (layer.is_sliding and not isinstance(layer, PackedLayer))
+        or (getattr(layer, "is_sliding", False) and not isinstance(layer, PackedLayer))
         for layer in cache.layers
     )
 
@@ -280,4 +280,4 @@ class _Growing:
         self.count += 1
 
     def all(self) -> Tensor:
-        return self._memory[:, : self.count]
+        return self._memory[:, : self.count].contiguous()

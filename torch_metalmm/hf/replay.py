@@ -40,6 +40,7 @@ _KINDS: dict[type, Any] = {PackedCache: PackedStep, PagedCache: PagedStep}
 MOST = 8  # tokens of a sequence in a step
 _HELD = 8  # kinds of steps on a cache, each with the tensors between its ops
 _TRIES = 3  # recordings of a cache's step that a change of the model may end
+_OTHER_HOOKS = ("_state_dict", "_load_state_dict")  # of a module, which no forward calls
 _HOOKS = [
     d for n, d in vars(torch_module).items() if n.startswith("_global_") and isinstance(d, dict)
 ]
@@ -273,7 +274,7 @@ def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
         why = why or _foreign(name or "the model", module)
         dicts.append(module.__dict__)
         for key, each in module.__dict__.items():
-            if isinstance(each, dict) and "state_dict" not in key:  # hooks of another call
+            if isinstance(each, dict) and not key.startswith(_OTHER_HOOKS):
                 dicts.append(each)
             elif type(each) is list:
                 lists.append(each)
