@@ -138,7 +138,7 @@ class Replayed:
             kwargs = {"input_ids": args[0], **kwargs}
             args = args[1:]
         try:
-            cache, key, ids, positions = _of_call(args, kwargs)
+            cache, key, ids, positions, mask = _of_call(args, kwargs)
         except Refused as refused:
             self.why = str(refused)
             return self.original(*args, **kwargs)
@@ -153,6 +153,9 @@ class Replayed:
             if step is not None and not step.cache.reads(cache):  # the rows are in other memory
                 steps.clear()
                 step = None
+        if mask is not None and not _is_full(mask, cache, ids):  # of rows: the cache has some
+            self.why = "attention_mask hides tokens"
+            return self.original(*args, **kwargs)
         if step is None:
             if len(steps) == _HELD:
                 del steps[next(iter(steps))]
@@ -214,8 +217,8 @@ def _again(step: _Step, cache: Any, ids: Tensor, positions: Tensor | None) -> _S
     return new
 
 
-def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor, Any]:
-    """(cache, what a recording is for, ids, positions). Refused: it may not be recorded."""
+def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor, Any, Any]:
+    """(cache, what a recording is for, ids, positions, mask). Refused: it may not be recorded."""
     cache, ids = cache_in(kwargs), kwargs.get("input_ids")
     kind = _KINDS.get(type(cache))
     if args or kind is None or ids is None or ids.dim() != 2:
@@ -240,16 +243,14 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
             others.append((name, value))
     if kwargs.get("return_dict") is False:
         raise Refused("return_dict=False")
-    if mask is not None and not (mask.dim() == 2 and _is_full(mask, cache, ids)):
-        raise Refused("attention_mask hides tokens")
     place = None if positions is None else (*positions.shape, positions.dtype)
     key = (*ids.shape, ids.dtype, ids.device, place, *others, torch.is_inference_mode_enabled())
-    return cache, (kind.key(cache), key), ids, positions
+    return cache, (kind.key(cache), key), ids, positions, mask
 
 
 def _is_full(mask: Tensor, cache: Any, ids: Tensor) -> bool:
     """Whether the mask [B, tokens] hides none of the rows that are held, nor of the new ones."""
-    if mask.shape[1] != cache.get_seq_length() + ids.shape[1]:
+    if mask.dim() != 2 or mask.shape[1] != cache.get_seq_length() + ids.shape[1]:
         return False
     return bool(mask.all())  # as transformers asks at every step
 
