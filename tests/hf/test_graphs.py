@@ -128,3 +128,31 @@ def test_a_model_explains_its_steps() -> None:
     handle.remove()
     with pytest.raises(ValueError, match="model: Linear records no steps"):
         explain(torch.nn.Linear(1, 1))
+
+
+def test_a_weight_in_another_part_of_its_memory_is_seen() -> None:
+    model = model_of()
+    weight, cache = model.model.norm.weight, PackedCache(model.config, "q8_0/q8_0")
+    bank = torch.stack([weight.detach(), 2 * weight.detach()])
+    steps = replayed(model)
+    assert steps is not None
+    with emulated():
+        weight.data = bank[0]
+        stepped(model, model, cache)
+        replays, weight.data = steps.replays, bank[1]
+        stepped(model, model, cache)
+    assert replays > 0
+    assert steps.replays < replays + STEPS  # the first of them is the model's own
+
+
+def test_a_mask_for_each_kind_of_layer_is_the_models_own() -> None:
+    model = model_of()
+    cache = PackedCache(model.config, "q8_0/q8_0")
+    stepped(model, model, cache)
+    with torch.no_grad():
+        given = {"attention_mask": {"full_attention": None}, **with_cache(model, cache)}
+        with pytest.raises(Exception) as own:
+            replayed(model).original(input_ids=ids(1, 1), **given)  # type: ignore[union-attr]
+        with pytest.raises(type(own.value)) as got:
+            model(input_ids=ids(1, 1), **given)
+    assert str(got.value) == str(own.value)

@@ -243,6 +243,8 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
             others.append((name, value))
     if kwargs.get("return_dict") is False:
         raise Refused("return_dict=False")
+    if not isinstance(mask, Tensor | None):
+        raise Refused("an attention_mask for each kind of layer")
     place = None if positions is None else (*positions.shape, positions.dtype)
     key = (*ids.shape, ids.dtype, ids.device, place, *others, torch.is_inference_mode_enabled())
     return cache, (kind.key(cache), key), ids, positions, mask

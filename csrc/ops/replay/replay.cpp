@@ -16,7 +16,7 @@ bool is_of(const at::Tensor& t, const at::Tensor& memory) {
 
 Replay::Held Replay::held(const at::Tensor& t) {
   const void* data = t.has_storage() ? t.storage().data() : nullptr;
-  return {data, t.scalar_type(), t.sizes().vec(), t.strides().vec()};
+  return {data, t.scalar_type(), t.sizes().vec(), t.strides().vec(), t.storage_offset()};
 }
 
 Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results)
@@ -151,7 +151,7 @@ bool Replay::holds() const {
     const Held& h = held_[i];
     const void* data = t.has_storage() ? t.storage().data() : nullptr;
     if (data != h.data || t.scalar_type() != h.dtype || t.sizes() != h.sizes ||
-        t.strides() != h.strides) {
+        t.strides() != h.strides || t.storage_offset() != h.offset) {
       return false;
     }
   }
