@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_metalmm import fuse_
+from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 from torch_metalmm.hf.decoding import decode
 from torch_metalmm.hf.replay import replayed
 
@@ -38,12 +39,14 @@ def run(run: Run) -> Iterator[Record]:
         status(name)
         with torch.inference_mode(False), torch.no_grad():
             packed: Any = llamas.packed_llama(llamas.SHAPES[name], format, run.device.type, dtype)
-            model = fuse_(packed, cache="f32" if dtype == torch.float32 else "f16")
+            model = fuse_(packed, cache=DTYPE_NAMES[dtype])
         samples: dict[str, list[float]] = {loop: [] for loop in LOOPS}
         answers: dict[str, Tensor] = {}
         for turn in range(run.args.repetitions + 1):
             for loop, how in LOOPS.items():
-                seconds, answers[loop] = _token(model, run, how)
+                prompt = torch.ones(1, PROMPT, dtype=torch.long, device=run.device.type)
+                given = prompt, SHORT, run.args.new_tokens
+                seconds, answers[loop] = token_of_answer(model, *given, **how)
                 samples[loop] += [seconds] if turn else []
         steps = replayed(model)
         for loop, times in samples.items():
@@ -57,13 +60,17 @@ def run(run: Run) -> Iterator[Record]:
             }
 
 
-def _token(model: Any, run: Run, how: dict[str, Any]) -> tuple[float, Tensor]:
-    """(seconds of a token; the longer answer)."""
-    prompt = torch.ones(1, PROMPT, dtype=torch.long, device=run.device.type)
+def token_of_answer(
+    model: Any, prompt: Tensor, short: int, more: int, **how: Any
+) -> tuple[float, Tensor]:
+    """(seconds of one of the `more` tokens that an answer has beyond `short`; the longer answer).
+
+    prompt: int64 [1, S].
+    """
     given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **how}
     answer, kept, seconds = partial(model.generate, prompt, **given), [], []
-    for count in (SHORT, SHORT + run.args.new_tokens):
+    for count in (short, short + more):
         # tolist() waits for the device.
         call = partial(lambda n: kept.append(answer(max_new_tokens=n).tolist()), count)
         seconds.append(wall_clock(call))
-    return (seconds[1] - seconds[0]) / run.args.new_tokens, torch.tensor(kept[1])
+    return (seconds[1] - seconds[0]) / more, torch.tensor(kept[1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +23,14 @@ from ..devices import CPU
 from ..runner import Record, Run, named
 from ..timing import Timing, wall_clock
 from . import llamas, shares
+from .loops import token_of_answer
 from .systems import Compiled, Packed, Transformers
 
 FEW, MANY = 2, 12  # layers
 HIDDEN = 64
 CONTEXT = 32
 BURST = 8  # steps in a turn of a model
+_COUNTS = ("ops_us", "our_ops", "other_ops", "views")  # of what a layer calls, where that is seen
 
 
 def tiny_llama(layers: int) -> Any:
@@ -66,7 +67,7 @@ class Stepped:
     def ops(self) -> Record:
         """What a layer calls, and the time of these ops in rows."""
         if type(self.systems[0]) is not Transformers or self.systems[0].make:
-            return dict.fromkeys(("ops_us", "our_ops", "other_ops", "views"))
+            return dict.fromkeys(_COUNTS)
         calls = [shares.watched(lambda s=s: s.feed([1])) for s in self.systems]
         timed = [sum((shares.in_rows(c, CPU).seconds or {}).values()) for c in calls]
         kinds = [[call.kind for call in c] for c in calls]
@@ -114,11 +115,10 @@ class Replays(Stepped):
         )
         few, many = (step - ops for step, ops in zip(steps, lists, strict=True))
         layer = (many - few) / (MANY - FEW)
-        return {
+        return dict.fromkeys(_COUNTS) | {
             "ops_us": 1e6 * (lists[1] - lists[0]) / (MANY - FEW),
             "python_layer_us": 1e6 * layer,
             "python_us": 1e6 * (few - FEW * layer),
-            **dict.fromkeys(("our_ops", "other_ops", "views")),
         }
 
 
@@ -130,19 +130,14 @@ class Generated(Stepped):
         self.how = how
 
     def turn(self, timed: bool) -> None:
-        """The same prompt twice: what the longer answer takes more is its tokens'."""
         prompt = torch.ones(1, CONTEXT, dtype=torch.long)
-        given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **self.how}
         for system, samples in zip(self.systems, self.samples, strict=True):
-            answer = partial(system.model.generate, prompt, **given)  # type: ignore[operator]
-            short, long = (
-                wall_clock(partial(answer, max_new_tokens=n)) for n in (BURST, 3 * BURST)
-            )
+            seconds, _ = token_of_answer(system.model, prompt, BURST, 2 * BURST, **self.how)
             if timed:
-                samples.append((long - short) / (2 * BURST))
+                samples.append(seconds)
 
     def ops(self) -> Record:
-        return dict.fromkeys(("ops_us", "our_ops", "other_ops", "views"))
+        return dict.fromkeys(_COUNTS)
 
 
 def stepped(names: Sequence[str], args: Any) -> Iterator[Stepped]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalmm import activations_, formats, fuse_
+from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 
 from ..devices import Device
 from ..peers.programs import PROGRAMS
@@ -139,7 +140,7 @@ class Builder:
             return
         fused = fuse_(llamas.sharing(model))
         yield Entry(Transformers(f"{plain}, fuse_", fused, exact), model, plain)
-        dtype_name = str(self.dtype).removeprefix("torch.").replace("float", "f")
+        dtype_name = DTYPE_NAMES[self.dtype]
         if kind:
             rounded, title = activations_(llamas.sharing(fused), kind), f"{plain}, fuse_, {kind} x"
             yield Entry(Transformers(title, rounded, False), model, f"{plain}, fuse_")
@@ -185,7 +186,7 @@ class Builder:
 
 
 def dense_name(dtype: torch.dtype) -> str:
-    return "transformers " + str(dtype).replace("torch.", "").replace("float", "f")
+    return f"transformers {DTYPE_NAMES[dtype]}"
 
 
 @dataclass

@@ -215,13 +215,10 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
   }
   const bool in_steps = chosen == Strategy::kGemvSteps;
   const int64_t most = in_steps ? kMaxStepRows : chosen == Strategy::kGemv ? 1 : kMaxDotRows;
-  if (m <= most) {
-    dot_rows(codec, weight, x, y, in_steps);
-    return y;
-  }
   for (int64_t i = 0; i < m; i += most) {
     const int64_t rows = std::min(most, m - i);
-    dot_rows(codec, weight, x.narrow(0, i, rows), y.narrow(0, i, rows), in_steps);
+    const auto part = [&](const at::Tensor& t) { return rows == m ? t : t.narrow(0, i, rows); };
+    dot_rows(codec, weight, part(x), part(y), in_steps);
   }
   return y;
 }

@@ -247,7 +247,7 @@ class _Answer:
         self._pad = pad.cpu() if ends and pad is not None else None
 
     def is_last(self) -> bool:
-        """Whether there is room for one token more."""
+        """Whether the next token is the last that there is room for."""
         return self._most is not None and self._tokens.count + 1 >= self._most
 
     def take(self, token: Tensor) -> bool:

@@ -138,40 +138,50 @@ class Replayed:
             kwargs = {"input_ids": args[0], **kwargs}
             args = args[1:]
         try:
-            cache, key, ids, positions, mask = _of_call(args, kwargs)
+            cache, step = self._filled(args, kwargs)
         except Refused as refused:
-            self.why = str(refused)
+            self.why, step = str(refused), None
+        if step is None:
             return self.original(*args, **kwargs)
+        if step.recorded < 2:
+            return self._record(step, cache, kwargs)
+        return self._replay(step, cache)
+
+    def _filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Step]:
+        """(the cache, what its step is recorded or replayed by, with the values of this call)."""
+        cache, key, ids, positions, mask = _of_call(args, kwargs)
         steps = self._caches.get(cache)
         if steps is None:
             steps = self._caches[cache] = {}
         step = steps.get(key)
         if step is None or not step.cache.reads(cache):
             if why := _KINDS[type(cache)].refusal(cache, ids.shape[1]):
-                self.why = why
-                return self.original(*args, **kwargs)
+                raise Refused(why)
             if step is not None and not step.cache.reads(cache):  # the rows are in other memory
                 steps.clear()
                 step = None
         if mask is not None and not _is_full(mask, cache, ids):  # of rows: the cache has some
-            self.why = "attention_mask hides tokens"
-            return self.original(*args, **kwargs)
-        if step is None:
-            if len(steps) == _HELD:
+            raise Refused("attention_mask hides tokens")
+        if step is None or not step.same() or (step.recorded == 2 and not step.native.holds()):
+            if step is None and len(steps) == _HELD:
                 del steps[next(iter(steps))]
-            step = steps[key] = _Step(cache, ids, positions)
-        if not step.same() or (step.recorded == 2 and not step.native.holds()):
-            step = steps[key] = _again(step, cache, ids, positions)
-            step.guard, step.kinds, step.why = _guard(self.model)
-            if step.tries > _TRIES:
-                step.why = step.why or "the model changes between its steps"
+            step = steps[key] = self._begun(cache, ids, positions, step)
         if step.why:
-            self.why = step.why
-            return self.original(*args, **kwargs)
+            raise Refused(step.why)
         step.fill(cache, ids, positions)
-        if step.recorded < 2:
-            return self._record(step, cache, kwargs)
-        return self._replay(step, cache)
+        return cache, step
+
+    def _begun(
+        self, cache: Any, ids: Tensor, positions: Tensor | None, before: _Step | None
+    ) -> _Step:
+        """A step of a kind that is recorded from here on, in the place of one before."""
+        step = _Step(cache, ids, positions)
+        if before is None or before.recorded < 2:
+            step.tries = (before.tries if before is not None else 0) + 1
+        step.guard, step.kinds, step.why = _guard(self.model)
+        if step.tries > _TRIES:
+            step.why = step.why or "the model changes between its steps"
+        return step
 
     def _record(self, step: _Step, cache: Any, kwargs: dict[str, Any]) -> Any:
         """The model's own forward, recorded."""
@@ -208,13 +218,6 @@ class Replayed:
         step.cache.done(cache)
         self.replays, self.why = self.replays + 1, ""
         return step.output.of(logits, cache)  # type: ignore[union-attr]
-
-
-def _again(step: _Step, cache: Any, ids: Tensor, positions: Tensor | None) -> _Step:
-    """A step that is recorded anew; how often it was without a replay in between is counted."""
-    new = _Step(cache, ids, positions)
-    new.tries = step.tries + 1 if step.recorded < 2 else 0
-    return new
 
 
 def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tensor, Any, Any]:
@@ -268,7 +271,7 @@ def _unlike(out: Any, cache: Any) -> str:
 
 
 def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
-    """What tells that the model is what it is, forwards of its classes; why neither suffices."""
+    """(what tells that the model is what it was, forwards of its classes, why not to record it)."""
     dicts, lists, items = list(_HOOKS), [], []
     kinds: dict[type, Any] = {}
     why = "a hook of all modules" if any(_HOOKS) else ""

@@ -12,11 +12,17 @@ bool is_of(const at::Tensor& t, const at::Tensor& memory) {
   return t.has_storage() && t.storage().is_alias_of(memory.storage());
 }
 
+// Where its first element lies. Not data_ptr(), which throws where a storage has been let go.
+const void* start_of(const at::Tensor& t) {
+  if (!t.has_storage()) return nullptr;
+  const auto* storage = static_cast<const char*>(t.storage().data());
+  return storage + t.storage_offset() * static_cast<int64_t>(t.itemsize());
+}
+
 }  // namespace
 
 Replay::Held Replay::held(const at::Tensor& t) {
-  const void* data = t.has_storage() ? t.storage().data() : nullptr;
-  return {data, t.scalar_type(), t.sizes().vec(), t.strides().vec(), t.storage_offset()};
+  return {start_of(t), t.scalar_type(), t.sizes().vec(), t.strides().vec()};
 }
 
 Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results)
@@ -149,9 +155,8 @@ bool Replay::holds() const {
   for (size_t i = 0; i < outside_.size(); ++i) {
     const at::Tensor& t = outside_[i];
     const Held& h = held_[i];
-    const void* data = t.has_storage() ? t.storage().data() : nullptr;
-    if (data != h.data || t.scalar_type() != h.dtype || t.sizes() != h.sizes ||
-        t.strides() != h.strides || t.storage_offset() != h.offset) {
+    if (start_of(t) != h.data || t.scalar_type() != h.dtype || t.sizes() != h.sizes ||
+        t.strides() != h.strides) {
       return false;
     }
   }

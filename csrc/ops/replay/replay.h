@@ -42,7 +42,6 @@ class Replay {
     const void* data;
     at::ScalarType dtype;
     std::vector<int64_t> sizes, strides;
-    int64_t offset;
   };
   // A result whose memory is new in each step: that of the tensor `root`, which `bound` are.
   struct Result {
