@@ -35,6 +35,8 @@ from places import ROOT, TESTS
 TREE = ROOT / "build" / "mutants"
 SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is noticed, too
 
+_REPLAYS = "test_replay.py test_replay_faults.py"
+
 # {file to mutate: the tests that shall notice, in whatever room they are, and pytest's choice among
 # them}. Checks, loaders, savers, the plan, the CPU kernels, the shaders.
 TARGETS = {
@@ -47,8 +49,9 @@ TARGETS = {
     "torch_metalmm/files/mlx/layout.py": "test_mlx.py test_mlx_hostile.py",
     "torch_metalmm/hf/decoding.py": "test_decoding.py",
     "torch_metalmm/hf/graphs.py": "test_graphs.py",
-    "torch_metalmm/hf/replay.py": "test_replay.py test_graphs.py -k 'not emulator'",
-    "torch_metalmm/hf/caches/recorded.py": "test_replay.py -k 'not emulator'",
+    "torch_metalmm/hf/replay.py": f"{_REPLAYS} test_graphs.py -k 'not emulator'",
+    "torch_metalmm/hf/unchanged.py": f"{_REPLAYS} -k 'not emulator'",
+    "torch_metalmm/hf/caches/recorded.py": f"{_REPLAYS} -k 'not emulator'",
     "torch_metalmm/models/quantize.py": "test_quantize.py",
     "torch_metalmm/models/fuse/read.py": "test_fuse_read.py test_fuse.py -k cpu",
     "torch_metalmm/models/fuse/rotations.py": "test_rotations.py",
@@ -67,7 +70,7 @@ TARGETS = {
     "torch_metalmm/formats/kquants.py": "test_formats.py",
     "torch_metalmm/formats/affine.py": "test_formats_affine.py",
     "csrc/ops/checks.cpp": "test_errors.py test_ops.py -k 'cpu or meta or 64_bits'",
-    "csrc/python/guard.cpp": "test_replay.py -k change",
+    "csrc/python/guard.cpp": f"{_REPLAYS} -k 'change or seen or freed'",
     "csrc/plan/plan.cpp": "test_plan.py test_plan_choices.py",
     "csrc/plan/passes.cpp": "test_plan.py test_plan_choices.py",
     "csrc/plan/matmul/dense.cpp": "test_plan.py test_plan_dense.py",

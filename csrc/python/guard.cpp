@@ -72,13 +72,25 @@ class Writes {
 };
 #endif
 
+// The dict itself, or that of a class, which Python shows as a proxy alone.
+py::dict dict_of(const py::handle& each) {
+  if (PyDict_Check(each.ptr())) return py::reinterpret_borrow<py::dict>(each);
+  if (!PyType_Check(each.ptr())) throw py::type_error("dicts: an element is no dict and no class");
+  auto* const type = reinterpret_cast<PyTypeObject*>(each.ptr());
+#if PY_VERSION_HEX < 0x030C0000
+  return py::reinterpret_borrow<py::dict>(type->tp_dict);
+#else
+  return py::reinterpret_steal<py::dict>(PyType_GetDict(type));
+#endif
+}
+
 // Objects are compared by identity where a dict was written to. Keeps all of them alive.
 class Guard {
  public:
-  Guard(const py::list& dicts, const py::list& lists, const py::list& items) {
+  Guard(const py::list& dicts, const py::list& lists, const py::list& items,
+        const py::list& objects) {
     for (const py::handle& each : dicts) {
-      if (!PyDict_Check(each.ptr())) throw py::type_error("dicts: an element is no dict");
-      const auto d = py::reinterpret_borrow<py::dict>(each);
+      const py::dict d = dict_of(each);
       dicts_.push_back({d, {}});
       writes_.emplace_back(d.ptr());
       for (const auto& [key, value] : d) {
@@ -98,9 +110,17 @@ class Guard {
       const auto each = py::reinterpret_borrow<py::tuple>(item);
       items_.push_back({py::dict(each[0]), each[1], each[2]});
     }
+    for (const py::handle& each : objects) {
+      objects_.push_back(
+          {py::reinterpret_borrow<py::object>(each),
+           py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))});
+    }
   }
 
   bool same() {
+    for (const auto& [object, type] : objects_) {
+      if (reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) != type.ptr()) return false;
+    }
     for (size_t i = 0; i < dicts_.size(); ++i) {
       if (writes_[i].none()) continue;
       if (!is_same(dicts_[i])) return false;
@@ -118,7 +138,38 @@ class Guard {
     return true;
   }
 
+  // For Python's search for cycles: a model has its steps, whose guard has the model.
+  int traverse(visitproc visit, void* arg) const {
+    const auto seen = [&](const auto& container) {
+      Py_VISIT(container.container.ptr());
+      for (const py::object& each : container.held) Py_VISIT(each.ptr());
+      return 0;
+    };
+    for (const auto& each : dicts_) {
+      if (const int stop = seen(each)) return stop;
+    }
+    for (const auto& each : lists_) {
+      if (const int stop = seen(each)) return stop;
+    }
+    for (const auto& [dict, name, value] : items_) {
+      Py_VISIT(dict.ptr());
+      Py_VISIT(name.ptr());
+      Py_VISIT(value.ptr());
+    }
+    for (const auto& [object, type] : objects_) {
+      Py_VISIT(object.ptr());
+      Py_VISIT(type.ptr());
+    }
+    return 0;
+  }
+  void clear() {
+    // Whatever runs as an object goes finds a guard that is empty already.
+    Guard gone(std::move(*this));
+    *this = Guard();
+  }
+
  private:
+  Guard() = default;
   template <class Container>
   struct Seen {
     Container container;
@@ -141,17 +192,44 @@ class Guard {
   std::vector<Seen<py::dict>> dicts_;
   std::vector<Writes> writes_;  // of dicts_, behind which they go
   std::vector<Seen<py::list>> lists_;
+  struct Typed {
+    py::object object, type;
+  };
   std::vector<Item> items_;
+  std::vector<Typed> objects_;
 };
+
+Guard* made(PyObject* self) {
+  const auto of = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return of.holder_constructed() ? static_cast<Guard*>(of.value_ptr()) : nullptr;
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const Guard* guard = made(self);
+  return guard ? guard->traverse(visit, arg) : 0;
+}
+
+int clear(PyObject* self) {
+  if (Guard* guard = made(self)) guard->clear();
+  return 0;
+}
+
+void with_cycles(PyHeapTypeObject* type) {
+  type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->ht_type.tp_traverse = &traverse;
+  type->ht_type.tp_clear = &clear;
+}
 
 }  // namespace
 
 void bind_guard(py::module_& m) {
-  py::class_<Guard>(m, "Guard",
-                    "Whether dicts and lists hold the objects that they hold as this is made, in "
-                    "their order, and the items (dict, key, value) are there.")
-      .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"),
-           py::arg("lists"), py::arg("items"))
+  py::class_<Guard>(m, "Guard", py::custom_type_setup(&with_cycles),
+                    "Whether dicts, or those of classes, and lists hold the objects that they hold "
+                    "as this is made, in their order, the items (dict, key, value) are there, and "
+                    "objects are of the classes that they are of.")
+      .def(py::init<const py::list&, const py::list&, const py::list&, const py::list&>(),
+           py::arg("dicts"), py::arg("lists"), py::arg("items"), py::arg("objects"))
       .def("same", &Guard::same);
 }
 

@@ -260,12 +260,12 @@ def test_a_step_of_another_kind_is_the_models_own(given: dict[str, Any], why: st
 
 def test_what_the_host_reads_ends_a_recording() -> None:
     model = fused()
-    pair, own = Pair(model, "q8_0/q8_0"), type(layers(model)[0].mlp)
+    pair = Pair(model, "q8_0/q8_0")
     pair.step(5)
     # dynamic angles ask for the last position
     model.model.rotary_emb.rope_type = "dynamic"
     model.model.rotary_emb.max_seq_len_cached = model.model.rotary_emb.original_max_seq_len = 512
-    assert not pair.replays() and own is not None
+    assert not pair.replays()
     assert "gives the host a value" in pair.steps.why
 
 

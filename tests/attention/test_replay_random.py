@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from backends import CASES as HOW_MANY
-from layer_models import layers
+from layer_models import ids, layers, small
 from replay_pair import KINDS, Pair, fused
 from torch import Tensor, nn
 
+from torch_metalmm import fuse_
 from torch_metalmm.hf.replay import replayed
+from torch_metalmm.models.cache_argument import with_cache
+from torch_metalmm.testing import emulated
 
-_ACTS = ("crop", "reorder", "repeat", "select", "weight", "hook", "eps", "adapter", "dtype")
+HYBRID = "qwen3_5_text"
 
 
 class _Added(nn.Module):
@@ -28,54 +34,163 @@ class _Added(nn.Module):
         return y + 0.5 * y.flip(-1)
 
 
-def test_random_steps_with_changes() -> None:
-    models = {kind: fused(kind) for kind in KINDS}
-    count = 10_000 if HOW_MANY == "all" else 24
+def _model(kind: str) -> Any:
+    if kind != HYBRID:
+        return fused(kind)
+    mixed = {"layer_types": ["linear_attention", "full_attention"]}
+    return fuse_(small(kind, **mixed), "swiglu", cache="q8_0/q8_0")
+
+
+def _eps(model: Any, value: float) -> None:
+    norm = layers(model)[1].input_layernorm
+    setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", value)
+
+
+def _adapter(model: Any, i: int) -> None:
+    head = model.lm_head
+    model.lm_head = head.inner if isinstance(head, _Added) else _Added(head)
+
+
+def _twice(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+def _hook(model: Any, i: int) -> None:
+    """One that changes the head's output, until the next time."""
+    handle = vars(model).pop("_handle", None)
+    if handle is not None:
+        handle.remove()
+    else:
+        model._handle = model.lm_head.register_forward_hook(_twice)
+
+
+def _dtype(model: Any, i: int) -> None:
+    model.to(torch.bfloat16 if model.dtype == torch.float32 else torch.float32)
+
+
+OF_MODELS: dict[str, Callable[[Any, int], Any]] = {
+    "weight": lambda m, i: layers(m)[1].input_layernorm.weight.data.mul_(1.25),
+    "eps": lambda m, i: _eps(m, 0.01 * i),
+    "hook": _hook,
+    "adapter": _adapter,
+    "dtype": _dtype,
+}
+
+
+@contextmanager
+def _kept(model: Any) -> Iterator[None]:
+    """Behind it the model is what it was."""
+    norm = layers(model)[1].input_layernorm
+    weight, numbers = norm.weight.detach().clone(), dict(vars(norm))
+    try:
+        yield
+    finally:
+        if "_handle" in vars(model):
+            _hook(model, 0)
+        if isinstance(model.lm_head, _Added):
+            _adapter(model, 0)
+        model.float()
+        norm.weight.data.copy_(weight)
+        vars(norm).update(numbers)
+
+
+def _repeat(pair: Pair, cache: Any, i: int) -> None:
+    if pair.batch < 3:
+        cache.batch_repeat_interleave(2)
+
+
+# Of both caches. A state cannot go back, so that those of a hybrid refuse a crop.
+OF_CACHES: dict[str, Callable[[Pair, Any, int], Any]] = {
+    "crop": lambda pair, cache, i: cache.crop(-(i % 2)),
+    "reorder": lambda pair, cache, i: cache.reorder_cache(torch.arange(pair.batch - 1, -1, -1)),
+    "repeat": _repeat,
+    "select": lambda pair, cache, i: cache.batch_select_indices(torch.tensor([0])),
+}
+
+
+def _failing(pair: Pair) -> None:
+    """A step whose last layer's code raises, in the replayed model and in the other."""
+    for forward, cache in zip((pair.model, pair.steps.original), pair.caches, strict=True):
+        given = with_cache(pair.model, cache)
+        with torch.no_grad(), pytest.raises(IndexError):
+            forward(input_ids=torch.full((pair.batch, 1), 10**6), **given)
+
+
+def _interrupted(pair: Pair) -> None:
+    """A step that ends behind its layers, in both."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = pair.model.lm_head.register_forward_pre_hook(stop)
+    for forward, cache in zip((pair.model, pair.steps.original), pair.caches, strict=True):
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            forward(input_ids=ids(pair.batch, 1), **with_cache(pair.model, cache))
+    handle.remove()
+
+
+def _masked(pair: Pair, count: int) -> dict[str, Any]:
+    rows = pair.caches[0].get_seq_length() + count
+    return {"attention_mask": torch.ones(pair.batch, rows, dtype=torch.long)}
+
+
+def _hidden(pair: Pair, count: int) -> dict[str, Any]:
+    given = _masked(pair, count)
+    given["attention_mask"][0, 0] = 0
+    return given
+
+
+def _placed(pair: Pair, count: int) -> dict[str, Any]:
+    first = pair.caches[0].get_seq_length() + pair.batch
+    return {"position_ids": torch.arange(first, first + count).expand(pair.batch, -1)}
+
+
+OF_STEPS: dict[str, Callable[[Pair, int], dict[str, Any]]] = {
+    "mask": _masked,
+    "hidden": _hidden,
+    "positions": _placed,
+    "logits": lambda pair, count: {"logits_to_keep": 1},
+}
+
+
+def _sequence(model: Any, kind: str, r: random.Random) -> None:
+    formats = ("q8_0/q8_0",) if kind == HYBRID else ("f16", "f32", "q8_0/q8_0")
+    pairs = [Pair(model, r.choice(formats), r.choice((1, 2))) for _ in range(r.choice((1, 1, 2)))]
+    for pair in pairs:
+        pair.step(r.randrange(2, 70))
+    acts = [*OF_MODELS, *OF_CACHES, *OF_STEPS, "failing", "interrupted"]
+    if kind == HYBRID:  # whose states no act below undoes, and whose f32 alone is fused
+        acts = [*set(acts) - {*OF_CACHES, "dtype", "failing", "interrupted", "hidden"}]
+    for i in range(12):
+        act, pair, given = r.choice((*acts, *[""] * 3 * len(acts))), r.choice(pairs), {}
+        count = r.choice((1, 1, 1, 1, 1, 2))
+        if act in OF_MODELS:
+            OF_MODELS[act](model, i)
+        elif act in OF_CACHES:
+            for cache in pair.caches:
+                OF_CACHES[act](pair, cache, i)
+            pair.batch = pair.caches[0].layers[0].keys.shape[0]
+        elif act in OF_STEPS:
+            given = OF_STEPS[act](pair, count)
+        elif act:
+            {"failing": _failing, "interrupted": _interrupted}[act](pair)
+        pair.step(count, seed=i, **given)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "emulator"])
+def test_random_steps_with_changes(engine: str) -> None:
+    models = {kind: _model(kind) for kind in (*KINDS, HYBRID)}
+    count = 24 if engine == "cpu" else 4
+    if HOW_MANY == "all":
+        count = 10_000 if engine == "cpu" else 100
     for number in range(count):
         r = random.Random(number)
-        model = models[r.choice(KINDS)]
-        norm = layers(model)[1].input_layernorm
-        before = norm.weight.detach().clone(), dict(vars(norm))
-        pair = Pair(model, r.choice(("f16", "q8_0/q8_0")), r.choice((1, 2)))
-        pair.step(r.randrange(2, 70))
-        for i in range(12):
-            act = r.choice((*_ACTS, *[""] * 27))
-            _change_model(model, act, i)
-            _change_caches(pair, act, i)
-            pair.step(r.choice((1, 1, 1, 1, 1, 2)), seed=i)
-        if isinstance(model.lm_head, _Added):
-            _change_model(model, "adapter", 0)
-        model.float()
-        norm.weight.data.copy_(before[0])
-        vars(norm).update(before[1])
+        kind = r.choice([*models])
+        with _kept(models[kind]), emulated() if engine == "emulator" else nullcontext():
+            try:
+                _sequence(models[kind], kind, r)
+            except AssertionError as error:
+                error.add_note(f"sequence {number}, {kind}")
+                raise
     replays = sum(steps.replays for steps in map(replayed, models.values()) if steps is not None)
-    assert replays > 2 * count
-
-
-def _change_model(model: Any, act: str, i: int) -> None:
-    norm = layers(model)[1].input_layernorm
-    if act == "weight":
-        norm.weight.data.mul_(1.25)
-    elif act == "eps":
-        name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-        setattr(norm, name, 0.01 * i)
-    elif act == "hook":
-        norm.register_forward_hook(lambda *_: None).remove()
-    elif act == "adapter":
-        head = model.lm_head
-        model.lm_head = head.inner if isinstance(head, _Added) else _Added(head)
-    elif act == "dtype":
-        model.to(torch.bfloat16 if model.dtype == torch.float32 else torch.float32)
-
-
-def _change_caches(pair: Pair, act: str, i: int) -> None:
-    for cache in pair.caches:
-        if act == "crop":
-            cache.crop(-(i % 2))
-        elif act == "reorder":
-            cache.reorder_cache(torch.arange(pair.batch - 1, -1, -1))
-        elif act == "repeat" and pair.batch < 3:
-            cache.batch_repeat_interleave(2)
-        elif act == "select":
-            cache.batch_select_indices(torch.tensor([0]))
-    pair.batch = pair.caches[0].layers[0].keys.shape[0]
+    assert replays > count

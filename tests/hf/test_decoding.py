@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layer_models import ids, small
+from replay_pair import held
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation import utils
@@ -96,6 +97,35 @@ def test_a_cache_has_the_rows_that_it_had(kind: str, own: bool) -> None:
         rest.append(model.generate(longer, max_new_tokens=3, **given))
     assert lengths[0] == lengths[1]
     assert torch.equal(*rest)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_sequence_that_is_over_is_fed_padding(late: bool) -> None:
+    """As in transformers' loop, so that the rows of the cache are the same."""
+    model, prompt, rows = model_of(), ids(3, 5), []
+    plain = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    ends = [int(plain[1, -1])]  # which the others have not
+    for how in ({"custom_generate": decode, "reads_late": late}, {}):
+        cache: Any = PackedCache(model.config, "f32")
+        given = {cache_of_generate(): cache, "eos_token_id": ends, "pad_token_id": 0, **how}
+        out = model.generate(prompt, max_new_tokens=NEW, do_sample=False, **given)
+        rows.append([t for layer in cache.layers for t in held(layer)])
+    assert (out == 0).any() and (out[:, -1] != 0).any()
+    assert all(map(torch.equal, *rows))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_raises_leaves_the_rows_of_the_tokens_before(late: bool) -> None:
+    model, cache = model_of(), PackedCache(model_of().config, "f32")
+
+    def fail(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+        raise LookupError("a criterion")
+
+    given = {cache_of_generate(): cache, "stopping_criteria": StoppingCriteriaList([fail])}
+    how = {"custom_generate": decode, "reads_late": late}
+    with pytest.raises(LookupError):
+        model.generate(ids(1, 5), max_new_tokens=NEW, do_sample=False, **given, **how)
+    assert cache.get_seq_length() == 5
 
 
 def test_a_cache_may_keep_the_last_step() -> None:

@@ -71,6 +71,25 @@ def test_a_list_becomes_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.replays == 2 * REPLAYED
 
 
+def test_a_list_that_torch_does_not_capture_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fail(*_: Any) -> None:
+        tries.append(1)
+        raise RuntimeError("not while capturing\nmore of it")
+
+    monkeypatch.setitem(graphs.GRAPHS, "cpu", fail)  # type: ignore[arg-type]
+    model = model_of()
+    steps = replayed(model)
+    assert steps is not None
+    cache = PackedCache(model.config, "q8_0/q8_0")
+    with emulated():
+        want, got = stepped(steps.original, model), stepped(model, model, cache)
+        assert "of which torch captures no graph: not while capturing;" in explain(model) + ";"
+    assert all(map(torch.equal, got, want)) and len(tries) == 1
+    assert steps.replays == REPLAYED
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's graphs")
 def test_a_graph_of_cuda_is_the_list() -> None:
     model = model_of(torch.float16).to("cuda")

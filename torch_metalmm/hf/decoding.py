@@ -72,22 +72,25 @@ def decode(
     if reads_late is None:
         reads_late = input_ids.device.type != "cpu"
     is_late = reads_late and (keeps_last or _can_crop(cache))
-    chooser = _Chooser(logits_processor, bool(config.do_sample), input_ids)
     answer = _Answer(input_ids, stopping_criteria, config, streamer)
+    chooser = _Chooser(logits_processor, bool(config.do_sample), input_ids, answer)
     steps = _Steps(model, cache, unread, model_kwargs)
-    while True:
+    is_over = False
+    while not is_over:
         token = chooser.choose(steps.logits)
         copied = _Copied(token)
         # Of the last token that there is room for no step is needed.
         queued = is_late and not answer.is_last()
         if queued:
             steps.advance(token.chosen)
-        if answer.take(copied.read()):
-            break
-        if not queued:
+        is_over = True  # where a criterion or the streamer raises, too
+        try:
+            is_over = answer.take(copied.read())
+        finally:
+            if is_over and queued and not keeps_last:
+                cache.crop(-1)
+        if not (is_over or queued):
             steps.advance(token.chosen)
-    if queued and not keeps_last:
-        cache.crop(-1)
     return answer.sequences()
 
 
@@ -157,8 +160,8 @@ class _Token:
 class _Chooser:
     """The next token of logits, by generate()'s processors, all on the device."""
 
-    def __init__(self, processors: Any, draws: bool, ids: Tensor) -> None:
-        self._processors, self._draws = processors, draws
+    def __init__(self, processors: Any, draws: bool, ids: Tensor, answer: _Answer) -> None:
+        self._processors, self._draws, self._answer = processors, draws, answer
         # A processor may read the tokens before; without one they are not kept here.
         self._tokens = _Growing(ids) if len(processors) else None
 
@@ -168,6 +171,7 @@ class _Chooser:
         if self._tokens is not None:
             scores = self._processors(self._tokens.all(), scores)
         token = self._chosen(scores)
+        token.chosen = self._answer.padded(token.chosen)
         if self._tokens is not None:
             self._tokens.append(token.chosen)
         return token
@@ -241,10 +245,11 @@ class _Answer:
         self._device, self._streamer, self._criteria = ids.device, streamer, criteria
         self._tokens = _Growing(ids.cpu())
         self._is_open = torch.ones(len(ids), dtype=torch.bool)
+        self._opened: Tensor | None = None  # this on the device, once a sequence is over
         self._most = criteria.max_length
         ends = any(hasattr(each, "eos_token_id") for each in criteria)
         pad = getattr(config, "_pad_token_tensor", None)
-        self._pad = pad.cpu() if ends and pad is not None else None
+        self._pad = pad.to(ids.device) if ends and pad is not None else None
 
     def is_last(self) -> bool:
         """Whether the next token is the last that there is room for."""
@@ -252,13 +257,19 @@ class _Answer:
 
     def take(self, token: Tensor) -> bool:
         """Keep a token of each sequence; whether all of them are over."""
-        if self._pad is not None:
-            token = torch.where(self._is_open, token, self._pad)
         self._tokens.append(token)
         if self._streamer is not None:
             self._streamer.put(token)
-        self._is_open &= ~self._criteria(self._tokens.all(), None)
-        return not bool(self._is_open.any())
+        now = self._is_open & ~self._criteria(self._tokens.all(), None)
+        if not torch.equal(now, self._is_open):
+            self._is_open, self._opened = now, now.to(self._device, non_blocking=True)
+        return not bool(now.any())
+
+    def padded(self, token: Tensor) -> Tensor:
+        """The next tokens [B] on the device, which of sequences that are over is padding."""
+        if self._opened is None or self._pad is None:
+            return token
+        return torch.where(self._opened, token, self._pad)
 
     def sequences(self) -> Tensor:
         if self._streamer is not None:

@@ -51,6 +51,7 @@ class Runs:
         self._run, self._device, self._count = run, device, 0
         self._kind = GRAPHS.get(device.type) if is_launches else None
         self.graph: CudaGraph | None = None
+        self.refusal = ""  # of torch, to capture the list
 
     def __call__(self) -> list[Tensor]:
         if self.graph is not None:
@@ -58,5 +59,9 @@ class Runs:
         self._count += 1
         if self._kind is None or self._count <= AFTER:
             return self._run()
-        self.graph = self._kind(self._run, self._device)
+        try:
+            self.graph = self._kind(self._run, self._device)
+        except RuntimeError as error:
+            self._kind, self.refusal = None, str(error).partition("\n")[0]
+            return self._run()
         return self.graph.run()

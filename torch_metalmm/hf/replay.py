@@ -6,44 +6,39 @@ Two steps that follow each other are recorded as they are computed, with these i
 (csrc/ops/replay; caches/recorded.py). Where the two lists differ in nothing but the values in these
 tensors, later steps fill the tensors and run the list.
 
-What decides which code of Python runs is compared before each replay: the numbers, parameters,
-children and hooks of all modules, the config, the code of their classes, the memory that the ops
-read. A step that is not like the recorded ones is computed by the model itself, and recorded if it
-may be; `why` says why the last one was not.
+What decides which code of Python runs is compared before each replay (unchanged.py), and the memory
+that the ops read. A step that is not like the recorded ones is computed by the model itself, and
+recorded if it may be; `why` says why the last one was not.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from contextvars import ContextVar
+from operator import ne
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .. import _C
 from ..models.cache_argument import NAMES, cache_in, with_cache
-from ..nn.settings import named_functions
-from ..nn.watch import hooks_are_known
 from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache
 from .caches.recorded import PackedStep, PagedStep
 from .graphs import Runs
+from .unchanged import Unchanged
 
-_native: Any = _C  # mypy does not see into the module
-_LIBRARIES = frozenset(("torch", "transformers", "torch_metalmm"))
 _KINDS: dict[type, Any] = {PackedCache: PackedStep, PagedCache: PagedStep}
 MOST = 8  # tokens of a sequence in a step
-_HELD = 8  # kinds of steps on a cache, each with the tensors between its ops
-_TRIES = 3  # recordings of a cache's step that a change of the model may end
-_OTHER_HOOKS = ("_state_dict", "_load_state_dict")  # of a module, which no forward calls
-_HOOKS = [
-    d for n, d in vars(torch_module).items() if n.startswith("_global_") and isinstance(d, dict)
-]
+_HELD = 16  # kinds of steps on a cache, each with the tensors between its ops
+_TRIES = 3  # recordings of a cache's step that end without a replay
+# Methods of a tensor that no op of torch's computes, and that give values to the host.
+_READ_BY_HOST = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr"))
+_records: ContextVar[bool] = ContextVar("records", default=False)
 
 
 class Refused(Exception):
@@ -59,25 +54,55 @@ class _Step:
         with torch.inference_mode(False):
             self.ids = torch.empty_like(ids)
             self.positions = None if positions is None else torch.empty_like(positions)
-        self.recorded = self.tries = 0
+        self.recorded = self.replays = self.tries = 0
         self.place: Any = None
         self.why = ""
-        self.guard: Any = None
-        self.kinds: list[tuple[type, Any]] = []
+        self.model: Unchanged | None = None  # as it was recorded
         self.output: _Output | None = None  # of what the model returns
         self.run: Runs | None = None
 
-    def same(self) -> bool:
-        """Whether the model is the one that was recorded."""
-        if self.guard is None or not self.guard.same():
+    def holds(self) -> bool:
+        """Whether what was recorded, or found to be no list, is what the model would compute."""
+        if self.model is None or not self.model.same():
             return False
-        return all(kind.forward is forward for kind, forward in self.kinds)  # type: ignore[attr-defined]
+        return self.run is None or bool(self.native.holds())
 
     def fill(self, cache: Any, ids: Tensor, positions: Tensor | None) -> None:
         self.ids.copy_(ids)
         if self.positions is not None:
             self.positions.copy_(positions)  # type: ignore[arg-type]
         self.cache.fill(cache)
+
+
+class _Recorded(TorchFunctionMode):
+    """Inside, the ops of a step are recorded. seen: what the host read beside them, or "".
+
+    A step that fails leaves no recording.
+    """
+
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step, self.seen = step, ""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _READ_BY_HOST:
+            self.seen = self.seen or f"{name} gives the host a value"
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self) -> _Recorded:
+        self._before = _records.set(True)
+        self._step.native.start()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        _records.reset(self._before)
+        self._step.native.stop(kind is None)
+        if kind is not None:
+            self._step.recorded = 0
 
 
 class _Output:
@@ -115,7 +140,8 @@ class Replayed:
         signature = inspect.signature(forward)
         self.__signature__, self._first = signature, next(iter(signature.parameters), "")
         self.why, self.replays = "no step on a PackedCache has been computed", 0
-        self._caches: WeakKeyDictionary[Any, dict[Any, _Step]] = WeakKeyDictionary()
+        # Of each cache the kinds of steps, the one that was taken last at the end.
+        self._caches: WeakKeyDictionary[Any, OrderedDict[Any, _Step]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model}  # recordings are of this model's memory
@@ -152,7 +178,7 @@ class Replayed:
         cache, key, ids, positions, mask = _of_call(args, kwargs)
         steps = self._caches.get(cache)
         if steps is None:
-            steps = self._caches[cache] = {}
+            steps = self._caches[cache] = OrderedDict()
         step = steps.get(key)
         if step is None or not step.cache.reads(cache):
             if why := _KINDS[type(cache)].refusal(cache, ids.shape[1]):
@@ -162,10 +188,12 @@ class Replayed:
                 step = None
         if mask is not None and not _is_full(mask, cache, ids):  # of rows: the cache has some
             raise Refused("attention_mask hides tokens")
-        if step is None or not step.same() or (step.recorded == 2 and not step.native.holds()):
-            if step is None and len(steps) == _HELD:
-                del steps[next(iter(steps))]
-            step = steps[key] = self._begun(cache, ids, positions, step)
+        if step is None or not step.holds():
+            step = self._begun(cache, ids, positions, step)
+            if len(steps) == _HELD and key not in steps:
+                steps.popitem(last=False)
+        steps[key] = step
+        steps.move_to_end(key)
         if step.why:
             raise Refused(step.why)
         step.fill(cache, ids, positions)
@@ -176,9 +204,10 @@ class Replayed:
     ) -> _Step:
         """A step of a kind that is recorded from here on, in the place of one before."""
         step = _Step(cache, ids, positions)
-        if before is None or before.recorded < 2:
+        if before is None or before.replays == 0:
             step.tries = (before.tries if before is not None else 0) + 1
-        step.guard, step.kinds, step.why = _guard(self.model)
+        step.model = Unchanged(self.model)
+        step.why = step.model.why
         if step.tries > _TRIES:
             step.why = step.why or "the model changes between its steps"
         return step
@@ -189,22 +218,18 @@ class Replayed:
         given.pop("attention_mask", None)
         if step.positions is not None:
             given["position_ids"] = step.positions
-        step.native.start()
         try:
-            with step.cache.recorded(cache):
+            with step.cache.recorded(cache), _Recorded(step) as read:
                 out = self.original(**given)
         except Unrecorded as reason:
-            cache.undo()
             self.why = step.why = str(reason)
-        finally:
-            step.native.stop()
         if step.why:
             return self.original(**kwargs)
-        # Two steps of one position, with a crop between them, agree in what follows from it.
-        if step.recorded == 0 or step.place is None or step.place != step.cache.place:
+        # What code of Python may have read must differ, else the two agree in what follows from it.
+        place, step.place = step.place, step.cache.place
+        if step.recorded == 0 or all(map(ne, place, step.place)):
             step.recorded += 1
-        step.place = step.cache.place
-        step.why = _unlike(out, cache) or step.native.problem([out.logits])
+        step.why = _unlike(out, cache) or read.seen or step.native.problem([out.logits])
         if not step.why and step.recorded == 2:
             step.output = _Output(type(out), *with_cache(self.model, cache))
             step.native.keep([out.logits])
@@ -216,6 +241,7 @@ class Replayed:
     def _replay(self, step: _Step, cache: Any) -> Any:
         (logits,) = step.run()  # type: ignore[misc]
         step.cache.done(cache)
+        step.replays += 1
         self.replays, self.why = self.replays + 1, ""
         return step.output.of(logits, cache)  # type: ignore[union-attr]
 
@@ -228,6 +254,8 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
         raise Refused("a call without a PackedCache, or of other inputs than ids by their names")
     if ids.shape[1] > MOST:
         raise Refused(f"{ids.shape[1]} tokens in one step; up to {MOST} are recorded")
+    if _records.get():
+        raise Refused("a step of another model is being recorded, of which this one is a part")
     if torch.is_grad_enabled():
         raise Refused("gradients are recorded; call under torch.no_grad() or inference_mode()")
     if torch._C._is_any_autocast_enabled():
@@ -270,51 +298,6 @@ def _unlike(out: Any, cache: Any) -> str:
     return ""
 
 
-def _guard(model: nn.Module) -> tuple[Any, list[tuple[type, Any]], str]:
-    """(what tells that the model is what it was, forwards of its classes, why not to record it)."""
-    dicts, lists, items = list(_HOOKS), [], []
-    kinds: dict[type, Any] = {}
-    why = "a hook of all modules" if any(_HOOKS) else ""
-    for name, module in model.named_modules():
-        kinds[type(module)] = type(module).forward
-        why = why or _foreign(name or "the model", module)
-        dicts.append(module.__dict__)
-        for key, each in module.__dict__.items():
-            if isinstance(each, dict) and not key.startswith(_OTHER_HOOKS):
-                dicts.append(each)
-            elif type(each) is list:
-                lists.append(each)
-    for config in _configs(getattr(model, "config", None)):
-        dicts += [d for d in (vars(config), *vars(config).values()) if isinstance(d, dict)]
-    for forward in kinds.values():
-        of_file, seen = named_functions(forward)
-        items += [(of_file, name, function) for name, function in seen.items()]
-    return _native.Guard(dicts, lists, items), list(kinds.items()), why
-
-
-def _foreign(name: str, module: nn.Module) -> str:
-    """What code that nobody has read may do in the module, or ""."""
-    if _library(module) not in _LIBRARIES:
-        return f"{name} is a {type(module).__name__}, which may do anything"
-    if module.training and _library(module) != "torch_metalmm":
-        return f"{name} is in training mode"
-    own = module.__dict__.get("forward")
-    if own is not None and _library(getattr(own, "__self__", own)) != "torch_metalmm":
-        return f"{name}.forward is not that of its class"
-    return "" if hooks_are_known(module, set()) else f"{name} has a hook"
-
-
-def _library(thing: Any) -> str:
-    return type(thing).__module__.partition(".")[0]
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    if config is not None:
-        yield config
-        for key in getattr(config, "sub_configs", ()):
-            yield from _configs(getattr(config, key, None))
-
-
 def replayed(model: Any) -> Replayed | None:
     found = model.__dict__.get("forward")
     return found if isinstance(found, Replayed) else None
@@ -347,6 +330,8 @@ def _line(step: _Step) -> str:
     called = step.native.called()
     passes, lists = step.native.launched()
     graph = ", as a graph of torch's" if step.run.graph is not None else ""
+    if step.run.refusal:
+        graph = f", of which torch captures no graph: {step.run.refusal}"
     plural = "s" if lists > 1 else ""
     launched = f"{passes} passes in {lists} list{plural}{graph}" if passes else ""
     ops = [f"{count} {name}" for name, count in Counter(called).items()]

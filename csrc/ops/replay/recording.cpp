@@ -34,8 +34,16 @@ bool is_view(const c10::FunctionSchema& schema) {
          });
 }
 
+// Whether the size of its result depends on values. Of index the tag is for masks alone, for which
+// it calls an op that has it, too.
+bool is_sized_by_values(const c10::OperatorHandle& op) {
+  return op.operator_name().name != "aten::index" && op.hasTag(at::Tag::dynamic_output_shape);
+}
+
 // Of an op that another calls: ours, below autograd or a composed one, computes by launches and by
 // what else it calls; memory without values is no work.
+constexpr const char* kSized = " has a result whose size depends on values";
+
 bool leaves_it_to_launches(const std::string& name) {
   return name.rfind("metalmm::", 0) == 0 || name.rfind("aten::empty", 0) == 0;
 }
@@ -44,13 +52,27 @@ bool leaves_it_to_launches(const std::string& name) {
 
 struct Observer : at::ObserverContext {
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& f) {
-    if (t_recording) t_recording->began(f);
+    if (t_recording) t_recording->noted([&] { t_recording->began(f); });
     return nullptr;
   }
   static void end(const at::RecordFunction& f, at::ObserverContext*) {
-    if (t_recording) t_recording->ended(f);
+    if (t_recording) t_recording->noted([&] { t_recording->ended(f); });
   }
 };
+
+// Torch goes on where an observer throws.
+template <class Note>
+void Recording::noted(const Note& note) {
+  try {
+    note();
+  } catch (const std::exception& error) {
+    refuse(error.what());
+  }
+}
+
+void Recording::refuse(const std::string& why) {
+  if (problem.empty()) problem = why;
+}
 
 void Recording::start() {
   TORCH_CHECK(!t_recording, "a step is being recorded on this thread");
@@ -116,7 +138,7 @@ Argument Recording::argument(const c10::IValue& value) {
       if (std::any_of(list.begin(), list.end(), is_tensor)) {
         a.kind = Argument::Kind::kList;
         for (const c10::IValue& v : list) {
-          a.sources.push_back(is_tensor(v) ? source(v.toTensor()) : Source{true, SIZE_MAX});
+          a.sources.push_back(is_tensor(v) ? source(v.toTensor()) : Source{true, Source::kNone});
         }
       }
     }
@@ -127,8 +149,8 @@ Argument Recording::argument(const c10::IValue& value) {
 
 int64_t Recording::result(const c10::IValue& value) {
   if (!value.isTensor() || !value.toTensor().defined()) {
-    if (problem.empty() && !value.isNone() && !value.isTensor()) {
-      problem = c10::str(calls.back().op.schema().name(), " gives the host a value");
+    if (!value.isNone() && !value.isTensor()) {
+      refuse(c10::str(calls.back().op.schema().name(), " gives the host a value"));
     }
     return -1;
   }
@@ -145,7 +167,7 @@ int64_t Recording::result(const c10::IValue& value) {
 
 void Recording::launched(const Launcher& launcher, BoundPlan launch, c10::Device device,
                          std::vector<at::Tensor> parts) {
-  if (calls.empty()) return;
+  if (calls.empty() || !problem.empty()) return;
   OpCall& call = calls.back();
   call.launcher = &launcher;
   call.device = device;
@@ -170,45 +192,47 @@ at::Tensor scratch(int64_t bytes, at::TensorOptions options) {
 
 void launch(const Launcher& launcher, BoundPlan launch, c10::Device device,
             std::vector<at::Tensor> memory) {
-  const BoundPlans one{std::move(launch)};
+  BoundPlans one;
+  one.push_back(std::move(launch));
   launcher(one, device);
   if (t_recording) t_recording->launched(launcher, one.front(), device, std::move(memory));
 }
 
 void Recording::began(const at::RecordFunction& f) {
+  const bool is_outermost = ++depth_ == 1;
+  if (!problem.empty()) return;
   const auto name = f.operator_name();
-  if (++depth_ > 1) {
-    if (!name.has_value()) {
-      calls.back().calls_others = true;
-      return;
-    }
-    const auto op = c10::Dispatcher::singleton().findOp(*name);
-    const bool computes = !op || !is_view(op->schema());
-    if (computes) calls.back().is_view = false;
-    calls.back().calls_others |= computes && !leaves_it_to_launches(name->name);
-    if (name->name == "aten::nonzero" && problem.empty()) {
-      problem =
-          c10::str(calls.back().op.schema().name(), " has a result whose size depends on values");
-    }
+  const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
+  if (!is_outermost) {
+    called_by_last(op, name);
     return;
   }
-  const auto op = name.has_value() ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
   if (!op) {
-    if (problem.empty()) problem = c10::str(f.name(), " is no op");
+    refuse(c10::str(f.name(), " is no op"));
     return;
   }
   OpCall call{*op};
   call.is_view = is_view(op->schema());
   for (const c10::IValue& v : f.inputs()) call.arguments.push_back(argument(v));
   calls.push_back(std::move(call));
+  if (is_sized_by_values(*op)) refuse(name->name + kSized);
   // What the host writes into such memory is seen by nobody (torch.tensor does).
-  if (problem.empty() && op->operator_name().name.rfind("aten::empty", 0) == 0) {
-    problem = op->operator_name().name + " makes memory that no op fills";
+  if (name->name.rfind("aten::empty", 0) == 0) {
+    refuse(name->name + " makes memory that no op fills");
   }
 }
 
+void Recording::called_by_last(const std::optional<c10::OperatorHandle>& op,
+                               const std::optional<c10::OperatorName>& name) {
+  OpCall& call = calls.back();
+  const bool computes = !op || !is_view(op->schema());
+  if (computes) call.is_view = false;
+  call.calls_others |= computes && !(name.has_value() && leaves_it_to_launches(name->name));
+  if (op && is_sized_by_values(*op)) refuse(call.op.schema().name() + kSized);
+}
+
 void Recording::ended(const at::RecordFunction& f) {
-  if (--depth_ > 0 || calls.empty()) return;
+  if (--depth_ > 0 || !problem.empty()) return;
   std::vector<int64_t> results;
   for (const c10::IValue& value : f.outputs()) {
     if (value.isTensorList()) {

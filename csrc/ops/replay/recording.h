@@ -21,6 +21,7 @@ namespace metalmm::replay {
 // Where a tensor of an argument comes from: from outside (its place among Recording::outside), or
 // from an op of the step.
 struct Source {
+  static constexpr size_t kNone = SIZE_MAX;  // no tensor, in a list of tensors
   bool is_outside = false;
   size_t place = 0;
   bool operator==(const Source& other) const {
@@ -74,8 +75,13 @@ class Recording {
 
  private:
   friend struct Observer;
+  template <class Note>
+  void noted(const Note& note);
+  void refuse(const std::string& why);
   void began(const at::RecordFunction& f);
   void ended(const at::RecordFunction& f);
+  void called_by_last(const std::optional<c10::OperatorHandle>& op,
+                      const std::optional<c10::OperatorName>& name);
   Argument argument(const c10::IValue& value);
   Source source(const at::Tensor& t);
   const Source* same_memory(const at::Tensor& t) const;

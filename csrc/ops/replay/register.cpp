@@ -15,8 +15,12 @@ struct Step : torch::CustomClassHolder {
     now = std::make_unique<Recording>();
     now->start();
   }
-  void stop() {
+  // is_whole: else what was recorded of the step is forgotten, and what was before.
+  void stop(bool is_whole) {
     if (now) now->stop();
+    if (is_whole) return;
+    now.reset();
+    earlier.reset();
   }
   // Why the last two recordings make no list, or ""; of a single one why it would not.
   std::string problem(const std::vector<at::Tensor>& results) {
@@ -59,7 +63,7 @@ TORCH_LIBRARY_FRAGMENT(metalmm, m) {
   m.class_<Step>("Step")
       .def(torch::init<>())
       .def("start", [](const c10::intrusive_ptr<Step>& s) { s->start(); })
-      .def("stop", [](const c10::intrusive_ptr<Step>& s) { s->stop(); })
+      .def("stop", [](const c10::intrusive_ptr<Step>& s, bool is_whole) { s->stop(is_whole); })
       .def("problem", [](const c10::intrusive_ptr<Step>& s,
                          const std::vector<at::Tensor>& results) { return s->problem(results); })
       .def("keep", [](const c10::intrusive_ptr<Step>& s,

@@ -90,7 +90,7 @@ bool Replay::is_called_on(const at::Tensor& memory) const {
     if (!c) continue;
     for (const Argument& a : c->arguments) {
       for (const Source& s : a.sources) {
-        if (s.place != SIZE_MAX && is_of(at(s), memory)) return true;
+        if (s.place != Source::kNone && is_of(at(s), memory)) return true;
       }
     }
     for (const int64_t place : c->results) {
@@ -175,7 +175,7 @@ void Replay::push(torch::jit::Stack& stack, const Argument& a) const {
   } else {
     c10::List<std::optional<at::Tensor>> list;
     for (const Source& s : a.sources) {
-      list.push_back(s.place == SIZE_MAX ? std::nullopt : std::optional<at::Tensor>(at(s)));
+      list.push_back(s.place == Source::kNone ? std::nullopt : std::optional<at::Tensor>(at(s)));
     }
     stack.emplace_back(std::move(list));
   }
@@ -186,6 +186,8 @@ void Replay::take(const OpCall& c, size_t result, const at::Tensor& t) {
   const int64_t place = c.results[result];
   if (place < 0) return;
   if (stays_) {
+    TORCH_CHECK(made_[place].sizes() == t.sizes(), c.op.schema().name(), ": a result of ",
+                t.sizes(), " in a replayed step, ", made_[place].sizes(), " in the recorded one");
     made_[place].copy_(t);
   } else {
     made_[place] = t;

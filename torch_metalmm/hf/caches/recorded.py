@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -94,24 +95,33 @@ class PackedStep:
         self.fixed.fill(position, {window: x.end for window, x in self._firsts.items()})
 
     @property
-    def place(self) -> Any:
-        """What code of Python may have read, and so must differ between two recordings."""
-        return self.fixed.first
+    def place(self) -> tuple[int, ...]:
+        """The numbers that code of Python may have read, each of which differs between two
+        recordings."""
+        return (self.fixed.first, *self.fixed.ends.values())
 
     @contextmanager
     def recorded(self, cache: Any) -> Iterator[None]:
-        """Inside, the layers' slots and lengths are these."""
+        """Inside, the layers' slots and lengths are these. A step that fails leaves no rows and no
+        states."""
         slots = _with_rows(cache)[0].slots
+        before = [(state, state.clone()) for state in self._states]
         slots.fixed = self.fixed
         try:
             yield
+        except BaseException:
+            cache.undo()
+            for state, values in before:
+                state.copy_(values)
+            raise
         finally:
             slots.fixed = None
 
     def done(self, cache: Any) -> None:
         """The rows of a replayed step are written."""
-        for layer, *_ in self._rows:
-            layer.end += self.count
+        layers = [layer for layer, *_ in self._rows]
+        ends = [layer.end + self.count for layer in layers]
+        list(map(setattr, layers, repeat("end"), ends))  # one call, which no signal interrupts
 
 
 def _has_states(layer: Any) -> bool:
@@ -149,7 +159,7 @@ def _window(layer: Any) -> int:
 class PagedStep:
     """Of a PagedCache: the slots, lengths and pages of its texts."""
 
-    place = None  # no code of Python sees what changes
+    place = ()  # no code of Python sees what changes
 
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         with lasting():

@@ -77,27 +77,30 @@ class Fixed:
     """
 
     def __init__(self, count: int, device: torch.device, windows: Iterable[int]) -> None:
-        self.count, self.device, self.first = count, device, 0
+        self.count, self.device = count, device
         with lasting():
             self.position = torch.zeros((), dtype=torch.int64, device=device)
             self._slots = {w: torch.arange(count + 1, device=device) for w in windows}
-        self._ends = dict.fromkeys(self._slots, 0)
+        # What the tensors hold; -1 while they are written.
+        self.first, self.ends = 0, dict.fromkeys(self._slots, 0)
 
     def of(self, key: Any, window: int) -> tuple[Tensor, Tensor] | None:
         """Those of layers of this window, where Slots.of is asked for them."""
         both = self._slots.get(window)
-        if both is None or key != (self._ends[window], self.count, self.device):
+        if both is None or key != (self.ends[window], self.count, self.device):
             return None
         return both[: self.count], both[self.count]
 
     def fill(self, position: int, ends: dict[int, int]) -> None:
         """The rows begin at this position, and in these slots of the layers of each window."""
         for window, end in ends.items():
-            if end != self._ends[window]:
-                self._slots[window].add_(end - self._ends[window])
-                self._ends[window] = end
+            if end != self.ends[window]:
+                self.ends[window] = -1
+                torch.arange(end, end + self.count + 1, out=self._slots[window])
+                self.ends[window] = end
         if position != self.first:
-            self.position.add_(position - self.first)
+            self.first = -1
+            self.position.fill_(position)
             self.first = position
 
 

@@ -1,0 +1,315 @@
+"""Steps that end half-way, that another's code changes, or that look like those recorded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from layer_models import ids, layers, small
+from replay_pair import WINDOW, Pair, fused
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torch_metalmm import PackedCache, fuse_
+from torch_metalmm.hf.caches.layers import SLACK
+from torch_metalmm.hf.caches.rows import Fixed
+from torch_metalmm.hf.replay import _HELD, explain
+from torch_metalmm.models.cache_argument import with_cache
+
+
+def unfused(model: Any, layer: int) -> Any:
+    """The model, where this layer computes itself."""
+    norm = layers(model)[layer].input_layernorm
+    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+    setattr(norm, name, 0.01)
+    return model
+
+
+def recurrent() -> Any:
+    kinds = ["linear_attention", "full_attention"]
+    return fuse_(small("qwen3_5_text", layer_types=kinds), "swiglu", cache="q8_0/q8_0")
+
+
+def recorded(model: Any = None) -> Pair:
+    pair = Pair(model or fused(), "q8_0/q8_0")
+    pair.step(5)
+    assert pair.replays(), pair.steps.why
+    return pair
+
+
+def test_states_are_advanced_once_where_a_recording_ends() -> None:
+    """The recurrent layer has written its state when the next one says that it cannot."""
+    pair = Pair(unfused(recurrent(), 1), "q8_0/q8_0")
+    pair.step(9)
+    for seed in range(3):
+        pair.step(2, seed=seed)
+    assert pair.steps.why == "a layer that fuse_ has not changed, for several tokens"
+
+
+def test_states_of_a_step_that_fails_are_those_before() -> None:
+    pair = Pair(recurrent(), "q8_0/q8_0")
+    pair.step(9)
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    own = type(pair.model).forward
+    try:
+        type(pair.model).forward = lambda self, *a, **k: fail(own(self, *a, **k))  # type: ignore[method-assign]
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            pair.model(input_ids=ids(1, 1), **with_cache(pair.model, pair.caches[0]))
+    finally:
+        type(pair.model).forward = own  # type: ignore[method-assign]
+    pair.step()
+
+
+def test_a_slot_is_no_number_that_two_recordings_share() -> None:
+    """Rows of a window are in the same slots every SLACK tokens; a layer of Python knows them."""
+    pair = Pair(unfused(fused("gemma3_text"), 0), "f32")
+    pair.step(WINDOW + SLACK)
+    sliding: list[Any] = [c.layers[0] for c in pair.caches]
+    forward, ends = pair.model.forward, list[int]()
+    # Behind a long prompt the rows move; then a step, one SLACK tokens later, and more.
+    for count, is_own in ((1, True), (1, False), (SLACK - 1, True), (4, False)):
+        pair.model.forward = pair.steps.original if is_own else forward
+        for seed in range(count):
+            ends.append(sliding[0].end)
+            pair.step(seed=seed)
+    assert ends[1] == ends[1 + SLACK] and sliding[0].base > 0
+    assert pair.steps.replays == 0
+
+
+class Interrupted:
+    """The n-th call of a function ends in KeyboardInterrupt, before it or behind it."""
+
+    def __init__(self, function: Callable[..., Any], n: int) -> None:
+        self.function, self.left = function, n
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        out = self.function(*args, **kwargs)
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return out
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_an_interrupted_step_leaves_slots_that_are_written_anew(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = recorded(fused("gemma3_text"))
+    (step,) = (s for s in pair.steps.kinds() if s.replays)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "arange", Interrupted(torch.arange, n))
+        patched.setattr(step.cache.fixed, "position", _Late(step.cache.fixed.position))
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            for _ in range(n):
+                pair.model(input_ids=ids(1, 1), **with_cache(pair.model, pair.caches[0]))
+    assert pair.replays()
+
+
+class _Late:
+    """A position whose write never ends: what is written before must not count."""
+
+    def __init__(self, position: Tensor) -> None:
+        self.position = position
+
+    def fill_(self, value: int) -> None:
+        self.position.fill_(value)
+        raise KeyboardInterrupt
+
+
+def test_all_layers_count_the_rows_of_a_step_or_none() -> None:
+    """The call that sets the ends is one of C: Python's code is where a signal is seen."""
+    import dis
+
+    from torch_metalmm.hf.caches.recorded import PackedStep
+
+    stores = [i for i in dis.get_instructions(PackedStep.done) if i.opname == "STORE_ATTR"]
+    assert not stores
+
+
+def test_positions_that_a_fixed_slot_has_are_absolute() -> None:
+    fixed = Fixed(2, torch.device("cpu"), [0])
+    fixed._slots[0].fill_(99)  # whatever an interrupted write left
+    fixed.fill(7, {0: 5})
+    slots, length = fixed.of((5, 2, torch.device("cpu")), 0)  # type: ignore[misc]
+    assert slots.tolist() == [5, 6] and int(length) == 7 and int(fixed.position) == 7
+
+
+def _of_class(model: Any) -> None:
+    model.model.norm.__class__ = type("Twice", (type(model.model.norm),), {"forward": _twice})
+
+
+def _twice(self: Any, x: Tensor) -> Tensor:
+    return 2 * super(type(self), self).forward(x)  # type: ignore[no-any-return, misc]
+
+
+@contextmanager
+def _class_attribute(model: Any, name: str, value: Any) -> Iterator[None]:
+    kind = type(model.model.norm)
+    own = vars(kind).get(name)
+    setattr(kind, name, value)
+    try:
+        yield
+    finally:
+        delattr(kind, name) if own is None else setattr(kind, name, own)
+
+
+def test_another_class_is_seen() -> None:
+    pair = recorded()
+    _of_class(pair.model)
+    replays = pair.steps.replays
+    pair.step(seed=9)
+    assert pair.steps.replays == replays
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_another_call_of_a_class_is_seen(name: str) -> None:
+    pair = recorded()
+    own = getattr(nn.Module, name)
+    with _class_attribute(pair.model, name, lambda self, *a, **k: 2 * own(self, *a, **k)):
+        replays = pair.steps.replays
+        pair.step(seed=9)
+        assert pair.steps.replays == replays
+    assert pair.replays()
+
+
+def test_a_list_in_the_config_is_seen() -> None:
+    pair = recorded(fused("gemma3_text"))
+    replays, kinds = pair.steps.replays, pair.model.config.layer_types
+    kinds[0], kinds[1] = kinds[1], kinds[0]
+    pair.step(seed=9)
+    assert pair.steps.replays == replays
+
+
+def test_an_attention_function_of_the_same_name_is_seen() -> None:
+    model = unfused(fused(), 1)
+    model.config._attn_implementation = "sdpa"
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out, weights = own(*args, **kwargs)
+        return 2 * out, weights
+
+    pair = Pair(model, "f16")
+    pair.step(5)
+    pair.step()
+    AttentionInterface.register("sdpa", doubled)
+    try:
+        pair.step()
+        assert "the attention function sdpa is of" in pair.steps.why
+    finally:
+        AttentionInterface.register("sdpa", own)
+
+
+def _with_head(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The model whose head reads its input in another way, in code of ours as it seems."""
+    kind = type(model.lm_head)
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return kind.forward(self, change(x))
+
+    model.lm_head.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    type(model.lm_head).__module__ = kind.__module__
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda p: torch.tensor(p.tolist()), "gives the host a value"),
+        (lambda p: torch.from_numpy(p.numpy().copy()), "numpy gives the host a value"),
+        (lambda p: p.masked_select(p == p).view(p.shape), "masked_select has a result whose size"),
+        (lambda p: _Own.apply(p), "_Own is no op"),
+    ],
+    ids=["tolist", "numpy", "masked_select", "function"],
+)
+def test_what_no_list_can_have(change: Callable[[Tensor], Tensor], why: str) -> None:
+    pair = Pair(_with_head(fused(), change), "q8_0/q8_0")
+    pair.step(5)
+    assert not pair.replays()
+    assert why in pair.steps.why
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + 0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_first_call_that_is_no_op() -> None:
+    step = torch.classes.metalmm.Step()
+    step.start()
+    y = _Own.apply(torch.ones(2))
+    step.stop(True)
+    assert step.problem([y]) == "_Own is no op"
+
+
+def test_a_failed_recording_is_no_half_of_a_list() -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    with torch.no_grad(), pytest.raises(IndexError):
+        pair.model(input_ids=torch.tensor([[10**6]]), **with_cache(pair.model, pair.caches[0]))
+    assert pair.replays(), pair.steps.why
+
+
+def test_a_step_within_a_step_that_is_recorded_is_the_models_own() -> None:
+    """As of a wrapper of transformers whose language model is fused, too."""
+    inner, pair = fused(), recorded()
+    cache = PackedCache(inner.config, "f16")
+
+    def read(p: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = inner(input_ids=ids(1, 1), **with_cache(inner, cache)).logits
+        return p + 0 * logits.argmax(-1, True)
+
+    outer = Pair(_with_head(fused(), read), "q8_0/q8_0")
+    for count in (5, 1, 1, 1):
+        outer.step(count)
+    assert pair.replays()
+
+
+def test_kinds_of_steps_that_are_taken_stay() -> None:
+    pair = recorded()
+    for i in range(_HELD + 2):  # numbers in a call are of its kind
+        pair.step(logits_to_keep=i)
+        assert len(pair.steps.kinds()) <= _HELD
+        replays = pair.steps.replays
+        pair.step()
+        assert pair.steps.replays == replays + 1
+
+
+def test_a_model_that_changes_at_every_step_is_not_recorded_for_ever() -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    for seed in range(20):
+        if seed % 2 == 0:  # between two recordings, and behind the second
+            pair.model.model.norm.variance_epsilon = 0.001 * (seed + 1)
+        pair.step(seed=seed)
+    assert pair.steps.replays == 0
+    assert pair.steps.why == "the model changes between its steps"
+
+
+def test_a_model_that_has_its_cache_is_freed() -> None:
+    pair = recorded()
+    assert "steps were replayed" in explain(pair.model)
+    model = pair.model
+    model.kept = pair.caches[0]
+    seen = weakref.ref(model)
+    del model, pair
+    gc.collect()
+    assert seen() is None
