@@ -153,12 +153,14 @@ OF_STEPS: dict[str, Callable[[Pair, int], dict[str, Any]]] = {
 }
 
 
-def _sequence(model: Any, kind: str, r: random.Random) -> None:
+def _sequence(model: Any, kind: str, engine: str, r: random.Random) -> None:
     formats = ("q8_0/q8_0",) if kind == HYBRID else ("f16", "f32", "q8_0/q8_0")
     pairs = [Pair(model, r.choice(formats), r.choice((1, 2))) for _ in range(r.choice((1, 1, 2)))]
     for pair in pairs:
         pair.step(r.randrange(2, 70))
     acts = [*OF_MODELS, *OF_CACHES, *OF_STEPS, "failing", "interrupted"]
+    if engine != "cpu":
+        acts.remove("failing")  # a GPU's kernels do not say that there is no such token
     if kind == HYBRID:  # whose states no act below undoes, and whose f32 alone is fused
         acts = [*set(acts) - {*OF_CACHES, "dtype", "failing", "interrupted", "hidden"}]
     for i in range(12):
@@ -188,7 +190,7 @@ def test_random_steps_with_changes(engine: str) -> None:
         kind = r.choice([*models])
         with _kept(models[kind]), emulated() if engine == "emulator" else nullcontext():
             try:
-                _sequence(models[kind], kind, r)
+                _sequence(models[kind], kind, engine, r)
             except AssertionError as error:
                 error.add_note(f"sequence {number}, {kind}")
                 raise

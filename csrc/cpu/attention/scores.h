@@ -20,28 +20,29 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 class CacheRows {
  public:
   CacheRows(const at::Tensor& rows, const Format& format, int64_t dim)
-      : bytes_(as_bytes(rows)), format_(format) {
-    if (bytes_.numel()) first_ = make_weight(bytes_.select(0, 0).select(0, 0), format, dim);
+      : dense_(rows.stride(3) == 1 ? rows : rows.clone(at::MemoryFormat::Contiguous)),
+        format_(format) {
+    const int64_t bytes = dense_.element_size();
+    last_ = dense_.size(0) - 1;
+    batch_stride_ = dense_.stride(0) * bytes;
+    head_stride_ = dense_.stride(1) * bytes;
+    const auto* data = static_cast<const uint8_t*>(dense_.const_data_ptr());
+    first_ = make_weight(data, dense_.stride(2) * bytes, format, dim);
   }
 
   const CodecKernels& kernels() const { return kernels_of(format_); }
   // Of one head; of a cache of all sequences, whichever is asked for.
   Weight weight(int64_t batch, int64_t kv_head) const {
     Weight out = first_;
-    out.data += own(batch) * bytes_.stride(0) + kv_head * bytes_.stride(1);
+    out.data += std::min(batch, last_) * batch_stride_ + kv_head * head_stride_;
     return out;
   }
 
  private:
-  int64_t own(int64_t batch) const { return std::min(batch, bytes_.size(0) - 1); }
-  static at::Tensor as_bytes(const at::Tensor& rows) {
-    const at::Tensor dense = rows.stride(3) == 1 ? rows : rows.clone(at::MemoryFormat::Contiguous);
-    return dense.scalar_type() == at::kByte ? dense : dense.view(at::kByte);
-  }
-
-  at::Tensor bytes_;
+  at::Tensor dense_;
   const Format& format_;
-  Weight first_{};  // of the first head of the first sequence
+  int64_t last_, batch_stride_, head_stride_;
+  Weight first_;  // of the first head of the first sequence
 };
 
 // Slots [first, last).
