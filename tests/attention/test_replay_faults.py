@@ -283,6 +283,27 @@ def test_a_step_within_a_step_that_is_recorded_is_the_models_own() -> None:
     assert pair.replays()
 
 
+def test_a_mask_that_hides_nothing_is_no_reason() -> None:
+    pair = Pair(fused(), "q8_0/q8_0")
+    pair.step(5)
+    for i in range(5):
+        pair.step(seed=i, attention_mask=torch.ones(1, 6 + i, dtype=torch.long))
+    assert pair.steps.replays == 3, pair.steps.why
+
+
+def test_a_chunk_that_is_full_is_the_models_own() -> None:
+    sizes = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96}
+    kinds = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 1]}
+    given = {"head_dim": 32, "num_experts_per_tok": 1, "moe_layers": [], **sizes, **kinds}
+    pair = Pair(fuse_(small("llama4_text", **given), "swiglu", cache="f16"), "f16")
+    pair.step(2)
+    why = []
+    for i, count in enumerate((1, 2, 1, 1, 1, 1, 2)):
+        pair.step(count, seed=i)
+        why.append("a chunk that is full" in pair.steps.why)
+    assert why == [False, True, False, False, True, True, True]
+
+
 def test_kinds_of_steps_that_are_taken_stay() -> None:
     pair = recorded()
     for i in range(_HELD + 2):  # numbers in a call are of its kind

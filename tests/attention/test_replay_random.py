@@ -109,11 +109,11 @@ OF_CACHES: dict[str, Callable[[Pair, Any, int], Any]] = {
 
 
 def _failing(pair: Pair) -> None:
-    """A step whose last layer's code raises, in the replayed model and in the other."""
+    """A step of tokens that there are not, by the replayed model and by the other."""
+    tokens = torch.full((pair.batch, 1), 10**6)
     for forward, cache in zip((pair.model, pair.steps.original), pair.caches, strict=True):
-        given = with_cache(pair.model, cache)
         with torch.no_grad(), pytest.raises(IndexError):
-            forward(input_ids=torch.full((pair.batch, 1), 10**6), **given)
+            forward(input_ids=tokens, **with_cache(pair.model, cache))
 
 
 def _interrupted(pair: Pair) -> None:
@@ -123,15 +123,17 @@ def _interrupted(pair: Pair) -> None:
         raise KeyboardInterrupt
 
     handle = pair.model.lm_head.register_forward_pre_hook(stop)
+    tokens = ids(pair.batch, 1).to(pair.model.device)
     for forward, cache in zip((pair.model, pair.steps.original), pair.caches, strict=True):
         with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-            forward(input_ids=ids(pair.batch, 1), **with_cache(pair.model, cache))
+            forward(input_ids=tokens, **with_cache(pair.model, cache))
     handle.remove()
 
 
 def _masked(pair: Pair, count: int) -> dict[str, Any]:
     rows = pair.caches[0].get_seq_length() + count
-    return {"attention_mask": torch.ones(pair.batch, rows, dtype=torch.long)}
+    mask = torch.ones(pair.batch, rows, dtype=torch.long, device=pair.model.device)
+    return {"attention_mask": mask}
 
 
 def _hidden(pair: Pair, count: int) -> dict[str, Any]:
@@ -142,7 +144,8 @@ def _hidden(pair: Pair, count: int) -> dict[str, Any]:
 
 def _placed(pair: Pair, count: int) -> dict[str, Any]:
     first = pair.caches[0].get_seq_length() + pair.batch
-    return {"position_ids": torch.arange(first, first + count).expand(pair.batch, -1)}
+    positions = torch.arange(first, first + count, device=pair.model.device)
+    return {"position_ids": positions.expand(pair.batch, -1)}
 
 
 OF_STEPS: dict[str, Callable[[Pair, int], dict[str, Any]]] = {
@@ -179,12 +182,18 @@ def _sequence(model: Any, kind: str, engine: str, r: random.Random) -> None:
         pair.step(count, seed=i, **given)
 
 
-@pytest.mark.parametrize("engine", ["cpu", "emulator"])
+# {engine: sequences, usually and with METALMM_TEST_CASES=all}
+COUNTS = {"cpu": (24, 10_000), "emulator": (4, 100), "cuda": (24, 400)}
+
+
+@pytest.mark.parametrize("engine", COUNTS)
 def test_random_steps_with_changes(engine: str) -> None:
+    if engine == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no such device")
     models = {kind: _model(kind) for kind in (*KINDS, HYBRID)}
-    count = 24 if engine == "cpu" else 4
-    if HOW_MANY == "all":
-        count = 10_000 if engine == "cpu" else 100
+    if engine == "cuda":
+        models = {kind: model.to("cuda") for kind, model in models.items()}
+    count = COUNTS[engine][HOW_MANY == "all"]
     for number in range(count):
         r = random.Random(number)
         kind = r.choice([*models])

@@ -40,7 +40,7 @@ class Pair:
 
     def step(self, count: int = 1, seed: int = 0, **given: Any) -> Tensor:
         """Both take a step; the logits, which are equal to the bit."""
-        tokens = ids(self.batch, count, seed=seed)
+        tokens = ids(self.batch, count, seed=seed).to(self.model.device)
         with torch.no_grad():
             got: Tensor = self.model(
                 input_ids=tokens, past_key_values=self.caches[0], **given
