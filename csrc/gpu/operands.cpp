@@ -1,6 +1,10 @@
 #include "operands.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
+#include <mutex>
+#include <utility>
 
 #include "dense.h"
 #include "ops/dtypes.h"
@@ -40,6 +44,9 @@ at::Tensor aligned_rows(const PackedWeight& w) {
 DType dtype_of(at::ScalarType t) { return find_dtype(t).value(); }
 
 namespace {
+
+std::mutex g_mutex;
+std::string g_failure;  // of the last launch that threw
 
 // Not of a cache, which the same slots hold.
 void use_weights(const Engine& e, Op op, const Operands& o) {
@@ -81,8 +88,21 @@ void launch(const Engine& e, const Problem& p, const Operands& o,
     if (made.plan.arranged_bytes) bind(kSlotY2, part(0, made.plan.arranged_bytes));
     if (made.plan.workspace_bytes) bind(kSlotPartial, part(first, made.plan.workspace_bytes));
   }
-  replay::launch(e.launch, std::move(made), device, std::move(memory));
+  try {
+    replay::launch(e.launch, std::move(made), device, std::move(memory));
+  } catch (const std::exception& error) {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    g_failure = error.what();
+    throw;
+  }
 }
+
+std::string take_failure() {
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  return std::exchange(g_failure, {});
+}
+
+TORCH_LIBRARY_FRAGMENT(metalmm, m) { m.def("_take_failure() -> str", &take_failure); }
 
 void run(const Engine& e, Problem p, const Operands& o, std::optional<StrategyId> strategy) {
   for (Slot slot : {kSlotX, kSlotX2, kSlotNorm, kSlotC}) {

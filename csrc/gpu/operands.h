@@ -4,6 +4,7 @@
 #include <array>
 #include <initializer_list>
 #include <optional>
+#include <string>
 
 #include "ops.h"
 #include "ops/tensors.h"
@@ -35,6 +36,10 @@ class Operands {
  private:
   std::array<at::Tensor, kSlotPartial> tensors_;  // what is behind is the plan's own
 };
+
+// What the last launch that threw said, since this was asked before, or "". _take_failure() in
+// Python, where runs that may fail for another reason hide it.
+std::string take_failure();
 
 // Plans p and launches the plan.
 void launch(const Engine& e, const Problem& p, const Operands& o,

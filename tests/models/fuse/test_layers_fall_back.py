@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from torch_metalmm import fuse_, unfuse_
+from torch_metalmm import _C, fuse_, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.nn.fused import LinearPart
 from torch_metalmm.nn.layer import FusedLayer
+from torch_metalmm.testing import emulated, shader_library
 
 pytestmark = QUIET
 
@@ -345,3 +347,23 @@ def test_what_layers_share_is_of_both_angles_and_the_function() -> None:
         model.config._attn_implementation = "calling"
         second(x, position_embeddings=(cos, sin))
     assert calls == ["called"]
+
+
+def test_a_kernel_that_does_not_run_is_named() -> None:
+    """As a shader that Metal does not compile; the layers are the model's own."""
+    model = small("llama")
+
+    def load(kernel: str) -> None:
+        if kernel.startswith("rope_"):
+            raise RuntimeError(f"{kernel} does not compile\nat a line")
+        _C.load_emulated(str(shader_library(kernel).path))
+
+    with emulated():
+        _C.set_load_kernel(load)
+        with pytest.warns(UserWarning, match=r"fuse_: .*rope_\w+ does not compile$"):
+            fuse_(model, "swiglu")
+    assert [fused_layer(layer).recipe.heads for layer in layers(model)] == [None, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fuse_(unfuse_(model), "swiglu")
+    assert all(fused_layer(layer).recipe.heads is not None for layer in layers(model))

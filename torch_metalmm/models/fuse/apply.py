@@ -23,6 +23,7 @@ from ..replace import check_model, summary
 from .gated import gated_mlp
 from .layers import fuse_layers, transformers_models, unfuse_layers
 from .merge import merge_layers
+from .runs import telling_of_kernels
 from .times import faster_forms, sizes_of
 
 
@@ -58,7 +59,8 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     its caller gives no past_key_values and neither the caller nor the model's generation_config a
     cache_implementation. The model's attention function becomes "metalmm", so that a fused layer
     writes and reads the cache itself. None leaves both as they are.
-    Returns `model`. ValueError, before anything changes: model is no module, mlp_form is no form, a
+    Returns `model`. A kernel that does not run on this machine is a warning: what would need it
+    stays as it is. ValueError, before anything changes: model is no module, mlp_form is no form, a
     packed weight is on the meta device, cache is no format or one whose blocks do not divide the
     model's heads, or is for a model that does not generate, has an encoder beside its decoder, or
     attention that cannot be chosen.
@@ -72,7 +74,7 @@ def fuse_(model: nn.Module, mlp_form: str | None = None, cache: str | None = Non
     if cache is not None:
         check_cache(transformers_models(model), cache)
     once = _unshared(model)
-    with exactly(model):
+    with exactly(model), telling_of_kernels("fuse_"):
         adapted = _fuse(model, mlp_form, once)
     if cache is not None:
         set_cache(transformers_models(model), cache)

@@ -5,6 +5,7 @@ Random numbers are the same at every call, whatever the caller's generator, devi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,3 +53,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for m, was_training in training:
             m.training = was_training
+
+
+@contextmanager
+def telling_of_kernels(what: str) -> Iterator[None]:
+    """Warns of a kernel that did not run inside, where runs that fail decide what is fused."""
+    torch.ops.metalmm._take_failure()
+    yield
+    if why := torch.ops.metalmm._take_failure():
+        reason = why.partition("\n")[0]
+        warnings.warn(f"{what}: layers stay as they are for a failure: {reason}", stacklevel=4)
