@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.fused import unhooked
+from ..nn import QuantLinear
+from ..nn.fused import plain, unhooked
 from ..nn.layer import positions
-from ..nn.router import FusedRouter, Router
+from ..nn.router import FusedRouter, Router, tensor_of
 from .fuse.runs import Unknown, normal
 
 _U = 2.0**-24
@@ -28,8 +29,7 @@ def fuse_routers(model: nn.Module) -> None:
         for child in parent.children():
             try:
                 fused = FusedRouter(_as_router(child))
-                weight = child.get_parameter(fused.router.weight)
-                x = normal(1, 4, weight.shape[1]).to(weight)
+                x = normal(1, 4, _table_of(child)[2]).to(_like(child, parent))
                 with torch.no_grad():
                     want = parent(x)
             except Exception:  # Unknown, or a module that is given something else
@@ -50,23 +50,21 @@ def _check_near(got: Any, want: Any, bound: float) -> None:
 
 def _as_router(module: nn.Module) -> Router:
     """The router that the module is, whatever its tensors hold. Unknown: it is none."""
-    own: dict[str, Any] = {**module._parameters, **module._buffers}
-    tables = [n for n, t in own.items() if t is not None and t.dim() == 2]
     names = positions(module)
-    if module._modules or len(tables) != 1 or len(names) > 2 or not unhooked(module):
-        raise Unknown("more than a table and its biases")
-    weight = own[tables[0]]
-    experts, k = weight.shape
+    table, experts, k = _table_of(module)
+    if len(names) > 2 or not all(map(unhooked, module.modules())):
+        raise Unknown("more arguments, or hooks")
     given = [normal(experts, seed=8)] * (len(names) - 1)
     x = torch.cat([normal(8, k, seed=9) * scale for scale in _SCALES])
     with torch.no_grad():
-        _, like, _ = module(*(t.to(weight) for t in (x, *given)))
-        trial = copy.deepcopy(module).float().cpu()
-        vectors = [n for n, t in own.items() if t is not None and t.shape == (experts,)]
-        for i, name in enumerate((*tables, *vectors)):  # zeros would say nothing
-            tensor = getattr(trial, name)
-            tensor.copy_(normal(*tensor.shape, seed=i) * (0.5 if i else k**-0.5))
+        x, keeps = _called(module, x, given)
+        trial = _dense(module, table, experts, k)
+        own = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
+        vectors = [n for n, t in own.items() if n != table and t.numel() == experts]
+        for i, name in enumerate((table, *vectors)):  # zeros would say nothing
+            own[name].copy_(normal(*own[name].shape, seed=i) * (0.5 if i else k**-0.5))
         _, want, ids = trial(x, *given)
+        x = x.flatten(0, -2)
         if ids.dtype != torch.int64:
             raise Unknown("ids that the op does not give")
         order = ids.argsort(-1)
@@ -75,8 +73,7 @@ def _as_router(module: nn.Module) -> Router:
             for bias, choice in dict.fromkeys(permutations(biases, 2)):
                 if bias == "":
                     continue
-                keeps = like.dtype == weight.dtype
-                router = Router(module, ids.shape[1], tables[0], bias, choice, options, keeps)
+                router = Router(module, ids.shape[1], table, bias, choice, options, keeps)
                 try:
                     got, chosen = router.route(trial, x, *given)
                 except ValueError:  # groups of which too few are left
@@ -88,6 +85,60 @@ def _as_router(module: nn.Module) -> Router:
                     if error <= 64 * k * _U * want.abs().max():
                         return router
     raise Unknown("another choice")
+
+
+def _like(*modules: nn.Module, default: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of the dtype and on the device of what the first module is given."""
+    floats = (p for m in modules for p in m.parameters() if p.is_floating_point())
+    found = next(floats, None)
+    if found is not None:
+        return found
+    return torch.empty(0, dtype=default, device=next(modules[0].parameters()).device)
+
+
+def _table_of(module: nn.Module) -> tuple[str, int, int]:
+    """(the name of the tensor that makes logits of x, how many, of how many values).
+
+    Unknown: there is not one, or more than biases beside it.
+    """
+    found = [
+        (name, t.shape[0], owner.in_features if type(owner) is QuantLinear else t.shape[1])
+        for name, t in module.named_parameters()
+        if t.dim() == 2 and t.shape[0] > 1
+        for owner in [tensor_of(module, name)[0]]
+        if type(owner) is not QuantLinear or plain(owner)
+    ]
+    if len(found) != 1:
+        raise Unknown("more than a table and its biases")
+    name, experts, k = found[0]
+    own = [*module.named_parameters(), *module.named_buffers()]
+    if any(t.numel() != experts for other, t in own if other != name):
+        raise Unknown("more than a table and its biases")
+    return name, experts, k
+
+
+def _dense(module: nn.Module, table: str, experts: int, k: int) -> Any:
+    """A copy in f32 on the CPU, whose table any numbers may be written to."""
+    owner, path = tensor_of(module, table)[0], table.rpartition(".")[0]
+    trial = copy.deepcopy(module)
+    if isinstance(owner, QuantLinear):
+        trial.set_submodule(path, nn.Linear(k, experts, owner.bias is not None))
+    return trial.float().cpu().requires_grad_(False)
+
+
+def _called(module: nn.Module, x: Tensor, given: list[Tensor]) -> tuple[Tensor, bool]:
+    """(x [T, K], or [1, T, K] where the module takes this alone, whether weights have its dtype).
+
+    A packed layer takes x of any dtype: of f16, f32 weights are seen to be of f32.
+    """
+    like = _like(module, default=torch.float16)
+    for form in (x, x[None]):
+        try:
+            weights = module(*(t.to(like) for t in (form, *given)))[1]
+        except ValueError:  # it unpacks another shape
+            continue
+        return form, weights.dtype == like.dtype
+    raise Unknown("it takes neither rows nor sequences")
 
 
 def _options(module: nn.Module, experts: int) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats
+from .fused import unhooked
+from .packed import Packed
 from .settings import Settings
 
 _route = torch.ops.metalmm.route.default
@@ -19,9 +21,9 @@ _FORMAT = {dtype: name for name, dtype in formats.DTYPES.items()}
 class Router:
     """What a module computes of x [T, K]: (anything, weights [T, top_k], ids [T, top_k]).
 
-    weight, bias, choice_bias: names of the module's tensors, None for none; choice_bias "" is the
-    second argument. options: of torch.ops.metalmm.route. keeps_dtype: weights have that of x, not
-    f32.
+    weight, bias, choice_bias: names of tensors of the module or its children, None for none;
+    choice_bias "" is the second argument. The weight may be a packed layer's. options: of
+    torch.ops.metalmm.route. keeps_dtype: weights have that of x, not f32.
     """
 
     module: nn.Module
@@ -40,15 +42,25 @@ class Router:
         self, module: nn.Module, x: Tensor, *given: Tensor, shared: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same, weights in f32. shared: as the op has it."""
-        own = {**module._parameters, **module._buffers}
-        weight: Any = own[self.weight]
-        bias = None if self.bias is None else own[self.bias]
-        choice = None if self.choice_bias is None else own.get(self.choice_bias, *given)
-        form = _FORMAT[weight.dtype]
+        owner, weight = tensor_of(module, self.weight)
+        bias = None if self.bias is None else tensor_of(module, self.bias)[1]
+        choice: Tensor | None = None
+        if self.choice_bias is not None:
+            choice = tensor_of(module, self.choice_bias)[1] if self.choice_bias else given[0]
+            choice = choice.flatten()
+        form = owner.format if isinstance(owner, Packed) else _FORMAT[weight.dtype]
         made: tuple[Tensor, Tensor] = _route(
             x, self.top_k, weight, bias, form, choice_bias=choice, shared=shared, **self.options
         )
         return made
+
+
+def tensor_of(module: nn.Module, name: str) -> tuple[nn.Module, Any]:
+    """(the module or its child that has the tensor, the parameter or buffer itself)."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    own = owner._parameters if last in owner._parameters else owner._buffers
+    return owner, own[last]
 
 
 class FusedRouter:
@@ -60,7 +72,8 @@ class FusedRouter:
     """
 
     def __init__(self, router: Router) -> None:
-        self.router, self._settings = router, Settings([router.module])
+        self.router, self._settings = router, Settings(router.module.modules())
+        self._parts = [*router.module.modules()]
 
     def attach(self) -> None:
         self.router.module.__dict__["forward"] = self.forward
@@ -70,11 +83,12 @@ class FusedRouter:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         module = self.router.module
-        tensors = [x, *args, *module._parameters.values()]
+        tensors = [x, *args, *module.parameters()]
         own = (
             kwargs
             or module.training
             or module._forward_hooks
+            or (module._modules and not self._same_parts())
             or not self._settings.same()
             or len(args) != (self.router.choice_bias == "")
             or torch.is_autocast_enabled(x.device.type)
@@ -83,3 +97,8 @@ class FusedRouter:
         if own:
             return type(module).forward(module, x, *args, **kwargs)
         return None, *self.router.route(module, x.reshape(-1, x.shape[-1]), *args)
+
+    def _same_parts(self) -> bool:
+        """Whether the children are those that fuse_ saw, and nothing else is called with them."""
+        now = [*self.router.module.modules()]
+        return now == self._parts and all(map(unhooked, now[1:]))

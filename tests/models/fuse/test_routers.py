@@ -20,6 +20,7 @@ from torch_metalmm.nn.router import FusedRouter
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "minimax_m2")
+NESTED = ("ernie4_5_moe", "afmoe")  # a table or a bias of a child; dense layers beside
 
 
 def routers(model: nn.Module) -> list[Any]:
@@ -31,15 +32,20 @@ def _of(forward: Any) -> Any:
     return getattr(forward, "__self__", None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + NESTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_routers_of_families(kind: str, dtype: torch.dtype) -> None:
     """Weights in the router's own dtype, near those of its own forward; one router a layer."""
     model = fused_family(family(kind).to(dtype))
-    assert len(routers(model)) == model.config.num_hidden_layers
+    dense = 1 if kind in NESTED else 0
+    assert len(routers(model)) == model.config.num_hidden_layers - dense
     for module in routers(model):
-        x = activations(6, 128, dtype=dtype, seed=kind)
-        given = (activations(8, seed="choice"),) if kind == "minimax_m2" else ()
+        x = activations(1, 6, 128, dtype=dtype, seed=kind)
+        x = x if kind == "afmoe" else x[0]
+        given = (activations(8, seed="choice"),) if kind in ("minimax_m2", "afmoe") else ()
+        if kind == "ernie4_5_moe":
+            bias = module.moe_statics.e_score_correction_bias
+            bias.data.copy_(0.1 * activations(*bias.shape, seed="choice"))
         with torch.no_grad():
             _, want, ids = type(module).forward(module, x, *given)
             logits, weights, chosen = module(x, *given)
@@ -141,3 +147,33 @@ def test_copies_and_undoing() -> None:
         assert all(m.__dict__["forward"].__self__.router.module is m for m in routers(other))
     unfuse_(model)
     assert not routers(model) and list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_children_of_a_router_that_are_called(kind: str) -> None:
+    """With a hook, a forward or a layer of another's they are, by the router's own forward."""
+    model = fused_family(family(kind))
+    module = routers(model)[-1]
+    name, child = next(iter(module.named_children()))
+    x = activations(1, 6, 128, seed=kind)
+    x = x if kind == "afmoe" else x[0]
+    given = (activations(8, seed="choice"),) if kind == "afmoe" else ()
+
+    def falls_back() -> bool:
+        with torch.no_grad():
+            return module(x, *given)[0] is not None
+
+    assert not falls_back()
+    handle = child.register_forward_hook(lambda m, a, out: 2 * out)
+    assert falls_back()
+    handle.remove()
+    child.forward = type(child).forward.__get__(child)
+    assert falls_back()
+    del child.forward
+    setattr(module, name, copy.deepcopy(child))
+    assert falls_back()
+    setattr(module, name, child)
+    assert not falls_back()
+    other = copy.deepcopy(model)
+    module = routers(other)[-1]
+    assert not falls_back()
