@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..nn import QuantLinear
 from ..nn.fused import plain, unhooked
 from ..nn.layer import positions
+from ..nn.packed import Packed
 from ..nn.router import FusedRouter, Router, tensor_of
 from .fuse.runs import Unknown, normal
 
@@ -101,6 +102,8 @@ def _table_of(module: nn.Module) -> tuple[str, int, int]:
 
     Unknown: there is not one, or more than biases beside it.
     """
+    if isinstance(module, Packed):
+        raise Unknown("a layer, which gives one result")
     found = [
         (name, t.shape[0], owner.in_features if type(owner) is QuantLinear else t.shape[1])
         for name, t in module.named_parameters()
@@ -122,7 +125,8 @@ def _dense(module: nn.Module, table: str, experts: int, k: int) -> Any:
     owner, path = tensor_of(module, table)[0], table.rpartition(".")[0]
     trial = copy.deepcopy(module)
     if isinstance(owner, QuantLinear):
-        trial.set_submodule(path, nn.Linear(k, experts, owner.bias is not None))
+        linear = nn.Linear(k, experts, owner.bias is not None, device="meta")
+        trial.set_submodule(path, linear.to_empty(device="cpu"))
     return trial.float().cpu().requires_grad_(False)
 
 
@@ -132,13 +136,13 @@ def _called(module: nn.Module, x: Tensor, given: list[Tensor]) -> tuple[Tensor, 
     A packed layer takes x of any dtype: of f16, f32 weights are seen to be of f32.
     """
     like = _like(module, default=torch.float16)
-    for form in (x, x[None]):
-        try:
-            weights = module(*(t.to(like) for t in (form, *given)))[1]
-        except ValueError:  # it unpacks another shape
-            continue
-        return form, weights.dtype == like.dtype
-    raise Unknown("it takes neither rows nor sequences")
+    rows = [t.to(like) for t in (x, *given)]
+    try:
+        _, weights, _ = module(*rows)
+    except ValueError:  # it unpacks another shape
+        x = x[None]
+        _, weights, _ = module(rows[0][None], *rows[1:])
+    return x, weights.dtype == like.dtype
 
 
 def _options(module: nn.Module, experts: int) -> Iterator[dict[str, Any]]:

@@ -86,6 +86,9 @@ class FusedLayer:
         angles = None if heads is None else kwargs.get(heads.embeddings)  # type: ignore[arg-type]
         if x.dim() != 3 or (angles is None and heads is not None and heads.embeddings):
             return self.original(x, **kwargs)
+        positions = None if heads is None else _positions_of(heads, kwargs)
+        if positions is None and heads is not None and heads.growth is not None:
+            return self.original(x, **kwargs)
         if recipe.mixer is not None and is_recording(recipe.mixer, kwargs):
             return self.original(x, **kwargs)
         if not kwargs.keys() <= recipe.names and _unknown(recipe, kwargs):
@@ -110,7 +113,11 @@ class FusedLayer:
         ops = DIRECT[self.kind if x.is_cpu else None]
         if heads is None or self.step is None:
             return self._result(self.compute(ops, x, kwargs, _NONE))
-        held = self.step.of(*angles) if angles is not None else self.step.still(x)
+        if angles is None:
+            held = self.step.still(x, positions)
+        else:
+            cos, sin = angles
+            held = self.step.of(cos, sin, positions, x)
         cache = kwargs.get(heads.cache)
         begins = getattr(cache, "begins", None)
         if begins is None:
@@ -152,8 +159,10 @@ class FusedLayer:
         """What the step has for these arguments, made anew."""
         if self.step is None:
             return _NONE
-        name = self.recipe.heads.embeddings  # type: ignore[union-attr]
-        return self.step.made(*(no_angles(x) if name is None else kwargs[name]))
+        heads: Any = self.recipe.heads
+        name = heads.embeddings
+        cos, sin = no_angles(x) if name is None else kwargs[name]
+        return self.step.made(cos, sin, _positions_of(heads, kwargs), x)
 
     def compute(self, ops: Ops, x: Tensor, kwargs: dict[str, Any], held: Held) -> Tensor:
         """The layer's result."""
@@ -263,6 +272,11 @@ def positions(layer: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     found = inspect.signature(type(layer).forward).parameters.values()
     return [p.name for p in found if p.kind in kinds][1:]
+
+
+def _positions_of(heads: Heads, kwargs: dict[str, Any]) -> Tensor | None:
+    """Those by which q grows, if it does."""
+    return None if heads.growth is None else kwargs.get(heads.growth.name)
 
 
 def _unknown(recipe: Recipe, kwargs: dict[str, Any]) -> bool:

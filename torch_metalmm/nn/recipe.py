@@ -120,6 +120,30 @@ class _Ordered:
 
 
 @dataclass
+class Growth:
+    """What q is multiplied by in long texts: 1 + rate log(1 + floor(position / size)).
+
+    The formula is that of Llama 4 (transformers: get_llama_4_attn_scale). name: the layer's
+    argument that is positions, int64 [B, S]. numbers: a dict of the config, and its keys of both.
+    """
+
+    name: str
+    numbers: dict[str, Any]
+    rate: str
+    size: str
+
+    def of(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, 1, S, 1]."""
+        rate, size = self.numbers[self.rate], self.numbers[self.size]
+        steps = torch.div(positions, size, rounding_mode="floor")
+        return steps.log1p().mul_(rate).add_(1)[:, None, :, None].to(dtype)
+
+    def key(self) -> object:
+        """Equal where results are."""
+        return self.name, id(self.numbers), self.rate, self.size
+
+
+@dataclass
 class Heads(_Ordered):
     """Attention over heads: what makes q, k and v of x [batch, length, size], and what they do.
 
@@ -155,6 +179,7 @@ class Heads(_Ordered):
     angles: str
     shared: tuple[str, Any] | None = None
     factors: Tensor | None = None
+    growth: Growth | None = None  # of q, behind the rotation
 
     def norms(self) -> list[Norm | None]:
         return [*(self.head_norms or ()), *(self.whole_norms or ()), self.value_norm]

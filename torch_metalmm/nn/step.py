@@ -19,7 +19,7 @@ class Held(NamedTuple):
     """What the layers of a step share: see Step.
 
     versions: of `given`; None where cos and sin are those tensors, and where they have none.
-    direct, options: see Step.direct and Step.op.
+    direct, options: see Step.direct and Step.op. factors: of q, as Growth has them of positions.
     """
 
     given: tuple[Any, Any] = (None, None)  # the model's cos and sin
@@ -30,6 +30,8 @@ class Held(NamedTuple):
     function: Any = None  # that computes attention
     direct: dict[str, Any] | None = None
     options: dict[str, Any] | None = None
+    positions: Any = None
+    factors: Tensor | None = None
 
 
 class Step:
@@ -41,7 +43,7 @@ class Step:
     """
 
     def __init__(self, heads: Heads) -> None:
-        self.attend, self.angles = heads.attend, heads.angles
+        self.attend, self.angles, self.growth = heads.attend, heads.angles, heads.growth
         self.groups = heads.heads // max(heads.kv_heads, 1)
         self.like_k = torch.empty(0, heads.head_size, device="meta")
         self.held = Held()
@@ -50,17 +52,19 @@ class Step:
     def key(heads: Heads) -> object:
         """Equal for layers that may share a step."""
         attend = heads.attend
-        sizes = (heads.angles, heads.head_size, heads.heads, heads.kv_heads)
+        growth = None if heads.growth is None else heads.growth.key()
+        sizes = (heads.angles, heads.head_size, heads.heads, heads.kv_heads, growth)
         constants = tuple(sorted(attend.constants.items()))
         names = (*attend.place, *sorted(attend.passed), *attend.own.items())
         return (*sizes, *names, attend.default, id(attend.config), constants)
 
-    def of(self, cos: Tensor, sin: Tensor) -> Held:
-        """What is held for these; the first layer that asks makes it."""
+    def of(self, cos: Tensor, sin: Tensor, positions: Tensor | None, x: Tensor) -> Held:
+        """What is held for these; the first layer that asks makes it. positions: of `growth`."""
         held, versions = self.held, self.held.versions
         if (
             held.given[0] is cos
             and held.given[1] is sin
+            and held.positions is positions
             and held.name == self.attend.name()
             and (versions is None or versions == (cos._version, sin._version))
         ):
@@ -69,23 +73,31 @@ class Step:
         fixed = self.angles in ("whole", "none") or cos.is_inference() or sin.is_inference()
         versions = None if fixed else (cos._version, sin._version)
         given = ((cos, sin), versions, self.attend.name(), *tables(self.angles, cos, sin))
-        held = Held(*given, function, self.direct(function), self.op(function))
+        of_q = positions, self.factors(positions, x)
+        held = Held(*given, function, self.direct(function), self.op(function), *of_q)
         self.held = held
         return held
 
-    def still(self, x: Tensor) -> Held:
+    def factors(self, positions: Tensor | None, x: Tensor) -> Tensor | None:
+        """Those of q, for an x of this dtype."""
+        if self.growth is None or positions is None:
+            return None
+        return self.growth.of(positions, x.dtype)
+
+    def still(self, x: Tensor, positions: Tensor | None) -> Held:
         """What is held where x [batch, length, size] is not rotated."""
         cos = self.held.given[0]
         same = cos is not None and cos.dtype == x.dtype and cos.device == x.device
         if not same or cos.shape[1] != x.shape[1]:
             cos, _ = no_angles(x)
-        return self.of(cos, cos)
+        return self.of(cos, cos, positions, x)
 
-    def made(self, cos: Tensor, sin: Tensor) -> Held:
+    def made(self, cos: Tensor, sin: Tensor, positions: Tensor | None, x: Tensor) -> Held:
         """The same, made anew and not held, with the attention function itself."""
         function = self.attend.function()
         angles = tables(self.angles, cos, sin)
-        return Held((None, None), None, None, *angles, function, None, self.op(function))
+        of_q = positions, self.factors(positions, x)
+        return Held((None, None), None, None, *angles, function, None, self.op(function), *of_q)
 
     def op(self, function: Callable[..., Any]) -> dict[str, Any] | None:
         """The options of our op `attention`, if that is what the function calls."""

@@ -62,7 +62,7 @@ PARTS = {
     "cohere": "Beside",  # attention and MLP side by side
     "gpt_neox": "",  # the same, without a gate; q, k and v of a head together
     "gpt2": "Heads Whole",  # no rotation, and a table of positions
-    "ministral3": "Whole GatedMLP",  # q grows with the position
+    "ministral3": "Heads GatedMLP",  # q grows with the position
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": _HEAD

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.recipe import Attend, Heads
+from ...nn.recipe import Attend, Growth, Heads
 from .observe import Attention, Seen, is_angles
 from .projections import projections_of
 from .runs import Unknown, one
@@ -56,6 +58,22 @@ def heads_of(
     if own:
         _check_updates(runs, number)
     return heads, o.module
+
+
+def growths(layer: nn.Module, runs: list[Seen]) -> Iterator[Growth]:
+    """What q of a layer may be multiplied by, of which runs of short texts show nothing.
+
+    By numbers that a config has side by side; confirm.py runs the layer at far positions.
+    """
+    kwargs = runs[0].kwargs
+    whole = [n for n, v in kwargs.items() if isinstance(v, Tensor) and v.dtype == torch.int64]
+    configs = {id(c): c for m in layer.modules() if (c := getattr(m, "config", None)) is not None}
+    dicts = [d for c in configs.values() for d in vars(c).values() if isinstance(d, dict)]
+    for numbers in dicts:
+        sizes = [n for n, v in numbers.items() if type(v) is int and v > 1]
+        rates = [n for n, v in numbers.items() if type(v) is float and 0 < v < 1]
+        for name, rate, size in product(whole, rates, sizes):
+            yield Growth(name, numbers, rate, size)
 
 
 def _shared(runs: list[Seen]) -> tuple[str, Any, bool] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
@@ -13,18 +13,19 @@ from ...nn.fused import owner_of
 from ...nn.layer import FusedLayer
 from ...nn.mixture import Mixture, join
 from ...nn.norm import FusedNorm
-from ...nn.recipe import Recipe
+from ...nn.recipe import Growth, Recipe
 from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
 from ...nn.sharded import everywhere
 from ...nn.step import Held, Step
 from ..routers import fuse_routers
 from .confirm import agrees
+from .heads import growths
 from .merge import merge_projections
 from .norms import as_norm
 from .observe import Seen, is_transformers_model, observed
 from .rotations import fuse_rotations
-from .runs import evaluating
+from .runs import Unknown, evaluating
 from .understand import attentions_of, recipe_of, recipe_of_attention
 
 _ROW = 64  # values of a norm without a weight, which takes any number
@@ -49,7 +50,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             if earlier is not None and earlier.step is not None:
                 earlier.step.held = Held()  # has what stood in for the attention function
         for layer, runs in seen.items():
-            readings = (partial(_layer, layer, runs, heads) for heads in (True, False))
+            readings = _readings(layer, runs)
             if any(_fuse(layer, read, steps, form, once) for read in readings):
                 continue
             for attention in dict.fromkeys(attentions_of(runs)):
@@ -57,8 +58,23 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
         _fuse_norms(top)
 
 
-def _layer(layer: nn.Module, runs: list[Seen], heads: bool) -> _Reading:
-    return recipe_of(layer, runs, heads), runs
+def _readings(layer: nn.Module, runs: list[Seen]) -> Iterator[Callable[[], _Reading]]:
+    """What the layer may be, until it is."""
+    yield partial(_layer, layer, runs, True)
+    for growth in growths(layer, runs):
+        yield partial(_layer, layer, runs, True, growth)
+    yield partial(_layer, layer, runs, False)
+
+
+def _layer(
+    layer: nn.Module, runs: list[Seen], heads: bool, growth: Growth | None = None
+) -> _Reading:
+    recipe = recipe_of(layer, runs, heads)
+    if growth is not None:
+        if recipe.heads is None:
+            raise Unknown("no heads of ours")
+        recipe.heads.growth = growth
+    return recipe, runs
 
 
 def _attention(attention: nn.Module, runs: list[Seen]) -> _Reading:
