@@ -78,7 +78,7 @@ TARGETS = {
     "csrc/cpu/attention/matrix.cpp": "test_attention.py test_pages.py -k cpu",
     "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
-    "(emulator and swiglu)'",
+    "(emulator and gated_down)'",
     "metal/formats/block32.h": "test_exact.py -k 'emulator and gemv and not descending and "
     "(q4_0 or q4_1 or q5_0 or q5_1 or q8_0)'",
 }
