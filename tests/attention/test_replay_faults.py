@@ -259,6 +259,24 @@ def test_a_first_call_that_is_no_op() -> None:
     assert step.problem([y]) == "_Own is no op"
 
 
+@pytest.mark.parametrize(("every", "replays"), [(False, 3), (True, 0)], ids=["once", "in turns"])
+def test_recordings_that_differ(every: bool, replays: int) -> None:
+    """The first may have a copy that is made once, say for a device. Steps in turns stay apart."""
+    calls = 0
+
+    def change(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + 0 if (calls % 4 == 3 if every else calls == 3) else x
+
+    pair = Pair(_with_head(fused(), change), "q8_0/q8_0")
+    pair.step(5)  # two calls, as each step
+    for seed in range(6):
+        pair.step(seed=seed)
+    assert pair.steps.replays == replays, pair.steps.why
+    assert replays or "in one step" in pair.steps.why
+
+
 def test_a_failed_recording_is_no_half_of_a_list() -> None:
     pair = Pair(fused(), "q8_0/q8_0")
     pair.step(5)

@@ -35,7 +35,7 @@ from .unchanged import Unchanged
 _KINDS: dict[type, Any] = {PackedCache: PackedStep, PagedCache: PagedStep}
 MOST = 8  # tokens of a sequence in a step
 _HELD = 16  # kinds of steps on a cache, each with the tensors between its ops
-_TRIES = 3  # recordings of a cache's step that end without a replay
+_TRIES = 3  # recordings that a change of the model ends before a replay, or that differ
 # Methods of a tensor that no op of torch's computes, and that give values to the host.
 _READ_BY_HOST = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr"))
 _records: ContextVar[bool] = ContextVar("records", default=False)
@@ -54,7 +54,7 @@ class _Step:
         with torch.inference_mode(False):
             self.ids = torch.empty_like(ids)
             self.positions = None if positions is None else torch.empty_like(positions)
-        self.recorded = self.replays = self.tries = 0
+        self.recorded = self.replays = self.tries = self.differences = 0
         self.place: Any = None
         self.why = ""
         self.model: Unchanged | None = None  # as it was recorded
@@ -230,12 +230,15 @@ class Replayed:
         if step.recorded == 0 or all(map(ne, place, step.place)):
             step.recorded += 1
         step.why = _unlike(out, cache) or read.seen or step.native.problem([out.logits])
-        if not step.why and step.recorded == 2:
+        self.why = step.why
+        if step.why and step.recorded == 2 and step.differences < _TRIES - 1:
+            # The first may have had what is done once, say a copy for a device: one more.
+            step.recorded, step.differences, step.why = 1, step.differences + 1, ""
+        elif not step.why and step.recorded == 2:
             step.output = _Output(type(out), *with_cache(self.model, cache))
             step.native.keep([out.logits])
             step.run = Runs(step.native.run, step.ids.device, not step.native.called())
             out.logits = out.logits.clone()  # what was recorded is the list's
-        self.why = step.why
         return out
 
     def _replay(self, step: _Step, cache: Any) -> Any:
