@@ -32,7 +32,7 @@ class PackedStep:
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         self.count = count
         self._layers = list(cache.layers)
-        rows = _with_rows(cache)
+        rows = self._with_rows = _with_rows(cache)
         self.fixed = Fixed(count, device, {_window(layer) for layer in rows})
         # Of each: the first layer of its window, whose rows lie in the same slots.
         firsts = {_window(layer): layer for layer in reversed(rows)}
@@ -119,9 +119,9 @@ class PackedStep:
 
     def done(self, cache: Any) -> None:
         """The rows of a replayed step are written."""
-        layers = [layer for layer, *_ in self._rows]
-        ends = [layer.end + self.count for layer in layers]
-        list(map(setattr, layers, repeat("end"), ends))  # one call, which no signal interrupts
+        ends = [layer.end + self.count for layer in self._with_rows]
+        # One call, which no signal interrupts.
+        list(map(setattr, self._with_rows, repeat("end"), ends))
 
 
 def _has_states(layer: Any) -> bool:
