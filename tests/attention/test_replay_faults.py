@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from bench.models.families import family, fused_family
 from torch_metalmm import PackedCache, fuse_
 from torch_metalmm.hf.caches.layers import SLACK
 from torch_metalmm.hf.caches.rows import Fixed
@@ -182,6 +183,22 @@ def test_another_call_of_a_class_is_seen(name: str) -> None:
         pair.step(seed=9)
         assert pair.steps.replays == replays
     assert pair.replays()
+
+
+def test_an_expert_beside_the_others_that_moves_is_seen() -> None:
+    """A layer of experts reads the one that all share in the memory of the others, if it lies
+    there: by its address, which no op has."""
+    model = fused_family(family("qwen3_5_moe_text"))
+    pair = Pair(model, "q8_0/q8_0")
+    pair.step(5)
+    assert pair.replays(), pair.steps.why
+    before = pair.step(seed=9)
+    shared = next(m for n, m in model.named_modules() if n.endswith("shared_expert"))
+    weight = next(shared.parameters())
+    weight.data = weight.data.flip(0).clone()
+    replays = pair.steps.replays
+    assert not torch.equal(before, pair.step(seed=9))
+    assert pair.steps.replays == replays
 
 
 def test_a_list_in_the_config_is_seen() -> None:

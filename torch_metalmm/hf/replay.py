@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
@@ -37,7 +37,7 @@ MOST = 8  # tokens of a sequence in a step
 _HELD = 16  # kinds of steps on a cache, each with the tensors between its ops
 _TRIES = 3  # recordings that a change of the model ends before a replay, or that differ
 # Methods of a tensor that no op of torch's computes, and that give values to the host.
-_READ_BY_HOST = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr"))
+_READ_BY_HOST = frozenset(("tolist", "numpy", "__array__", "__dlpack__"))
 _records: ContextVar[bool] = ContextVar("records", default=False)
 
 
@@ -60,10 +60,13 @@ class _Step:
         self.model: Unchanged | None = None  # as it was recorded
         self.output: _Output | None = None  # of what the model returns
         self.run: Runs | None = None
+        self.addresses: list[tuple[Tensor, int]] = []  # that code of Python has read
 
     def holds(self) -> bool:
         """Whether what was recorded, or found to be no list, is what the model would compute."""
         if self.model is None or not self.model.same():
+            return False
+        if any(t.data_ptr() != address for t, address in self.addresses):
             return False
         return self.run is None or bool(self.native.holds())
 
@@ -90,7 +93,10 @@ class _Recorded(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in _READ_BY_HOST:
             self.seen = self.seen or f"{name} gives the host a value"
-        return function(*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        if name == "data_ptr" and isinstance(args[0], nn.Parameter):
+            self._step.addresses.append((args[0], out))
+        return out
 
     def __enter__(self) -> _Recorded:
         self._before = _records.set(True)
