@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import ids, layers, small
-from replay_pair import KINDS, WINDOW, Pair, fused
+from layer_models import ids, layers
+from replay_pair import KINDS, WINDOW, Pair, fused, recurrent
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_metalmm import _C, PackedCache, fuse_
+from torch_metalmm import _C, PackedCache
 from torch_metalmm.hf.caches.layers import SLACK
 from torch_metalmm.hf.caches.paged import Text, paged_cache
 from torch_metalmm.hf.replay import Replayed, replayed
@@ -53,8 +53,7 @@ def test_a_replayed_step_is_the_models_own(engine: str, kind: str, batch: int, c
 @pytest.mark.parametrize(("engine", "count"), [("cpu", 1), ("cpu", 3), ("emulator", 1)])
 def test_states_of_recurrent_layers(engine: str, count: int) -> None:
     """They are written in place, so that a step finds what the step before left."""
-    kinds = ["linear_attention", "full_attention"]
-    model = fuse_(small("qwen3_5_text", layer_types=kinds), "swiglu", cache="q8_0/q8_0")
+    model = recurrent()
     with on(engine):
         pair = Pair(model, "q8_0/q8_0", batch=2)
         pair.step(9)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import ids, layers, small
-from replay_pair import WINDOW, Pair, fused
+from layer_models import ids, small
+from replay_pair import WINDOW, Pair, fused, recurrent, unfused
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,19 +22,6 @@ from torch_metalmm.hf.caches.layers import SLACK
 from torch_metalmm.hf.caches.rows import Fixed
 from torch_metalmm.hf.replay import _HELD, explain
 from torch_metalmm.models.cache_argument import with_cache
-
-
-def unfused(model: Any, layer: int) -> Any:
-    """The model, where this layer computes itself."""
-    norm = layers(model)[layer].input_layernorm
-    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-    setattr(norm, name, 0.01)
-    return model
-
-
-def recurrent() -> Any:
-    kinds = ["linear_attention", "full_attention"]
-    return fuse_(small("qwen3_5_text", layer_types=kinds), "swiglu", cache="q8_0/q8_0")
 
 
 def recorded(model: Any = None) -> Pair:

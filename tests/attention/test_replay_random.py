@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from backends import CASES as HOW_MANY
-from layer_models import ids, layers, small
-from replay_pair import KINDS, Pair, fused
+from layer_models import ids, layers
+from replay_pair import KINDS, Pair, fused, recurrent, unfused
 from torch import Tensor, nn
 
-from torch_metalmm import fuse_
 from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.testing import emulated
@@ -32,18 +31,6 @@ class _Added(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
         return y + 0.5 * y.flip(-1)
-
-
-def _model(kind: str) -> Any:
-    if kind != HYBRID:
-        return fused(kind)
-    mixed = {"layer_types": ["linear_attention", "full_attention"]}
-    return fuse_(small(kind, **mixed), "swiglu", cache="q8_0/q8_0")
-
-
-def _eps(model: Any, value: float) -> None:
-    norm = layers(model)[1].input_layernorm
-    setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", value)
 
 
 def _adapter(model: Any, i: int) -> None:
@@ -70,7 +57,7 @@ def _dtype(model: Any, i: int) -> None:
 
 OF_MODELS: dict[str, Callable[[Any, int], Any]] = {
     "weight": lambda m, i: layers(m)[1].input_layernorm.weight.data.mul_(1.25),
-    "eps": lambda m, i: _eps(m, 0.01 * i),
+    "eps": lambda m, i: unfused(m, 1, 0.01 * i),
     "hook": _hook,
     "adapter": _adapter,
     "dtype": _dtype,
@@ -190,7 +177,7 @@ COUNTS = {"cpu": (24, 10_000), "emulator": (4, 50), "cuda": (24, 400)}
 def test_random_steps_with_changes(engine: str) -> None:
     if engine == "cuda" and not torch.cuda.is_available():
         pytest.skip("no such device")
-    models = {kind: _model(kind) for kind in (*KINDS, HYBRID)}
+    models = {kind: recurrent() if kind == HYBRID else fused(kind) for kind in (*KINDS, HYBRID)}
     if engine == "cuda":
         models = {kind: model.to("cuda") for kind, model in models.items()}
     count = COUNTS[engine][HOW_MANY == "all"]

@@ -55,8 +55,7 @@ class Unchanged:
         for one in {type(m): m for m in modules.values()}.values():
             of_file, seen = named_functions(type(one).forward)
             items += [(of_file, name, function) for name, function in seen.items()]
-        objects = [*modules.values()]
-        self._guard = _native.Guard([*dicts, *classes], lists, items, objects)
+        self._guard = _native.Guard([*dicts, *classes], lists, items, [*modules.values()])
         self.why = "a hook of all modules" if any(_HOOKS) else ""
         for config in configs:
             self.why = self.why or _foreign_attention(by_name[0], config)

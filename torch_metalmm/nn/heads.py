@@ -90,8 +90,7 @@ def _appended(
         interleaved=r.interleaved,
         **norms,
     )
-    if held.factors is not None:
-        q = q * held.factors
+    q = held.grown(q)
     if mask is not None and mask.shape[2] != length:
         mask = mask.expand(-1, -1, length, -1)
     if r.attend.own:
@@ -119,8 +118,7 @@ def _attended(
     qkv, v = projected
     given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
     q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **norms)
-    if held.factors is not None:
-        q = q * held.factors
+    q = held.grown(q)
     cache = kwargs.get(r.cache)
     if not r.kv_heads:
         k, v = kwargs[r.shared[0]][r.shared[1]]  # type: ignore[index]

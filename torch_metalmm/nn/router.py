@@ -63,6 +63,10 @@ def tensor_of(module: nn.Module, name: str) -> tuple[nn.Module, Any]:
     return owner, own[last]
 
 
+def _trained(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
 class FusedRouter:
     """The forward of a router, (None, weights, ids).
 
@@ -83,7 +87,6 @@ class FusedRouter:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         module = self.router.module
-        tensors = [x, *args, *module.parameters()]
         own = (
             kwargs
             or module.training
@@ -92,7 +95,7 @@ class FusedRouter:
             or not self._settings.same()
             or len(args) != (self.router.choice_bias == "")
             or torch.is_autocast_enabled(x.device.type)
-            or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+            or (torch.is_grad_enabled() and _trained(x, *args, *module.parameters()))
         )
         if own:
             return type(module).forward(module, x, *args, **kwargs)

@@ -33,6 +33,9 @@ class Held(NamedTuple):
     positions: Any = None
     factors: Tensor | None = None
 
+    def grown(self, q: Tensor) -> Tensor:
+        return q if self.factors is None else q * self.factors
+
 
 class Step:
     """What layers that rotate and attend alike share in one forward; the first computes it.

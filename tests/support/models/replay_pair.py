@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from layer_models import ids, small
+from layer_models import ids, layers, small
 from torch import Tensor
 
 from torch_metalmm import PackedCache, fuse_
@@ -19,6 +19,19 @@ def fused(kind: str = "llama", cache: str = "q8_0/q8_0") -> Any:
     window = {"sliding_window": WINDOW} if kind == "gemma3_text" else {}
     model = small(kind, head_dim=32, num_hidden_layers=2, **window)
     return fuse_(model, "swiglu", cache=cache)
+
+
+def recurrent() -> Any:
+    """Of a linear layer and one that attends."""
+    kinds = ["linear_attention", "full_attention"]
+    return fuse_(small("qwen3_5_text", layer_types=kinds), "swiglu", cache="q8_0/q8_0")
+
+
+def unfused(model: Any, layer: int, eps: float = 0.01) -> Any:
+    """The model, where this layer computes itself: eps of its norm is not what fuse_ saw."""
+    norm = layers(model)[layer].input_layernorm
+    setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", eps)
+    return model
 
 
 def held(layer: Any) -> list[Tensor]:
