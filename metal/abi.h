@@ -222,7 +222,8 @@ enum AttentionBits : MM_U32 {
   kAttentionSinks = 64,
   kAttentionFloatSinks = 128,  // and they are f32
   kAttentionHalfKeys = 256,    // rows of keys are f16, whatever the format of values
-  kAttentionPages = 512        // slots of a sequence lie in pages, a length for each sequence
+  kAttentionPages = 512,       // slots of a sequence lie in pages, a length for each sequence
+  kAttentionAlone = 1024  // causal queries, each with parts and rows as if it were the only one
 };
 
 // The first three: that size has a tail. Alignment is that of the first byte and of the stride; a

@@ -9,6 +9,7 @@
 
 #include "dense.h"
 #include "int8/matmul.h"
+#include "ops/exact_rows.h"
 #include "ops/tensors.h"
 #include "parallel.h"
 #include "plan/names.h"
@@ -173,7 +174,7 @@ Strategy strategy_by_name(std::string_view name, Activations activations) {
 }
 
 Strategy choose_strategy(int64_t m, at::ScalarType dtype) {
-  if (m <= kMaxStepRows) return Strategy::kGemvSteps;
+  if (m <= kMaxStepRows || are_exact(m)) return Strategy::kGemvSteps;
   if (m <= kMaxBatchedRows) return Strategy::kGemvBatched;
   return dense_is_faster(dtype) ? Strategy::kDense : Strategy::kGemm;
 }

@@ -133,7 +133,12 @@ at::Tensor attention(const Engine& e, const args::attention& a) {
     return by_sequence(a, slots);
   }
   const Problem problem = attention_problem(a, shape, slots, !a.length.has_value());
-  if (way == AttentionWay::kSdpa || (!way.has_value() && sdpa_pays(problem, e.gpu(q.device())))) {
+  const bool is_exact = problem.exact_rows && q.size(2) > 1;
+  TORCH_CHECK_VALUE(!is_exact || (has_kernels && !way.has_value()) || slots == 0 || q.numel() == 0,
+                    "exact rows: heads of ", q.size(3), " values of ", a.format_k, " and ",
+                    a.format_v, " have no kernel, or a strategy is named");
+  if (way == AttentionWay::kSdpa ||
+      (!way.has_value() && !is_exact && sdpa_pays(problem, e.gpu(q.device())))) {
     const auto decode = [&](const at::Tensor& rows, const Format& format) {
       return decoded(e, rows, format, q.size(3), q.scalar_type());
     };

@@ -1,5 +1,6 @@
 // The ops on experts, by shaders: a product for each choice, or rows by expert in tiles.
 #include "operands.h"
+#include "ops/exact_rows.h"
 #include "ops/experts/composed.h"
 #include "ops/strategies.h"
 
@@ -124,7 +125,7 @@ at::Tensor with_bias(const at::Tensor& y, const OptionalTensor& bias, const Choi
 
 bool is_tiled(const Choices& of, std::optional<StrategyId> strategy) {
   return strategy ? *strategy == StrategyId::expert_gemm
-                  : experts_are_tiled(of.count(), of.experts);
+                  : !are_exact(of.tokens) && experts_are_tiled(of.count(), of.experts);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "operands.h"
+#include "ops/exact_rows.h"
 #include "ops/strategies.h"
 
 namespace metalmm::gpu {
@@ -37,7 +38,7 @@ at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
   const at::ScalarType dtype = common_dtype(x, {has_norm ? a.norm_weight : std::nullopt});
   Operands o;
   o[kSlotX] = as_rows(x, dtype);
-  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, o[kSlotX].size(0))) {
+  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, counted_rows(o[kSlotX].size(0)))) {
     const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];
     // Where torch's matmul rounds both, f32 would be a copy more of each.
     const bool rounds =
@@ -67,7 +68,7 @@ at::Tensor swiglu_linear(const Engine& e, const args::swiglu_linear& a) {
   Operands o;
   o[kSlotX] = as_rows(gate, dtype);
   o[kSlotX2] = as_rows(up, dtype);
-  if (!is_fused(Op::kSwigluDown, o[kSlotX].size(0))) {
+  if (!is_fused(Op::kSwigluDown, counted_rows(o[kSlotX].size(0)))) {
     // The product stays f32: f16 cannot hold 3e4 * 3e4. So x of the linear is f32, and so are its
     // tiles; swiglu, then linear, is the faster way for many rows.
     const auto f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };

@@ -8,6 +8,7 @@
 
 #include "dense.h"
 #include "ops/dtypes.h"
+#include "ops/exact_rows.h"
 #include "plan/passes.h"
 
 namespace metalmm::gpu {
@@ -147,6 +148,7 @@ Problem problem(Op op, const at::Tensor& rows, const PackedWeight& w) {
   p.format = &w.format;
   p.dtype = dtype_of(rows.scalar_type());
   p.x_stride = row_stride(rows);
+  p.exact_rows = are_exact(p.m);
   return p;
 }
 

@@ -113,8 +113,21 @@ StrategyId choose_gemv(const Problem& p, const Gpu& gpu, const Tuning& t, Reason
   return S::gemv_large_k;
 }
 
+bool is_exact(const Problem& p) { return p.exact_rows && p.m > 1 && p.m <= kBatchPerPass; }
+
+// A row as it is alone: gemv_batched has the bits of gemv and of gemv_wide_n; gemv_large_k, which
+// adds in another order, takes rows side by side, which read W from the cache.
+StrategyId choose_exact(const Problem& p, const Gpu& gpu, const Tuning& t, Reason why) {
+  Problem alone = p;
+  alone.m = 1;
+  const bool is_shared = choose_gemv(alone, gpu, t, why) == S::gemv_large_k;
+  why.add("; M = ", p.m, " rows with the bits of that");
+  return is_shared ? S::gemv_large_k : S::gemv_batched;
+}
+
 StrategyId choose_linear(const Problem& p, const Gpu& gpu, Reason why) {
   const Tuning& t = tuning_of(gpu);
+  if (is_exact(p)) return choose_exact(p, gpu, t, why);
   if (p.m <= 1) return choose_gemv(p, gpu, t, why);
   const int64_t batched = batched_max_m(p, gpu);
   if (p.m <= batched) {
@@ -310,7 +323,8 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     chosen = force(*strategy, problem, gpu);
     reason.add("forced");
   } else {
-    if (strategy || !dense_pays(problem, gpu, reason)) chosen = choose(problem, gpu, reason);
+    const bool is_ours = strategy || is_exact(problem) || !dense_pays(problem, gpu, reason);
+    if (is_ours) chosen = choose(problem, gpu, reason);
     chosen = fitting(chosen, problem, gpu, reason);
   }
   Parts parts{1, problem.k};  // of a norm too: every part would need the squares of all
@@ -352,7 +366,7 @@ bool norm_is_fused(const Problem& p, const Gpu& gpu) {
   const int64_t weights = product(product(p.n, p.k), p.op == Op::kSwigluUp ? 2 : 1);
   const int64_t most = product(gpu.norm_weights_per_core, gpu.cores);
   if (most && weights > most) return false;
-  if (p.m <= 1) return true;
+  if (p.m <= 1 || is_exact(p)) return true;
   const int64_t rows = batched_rows(piece_of(p.format->codec).values);
   return p.m <= std::min<int64_t>(rows, batched_max_m(p, gpu));
 }

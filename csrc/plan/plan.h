@@ -189,6 +189,9 @@ struct Problem {
   // linear and expert_tiles without bias, c and alpha: y is f32 [M, N], not rounded to dtype.
   bool y_f32 = false;
   bool rounded = false;  // act_mul
+  // linear, the halves of SwiGLU, attention: each of up to kBatchPerPass rows of x, or queries, has
+  // the bits that it has alone.
+  bool exact_rows = false;
   // embedding: its rows are multiplied, by a value of dtype or an f32.
   bool has_scale = false, float_scale = false;
 };

@@ -188,6 +188,7 @@ inline Problem read_problem(const std::string& op, const py::dict& given) {
       {"rounded", &P::rounded},
       {"norm", &P::has_norm},
       {"gate", &P::has_gate},
+      {"exact_rows", &P::exact_rows},
       {"norm_weight", &P::has_norm_weight},
       {"norm_rows", &P::norm_rows},
       {"eps", &P::eps},

@@ -29,31 +29,48 @@ struct QueryRow {
   uint sequence, head, query;
 };
 
-// Row r of the rows of a head of keys: all queries of its first head of q, of its second, ...
-METAL_FUNC QueryRow query_row(constant KernelArgs& args, uint sequence, uint kv_head, uint r) {
-  const uint group = args.heads / args.kv_heads;
-  return {sequence, kv_head * group + r / args.positions, r % args.positions};
+// Queries whose rows a threadgroup may have: all of a sequence. With kAttentionAlone one, and tg.z
+// counts the queries of all sequences.
+METAL_FUNC uint queries_of(constant KernelArgs& args) {
+  return fc_epilogue & kAttentionAlone ? 1 : args.positions;
+}
+METAL_FUNC uint sequence_of(constant KernelArgs& args, Position at) {
+  return fc_epilogue & kAttentionAlone ? at.tg.z / args.positions : at.tg.z;
+}
+METAL_FUNC uint first_query(constant KernelArgs& args, Position at) {
+  return fc_epilogue & kAttentionAlone ? at.tg.z % args.positions : 0;
+}
+
+// Row r of the threadgroup's rows of a head of keys: all queries of its first head of q, of its
+// second, ...
+METAL_FUNC QueryRow query_row(constant KernelArgs& args, Position at, uint r) {
+  const uint group = args.heads / args.kv_heads, queries = queries_of(args);
+  return {sequence_of(args, at), at.tg.y * group + r / queries,
+          first_query(args, at) + r % queries};
 }
 METAL_FUNC uint rows_of_head(constant KernelArgs& args) {
-  return args.heads / args.kv_heads * args.positions;
+  return args.heads / args.kv_heads * queries_of(args);
 }
 // Where the row is in q, in the partial results, and in y [sequence, query, head].
 METAL_FUNC ulong row_of_q(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.heads + row.head) * args.positions + row.query;
 }
-// The same of row r of a head of keys: its rows follow each other.
-METAL_FUNC ulong row_of_q(constant KernelArgs& args, uint sequence, uint kv_head, uint r) {
-  return (ulong(sequence) * args.kv_heads + kv_head) * rows_of_head(args) + r;
+// The same of row r of a head of keys: those of all queries follow each other.
+METAL_FUNC ulong row_of_q(constant KernelArgs& args, Position at, uint r) {
+  if (fc_epilogue & kAttentionAlone) return row_of_q(args, query_row(args, at, r));
+  return (ulong(at.tg.z) * args.kv_heads + at.tg.y) * rows_of_head(args) + r;
 }
 METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
   return (ulong(row.sequence) * args.positions + row.query) * args.heads + row.head;
 }
 
 // All slots, where args.count says that they hold rows; else a length that the host has not seen,
-// made one that the cache has.
-METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args, uint sequence) {
-  const uint own = fc_epilogue & kAttentionPages ? sequence : 0;
-  return args.count != 0 ? args.n : uint(clamp(length[own], 0L, long(args.n)));
+// made one that the cache has. With kAttentionAlone those up to the query's own.
+METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args, Position at) {
+  const uint own = fc_epilogue & kAttentionPages ? sequence_of(args, at) : 0;
+  const uint filled = args.count != 0 ? args.n : uint(clamp(length[own], 0L, long(args.n)));
+  if ((fc_epilogue & kAttentionAlone) == 0) return filled;
+  return filled - min(filled, args.positions - 1 - first_query(args, at));
 }
 
 // Where the slots of a sequence lie among those of the cache.
@@ -74,7 +91,8 @@ struct Slots {
 
 // The slots that a query sees where `filled` slots have rows, the last ones the queries' own.
 METAL_FUNC Span seen_by(constant KernelArgs& args, uint filled, uint query) {
-  const int own = int(filled) - int(args.positions) + int(query);
+  const int behind = fc_epilogue & kAttentionAlone ? 1 : int(args.positions) - int(query);
+  const int own = int(filled) - behind;
   Span out = {0, filled};
   if (fc_epilogue & kAttentionCausal) out.last = uint(clamp(own + 1, 0, int(filled)));
   if (fc_epilogue & kAttentionWindow) {
@@ -86,7 +104,7 @@ METAL_FUNC Span seen_by(constant KernelArgs& args, uint filled, uint query) {
 // Of what all queries see, the slots of a part.
 METAL_FUNC Span slots_of_part(constant KernelArgs& args, uint filled, uint part) {
   const uint first = seen_by(args, filled, 0).first;
-  const uint last = seen_by(args, filled, args.positions - 1).last;
+  const uint last = seen_by(args, filled, queries_of(args) - 1).last;
   if (first >= last) return {0, 0};
   if ((fc_epilogue & kEpiloguePartial) == 0) return {first, last};
   const uint slots = part_slots(last - first);

@@ -72,12 +72,12 @@ struct AttentionSplitOf {
   static METAL_FUNC Walk walk(AttentionOperands<T> in, constant KernelArgs& args, uint last,
                               Position at) {
     const uint lanes = lanes_of_slot(), own = at.lane % lanes, pieces = fc_k / 8;
-    const long sequence = at.tg.z, head = at.tg.y;
+    const long sequence = sequence_of(args, at), head = at.tg.y;
     return {in.keys + (sequence * args.sequence_stride + head * args.head_stride),
             in.values + (sequence * args.sequence2_stride + head * args.head2_stride),
             weight_stride<KeyFormat>(args.w_stride),
             weight_stride<ValueFormat>(args.w2_stride),
-            Slots::of(in, args, at.tg.z),
+            Slots::of(in, args, sequence_of(args, at)),
             last,
             own,
             lanes,
@@ -100,7 +100,7 @@ struct AttentionSplitOf {
 
   // Row r of the head of keys, or the last one.
   static METAL_FUNC QueryRow row_at(constant KernelArgs& args, Position at, uint r) {
-    return query_row(args, at.tg.z, at.tg.y, min(r, rows_of_head(args) - 1));
+    return query_row(args, at, min(r, rows_of_head(args) - 1));
   }
 
   // The slots of a step, whose first has its row `at`.
@@ -124,7 +124,7 @@ struct AttentionSplitOf {
     for (uint j = 0; j < kRows; ++j) {
       if (j >= lane_rows()) continue;
       const uint r = min(r0 + row_of(w.lane, j), rows_of_head(args) - 1);
-      device const T* from = in.q + row_of_q(args, at.tg.z, at.tg.y, r) * fc_k;
+      device const T* from = in.q + row_of_q(args, at, r) * fc_k;
       MM_UNROLL
       for (int i = 0; i < 8; i += kRun) {
         float run[kRun];
@@ -334,7 +334,7 @@ struct AttentionSplitOf {
       factors[s] = weight_of(from[0], all.top);
       all.sum = fma(from[1], factors[s], all.sum);
     }
-    const QueryRow row = query_row(args, at.tg.z, at.tg.y, r0 + r);
+    const QueryRow row = query_row(args, at, r0 + r);
     for (uint d = at.lane; d < fc_k; d += kSimdWidth) {
       float sum = 0.0f;
       MM_UNROLL
@@ -350,7 +350,7 @@ struct AttentionSplitOf {
     threadgroup float* floats = reinterpret_cast<threadgroup float*>(memory);
     const uint rows = rows_of_head(args), row_groups = (rows + fc_batch - 1) / fc_batch;
     const uint part = at.tg.x / row_groups, r0 = at.tg.x % row_groups * fc_batch;
-    const uint filled = filled_slots(in.length, args, at.tg.z);
+    const uint filled = filled_slots(in.length, args, at);
     const Span span = slots_of_part(args, filled, part);
     const Walk w = walk(in, args, span.last, at);
     Pieces q, sums = {};

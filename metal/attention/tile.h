@@ -67,7 +67,7 @@ struct AttentionTile {
                                       Position at) {
     for (uint i = at.index; i < uint(G::kRows * kLoaders); i += G::kThreads) {
       const uint line = i / kLoaders, k = i % kLoaders * kHeadStep;
-      const ulong row = row_of_q(args, at.tg.z, at.tg.y, min(first + line, count - 1));
+      const ulong row = row_of_q(args, at, min(first + line, count - 1));
       device const T* from = in.q + row * fc_k + k0 + k;
       E q[kHeadStep];
       MM_UNROLL
@@ -116,7 +116,7 @@ struct AttentionTile {
                                        uint t, uint last, Position at,
                                        thread simdgroup_float8x8 (&s)[1][kColumns]) {
     threadgroup E* queries = slots + G::kSlots * kStride;
-    const Slots places = Slots::of(in, args, at.tg.z);
+    const Slots places = Slots::of(in, args, sequence_of(args, at));
     clear(s);
     for (uint k = 0; k < fc_k; k += G::kStep) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there is read
@@ -151,7 +151,7 @@ struct AttentionTile {
       if (k >= fc_k) continue;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       load_slots<ValueFormat>(values, weight_stride<ValueFormat>(args.w2_stride),
-                              Slots::of(in, args, at.tg.z), slots, t, last, k, at);
+                              Slots::of(in, args, sequence_of(args, at)), slots, t, last, k, at);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       MM_UNROLL
       for (uint i = 0; i < uint(G::kStep / kFragment); ++i) {
@@ -175,7 +175,7 @@ struct AttentionTile {
     rows.total.sum += simd_shuffle_xor(rows.total.sum, ushort(1));
     rows.total.sum += simd_shuffle_xor(rows.total.sum, ushort(8));
     const uint r = rows.first + at.sg * kFragment + fragment_row(at.lane);
-    const QueryRow row = query_row(args, at.tg.z, at.tg.y, min(r, rows.count - 1));
+    const QueryRow row = query_row(args, at, min(r, rows.count - 1));
     MM_UNROLL
     for (uint i = 0; i < uint(kMostSums); ++i) {
       if (i * kFragment >= fc_k) continue;
@@ -191,9 +191,10 @@ struct AttentionTile {
   // neighbours, those of several are all queries.
   static METAL_FUNC Span seen_by_rows(constant KernelArgs& args, uint filled, uint first, uint last,
                                       Span part) {
-    const bool is_one_head = first / args.positions == last / args.positions;
-    const uint q0 = is_one_head ? first % args.positions : 0;
-    const uint q1 = is_one_head ? last % args.positions : args.positions - 1;
+    const uint queries = queries_of(args);
+    const bool is_one_head = first / queries == last / queries;
+    const uint q0 = is_one_head ? first % queries : 0;
+    const uint q1 = is_one_head ? last % queries : queries - 1;
     return {max(part.first, seen_by(args, filled, q0).first),
             min(part.last, seen_by(args, filled, q1).last)};
   }
@@ -203,13 +204,13 @@ struct AttentionTile {
     threadgroup E* slots = reinterpret_cast<threadgroup E*>(memory);
     const uint count = rows_of_head(args), tiles = (count + G::kRows - 1) / G::kRows;
     const uint part = at.tg.x / tiles, first = at.tg.x % tiles * G::kRows;
-    const uint filled = filled_slots(in.length, args, at.tg.z);
+    const uint filled = filled_slots(in.length, args, at);
     const Span span = seen_by_rows(args, filled, first, min(first + G::kRows, count) - 1,
                                    slots_of_part(args, filled, part));
     const uint own = min(first + at.sg * kFragment + fragment_row(at.lane), count - 1);
-    const QueryRow row = query_row(args, at.tg.z, at.tg.y, own);
+    const QueryRow row = query_row(args, at, own);
     Rows rows = {first, count, Scores::of_row(in, args, filled, row), {-INFINITY, 0.0f}};
-    const long sequence = at.tg.z, head = at.tg.y;
+    const long sequence = sequence_of(args, at), head = at.tg.y;
     Cached keys, values;
     keys.first = in.keys + (sequence * args.sequence_stride + head * args.head_stride);
     values.first = in.values + (sequence * args.sequence2_stride + head * args.head2_stride);

@@ -8,16 +8,21 @@ device; all else is the host's, one step late. On MPS transformers reads late, t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
+from ..nn.exact import exact_rows
+from .cache import PackedCache
+from .caches.hybrid import States, states_of
 from .caches.layers import PackedLayer
+from .drafts import ROWS, Drafter, Pace, drafter_of
 
 # Modes of generate() that choose one token of each sequence, and those of several.
 _ONE_EACH = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -39,6 +44,9 @@ def decode(
     streamer: Any = None,
     keeps_last: bool = False,
     reads_late: bool | None = None,
+    draft: Any = None,
+    exact: bool = True,
+    pace: Pace | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """The sequences, int64 [B, S + new], of `model.generate(..., custom_generate=decode)`.
@@ -53,18 +61,31 @@ def decode(
     recurrent layers cannot: with these tokens are read at once. keeps_last: the cache may keep
     that step, whose token is the last one.
 
+    draft: what proposes tokens, up to 7 of which the model then reads in one step with the last
+    one: "lookup" (what followed the same tokens before), a model of the same vocabulary, or a
+    drafts.Drafter. Each token is chosen as without: a drafted one is kept where it is the one that
+    was chosen. exact: a step of several rows has the bits of single ones, so that the tokens are
+    those of decoding without drafts, of a seed, too; False: the fastest kernels. pace: what is known
+    of earlier answers, and learned in this one.
+
     transformers' own loop runs where this one knows too little: padded batches, encoders, images,
     no cache, beams, prompts in chunks, results beside the sequences, models with inputs of a step
     of their own (Phi-3's long factors, vision).
 
     ValueError: a mode that needs more than generate() hands to a custom_generate: assistants,
-    prompt lookup; a streamer of beams. RuntimeError: the logits that a token is drawn from are NaN
-    or infinite.
+    prompt lookup; a streamer of beams; drafts of several sequences, beside a cache that cannot go
+    back, or exact where steps of several rows cannot be. RuntimeError: the logits that a token is
+    drawn from are NaN or infinite.
     """
     config, cache = generation_config, cache_in(model_kwargs)
     unread = None
     if not synced_gpus and _is_plain(model, input_ids, config, model_kwargs):
         unread = _unread(input_ids, cache, config, model_kwargs.get("attention_mask"))
+    if unread is None and draft is not None:
+        raise ValueError(
+            "draft: drafts are of one text in ids, on a cache, without padding, beams, images or "
+            "prompts in chunks"
+        )
     if unread is None:
         own, streamed = _own_loop(model, config, streamer)
         given = (logits_processor, stopping_criteria, config, synced_gpus)
@@ -74,10 +95,16 @@ def decode(
     is_late = reads_late and (keeps_last or _can_crop(cache))
     answer = _Answer(input_ids, stopping_criteria, config, streamer)
     chooser = _Chooser(logits_processor, bool(config.do_sample), input_ids, answer)
+    if draft is not None:
+        check_drafts(model, cache, input_ids, exact)
+        steps = _Steps(model, cache, unread, model_kwargs)
+        drafts = _Drafts(drafter_of(draft, model), pace or Pace(), exact, input_ids)
+        drafts.decode(steps, chooser, answer)
+        return answer.sequences()
     steps = _Steps(model, cache, unread, model_kwargs)
     is_over = False
     while not is_over:
-        token = chooser.choose(steps.logits)
+        token = chooser.choose(steps.logits[:, -1])
         copied = _Copied(token)
         # Of the last token that there is room for no step is needed.
         queued = is_late and not answer.is_last()
@@ -166,8 +193,8 @@ class _Chooser:
         self._tokens = _Growing(ids) if len(processors) else None
 
     def choose(self, logits: Tensor) -> _Token:
-        """logits: [B, tokens of the step, vocabulary]."""
-        scores = logits[:, -1].float()
+        """logits: [B, vocabulary]."""
+        scores = logits.float()
         if self._tokens is not None:
             scores = self._processors(self._tokens.all(), scores)
         token = self._chosen(scores)
@@ -219,23 +246,119 @@ class _Steps:
         self._model, self._cache = model, cache
         kept = {n: given[n] for n in ("logits_to_keep",) if n in given}
         self._given = {**kept, "use_cache": True, "return_dict": True}
+        self._all_logits = {n: 0 for n in kept}  # of each token of a step
+        self._tokens = ids  # of the last step
+        self._before: States | None = None
         self._positions: Tensor | None = given.get("position_ids")
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
-        self.logits = self._forward(ids)
+        self.logits = self._forward(ids, {})
 
-    def _forward(self, ids: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, others: dict[str, Any]) -> Tensor:
         if self._positions is not None:
             self._given["position_ids"] = self._positions
         cache = with_cache(self._model, self._cache)
-        logits: Tensor = self._model(input_ids=ids, **cache, **self._given).logits
+        logits: Tensor = self._model(input_ids=ids, **cache, **self._given | others).logits
         return logits
 
-    def advance(self, token: Tensor) -> None:
-        """Queue the step of these tokens [B]."""
+    def advance(self, tokens: Tensor) -> None:
+        """Queue the step of these tokens [B] or [B, S]."""
+        tokens = tokens if tokens.dim() == 2 else tokens[:, None]
         if self._positions is not None:
-            self._positions = self._positions[:, -1:] + 1
-        self.logits = self._forward(token[:, None])
+            more = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+            self._positions = self._positions[:, -1:] + more
+        self._tokens = tokens
+        self.logits = self._forward(tokens, self._all_logits if tokens.shape[1] > 1 else {})
+
+    def may_forget(self) -> None:
+        """The next step's last tokens, by forget()."""
+        self._before = States(self._cache.layers) if states_of(self._cache.layers) else None
+
+    def forget(self, count: int) -> None:
+        """The last so many tokens of the step, of which one stays."""
+        if not count:
+            return
+        if self._positions is not None:
+            self._positions = self._positions[:, :-count]
+        if self._before is None:
+            self._cache.crop(-count)
+            return
+        self._before.restore()
+        for layer in self._cache.layers:
+            if isinstance(layer, PackedLayer):
+                PackedLayer.crop(layer, -self._tokens.shape[1])
+        self._forward(self._tokens[:, :-count], self._all_logits)
+
+
+class _Drafts:
+    """Decoding one text by steps of the last token and of drafted ones."""
+
+    def __init__(self, drafter: Drafter, pace: Pace, exact: bool, ids: Tensor) -> None:
+        self._drafter, self._pace, self._exact = drafter, pace, exact
+        drafter.begin(ids[0].tolist())
+
+    def decode(self, steps: _Steps, chooser: _Chooser, answer: _Answer) -> None:
+        token, is_over = self._take(chooser, answer, steps.logits[:, -1])
+        while not is_over:
+            begun = time.perf_counter()
+            kind, drafted = self._proposed(answer)
+            rows = torch.tensor([[token, *drafted]], device=steps.logits.device)
+            with exact_rows(self._exact):
+                if drafted:
+                    steps.may_forget()
+                steps.advance(rows)
+                accepted = 0
+                try:
+                    for row in range(len(drafted) + 1):
+                        token, is_over = self._take(chooser, answer, steps.logits[:, row])
+                        if is_over or row == len(drafted) or token != drafted[row]:
+                            break
+                        accepted += 1
+                finally:
+                    steps.forget(len(drafted) - accepted)
+            self._pace.took(len(drafted) + 1, time.perf_counter() - begun)
+            if drafted and not is_over:
+                self._pace.saw(kind, len(drafted), accepted)
+
+    def _take(self, chooser: _Chooser, answer: _Answer, logits: Tensor) -> tuple[int, bool]:
+        """(the next token, whether it is the last)."""
+        chosen = _Copied(chooser.choose(logits)).read()
+        token = int(chosen)
+        self._drafter.add(token)
+        return token, answer.take(chosen)
+
+    def _proposed(self, answer: _Answer) -> tuple[Any, list[int]]:
+        """(the kind of the drafted tokens, those), none of which would be behind the last token."""
+        room, kind = answer.room(), self._drafter.kind()
+        most = 0 if kind is None else self._pace.count(kind, self._drafter.seconds)
+        if room is not None:
+            most = min(most, max(m - 1 for m in ROWS if m <= room))
+        return kind, self._drafter.propose(most) if most else []
+
+
+def check_drafts(model: Any, cache: Any, ids: Tensor, exact: bool) -> None:
+    """ValueError: steps of drafted tokens cannot be computed, or not exactly."""
+    if len(ids) != 1:
+        raise ValueError(f"draft: {len(ids)} sequences; drafts are of one")
+    if not isinstance(cache, PackedCache) and not _can_crop(cache):
+        raise ValueError(
+            f"draft: the cache, a {type(cache).__name__}, cannot forget its last rows; a "
+            "PackedCache can"
+        )
+    if exact and (why := why_inexact(model, cache)):
+        raise ValueError(f"draft: exact, but {why}; exact=False takes what is fastest")
+
+
+def why_inexact(model: Any, cache: Any) -> str:
+    """Why rows of a step may have other bits than single ones, or ""."""
+    if not isinstance(cache, PackedCache):
+        return f"the cache is a {type(cache).__name__}, no PackedCache"
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            return f"{name} is a Linear of torch, whose rows depend on their number"
+        if getattr(module, "activations", None) is not None:
+            return f"{name} rounds its input to {module.activations}"
+    return ""
 
 
 class _Answer:
@@ -264,6 +387,10 @@ class _Answer:
         if not torch.equal(now, self._is_open):
             self._is_open, self._opened = now, now.to(self._device, non_blocking=True)
         return not bool(now.any())
+
+    def room(self) -> int | None:
+        """How many tokens there is room for; None: no end is known."""
+        return None if self._most is None else self._most - self._tokens.count
 
     def padded(self, token: Tensor) -> Tensor:
         """The next tokens [B] on the device, which of sequences that are over is padding."""

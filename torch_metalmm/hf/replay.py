@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
+from ..nn.exact import is_exact
 from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache
@@ -286,7 +287,8 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
     if not isinstance(mask, Tensor | None):
         raise Refused("an attention_mask for each kind of layer")
     place = None if positions is None else (*positions.shape, positions.dtype)
-    key = (*ids.shape, ids.dtype, ids.device, place, *others, torch.is_inference_mode_enabled())
+    mode = torch.is_inference_mode_enabled(), is_exact() and ids.shape[1] > 1
+    key = (*ids.shape, ids.dtype, ids.device, place, *others, *mode)
     return cache, (kind.key(cache), key), ids, positions, mask
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .exact import MOST, is_exact
 from .heads import Ops, projection
 from .recipe import Delta, Mixer, Norm, Ssm
 
@@ -49,7 +50,8 @@ def _scanned(
 ) -> tuple[Tensor, Norm | None]:
     gate, xbc, dt = parts
     own, n = r.attention._parameters, r.norm
-    is_step = xbc.shape[1] == 1 and cache is not None and _layer(r, cache).has_previous_state[0]
+    is_short = xbc.shape[1] == 1 or (is_exact() and xbc.shape[1] <= MOST)
+    is_step = is_short and cache is not None and _layer(r, cache).has_previous_state[0]
     least, most = r.limits[is_step]
     y = _convolved(r, ops, xbc, cache, "silu")
     if mask is not None:

@@ -12,6 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .activations import Activations, of_call, set_activations
 from .collective import all_reduce
+from .exact import as_one_row
 from .linear import QuantLinear
 from .settings import Settings
 from .sharded import ColumnsLinear, RowsLinear, entered
@@ -328,8 +329,7 @@ class SwiGLU(nn.Module):
         if ranks is not None and ranks.rank:
             bias = None  # rank 0 adds it
         x = entered(gate, x)
-        # One row. torch.Size.numel would make a constant of a symbolic size.
-        if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
+        if self.form == "swiglu_linear" and as_one_row(x):
             a = _linear(x, gate_weight, None, gate.format, **of_call(gate.activations, x))
             a = a if gated.gate_scale == 1 else a * gated.gate_scale
             b = _linear(x, up_weight, None, up.format, **of_call(up.activations, x))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .activations import KINDS
+from .exact import as_one_row
 from .fused import LinearPart
 from .recipe import Heads, Norm
 from .step import Held
@@ -52,7 +53,7 @@ def attended(
     batch, length, _ = x.shape
     if gate is None:
         return a.reshape(batch, length, -1), None
-    if r.gate == "values" and x.numel() == x.shape[-1]:
+    if r.gate == "values" and as_one_row(x):
         return a.reshape(batch, length, -1), gate
     gate = torch.sigmoid(gate)
     if r.gate == "heads":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .activations import changes
 from .collective import all_reduce
 from .delta import is_recording, mixed
+from .exact import as_one_row
 from .fused import GatedMLP
 from .heads import DIRECT, TRACED, Ops, attended, normed, number
 from .mixture import Mixture
@@ -221,8 +222,7 @@ class FusedLayer:
         """What down is given, as _joined takes it."""
         gate, up, _ = mlp.layers()
         weights, formats = mlp.weights(gate, up), (gate.format, up.format)
-        # One row. torch.Size.numel would make a constant of a symbolic size.
-        if self.form == "swiglu_linear" and x.numel() == x.shape[-1]:
+        if self.form == "swiglu_linear" and as_one_row(x):
             a, b = (normed(ops, norm, x, w, f) for w, f in zip(weights, formats, strict=True))
             return a if mlp.gate_scale == 1 else a * mlp.gate_scale, (b, mlp.activation)
         y: Tensor

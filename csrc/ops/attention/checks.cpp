@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "ops/dtypes.h"
+#include "ops/exact_rows.h"
 #include "ops/tensors.h"
 #include "plan/passes.h"
 
@@ -189,6 +190,7 @@ Problem attention_problem(const args::attention& o, const AttentionShape& shape,
   a.heads = q.size(1);
   a.kv_heads = shape.cache.kv_heads.expect_int();
   a.queries = q.size(2);
+  p.exact_rows = are_exact(a.queries);
   a.window = window_of(o);
   a.scale = static_cast<float>(scale_of(o));
   a.softcap = static_cast<float>(o.softcap);

@@ -16,8 +16,13 @@ std::string str(int64_t v) { return std::to_string(v); }
 
 [[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
 
-// Rows of q of a head of keys.
-int64_t rows_of_head(const AttentionSizes& a) { return product(a.heads / a.kv_heads, a.queries); }
+bool is_alone(const Problem& p) { return p.exact_rows && p.attention.queries > 1; }
+
+// Rows of q of a head of keys, of a query where each is alone.
+int64_t rows_of_head(const Problem& p) {
+  const AttentionSizes& a = p.attention;
+  return product(a.heads / a.kv_heads, is_alone(p) ? 1 : a.queries);
+}
 
 // Queries up to which the context is split: beyond, rows of q alone fill a GPU.
 constexpr int64_t kSplitQueries = 16;
@@ -28,8 +33,10 @@ int64_t parts_of(const Problem& p) {
 }
 
 // A single causal query sees every slot.
-uint32_t bits_of(const AttentionSizes& a) {
-  return (a.causal && a.queries > 1 ? kAttentionCausal : 0u) | (a.window ? kAttentionWindow : 0u) |
+uint32_t bits_of(const Problem& p) {
+  const AttentionSizes& a = p.attention;
+  const uint32_t several = is_alone(p) ? kAttentionAlone : kAttentionCausal;
+  return (a.causal && a.queries > 1 ? several : 0u) | (a.window ? kAttentionWindow : 0u) |
          (a.softcap != 0 ? kAttentionSoftcap : 0u) | (a.bool_mask ? kAttentionBoolMask : 0u) |
          (a.float_mask ? kAttentionFloatMask : 0u) | (a.sinks ? kAttentionSinks : 0u) |
          (a.sinks && a.float_sinks ? kAttentionFloatSinks : 0u) |
@@ -98,7 +105,7 @@ uint32_t bounds_of(const Problem& p, const KernelArgs& args) {
 // Rows of q of a threadgroup.
 int64_t rows_of(StrategyId strategy, const Problem& p) {
   if (strategy == S::attention_tile) return AttentionTileGeometry::kRows;
-  const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kRows;
+  const int64_t rows = rows_of_head(p), most = AttentionSplitGeometry::kRows;
   return ceil_div(rows, ceil_div(rows, most));
 }
 
@@ -112,16 +119,17 @@ uint32_t bytes_of(StrategyId strategy, const Problem& p) {
 
 Pass pass_of(StrategyId strategy, const Problem& p, int64_t parts) {
   const AttentionSizes& a = p.attention;
-  const int64_t tiles = ceil_div(rows_of_head(a), rows_of(strategy, p));
+  const int64_t tiles = ceil_div(rows_of_head(p), rows_of(strategy, p));
+  const int64_t batch = product(a.batch, is_alone(p) ? a.queries : 1);
   Pass out;
   out.kernel = kernel_name(strategy, p.format->codec, p.dtype);
-  out.grid = {u32(product(tiles, parts), "grid"), u32(a.kv_heads, "grid"), u32(a.batch, "grid")};
+  out.grid = {u32(product(tiles, parts), "grid"), u32(a.kv_heads, "grid"), u32(batch, "grid")};
   out.threads = {static_cast<uint32_t>(info_of(strategy).threads), 1, 1};
   out.threadgroup_bytes = bytes_of(strategy, p);
   out.slots = info_of(strategy).slots;
   out.args = args_of(p, parts);
   out.constants[kConstantK] = out.args.k;
-  out.constants[kConstantEpilogue] = bits_of(a) | (parts > 1 ? kEpiloguePartial : 0u);
+  out.constants[kConstantEpilogue] = bits_of(p) | (parts > 1 ? kEpiloguePartial : 0u);
   out.constants[kConstantBounds] = bounds_of(p, out.args);
   if (strategy == S::attention_split) {
     out.constants[kConstantBatch] = static_cast<uint32_t>(rows_of(strategy, p));
@@ -138,7 +146,7 @@ Pass join_of(const Problem& p, const Pass& first) {
   out.slots = info_of(S::attention_join).slots;
   out.args = first.args;
   out.constants[kConstantK] = first.args.k;
-  out.constants[kConstantEpilogue] = bits_of(p.attention);
+  out.constants[kConstantEpilogue] = bits_of(p);
   return out;
 }
 
@@ -171,8 +179,8 @@ StrategyId choose(const Problem& p, const Gpu& gpu, std::optional<StrategyId> fo
     reason.add(to_string(*forced), ": forced");
     return *forced;
   }
-  if (sdpa_pays(p, gpu, reason)) return S::sdpa;
-  const int64_t rows = rows_of_head(p.attention), most = AttentionSplitGeometry::kMostRows;
+  if (!is_alone(p) && sdpa_pays(p, gpu, reason)) return S::sdpa;
+  const int64_t rows = rows_of_head(p), most = AttentionSplitGeometry::kMostRows;
   const bool is_split = rows <= most;
   const StrategyId out = is_split ? S::attention_split : S::attention_tile;
   reason.add(to_string(out), ": ", rows, " rows of q for a head of keys are ",
@@ -210,6 +218,10 @@ void check_attention(const Problem& p) {
   if (p.n > INT32_MAX / 2 || a.queries > INT32_MAX / 2) {  // their sum still fits 32 bits
     reject("attention: " + str(p.n) + " slots, " + str(a.queries) + " queries; at most " +
            str(INT32_MAX / 2));
+  }
+  if (is_alone(p) && (!a.causal || a.bool_mask || a.float_mask)) {
+    reject("exact_rows: " + str(a.queries) + " queries with a mask, or that see what is behind; "
+           "causal ones without a mask are computed as if each were alone");
   }
   if (a.window < 0) reject("window: " + str(a.window) + "; at least 1, 0 for none");
   if (a.bool_mask && a.float_mask) reject("mask: of bools or of f32, not both");

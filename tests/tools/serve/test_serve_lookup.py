@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from answered import answered, endless, pool
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from serving import serving
 
 from torch_metalmm import formats
+from torch_metalmm.hf.drafts import Lookup
 from torch_metalmm.tools.chat.session import Options
-from torch_metalmm.tools.serve.batch import ROWS
+from torch_metalmm.tools.serve.batch import ROWS, RUN, _Answer
 from torch_metalmm.tools.serve.engine import Finish, Job
-from torch_metalmm.tools.serve.lookup import Lookup
 
 NEW = 40
 
@@ -56,7 +54,7 @@ def test_answers_are_those_without_guesses(
     with_guesses, without = jobs(told), jobs(plain)
     wanted = answered(pool(loaded, 1, 32, 0), without)
     if are_wrong:
-        monkeypatch.setattr(Lookup, "guess", lambda _, __, most: [317, 318, 319][: max(0, most)])
+        monkeypatch.setattr(_Answer, "_guess", lambda _, most: [317, 318, 319][: max(0, most)])
     logits = answered(pool(loaded, most, pages, 3), with_guesses)
     for a, b, own, alone in zip(with_guesses, without, told, plain, strict=True):
         assert len(logits[id(a)]) == len(wanted[id(b)])
@@ -130,22 +128,6 @@ def test_a_step_of_guesses_that_does_not_end(loaded: Any, what: str) -> None:
     assert [own[:-1] for own in again] == [own[:-1] for own in plain]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1), st.integers(-1, 9)), min_size=1))
-def test_guesses(steps: list[tuple[list[int], int]]) -> None:
-    """What stood behind the same three tokens the last time, of a text that grows."""
-    lookup, text = Lookup(9), list[int]()
-    for new, most in steps:
-        text += new
-        wanted = list[int]()
-        for end in range(len(text) - 1, 2, -1):
-            if text[end - 3 : end] == text[-3:]:
-                wanted = (text[end:] * 9)[: max(0, most)]
-                break
-        assert lookup.guess(text, most) == wanted
-        assert Lookup(0).guess(text, most) == []
-
-
 def test_usage() -> None:
     found = []
     body = {"prompt": "One, two, three, one, two, three, one, two, three,", "temperature": 0}
@@ -162,8 +144,10 @@ def test_usage() -> None:
 
 def test_guesses_become_fewer_where_they_were_wrong() -> None:
     """As many as were right, at least one; twice as many where all were."""
-    lookup, tokens, seen = Lookup(3), [1, 2, 3, 4, 1, 2, 3], []
+    answer, seen = _Answer.__new__(_Answer), []
+    answer.tokens, answer.lookup = [1, 2, 3, 4, 1, 2, 3], Lookup(RUN)
+    answer._most = answer._width = 3
     for right in (0, 1, 2, 2, 2):
-        seen.append(lookup.guess(tokens, 3))
-        lookup.learn(len(seen[-1]), right)
+        seen.append(answer._guess(min(3, answer._width)))
+        answer.learn(len(seen[-1]), right)
     assert seen == [[4, 1, 2], [4], [4, 1], [4, 1, 2], [4, 1]]

@@ -1,7 +1,8 @@
-"""The rows of a layer that attends, and beside that mixes by a convolution and a state."""
+"""Layers of a cache with the states of a convolution or a recurrence, beside rows or alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -52,3 +53,24 @@ class HybridPackedLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[misc
     def reorder_cache(self, beam_idx: Tensor) -> None:
         PackedLayer.reorder_cache(self, beam_idx)
         LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+
+
+def states_of(layers: Iterable[Any]) -> list[Tensor]:
+    """The memory of the recurrent ones among the layers."""
+    found: list[Tensor] = []
+    for layer in layers:
+        if isinstance(layer, LinearAttentionLayer):
+            states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+            found += [each for each in states if each is not None]  # LFM2 has a convolution alone
+    return found
+
+
+class States:
+    """What the recurrent layers hold, to go back to. No row can be taken from a state."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._kept = [(state, state.clone()) for state in states_of(layers)]
+
+    def restore(self) -> None:
+        for state, values in self._kept:
+            state.copy_(values)

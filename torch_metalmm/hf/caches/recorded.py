@@ -14,10 +14,9 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
-from .hybrid import HybridPackedLayer
+from .hybrid import HybridPackedLayer, States, states_of
 from .layers import PackedLayer, PackedSlidingLayer
 from .rows import Fixed, lasting
 
@@ -42,7 +41,7 @@ class PackedStep:
         ]
         self._firsts = firsts
         self._with_states = [layer for layer in cache.layers if type(layer) in _STATES]
-        self._states = _states(self._with_states)
+        self._states = states_of(self._with_states)
 
     @staticmethod
     def key(cache: Any) -> Any:
@@ -82,7 +81,7 @@ class PackedStep:
                 return False
         if not self._with_states:
             return True
-        now = _states(self._with_states)
+        now = states_of(self._with_states)
         return (
             len(now) == len(self._states)
             and all(map(is_, now, self._states))
@@ -105,14 +104,13 @@ class PackedStep:
         """Inside, the layers' slots and lengths are these. A step that fails leaves no rows and no
         states."""
         slots = _with_rows(cache)[0].slots
-        before = [(state, state.clone()) for state in self._states]
+        before = States(self._with_states)
         slots.fixed = self.fixed
         try:
             yield
         except BaseException:
             cache.undo()
-            for state, values in before:
-                state.copy_(values)
+            before.restore()
             raise
         finally:
             slots.fixed = None
@@ -130,14 +128,6 @@ def _has_states(layer: Any) -> bool:
 
 def _with_rows(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if type(layer) in _ROWS]
-
-
-def _states(layers: list[Any]) -> list[Tensor]:
-    """The memory of recurrent layers."""
-    found: list[Tensor] = []
-    for layer in layers:
-        found += [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return found
 
 
 def _refusal_of_rows(layers: list[Any], count: int) -> str:

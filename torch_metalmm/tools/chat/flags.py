@@ -36,8 +36,8 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model, given as --model is, that proposes tokens; the answer stays that of "
-        "the model",
+        help="a smaller model, given as --model is, that proposes tokens, or lookup: those that "
+        "came before where the text was the same; the answer stays that of the model",
     )
     group.add_argument(
         "--cache",

@@ -26,7 +26,7 @@ class Loaded:
     path: Path  # of its file or folder
     model: Any
     tokenizer: Any
-    draft: tuple[Any, Any] | None
+    draft: Any  # "lookup", (model, tokenizer), or None
 
 
 def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
@@ -38,7 +38,8 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
         require("--adapter", "peft")
     name = args.model or str(generate.demo_model())
     path, model, tokenizer = _loaded(name, args, generating)
-    draft = None if args.draft is None else _loaded(args.draft, args, generating=True)[1:]
+    draft = args.draft if args.draft in (None, "lookup") else _loaded(args.draft, args, True)[1:]
+    small = None if isinstance(draft, str | None) else draft[0]
     if args.adapter is not None:
         model = _with_adapter(model, args.adapter)
     if args.cache is None and args.fuse is not False and args.adapter is None:
@@ -50,10 +51,13 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
     if args.fuse is not False:
         if args.adapter is None:  # layers with adapters compute alone, and fuse_ warns of each
             fuse_(model)
-        if draft is not None:
-            fuse_(draft[0])
-    for answering in (model, *(draft or ())[:1]):
-        compile_kernels(answering)
+        if small is not None:
+            if (format := _own_format(small)) is not None:
+                set_cache([small], format)
+            fuse_(small)
+    for answering in (model, small):
+        if answering is not None:
+            compile_kernels(answering)
     return Loaded(Path(name).name, path, model, tokenizer, draft)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...hf.drafts import Drafter, Lookup, Pace, SmallModel
 from ...models.cache_argument import cache_in, cache_of_generate
 from ..sequence import Sequence
 from .stream import Answer, Stream
@@ -70,13 +71,15 @@ class Session:
         options: Options,
         template: Template | None = None,
         cache: str | None = None,
-        draft: tuple[Any, Any] | None = None,
+        draft: Any = None,
     ) -> None:
-        """cache: the format of a PackedCache, whose attention the model has. draft: (model,
-        tokenizer) that proposes tokens, which the model accepts or not."""
+        """cache: the format of a PackedCache, whose attention the model has. draft: "lookup" or
+        (model, tokenizer), what proposes tokens, which the model accepts or not. ValueError: none
+        can be proposed."""
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.template, self.draft = template, draft
         self.sequence = Sequence(model, cache)
+        self._drafter, self._pace = self._own_drafter(), Pace()
         self.prompt = ""  # the text that is, or was, answered
         self._last: tuple[str, list[int]] = "", []  # the last prompt and answer, as text and tokens
         self._stopped = threading.Event()
@@ -188,7 +191,7 @@ class Session:
         """Let the model answer; how it ended."""
         from transformers import StoppingCriteriaList
 
-        from ...hf.decoding import decode
+        from ...hf.decoding import decode, why_inexact
 
         def is_over(input_ids: Tensor, _: Any, **__: Any) -> Tensor:
             over = self._stopped.is_set() or bool(stream.stops.found)
@@ -201,12 +204,17 @@ class Session:
             # the whole sequence to the cache, and a second kind of cache is refused.
             options |= {cache_of_generate(): self.sequence.cache, "use_cache": True}
             options["cache_implementation"] = None
-        if self.draft is None and self.sequence.keeps:
+        own = self.sequence.keeps and (self.draft is None or self._drafter is not None)
+        if own:
             stream.put(prompt)  # as generate() does
-            options["custom_generate"] = partial(decode, streamer=stream, keeps_last=True)
+            how: dict[str, Any] = {}
+            if self._drafter is not None:
+                exact = not why_inexact(self.model, self.sequence.cache)
+                how = {"draft": self._drafter, "exact": exact, "pace": self._pace}
+            options["custom_generate"] = partial(decode, streamer=stream, keeps_last=True, **how)
         else:
             options["streamer"] = stream
-        with self._assisted(options):
+        with nullcontext() if own else self._assisted(options):
             self.model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -220,6 +228,20 @@ class Session:
             return "stop"
         return "interrupted" if self._stopped.is_set() else "length"
 
+    def _own_drafter(self) -> Drafter | None:
+        """Of our own loop; None: there are no drafts, or those of a model of another vocabulary,
+        which transformers translates."""
+        if self.draft == "lookup":
+            if not self.sequence.keeps:
+                raise ValueError("draft: the model goes on from no cache")
+            return Lookup()
+        if self.draft is None or not self.sequence.keeps:
+            return None
+        model, tokenizer = self.draft
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            return None
+        return SmallModel(model)
+
     @contextmanager
     def _assisted(self, options: dict[str, Any]) -> Iterator[None]:
         """Add the draft model to the arguments of generate(), for the time of a call."""
@@ -228,8 +250,7 @@ class Session:
             return
         model, tokenizer = self.draft
         options["assistant_model"] = model
-        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            options |= {"tokenizer": self.tokenizer, "assistant_tokenizer": tokenizer}
+        options |= {"tokenizer": self.tokenizer, "assistant_tokenizer": tokenizer}
         if self.sequence.cache is None:
             yield
             return

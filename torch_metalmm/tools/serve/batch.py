@@ -20,14 +20,15 @@ from torch import Tensor
 
 from ...hf.caches.layers import DTYPE_NAMES
 from ...hf.caches.paged import PagedCache, PoolFull, Text, default_memory, paged_cache
+from ...hf.drafts import Lookup
 from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
+from ...nn.exact import exact_rows
 from ..chat.session import end_tokens
 from ..chat.stream import Stream
 from ..sequence import CHUNK, keeps_rows
 from .choosing import Chooser
 from .engine import Finish, Job
-from .lookup import Lookup
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ _LOG = logging.getLogger(__name__)
 # many rows, whose results for a row do not depend on the others.
 LEAST = 64
 SECONDS = 0.25  # that an answer under way waits for a part of another's prompt
-ROWS = 4  # of a step, whose bits in packed layers of the CPU do not depend on how many there are
+ROWS = 4  # of a step, whose bits in packed layers do not depend on how many there are
+RUN = 3  # tokens that must have stood before what is guessed
 
 
 def can_share(model: Any) -> bool:
@@ -60,10 +62,12 @@ class _Answer:
     """A job under way: `text` has rows of a beginning of `tokens`, which grow by the answer."""
 
     def __init__(
-        self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, lookup: Lookup
+        self, job: Job, cache: PagedCache, model: Any, tokenizer: Any, guesses: int
     ) -> None:
+        """guesses: at a time; fewer where they were wrong."""
         self.job, self.text, self.number = job, Text(cache, job.owner), next(_NUMBERS)
-        self.tokens, self.lookup = list(job.ids), lookup
+        self.tokens, self.lookup = list(job.ids), Lookup(RUN)
+        self._most = self._width = guesses
         self.guessed = self.right = 0  # tokens that were guessed, and those that were chosen
         self.kept: int | None = None  # tokens of the prompt whose rows another text has read
         self.stream = Stream(tokenizer, job.options.stops, job.tell)
@@ -88,7 +92,17 @@ class _Answer:
     def ahead(self, most: int) -> list[int]:
         """Up to `most` tokens to read, from the first without a row on; then guesses."""
         known = self.tokens[len(self.text.tokens) :][:most]
-        return known + self.lookup.guess(self.tokens, most - len(known))
+        return known + self._guess(min(most - len(known), self._width))
+
+    def _guess(self, most: int) -> list[int]:
+        if most < 1:
+            return []
+        self.lookup.read(self.tokens)
+        return [] if self.lookup.kind() is None else self.lookup.propose(most)
+
+    def learn(self, guessed: int, right: int) -> None:
+        """As many as were right, at least one; twice as many where all were."""
+        self._width = min(self._most, 2 * self._width) if right == guessed else max(1, right)
 
     def finish(self, reason: str) -> None:
         self.text.end()
@@ -138,8 +152,8 @@ class Batch:
         return bool(self._prompts or self._answers)
 
     def take(self, job: Job) -> None:
-        lookup = Lookup(self._lookup)
-        self._prompts.append(_Answer(job, self.cache, self.model, self._tokenizer, lookup))
+        given = job, self.cache, self.model, self._tokenizer, self._lookup
+        self._prompts.append(_Answer(*given))
 
     def stop(self, job: Job) -> None:
         """The next step sees that it is cancelled."""
@@ -180,7 +194,8 @@ class Batch:
                 most = 1
         else:  # the last one gave its pages back, to a prompt
             return
-        logits = self._forward(rows, positions, count)
+        with exact_rows(len(rows) * count <= ROWS):
+            logits = self._forward(rows, positions, count)
         given = list(zip(self._answers, ahead, torch.split(logits, 1), strict=True))
         self._answers = [a for a, ids, own in given if self._take(a, ids, own[0])]
 
@@ -207,7 +222,7 @@ class Batch:
                     break
                 kept += 1
         if guesses:
-            answer.lookup.learn(len(guesses), answer.right - right)
+            answer.learn(len(guesses), answer.right - right)
         answer.text.extend(ids[:kept], is_shared=False)
         return True
 

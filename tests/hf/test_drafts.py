@@ -1,0 +1,302 @@
+"""generate(custom_generate=decode, draft=...): the tokens are those without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_models import ids, small
+from replay_pair import held
+from torch import Tensor, nn
+from transformers import DynamicCache, StoppingCriteriaList
+
+from torch_metalmm import PackedCache, activations_, fuse_
+from torch_metalmm.hf.decoding import decode
+from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel, drafter_of
+from torch_metalmm.models.cache_argument import cache_of_generate
+
+NEW = 30
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+GREEDY = {"do_sample": False}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "layer_types": ["mamba", "attention"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 16},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": _MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 64},
+}
+
+
+class Told:
+    """Proposes the tokens that come, but every so many of them another; or only others."""
+
+    seconds = 0.0
+
+    def __init__(self, tokens: list[int], wrong: int) -> None:
+        self._told, self._wrong, self._count = tokens, wrong, 0
+
+    def begin(self, tokens: list[int]) -> None:
+        self._count = len(tokens)
+
+    def add(self, token: int) -> None:
+        self._count += 1
+
+    def kind(self) -> Hashable | None:
+        return "told" if self._count < len(self._told) else None
+
+    def propose(self, most: int) -> list[int]:
+        rows = range(self._count, min(self._count + most, len(self._told)))
+        return [(self._told[i] + 1) % 96 if i % self._wrong == 0 else self._told[i] for i in rows]
+
+
+class Fixed(Pace):
+    """So many tokens are drafted, whatever steps took."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.rows = most, list[int]()
+
+    def count(self, kind: Hashable, seconds: float) -> int:
+        self._p(kind)
+        return self.most
+
+    def took(self, rows: int, seconds: float) -> None:
+        self.rows.append(rows)
+
+
+def model_of(kind: str = "llama") -> Any:
+    heads = {} if kind in ("lfm2", "granitemoehybrid") else {"head_dim": 32}
+    model = small(kind, num_hidden_layers=2, max_position_embeddings=256, **heads, **KINDS[kind])
+    return fuse_(model, "swiglu", cache="f32")
+
+
+def answer(model: Any, prompt: Tensor, cache: Any = None, **how: Any) -> Tensor:
+    torch.manual_seed(3)
+    cache = PackedCache(model.config, "f32") if cache is None else cache
+    own = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None} | how
+    out: Tensor = model.generate(
+        prompt, **{cache_of_generate(): cache}, custom_generate=decode, **own
+    )
+    return out
+
+
+@pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_drafts(kind: str, given: dict[str, Any]) -> None:
+    """Whether drafted tokens are right, wrong, or both in turn; and so is the cache."""
+    model, prompt = model_of(kind), ids(1, 9)
+    caches = [PackedCache(model.config, "f32") for _ in range(5)]
+    want = answer(model, prompt, caches[0], **given)
+    for cache, wrong, most in zip(caches[1:], (99, 1, 3, 5), (7, 1, 3, 7), strict=True):
+        pace = Fixed(most)
+        draft = Told(want[0].tolist(), wrong)
+        got = answer(model, prompt, cache, draft=draft, pace=pace, **given)
+        assert torch.equal(got, want)
+        assert max(pace.rows) == most + 1 and sum(pace.rows) >= NEW - 1
+        assert (pace.accepted == 0) if wrong == 1 else (len(pace.rows) < NEW - 1)
+        assert cache.get_seq_length() == caches[0].get_seq_length()
+        for mine, others in zip(cache.layers, caches[0].layers, strict=True):
+            assert all(map(torch.equal, held(mine), held(others)))
+
+
+@pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_processors_ends_and_streams(given: dict[str, Any]) -> None:
+    """They see each token once, in order, whichever step computed it."""
+    model, prompt = model_of(), ids(1, 9)
+    for others in ({"repetition_penalty": 1.4}, {"min_new_tokens": 5}, {"max_new_tokens": 1}):
+        want = answer(model, prompt, **given, **others)
+        draft = Told(want[0].tolist(), 99)
+        got = answer(model, prompt, draft=draft, pace=Fixed(7), **given, **others)
+        assert torch.equal(got, want)
+    want, kept, seen = answer(model, prompt, **given), list[int](), list[int]()
+
+    class Kept:
+        def put(self, value: Tensor) -> None:
+            kept.extend(value.tolist())
+
+        def end(self) -> None: ...
+
+    def is_over(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+        seen.append(tokens.shape[1])
+        return torch.tensor([tokens.shape[1] == 22])
+
+    torch.manual_seed(3)
+    cache = PackedCache(model.config, "f32")
+    how = partial(decode, streamer=Kept(), draft=Told(want[0].tolist(), 99), pace=Fixed(7))
+    criteria = StoppingCriteriaList([is_over])
+    got = model.generate(
+        *(prompt, None, None, criteria),
+        **{cache_of_generate(): cache},
+        **(given | {"max_new_tokens": NEW, "custom_generate": how}),
+    )
+    assert torch.equal(got, want[:, :22]) and kept == got[0, 9:].tolist()
+    assert seen == list(range(10, 23)) and cache.get_seq_length() == 21
+
+
+def test_what_raises_leaves_the_rows_of_the_tokens_before() -> None:
+    """In the middle of the rows of a step."""
+    model, prompt = model_of(), ids(1, 9)
+    want, cache = answer(model, prompt, **GREEDY), PackedCache(model.config, "f32")
+
+    def fail(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+        if tokens.shape[1] == 13:
+            raise LookupError("a criterion")
+        return torch.tensor([False])
+
+    draft = Told(want[0].tolist(), 99)
+    with pytest.raises(LookupError):
+        answer(
+            *(model, prompt, cache),
+            **GREEDY,
+            draft=draft,
+            pace=Fixed(7),
+            stopping_criteria=StoppingCriteriaList([fail]),
+        )
+    assert cache.get_seq_length() == 12
+    longer = torch.cat([want[:, :13], ids(1, 2)], 1)
+    assert torch.equal(answer(model, longer, cache, **GREEDY), answer(model, longer, **GREEDY))
+
+
+def test_a_small_model() -> None:
+    """Of the same model all drafts are right, of another few; its rows stay for the next answer."""
+    model, prompt = model_of(), ids(1, 9)
+    for own in (True, False):
+        draft = SmallModel(model_of() if own else small("llama", "q2_k", hidden_size=256))
+        read = list[int]()
+        hook = draft.model.register_forward_pre_hook(
+            lambda _, args, kwargs, read=read: read.append(kwargs["input_ids"].shape[1]),
+            with_kwargs=True,
+        )
+        for seen in (prompt, torch.cat([prompt, ids(1, 3, seed=2)], 1)):
+            pace = Fixed(3)
+            want = answer(model, seen, **GREEDY)
+            read.clear()
+            assert torch.equal(answer(model, seen, draft=draft, pace=pace, **GREEDY), want)
+            assert max(read) == (9 + 1 if seen is prompt else 3 + 1)
+            assert (pace.accepted > 15) == own
+        hook.remove()
+
+
+def test_an_interrupted_draft_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = model_of(), ids(1, 9)
+    want, draft = answer(model, prompt, **GREEDY), SmallModel(model_of())
+    forward = draft.model.model.layers[1].forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(draft.model.model.layers[1], "forward", forward)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft.model.model.layers[1], "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, prompt, draft=draft, pace=Fixed(3), **GREEDY)
+    pace = Fixed(3)
+    assert torch.equal(answer(model, prompt, draft=draft, pace=pace, **GREEDY), want)
+    assert pace.accepted == pace.drafted
+
+
+@pytest.mark.quick
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), max_size=60),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.integers(1, 9),
+)
+def test_lookup(text: list[int], shortest: int, first: int, most: int) -> None:
+    """What stood behind the last tokens, where most before agree, of the last 16 places."""
+    lookup = Lookup(shortest)
+    lookup.begin(text[:first])
+    for token in text[first:]:
+        lookup.add(token)
+
+    def agreeing(end: int) -> int:
+        count = 0
+        while count < min(end, 12) and text[end - 1 - count] == text[-1 - count]:
+            count += 1
+        return count
+
+    places = [end for end in range(1, len(text)) if agreeing(end) >= shortest][-16:]
+    if not places:
+        assert lookup.kind() is None
+        return
+    best = max(map(agreeing, places))
+    place = next(end for end in reversed(places) if agreeing(end) == best)
+    assert lookup.kind() == best
+    assert lookup.propose(most) == (text[place:] * 9)[:most]
+
+
+def drafted(right: float, times: dict[int, float], steps: int = 400) -> tuple[list[int], float]:
+    """(rows of each step, tokens of a unit of time) where drafts are right with this probability,
+    and steps take that long."""
+    pace, draw, rows = Pace(), torch.Generator().manual_seed(0), list[int]()
+    for _ in range(steps):
+        count = pace.count("kind", 0.0)
+        rows.append(count + 1)
+        pace.took(count + 1, times[count + 1])
+        if count:
+            hits = (torch.rand(count, generator=draw) < right).tolist()
+            pace.saw("kind", count, (hits + [False]).index(False))
+    return rows, (len(rows) + pace.accepted) / sum(times[m] for m in rows)
+
+
+@pytest.mark.quick
+def test_drafts_are_as_long_as_they_pay() -> None:
+    cheap = {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
+    dear = {1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}
+    rows, speed = drafted(0.95, cheap)
+    assert rows[-50:].count(8) == 50 and speed > 4
+    rows, speed = drafted(0.6, {1: 1.0, 2: 1.1, 4: 1.3, 8: 9.0})
+    assert rows[-50:].count(4) > 40 and speed > 1.4
+    for right, times in ((0.0, cheap), (0.3, dear), (0.8, dear)):
+        rows, speed = drafted(right, times)
+        assert rows[-200:].count(1) > 100 and speed > 0.96, speed
+
+
+@pytest.mark.quick
+def test_drafts_are_tried_again() -> None:
+    """Where they were wrong for long, and become right."""
+    pace, times = Pace(), {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
+    rows = list[int]()
+    for i in range(1000):
+        count = pace.count("kind", 0.0)
+        rows.append(count + 1)
+        pace.took(count + 1, times[count + 1])
+        if count:
+            pace.saw("kind", count, count if i > 300 else 0)
+    assert rows[250:300].count(1) > 25 and rows[-50:].count(8) == 50
+
+
+def test_what_drafts_are_not_for() -> None:
+    model, prompt = model_of(), ids(1, 9)
+    with pytest.raises(ValueError, match='draft: 3; allowed: "lookup", a model'):
+        answer(model, prompt, draft=3)
+    with pytest.raises(ValueError, match="draft: 2 sequences; drafts are of one"):
+        answer(model, ids(2, 9), draft="lookup")
+    with pytest.raises(ValueError, match="draft: drafts are of one text in ids"):
+        answer(model, prompt, draft="lookup", num_beams=2)
+    own = DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="draft: exact, but the cache is a DynamicCache"):
+        answer(model, prompt, own, draft="lookup")
+    hybrid = model_of("qwen3_5_text")
+    with pytest.raises(ValueError, match="the cache, a DynamicCache, cannot forget its last rows"):
+        answer(hybrid, prompt, DynamicCache(config=hybrid.config), draft="lookup", exact=False)
+    with pytest.raises(ValueError, match="draft: a Qwen3_5ForCausalLM, whose recurrent layers"):
+        drafter_of(hybrid, model)
+    with pytest.raises(ValueError, match="draft: a model of 128 tokens; the model has 96"):
+        drafter_of(small("llama", vocab_size=128), model)
+    activations_(model, "int8")
+    with pytest.raises(ValueError, match="rounds its input to int8; exact=False takes"):
+        answer(model, prompt, draft="lookup")
+    answer(model, prompt, draft="lookup", exact=False)
+    dense = model_of()
+    dense.lm_head = nn.Linear(64, 96, bias=False)
+    with pytest.raises(ValueError, match="exact, but lm_head is a Linear of torch"):
+        answer(dense, prompt, draft="lookup")

@@ -1,0 +1,83 @@
+"""Steps of several rows whose bits are those of single ones: what drafts are verified by."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from layer_models import ids, small
+from torch import Tensor
+
+from bench.models.families import FAMILIES, family, fused_family
+from torch_metalmm import PackedCache, fuse_
+from torch_metalmm.models.cache_argument import with_cache
+from torch_metalmm.nn.exact import MOST, exact_rows
+from torch_metalmm.testing import emulated
+
+# {architecture: (heads of keys, format of W, of the cache, how the MLP is fused, others)}
+CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
+    "llama": (2, "q4_0", "q8_0/q8_0", "swiglu", {}),
+    "qwen3": (1, "q4_k", "q4_0/q4_0", "swiglu_linear", {}),
+    "gemma3_text": (2, "q8_0", "f16/q8_0", "swiglu", {"sliding_window": 24}),
+    "phi3": (4, "q6_k", "f32", "swiglu", {}),
+    "starcoder2": (2, "affine4_g64", "q8_0/q8_0", "swiglu", {}),
+}
+
+
+def on(engine: str) -> AbstractContextManager[Any]:
+    return emulated() if engine == "emulator" else nullcontext()
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, str]:
+    heads, format, cache, form, others = CASES[kind]
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": heads}
+    heads_of = {} if kind in ("phi3", "starcoder2") else {"head_dim": 64}
+    model = small(kind, format, dtype, num_hidden_layers=2, **sizes, **heads_of, **others)
+    return fuse_(model, form, cache=cache), cache
+
+
+def stepped(model: Any, cache: str, prompt: Tensor, rest: Tensor, count: int) -> Tensor:
+    """Logits of the rest, so many tokens a step."""
+    held, found, done = PackedCache(model.config, cache), list[Tensor](), 0
+    given = {"use_cache": True, **with_cache(model, held)}
+    with torch.no_grad():
+        for part in (prompt, *rest.split(count, 1)):
+            # Bamba, asked without positions, counts from 0 in each step.
+            positions = torch.arange(done, done + part.shape[1])[None]
+            with exact_rows(count > 1 and done > 0):
+                out = model(input_ids=part, position_ids=positions, **given)
+            found.append(out.logits)
+            done += part.shape[1]
+    return torch.cat(found[1:], 1)
+
+
+RUNS = [("cpu", kind, torch.float32) for kind in CASES]
+RUNS += [("cpu", "llama", torch.bfloat16), ("cpu", "qwen3", torch.float16)]
+RUNS += [("emulator", "llama", torch.float16), ("emulator", "gemma3_text", torch.float32)]
+RUNS += [("emulator", "qwen3", torch.float16)]
+
+
+@pytest.mark.parametrize(("engine", "kind", "dtype"), RUNS)
+def test_rows_of_a_step_have_the_bits_of_single_steps(
+    engine: str, kind: str, dtype: torch.dtype
+) -> None:
+    model, cache = model_of(kind, dtype)
+    # Of the emulator a prompt that ends within the second of two parts of 64 slots.
+    prompt, rest = ids(1, 62 if engine == "emulator" else 300), ids(1, 2 * MOST, seed=1)
+    with on(engine):
+        want = stepped(model, cache, prompt, rest, 1)
+        for count in (8, 3) if engine == "emulator" else (2, 3, 4, 5, 8):
+            got = stepped(model, cache, prompt, rest, count)
+            assert torch.equal(got, want), count
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "mamba2"])
+def test_every_family(kind: str) -> None:
+    """Experts and recurrent layers, too; mamba2's cache counts no rows, so that it has no drafts."""
+    model = fused_family(family(kind))
+    prompt, rest = ids(1, 20), ids(1, 2 * MOST, seed=1)
+    want = stepped(model, "q8_0", prompt, rest, 1)
+    for count in (2, 4, 8):
+        assert torch.equal(stepped(model, "q8_0", prompt, rest, count), want), count

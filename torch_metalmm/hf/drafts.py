@@ -1,0 +1,242 @@
+"""Drafts: tokens that may follow, which a model then reads in one step.
+
+A drafter proposes them, a Pace says how many are worth a step of so many rows. Whether they are
+right only decides how fast an answer is (decoding.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+
+from ..models.cache_argument import with_cache
+from .cache import PackedCache
+
+# Rows of a step: the last token and 0, 1, 3 or 7 that are drafted. Each number of rows is a step
+# that is recorded on its own, and 8 rows are the most whose bits are those of single ones.
+ROWS = (1, 2, 4, 8)
+
+
+class Drafter(Protocol):
+    """Proposes what follows one text. `seconds` of a drafted token, as far as known."""
+
+    seconds: float
+
+    def begin(self, tokens: list[int]) -> None:
+        """Of a text that begins with these."""
+
+    def add(self, token: int) -> None:
+        """The text's next token."""
+
+    def kind(self) -> Hashable | None:
+        """What proposals here have in common with others, by which the share of right ones is
+        counted; None: nothing can be proposed."""
+
+    def propose(self, most: int) -> list[int]:
+        """At least one token, up to `most`, where there is a kind."""
+
+
+class Lookup:
+    """Prompt lookup: the text goes on as it did where its last tokens stood before.
+
+    Of the last places where they stood that before which most tokens agree, the last of these.
+    """
+
+    seconds = 0.0
+    _PLACES, _LONGEST = 16, 12  # that are compared; tokens of which it is counted that they agree
+
+    def __init__(self, shortest: int = 2) -> None:
+        """shortest: tokens that must agree."""
+        self._shortest = shortest
+        self.begin([])
+
+    def begin(self, tokens: list[int]) -> None:
+        self._tokens: list[int] = []
+        self._behind: dict[tuple[int, ...], list[int]] = {}  # a run of tokens: where it ended
+        self._place = 0  # of what is proposed
+        self.read(tokens)
+
+    def read(self, tokens: list[int]) -> None:
+        """Of the whole text, of which a beginning is known."""
+        for token in tokens[len(self._tokens) :]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        # A run is a place once it is known what stands behind it.
+        if len(self._tokens) >= self._shortest:
+            self._behind.setdefault(self._run(), []).append(len(self._tokens))
+        self._tokens.append(token)
+
+    def _run(self) -> tuple[int, ...]:
+        return tuple(self._tokens[-self._shortest :])
+
+    def kind(self) -> Hashable | None:
+        """How many tokens agree."""
+        most = 0
+        for place in self._behind.get(self._run(), ())[-self._PLACES :]:
+            count = self._agreeing(place)
+            if count >= most:
+                most, self._place = count, place
+        return most or None
+
+    def _agreeing(self, place: int) -> int:
+        tokens, count = self._tokens, self._shortest
+        while count < min(self._LONGEST, place) and tokens[place - 1 - count] == tokens[-1 - count]:
+            count += 1
+        return count
+
+    def propose(self, most: int) -> list[int]:
+        """Over and over those behind the place, if few are."""
+        period = len(self._tokens) - self._place
+        return [self._tokens[self._place + i % period] for i in range(most)]
+
+
+class SmallModel:
+    """The likeliest tokens of a model of the same vocabulary, on a cache of its own."""
+
+    def __init__(self, model: Any, cache: Any = None) -> None:
+        """cache: an empty one that can be cropped; None: a PackedCache in the model's dtype.
+
+        ValueError: the model's cache cannot go back (recurrent layers).
+        """
+        self.model = model
+        self._cache = PackedCache(model.config) if cache is None else cache
+        if any(hasattr(layer, "recurrent_states") for layer in self._cache.layers):
+            raise ValueError(
+                f"draft: a {type(model).__name__}, whose recurrent layers cannot go back"
+            )
+        self.seconds = 0.0
+        self._tokens: list[int] = []
+        self._held: list[int] = []  # those that the cache has rows of
+
+    def begin(self, tokens: list[int]) -> None:
+        self._tokens = [*tokens]
+
+    def add(self, token: int) -> None:
+        self._tokens.append(token)
+
+    def kind(self) -> Hashable | None:
+        return "model"
+
+    def propose(self, most: int) -> list[int]:
+        begun = time.perf_counter()
+        found = self._likeliest(most)
+        each = (time.perf_counter() - begun) / most
+        known = self.seconds or each
+        self.seconds = min(each, known + 0.1 * (each - known))
+        return found
+
+    def _likeliest(self, most: int) -> list[int]:
+        tokens, held = self._tokens, self._held
+        same = 0
+        while same < min(len(held), len(tokens) - 1) and held[same] == tokens[same]:
+            same += 1
+        if len(held) > same:
+            self._cache.crop(same - len(held))
+        self._held = held = tokens[:same]
+        found: list[int] = []
+        unread = tokens[same:]
+        with torch.inference_mode():
+            while True:
+                held += unread
+                found.append(self._next(unread))
+                if len(found) == most:
+                    return found
+                unread = found[-1:]
+
+    def _next(self, unread: list[int]) -> int:
+        ids = torch.tensor([unread], device=self.model.device)
+        given = {"use_cache": True, **with_cache(self.model, self._cache)}
+        try:
+            return int(self.model(input_ids=ids, **given).logits[0, -1].argmax())
+        except BaseException:  # within a layer, whose rows may be half there
+            self._held.clear()
+            self._cache.reset()
+            raise
+
+
+class Pace:
+    """How many tokens to draft, by what steps took and how many drafted tokens were right.
+
+    A drafted token of a kind is right with probability p, so that k of them bring 1 + p + ... + p^k
+    tokens a step; p of a kind that has not been tried is that of all. Where no number of tokens is
+    worth its step none is drafted; p then drifts upwards, so that now and then a draft is tried.
+    """
+
+    _FIRST = 0.5  # p before any try, at the weight of two tries
+    _HOPED = 0.3  # to which p drifts at least
+    _DECAY, _DRIFT = 0.93, 0.005
+    _ROW = 0.15  # of a step's time for a row more, until such a step has been timed
+    _UNTIMED = 3  # steps of so many rows that are recorded, or replayed first
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._steps: dict[int, int] = {}
+        self._right: dict[Hashable, tuple[float, float]] = {}  # right ones, tries
+        self._tries = 0  # of all kinds
+        self.drafted = self.accepted = 0
+
+    def count(self, kind: Hashable, seconds: float) -> int:
+        """Tokens to draft of this kind, at so many seconds each."""
+        if 1 not in self._seconds:
+            return 0
+        p = self._p(kind)
+        best = max(
+            ROWS, key=lambda m: sum(p**i for i in range(m)) / (self._of(m) + (m - 1) * seconds)
+        )
+        if best == 1:
+            right, tries = self._right[kind]
+            hoped = max(self._of_all(), self._HOPED)
+            self._right[kind] = right + self._DRIFT * (hoped * tries - right), tries
+        return best - 1
+
+    def _p(self, kind: Hashable) -> float:
+        right, tries = self._right.setdefault(kind, (2 * self._of_all(), 2.0))
+        return right / tries
+
+    def _of_all(self) -> float:
+        return (self.accepted + 2 * self._FIRST) / (self._tries + 2)
+
+    def _of(self, rows: int) -> float:
+        """Seconds of a step of so many rows."""
+        known = self._seconds.get(rows)
+        if known is None:
+            near = max(m for m in self._seconds if m < rows)
+            known = self._seconds[near] * (1 + self._ROW * (rows - near))
+        return known
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took that."""
+        self._steps[rows] = self._steps.get(rows, 0) + 1
+        if self._steps[rows] <= self._UNTIMED:
+            return
+        known = self._seconds.get(rows, seconds)
+        # A step waits for other programs now and then.
+        self._seconds[rows] = known + 0.15 * (min(seconds, 2 * known) - known)
+
+    def saw(self, kind: Hashable, drafted: int, accepted: int) -> None:
+        """So many of the drafted tokens were right; the one behind them was not."""
+        right, tries = self._right[kind]
+        tried = min(drafted, accepted + 1)
+        decay = self._DECAY**tried
+        self._right[kind] = right * decay + accepted, tries * decay + tried
+        self._tries += tried
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+
+
+def drafter_of(draft: Any, model: Any) -> Drafter:
+    """That of an argument `draft`: "lookup", a model, or a Drafter. ValueError: none of these, or
+    one of more tokens than the model knows."""
+    if draft == "lookup":
+        return Lookup()
+    if isinstance(draft, torch.nn.Module):
+        own, most = (m.config.get_text_config(decoder=True).vocab_size for m in (draft, model))
+        if own > most:
+            raise ValueError(f"draft: a model of {own} tokens; the model has {most}")
+        return SmallModel(draft)
+    if all(callable(getattr(draft, name, None)) for name in ("begin", "add", "kind", "propose")):
+        return draft  # type: ignore[no-any-return]
+    raise ValueError(f'draft: {draft!r}; allowed: "lookup", a model, a Drafter (hf/drafts.py)')
