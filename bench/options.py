@@ -97,6 +97,8 @@ OPTIONS = {
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
     "families": Option("what a token costs in families that are more than a Llama", bool),
     "loops": Option("a token of generate() by transformers' loop and by decode", bool),
+    "draft": Option("prompt lookup on three tasks, beside decoding without", bool),
+    "exact": Option("several rows beside one, fastest and with the bits of single rows", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
     "imatrix": Option("instead: with an importance matrix and without", bool),
     "parts": Option(",".join(cache_cost.PARTS), normal="bytes,quality"),
@@ -139,12 +141,16 @@ class Command(NamedTuple):
 
 ON_GPU = {"formats": "q4_0,q4_k,affine4_g64", "context": "128"}
 SWEEP = {"engines": "metalmm", "m": shapes.listed(shapes.SWEEP_M)}
+EXACT = {"formats": "q4_0,q4_k,q6_k,q8_0,affine4_g64", "m": "1-8"}
 MEASURES = {
     "matmul": Command(
         "ops.matmul",
         "cold matmul against peers and roofs",
-        ON_DEVICE + "shapes m engines dtype strategy seconds sweep-m",
-        modes={"sweep_m": ("ops.matmul", SWEEP, SWEEP)},
+        ON_DEVICE + "shapes m engines dtype strategy seconds sweep-m exact",
+        modes={
+            "sweep_m": ("ops.matmul", SWEEP, SWEEP),
+            "exact": ("ops.exact", EXACT | {"shapes": "14336x4096"}, EXACT | {"m": "1,2"}),
+        },
     ),
     "matrix-ops": Command(
         "ops.matrix_ops",
@@ -175,7 +181,7 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models compile no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens budget chip overhead families loops ops write",
+        "one-device new-tokens budget chip overhead families loops draft ops write",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
             "cuda": ON_GPU | {"models": "8b,1b"},
@@ -185,6 +191,11 @@ MEASURES = {
             "overhead": ("models.overhead", {}, {}),
             "families": ("models.family_times", {"formats": "q4_0", "repetitions": 3}, {}),
             "loops": ("models.loops", {"formats": "q4_0", "repetitions": 5, "new_tokens": 128}, {}),
+            "draft": (
+                "models.drafted",
+                {"repetitions": 3, "new_tokens": 400},
+                {"repetitions": 1, "new_tokens": 24},
+            ),
             "ops": ("models.families", {}, {}),
             "tp": ("models.ranks", {}, {}),
             "cache": (
@@ -283,8 +294,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, (_, own, own_quick) in row.modes.items():
         if getattr(args, option):
             values |= own_quick if quick else own
-    for name, value in values.items():
-        name = name.replace("-", "_")
+    # Those of rows and modes are named as attributes, and come last.
+    for name, value in {n.replace("-", "_"): v for n, v in values.items()}.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     if args.command in MEASURES and min(args.threads, args.repetitions) < 1:

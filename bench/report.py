@@ -246,6 +246,30 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *((f"beside them {n}", f"beside_{n}", str) for n in ("before", "after")),
         ),
     ),
+    "exact": (
+        "{model}: time, and that over the time of one row",
+        (
+            ("format", "format", str),
+            ("M", "m", str),
+            ("fastest µs", "fastest_us", digits),
+            ("of M = 1", "fastest_of_one", "{:.2f}".format),
+            ("exact µs", "exact_us", digits),
+            ("of M = 1", "exact_of_one", "{:.2f}".format),
+            ("bits of single rows", "ok", {True: "yes", False: "NO"}.get),
+        ),
+    ),
+    "drafts": (
+        "{model}",
+        (
+            ("task", "task", str),
+            ("tokens/s without", "plain", digits),
+            ("with drafts", "drafted", digits),
+            ("speed", "speed", "{:.2f}×".format),
+            ("drafted", "drafts", "{:.0f}".format),
+            ("right", "share", whole_percent),
+            ("tokens equal", "ok", {True: "yes", False: "NO"}.get),
+        ),
+    ),
     "loops": (
         "{model}",
         (

@@ -219,7 +219,9 @@ at::Tensor matmul(const at::Tensor& rows, const at::Tensor& w, const Format& for
     return y;
   }
   const bool in_steps = chosen == Strategy::kGemvSteps;
-  const int64_t most = in_steps ? kMaxStepRows : chosen == Strategy::kGemv ? 1 : kMaxDotRows;
+  // A format without steps adds in one order, whatever the number of rows is.
+  const bool has_steps = in_steps && codec.steps.values > 0;
+  const int64_t most = has_steps ? kMaxStepRows : chosen == Strategy::kGemv ? 1 : kMaxDotRows;
   for (int64_t i = 0; i < m; i += most) {
     const int64_t rows = std::min(most, m - i);
     const auto part = [&](const at::Tensor& t) { return rows == m ? t : t.narrow(0, i, rows); };

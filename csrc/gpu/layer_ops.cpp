@@ -25,6 +25,22 @@ at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up
   return o[kSlotY];
 }
 
+// Rows with the bits that swiglu_up gives a row alone: its sums are those of gemv, and a norm is
+// fused where it is there. W is read once for all rows, where swiglu_up would for each.
+at::Tensor exact_swiglu(const Engine& e, const at::Tensor& x, const PackedWeight& gate_w,
+                        const PackedWeight& up_w, const Norm* norm, const args::swiglu& a,
+                        Activation activation) {
+  const Problem alone = problem(Op::kSwigluUp, x, gate_w);
+  const bool is_fused = norm && norm_is_fused(alone, e.gpu(x.device()));
+  const at::Tensor rows = norm && !is_fused ? normalised(e, x, *norm) : x;
+  const auto of = [&](const PackedWeight& w) {
+    return vector_product(e, rows, w, is_fused ? norm : nullptr);
+  };
+  at::Tensor gate = of(gate_w), up = of(up_w);
+  if (a.gate_scale != 1) gate = gate * a.gate_scale;
+  return act_mul(e, gate, up, activation, a.x.scalar_type());
+}
+
 }  // namespace
 
 at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
@@ -38,7 +54,14 @@ at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
   const at::ScalarType dtype = common_dtype(x, {has_norm ? a.norm_weight : std::nullopt});
   Operands o;
   o[kSlotX] = as_rows(x, dtype);
-  if (&gate_w.format != &up_w.format || !is_fused(Op::kSwigluUp, counted_rows(o[kSlotX].size(0)))) {
+  const int64_t m = o[kSlotX].size(0);
+  const bool is_alike = &gate_w.format == &up_w.format, is_alone = m > 1 && are_exact(m);
+  if (is_alike && is_alone) {
+    return like_input(exact_swiglu(e, o[kSlotX], gate_w, up_w, has_norm ? &norm : nullptr, a,
+                                   shape.activation),
+                      x);
+  }
+  if (!is_alike || !is_fused(Op::kSwigluUp, m)) {
     const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];
     // Where torch's matmul rounds both, f32 would be a copy more of each.
     const bool rounds =

@@ -208,6 +208,20 @@ at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& 
   return o[kSlotY];
 }
 
+at::Tensor vector_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
+                          const Norm* norm) {
+  Operands o;
+  o[kSlotX] = rows;
+  o[kSlotWeight] = aligned_rows(w);
+  o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(at::kFloat));
+  Problem p = problem(Op::kLinear, rows, w);
+  p.y_f32 = true;
+  p.has_norm = norm != nullptr;
+  if (norm) set_norm(p, o, *norm);
+  run(e, p, o, StrategyId::gemv_batched);
+  return o[kSlotY];
+}
+
 bool rounds_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w) {
   if (rows.is_cuda() || rows.scalar_type() == at::kFloat) return false;
   return dense_pays(problem(Op::kLinear, rows, w), e.gpu(rows.device()), Reason(nullptr));

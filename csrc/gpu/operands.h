@@ -82,6 +82,10 @@ void normalise(const Engine& e, Problem& p, Operands& o, const Norm& norm);
 at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
                    at::ScalarType type);
 
+// The same in f32 by gemv_batched, of the norm of x where one is given: it sums as gemv does.
+at::Tensor vector_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
+                          const Norm* norm);
+
 // Whether torch's matmul computes the product and leaves halves, whatever it is stored as.
 bool rounds_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w);
 

@@ -1,7 +1,9 @@
 #include "composed.h"
 
 #include <cmath>
+#include <vector>
 
+#include "exact_rows.h"
 #include "tensors.h"
 
 namespace metalmm::composed {
@@ -29,9 +31,7 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
   return rest ? at::cat({out, x.narrow(-1, rotated, rest)}, -1) : out;
 }
 
-}  // namespace
-
-at::Tensor activate(const at::Tensor& gate, Activation activation) {
+at::Tensor activated(const at::Tensor& gate, Activation activation) {
   switch (activation) {
     case Activation::kSilu:
       return at::silu(gate);
@@ -45,6 +45,25 @@ at::Tensor activate(const at::Tensor& gate, Activation activation) {
       break;
   }
   return at::relu(gate).square();
+}
+
+// torch computes vectors of 32 values and more, up to 32768 values by a thread, and what is left
+// over one by one, with other bits.
+constexpr int64_t kVectorValues = 64, kValuesOfThread = 32768;
+
+}  // namespace
+
+at::Tensor activate(const at::Tensor& gate, Activation activation) {
+  const int64_t columns = gate.dim() ? gate.size(-1) : 1;
+  const bool may_differ =
+      gate.is_cpu() && (columns % kVectorValues || gate.numel() > kValuesOfThread);
+  const int64_t count = columns ? gate.numel() / columns : 0;
+  if (!may_differ || count < 2 || !are_exact(count)) return activated(gate, activation);
+  std::vector<at::Tensor> rows;
+  for (const at::Tensor& row : gate.reshape({-1, columns}).split(1)) {
+    rows.push_back(activated(row, activation));
+  }
+  return at::cat(rows).view(gate.sizes());
 }
 
 at::Tensor slope(const at::Tensor& gate, Activation activation) {

@@ -219,7 +219,7 @@ def test_lookup(text: list[int], shortest: int, first: int, most: int) -> None:
 
     def agreeing(end: int) -> int:
         count = 0
-        while count < min(end, 12) and text[end - 1 - count] == text[-1 - count]:
+        while count < min(end, 16) and text[end - 1 - count] == text[-1 - count]:
             count += 1
         return count
 
@@ -229,7 +229,7 @@ def test_lookup(text: list[int], shortest: int, first: int, most: int) -> None:
         return
     best = max(map(agreeing, places))
     place = next(end for end in reversed(places) if agreeing(end) == best)
-    assert lookup.kind() == best
+    assert lookup.kind() == best.bit_length()
     assert lookup.propose(most) == (text[place:] * 9)[:most]
 
 
@@ -257,7 +257,7 @@ def test_drafts_are_as_long_as_they_pay() -> None:
     assert rows[-50:].count(4) > 40 and speed > 1.4
     for right, times in ((0.0, cheap), (0.3, dear), (0.8, dear)):
         rows, speed = drafted(right, times)
-        assert rows[-200:].count(1) > 100 and speed > 0.96, speed
+        assert rows[-200:].count(1) > 100 and speed > 0.95, speed
 
 
 @pytest.mark.quick

@@ -11,7 +11,7 @@ from layer_models import ids, small
 from torch import Tensor
 
 from bench.models.families import FAMILIES, family, fused_family
-from torch_metalmm import PackedCache, fuse_
+from torch_metalmm import PackedCache, formats, fuse_
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.nn.exact import MOST, exact_rows
 from torch_metalmm.testing import emulated
@@ -81,3 +81,35 @@ def test_every_family(kind: str) -> None:
     want = stepped(model, "q8_0", prompt, rest, 1)
     for count in (2, 4, 8):
         assert torch.equal(stepped(model, "q8_0", prompt, rest, count), want), count
+
+
+SIZES = [(40, 256), (24, 4096)]  # in the second simdgroups share K of a row (gemv_large_k)
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("engine", ["cpu", "emulator"])
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "affine4_g64"])
+def test_rows_of_an_op(name: str, engine: str, n: int, k: int) -> None:
+    """Products, with a norm and as gate and up, of every number of rows; one more is another."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(MOST + 1, k, generator=g).to(torch.float16) * 3
+    w, u = (formats.get(name).quantize(torch.randn(n, k, generator=g)) for _ in range(2))
+    norm = torch.rand(k, generator=g).to(torch.float16)
+    ops = torch.ops.metalmm
+
+    def all_of(rows: Tensor) -> list[Tensor]:
+        return [
+            ops.linear(rows, w, None, name),
+            ops.norm_linear(rows, norm, 1e-6, 0.0, w, None, name),
+            ops.swiglu(rows, w, u, name, name, "gelu_tanh", norm, 1e-6),
+        ]
+
+    with on(engine):
+        alone = [torch.cat(ys) for ys in zip(*(all_of(row[None]) for row in x), strict=True)]
+        for count in (2, 3, 5, 8):
+            with exact_rows():
+                found = all_of(x[:count])
+            assert all(torch.equal(a, b[:count]) for a, b in zip(found, alone, strict=True)), count
+        plain = all_of(x)
+        with exact_rows():
+            assert all(map(torch.equal, all_of(x), plain))

@@ -46,7 +46,7 @@ class Lookup:
     """
 
     seconds = 0.0
-    _PLACES, _LONGEST = 16, 12  # that are compared; tokens of which it is counted that they agree
+    _PLACES, _LONGEST = 16, 16  # that are compared; tokens of which it is counted that they agree
 
     def __init__(self, shortest: int = 2) -> None:
         """shortest: tokens that must agree."""
@@ -74,13 +74,13 @@ class Lookup:
         return tuple(self._tokens[-self._shortest :])
 
     def kind(self) -> Hashable | None:
-        """How many tokens agree."""
+        """How many tokens agree, by powers of two."""
         most = 0
         for place in self._behind.get(self._run(), ())[-self._PLACES :]:
             count = self._agreeing(place)
             if count >= most:
                 most, self._place = count, place
-        return most or None
+        return most.bit_length() or None  # 2 or 3, 4 to 7, 8 and more
 
     def _agreeing(self, place: int) -> int:
         tokens, count = self._tokens, self._shortest
@@ -162,12 +162,12 @@ class Pace:
     """How many tokens to draft, by what steps took and how many drafted tokens were right.
 
     A drafted token of a kind is right with probability p, so that k of them bring 1 + p + ... + p^k
-    tokens a step; p of a kind that has not been tried is that of all. Where no number of tokens is
-    worth its step none is drafted; p then drifts upwards, so that now and then a draft is tried.
+    tokens a step; p of a kind that has not been tried is that of all, or a hope. Where no number of
+    tokens is worth its step none is drafted; p then drifts to the hope, so that now and then a
+    draft is tried.
     """
 
-    _FIRST = 0.5  # p before any try, at the weight of two tries
-    _HOPED = 0.3  # to which p drifts at least
+    _HOPED = 0.4  # at the weight of two tries
     _DECAY, _DRIFT = 0.93, 0.005
     _ROW = 0.15  # of a step's time for a row more, until such a step has been timed
     _UNTIMED = 3  # steps of so many rows that are recorded, or replayed first
@@ -189,16 +189,15 @@ class Pace:
         )
         if best == 1:
             right, tries = self._right[kind]
-            hoped = max(self._of_all(), self._HOPED)
-            self._right[kind] = right + self._DRIFT * (hoped * tries - right), tries
+            self._right[kind] = right + self._DRIFT * (self._hoped() * tries - right), tries
         return best - 1
 
     def _p(self, kind: Hashable) -> float:
-        right, tries = self._right.setdefault(kind, (2 * self._of_all(), 2.0))
+        right, tries = self._right.setdefault(kind, (2 * self._hoped(), 2.0))
         return right / tries
 
-    def _of_all(self) -> float:
-        return (self.accepted + 2 * self._FIRST) / (self._tries + 2)
+    def _hoped(self) -> float:
+        return max(self._HOPED, self.accepted / max(1, self._tries))
 
     def _of(self, rows: int) -> float:
         """Seconds of a step of so many rows."""

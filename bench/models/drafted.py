@@ -1,0 +1,114 @@
+"""What drafts save: prompt lookup on tasks that repeat their text and on one that does not.
+
+SmolLM2 as it is packed, after fuse_(cache=...): an answer without drafts and one with, by turns in
+one process. The texts are the beginnings of Moby-Dick and of Python's textwrap.py.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metalmm import PackedCache, fuse_, load_gguf
+from torch_metalmm.hf.caches.layers import DTYPE_NAMES
+from torch_metalmm.hf.decoding import decode
+from torch_metalmm.hf.drafts import Pace
+from torch_metalmm.models.cache_argument import cache_of_generate
+from torch_metalmm.tools.generate import demo_model
+
+from ..runner import Record, Run
+from ..tables import status
+from .quality import TEXT
+
+PROSE = TEXT.read_text()
+CODE = Path(textwrap.__file__).read_text()
+# {task: (what is asked, the text behind it)}
+TASKS = {
+    "edit prose": ("Copy the following text exactly, but write 'Whale' for 'whale'.", PROSE[:2500]),
+    "edit code": ("Write this Python code with the class renamed to Wrapper.", CODE[:2500]),
+    "summarize prose": ("Summarize the following text, quoting its sentences.", PROSE[:4000]),
+    "summarize code": ("Explain this Python code, quoting its lines.", CODE[:4000]),
+    "free text": ("Tell me a long story about a lighthouse keeper and the sea.", ""),
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8},
+}
+
+
+class Times:
+    """A streamer that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+    def per_second(self) -> float:
+        return (len(self.at) - 1) / (self.at[-1] - self.at[0])
+
+
+def run(run: Run) -> Iterator[Record]:
+    """One record per task and choice of tokens."""
+    device, args = run.device.type, run.args
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    with torch.inference_mode(False), torch.no_grad():
+        loaded, tokenizer = load_gguf(demo_model(), device=device, dtype=dtype)
+        model = fuse_(loaded, cache=DTYPE_NAMES[dtype])
+    for task, (asked, text) in TASKS.items():
+        message = {"role": "user", "content": f"{asked}\n\n{text}".rstrip()}
+        prompt = tokenizer.apply_chat_template(
+            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"].to(device)
+        for choice, how in CHOICES.items():
+            status(f"{task}, {choice}")
+            plain, drafted, equal, paces = list[float](), list[float](), list[bool](), list[Pace]()
+            for turn in range(args.repetitions + 1):
+                want, without = answered(model, prompt, args.new_tokens, **how)
+                paces.append(Pace())
+                got, found = answered(
+                    model, prompt, args.new_tokens, draft="lookup", pace=paces[-1], **how
+                )
+                equal.append(torch.equal(got, want))
+                if turn:
+                    plain.append(without)
+                    drafted.append(found)
+            yield {
+                "kind": "drafts",
+                "model": f"SmolLM2, {device}, answers of {args.new_tokens} tokens",
+                "task": f"{task}, {prompt.shape[1]} tokens, {choice}",
+                "plain": median(plain),
+                "drafted": median(drafted),
+                "speed": median(b / a for a, b in zip(plain, drafted, strict=True)),
+                "share": sum(p.accepted for p in paces) / max(1, sum(p.drafted for p in paces)),
+                "drafts": median(p.drafted for p in paces),
+                "ok": all(equal),
+            }
+
+
+def answered(model: Any, prompt: Tensor, count: int, **how: Any) -> tuple[Tensor, float]:
+    """(the sequence, tokens a second behind the first)."""
+    torch.manual_seed(0)
+    cache, times = PackedCache(model.config, DTYPE_NAMES[model.dtype]), Times()
+    draft = {name: how.pop(name) for name in ("draft", "pace") if name in how}
+    out: Tensor = model.generate(
+        prompt,
+        **{cache_of_generate(): cache},
+        max_new_tokens=count,
+        eos_token_id=None,
+        pad_token_id=0,
+        custom_generate=partial(decode, streamer=times, **draft),
+        **how,
+    )
+    return out, times.per_second()

@@ -1,0 +1,58 @@
+"""Plans of rows that have the bits of single ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_cases import CHIPS, DTYPES, NKS, strategy_of
+
+from torch_metalmm import _C
+
+pytestmark = pytest.mark.quick
+MOST = 8
+SHARED = "gemv_large_k"  # simdgroups share K of a row
+# Those of a row alone, and what reads W once for several with the bits of that.
+OF_SEVERAL = {"gemv": "gemv_batched", "gemv_wide_n": "gemv_batched", SHARED: SHARED}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", ["q4_0", "q4_k", "f16", "affine4_g64"])
+def test_rows_are_planned_as_the_row_alone(chip: str, dtype: str, format: str) -> None:
+    for n, k in NKS:
+        sizes = {"n": n, "k": k, "format": format, "dtype": dtype, "chip": chip}
+        alone = _C.plan(m=1, **sizes)
+        wanted = OF_SEVERAL[strategy_of(alone["passes"][0]["kernel"])]
+        for m in range(2, MOST + 1):
+            plan = _C.plan(m=m, exact_rows=True, **sizes)
+            assert strategy_of(plan["passes"][0]["kernel"]) == wanted
+            assert (len(plan["passes"]), plan["dense"]) == (len(alone["passes"]), alone["dense"])
+        for m in (1, MOST + 1):
+            assert _C.plan(m=m, exact_rows=True, **sizes) == _C.plan(m=m, **sizes)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("group", [1, 4, 32])
+def test_a_query_has_its_own_parts(chip: str, group: int) -> None:
+    """A threadgroup has rows of one query; parts and kernels are those of the query alone."""
+    sizes = {"batch": 2, "heads": 8 * group, "kv_heads": 8, "head_stride": 1 << 20}
+    sizes |= {"sequence_stride": 1 << 24, "head2_stride": 1 << 20, "sequence2_stride": 1 << 24}
+
+    def passes(queries: int, exact: bool, **others: Any) -> list[dict[str, Any]]:
+        asked = sizes | {"queries": queries} | others
+        given = {"n": 4096, "k": 128, "format": "q8_0", "chip": chip, "exact_rows": exact}
+        return list(_C.plan("attention", **given, attention=asked)["passes"])
+
+    alone, several = passes(1, False), passes(4, True)
+    for one, of_four in zip(alone, several, strict=True):
+        assert one["kernel"] == of_four["kernel"]
+        x, y, z = one["grid"]
+        assert of_four["grid"] == ([4 * x, y, z] if "join" in one["kernel"] else [x, y, 4 * z])
+    bits = several[0]["constants"]["epilogue"]
+    assert bits & _C.ATTENTION_BITS["alone"] and not bits & _C.ATTENTION_BITS["causal"]
+    assert passes(1, True) == alone
+    with pytest.raises(ValueError, match="exact_rows: 4 queries with a mask"):
+        passes(4, True, bool_mask=True)
+    with pytest.raises(ValueError, match="exact_rows: 4 queries with a mask"):
+        passes(4, True, causal=False)
