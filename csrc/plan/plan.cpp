@@ -251,6 +251,19 @@ Parts choose_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool f
   return parts;
 }
 
+// Those of a row alone: a forced strategy stands for a kernel that does not cut K.
+Parts exact_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool forced,
+                  Reason reason) {
+  if (forced) return {1, p.k};
+  Problem alone = p;
+  alone.m = 1;
+  const bool is_linear = p.op == Op::kLinear;
+  const Reason unsaid(nullptr);
+  const StrategyId first =
+      is_linear ? choose_gemv(alone, gpu, tuning_of(gpu), unsaid) : strategy;
+  return choose_parts(first, alone, gpu, false, reason);
+}
+
 // ---- what is asked for
 
 [[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
@@ -337,7 +350,10 @@ Plan plan(const Problem& problem, const Gpu& gpu, std::optional<StrategyId> stra
     }
     reason.add("; norm fused: simdgroups sum the squares of x as they multiply it");
   } else if (problem.op <= Op::kSwigluDown) {
-    parts = choose_parts(chosen, problem, gpu, is_split_forced, reason);
+    const bool is_forced = strategy.has_value();
+    parts = is_exact(problem) && !is_split_forced
+                ? exact_parts(chosen, problem, gpu, is_forced, reason)
+                : choose_parts(chosen, problem, gpu, is_split_forced, reason);
   }
   Reason(words).add(to_string(chosen), ": ", why);
   if (chosen == S::dense) return out;

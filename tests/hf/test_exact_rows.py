@@ -75,7 +75,7 @@ def test_rows_of_a_step_have_the_bits_of_single_steps(
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "mamba2"])
 def test_every_family(kind: str) -> None:
-    """Experts and recurrent layers, too; mamba2's cache counts no rows, so that it has no drafts."""
+    """Experts and recurrent layers, too. A cache of mamba2 counts no rows: it has no drafts."""
     model = fused_family(family(kind))
     prompt, rest = ids(1, 20), ids(1, 2 * MOST, seed=1)
     want = stepped(model, "q8_0", prompt, rest, 1)

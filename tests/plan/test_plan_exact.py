@@ -20,14 +20,18 @@ OF_SEVERAL = {"gemv": "gemv_batched", "gemv_wide_n": "gemv_batched", SHARED: SHA
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", ["q4_0", "q4_k", "f16", "affine4_g64"])
 def test_rows_are_planned_as_the_row_alone(chip: str, dtype: str, format: str) -> None:
-    for n, k in NKS:
+    for n, k in (*NKS, (64, 65536)):  # of which K is cut
         sizes = {"n": n, "k": k, "format": format, "dtype": dtype, "chip": chip}
         alone = _C.plan(m=1, **sizes)
         wanted = OF_SEVERAL[strategy_of(alone["passes"][0]["kernel"])]
         for m in range(2, MOST + 1):
             plan = _C.plan(m=m, exact_rows=True, **sizes)
             assert strategy_of(plan["passes"][0]["kernel"]) == wanted
-            assert (len(plan["passes"]), plan["dense"]) == (len(alone["passes"]), alone["dense"])
+            assert len(plan["passes"]) == len(alone["passes"]) and not plan["dense"]
+            for one, of_one in zip(plan["passes"], alone["passes"], strict=True):
+                assert all(
+                    one["args"][key] == of_one["args"][key] for key in ("parts", "k_per_part")
+                )
         for m in (1, MOST + 1):
             assert _C.plan(m=m, exact_rows=True, **sizes) == _C.plan(m=m, **sizes)
 

@@ -65,8 +65,8 @@ def decode(
     one: "lookup" (what followed the same tokens before), a model of the same vocabulary, or a
     drafts.Drafter. Each token is chosen as without: a drafted one is kept where it is the one that
     was chosen. exact: a step of several rows has the bits of single ones, so that the tokens are
-    those of decoding without drafts, of a seed, too; False: the fastest kernels. pace: what is known
-    of earlier answers, and learned in this one.
+    those of decoding without drafts, of a seed, too; False: the fastest kernels. pace: what earlier
+    answers have shown, and this one will.
 
     transformers' own loop runs where this one knows too little: padded batches, encoders, images,
     no cache, beams, prompts in chunks, results beside the sequences, models with inputs of a step
