@@ -140,11 +140,11 @@ def test_a_cache_may_keep_the_last_step() -> None:
 
 def test_a_step_is_queued_before_a_token_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    advance, read = decoding._Steps.advance, decoding._Copied.read
+    advance, read = decoding._Steps.advance, decoding.Copied.read
     monkeypatch.setattr(
         decoding._Steps, "advance", lambda *a: (order.append("step"), advance(*a))[1]
     )
-    monkeypatch.setattr(decoding._Copied, "read", lambda *a: (order.append("read"), read(*a))[1])
+    monkeypatch.setattr(decoding.Copied, "read", lambda *a: (order.append("read"), read(*a))[1])
     model = model_of()
     for late, want in ((True, "step read step read read"), (False, "read step read step read")):
         order.clear()

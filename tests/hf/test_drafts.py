@@ -36,12 +36,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Told:
-    """Proposes the tokens that come, but every so many of them another; or only others."""
+    """Proposes the tokens that come, but every so many of them another; or only others. Behind
+    tokens that `silent` says, none."""
 
     seconds = 0.0
 
-    def __init__(self, tokens: list[int], wrong: int) -> None:
-        self._told, self._wrong, self._count = tokens, wrong, 0
+    def __init__(self, tokens: list[int], wrong: int, silent: str = "") -> None:
+        self._told, self._wrong, self._silent, self._count = tokens, wrong, silent, 0
 
     def begin(self, tokens: list[int]) -> None:
         self._count = len(tokens)
@@ -50,7 +51,8 @@ class Told:
         self._count += 1
 
     def kind(self) -> Hashable | None:
-        return "told" if self._count < len(self._told) else None
+        is_silent = self._silent[self._count % 16 : self._count % 16 + 1] == "-"
+        return "told" if self._count < len(self._told) and not is_silent else None
 
     def propose(self, most: int) -> list[int]:
         rows = range(self._count, min(self._count + most, len(self._told)))
@@ -105,6 +107,25 @@ def test_tokens_are_those_without_drafts(kind: str, given: dict[str, Any]) -> No
         assert cache.get_seq_length() == caches[0].get_seq_length()
         for mine, others in zip(cache.layers, caches[0].layers, strict=True):
             assert all(map(torch.equal, held(mine), held(others)))
+
+
+@pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_steps_without_a_draft_are_queued(given: dict[str, Any]) -> None:
+    """Where nothing has been proposed for two tokens, as without drafts, and only there."""
+    model, prompt, rows = model_of(), ids(1, 9), list[list[int]]()
+    want = answer(model, prompt, **given)
+    for late in (False, True):
+        pace = Fixed(3)
+        draft = Told(want[0].tolist(), 7, "----------")
+        how = {"draft": draft, "pace": pace, "reads_late": late}
+        caches = [PackedCache(model.config, "f32") for _ in range(2)]
+        assert torch.equal(answer(model, prompt, caches[0], **how, **given), want)
+        end = {"eos_token_id": int(want[0, 33])}
+        ended = answer(model, prompt, caches[1], **how, **given, **end)
+        assert ended.shape[1] <= 34 and torch.equal(ended, want[:, : ended.shape[1]])
+        assert caches[1].get_seq_length() == ended.shape[1] - 1
+        rows.append(pace.rows)
+    assert {1, 4} == set(rows[0]) == set(rows[1])
 
 
 @pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -9,7 +9,7 @@ device; all else is the host's, one step late. On MPS transformers reads late, t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
 from ..nn.exact import exact_rows
+from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
 from .caches.hybrid import States, states_of
 from .caches.layers import PackedLayer
@@ -93,31 +94,37 @@ def decode(
     if reads_late is None:
         reads_late = input_ids.device.type != "cpu"
     is_late = reads_late and (keeps_last or _can_crop(cache))
-    answer = _Answer(input_ids, stopping_criteria, config, streamer)
-    chooser = _Chooser(logits_processor, bool(config.do_sample), input_ids, answer)
+    answer = Answer(input_ids, stopping_criteria, config, streamer)
+    chooser = Chooser(logits_processor, bool(config.do_sample), input_ids, answer)
+    drafts = None
     if draft is not None:
         check_drafts(model, cache, input_ids, exact)
-        steps = _Steps(model, cache, unread, model_kwargs)
         drafts = _Drafts(drafter_of(draft, model), pace or Pace(), exact, input_ids)
-        drafts.decode(steps, chooser, answer)
-        return answer.sequences()
     steps = _Steps(model, cache, unread, model_kwargs)
-    is_over = False
+    is_over, token = False, None
     while not is_over:
-        token = chooser.choose(steps.logits[:, -1])
-        copied = _Copied(token)
+        token = chooser.choose(steps.logits[:, -1]) if token is None else token
+        copied = Copied(token)
         # Of the last token that there is room for no step is needed.
-        queued = is_late and not answer.is_last()
+        queued = is_late and not answer.is_last() and (drafts is None or drafts.is_resting())
         if queued:
             steps.advance(token.chosen)
         is_over = True  # where a criterion or the streamer raises, too
         try:
-            is_over = answer.take(copied.read())
+            read = copied.read()
+            drafted = [] if drafts is None else drafts.follow(int(read), answer)
+            is_over = answer.take(read)
         finally:
             if is_over and queued and not keeps_last:
                 cache.crop(-1)
-        if not (is_over or queued):
+        if is_over or queued:
+            token = None
+        elif drafts is not None and drafted:
+            token = drafts.verify(drafted, steps, chooser, answer)
+            is_over = token is None
+        else:
             steps.advance(token.chosen)
+            token = None
     return answer.sequences()
 
 
@@ -176,68 +183,6 @@ def _can_crop(cache: Any) -> bool:
     )
 
 
-class _Token:
-    """chosen: int64 [B]. weight: of each what its draw was decided by, NaN or Inf where the logits
-    are; None: the likeliest was taken."""
-
-    def __init__(self, chosen: Tensor, weight: Tensor | None) -> None:
-        self.chosen, self.weight = chosen, weight
-
-
-class _Chooser:
-    """The next token of logits, by generate()'s processors, all on the device."""
-
-    def __init__(self, processors: Any, draws: bool, ids: Tensor, answer: _Answer) -> None:
-        self._processors, self._draws, self._answer = processors, draws, answer
-        # A processor may read the tokens before; without one they are not kept here.
-        self._tokens = _Growing(ids) if len(processors) else None
-
-    def choose(self, logits: Tensor) -> _Token:
-        """logits: [B, vocabulary]."""
-        scores = logits.float()
-        if self._tokens is not None:
-            scores = self._processors(self._tokens.all(), scores)
-        token = self._chosen(scores)
-        token.chosen = self._answer.padded(token.chosen)
-        if self._tokens is not None:
-            self._tokens.append(token.chosen)
-        return token
-
-    def _chosen(self, scores: Tensor) -> _Token:
-        if not self._draws:
-            return _Token(scores.argmax(-1), None)
-        # torch.multinomial of one sample, with its generator and by its formula, but for its look
-        # at the shares, for which the host waits: shares over draws of an exponential distribution.
-        shares = scores.softmax(-1)
-        weight, chosen = (shares / torch.empty_like(shares).exponential_(1)).max(-1)
-        return _Token(chosen, weight)
-
-
-class _Copied:
-    """A token that is copied to the host while the device goes on."""
-
-    def __init__(self, token: _Token) -> None:
-        self._event: Any = None
-        device = token.chosen.device
-        parts = [token.chosen] if token.weight is None else [token.chosen, token.weight]
-        self._parts = parts
-        if device.type == "cpu":
-            return
-        pinned = device.type == "cuda"
-        held = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in parts]
-        self._parts = [h.copy_(p, non_blocking=True) for h, p in zip(held, parts, strict=True)]
-        self._event = torch.Event(device=device)
-        self._event.record()
-
-    def read(self) -> Tensor:
-        """int64 [B]. RuntimeError: drawn from logits that are NaN or infinite."""
-        if self._event is not None:
-            self._event.synchronize()
-        if len(self._parts) > 1 and not bool(self._parts[1].isfinite().all()):
-            raise RuntimeError("logits: NaN or Inf; no token can be drawn from them")
-        return self._parts[0]
-
-
 class _Steps:
     """The model's steps on a cache. logits: of the last one, [B, tokens, vocabulary]."""
 
@@ -263,7 +208,7 @@ class _Steps:
 
     def advance(self, tokens: Tensor) -> None:
         """Queue the step of these tokens [B] or [B, S]."""
-        tokens = tokens if tokens.dim() == 2 else tokens[:, None]
+        tokens = (tokens if tokens.dim() == 2 else tokens[:, None]).to(self.logits.device)
         if self._positions is not None:
             more = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self._positions = self._positions[:, -1:] + more
@@ -291,49 +236,73 @@ class _Steps:
 
 
 class _Drafts:
-    """Decoding one text by steps of the last token and of drafted ones."""
+    """What is drafted behind each token of one text, and the steps that read it."""
+
+    _REST = 2  # tokens without a draft, from which on steps are queued before a token is read
 
     def __init__(self, drafter: Drafter, pace: Pace, exact: bool, ids: Tensor) -> None:
         self._drafter, self._pace, self._exact = drafter, pace, exact
+        self._last, self._idle = 0, 0
+        self._kind: Hashable | None = None
+        self._rows, self._begun = 0, 0.0  # of the step that is under way; 0: none is timed
         drafter.begin(ids[0].tolist())
 
-    def decode(self, steps: _Steps, chooser: _Chooser, answer: _Answer) -> None:
-        token, is_over = self._take(chooser, answer, steps.logits[:, -1])
-        while not is_over:
-            begun = time.perf_counter()
-            kind, drafted = self._proposed(answer)
-            rows = torch.tensor([[token, *drafted]], device=steps.logits.device)
-            with exact_rows(self._exact):
-                if drafted:
-                    steps.may_forget()
-                steps.advance(rows)
-                accepted = 0
-                try:
-                    for row in range(len(drafted) + 1):
-                        token, is_over = self._take(chooser, answer, steps.logits[:, row])
-                        if is_over or row == len(drafted) or token != drafted[row]:
-                            break
-                        accepted += 1
-                finally:
-                    steps.forget(len(drafted) - accepted)
-            self._pace.took(len(drafted) + 1, time.perf_counter() - begun)
-            if drafted and not is_over:
-                self._pace.saw(kind, len(drafted), accepted)
+    def is_resting(self) -> bool:
+        return self._idle >= self._REST
 
-    def _take(self, chooser: _Chooser, answer: _Answer, logits: Tensor) -> tuple[int, bool]:
-        """(the next token, whether it is the last)."""
-        chosen = _Copied(chooser.choose(logits)).read()
-        token = int(chosen)
+    def follow(self, token: int, answer: Answer) -> list[int]:
+        """What is drafted behind the token that a step has brought; none of it would be behind the
+        last token that there is room for."""
+        self._timed()
         self._drafter.add(token)
-        return token, answer.take(chosen)
-
-    def _proposed(self, answer: _Answer) -> tuple[Any, list[int]]:
-        """(the kind of the drafted tokens, those), none of which would be behind the last token."""
-        room, kind = answer.room(), self._drafter.kind()
-        most = 0 if kind is None else self._pace.count(kind, self._drafter.seconds)
+        self._last, self._kind = token, self._drafter.kind()
+        most, room = 0, answer.room()
+        if self._kind is not None:
+            most = self._pace.count(self._kind, self._drafter.seconds)
         if room is not None:
-            most = min(most, max(m - 1 for m in ROWS if m <= room))
-        return kind, self._drafter.propose(most) if most else []
+            most = min(most, max([m - 1 for m in ROWS if m < room] or [0]))
+        self._idle = 0 if most else self._idle + 1
+        self._rows = 1
+        return self._drafter.propose(most) if most else []
+
+    def _timed(self) -> None:
+        """Of the step that has ended, whose time is that from one token that is read to another."""
+        now = time.perf_counter()
+        if self._rows:
+            self._pace.took(self._rows, now - self._begun)
+        self._begun, self._rows = now, 0
+
+    def verify(
+        self, drafted: list[int], steps: _Steps, chooser: Chooser, answer: Answer
+    ) -> Token | None:
+        """One step of the last token and of those: what is chosen behind the right ones, which the
+        answer has taken; None: it is over."""
+        rows = torch.tensor([[self._last, *drafted]], device=steps.logits.device)
+        with exact_rows(self._exact):
+            steps.may_forget()
+            steps.advance(rows)
+            right, is_over = 0, False
+            token: Token | None = None
+            try:
+                for token in chooser.of_rows(steps.logits):
+                    if right == len(drafted):
+                        break
+                    read = Copied(token).read()
+                    if int(read) != drafted[right]:
+                        break
+                    self._drafter.add(int(read))
+                    is_over = answer.take(read)
+                    if is_over:
+                        break
+                    right += 1
+            finally:
+                steps.forget(len(drafted) - right)
+        self._rows = len(rows[0])
+        self._timed()
+        if is_over:
+            return None
+        self._pace.saw(self._kind, len(drafted), right)
+        return token
 
 
 def check_drafts(model: Any, cache: Any, ids: Tensor, exact: bool) -> None:
@@ -359,63 +328,3 @@ def why_inexact(model: Any, cache: Any) -> str:
         if getattr(module, "activations", None) is not None:
             return f"{name} rounds its input to {module.activations}"
     return ""
-
-
-class _Answer:
-    """The tokens on the host, and whether they are all."""
-
-    def __init__(self, ids: Tensor, criteria: Any, config: Any, streamer: Any) -> None:
-        self._device, self._streamer, self._criteria = ids.device, streamer, criteria
-        self._tokens = _Growing(ids.cpu())
-        self._is_open = torch.ones(len(ids), dtype=torch.bool)
-        self._opened: Tensor | None = None  # this on the device, once a sequence is over
-        self._most = criteria.max_length
-        ends = any(hasattr(each, "eos_token_id") for each in criteria)
-        pad = getattr(config, "_pad_token_tensor", None)
-        self._pad = pad.to(ids.device) if ends and pad is not None else None
-
-    def is_last(self) -> bool:
-        """Whether the next token is the last that there is room for."""
-        return self._most is not None and self._tokens.count + 1 >= self._most
-
-    def take(self, token: Tensor) -> bool:
-        """Keep a token of each sequence; whether all of them are over."""
-        self._tokens.append(token)
-        if self._streamer is not None:
-            self._streamer.put(token)
-        now = self._is_open & ~self._criteria(self._tokens.all(), None)
-        if not torch.equal(now, self._is_open):
-            self._is_open, self._opened = now, now.to(self._device, non_blocking=True)
-        return not bool(now.any())
-
-    def room(self) -> int | None:
-        """How many tokens there is room for; None: no end is known."""
-        return None if self._most is None else self._most - self._tokens.count
-
-    def padded(self, token: Tensor) -> Tensor:
-        """The next tokens [B] on the device, which of sequences that are over is padding."""
-        if self._opened is None or self._pad is None:
-            return token
-        return torch.where(self._opened, token, self._pad)
-
-    def sequences(self) -> Tensor:
-        if self._streamer is not None:
-            self._streamer.end()
-        return self._tokens.all().to(self._device, copy=True)
-
-
-class _Growing:
-    """Tokens [B, count], whose memory doubles."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.count = ids.shape[1]
-        self._memory = torch.cat([ids, torch.zeros_like(ids)], 1)
-
-    def append(self, token: Tensor) -> None:
-        if self.count == self._memory.shape[1]:
-            self._memory = torch.cat([self._memory, torch.zeros_like(self._memory)], 1)
-        self._memory[:, self.count] = token
-        self.count += 1
-
-    def all(self) -> Tensor:
-        return self._memory[:, : self.count].contiguous()

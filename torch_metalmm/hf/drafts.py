@@ -232,7 +232,8 @@ def drafter_of(draft: Any, model: Any) -> Drafter:
     if draft == "lookup":
         return Lookup()
     if isinstance(draft, torch.nn.Module):
-        own, most = (m.config.get_text_config(decoder=True).vocab_size for m in (draft, model))
+        both: tuple[Any, Any] = draft, model
+        own, most = (m.config.get_text_config(decoder=True).vocab_size for m in both)
         if own > most:
             raise ValueError(f"draft: a model of {own} tokens; the model has {most}")
         return SmallModel(draft)

@@ -1,0 +1,142 @@
+"""The tokens of an answer: chosen on the device, copied to the host, kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Token:
+    """chosen: int64 [B]. weight: of each what its draw was decided by, NaN or Inf where the logits
+    are; None: the likeliest was taken."""
+
+    def __init__(self, chosen: Tensor, weight: Tensor | None) -> None:
+        self.chosen, self.weight = chosen, weight
+
+
+class Chooser:
+    """The next token of logits, by generate()'s processors, all on the device."""
+
+    def __init__(self, processors: Any, draws: bool, ids: Tensor, answer: Answer) -> None:
+        self._processors, self._draws, self._answer = processors, draws, answer
+        # A processor may read the tokens before; without one they are not kept here.
+        self._tokens = _Growing(ids) if len(processors) else None
+
+    def choose(self, logits: Tensor) -> Token:
+        """logits: [B, vocabulary]."""
+        scores = logits.float()
+        if self._tokens is not None:
+            scores = self._processors(self._tokens.all(), scores)
+        token = self._chosen(scores)
+        token.chosen = self._answer.padded(token.chosen)
+        if self._tokens is not None:
+            self._tokens.append(token.chosen)
+        return token
+
+    def of_rows(self, logits: Tensor) -> Iterator[Token]:
+        """The tokens behind each row of logits [1, rows, vocabulary], as far as they are asked for:
+        a processor reads those before, and a generator draws no more than one by one."""
+        if self._draws or self._tokens is not None:
+            for row in range(logits.shape[1]):
+                yield self.choose(logits[:, row])
+            return
+        chosen = Copied(Token(logits[0].float().argmax(-1), None)).read()
+        for row in range(len(chosen)):
+            yield Token(chosen[row : row + 1], None)
+
+    def _chosen(self, scores: Tensor) -> Token:
+        if not self._draws:
+            return Token(scores.argmax(-1), None)
+        # torch.multinomial of one sample, with its generator and by its formula, but for its look
+        # at the shares, for which the host waits: shares over draws of an exponential distribution.
+        shares = scores.softmax(-1)
+        weight, chosen = (shares / torch.empty_like(shares).exponential_(1)).max(-1)
+        return Token(chosen, weight)
+
+
+class Copied:
+    """A token that is copied to the host while the device goes on."""
+
+    def __init__(self, token: Token) -> None:
+        self._event: Any = None
+        device = token.chosen.device
+        parts = [token.chosen] if token.weight is None else [token.chosen, token.weight]
+        self._parts = parts
+        if device.type == "cpu":
+            return
+        pinned = device.type == "cuda"
+        held = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in parts]
+        self._parts = [h.copy_(p, non_blocking=True) for h, p in zip(held, parts, strict=True)]
+        self._event = torch.Event(device=device)
+        self._event.record()
+
+    def read(self) -> Tensor:
+        """int64 [B]. RuntimeError: drawn from logits that are NaN or infinite."""
+        if self._event is not None:
+            self._event.synchronize()
+        if len(self._parts) > 1 and not bool(self._parts[1].isfinite().all()):
+            raise RuntimeError("logits: NaN or Inf; no token can be drawn from them")
+        return self._parts[0]
+
+
+class Answer:
+    """The tokens on the host, and whether they are all."""
+
+    def __init__(self, ids: Tensor, criteria: Any, config: Any, streamer: Any) -> None:
+        self._device, self._streamer, self._criteria = ids.device, streamer, criteria
+        self._tokens = _Growing(ids.cpu())
+        self._is_open = torch.ones(len(ids), dtype=torch.bool)
+        self._opened: Tensor | None = None  # this on the device, once a sequence is over
+        self._most = criteria.max_length
+        ends = any(hasattr(each, "eos_token_id") for each in criteria)
+        pad = getattr(config, "_pad_token_tensor", None)
+        self._pad = pad.to(ids.device) if ends and pad is not None else None
+
+    def is_last(self) -> bool:
+        """Whether the next token is the last that there is room for."""
+        return self._most is not None and self._tokens.count + 1 >= self._most
+
+    def take(self, token: Tensor) -> bool:
+        """Keep a token of each sequence; whether all of them are over."""
+        self._tokens.append(token)
+        if self._streamer is not None:
+            self._streamer.put(token)
+        now = self._is_open & ~self._criteria(self._tokens.all(), None)
+        if not torch.equal(now, self._is_open):
+            self._is_open, self._opened = now, now.to(self._device, non_blocking=True)
+        return not bool(now.any())
+
+    def room(self) -> int | None:
+        """How many tokens there is room for; None: no end is known."""
+        return None if self._most is None else self._most - self._tokens.count
+
+    def padded(self, token: Tensor) -> Tensor:
+        """The next tokens [B] on the device, which of sequences that are over is padding."""
+        if self._opened is None or self._pad is None:
+            return token
+        return torch.where(self._opened, token, self._pad)
+
+    def sequences(self) -> Tensor:
+        if self._streamer is not None:
+            self._streamer.end()
+        return self._tokens.all().to(self._device, copy=True)
+
+
+class _Growing:
+    """Tokens [B, count], whose memory doubles."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.count = ids.shape[1]
+        self._memory = torch.cat([ids, torch.zeros_like(ids)], 1)
+
+    def append(self, token: Tensor) -> None:
+        if self.count == self._memory.shape[1]:
+            self._memory = torch.cat([self._memory, torch.zeros_like(self._memory)], 1)
+        self._memory[:, self.count] = token
+        self.count += 1
+
+    def all(self) -> Tensor:
+        return self._memory[:, : self.count].contiguous()
