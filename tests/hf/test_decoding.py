@@ -79,6 +79,33 @@ def test_steps_are_replayed() -> None:
         assert found.replays - before == NEW - 1 - 2, found.why  # two are recorded
 
 
+def test_room_is_made_once() -> None:
+    """For the whole answer, up to 1024 tokens; not by transformers' own loop."""
+    model, found = model_of(), list[list[int]]()
+    model.config.max_position_embeddings = 4096
+    for most, how in (
+        (300, {"custom_generate": decode}),
+        (300, {}),
+        (3000, {"custom_generate": decode}),
+    ):
+        sizes = list[int]()
+        cache: Any = PackedCache(model.config, "f32")
+
+        def is_over(
+            tokens: Tensor, scores: Any, sizes: Any = sizes, cache: Any = cache, **_: Any
+        ) -> Tensor:
+            sizes.append(cache.layers[0].keys.shape[2])
+            return torch.tensor([tokens.shape[1] >= 300])
+
+        criteria = StoppingCriteriaList([is_over])
+        given = {cache_of_generate(): cache, "stopping_criteria": criteria, "eos_token_id": None}
+        model.generate(
+            ids(1, 5), max_new_tokens=most, do_sample=False, pad_token_id=0, **given, **how
+        )
+        found.append([*dict.fromkeys(sizes)])
+    assert found == [[305], [256, 512], [1029]]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_5_text"])
 @pytest.mark.parametrize("own", [False, True], ids=["packed", "transformers"])
 def test_a_cache_has_the_rows_that_it_had(kind: str, own: bool) -> None:

@@ -111,6 +111,15 @@ class PackedCache(Cache):
             raise
         return rows
 
+    def expect(self, rows: int) -> None:
+        """So many rows will be held, as far as one knows: room for them is made when some is.
+
+        Each time that a cache grows, its steps are recorded anew.
+        """
+        for layer in self.layers:
+            if isinstance(layer, PackedLayer):
+                layer.slots.expected = rows
+
     def begins(self, number: int) -> None:
         """The code of the layer begins; a step does, where the layer wrote in the one before."""
         if getattr(self.layers[number], "before", None) is not None:

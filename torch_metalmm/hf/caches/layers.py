@@ -99,7 +99,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _capacity(self, rows: int, slots: int) -> int:
         """The slots to have for so many rows where there are `slots`."""
-        return max(rows, min(max(2 * slots, FIRST), slots + STEP))
+        return max(rows, min(max(2 * slots, FIRST, self.slots.expected), slots + STEP))
 
     def _make_room(self, count: int) -> None:
         slots = self.keys.shape[2]

@@ -36,6 +36,7 @@ class Slots:
     def __init__(self) -> None:
         self._held: dict[Any, tuple[Tensor, Tensor]] = {}
         self.fixed: Fixed | None = None
+        self.expected = 0  # rows for which room is made at once
 
     def of(
         self, first: int, count: int, device: torch.device, window: int = 0
@@ -67,7 +68,7 @@ class Slots:
         return both[:count], both[count]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_held": {}, "fixed": None}
+        return {"_held": {}, "fixed": None, "expected": self.expected}
 
 
 class Fixed:
