@@ -278,7 +278,7 @@ def test_drafts_are_as_long_as_they_pay() -> None:
     assert rows[-50:].count(4) > 40 and speed > 1.4
     for right, times in ((0.0, cheap), (0.3, dear), (0.8, dear)):
         rows, speed = drafted(right, times)
-        assert rows[-200:].count(1) > 100 and speed > 0.95, speed
+        assert rows[-200:].count(1) > 100 and speed > 0.94, speed
 
 
 @pytest.mark.quick

@@ -101,7 +101,7 @@ def decode(
     drafts = None
     if draft is not None:
         check_drafts(model, cache, input_ids, exact)
-        drafts = _Drafts(drafter_of(draft, model), pace or Pace(), exact, input_ids)
+        drafts = _Drafts(drafter_of(draft, model), pace or Pace(), exact, input_ids, is_late)
     if isinstance(cache, PackedCache) and (room := answer.room()) is not None:
         cache.expect(input_ids.shape[1] + min(room, _EXPECTED))
     steps = _Steps(model, cache, unread, model_kwargs)
@@ -116,7 +116,7 @@ def decode(
         is_over = True  # where a criterion or the streamer raises, too
         try:
             read = copied.read()
-            drafted = [] if drafts is None else drafts.follow(int(read), answer)
+            drafted = [] if drafts is None else drafts.follow(int(read), answer, queued)
             is_over = answer.take(read)
         finally:
             if is_over and queued and not keeps_last:
@@ -244,8 +244,11 @@ class _Drafts:
 
     _REST = 2  # tokens without a draft, from which on steps are queued before a token is read
 
-    def __init__(self, drafter: Drafter, pace: Pace, exact: bool, ids: Tensor) -> None:
-        self._drafter, self._pace, self._exact = drafter, pace, exact
+    def __init__(
+        self, drafter: Drafter, pace: Pace, exact: bool, ids: Tensor, is_late: bool
+    ) -> None:
+        """is_late: steps may be queued before a token is read."""
+        self._drafter, self._pace, self._exact, self._is_late = drafter, pace, exact, is_late
         self._last, self._idle = 0, 0
         self._kind: Hashable | None = None
         self._rows, self._begun = 0, 0.0  # of the step that is under way; 0: none is timed
@@ -254,9 +257,9 @@ class _Drafts:
     def is_resting(self) -> bool:
         return self._idle >= self._REST
 
-    def follow(self, token: int, answer: Answer) -> list[int]:
+    def follow(self, token: int, answer: Answer, queued: bool) -> list[int]:
         """What is drafted behind the token that a step has brought; none of it would be behind the
-        last token that there is room for."""
+        last token that there is room for. queued: the next step is, already."""
         self._timed()
         self._drafter.add(token)
         self._last, self._kind = token, self._drafter.kind()
@@ -266,7 +269,8 @@ class _Drafts:
         if room is not None:
             most = min(most, max([m - 1 for m in ROWS if m < room] or [0]))
         self._idle = 0 if most else self._idle + 1
-        self._rows = 1
+        # What decoding without drafts takes: where a step can be queued, one that was.
+        self._rows = 1 if queued or not self._is_late else 0
         return self._drafter.propose(most) if most else []
 
     def _timed(self) -> None:

@@ -7,7 +7,9 @@ right only decides how fast an answer is (decoding.py).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Hashable
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -170,10 +172,12 @@ class Pace:
     _HOPED = 0.4  # at the weight of two tries
     _DECAY, _DRIFT = 0.93, 0.005
     _ROW = 0.15  # of a step's time for a row more, until such a step has been timed
-    _UNTIMED = 3  # steps of so many rows that are recorded, or replayed first
+    _UNTIMED = 5  # steps of so many rows that are recorded, replayed first, or captured
+    _TIMED = 9  # the last ones
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # the median of the last times
+        self._times: dict[int, deque[float]] = {}
         self._steps: dict[int, int] = {}
         self._right: dict[Hashable, tuple[float, float]] = {}  # right ones, tries
         self._tries = 0  # of all kinds
@@ -212,9 +216,9 @@ class Pace:
         self._steps[rows] = self._steps.get(rows, 0) + 1
         if self._steps[rows] <= self._UNTIMED:
             return
-        known = self._seconds.get(rows, seconds)
-        # A step waits for other programs now and then.
-        self._seconds[rows] = known + 0.15 * (min(seconds, 2 * known) - known)
+        times = self._times.setdefault(rows, deque(maxlen=self._TIMED))
+        times.append(seconds)
+        self._seconds[rows] = median(times)
 
     def saw(self, kind: Hashable, drafted: int, accepted: int) -> None:
         """So many of the drafted tokens were right; the one behind them was not."""
