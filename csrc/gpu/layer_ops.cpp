@@ -57,9 +57,9 @@ at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
   const int64_t m = o[kSlotX].size(0);
   const bool is_alike = &gate_w.format == &up_w.format, is_alone = m > 1 && are_exact(m);
   if (is_alike && is_alone) {
-    return like_input(exact_swiglu(e, o[kSlotX], gate_w, up_w, has_norm ? &norm : nullptr, a,
-                                   shape.activation),
-                      x);
+    return like_input(
+        exact_swiglu(e, o[kSlotX], gate_w, up_w, has_norm ? &norm : nullptr, a, shape.activation),
+        x);
   }
   if (!is_alike || !is_fused(Op::kSwigluUp, m)) {
     const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];

@@ -259,8 +259,7 @@ Parts exact_parts(StrategyId strategy, const Problem& p, const Gpu& gpu, bool fo
   alone.m = 1;
   const bool is_linear = p.op == Op::kLinear;
   const Reason unsaid(nullptr);
-  const StrategyId first =
-      is_linear ? choose_gemv(alone, gpu, tuning_of(gpu), unsaid) : strategy;
+  const StrategyId first = is_linear ? choose_gemv(alone, gpu, tuning_of(gpu), unsaid) : strategy;
   return choose_parts(first, alone, gpu, false, reason);
 }
 

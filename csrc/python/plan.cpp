@@ -44,7 +44,8 @@ constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},
     {"bool_mask", kAttentionBoolMask}, {"float_mask", kAttentionFloatMask},
     {"sinks", kAttentionSinks},        {"float_sinks", kAttentionFloatSinks},
-    {"half_keys", kAttentionHalfKeys}, {"pages", kAttentionPages}, {"alone", kAttentionAlone}};
+    {"half_keys", kAttentionHalfKeys}, {"pages", kAttentionPages},
+    {"alone", kAttentionAlone}};
 constexpr std::pair<const char*, uint32_t> kExpertBits[] = {
     {"limit", kExpertLimit}, {"oai", kExpertOai}, {"float_scores", kExpertFloatScores}};
 constexpr std::pair<const char*, uint32_t> kBoundsBits[] = {

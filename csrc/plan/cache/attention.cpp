@@ -220,7 +220,8 @@ void check_attention(const Problem& p) {
            str(INT32_MAX / 2));
   }
   if (is_alone(p) && (!a.causal || a.bool_mask || a.float_mask)) {
-    reject("exact_rows: " + str(a.queries) + " queries with a mask, or that see what is behind; "
+    reject("exact_rows: " + str(a.queries) +
+           " queries with a mask, or that see what is behind; "
            "causal ones without a mask are computed as if each were alone");
   }
   if (a.window < 0) reject("window: " + str(a.window) + "; at least 1, 0 for none");
