@@ -54,10 +54,10 @@ constexpr int64_t kVectorValues = 64, kValuesOfThread = 32768;
 }  // namespace
 
 at::Tensor activate(const at::Tensor& gate, Activation activation) {
+  if (!exact_rows() || !gate.is_cpu()) return activated(gate, activation);
   const int64_t columns = gate.dim() ? gate.size(-1) : 1;
-  const bool may_differ =
-      gate.is_cpu() && (columns % kVectorValues || gate.numel() > kValuesOfThread);
   const int64_t count = columns ? gate.numel() / columns : 0;
+  const bool may_differ = columns % kVectorValues || gate.numel() > kValuesOfThread;
   if (!may_differ || count < 2 || !are_exact(count)) return activated(gate, activation);
   std::vector<at::Tensor> rows;
   for (const at::Tensor& row : gate.reshape({-1, columns}).split(1)) {
