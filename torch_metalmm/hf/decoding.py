@@ -147,11 +147,16 @@ def _own_loop(model: Any, config: Any, streamer: Any) -> tuple[Any, dict[str, An
     return type(model)._beam_search, {}
 
 
+def _has_own_steps(model: Any) -> bool:
+    """Whether a step is more than a token of each sequence, its position and the cache."""
+    if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in _OWN):
+        return True
+    return bool(model.config.is_encoder_decoder)
+
+
 def _is_plain(model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> bool:
     """Whether a step is a token of each sequence, its position and the cache."""
-    if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in _OWN):
-        return False
-    if model.config.is_encoder_decoder or ids.dim() != 2 or ids.shape[1] == 0:
+    if _has_own_steps(model) or ids.dim() != 2 or ids.shape[1] == 0:
         return False
     if config.get_generation_mode() not in _ONE_EACH:
         return False
@@ -317,13 +322,20 @@ def check_drafts(model: Any, cache: Any, ids: Tensor, exact: bool) -> None:
     """ValueError: steps of drafted tokens cannot be computed, or not exactly."""
     if len(ids) != 1:
         raise ValueError(f"draft: {len(ids)} sequences; drafts are of one")
-    if not isinstance(cache, PackedCache) and not _can_crop(cache):
-        raise ValueError(
-            f"draft: the cache, a {type(cache).__name__}, cannot forget its last rows; a "
-            "PackedCache can"
-        )
+    if why := why_undrafted(model, cache):
+        raise ValueError(f"draft: {why}")
     if exact and (why := why_inexact(model, cache)):
         raise ValueError(f"draft: exact, but {why}; exact=False takes what is fastest")
+
+
+def why_undrafted(model: Any, cache: Any) -> str:
+    """Why no drafted tokens are read on such a cache, or ""."""
+    if _has_own_steps(model):
+        return f"a step of {type(model).__name__} has inputs of its own"
+    if not isinstance(cache, PackedCache) and not _can_crop(cache):
+        kind = type(cache).__name__
+        return f"the cache, a {kind}, cannot forget its last rows; a PackedCache can"
+    return ""
 
 
 def why_inexact(model: Any, cache: Any) -> str:

@@ -39,7 +39,7 @@ class Sequence:
             return 0
         is_long = self._long_from is not None and len(ids) >= self._long_from
         if self.cache is None or is_long != self._is_long:
-            self.cache, self.tokens, self._is_long = self._new_cache(), [], is_long
+            self.cache, self.tokens, self._is_long = self.new_cache(), [], is_long
         same = 0
         for held, token in zip(self.tokens, ids[:-1], strict=False):  # the last is always read
             if held != token:
@@ -50,7 +50,7 @@ class Sequence:
             try:
                 self.cache.crop(-surplus)
             except (RuntimeError, ValueError, NotImplementedError, AttributeError):
-                self.cache, same = self._new_cache(), 0
+                self.cache, same = self.new_cache(), 0
         self.tokens = self.tokens[:same]
         return same
 
@@ -67,7 +67,7 @@ class Sequence:
     def read(self, ids: list[int]) -> Tensor:
         """Append these tokens; the logits [1, S, vocabulary], of models that can the last alone."""
         if self.cache is None:
-            self.cache = self._new_cache()
+            self.cache = self.new_cache()
         part = torch.tensor([ids], device=self.model.device)
         try:
             logits: Tensor = self.model(
@@ -90,7 +90,8 @@ class Sequence:
     def forget(self) -> None:
         self.cache, self.tokens = None, []
 
-    def _new_cache(self) -> Any:
+    def new_cache(self) -> Any:
+        """An empty one, as the sequence's are."""
         from transformers import DynamicCache
 
         from ..hf.cache import PackedCache

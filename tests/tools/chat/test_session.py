@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import random_model
+from layer_models import small
 
 from torch_metalmm import load_gguf
 from torch_metalmm.models.attach import drop_cache, set_cache
@@ -115,6 +116,17 @@ def test_a_draft_changes_no_answer(real: Models) -> None:
             assert len(answer.times) == answer.new_tokens
             messages.append({"role": "assistant", "content": answer.text})
         assert answer.kept_tokens > 0
+
+
+def test_drafts_of_caches_that_our_loop_cannot_crop(real: Models) -> None:
+    """Those of a model are transformers' then; lookup is refused before the first answer."""
+    model = small("gemma3_text", head_dim=32, sliding_window=8)
+    given = model, real[1], Options(), None
+    assert Session(*given, draft=(model, real[1]))._drafter is None
+    assert Session(*given, cache="q8_0", draft=(model, real[1]))._drafter is not None
+    assert Session(*given, cache="q8_0", draft="lookup")._drafter is not None
+    with pytest.raises(ValueError, match="draft: the cache, a DynamicCache, cannot forget"):
+        Session(*given, draft="lookup")
 
 
 def test_what_changed_is_read_again(real: Models) -> None:

@@ -229,13 +229,20 @@ class Session:
         return "interrupted" if self._stopped.is_set() else "length"
 
     def _own_drafter(self) -> Drafter | None:
-        """Of our own loop; None: there are no drafts, or those of a model of another vocabulary,
-        which transformers translates."""
+        """Of our own loop; None: there are no drafts, or transformers' loop takes those of a model:
+        it translates other vocabularies, and knows models and caches that ours does not."""
+        from ...hf.decoding import why_undrafted
+
+        if self.draft is None:
+            return None
+        why = "the model goes on from no cache"
+        if self.sequence.keeps:
+            why = why_undrafted(self.model, self.sequence.new_cache())
         if self.draft == "lookup":
-            if not self.sequence.keeps:
-                raise ValueError("draft: the model goes on from no cache")
+            if why:
+                raise ValueError(f"draft: {why}")
             return Lookup()
-        if self.draft is None or not self.sequence.keeps:
+        if why:
             return None
         model, tokenizer = self.draft
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
