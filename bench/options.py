@@ -97,7 +97,7 @@ OPTIONS = {
     "overhead": Option("layers of tiny weights, on the CPU: microseconds a layer", bool),
     "families": Option("what a token costs in families that are more than a Llama", bool),
     "loops": Option("a token of generate() by transformers' loop and by decode", bool),
-    "draft": Option("prompt lookup on three tasks, beside decoding without", bool),
+    "draft": Option("prompt lookup on tasks, beside decoding without", bool),
     "exact": Option("several rows beside one, fastest and with the bits of single rows", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
     "imatrix": Option("instead: with an importance matrix and without", bool),

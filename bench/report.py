@@ -53,6 +53,10 @@ def microseconds(r: Record, significant: int = 3) -> str | None:
     return digits(r["us"], significant) if "us" in r else None
 
 
+def yes(is_so: bool) -> str:
+    return "yes" if is_so else "NO"
+
+
 def listed(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
@@ -255,7 +259,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("of M = 1", "fastest_of_one", "{:.2f}".format),
             ("exact µs", "exact_us", digits),
             ("of M = 1", "exact_of_one", "{:.2f}".format),
-            ("bits of single rows", "ok", {True: "yes", False: "NO"}.get),
+            ("bits of single rows", "ok", yes),
         ),
     ),
     "drafts": (
@@ -267,7 +271,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("speed", "speed", "{:.2f}×".format),
             ("drafted", "drafts", "{:.0f}".format),
             ("right", "share", whole_percent),
-            ("tokens equal", "ok", {True: "yes", False: "NO"}.get),
+            ("tokens equal", "ok", yes),
         ),
     ),
     "loops": (
@@ -276,7 +280,7 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("loop", "loop", str),
             ("ms a token", "ms", digits),
             quartiles("ms"),
-            ("tokens equal", "ok", {True: "yes", False: "NO"}.get),
+            ("tokens equal", "ok", yes),
             ("replays", "replays", str),
         ),
     ),

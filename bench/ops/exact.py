@@ -45,7 +45,6 @@ def of_m(model: str, m: int, records: dict[str, Record]) -> Record:
     found = {"kind": "exact", "model": model, "m": m, "format": fastest["of"]}
     found |= {"ok": fastest["ok"] and exact["ok"]}
     for name, r in (("fastest", fastest), ("exact", exact)):
-        found[name] = {key: r[key] for key in ("us", "us_q1", "us_q3") if key in r}
         if "us" in r and "us" in one:
             found[f"{name}_of_one"] = r["us"] / one["us"]
             found[f"{name}_us"] = r["us"]

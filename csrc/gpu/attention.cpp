@@ -133,7 +133,7 @@ at::Tensor attention(const Engine& e, const args::attention& a) {
     return by_sequence(a, slots);
   }
   const Problem problem = attention_problem(a, shape, slots, !a.length.has_value());
-  const bool is_exact = problem.exact_rows && q.size(2) > 1;
+  const bool is_exact = problem.exact_rows;
   TORCH_CHECK_VALUE(!is_exact || (has_kernels && !way.has_value()) || slots == 0 || q.numel() == 0,
                     "exact rows: heads of ", q.size(3), " values of ", a.format_k, " and ",
                     a.format_v, " have no kernel, or a strategy is named");

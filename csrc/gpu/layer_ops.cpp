@@ -25,22 +25,6 @@ at::Tensor act_mul(const Engine& e, const at::Tensor& gate, const at::Tensor& up
   return o[kSlotY];
 }
 
-// Rows with the bits that swiglu_up gives a row alone: its sums are those of gemv, and a norm is
-// fused where it is there. W is read once for all rows, where swiglu_up would for each.
-at::Tensor exact_swiglu(const Engine& e, const at::Tensor& x, const PackedWeight& gate_w,
-                        const PackedWeight& up_w, const Norm* norm, const args::swiglu& a,
-                        Activation activation) {
-  const Problem alone = problem(Op::kSwigluUp, x, gate_w);
-  const bool is_fused = norm && norm_is_fused(alone, e.gpu(x.device()));
-  const at::Tensor rows = norm && !is_fused ? normalised(e, x, *norm) : x;
-  const auto of = [&](const PackedWeight& w) {
-    return vector_product(e, rows, w, is_fused ? norm : nullptr);
-  };
-  at::Tensor gate = of(gate_w), up = of(up_w);
-  if (a.gate_scale != 1) gate = gate * a.gate_scale;
-  return act_mul(e, gate, up, activation, a.x.scalar_type());
-}
-
 }  // namespace
 
 at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
@@ -55,19 +39,23 @@ at::Tensor swiglu(const Engine& e, const args::swiglu& a) {
   Operands o;
   o[kSlotX] = as_rows(x, dtype);
   const int64_t m = o[kSlotX].size(0);
-  const bool is_alike = &gate_w.format == &up_w.format, is_alone = m > 1 && are_exact(m);
-  if (is_alike && is_alone) {
-    return like_input(
-        exact_swiglu(e, o[kSlotX], gate_w, up_w, has_norm ? &norm : nullptr, a, shape.activation),
-        x);
-  }
-  if (!is_alike || !is_fused(Op::kSwigluUp, m)) {
-    const at::Tensor rows = has_norm ? normalised(e, o[kSlotX], norm) : o[kSlotX];
+  const bool is_alike = &gate_w.format == &up_w.format;
+  if (!is_alike || are_exact(m) || !is_fused(Op::kSwigluUp, m)) {
+    // Exact rows have the bits of swiglu_up: its sums are those of gemv, its norm is fused where
+    // that of a row alone is. It would read W for each row.
+    const bool is_exact = is_alike && are_exact(m);
+    const bool norms = is_exact && has_norm &&
+                       norm_is_fused(problem(Op::kSwigluUp, o[kSlotX], gate_w), e.gpu(x.device()));
+    const at::Tensor rows = has_norm && !norms ? normalised(e, o[kSlotX], norm) : o[kSlotX];
     // Where torch's matmul rounds both, f32 would be a copy more of each.
-    const bool rounds =
-        rounds_product(e, rows, gate_w) && rounds_product(e, rows, up_w) && a.gate_scale == 1;
-    const at::ScalarType type = rounds ? dtype : at::kFloat;
-    at::Tensor gate = product(e, rows, gate_w, type), up = product(e, rows, up_w, type);
+    const bool rounds = !is_exact && a.gate_scale == 1 && rounds_product(e, rows, gate_w) &&
+                        rounds_product(e, rows, up_w);
+    std::optional<StrategyId> strategy;
+    if (is_exact) strategy = StrategyId::gemv_batched;
+    const auto of = [&](const PackedWeight& w) {
+      return product(e, rows, w, rounds ? dtype : at::kFloat, norms ? &norm : nullptr, strategy);
+    };
+    at::Tensor gate = of(gate_w), up = of(up_w);
     if (a.gate_scale != 1) gate = gate * a.gate_scale;
     return like_input(act_mul(e, gate, up, shape.activation, x.scalar_type()), x);
   }
@@ -91,7 +79,8 @@ at::Tensor swiglu_linear(const Engine& e, const args::swiglu_linear& a) {
   Operands o;
   o[kSlotX] = as_rows(gate, dtype);
   o[kSlotX2] = as_rows(up, dtype);
-  if (!is_fused(Op::kSwigluDown, counted_rows(o[kSlotX].size(0)))) {
+  const int64_t m = o[kSlotX].size(0);
+  if (!is_fused(Op::kSwigluDown, are_exact(m) ? 1 : m)) {
     // The product stays f32: f16 cannot hold 3e4 * 3e4. So x of the linear is f32, and so are its
     // tiles; swiglu, then linear, is the faster way for many rows.
     const auto f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };

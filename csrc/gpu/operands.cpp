@@ -197,28 +197,16 @@ void normalise(const Engine& e, Problem& p, Operands& o, const Norm& norm) {
 }
 
 at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
-                   at::ScalarType type) {
+                   at::ScalarType type, const Norm* norm, std::optional<StrategyId> strategy) {
   Operands o;
   o[kSlotX] = rows;
   o[kSlotWeight] = aligned_rows(w);
   o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(type));
   Problem p = problem(Op::kLinear, rows, w);
   p.y_f32 = type == at::kFloat;
-  run(e, p, o);
-  return o[kSlotY];
-}
-
-at::Tensor vector_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
-                          const Norm* norm) {
-  Operands o;
-  o[kSlotX] = rows;
-  o[kSlotWeight] = aligned_rows(w);
-  o[kSlotY] = at::empty({rows.size(0), w.rows.size(0)}, rows.options().dtype(at::kFloat));
-  Problem p = problem(Op::kLinear, rows, w);
-  p.y_f32 = true;
   p.has_norm = norm != nullptr;
   if (norm) set_norm(p, o, *norm);
-  run(e, p, o, StrategyId::gemv_batched);
+  run(e, p, o, strategy);
   return o[kSlotY];
 }
 

@@ -78,13 +78,11 @@ at::Tensor normalised(const Engine& e, const at::Tensor& rows, const Norm& norm,
 // before.
 void normalise(const Engine& e, Problem& p, Operands& o, const Norm& norm);
 
-// x W^T [M, N] in f32 or in x's dtype; x is multiplied in its own.
+// x W^T [M, N] in f32 or in x's dtype, of the norm of x where one is given; x is multiplied in its
+// own.
 at::Tensor product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
-                   at::ScalarType type);
-
-// The same in f32 by gemv_batched, of the norm of x where one is given: it sums as gemv does.
-at::Tensor vector_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w,
-                          const Norm* norm);
+                   at::ScalarType type, const Norm* norm = nullptr,
+                   std::optional<StrategyId> strategy = std::nullopt);
 
 // Whether torch's matmul computes the product and leaves halves, whatever it is stored as.
 bool rounds_product(const Engine& e, const at::Tensor& rows, const PackedWeight& w);

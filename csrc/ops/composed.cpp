@@ -58,7 +58,7 @@ at::Tensor activate(const at::Tensor& gate, Activation activation) {
   const int64_t columns = gate.dim() ? gate.size(-1) : 1;
   const int64_t count = columns ? gate.numel() / columns : 0;
   const bool may_differ = columns % kVectorValues || gate.numel() > kValuesOfThread;
-  if (!may_differ || count < 2 || !are_exact(count)) return activated(gate, activation);
+  if (!may_differ || !are_exact(count)) return activated(gate, activation);
   std::vector<at::Tensor> rows;
   for (const at::Tensor& row : gate.reshape({-1, columns}).split(1)) {
     rows.push_back(activated(row, activation));

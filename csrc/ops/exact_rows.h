@@ -4,16 +4,12 @@
 
 #include <cstdint>
 
+#include "metal/geometry.h"
+
 namespace metalmm {
 
-// Up to so many rows; more are computed as without. metal/geometry.h: rows of a pass of
-// gemv_batched.
-constexpr int64_t kMostExactRows = 8;
-
 bool exact_rows();
-// Whether so many rows are computed as single ones.
-inline bool are_exact(int64_t rows) { return rows <= kMostExactRows && exact_rows(); }
-// As how many rows such a number of them is, where one decides how a product is computed.
-inline int64_t counted_rows(int64_t rows) { return rows > 1 && are_exact(rows) ? 1 : rows; }
+// Whether so many rows are computed as single ones: several, up to those that one pass takes.
+inline bool are_exact(int64_t rows) { return rows > 1 && rows <= kBatchPerPass && exact_rows(); }
 
 }  // namespace metalmm

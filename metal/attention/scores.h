@@ -29,16 +29,15 @@ struct QueryRow {
   uint sequence, head, query;
 };
 
-// Queries whose rows a threadgroup may have: all of a sequence. With kAttentionAlone one, and tg.z
-// counts the queries of all sequences.
-METAL_FUNC uint queries_of(constant KernelArgs& args) {
-  return fc_epilogue & kAttentionAlone ? 1 : args.positions;
-}
+// With kAttentionAlone a threadgroup has rows of one query, and tg.z counts the queries of all
+// sequences.
+METAL_FUNC bool is_alone() { return (fc_epilogue & kAttentionAlone) != 0; }
+METAL_FUNC uint queries_of(constant KernelArgs& args) { return is_alone() ? 1 : args.positions; }
 METAL_FUNC uint sequence_of(constant KernelArgs& args, Position at) {
-  return fc_epilogue & kAttentionAlone ? at.tg.z / args.positions : at.tg.z;
+  return is_alone() ? at.tg.z / args.positions : at.tg.z;
 }
 METAL_FUNC uint first_query(constant KernelArgs& args, Position at) {
-  return fc_epilogue & kAttentionAlone ? at.tg.z % args.positions : 0;
+  return is_alone() ? at.tg.z % args.positions : 0;
 }
 
 // Row r of the threadgroup's rows of a head of keys: all queries of its first head of q, of its
@@ -57,7 +56,7 @@ METAL_FUNC ulong row_of_q(constant KernelArgs& args, QueryRow row) {
 }
 // The same of row r of a head of keys: those of all queries follow each other.
 METAL_FUNC ulong row_of_q(constant KernelArgs& args, Position at, uint r) {
-  if (fc_epilogue & kAttentionAlone) return row_of_q(args, query_row(args, at, r));
+  if (is_alone()) return row_of_q(args, query_row(args, at, r));
   return (ulong(at.tg.z) * args.kv_heads + at.tg.y) * rows_of_head(args) + r;
 }
 METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
@@ -69,7 +68,7 @@ METAL_FUNC ulong row_of_y(constant KernelArgs& args, QueryRow row) {
 METAL_FUNC uint filled_slots(device const long* length, constant KernelArgs& args, Position at) {
   const uint own = fc_epilogue & kAttentionPages ? sequence_of(args, at) : 0;
   const uint filled = args.count != 0 ? args.n : uint(clamp(length[own], 0L, long(args.n)));
-  if ((fc_epilogue & kAttentionAlone) == 0) return filled;
+  if (!is_alone()) return filled;
   return filled - min(filled, args.positions - 1 - first_query(args, at));
 }
 
@@ -91,8 +90,7 @@ struct Slots {
 
 // The slots that a query sees where `filled` slots have rows, the last ones the queries' own.
 METAL_FUNC Span seen_by(constant KernelArgs& args, uint filled, uint query) {
-  const int behind = fc_epilogue & kAttentionAlone ? 1 : int(args.positions) - int(query);
-  const int own = int(filled) - behind;
+  const int own = int(filled) - (is_alone() ? 1 : int(args.positions) - int(query));
   Span out = {0, filled};
   if (fc_epilogue & kAttentionCausal) out.last = uint(clamp(own + 1, 0, int(filled)));
   if (fc_epilogue & kAttentionWindow) {

@@ -21,7 +21,7 @@ from ..models.cache_argument import NAMES, cache_in, with_cache
 from ..nn.exact import exact_rows
 from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
-from .caches.hybrid import States, states_of
+from .caches.hybrid import States
 from .caches.layers import PackedLayer
 from .drafts import ROWS, Drafter, Pace, drafter_of
 
@@ -202,7 +202,7 @@ class _Steps:
         self._given = {**kept, "use_cache": True, "return_dict": True}
         self._all_logits = {n: 0 for n in kept}  # of each token of a step
         self._tokens = ids  # of the last step
-        self._before: States | None = None
+        self._before = States(())
         self._positions: Tensor | None = given.get("position_ids")
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
@@ -226,7 +226,7 @@ class _Steps:
 
     def may_forget(self) -> None:
         """The next step's last tokens, by forget()."""
-        self._before = States(self._cache.layers) if states_of(self._cache.layers) else None
+        self._before = States(self._cache.layers)
 
     def forget(self, count: int) -> None:
         """The last so many tokens of the step, of which one stays."""
@@ -234,7 +234,7 @@ class _Steps:
             return
         if self._positions is not None:
             self._positions = self._positions[:, :-count]
-        if self._before is None:
+        if not self._before:
             self._cache.crop(-count)
             return
         self._before.restore()

@@ -10,18 +10,20 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..models.cache_argument import with_cache
+from ..nn.exact import MOST
 from .cache import PackedCache
 
 # Rows of a step: the last token and 0, 1, 3 or 7 that are drafted. Each number of rows is a step
-# that is recorded on its own, and 8 rows are the most whose bits are those of single ones.
-ROWS = (1, 2, 4, 8)
+# that is recorded on its own, and no more have the bits of single ones.
+ROWS = (1, 2, 4, MOST)
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes what follows one text. `seconds` of a drafted token, as far as known."""
 
@@ -113,9 +115,10 @@ class SmallModel:
         self.seconds = 0.0
         self._tokens: list[int] = []
         self._held: list[int] = []  # those that the cache has rows of
+        self._known = 0  # of the held ones that are the text's
 
     def begin(self, tokens: list[int]) -> None:
-        self._tokens = [*tokens]
+        self._tokens, self._known = [*tokens], 0
 
     def add(self, token: int) -> None:
         self._tokens.append(token)
@@ -133,12 +136,13 @@ class SmallModel:
 
     def _likeliest(self, most: int) -> list[int]:
         tokens, held = self._tokens, self._held
-        same = 0
+        same = min(self._known, len(tokens) - 1)
         while same < min(len(held), len(tokens) - 1) and held[same] == tokens[same]:
             same += 1
         if len(held) > same:
             self._cache.crop(same - len(held))
         self._held = held = tokens[:same]
+        self._known = len(tokens)  # once these are read
         found: list[int] = []
         unread = tokens[same:]
         with torch.inference_mode():
@@ -156,6 +160,7 @@ class SmallModel:
             return int(self.model(input_ids=ids, **given).logits[0, -1].argmax())
         except BaseException:  # within a layer, whose rows may be half there
             self._held.clear()
+            self._known = 0
             self._cache.reset()
             raise
 
@@ -241,6 +246,6 @@ def drafter_of(draft: Any, model: Any) -> Drafter:
         if own > most:
             raise ValueError(f"draft: a model of {own} tokens; the model has {most}")
         return SmallModel(draft)
-    if all(callable(getattr(draft, name, None)) for name in ("begin", "add", "kind", "propose")):
-        return draft  # type: ignore[no-any-return]
+    if isinstance(draft, Drafter):
+        return draft
     raise ValueError(f'draft: {draft!r}; allowed: "lookup", a model, a Drafter (hf/drafts.py)')

@@ -71,6 +71,9 @@ class States:
     def __init__(self, layers: Iterable[Any]) -> None:
         self._kept = [(state, state.clone()) for state in states_of(layers)]
 
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
     def restore(self) -> None:
         for state, values in self._kept:
             state.copy_(values)
