@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .files.imatrix import read_importance
     from .files.mlx.load import load_mlx
     from .files.mlx.save import save_mlx
+    from .files.mtp import load_mtp
     from .files.quantized import load_quantized
     from .hf.cache import PackedCache
     from .hf.config import MetalMMConfig
@@ -47,6 +48,7 @@ __all__ = [
     "fuse_",
     "load_gguf",
     "load_mlx",
+    "load_mtp",
     "load_packed",
     "load_quantized",
     "merge_errors",
@@ -70,6 +72,7 @@ _MODULE_OF = {
     "fuse_": "models.fuse.apply",
     "load_gguf": "files.gguf.load",
     "load_mlx": "files.mlx.load",
+    "load_mtp": "files.mtp",
     "load_packed": "hf.packed",
     "load_quantized": "files.quantized",
     "merge_errors": "models.lora.report",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
 from torch_metalmm import PackedCache, activations_, fuse_
-from torch_metalmm.hf.decoding import decode
+from torch_metalmm.hf.decoding import _Steps, decode
 from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel, drafter_of
 from torch_metalmm.models.cache_argument import cache_of_generate
 
@@ -92,21 +92,42 @@ def answer(model: Any, prompt: Tensor, cache: Any = None, **how: Any) -> Tensor:
 
 @pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_without_drafts(kind: str, given: dict[str, Any]) -> None:
-    """Whether drafted tokens are right, wrong, or both in turn; and so is the cache."""
+def test_tokens_are_those_without_drafts(
+    kind: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether drafted tokens are right, wrong, or both in turn; and so is the cache. No token is
+    read twice by the model, whose states go on from before a step by their own ops alone."""
+    forward, forwards = _Steps._forward, list[int]()
+
+    def counted(self: _Steps, read: Tensor, others: dict[str, Any]) -> Tensor:
+        forwards.append(read.shape[1])
+        return forward(self, read, others)
+
+    monkeypatch.setattr(_Steps, "_forward", counted)
     model, prompt = model_of(kind), ids(1, 9)
     caches = [PackedCache(model.config, "f32") for _ in range(5)]
     want = answer(model, prompt, caches[0], **given)
     for cache, wrong, most in zip(caches[1:], (99, 1, 3, 5), (7, 1, 3, 7), strict=True):
         pace = Fixed(most)
         draft = Told(want[0].tolist(), wrong)
+        forwards.clear()
         got = answer(model, prompt, cache, draft=draft, pace=pace, **given)
-        assert torch.equal(got, want)
+        assert torch.equal(got, want) and forwards == [9, *pace.rows]
         assert max(pace.rows) == most + 1 and sum(pace.rows) >= NEW - 1
         assert (pace.accepted == 0) if wrong == 1 else (len(pace.rows) < NEW - 1)
         assert cache.get_seq_length() == caches[0].get_seq_length()
         for mine, others in zip(cache.layers, caches[0].layers, strict=True):
             assert all(map(torch.equal, held(mine), held(others)))
+
+
+def test_states_of_layers_that_are_not_fused() -> None:
+    """They go on from before a step by reading its right tokens again."""
+    kind = "qwen3_5_text"
+    model = small(kind, num_hidden_layers=2, max_position_embeddings=256, **KINDS[kind])
+    how, prompt = GREEDY | {"exact": False}, ids(1, 9)
+    want = answer(model, prompt, **GREEDY)
+    got = answer(model, prompt, draft=Told(want[0].tolist(), 3), pace=Fixed(3), **how)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -18,12 +18,13 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
+from ..nn.again import Again, noted
 from ..nn.exact import exact_rows
 from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
-from .caches.hybrid import States
+from .caches.hybrid import States, states_of
 from .caches.layers import PackedLayer
-from .drafts import ROWS, Drafter, Pace, drafter_of
+from .drafts import ROWS, Drafter, Pace, Sees, drafter_of
 
 # Modes of generate() that choose one token of each sequence, and those of several.
 _ONE_EACH = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -104,7 +105,7 @@ def decode(
         drafts = _Drafts(drafter_of(draft, model), pace or Pace(), exact, input_ids, is_late)
     if isinstance(cache, PackedCache) and (room := answer.room()) is not None:
         cache.expect(input_ids.shape[1] + min(room, _EXPECTED))
-    steps = _Steps(model, cache, unread, model_kwargs)
+    steps = _Steps(model, cache, unread, model_kwargs, None if drafts is None else drafts.sees)
     is_over, token = False, None
     while not is_over:
         token = chooser.choose(steps.logits[:, -1]) if token is None else token
@@ -195,14 +196,17 @@ def _can_crop(cache: Any) -> bool:
 class _Steps:
     """The model's steps on a cache. logits: of the last one, [B, tokens, vocabulary]."""
 
-    def __init__(self, model: Any, cache: Any, ids: Tensor, given: dict[str, Any]) -> None:
-        """ids: of the first step."""
-        self._model, self._cache = model, cache
+    def __init__(
+        self, model: Any, cache: Any, ids: Tensor, given: dict[str, Any], sees: Sees | None
+    ) -> None:
+        """ids: of the first step. sees: who is shown what each step computes."""
+        self._model, self._cache, self._sees = model, cache, sees
         kept = {n: given[n] for n in ("logits_to_keep",) if n in given}
         self._given = {**kept, "use_cache": True, "return_dict": True}
         self._all_logits = {n: 0 for n in kept}  # of each token of a step
         self._tokens = ids  # of the last step
-        self._before = States(())
+        self._before = States(())  # this step, where it may be forgotten
+        self._again: Again | None = None
         self._positions: Tensor | None = given.get("position_ids")
         if self._positions is not None:
             self._positions = self._positions[:, -ids.shape[1] :].expand(len(ids), -1)
@@ -211,22 +215,23 @@ class _Steps:
     def _forward(self, ids: Tensor, others: dict[str, Any]) -> Tensor:
         if self._positions is not None:
             self._given["position_ids"] = self._positions
-        cache = with_cache(self._model, self._cache)
+        cache, start = with_cache(self._model, self._cache), int(self._cache.get_seq_length())
         logits: Tensor = self._model(input_ids=ids, **cache, **self._given | others).logits
+        if self._sees is not None and self._sees.hidden.rows is not None:
+            self._sees.see(start, self._sees.hidden.rows)
         return logits
 
-    def advance(self, tokens: Tensor) -> None:
-        """Queue the step of these tokens [B] or [B, S]."""
+    def advance(self, tokens: Tensor, may_forget: bool = False) -> None:
+        """Queue the step of these tokens [B] or [B, S], of which forget() may forget the last."""
         tokens = (tokens if tokens.dim() == 2 else tokens[:, None]).to(self.logits.device)
         if self._positions is not None:
             more = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self._positions = self._positions[:, -1:] + more
         self._tokens = tokens
-        self.logits = self._forward(tokens, self._all_logits if tokens.shape[1] > 1 else {})
-
-    def may_forget(self) -> None:
-        """The next step's last tokens, by forget()."""
-        self._before = States(self._cache.layers)
+        self._before = States(self._cache.layers if may_forget else ())
+        self._again = Again() if self._before else None
+        with noted(self._again):
+            self.logits = self._forward(tokens, self._all_logits if tokens.shape[1] > 1 else {})
 
     def forget(self, count: int) -> None:
         """The last so many tokens of the step, of which one stays."""
@@ -234,14 +239,19 @@ class _Steps:
             return
         if self._positions is not None:
             self._positions = self._positions[:, :-count]
-        if not self._before:
+        if self._again is None:
             self._cache.crop(-count)
             return
         self._before.restore()
+        whole = self._again.moves(states_of(self._cache.layers))
         for layer in self._cache.layers:
             if isinstance(layer, PackedLayer):
-                PackedLayer.crop(layer, -self._tokens.shape[1])
-        self._forward(self._tokens[:, :-count], self._all_logits)
+                PackedLayer.crop(layer, -count if whole else -self._tokens.shape[1])
+        if whole:
+            with torch.inference_mode():
+                self._again.run(self._tokens.shape[1] - count)
+        else:
+            self._forward(self._tokens[:, :-count], self._all_logits)
 
 
 class _Drafts:
@@ -257,6 +267,7 @@ class _Drafts:
         self._last, self._idle = 0, 0
         self._kind: Hashable | None = None
         self._rows, self._begun = 0, 0.0  # of the step that is under way; 0: none is timed
+        self.sees = drafter if isinstance(drafter, Sees) else None
         drafter.begin(ids[0].tolist())
 
     def is_resting(self) -> bool:
@@ -292,8 +303,7 @@ class _Drafts:
         answer has taken; None: it is over."""
         rows = torch.tensor([[self._last, *drafted]], device=steps.logits.device)
         with exact_rows(self._exact):
-            steps.may_forget()
-            steps.advance(rows)
+            steps.advance(rows, may_forget=True)
             right, is_over = 0, False
             token: Token | None = None
             try:

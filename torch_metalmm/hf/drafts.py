@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ..models.cache_argument import with_cache
 from ..nn.exact import MOST
+from ..nn.hidden import LastHidden
 from .cache import PackedCache
 
 # Rows of a step: the last token and 0, 1, 3 or 7 that are drafted. Each number of rows is a step
@@ -25,9 +28,11 @@ ROWS = (1, 2, 4, MOST)
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes what follows one text. `seconds` of a drafted token, as far as known."""
+    """Proposes what follows one text."""
 
-    seconds: float
+    @property
+    def seconds(self) -> float:
+        """Of a drafted token, as far as known."""
 
     def begin(self, tokens: list[int]) -> None:
         """Of a text that begins with these."""
@@ -41,6 +46,32 @@ class Drafter(Protocol):
 
     def propose(self, most: int) -> list[int]:
         """At least one token, up to `most`, where there is a kind."""
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """A Drafter that reads what the model computes."""
+
+    hidden: LastHidden
+
+    def see(self, start: int, hidden: Tensor) -> None:
+        """The rows [1, n, hidden_size] of a step, of positions from start on; those of earlier
+        steps from there on are of no text."""
+
+
+class Cost:
+    """The seconds of a drafted token: of the fastest draft, or what they have drifted to."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def of(self, tokens: int) -> Iterator[None]:
+        """Inside, so many are drafted."""
+        begun = time.perf_counter()
+        yield
+        each = (time.perf_counter() - begun) / tokens
+        known = self.seconds or each
+        self.seconds = min(each, known + 0.1 * (each - known))
 
 
 class Lookup:
@@ -112,7 +143,7 @@ class SmallModel:
             raise ValueError(
                 f"draft: a {type(model).__name__}, whose recurrent layers cannot go back"
             )
-        self.seconds = 0.0
+        self._cost = Cost()
         self._tokens: list[int] = []
         self._held: list[int] = []  # those that the cache has rows of
         self._known = 0  # of the held ones that are the text's
@@ -126,13 +157,13 @@ class SmallModel:
     def kind(self) -> Hashable | None:
         return "model"
 
+    @property
+    def seconds(self) -> float:
+        return self._cost.seconds
+
     def propose(self, most: int) -> list[int]:
-        begun = time.perf_counter()
-        found = self._likeliest(most)
-        each = (time.perf_counter() - begun) / most
-        known = self.seconds or each
-        self.seconds = min(each, known + 0.1 * (each - known))
-        return found
+        with self._cost.of(most):
+            return self._likeliest(most)
 
     def _likeliest(self, most: int) -> list[int]:
         tokens, held = self._tokens, self._held

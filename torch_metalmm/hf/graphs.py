@@ -16,7 +16,9 @@ class CudaGraph:
     Captured on a stream of its own, beside which other threads go on with theirs.
     """
 
-    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device, shown: int) -> None:
+        """shown: of the last so many results the list's own tensors are shown."""
+        self._shown = shown
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -30,9 +32,10 @@ class CudaGraph:
             torch.cuda.current_stream().wait_stream(stream)
 
     def run(self) -> list[Tensor]:
-        """New tensors, as run() gives them."""
+        """New tensors, as run() gives them, but for those that are shown."""
         self._graph.replay()
-        return [t.clone() for t in self._results]
+        count = len(self._results) - self._shown
+        return [t.clone() for t in self._results[:count]] + self._results[count:]
 
 
 # By type of device. MPS gets its own here when torch has released one (pull request 189019).
@@ -46,9 +49,9 @@ class Runs:
     """
 
     def __init__(
-        self, run: Callable[[], list[Tensor]], device: torch.device, is_launches: bool
+        self, run: Callable[[], list[Tensor]], device: torch.device, is_launches: bool, shown: int
     ) -> None:
-        self._run, self._device, self._count = run, device, 0
+        self._run, self._device, self._shown, self._count = run, device, shown, 0
         self._kind = GRAPHS.get(device.type) if is_launches else None
         self.graph: CudaGraph | None = None
         self.refusal = ""  # of torch, to capture the list
@@ -60,7 +63,7 @@ class Runs:
         if self._kind is None or self._count <= AFTER:
             return self._run()
         try:
-            self.graph = self._kind(self._run, self._device)
+            self.graph = self._kind(self._run, self._device, self._shown)
         except RuntimeError as error:
             self._kind, self.refusal = None, str(error).partition("\n")[0]
             return self._run()

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
+from ..nn.again import Again, who_notes
 from ..nn.exact import is_exact
+from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
 from .caches.layers import Unrecorded
 from .caches.paged import PagedCache
@@ -60,6 +62,8 @@ class _Step:
         self.why = ""
         self.model: Unchanged | None = None  # as it was recorded
         self.output: _Output | None = None  # of what the model returns
+        self.hidden: LastHidden | None = None  # whose rows the list gives, too
+        self.again: Again | None = None  # its recurrent ops, with the list's tensors
         self.run: Runs | None = None
         self.addresses: list[tuple[Tensor, int]] = []  # that code of Python has read
 
@@ -230,26 +234,39 @@ class Replayed:
                 out = self.original(**given)
         except Unrecorded as reason:
             self.why = step.why = str(reason)
+        step.again = who_notes()
         if step.why:
+            if step.again is not None:
+                step.again.calls.clear()  # of the recording
             return self.original(**kwargs)
         # What code of Python may have read must differ, else the two agree in what follows from it.
         place, step.place = step.place, step.cache.place
         if step.recorded == 0 or all(map(ne, place, step.place)):
             step.recorded += 1
-        step.why = _unlike(out, cache) or read.seen or step.native.problem([out.logits])
+        step.hidden = last_hidden(self.model)
+        results = [out.logits, *([step.hidden.rows] if step.hidden else [])]
+        shown = [] if step.again is None else step.again.shown()
+        step.why = _unlike(out, cache) or read.seen or step.native.problem(results + shown)
         self.why = step.why
         if step.why and step.recorded == 2 and step.differences < _TRIES - 1:
             # The first may have had what is done once, say a copy for a device: one more.
             step.recorded, step.differences, step.why = 1, step.differences + 1, ""
         elif not step.why and step.recorded == 2:
             step.output = _Output(type(out), *with_cache(self.model, cache))
-            step.native.keep([out.logits])
-            step.run = Runs(step.native.run, step.ids.device, not step.native.called())
+            step.native.keep(results, shown)
+            is_launches = not step.native.called()
+            step.run = Runs(step.native.run, step.ids.device, is_launches, len(shown))
             out.logits = out.logits.clone()  # what was recorded is the list's
+        if step.hidden is not None:
+            step.hidden.rows = results[1].clone()
         return out
 
     def _replay(self, step: _Step, cache: Any) -> Any:
-        (logits,) = step.run()  # type: ignore[misc]
+        logits, *others = step.run()  # type: ignore[misc]
+        if step.hidden is not None:
+            step.hidden.rows = others.pop(0)
+        if step.again is not None and (noting := who_notes()) is not None:
+            noting.calls = step.again.of(others).calls
         step.cache.done(cache)
         step.replays += 1
         self.replays, self.why = self.replays + 1, ""
@@ -287,7 +304,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, T
     if not isinstance(mask, Tensor | None):
         raise Refused("an attention_mask for each kind of layer")
     place = None if positions is None else (*positions.shape, positions.dtype)
-    mode = torch.is_inference_mode_enabled(), is_exact() and ids.shape[1] > 1
+    mode = torch.is_inference_mode_enabled(), is_exact() and ids.shape[1] > 1, bool(who_notes())
     key = (*ids.shape, ids.dtype, ids.device, place, *others, *mode)
     return cache, (kind.key(cache), key), ids, positions, mask
 

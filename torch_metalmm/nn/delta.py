@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import computed
 from .exact import MOST, is_exact
 from .heads import Ops, projection
 from .recipe import Delta, Mixer, Norm, Ssm
@@ -34,12 +35,13 @@ def mixed(
 
 
 def _of_rule(r: Delta, ops: Ops, parts: list[Tensor], cache: Any) -> Tensor:
-    qkv, gate, *rates = parts
-    a, b = reversed(rates) if r.b_first else rates
+    qkv, gate, *ab = parts
+    a, b = reversed(ab) if r.b_first else ab
     y = _convolved(r, ops, qkv, cache, "silu")
     own, n = r.attention._parameters, r.norm
     state = _state(r, qkv, cache, (r.heads, r.dk, r.dv))
-    y = ops.gated_delta(y, a, b, *(own[name] for name in r.rates), state)
+    rates = [own[name] for name in r.rates]
+    y = computed(lambda *rows: ops.gated_delta(*rows, *rates, state), (y, a, b), state)
     y = ops.rms_norm(y, n.weight(), n.eps, n.offset, gate=gate.view(y.shape))
     found: Tensor = y.flatten(2)
     return found
@@ -57,11 +59,19 @@ def _scanned(
     if mask is not None:
         y = (y * mask[:, :, None]).to(y.dtype)
     state = _state(r, xbc, cache, (r.heads, r.p, r.n))
-    of_heads = (own[name] for name in r.rates)
-    y = ops.ssm_scan(y, dt, *of_heads, state, None if r.gate_last else gate, least, most)
+    rates = [own[name] for name in r.rates]
+    gates = () if r.gate_last else (gate,)
+
+    def scan(y: Tensor, dt: Tensor, *gates: Tensor) -> Tensor:
+        gate = gates[0] if gates else None
+        scanned: Tensor = ops.ssm_scan(y, dt, *rates, state, gate, least, most)
+        return scanned
+
+    y = computed(scan, (y, dt, *gates), state)
     if n is None or (n.groups == 1 and not r.gate_last):
         return y, n
-    by_group, weight = y.unflatten(-1, (n.groups, -1)), n.weight()
+    by_group: Any = y.unflatten(-1, (n.groups, -1))  # type: ignore[no-untyped-call]
+    weight = n.weight()
     weight = weight if weight is None else weight.view(n.groups, -1)
     last = gate.reshape(by_group.shape) if r.gate_last else None
     return ops.rms_norm(by_group, weight, n.eps, n.offset, gate=last).flatten(2), None
@@ -84,8 +94,10 @@ def _convolved(r: Mixer, ops: Ops, x: Tensor, cache: Any, activation: str | None
             layer.lazy_initialization(conv_states=x.new_empty(x.shape[0], x.shape[2], taps))
         layer.has_previous_state[0] = True
         state = layer.conv_states[0]
-    y: Tensor = ops.causal_conv(x, weight[:, 0], conv["bias"], state, activation)
-    return y
+    kernel, bias = weight[:, 0], conv["bias"]
+    return computed(
+        lambda rows: ops.causal_conv(rows, kernel, bias, state, activation), (x,), state
+    )
 
 
 def _state(r: Mixer, x: Tensor, cache: Any, sizes: tuple[int, ...]) -> Tensor:

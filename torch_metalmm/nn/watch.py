@@ -12,6 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
 from .fused import PLAIN, MergedLinear, SwiGLU, owner_of
+from .hidden import is_ours
 from .linear import QuantLinear
 from .router import FusedRouter
 from .settings import Settings
@@ -121,8 +122,8 @@ def _forward_is_set(module: nn.Module) -> bool:
 def hooks_are_known(module: nn.Module, captured: set[str]) -> bool:
     """Whether the module has at most hooks that do nothing where the module is not called.
 
-    Those of MergedLinear, and those with which transformers collects outputs of modules, once
-    somebody has asked for some; what they collect is added to `captured`.
+    Those of MergedLinear and LastHidden, and those with which transformers collects outputs of
+    modules, once somebody has asked for some; what they collect is added to `captured`.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         return False
@@ -130,7 +131,7 @@ def hooks_are_known(module: nn.Module, captured: set[str]) -> bool:
     merged = [m for m in module._modules.values() if isinstance(m, MergedLinear)]
     ours = [number for m in merged for number in m.hook_numbers]
     for number, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items()):
-        if number in ours:
+        if number in ours or is_ours(hook):
             continue
         if getattr(hook, "__module__", None) != _CAPTURING or hook.__closure__ is None:
             return False

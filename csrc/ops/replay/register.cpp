@@ -32,9 +32,9 @@ struct Step : torch::CustomClassHolder {
     }
     return earlier ? difference(*earlier, *now) : "";
   }
-  void keep(const std::vector<at::Tensor>& results) {
+  void keep(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& shown) {
     TORCH_CHECK(now && earlier, "a step is recorded twice before it is kept");
-    list = std::make_unique<Replay>(*now, results);
+    list = std::make_unique<Replay>(*now, results, shown);
     now.reset();
     earlier.reset();
   }
@@ -66,8 +66,8 @@ TORCH_LIBRARY_FRAGMENT(metalmm, m) {
       .def("stop", [](const c10::intrusive_ptr<Step>& s, bool is_whole) { s->stop(is_whole); })
       .def("problem", [](const c10::intrusive_ptr<Step>& s,
                          const std::vector<at::Tensor>& results) { return s->problem(results); })
-      .def("keep", [](const c10::intrusive_ptr<Step>& s,
-                      const std::vector<at::Tensor>& results) { s->keep(results); })
+      .def("keep", [](const c10::intrusive_ptr<Step>& s, const std::vector<at::Tensor>& results,
+                      const std::vector<at::Tensor>& shown) { s->keep(results, shown); })
       .def("holds", [](const c10::intrusive_ptr<Step>& s) { return s->holds(); })
       .def("run", [](const c10::intrusive_ptr<Step>& s) { return s->run(); })
       .def("called", [](const c10::intrusive_ptr<Step>& s) { return s->called(); })

@@ -25,18 +25,21 @@ Replay::Held Replay::held(const at::Tensor& t) {
   return {start_of(t), t.scalar_type(), t.sizes().vec(), t.strides().vec()};
 }
 
-Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results)
+Replay::Replay(const Recording& step, const std::vector<at::Tensor>& results,
+               const std::vector<at::Tensor>& shown)
     : outside_(step.outside),
       made_(step.made),
       memory_(step.memory),
       stays_(!step.memory.empty()),
       engine_(engine_changes()) {
-  for (const at::Tensor& t : results) {
+  const auto add = [&](const at::Tensor& t, bool is_shown) {
     const Source* found = step.find(t);
     if (!found || found->is_outside)
       throw std::invalid_argument("a result that no op of the step made");
-    results_.push_back({*found, found->place, {}});
-  }
+    results_.push_back({*found, is_shown, found->place, {}});
+  };
+  for (const at::Tensor& t : results) add(t, false);
+  for (const at::Tensor& t : shown) add(t, true);
   for (const at::Tensor& t : outside_) held_.push_back(held(t));
   for (const OpCall& c : step.calls) {
     if (stays_ && c.is_launched()) {
@@ -64,13 +67,13 @@ void Replay::add_launches(const OpCall& c) {
 // The launches that read or write the memory of a result are bound to that of another tensor in
 // each step. Not where an op is called on it: then the result is copied.
 void Replay::renew(Result& r) {
-  if (!stays_) return;
+  if (!stays_ || r.is_shown) return;
   const at::Tensor& result = made_[r.source.place];
   const auto root = std::find_if(made_.begin(), made_.end(),
                                  [&](const at::Tensor& t) { return is_of(t, result); });
   const bool is_whole = root->is_contiguous() && root->storage_offset() == 0 &&
                         root->nbytes() == root->storage().nbytes();
-  if (!is_whole || is_called_on(result)) return;
+  if (!is_whole || is_called_on(result) || is_shown(result)) return;
   r.root = static_cast<size_t>(root - made_.begin());
   const void* base = result.storage().data();
   for (Entry& entry : list_) {
@@ -98,6 +101,12 @@ bool Replay::is_called_on(const at::Tensor& memory) const {
     }
   }
   return false;
+}
+
+bool Replay::is_shown(const at::Tensor& memory) const {
+  return std::any_of(results_.begin(), results_.end(), [&](const Result& r) {
+    return r.is_shown && is_of(made_[r.source.place], memory);
+  });
 }
 
 // A view of memory from outside is the same in each step: its op is done.
@@ -235,8 +244,12 @@ std::vector<at::Tensor> Replay::run() {
   }
   for (size_t i = 0; i < out.size(); ++i) {
     if (out[i].defined()) continue;
-    at::Tensor& made = made_[results_[i].source.place];
-    out[i] = stays_ ? made.clone() : std::move(made);
+    const Result& r = results_[i];
+    const at::Tensor& made = made_[r.source.place];
+    out[i] = stays_ && !r.is_shown ? made.clone() : made;
+  }
+  if (!stays_) {
+    for (const Result& r : results_) made_[r.source.place] = at::Tensor();
   }
   return out;
 }

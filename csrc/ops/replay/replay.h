@@ -15,14 +15,17 @@ namespace metalmm::replay {
 class Replay {
  public:
   // The second of two recordings between which there is no difference, and what the step gives;
-  // the tensors of the recording are the list's from here on. Throws std::invalid_argument: a
-  // result that no op of the step made.
-  Replay(const Recording& step, const std::vector<at::Tensor>& results);
+  // the tensors of the recording are the list's from here on. shown: tensors between its ops, which
+  // run() gives behind the results. Throws std::invalid_argument: a result that no op of the step
+  // made.
+  Replay(const Recording& step, const std::vector<at::Tensor>& results,
+         const std::vector<at::Tensor>& shown);
 
   // Whether the tensors from outside lie where they lay, in the dtypes and shapes that they had,
   // and the engine is the one that launched.
   bool holds() const;
-  // The results of the step: new tensors, as the ops give them. Throws what an op throws.
+  // The results of the step: new tensors, as the ops give them, and those that are shown, which
+  // the next step may overwrite. Throws what an op throws.
   std::vector<at::Tensor> run();
 
   // The names of the ops that are called, in order.
@@ -46,6 +49,7 @@ class Replay {
   // A result whose memory is new in each step: that of the tensor `root`, which `bound` are.
   struct Result {
     Source source;
+    bool is_shown = false;
     size_t root = 0;
     std::vector<Buffer*> bound;
   };
@@ -60,6 +64,7 @@ class Replay {
   void renew(Result& result);
   at::Tensor renewed(const Result& result);
   bool is_called_on(const at::Tensor& memory) const;
+  bool is_shown(const at::Tensor& memory) const;
   void push(torch::jit::Stack& stack, const Argument& a) const;
   void call(const OpCall& c, torch::jit::Stack& stack);
   void take(const OpCall& c, size_t result, const at::Tensor& t);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,7 +79,22 @@ def load_gguf(
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     require("load_gguf", "gguf", *HF)
 
-    file = open_gguf(path)
+    return _loaded(open_gguf(path), device, dtype, mesh, plan)
+
+
+def model_of(file: GgufFile, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """The model of the file's tensors, as load_gguf's."""
+    return _loaded(file, device, dtype, wants_tokens=False)[0]
+
+
+def _loaded(
+    file: GgufFile,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    mesh: Any = None,
+    plan: Mapping[str, str] | None = None,
+    wants_tokens: bool = True,
+) -> tuple[Any, Any]:
     _check_sizes(file)
     dtype = dtype or default_dtype(file, device)
     with blaming(file.path, "transformers makes no config of its metadata"):
@@ -90,8 +106,10 @@ def load_gguf(
     _check_shapes(file, model, mapping, experts)
     _check_buffers(file, model)
     todo = _plan(file, model, mapping, experts, row)
+    # load_mtp reads what predicts later tokens.
+    todo.unused = [name for name in todo.unused if not _is_later(name, config)]
     with blaming(file.path, "transformers makes no tokenizer of its metadata"):
-        tokens = tokenizer(file, config)
+        tokens = tokenizer(file, config) if wants_tokens else None
     with blaming(file.path, "no model fits its metadata"):
         real_buffers(model, config, dtype)
     rope = values.get("rope_parameters", {})
@@ -249,6 +267,12 @@ def _plan(
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)} - filled
     plan.kept = [n for n, t in state.items() if n in buffers and t.is_floating_point()]
     return plan
+
+
+def _is_later(name: str, config: Any) -> bool:
+    """Whether the tensor is of a layer behind the model's."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= getattr(config, "num_hidden_layers", 1 << 30)
 
 
 def _number(file: GgufFile, key: str, layer: int | None) -> float:

@@ -1,0 +1,128 @@
+"""load_mtp: heads for the token after the next, of GGUF files and of transformers' folders."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import load_quietly, random_model, tensors_of, write_gguf
+from gguf_models import convert, fields_of, random_hf
+from mtp_models import FAMILIES, folder_with_head, trunk
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from torch_metalmm import PackedCache, QuantLinear, load_mtp, quantize_
+
+GGUF = ("qwen35", "qwen35moe", "glm4moe", "deepseek2+")
+
+
+def with_nextn(path: Path, architecture: str) -> Path:
+    """The file with its last layer once more as one that predicts, behind a projection and norms
+    of its own."""
+    fields, tensors = fields_of(path), dict(tensors_of(path))
+    count, size = fields[f"{architecture}.block_count"], fields[f"{architecture}.embedding_length"]
+    last = {n: t for n, t in tensors.items() if n.startswith(f"blk.{count - 1}.")}
+    tensors |= {n.replace(f"blk.{count - 1}.", f"blk.{count}."): t for n, t in last.items()}
+    norm = tensors["output_norm.weight"][0]
+    joined = torch.ops.metalmm.quantize(torch.randn(size, 2 * size), "q8_0").numpy()
+    tensors |= {
+        f"blk.{count}.nextn.eh_proj.weight": (joined, "q8_0"),
+        f"blk.{count}.nextn.enorm.weight": (np.ascontiguousarray(norm[::-1]), "f32"),
+        f"blk.{count}.nextn.hnorm.weight": (np.roll(norm, 1), "f32"),
+        f"blk.{count}.nextn.shared_head_norm.weight": (np.roll(norm, 2), "f32"),
+    }
+    prefix = f"{architecture}."
+    values = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
+    values |= {"block_count": count + 1, "nextn_predict_layers": 1}
+    return write_gguf(path.with_name("with.gguf"), architecture, tensors, values)
+
+
+@pytest.mark.parametrize("case", GGUF)
+def test_a_gguf_file(case: str, tmp_path: Path) -> None:
+    architecture = case.removesuffix("+")
+    if case.startswith("qwen"):
+        without = random_model(tmp_path / "m.gguf", architecture, tied=False)
+    else:
+        without = convert(random_hf(case), case, tmp_path / "m.gguf")
+    path = with_nextn(without, architecture)
+    model, _, warnings = load_quietly(path)
+    assert not [w for w in warnings if "nextn" in w]
+    head = load_mtp(model, path)
+    decoder, own = model.get_decoder(), head.block.get_decoder()
+    last, layer = decoder.layers[-1].state_dict(), own.layers[0].state_dict()
+    assert last.keys() == layer.keys() and all(torch.equal(last[n], layer[n]) for n in last)
+    norm = decoder.norm.weight
+    assert torch.equal(head.enorm.weight, norm.flip(0))
+    assert torch.equal(head.hnorm.weight, norm.roll(1))
+    assert torch.equal(own.norm.weight, norm.roll(2))
+    assert isinstance(head.eh_proj, QuantLinear) and head.eh_proj.format == "q8_0"
+    assert own.embed_tokens is decoder.embed_tokens and head.block.lm_head is model.lm_head
+    (got, _), want = _both(model, head), model.lm_head.out_features
+    assert got.shape == (1, want) and bool(got.isfinite().all())
+    with pytest.raises(ValueError, match=r"m\.gguf has no layer that predicts later tokens"):
+        load_mtp(model, without)
+
+
+def _both(model: Any, head: Any) -> Any:
+    tokens = torch.arange(3, 9)[None]
+    hidden = model.get_decoder()(tokens)[0].detach()
+    cache = PackedCache(head.block.config, "f32")
+    return head(tokens[:, 1:], hidden[:, :-1], cache, torch.arange(1, 6)[None])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder(family: str, tmp_path: Path) -> None:
+    """The logits are those of transformers' own head, whose layer runs the same ops."""
+    model = trunk(family)
+    folder = folder_with_head(model, tmp_path)
+    head = load_mtp(model, folder)
+    model.config._name_or_path = str(folder)
+    text = model.config
+    text.dtype = torch.float32
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp.*", r"model\.layers\.2\..*"]
+    text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
+    text.mtp_mlp_layer_types = ["sparse"]
+    theirs = MtpModel.from_pretrained(model).eval()
+    tokens = torch.arange(3, 15)[None]
+    with torch.inference_mode():
+        hidden = model.get_decoder()(tokens)[0]
+        positions = torch.arange(1, 12)[None]
+        cache = MtpCache(config=text.get_mtp_config())
+        want = theirs.forward_layer(0, hidden[:, :-1], positions, cache, input_ids=tokens[:, 1:])
+        logits = theirs.shared_head(want[:, -1])
+    own = PackedCache(head.block.config, "f32")
+    got, last = head(tokens[:, 1:], hidden[:, :-1], own, positions)
+    # Both sum rows of q k and of values in f32, over 11 positions; logits near 1.
+    assert (got - logits).abs().max() <= 2.0**-16 * logits.abs().max()
+    assert (last[:, 0] - want[:, -1]).abs().max() <= 2.0**-16 * want.abs().max()
+
+
+def test_a_packed_model_packs_its_head(tmp_path: Path) -> None:
+    model = trunk("glm4_moe")
+    folder = folder_with_head(model, tmp_path)
+    quantize_(model, "q8_0", progress=False)
+    head = load_mtp(model, folder)
+    assert isinstance(head.eh_proj, QuantLinear) and head.eh_proj.format == "q8_0"
+    layers = [m for m in head.block.get_decoder().layers.modules() if isinstance(m, QuantLinear)]
+    assert {m.format for m in layers} == {"q8_0"} and len(layers) >= 7
+    assert load_mtp(model, folder, format="q4_0").eh_proj.format == "q4_0"
+
+
+def test_no_head(tmp_path: Path) -> None:
+    model = trunk("glm4_moe")
+    folder = folder_with_head(model, tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such file or folder: nowhere"):
+        load_mtp(model, "nowhere")
+    other = trunk("glm4_moe", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"has no head for later tokens: .*model\.layers\.3\."):
+        load_mtp(other, folder)
+    wide = trunk("glm4_moe", hidden_size=32)
+    with pytest.raises(ValueError, match="its tensors are no"):
+        load_mtp(wide, folder)
+    shutil.copy(folder / "model.safetensors", folder / "again.safetensors")
+    with pytest.raises(ValueError, match="is in .*again.safetensors and in"):
+        load_mtp(model, folder)

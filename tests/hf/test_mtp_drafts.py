@@ -1,0 +1,145 @@
+"""Drafts by a model's own head for the token after the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layer_models import ids
+from mtp_models import FAMILIES, folder_with_head, trunk
+from test_drafts import GREEDY, SAMPLED, Fixed, answer
+from torch import Tensor
+from transformers import DynamicCache
+
+from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
+from torch_metalmm.hf.mtp import Mtp
+from torch_metalmm.hf.replay import replayed
+
+
+def pair(family: str, folder: Path) -> tuple[Any, Any]:
+    """(the packed and fused model, its head)."""
+    model = trunk(family)
+    folder_with_head(model, folder)
+    quantize_(model, "q8_0", progress=False)
+    head = load_mtp(model, folder)
+    fuse_(model, "swiglu", cache="f32")
+    fuse_(head.block, "swiglu", cache="f32")
+    return model, head
+
+
+class Seen(Mtp):
+    """proposals: (the text before them, the tokens)."""
+
+    def __init__(self, model: Any, head: Any) -> None:
+        super().__init__(model, head, PackedCache(head.block.config, "f32"))
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, most: int) -> list[int]:
+        found = super().propose(most)
+        self.proposals.append(([*self._tokens], found))
+        return found
+
+
+def chain(model: Any, head: Any, text: list[int], most: int) -> list[int]:
+    """What the head proposes behind the text, from nothing that was kept."""
+    tokens = torch.tensor([text])
+    hidden = model.get_decoder()(tokens[:, :-1], use_cache=False)[0]
+    cache, found, end = DynamicCache(config=head.block.config), list[int](), len(text)
+    given, positions = tokens[:, 1:], torch.arange(1, end)[None]
+    for i in range(most):
+        logits, hidden = head(given, hidden, cache, positions)
+        given, positions = logits.argmax(-1, keepdim=True), torch.tensor([[end + i]])
+        found.append(int(given))
+    return found
+
+
+@pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_without_drafts(
+    family: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    """And each draft is the head's of the whole text, whatever earlier drafts it has kept."""
+    model, head = pair(family, tmp_path)
+    draft, prompt = Seen(model, head), ids(1, 9)
+    want = answer(model, prompt, **given)
+    for most in (1, 3, 7):
+        pace = Fixed(most)
+        assert torch.equal(answer(model, prompt, draft=draft, pace=pace, **given), want)
+        assert max(pace.rows) == most + 1 and pace.drafted > 15
+    steps = replayed(model)
+    assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
+    with torch.inference_mode():
+        for text, found in draft.proposals:
+            assert found == chain(model, head, text, len(found))
+
+
+def test_the_next_prompt(tmp_path: Path) -> None:
+    """What the head has read of the same tokens stays; of others it reads anew."""
+    model, head = pair("qwen3_5_text", tmp_path)
+    read = list[int]()
+    head.eh_proj.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    draft = Seen(model, head)
+    first = ids(1, 20)
+    cache = PackedCache(model.config, "f32")
+    text = answer(model, first, cache, draft=draft, pace=Fixed(3), **GREEDY)
+    assert max(read) == 20
+    longer = torch.cat([text, ids(1, 12, seed=1)], 1)
+    read.clear()
+    got = answer(model, longer, cache, draft=draft, pace=Fixed(3), **GREEDY)
+    assert torch.equal(got, answer(model, longer, **GREEDY)) and 12 <= max(read) <= 16
+    other = torch.cat([first[:, :10], ids(1, 8, seed=2)], 1)
+    read.clear()
+    got = answer(model, other, draft=draft, pace=Fixed(3), **GREEDY)
+    assert torch.equal(got, answer(model, other, **GREEDY)) and 9 <= max(read) <= 18
+    with torch.inference_mode():
+        for seen, found in draft.proposals:
+            assert found == chain(model, head, seen, len(found))
+
+
+def test_a_text_whose_beginning_only_the_model_has_read(tmp_path: Path) -> None:
+    """As of a prompt's file: the head sees the text from there on."""
+    model, head = pair("glm4_moe", tmp_path)
+    cache, draft = PackedCache(model.config, "f32"), Seen(model, head)
+    text = answer(model, ids(1, 20), cache, **GREEDY)
+    longer = torch.cat([text, ids(1, 5, seed=1)], 1)
+    got = answer(model, longer, cache, draft=draft, pace=Fixed(3), **GREEDY)
+    assert torch.equal(got, answer(model, longer, **GREEDY)) and draft.proposals
+
+
+def test_an_interrupted_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, head = pair("glm4_moe", tmp_path)
+    draft, prompt = Seen(model, head), ids(1, 9)
+    want, calls = answer(model, prompt, **GREEDY), list[int]()
+    forward = head.forward
+
+    def interrupted(*args: Tensor) -> Any:
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(head, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, prompt, draft=draft, pace=Fixed(3), **GREEDY)
+    assert torch.equal(answer(model, prompt, draft=draft, pace=Fixed(3), **GREEDY), want)
+
+
+def test_steps_without_a_draft_are_queued(tmp_path: Path) -> None:
+    """Their rows are seen, too, so that later drafts are the same."""
+    model, head = pair("glm4_moe", tmp_path)
+    draft, prompt = Seen(model, head), ids(1, 9)
+    want = answer(model, prompt, **GREEDY)
+
+    class Sometimes(Fixed):
+        def count(self, kind: Any, seconds: float) -> int:
+            self._p(kind)
+            return self.most if len(self.rows) % 8 > 4 else 0
+
+    pace = Sometimes(3)
+    got = answer(model, prompt, draft=draft, pace=pace, reads_late=True, **GREEDY)
+    assert torch.equal(got, want) and {1, 4} == set(pace.rows)
+    with torch.inference_mode():
+        for text, found in draft.proposals:
+            assert found == chain(model, head, text, len(found))

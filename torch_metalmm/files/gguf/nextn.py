@@ -1,0 +1,77 @@
+"""The layer of a GGUF file that predicts the token after the next, as a model of one layer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from ...models.mtp import MtpHead
+from ...models.skeleton import put_dense, put_packed
+from ...nn.place import place
+from .architectures import model_config
+from .file import GgufFile
+from .load import model_of
+from .map import tensor_map
+from .split import open_gguf
+
+_SHARED = ("token_embd.weight", "output.weight", "output_norm.weight", "token_embd_norm.weight")
+_NORM = "output_norm.weight"
+
+
+class OneLayer(GgufFile):
+    """The first of the layers behind the model's in the place of all, with its own last norm."""
+
+    def __init__(self, file: GgufFile) -> None:
+        """ValueError: the file has no such layer."""
+        self.__dict__.update(vars(file))  # its map and what was read of it
+        self._file, name = file, file.architecture
+        count = file.stated("nextn_predict_layers", 0)
+        self._layers = file.stated("block_count", 0)
+        self.number = self._layers - count
+        self.prefix = f"blk.{self.number}.nextn."
+        if not count or f"{self.prefix}eh_proj.weight" not in file.tensors:
+            raise ValueError(f"{file.path} has no layer that predicts later tokens (nextn)")
+        self.metadata = file.metadata | {
+            f"{name}.block_count": 1,
+            f"{name}.nextn_predict_layers": 0,
+            f"{name}.leading_dense_block_count": 0,
+            f"{name}.full_attention_interval": 1,
+        }
+        self._names = {name: name for name in _SHARED if name in file.tensors}
+        if f"{self.prefix}shared_head_norm.weight" in file.tensors:
+            self._names[_NORM] = f"{self.prefix}shared_head_norm.weight"
+        for given in file.tensors:
+            leaf = re.fullmatch(rf"blk\.{self.number}\.(?!nextn\.)(.*)", given)
+            if leaf is not None:
+                self._names[f"blk.0.{leaf[1]}"] = given
+        self.tensors = {name: file.tensors[given] for name, given in self._names.items()}
+
+    def packed(self, name: str) -> Tensor:
+        return self._file.packed(self._names[name])
+
+    def stated(self, key: str, default: Any = None) -> Any:
+        value = super().stated(key, default)
+        is_each = isinstance(value, list) and len(value) == self._layers
+        return value[self.number : self.number + 1] if is_each else value
+
+
+def mtp_of_gguf(model: Any, path: Any) -> MtpHead:
+    """The head of the file, for the model that was loaded from the file."""
+    file = open_gguf(path)
+    layer = OneLayer(file)
+    head = MtpHead(model, model_of(layer, "cpu", model.dtype))
+    config, row, values = model_config(layer)
+    mapping = tensor_map(layer, head.block, row, values)
+    for norm in ("enorm", "hnorm"):
+        (value,) = mapping.convert(
+            _NORM, file.dense(f"{layer.prefix}{norm}.weight").numpy()
+        ).values()
+        put_dense(head, [f"{norm}.weight"], value, model.device)
+    name = f"{layer.prefix}eh_proj.weight"
+    packed, wanted = file.packed(name), tuple(head.eh_proj.weight.shape)
+    if file.tensors[name].shape != wanted:
+        raise ValueError(f"{path}: {name} is {file.tensors[name].shape}; it must be {wanted}")
+    put_packed(head, ["eh_proj.weight"], place(packed, model.device), file.tensors[name].format)
+    return head.to(model.device).requires_grad_(False).eval()

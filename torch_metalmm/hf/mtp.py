@@ -1,0 +1,106 @@
+"""Drafts by a model's own head for the token after the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.mtp import MtpHead
+from ..nn.hidden import LastHidden
+from .cache import PackedCache
+from .drafts import Cost
+
+
+class Mtp:
+    """Drafts by an MtpHead, which sees what the model computes of a text (drafts.Sees)."""
+
+    def __init__(self, model: Any, head: MtpHead, cache: Any = None) -> None:
+        """cache: an empty one for the head's layer; None: a PackedCache in the model's dtype."""
+        self.head = head
+        self._cache = PackedCache(head.block.config) if cache is None else cache
+        self.hidden = LastHidden(model)
+        self._cost = Cost()
+        self._tokens: list[int] = []
+        # The head's cache has a row of each position from the first one on that is read, and the
+        # token behind it; the model's rows of those behind are here.
+        self._first = self._read = 0
+        self._rows: list[Tensor] = []
+
+    @property
+    def seconds(self) -> float:
+        return self._cost.seconds
+
+    def begin(self, tokens: list[int]) -> None:
+        same = 0
+        while same < min(len(tokens), len(self._tokens)) and tokens[same] == self._tokens[same]:
+            same += 1
+        self._tokens = [*tokens]
+        self._cut(same - 1)
+        self._keep(same)
+
+    def see(self, start: int, hidden: Tensor) -> None:
+        self._cut(start)
+        self._keep(start)
+        if start > self._known:  # a text of which the head has not seen a part
+            self._first += start - self._read
+            self._read = start
+            self._rows.clear()
+        self._rows.append(hidden)
+
+    @property
+    def _known(self) -> int:
+        """The position from which on no row of the model is known."""
+        return self._read + sum(rows.shape[1] for rows in self._rows)
+
+    def _cut(self, most: int) -> None:
+        """Forget what the head has read from the position `most` on, and those beside the text."""
+        if most < self._read:
+            self._rows.clear()  # they are of later positions
+            self._read = max(0, most)
+            self._first = min(self._first, self._read)
+        beside = self._cache.get_seq_length() - (self._read - self._first)
+        if beside:
+            self._cache.crop(-beside)
+
+    def _keep(self, known: int) -> None:
+        """Forget the model's rows from that position on."""
+        if self._known > known:
+            count = max(0, known - self._read)
+            self._rows = [torch.cat(self._rows, 1)[:, :count]] if count else []
+
+    def add(self, token: int) -> None:
+        self._tokens.append(token)
+
+    def kind(self) -> Hashable | None:
+        end = len(self._tokens) - 1  # the last position whose next token is not known
+        return "mtp" if self._read < end <= self._known else None
+
+    def propose(self, most: int) -> list[int]:
+        with self._cost.of(most):
+            return self._likeliest(most)
+
+    def _likeliest(self, most: int) -> list[int]:
+        read, end = self._read, len(self._tokens) - 1
+        self._cut(read)
+        rows = torch.cat(self._rows, 1)
+        hidden, later = rows[:, : end - read], rows[:, end - read :]
+        given = torch.tensor([self._tokens[read + 1 :]], device=rows.device)
+        positions = torch.arange(read + 1, end + most, device=rows.device)[None]
+        found: list[Tensor] = []
+        try:
+            while len(found) < most:
+                of_these, positions = positions[:, : given.shape[1]], positions[:, given.shape[1] :]
+                logits, hidden = self.head(given, hidden, self._cache, of_these)
+                given = logits.argmax(-1, keepdim=True)
+                found.append(given)
+            likeliest: list[int] = torch.cat(found, 1)[0].tolist()
+        except BaseException:  # within the layer, whose rows may be half there
+            self._cache.reset()
+            self._first = self._read = end
+            self._rows.clear()
+            raise
+        self._read, self._rows = end, [later] if later.shape[1] else []
+        return likeliest
