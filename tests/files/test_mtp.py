@@ -6,39 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf_files import load_quietly, random_model, tensors_of, write_gguf
-from gguf_models import convert, fields_of, random_hf
-from mtp_models import FAMILIES, folder_with_head, trunk
+from gguf_files import load_quietly, random_model
+from gguf_models import convert, random_hf
+from mtp_models import FAMILIES, folder_with_head, trunk, with_nextn
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from torch_metalmm import PackedCache, QuantLinear, load_mtp, quantize_
 
 GGUF = ("qwen35", "qwen35moe", "glm4moe", "deepseek2+")
-
-
-def with_nextn(path: Path, architecture: str) -> Path:
-    """The file with its last layer once more as one that predicts, behind a projection and norms
-    of its own."""
-    fields, tensors = fields_of(path), dict(tensors_of(path))
-    count, size = fields[f"{architecture}.block_count"], fields[f"{architecture}.embedding_length"]
-    last = {n: t for n, t in tensors.items() if n.startswith(f"blk.{count - 1}.")}
-    tensors |= {n.replace(f"blk.{count - 1}.", f"blk.{count}."): t for n, t in last.items()}
-    norm = tensors["output_norm.weight"][0]
-    joined = torch.ops.metalmm.quantize(torch.randn(size, 2 * size), "q8_0").numpy()
-    tensors |= {
-        f"blk.{count}.nextn.eh_proj.weight": (joined, "q8_0"),
-        f"blk.{count}.nextn.enorm.weight": (np.ascontiguousarray(norm[::-1]), "f32"),
-        f"blk.{count}.nextn.hnorm.weight": (np.roll(norm, 1), "f32"),
-        f"blk.{count}.nextn.shared_head_norm.weight": (np.roll(norm, 2), "f32"),
-    }
-    prefix = f"{architecture}."
-    values = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
-    values |= {"block_count": count + 1, "nextn_predict_layers": 1}
-    return write_gguf(path.with_name("with.gguf"), architecture, tensors, values)
 
 
 @pytest.mark.parametrize("case", GGUF)

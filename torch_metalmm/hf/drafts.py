@@ -49,7 +49,7 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Sees(Protocol):
+class Sees(Drafter, Protocol):
     """A Drafter that reads what the model computes."""
 
     hidden: LastHidden

@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from gguf_files import tensors_of, write_gguf
+from gguf_models import fields_of
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SIZES = {
@@ -86,8 +89,6 @@ def folder_with_head(model: Any, folder: Path) -> Path:
     block = _random(block, 1)
     (folder / "block").mkdir()
     block.save_pretrained(folder / "block")  # by the names of published checkpoints
-    from safetensors.torch import load_file
-
     tensors = load_file(folder / "model.safetensors")
     behind = family in _BEHIND
     layer = f"model.layers.{count}" if behind else "mtp.layers.0"
@@ -110,3 +111,24 @@ def folder_with_head(model: Any, folder: Path) -> Path:
         tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def with_nextn(path: Path, architecture: str) -> Path:
+    """The file with its last layer once more as one that predicts, behind a projection and norms
+    of its own."""
+    fields, tensors = fields_of(path), dict(tensors_of(path))
+    count, size = fields[f"{architecture}.block_count"], fields[f"{architecture}.embedding_length"]
+    last = {n: t for n, t in tensors.items() if n.startswith(f"blk.{count - 1}.")}
+    tensors |= {n.replace(f"blk.{count - 1}.", f"blk.{count}."): t for n, t in last.items()}
+    norm = tensors["output_norm.weight"][0]
+    joined = torch.ops.metalmm.quantize(torch.randn(size, 2 * size), "q8_0").numpy()
+    tensors |= {
+        f"blk.{count}.nextn.eh_proj.weight": (joined, "q8_0"),
+        f"blk.{count}.nextn.enorm.weight": (np.ascontiguousarray(norm[::-1]), "f32"),
+        f"blk.{count}.nextn.hnorm.weight": (np.roll(norm, 1), "f32"),
+        f"blk.{count}.nextn.shared_head_norm.weight": (np.roll(norm, 2), "f32"),
+    }
+    prefix = f"{architecture}."
+    values = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
+    values |= {"block_count": count + 1, "nextn_predict_layers": 1}
+    return write_gguf(path.with_name("with.gguf"), architecture, tensors, values)

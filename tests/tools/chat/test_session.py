@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 from gguf_files import random_model
 from layer_models import small
+from mtp_models import with_nextn
 
 from torch_metalmm import load_gguf
 from torch_metalmm.models.attach import drop_cache, set_cache
 from torch_metalmm.tools import sequence as module
 from torch_metalmm.tools.chat.conversation import Conversation
+from torch_metalmm.tools.chat.flags import add_flags
+from torch_metalmm.tools.chat.loading import load
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.chat.template import Template
 from torch_metalmm.tools.generate import demo_model
@@ -116,6 +120,27 @@ def test_a_draft_changes_no_answer(real: Models) -> None:
             assert len(answer.times) == answer.new_tokens
             messages.append({"role": "assistant", "content": answer.text})
         assert answer.kept_tokens > 0
+
+
+def test_drafts_of_a_files_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--draft mtp`: the answers are those without; a file without a head is refused."""
+    monkeypatch.setattr(module, "CHUNK", 16)
+    without = random_model(tmp_path / "m.gguf", "qwen35")
+    path, texts = with_nextn(without, "qwen35"), list[str]()
+    for flags in ([], ["--draft", "mtp"]):
+        args = argparse.ArgumentParser()
+        add_flags(args)
+        given = args.parse_args(["-m", str(path), "--fuse", *flags])
+        loaded = load(given)
+        session = Session(
+            loaded.model, loaded.tokenizer, Options(), None, given.cache, loaded.draft
+        )
+        texts.append(session.complete("the answer" * 6, silent).text)  # in parts
+        assert (session._pace.drafted > 0) == bool(flags)
+    assert texts[0] == texts[1]
+    assert session._drafter is not None and session._drafter._first == 0  # none is missing
+    with pytest.raises(ValueError, match="has no layer that predicts later tokens"):
+        load(args.parse_args(["-m", str(without), "--draft", "mtp"]))
 
 
 def test_drafts_of_caches_that_our_loop_cannot_crop(real: Models) -> None:

@@ -36,8 +36,9 @@ def add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model, given as --model is, that proposes tokens, or lookup: those that "
-        "came before where the text was the same; the answer stays that of the model",
+        help="a smaller model, given as --model is, that proposes tokens; or lookup: those that "
+        "came before where the text was the same; or mtp: by the file's own head for later tokens; "
+        "the answer stays that of the model",
     )
     group.add_argument(
         "--cache",

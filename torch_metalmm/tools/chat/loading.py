@@ -9,6 +9,7 @@ from typing import Any
 
 from ...extras import require
 from ...files.hub import fetch
+from ...files.mtp import load_mtp
 from ...models.activations import activations_
 from ...models.attach import check_cache, set_cache
 from ...models.fuse.apply import fuse_
@@ -26,7 +27,7 @@ class Loaded:
     path: Path  # of its file or folder
     model: Any
     tokenizer: Any
-    draft: Any  # "lookup", (model, tokenizer), or None
+    draft: Any  # "lookup", an MtpHead, (model, tokenizer), or None
 
 
 def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
@@ -38,8 +39,7 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
         require("--adapter", "peft")
     name = args.model or str(generate.demo_model())
     path, model, tokenizer = _loaded(name, args, generating)
-    draft = args.draft if args.draft in (None, "lookup") else _loaded(args.draft, args, True)[1:]
-    small = None if isinstance(draft, str | None) else draft[0]
+    draft, small = _draft(args, path, model)
     if args.adapter is not None:
         model = _with_adapter(model, args.adapter)
     if args.cache is None and args.fuse is not False and args.adapter is None:
@@ -59,6 +59,17 @@ def load(args: argparse.Namespace, generating: bool = True) -> Loaded:
         if answering is not None:
             compile_kernels(answering)
     return Loaded(Path(name).name, path, model, tokenizer, draft)
+
+
+def _draft(args: argparse.Namespace, path: Path, model: Any) -> tuple[Any, Any]:
+    """(what proposes tokens, the model of it that is to be fused)."""
+    if args.draft in (None, "lookup"):
+        return args.draft, None
+    if args.draft == "mtp":
+        head = load_mtp(model, path)
+        return head, head.block
+    draft = _loaded(args.draft, args, True)[1:]
+    return draft, draft[0]
 
 
 def session_of(

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hf.drafts import Drafter, Lookup, Pace, SmallModel
+from ...hf.drafts import Drafter, Lookup, Pace, Sees, SmallModel
+from ...hf.mtp import Mtp
 from ...models.cache_argument import cache_in, cache_of_generate
+from ...models.mtp import MtpHead
 from ..sequence import Sequence
 from .stream import Answer, Stream
 from .template import Template
@@ -73,9 +75,9 @@ class Session:
         cache: str | None = None,
         draft: Any = None,
     ) -> None:
-        """cache: the format of a PackedCache, whose attention the model has. draft: "lookup" or
-        (model, tokenizer), what proposes tokens, which the model accepts or not. ValueError: none
-        can be proposed."""
+        """cache: the format of a PackedCache, whose attention the model has. draft: "lookup", an
+        MtpHead or (model, tokenizer), what proposes tokens, which the model accepts or not.
+        ValueError: none can be proposed."""
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.template, self.draft = template, draft
         self.sequence = Sequence(model, cache)
@@ -182,9 +184,15 @@ class Session:
 
     def _prefill(self, ids: list[int]) -> bool:
         """Read all but the last tokens, which generate() reads; False: stopped before the end."""
+        sees = self._drafter if isinstance(self._drafter, Sees) else None
+        if sees is not None:
+            sees.begin(ids)
         while not self._stopped.is_set():
+            start = len(self.sequence.tokens)
             if not self.sequence.read_on(ids):
                 return True
+            if sees is not None and sees.hidden.rows is not None:
+                sees.see(start, sees.hidden.rows)
         return False
 
     def _generate(self, ids: list[int], room: int, stream: Stream) -> str:
@@ -238,10 +246,10 @@ class Session:
         why = "the model goes on from no cache"
         if self.sequence.keeps:
             why = why_undrafted(self.model, self.sequence.new_cache())
-        if self.draft == "lookup":
+        if self.draft == "lookup" or isinstance(self.draft, MtpHead):
             if why:
                 raise ValueError(f"draft: {why}")
-            return Lookup()
+            return Lookup() if self.draft == "lookup" else Mtp(self.model, self.draft)
         if why:
             return None
         model, tokenizer = self.draft
