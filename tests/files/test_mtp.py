@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf_files import load_quietly, random_model
 from gguf_models import convert, random_hf
-from mtp_models import FAMILIES, folder_with_head, trunk, with_nextn
+from mtp_models import FAMILIES, folder_with_head, step, trunk, with_nextn
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -49,7 +49,7 @@ def _both(model: Any, head: Any) -> Any:
     tokens = torch.arange(3, 9)[None]
     hidden = model.get_decoder()(tokens)[0].detach()
     cache = PackedCache(head.block.config, "f32")
-    return head(tokens[:, 1:], hidden[:, :-1], cache, torch.arange(1, 6)[None])
+    return step(head, tokens[:, 1:], hidden[:, :-1], cache, torch.arange(1, 6)[None])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,8 +72,8 @@ def test_a_folder(family: str, tmp_path: Path) -> None:
         cache = MtpCache(config=text.get_mtp_config())
         want = theirs.forward_layer(0, hidden[:, :-1], positions, cache, input_ids=tokens[:, 1:])
         logits = theirs.shared_head(want[:, -1])
-    own = PackedCache(head.block.config, "f32")
-    got, last = head(tokens[:, 1:], hidden[:, :-1], own, positions)
+        own = PackedCache(head.block.config, "f32")
+        got, last = step(head, tokens[:, 1:], hidden[:, :-1], own, positions)
     # Both sum rows of q k and of values in f32, over 11 positions; logits near 1.
     assert (got - logits).abs().max() <= 2.0**-16 * logits.abs().max()
     assert (last[:, 0] - want[:, -1]).abs().max() <= 2.0**-16 * want.abs().max()

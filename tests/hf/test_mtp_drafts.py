@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from layer_models import ids
-from mtp_models import FAMILIES, folder_with_head, trunk
+from mtp_models import FAMILIES, folder_with_head, step, trunk
 from test_drafts import GREEDY, SAMPLED, Fixed, answer
-from torch import Tensor
 from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
@@ -49,7 +48,7 @@ def chain(model: Any, head: Any, text: list[int], most: int) -> list[int]:
     cache, found, end = DynamicCache(config=head.block.config), list[int](), len(text)
     given, positions = tokens[:, 1:], torch.arange(1, end)[None]
     for i in range(most):
-        logits, hidden = head(given, hidden, cache, positions)
+        logits, hidden = step(head, given, hidden, cache, positions)
         given, positions = logits.argmax(-1, keepdim=True), torch.tensor([[end + i]])
         found.append(int(given))
     return found
@@ -68,8 +67,9 @@ def test_tokens_are_those_without_drafts(
         pace = Fixed(most)
         assert torch.equal(answer(model, prompt, draft=draft, pace=pace, **given), want)
         assert max(pace.rows) == most + 1 and pace.drafted > 15
-    steps = replayed(model)
-    assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
+    for each in (model, head):
+        steps = replayed(each)
+        assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")
     with torch.inference_mode():
         for text, found in draft.proposals:
             assert found == chain(model, head, text, len(found))
@@ -114,11 +114,11 @@ def test_an_interrupted_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     want, calls = answer(model, prompt, **GREEDY), list[int]()
     forward = head.forward
 
-    def interrupted(*args: Tensor) -> Any:
+    def interrupted(**given: Any) -> Any:
         calls.append(1)
         if len(calls) == 8:
             raise KeyboardInterrupt
-        return forward(*args)
+        return forward(**given)
 
     monkeypatch.setattr(head, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):

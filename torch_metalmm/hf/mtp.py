@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..models.mtp import MtpHead
-from ..nn.hidden import LastHidden
+from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
 from .drafts import Cost
+from .replay import Replayed, replayed
 
 
 class Mtp:
@@ -19,9 +20,11 @@ class Mtp:
 
     def __init__(self, model: Any, head: MtpHead, cache: Any = None) -> None:
         """cache: an empty one for the head's layer; None: a PackedCache in the model's dtype."""
-        self.head = head
+        if replayed(head.block) is not None and replayed(head) is None:
+            Replayed(head).attach()
+        self.head, self._g = head, last_hidden(head) or LastHidden(head)
         self._cache = PackedCache(head.block.config) if cache is None else cache
-        self.hidden = LastHidden(model)
+        self.hidden = last_hidden(model) or LastHidden(model)
         self._cost = Cost()
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
@@ -79,7 +82,7 @@ class Mtp:
         return "mtp" if self._read < end <= self._known else None
 
     def propose(self, most: int) -> list[int]:
-        with self._cost.of(most):
+        with self._cost.of(most), torch.inference_mode():
             return self._likeliest(most)
 
     def _likeliest(self, most: int) -> list[int]:
@@ -92,9 +95,11 @@ class Mtp:
         found: list[Tensor] = []
         try:
             while len(found) < most:
-                of_these, positions = positions[:, : given.shape[1]], positions[:, given.shape[1] :]
-                logits, hidden = self.head(given, hidden, self._cache, of_these)
-                given = logits.argmax(-1, keepdim=True)
+                self.head.given.take(hidden)
+                at, positions = positions[:, : given.shape[1]], positions[:, given.shape[1] :]
+                logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
+                assert self._g.rows is not None  # of the head's step
+                hidden, given = self._g.rows[:, -1:], logits[:, -1].argmax(-1, keepdim=True)
                 found.append(given)
             likeliest: list[int] = torch.cat(found, 1)[0].tolist()
         except BaseException:  # within the layer, whose rows may be half there

@@ -12,12 +12,44 @@ engines that draft several by one such head.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..nn.exact import MOST
 from .cache_argument import with_cache
+
+
+class Logits(OrderedDict[str, Any]):
+    """logits [1, 1, vocabulary] and the cache, as models of transformers return them."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        vars(self).update(values)
+
+
+class Given:
+    """The model's rows that a head reads: few of them in memory that stays, by which a step of the
+    head can be replayed."""
+
+    __slots__ = ("_memory", "rows")
+
+    def __init__(self) -> None:
+        self._memory: dict[Any, Tensor] = {}
+        self.rows = torch.empty(0)
+
+    def take(self, rows: Tensor) -> None:
+        if rows.shape[1] <= MOST:
+            key = rows.shape, rows.dtype, rows.device
+            if key not in self._memory:
+                with torch.inference_mode(False):
+                    self._memory[key] = torch.empty(
+                        rows.shape, dtype=rows.dtype, device=rows.device
+                    )
+            rows = self._memory[key].copy_(rows)
+        self.rows = rows
 
 
 class MtpHead(nn.Module):
@@ -34,15 +66,16 @@ class MtpHead(nn.Module):
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device="meta", dtype=dtype)
 
-    @torch.inference_mode()
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, cache: Any, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(logits [1, vocabulary], g [1, 1, hidden_size]) behind the last of the tokens [1, n], of
-        which each follows the position of one row of hidden [1, n, hidden_size]."""
-        embedded = self.block.get_input_embeddings()(tokens)
-        rows = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
-        decoder = self.block.get_decoder()
-        given = {"position_ids": positions, "use_cache": True, **with_cache(decoder, cache)}
-        g = decoder(inputs_embeds=self.eh_proj(rows), **given)[0][:, -1:]
-        return self.block.get_output_embeddings()(g)[:, -1], g
+        self.config, self.given = block.config, Given()
+
+    def get_decoder(self) -> Any:
+        return self.block.get_decoder()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Logits:
+        """Behind the last of the tokens [1, n], each of which follows the position of one of the
+        given rows [1, n, hidden_size]. The decoder gives what stands in for the next row."""
+        embedded, decoder = self.block.get_input_embeddings()(input_ids), self.get_decoder()
+        rows = torch.cat([self.enorm(embedded), self.hnorm(self.given.rows)], -1)
+        own = {"position_ids": position_ids, "use_cache": True, **with_cache(decoder, cache)}
+        g = decoder(inputs_embeds=self.eh_proj(rows), **own)[0][:, -1:]
+        return Logits(logits=self.block.get_output_embeddings()(g), cache=cache)

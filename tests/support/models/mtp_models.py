@@ -11,6 +11,7 @@ import torch
 from gguf_files import tensors_of, write_gguf
 from gguf_models import fields_of
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SIZES = {
@@ -111,6 +112,16 @@ def folder_with_head(model: Any, folder: Path) -> Path:
         tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def step(head: Any, tokens: Tensor, hidden: Tensor, cache: Any, positions: Tensor) -> Any:
+    """(the logits behind the last token, what stands in for the next hidden row) of a head."""
+    kept, decoder = list[Tensor](), head.get_decoder()
+    hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out[0][:, -1:]))
+    head.given.take(hidden)
+    logits = type(head).forward(head, tokens, positions, cache)["logits"]
+    hook.remove()
+    return logits[:, -1], kept[0]
 
 
 def with_nextn(path: Path, architecture: str) -> Path:
