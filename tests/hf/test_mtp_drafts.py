@@ -24,7 +24,7 @@ def pair(family: str, folder: Path) -> tuple[Any, Any]:
     quantize_(model, "q8_0", progress=False)
     head = load_mtp(model, folder)
     fuse_(model, "swiglu", cache="f32")
-    fuse_(head.block, "swiglu", cache="f32")
+    fuse_(head, "swiglu", cache="f32")
     return model, head
 
 

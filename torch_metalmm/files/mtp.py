@@ -45,8 +45,8 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None
     tensors `mtp.*` or, as DeepSeek-V3 and GLM, of a layer behind the last, which are packed as
     `format` (by default the commonest of the model's packed layers, or not where it has none). Of
     several heads the first is read. The embedding and the output head are the model's own. Give
-    generate() a `Mtp(model, head)` of hf.mtp as its draft; fuse_(head.block, cache=...) makes its
-    ops fewer.
+    generate() a `Mtp(model, head)` of hf.mtp as its draft; fuse_(head, cache=...) makes its ops
+    fewer.
 
     FileNotFoundError; ValueError: the checkpoint has no such head, or one that does not fit.
     """

@@ -68,6 +68,12 @@ class MtpHead(nn.Module):
 
         self.config, self.given = block.config, Given()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        found: torch.dtype = self.block.dtype
+        return found
+
     def get_decoder(self) -> Any:
         return self.block.get_decoder()
 

@@ -18,6 +18,7 @@ from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
 from ...nn.sharded import everywhere
 from ...nn.step import Held, Step
+from ..mtp import MtpHead
 from ..routers import fuse_routers
 from .confirm import agrees
 from .heads import growths
@@ -56,6 +57,10 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             for attention in dict.fromkeys(attentions_of(runs)):
                 _fuse(attention, partial(_attention, attention, runs), steps, form, once)
         _fuse_norms(top)
+    for head in (module for module in model.modules() if isinstance(module, MtpHead)):
+        for norm in (head.enorm, head.hnorm):
+            _detach_parts(norm)
+            _fuse_norms(norm)
 
 
 def _readings(layer: nn.Module, runs: list[Seen]) -> Iterator[Callable[[], _Reading]]:

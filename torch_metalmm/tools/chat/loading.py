@@ -67,7 +67,7 @@ def _draft(args: argparse.Namespace, path: Path, model: Any) -> tuple[Any, Any]:
         return args.draft, None
     if args.draft == "mtp":
         head = load_mtp(model, path)
-        return head, head.block
+        return head, head
     draft = _loaded(args.draft, args, True)[1:]
     return draft, draft[0]
 
