@@ -98,6 +98,9 @@ OPTIONS = {
     "families": Option("what a token costs in families that are more than a Llama", bool),
     "loops": Option("a token of generate() by transformers' loop and by decode", bool),
     "draft": Option("prompt lookup on tasks, beside decoding without", bool),
+    "mtp": Option("drafts of models' own heads, small models that are trained first", bool),
+    "train": Option("--mtp: each model for so many seconds (150)", float, 150.0, 2.0),
+    "folder": Option("--mtp: where the trained models are kept", Path),
     "exact": Option("several rows beside one, fastest and with the bits of single rows", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
     "imatrix": Option("instead: with an importance matrix and without", bool),
@@ -181,7 +184,8 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models compile no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens budget chip overhead families loops draft ops write",
+        "one-device new-tokens budget chip overhead families loops draft ops write mtp train "
+        "folder",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
             "cuda": ON_GPU | {"models": "8b,1b"},
@@ -195,6 +199,11 @@ MEASURES = {
                 "models.drafted",
                 {"repetitions": 3, "new_tokens": 400},
                 {"repetitions": 1, "new_tokens": 24},
+            ),
+            "mtp": (
+                "models.heads",
+                {"formats": "q4_0,q8_0", "repetitions": 1, "new_tokens": 300},
+                {"new_tokens": 24},
             ),
             "ops": ("models.families", {}, {}),
             "tp": ("models.ranks", {}, {}),

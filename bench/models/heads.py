@@ -1,0 +1,186 @@
+"""What a model's own head for later tokens saves: small models that are trained with one first.
+
+Trained byte by byte on the modules of Python's standard library, by AdamW on the device of the run:
+a model of full attention, and one whose layers but each fourth are gated delta rules. The head is
+trained on two of its own steps, as it is used. Both are written as their makers publish such
+models (mtp.*), loaded and packed; the last modules, which training has not seen, are gone on with.
+"""
+
+from __future__ import annotations
+
+import copy
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_metalmm import fuse_, load_mtp, quantize_
+from torch_metalmm.hf.caches.layers import DTYPE_NAMES
+from torch_metalmm.hf.drafts import Pace
+from torch_metalmm.hf.mtp import Mtp
+from torch_metalmm.models.mtp import MtpHead
+
+from ..runner import Record, Run
+from ..tables import status
+from .drafted import CHOICES, answered
+from .trained import byte_ids
+
+BATCH, LENGTH, RATE, DEPTH = 32, 256, 1e-3, 2
+PROMPT, PROMPTS = 400, 4
+_SIZES = {
+    **{"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 4096},
+    **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+}
+_QUICK = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
+_EACH_FOURTH = ["linear_attention"] * 3 + ["full_attention"]
+KINDS = {"full attention": ["full_attention"] * 4, "hybrid": _EACH_FOURTH}
+_NAMES = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "block.model.layers": "mtp.layers",
+    "block.model.norm": "mtp.norm",
+}
+
+
+def text() -> Tensor:
+    """The bytes of the standard library's modules, int64 [1, T], the same on each machine of one
+    Python."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return byte_ids("".join(f.read_text(errors="ignore") for f in sorted(folder.glob("*.py"))))
+
+
+def run(run: Run) -> Iterator[Record]:
+    """One record per model and choice of tokens."""
+    ids = text()
+    with TemporaryDirectory() as folder:
+        for kind in KINDS:
+            path = (run.args.folder or Path(folder)) / kind.replace(" ", "-")
+            if not path.exists():
+                with torch.inference_mode(False):
+                    train(kind, path, ids[:, : -2 * PROMPT * PROMPTS], run)
+            yield from measured(kind, path, ids, run)
+
+
+def untrained(kind: str, quick: bool) -> tuple[Any, MtpHead]:
+    """(a random model in f32, its random head)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = _SIZES | (_QUICK if quick else {})
+    kinds = (KINDS[kind] * 6)[-sizes["num_hidden_layers"] :]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, layer_types=kinds)
+    one = copy.deepcopy(config)
+    one.num_hidden_layers, one.layer_types = 1, ["full_attention"]
+    model, block = (AutoModelForCausalLM.from_config(c, dtype=torch.float32) for c in (config, one))
+    head = MtpHead(model, block)
+    head.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    return model, head
+
+
+def losses(model: Any, head: MtpHead, ids: Tensor) -> Tensor:
+    """Of the model's next token, and of the head's DEPTH tokens behind that."""
+    found = nn.functional.cross_entropy
+
+    def loss(hidden: Tensor, ahead: int) -> Tensor:
+        logits = model.lm_head(hidden[:, : ids.shape[1] - ahead])
+        return found(logits.flatten(0, 1).float(), ids[:, ahead:].flatten())
+
+    hidden = model.model(input_ids=ids, use_cache=False)[0]
+    total = loss(hidden, 1)
+    for depth in range(1, DEPTH + 1):
+        hidden = hidden[:, : ids.shape[1] - depth]
+        embedded = model.model.embed_tokens(ids[:, depth:])
+        rows = torch.cat([head.enorm(embedded), head.hnorm(hidden)], -1)
+        hidden = head.get_decoder()(inputs_embeds=head.eh_proj(rows), use_cache=False)[0]
+        total = total + 0.3 * loss(hidden, depth + 1)
+    return total
+
+
+def train(kind: str, path: Path, ids: Tensor, run: Run) -> None:
+    """Write a model that was trained for the seconds of the run."""
+    from safetensors.torch import load_file, save_file
+
+    device = run.device.type
+    model, head = untrained(kind, run.args.quick)
+    model, head = model.to(device).train(), head.to(device).train()
+    parameters = list(dict.fromkeys((*model.parameters(), *head.parameters())))
+    optimizer = torch.optim.AdamW(parameters, RATE)
+    ids, begun, steps, seen = ids.clone().to(device), time.monotonic(), 0, float("nan")
+    while (spent := (time.monotonic() - begun) / run.args.train) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (steps + 1) / 50, 1.05 - spent)
+        first = torch.randint(ids.shape[1] - LENGTH, (BATCH, 1), device=device)
+        part = ids[0, first + torch.arange(LENGTH, device=device)]
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = losses(model, head, part)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        if steps % 20 == 0:
+            seen = float(loss)
+            status(f"{kind}: {steps} steps, loss {seen:.2f}")
+    model.cpu().save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name, value in head.cpu().state_dict().items():
+        own = next((n for n in _NAMES if name.startswith(n)), None)
+        if own is not None:
+            tensors[_NAMES[own] + name.removeprefix(own)] = value.contiguous()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    status(f"{kind}: {steps} steps, loss {seen:.2f}\n")
+
+
+def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
+    from transformers import AutoModelForCausalLM
+
+    device, args = run.device.type, run.args
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    for format in args.formats.split(","):
+        with torch.inference_mode(False), torch.no_grad():
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+            quantize_(model, format, progress=False)
+            head = load_mtp(model, path)
+            for each in (model, head):
+                fuse_(each, "swiglu", cache=DTYPE_NAMES[dtype])
+        drafters = {"lookup": "lookup", "own head": Mtp(model, head)}
+        for choice, how in CHOICES.items():
+            plain, others = list[float](), {name: list[float]() for name in drafters}
+            paces = {name: list[Pace]() for name in drafters}
+            equal = {name: True for name in drafters}
+            for turn in range(-1, PROMPTS * args.repetitions):
+                end = ids.shape[1] - PROMPT * (turn % PROMPTS)
+                prompt = ids[:, end - 2 * PROMPT : end - PROMPT].to(device)
+                want, speed = answered(model, prompt, args.new_tokens, **how)
+                plain.append(speed)
+                for name, draft in drafters.items():
+                    status(f"{kind}, {format}, {choice}, {name}, {turn}")
+                    pace = Pace()
+                    given = {"draft": draft, "pace": pace}
+                    got, speed = answered(model, prompt, args.new_tokens, **given, **how)
+                    others[name].append(speed)
+                    paces[name].append(pace)
+                    equal[name] &= torch.equal(got, want)
+            for name, speeds in others.items():
+                seen = paces[name][1:]
+                yield {
+                    "kind": "drafts",
+                    "model": f"{kind}, {format}, {device}, {args.new_tokens} bytes of code",
+                    "task": f"{name}, {choice}",
+                    "plain": median(plain[1:]),
+                    "drafted": median(speeds[1:]),
+                    "speed": median(b / a for a, b in zip(plain[1:], speeds[1:], strict=True)),
+                    "share": sum(p.accepted for p in seen) / max(1, sum(p.drafted for p in seen)),
+                    "drafts": median(p.drafted for p in seen),
+                    "ok": equal[name],
+                }
