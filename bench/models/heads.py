@@ -131,9 +131,9 @@ def train(kind: str, path: Path, ids: Tensor, run: Run) -> None:
         if steps % 20 == 0:
             seen = float(loss)
             status(f"{kind}: {steps} steps, loss {seen:.2f}")
-    model.cpu().save_pretrained(path)
+    model.cpu().half().save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    for name, value in head.cpu().state_dict().items():
+    for name, value in head.cpu().half().state_dict().items():
         own = next((n for n in _NAMES if name.startswith(n)), None)
         if own is not None:
             tensors[_NAMES[own] + name.removeprefix(own)] = value.contiguous()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 
 from torch_metalmm import PackedCache, activations_, fuse_
-from torch_metalmm.hf.decoding import _Steps, decode
-from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel, drafter_of
+from torch_metalmm.hf.decoding import _Steps, decode, drafter_of
+from torch_metalmm.hf.drafts import Lookup, Pace, SmallModel
 from torch_metalmm.models.cache_argument import cache_of_generate
 
 NEW = 30
@@ -319,7 +319,7 @@ def test_drafts_are_tried_again() -> None:
 
 def test_what_drafts_are_not_for() -> None:
     model, prompt = model_of(), ids(1, 9)
-    with pytest.raises(ValueError, match='draft: 3; allowed: "lookup", a model'):
+    with pytest.raises(ValueError, match='draft: 3; allowed: "lookup", a model, an MtpHead'):
         answer(model, prompt, draft=3)
     with pytest.raises(ValueError, match="draft: 2 sequences; drafts are of one"):
         answer(model, ids(2, 9), draft="lookup")

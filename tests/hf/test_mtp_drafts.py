@@ -67,6 +67,7 @@ def test_tokens_are_those_without_drafts(
         pace = Fixed(most)
         assert torch.equal(answer(model, prompt, draft=draft, pace=pace, **given), want)
         assert max(pace.rows) == most + 1 and pace.drafted > 15
+    assert torch.equal(answer(model, prompt, draft=head, **given), want)
     for each in (model, head):
         steps = replayed(each)
         assert steps is not None and (steps.replays > 20 or family == "deepseek_v3")

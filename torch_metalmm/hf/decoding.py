@@ -18,13 +18,15 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..models.cache_argument import NAMES, cache_in, with_cache
+from ..models.mtp import MtpHead
 from ..nn.again import Again, noted
 from ..nn.exact import exact_rows
 from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
 from .caches.hybrid import States, states_of
 from .caches.layers import PackedLayer
-from .drafts import ROWS, Drafter, Pace, Sees, drafter_of
+from .drafts import ROWS, Drafter, Lookup, Pace, Sees, SmallModel
+from .mtp import Mtp
 
 # Modes of generate() that choose one token of each sequence, and those of several.
 _ONE_EACH = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -66,11 +68,11 @@ def decode(
     that step, whose token is the last one.
 
     draft: what proposes tokens, up to 7 of which the model then reads in one step with the last
-    one: "lookup" (what followed the same tokens before), a model of the same vocabulary, or a
-    drafts.Drafter. Each token is chosen as without: a drafted one is kept where it is the one that
-    was chosen. exact: a step of several rows has the bits of single ones, so that the tokens are
-    those of decoding without drafts, of a seed, too; False: the fastest kernels. pace: what earlier
-    answers have shown, and this one will.
+    one: "lookup" (what followed the same tokens before), a model of the same vocabulary, the
+    model's own head (load_mtp), or a drafts.Drafter. Each token is chosen as without: a drafted one
+    is kept where it is the one that was chosen. exact: a step of several rows has the bits of
+    single ones, so that the tokens are those of decoding without drafts, of a seed, too; False: the
+    fastest kernels. pace: what earlier answers have shown, and this one will.
 
     transformers' own loop runs where this one knows too little: padded batches, encoders, images,
     no cache, beams, prompts in chunks, results beside the sequences, models with inputs of a step
@@ -326,6 +328,26 @@ class _Drafts:
             return None
         self._pace.saw(self._kind, len(drafted), right)
         return token
+
+
+def drafter_of(draft: Any, model: Any) -> Drafter:
+    """That of an argument `draft`: "lookup", a model, an MtpHead, or a Drafter. ValueError: none of
+    these, or a model of more tokens than the model knows."""
+    if draft == "lookup":
+        return Lookup()
+    if isinstance(draft, MtpHead):
+        return Mtp(model, draft)
+    if isinstance(draft, nn.Module):
+        both: tuple[Any, Any] = draft, model
+        own, most = (m.config.get_text_config(decoder=True).vocab_size for m in both)
+        if own > most:
+            raise ValueError(f"draft: a model of {own} tokens; the model has {most}")
+        return SmallModel(draft)
+    if isinstance(draft, Drafter):
+        return draft
+    raise ValueError(
+        f'draft: {draft!r}; allowed: "lookup", a model, an MtpHead, a Drafter (hf/drafts.py)'
+    )
 
 
 def check_drafts(model: Any, cache: Any, ids: Tensor, exact: bool) -> None:

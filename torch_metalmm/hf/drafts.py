@@ -264,19 +264,3 @@ class Pace:
         self._right[kind] = right * decay + accepted, tries * decay + tried
         self._tries += tried
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
-
-
-def drafter_of(draft: Any, model: Any) -> Drafter:
-    """That of an argument `draft`: "lookup", a model, or a Drafter. ValueError: none of these, or
-    one of more tokens than the model knows."""
-    if draft == "lookup":
-        return Lookup()
-    if isinstance(draft, torch.nn.Module):
-        both: tuple[Any, Any] = draft, model
-        own, most = (m.config.get_text_config(decoder=True).vocab_size for m in both)
-        if own > most:
-            raise ValueError(f"draft: a model of {own} tokens; the model has {most}")
-        return SmallModel(draft)
-    if isinstance(draft, Drafter):
-        return draft
-    raise ValueError(f'draft: {draft!r}; allowed: "lookup", a model, a Drafter (hf/drafts.py)')
