@@ -97,10 +97,15 @@ def run(run: Run) -> Iterator[Record]:
             }
 
 
-def answered(model: Any, prompt: Tensor, count: int, **how: Any) -> tuple[Tensor, float]:
-    """(the sequence, tokens a second behind the first)."""
+def answered(
+    model: Any, prompt: Tensor, count: int, cache: Any = None, **how: Any
+) -> tuple[Tensor, float]:
+    """(the sequence, tokens a second behind the first). cache: one that is emptied; else a new
+    one, whose steps are recorded anew."""
     torch.manual_seed(0)
-    cache, times = PackedCache(model.config, DTYPE_NAMES[model.dtype]), Times()
+    cache = PackedCache(model.config, DTYPE_NAMES[model.dtype]) if cache is None else cache
+    cache.reset()
+    times = Times()
     draft = {name: how.pop(name) for name in ("draft", "pace") if name in how}
     out: Tensor = model.generate(
         prompt,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_metalmm import fuse_, load_mtp, quantize_
+from torch_metalmm import PackedCache, fuse_, load_mtp, quantize_
 from torch_metalmm.hf.caches.layers import DTYPE_NAMES
 from torch_metalmm.hf.drafts import Pace
 from torch_metalmm.hf.mtp import Mtp
@@ -154,6 +154,8 @@ def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
             for each in (model, head):
                 fuse_(each, "swiglu", cache=DTYPE_NAMES[dtype])
         drafters = {"lookup": "lookup", "own head": Mtp(model, head)}
+        # As those of chats, so that steps are recorded once.
+        caches = [PackedCache(model.config, DTYPE_NAMES[dtype]) for _ in range(3)]
         for choice, how in CHOICES.items():
             plain, others = list[float](), {name: list[float]() for name in drafters}
             paces = {name: list[Pace]() for name in drafters}
@@ -161,13 +163,13 @@ def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
             for turn in range(-1, PROMPTS * args.repetitions):
                 end = ids.shape[1] - PROMPT * (turn % PROMPTS)
                 prompt = ids[:, end - 2 * PROMPT : end - PROMPT].to(device)
-                want, speed = answered(model, prompt, args.new_tokens, **how)
+                want, speed = answered(model, prompt, args.new_tokens, caches[0], **how)
                 plain.append(speed)
-                for name, draft in drafters.items():
+                for (name, draft), cache in zip(drafters.items(), caches[1:], strict=True):
                     status(f"{kind}, {format}, {choice}, {name}, {turn}")
                     pace = Pace()
                     given = {"draft": draft, "pace": pace}
-                    got, speed = answered(model, prompt, args.new_tokens, **given, **how)
+                    got, speed = answered(model, prompt, args.new_tokens, cache, **given, **how)
                     others[name].append(speed)
                     paces[name].append(pace)
                     equal[name] &= torch.equal(got, want)

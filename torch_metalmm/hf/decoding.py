@@ -25,7 +25,7 @@ from .answer import Answer, Chooser, Copied, Token
 from .cache import PackedCache
 from .caches.hybrid import States, states_of
 from .caches.layers import PackedLayer
-from .drafts import ROWS, Drafter, Lookup, Pace, Sees, SmallModel
+from .drafts import EXPECTED, ROWS, Drafter, Lookup, Pace, Sees, SmallModel
 from .mtp import Mtp
 
 # Modes of generate() that choose one token of each sequence, and those of several.
@@ -34,8 +34,6 @@ _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 Processors = Callable[[Tensor, Tensor], Tensor]
 # Where a model has one of its own, a step is what that says: long rotary factors read all anew.
 _OWN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Rows for which room is made before they come: 134 MB of a model of 8 B parameters in f16.
-_EXPECTED = 1024
 # Arguments of generate() that this loop knows how to give to a step.
 _KNOWN = frozenset((*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"))
 
@@ -106,7 +104,7 @@ def decode(
         check_drafts(model, cache, input_ids, exact)
         drafts = _Drafts(drafter_of(draft, model), pace or Pace(), exact, input_ids, is_late)
     if isinstance(cache, PackedCache) and (room := answer.room()) is not None:
-        cache.expect(input_ids.shape[1] + min(room, _EXPECTED))
+        cache.expect(input_ids.shape[1] + min(room, EXPECTED))
     steps = _Steps(model, cache, unread, model_kwargs, None if drafts is None else drafts.sees)
     is_over, token = False, None
     while not is_over:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.mtp import MtpHead
 from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
-from .drafts import Cost
+from .drafts import EXPECTED, Times
 from .replay import Replayed, replayed
 
 
@@ -25,22 +25,24 @@ class Mtp:
         self.head, self._g = head, last_hidden(head) or LastHidden(head)
         self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
-        self._cost = Cost()
+        self._each = Times()
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
-        # token behind it; the model's rows of those behind are here.
-        self._first = self._read = 0
+        # token behind it; the model's rows of those behind, as far as known, are here.
+        self._first = self._read = self._known = 0
         self._rows: list[Tensor] = []
 
     @property
     def seconds(self) -> float:
-        return self._cost.seconds
+        return self._each.seconds
 
     def begin(self, tokens: list[int]) -> None:
         same = 0
         while same < min(len(tokens), len(self._tokens)) and tokens[same] == self._tokens[same]:
             same += 1
         self._tokens = [*tokens]
+        if isinstance(self._cache, PackedCache):
+            self._cache.expect(len(tokens) + EXPECTED)
         self._cut(same - 1)
         self._keep(same)
 
@@ -52,17 +54,13 @@ class Mtp:
             self._read = start
             self._rows.clear()
         self._rows.append(hidden)
-
-    @property
-    def _known(self) -> int:
-        """The position from which on no row of the model is known."""
-        return self._read + sum(rows.shape[1] for rows in self._rows)
+        self._known = start + hidden.shape[1]
 
     def _cut(self, most: int) -> None:
         """Forget what the head has read from the position `most` on, and those beside the text."""
         if most < self._read:
             self._rows.clear()  # they are of later positions
-            self._read = max(0, most)
+            self._known = self._read = max(0, most)
             self._first = min(self._first, self._read)
         beside = self._cache.get_seq_length() - (self._read - self._first)
         if beside:
@@ -71,7 +69,8 @@ class Mtp:
     def _keep(self, known: int) -> None:
         """Forget the model's rows from that position on."""
         if self._known > known:
-            count = max(0, known - self._read)
+            self._known = max(known, self._read)
+            count = self._known - self._read
             self._rows = [torch.cat(self._rows, 1)[:, :count]] if count else []
 
     def add(self, token: int) -> None:
@@ -82,7 +81,7 @@ class Mtp:
         return "mtp" if self._read < end <= self._known else None
 
     def propose(self, most: int) -> list[int]:
-        with self._cost.of(most), torch.inference_mode():
+        with self._each.of(most), torch.inference_mode():
             return self._likeliest(most)
 
     def _likeliest(self, most: int) -> list[int]:
@@ -104,7 +103,7 @@ class Mtp:
             likeliest: list[int] = torch.cat(found, 1)[0].tolist()
         except BaseException:  # within the layer, whose rows may be half there
             self._cache.reset()
-            self._first = self._read = end
+            self._first = self._read = self._known = end
             self._rows.clear()
             raise
         self._read, self._rows = end, [later] if later.shape[1] else []
