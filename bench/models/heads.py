@@ -31,12 +31,12 @@ from ..tables import status
 from .drafted import CHOICES, answered
 from .trained import byte_ids
 
-BATCH, LENGTH, RATE, DEPTH = 32, 256, 1e-3, 2
+BATCH, LENGTH, RATE, DEPTH = 64, 256, 1.5e-3, 2
 PROMPT, PROMPTS = 400, 4
 _SIZES = {
-    **{"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
-    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{"vocab_size": 256, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 12},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 4096},
     **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
 }
@@ -158,7 +158,7 @@ def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
         caches = [PackedCache(model.config, DTYPE_NAMES[dtype]) for _ in range(3)]
         for choice, how in CHOICES.items():
             plain, others = list[float](), {name: list[float]() for name in drafters}
-            paces = {name: list[Pace]() for name in drafters}
+            paces = {name: Pace() for name in drafters}
             equal = {name: True for name in drafters}
             for turn in range(-1, PROMPTS * args.repetitions):
                 end = ids.shape[1] - PROMPT * (turn % PROMPTS)
@@ -167,14 +167,13 @@ def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
                 plain.append(speed)
                 for (name, draft), cache in zip(drafters.items(), caches[1:], strict=True):
                     status(f"{kind}, {format}, {choice}, {name}, {turn}")
-                    pace = Pace()
-                    given = {"draft": draft, "pace": pace}
+                    given = {"draft": draft, "pace": paces[name]}
                     got, speed = answered(model, prompt, args.new_tokens, cache, **given, **how)
                     others[name].append(speed)
-                    paces[name].append(pace)
                     equal[name] &= torch.equal(got, want)
             for name, speeds in others.items():
-                seen = paces[name][1:]
+                pace, draft = paces[name], drafters[name]
+                each = draft.seconds if isinstance(draft, Mtp) else 0.0
                 yield {
                     "kind": "drafts",
                     "model": f"{kind}, {format}, {device}, {args.new_tokens} bytes of code",
@@ -182,7 +181,8 @@ def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
                     "plain": median(plain[1:]),
                     "drafted": median(speeds[1:]),
                     "speed": median(b / a for a, b in zip(plain[1:], speeds[1:], strict=True)),
-                    "share": sum(p.accepted for p in seen) / max(1, sum(p.drafted for p in seen)),
-                    "drafts": median(p.drafted for p in seen),
+                    "share": pace.accepted / max(1, pace.drafted),
+                    "drafts": pace.drafted / len(speeds),
+                    "draft_us": each * 1e6,
                     "ok": equal[name],
                 }

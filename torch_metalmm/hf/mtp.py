@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models.mtp import MtpHead
+from ..nn.exact import MOST
 from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
 from .drafts import EXPECTED, Times
@@ -81,30 +82,41 @@ class Mtp:
         return "mtp" if self._read < end <= self._known else None
 
     def propose(self, most: int) -> list[int]:
-        with self._each.of(most), torch.inference_mode():
-            return self._likeliest(most)
+        with torch.inference_mode():
+            self._cut(self._read)
+            end = len(self._tokens) - 1
+            # What has gone on without drafts is read once: no draft takes that time again.
+            if end - self._read > MOST:
+                self._read_on(end - self._read - MOST)
+            with self._each.of(most):
+                token, g = self._read_on(end - self._read)
+                found = [token]
+                for i in range(1, most):
+                    token, g = self._step(token, g, end + i)
+                    found.append(token)
+                likeliest: list[int] = torch.cat(found, 1)[0].tolist()
+        return likeliest
 
-    def _likeliest(self, most: int) -> list[int]:
-        read, end = self._read, len(self._tokens) - 1
-        self._cut(read)
-        rows = torch.cat(self._rows, 1)
-        hidden, later = rows[:, : end - read], rows[:, end - read :]
-        given = torch.tensor([self._tokens[read + 1 :]], device=rows.device)
-        positions = torch.arange(read + 1, end + most, device=rows.device)[None]
-        found: list[Tensor] = []
+    def _read_on(self, count: int) -> tuple[Tensor, Tensor]:
+        """The next so many positions of the text, by the model's rows; as _step."""
+        rows, begin = torch.cat(self._rows, 1), self._read + 1
+        given = torch.tensor([self._tokens[begin : begin + count]], device=rows.device)
+        found = self._step(given, rows[:, :count], begin)
+        self._read += count
+        self._rows = [rows[:, count:]] if rows.shape[1] > count else []
+        return found
+
+    def _step(self, given: Tensor, hidden: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """(the likeliest token [1, 1], what stands in for the model's row) behind tokens [1, n]
+        from a position on, each with the row before it."""
+        at = torch.arange(begin, begin + given.shape[1], device=given.device)[None]
+        self.head.given.take(hidden)
         try:
-            while len(found) < most:
-                self.head.given.take(hidden)
-                at, positions = positions[:, : given.shape[1]], positions[:, given.shape[1] :]
-                logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
-                assert self._g.rows is not None  # of the head's step
-                hidden, given = self._g.rows[:, -1:], logits[:, -1].argmax(-1, keepdim=True)
-                found.append(given)
-            likeliest: list[int] = torch.cat(found, 1)[0].tolist()
+            logits = self.head(input_ids=given, position_ids=at, cache=self._cache).logits
         except BaseException:  # within the layer, whose rows may be half there
             self._cache.reset()
-            self._first = self._read = self._known = end
+            self._first = self._read = self._known = len(self._tokens) - 1
             self._rows.clear()
             raise
-        self._read, self._rows = end, [later] if later.shape[1] else []
-        return likeliest
+        assert self._g.rows is not None  # of the head's step
+        return logits[:, -1].argmax(-1, keepdim=True), self._g.rows[:, -1:]
