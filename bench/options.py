@@ -100,6 +100,10 @@ OPTIONS = {
     "draft": Option("prompt lookup on tasks, beside decoding without", bool),
     "mtp": Option("drafts of models' own heads, small models that are trained first", bool),
     "train": Option("--mtp: each model for so many seconds (150)", float, 150.0, 2.0),
+    "told": Option(
+        "--mtp: random models of 4 B parameters instead, whose drafts are right by this share",
+        float,
+    ),
     "folder": Option("--mtp: where the trained models are kept", Path),
     "exact": Option("several rows beside one, fastest and with the bits of single rows", bool),
     "ops": Option("of families of models: calls of ops, before and after fuse_", bool),
@@ -185,7 +189,7 @@ MEASURES = {
         "what a token costs, by part",
         ON_DEVICE + "models compile no-graph no-fuse no-peers prompt context cache activations tp "
         "one-device new-tokens budget chip overhead families loops draft ops write mtp train "
-        "folder",
+        "folder told",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
             "cuda": ON_GPU | {"models": "8b,1b"},

@@ -4,6 +4,9 @@ Trained byte by byte on the modules of Python's standard library, by AdamW on th
 a model of full attention, and one whose layers but each fourth are gated delta rules. The head is
 trained on two of its own steps, as it is used. Both are written as their makers publish such
 models (mtp.*), loaded and packed; the last modules, which training has not seen, are gone on with.
+
+With --told the models are random ones of the sizes of 4 B parameters, and in place of what the head
+computes the text's tokens are proposed, right with that probability.
 """
 
 from __future__ import annotations
@@ -40,6 +43,11 @@ _SIZES = {
     **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 4096},
     **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
 }
+_SIZES_4B = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32} | {
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 152064},
+}
 _QUICK = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
 _EACH_FOURTH = ["linear_attention"] * 3 + ["full_attention"]
 KINDS = {"full attention": ["full_attention"] * 4, "hybrid": _EACH_FOURTH}
@@ -59,9 +67,34 @@ def text() -> Tensor:
     return byte_ids("".join(f.read_text(errors="ignore") for f in sorted(folder.glob("*.py"))))
 
 
+class Told(Mtp):
+    """Proposes what comes next, each token with the probability `right`, else another; the head
+    computes all the same."""
+
+    def __init__(self, model: Any, head: MtpHead, right: float) -> None:
+        super().__init__(model, head)
+        self.told, self._right, self._draws = list[int](), right, torch.Generator().manual_seed(0)
+
+    def propose(self, most: int) -> list[int]:
+        super().propose(most)
+        count = len(self._tokens)
+        found = [*self.told[count : count + most], *[0] * most][:most]
+        wrong = torch.rand(most, generator=self._draws) >= self._right
+        return [t ^ 1 if w else t for t, w in zip(found, wrong.tolist(), strict=True)]
+
+
 def run(run: Run) -> Iterator[Record]:
     """One record per model and choice of tokens."""
     ids = text()
+    if run.args.told is not None:
+        for kind in KINDS:
+            sizes = _SIZES_4B | (_QUICK if run.args.quick else {})
+            with torch.inference_mode(False), torch.device(run.device.type):
+                model, head = untrained(kind, sizes, run.device.dtype)
+            for each in (model, head):
+                each.eval().requires_grad_(False)
+            yield from raced(kind, model, head, run.args.formats.split(",")[0], ids, run)
+        return
     with TemporaryDirectory() as folder:
         for kind in KINDS:
             path = (run.args.folder or Path(folder)) / kind.replace(" ", "-")
@@ -71,19 +104,18 @@ def run(run: Run) -> Iterator[Record]:
             yield from measured(kind, path, ids, run)
 
 
-def untrained(kind: str, quick: bool) -> tuple[Any, MtpHead]:
-    """(a random model in f32, its random head)."""
+def untrained(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> tuple[Any, MtpHead]:
+    """(a random model, its random head)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = _SIZES | (_QUICK if quick else {})
-    kinds = (KINDS[kind] * 6)[-sizes["num_hidden_layers"] :]
+    kinds = (KINDS[kind] * 8)[-sizes["num_hidden_layers"] :]
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_5_text", **sizes, layer_types=kinds)
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.layer_types = 1, ["full_attention"]
-    model, block = (AutoModelForCausalLM.from_config(c, dtype=torch.float32) for c in (config, one))
+    model, block = (AutoModelForCausalLM.from_config(c, dtype=dtype) for c in (config, one))
     head = MtpHead(model, block)
-    head.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    head.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype)
     return model, head
 
 
@@ -111,7 +143,8 @@ def train(kind: str, path: Path, ids: Tensor, run: Run) -> None:
     from safetensors.torch import load_file, save_file
 
     device = run.device.type
-    model, head = untrained(kind, run.args.quick)
+    sizes = _SIZES | (_QUICK if run.args.quick else {})
+    model, head = untrained(kind, sizes, torch.float32)
     model, head = model.to(device).train(), head.to(device).train()
     parameters = list(dict.fromkeys((*model.parameters(), *head.parameters())))
     optimizer = torch.optim.AdamW(parameters, RATE)
@@ -142,47 +175,60 @@ def train(kind: str, path: Path, ids: Tensor, run: Run) -> None:
 
 
 def measured(kind: str, path: Path, ids: Tensor, run: Run) -> Iterator[Record]:
+    """Of a trained model, in each format."""
     from transformers import AutoModelForCausalLM
 
-    device, args = run.device.type, run.args
-    dtype = torch.float32 if device == "cpu" else torch.float16
-    for format in args.formats.split(","):
+    for format in run.args.formats.split(","):
         with torch.inference_mode(False), torch.no_grad():
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
-            quantize_(model, format, progress=False)
-            head = load_mtp(model, path)
-            for each in (model, head):
-                fuse_(each, "swiglu", cache=DTYPE_NAMES[dtype])
-        drafters = {"lookup": "lookup", "own head": Mtp(model, head)}
-        # As those of chats, so that steps are recorded once.
-        caches = [PackedCache(model.config, DTYPE_NAMES[dtype]) for _ in range(3)]
-        for choice, how in CHOICES.items():
-            plain, others = list[float](), {name: list[float]() for name in drafters}
-            paces = {name: Pace() for name in drafters}
-            equal = {name: True for name in drafters}
-            for turn in range(-1, PROMPTS * args.repetitions):
-                end = ids.shape[1] - PROMPT * (turn % PROMPTS)
-                prompt = ids[:, end - 2 * PROMPT : end - PROMPT].to(device)
-                want, speed = answered(model, prompt, args.new_tokens, caches[0], **how)
-                plain.append(speed)
-                for (name, draft), cache in zip(drafters.items(), caches[1:], strict=True):
-                    status(f"{kind}, {format}, {choice}, {name}, {turn}")
-                    given = {"draft": draft, "pace": paces[name]}
-                    got, speed = answered(model, prompt, args.new_tokens, cache, **given, **how)
-                    others[name].append(speed)
-                    equal[name] &= torch.equal(got, want)
-            for name, speeds in others.items():
-                pace, draft = paces[name], drafters[name]
-                each = draft.seconds if isinstance(draft, Mtp) else 0.0
-                yield {
-                    "kind": "drafts",
-                    "model": f"{kind}, {format}, {device}, {args.new_tokens} bytes of code",
-                    "task": f"{name}, {choice}",
-                    "plain": median(plain[1:]),
-                    "drafted": median(speeds[1:]),
-                    "speed": median(b / a for a, b in zip(plain[1:], speeds[1:], strict=True)),
-                    "share": pace.accepted / max(1, pace.drafted),
-                    "drafts": pace.drafted / len(speeds),
-                    "draft_us": each * 1e6,
-                    "ok": equal[name],
-                }
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=run.device.dtype)
+            model = model.eval().to(run.device.type)
+            head = load_mtp(model, path, format)
+        yield from raced(kind, model, head, format, ids, run)
+
+
+def raced(
+    kind: str, model: Any, head: MtpHead, format: str, ids: Tensor, run: Run
+) -> Iterator[Record]:
+    """Packed and fused: answers without drafts, by lookup and by the head, in turns."""
+    device, args = run.device.type, run.args
+    with torch.inference_mode(False), torch.no_grad():
+        quantize_(model, format, progress=False)
+        quantize_(head, format, progress=False)
+        for each in (model, head):
+            fuse_(each, "swiglu", cache=DTYPE_NAMES[run.device.dtype])
+    told = None if args.told is None else Told(model, head, args.told)
+    drafters: dict[str, Any] = {"lookup": "lookup", "own head": Mtp(model, head)}
+    if told is not None:
+        drafters = {f"own head, right by {args.told:.0%}": told}
+    # As those of chats, so that steps are recorded once.
+    caches = [PackedCache(model.config, DTYPE_NAMES[run.device.dtype]) for _ in range(3)]
+    for choice, how in CHOICES.items():
+        plain, others = list[float](), {name: list[float]() for name in drafters}
+        paces, equal = {name: Pace() for name in drafters}, dict.fromkeys(drafters, True)
+        for turn in range(-1, PROMPTS * args.repetitions):
+            end = ids.shape[1] - PROMPT * (turn % PROMPTS)
+            prompt = ids[:, end - 2 * PROMPT : end - PROMPT].to(device)
+            want, speed = answered(model, prompt, args.new_tokens, caches[0], **how)
+            plain.append(speed)
+            if told is not None:
+                told.told = want[0].tolist()
+            for (name, draft), cache in zip(drafters.items(), caches[1:], strict=False):
+                status(f"{kind}, {format}, {choice}, {name}, {turn}")
+                given = {"draft": draft, "pace": paces[name]}
+                got, speed = answered(model, prompt, args.new_tokens, cache, **given, **how)
+                others[name].append(speed)
+                equal[name] &= torch.equal(got, want)
+        for name, speeds in others.items():
+            pace, draft = paces[name], drafters[name]
+            yield {
+                "kind": "drafts",
+                "model": f"{kind}, {format}, {device}, {args.new_tokens} tokens",
+                "task": f"{name}, {choice}",
+                "plain": median(plain[1:]),
+                "drafted": median(speeds[1:]),
+                "speed": median(b / a for a, b in zip(plain[1:], speeds[1:], strict=True)),
+                "share": pace.accepted / max(1, pace.drafted),
+                "drafts": pace.drafted / len(speeds),
+                "draft_us": draft.seconds * 1e6 if isinstance(draft, Mtp) else 0.0,
+                "ok": equal[name],
+            }

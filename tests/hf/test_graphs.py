@@ -27,7 +27,7 @@ class Captured:
 
     made = 0
 
-    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device, shown: int) -> None:
         Captured.made += 1
         self._run = run
 

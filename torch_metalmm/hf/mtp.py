@@ -26,7 +26,7 @@ class Mtp:
         self.head, self._g = head, last_hidden(head) or LastHidden(head)
         self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
-        self._each = Times()
+        self._each = Times(min)  # a draft may have steps that are recorded
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
         # token behind it; the model's rows of those behind, as far as known, are here.
