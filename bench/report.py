@@ -271,7 +271,6 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             ("speed", "speed", "{:.2f}×".format),
             ("drafted", "drafts", "{:.0f}".format),
             ("right", "share", whole_percent),
-            ("µs a draft", "draft_us", digits),
             ("tokens equal", "ok", yes),
         ),
     ),

@@ -93,7 +93,6 @@ def run(run: Run) -> Iterator[Record]:
                 "speed": median(b / a for a, b in zip(plain, drafted, strict=True)),
                 "share": sum(p.accepted for p in paces) / max(1, sum(p.drafted for p in paces)),
                 "drafts": median(p.drafted for p in paces),
-                "draft_us": 0.0,
                 "ok": all(equal),
             }
 

@@ -229,6 +229,5 @@ def raced(
                 "speed": median(b / a for a, b in zip(plain[1:], speeds[1:], strict=True)),
                 "share": pace.accepted / max(1, pace.drafted),
                 "drafts": pace.drafted / len(speeds),
-                "draft_us": draft.seconds * 1e6 if isinstance(draft, Mtp) else 0.0,
                 "ok": equal[name],
             }

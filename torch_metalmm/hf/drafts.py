@@ -6,10 +6,8 @@ right only decides how fast an answer is (decoding.py).
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,10 +30,6 @@ EXPECTED = 1024
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes what follows one text."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a drafted token, as far as known."""
 
     def begin(self, tokens: list[int]) -> None:
         """Of a text that begins with these."""
@@ -62,38 +56,12 @@ class Sees(Drafter, Protocol):
         steps from there on are of no text."""
 
 
-class Times:
-    """How long takes what is done again and again: the median of the last times, or another of
-    them, once what comes first (steps that are recorded, replayed first, or captured) is over."""
-
-    _UNTIMED, _TIMED = 5, 9
-
-    def __init__(self, chosen: Callable[[Iterable[float]], float] = median) -> None:
-        self._count, self._chosen = 0, chosen
-        self._last: deque[float] = deque(maxlen=self._TIMED)
-        self.seconds = 0.0  # until there is one
-
-    def add(self, seconds: float) -> None:
-        self._count += 1
-        if self._count > self._UNTIMED:
-            self._last.append(seconds)
-            self.seconds = self._chosen(self._last)
-
-    @contextmanager
-    def of(self, tokens: int) -> Iterator[None]:
-        """Inside, so many are drafted, each of which takes its part."""
-        begun = time.perf_counter()
-        yield
-        self.add((time.perf_counter() - begun) / tokens)
-
-
 class Lookup:
     """Prompt lookup: the text goes on as it did where its last tokens stood before.
 
     Of the last places where they stood that before which most tokens agree, the last of these.
     """
 
-    seconds = 0.0
     _PLACES, _LONGEST = 16, 16  # that are compared; tokens of which it is counted that they agree
 
     def __init__(self, shortest: int = 2) -> None:
@@ -156,7 +124,6 @@ class SmallModel:
             raise ValueError(
                 f"draft: a {type(model).__name__}, whose recurrent layers cannot go back"
             )
-        self._each = Times(min)  # a draft may have steps that are recorded
         self._tokens: list[int] = []
         self._held: list[int] = []  # those that the cache has rows of
         self._known = 0  # of the held ones that are the text's
@@ -170,15 +137,7 @@ class SmallModel:
     def kind(self) -> Hashable | None:
         return "model"
 
-    @property
-    def seconds(self) -> float:
-        return self._each.seconds
-
     def propose(self, most: int) -> list[int]:
-        with self._each.of(most):
-            return self._likeliest(most)
-
-    def _likeliest(self, most: int) -> list[int]:
         tokens, held = self._tokens, self._held
         same = min(self._known, len(tokens) - 1)
         while same < min(len(held), len(tokens) - 1) and held[same] == tokens[same]:
@@ -209,36 +168,65 @@ class SmallModel:
             raise
 
 
+class Times:
+    """How long takes what is done again and again: the median of the last times, once what comes
+    first (steps that are recorded, replayed first, or captured) is over."""
+
+    _UNTIMED, _TIMED = 5, 9
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: deque[float] = deque(maxlen=self._TIMED)
+
+    def add(self, seconds: float) -> None:
+        self._count += 1
+        if self._count > self._UNTIMED:
+            self._last.append(seconds)
+
+    def known(self, least: int = 1) -> float:
+        """0: of fewer than so many times."""
+        return median(self._last) if len(self._last) >= least else 0.0
+
+
 class Pace:
     """How many tokens to draft, by what steps took and how many drafted tokens were right.
 
     A drafted token of a kind is right with probability p, so that k of them bring 1 + p + ... + p^k
     tokens a step; p of a kind that has not been tried is that of all, or a hope. Where no number of
     tokens is worth its step none is drafted; p then drifts to the hope, so that now and then a
-    draft is tried.
+    draft is tried. Behind many drafts some steps are without, so that what a step of one row takes
+    is not that of long ago.
     """
 
     _HOPED = 0.4  # at the weight of two tries
     _DECAY, _DRIFT = 0.93, 0.005
     _ROW = 0.15  # of a step's time for a row more, until such a step has been timed
+    _LEAST = 4  # steps of one row that are timed before the first draft
+    _MANY, _WITHOUT = 60, 6
 
     def __init__(self) -> None:
         self._steps: dict[int, Times] = {}  # by their rows
         self._right: dict[Hashable, tuple[float, float]] = {}  # right ones, tries
         self._tries = 0  # of all kinds
+        self._drafts = self._without = 0  # since steps that were without; of these, those to come
         self.drafted = self.accepted = 0
 
-    def count(self, kind: Hashable, seconds: float) -> int:
-        """Tokens to draft of this kind, at so many seconds each."""
-        if not self._seconds(1):
+    def count(self, kind: Hashable) -> int:
+        """Tokens to draft of this kind."""
+        if not self._seconds(1, self._LEAST):
+            return 0
+        if self._without:
+            self._without -= 1
             return 0
         p = self._p(kind)
-        best = max(
-            ROWS, key=lambda m: sum(p**i for i in range(m)) / (self._of(m) + (m - 1) * seconds)
-        )
+        best = max(ROWS, key=lambda m: sum(p**i for i in range(m)) / self._of(m))
         if best == 1:
             right, tries = self._right[kind]
             self._right[kind] = right + self._DRIFT * (self._hoped() * tries - right), tries
+            return 0
+        self._drafts += 1
+        if self._drafts == self._MANY:
+            self._drafts, self._without = 0, self._WITHOUT
         return best - 1
 
     def _p(self, kind: Hashable) -> float:
@@ -248,9 +236,9 @@ class Pace:
     def _hoped(self) -> float:
         return max(self._HOPED, self.accepted / max(1, self._tries))
 
-    def _seconds(self, rows: int) -> float:
-        """Of a step of so many rows, as far as timed; else 0."""
-        return self._steps[rows].seconds if rows in self._steps else 0.0
+    def _seconds(self, rows: int, least: int = 1) -> float:
+        """Of a step of so many rows and its draft, as far as timed so often; else 0."""
+        return self._steps[rows].known(least) if rows in self._steps else 0.0
 
     def _of(self, rows: int) -> float:
         """The same, also before such a step has been timed."""
@@ -258,7 +246,7 @@ class Pace:
         return self._seconds(near) * (1 + self._ROW * (rows - near))
 
     def took(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took that."""
+        """A step of so many rows, with its draft, took that."""
         self._steps.setdefault(rows, Times()).add(seconds)
 
     def saw(self, kind: Hashable, drafted: int, accepted: int) -> None:

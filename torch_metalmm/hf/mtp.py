@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..models.mtp import MtpHead
-from ..nn.exact import MOST
 from ..nn.hidden import LastHidden, last_hidden
 from .cache import PackedCache
-from .drafts import EXPECTED, Times
+from .drafts import EXPECTED
 from .replay import Replayed, replayed
 
 
@@ -26,16 +25,11 @@ class Mtp:
         self.head, self._g = head, last_hidden(head) or LastHidden(head)
         self._cache = PackedCache(head.block.config) if cache is None else cache
         self.hidden = last_hidden(model) or LastHidden(model)
-        self._each = Times(min)  # a draft may have steps that are recorded
         self._tokens: list[int] = []
         # The head's cache has a row of each position from the first one on that is read, and the
         # token behind it; the model's rows of those behind, as far as known, are here.
         self._first = self._read = self._known = 0
         self._rows: list[Tensor] = []
-
-    @property
-    def seconds(self) -> float:
-        return self._each.seconds
 
     def begin(self, tokens: list[int]) -> None:
         same = 0
@@ -85,16 +79,12 @@ class Mtp:
         with torch.inference_mode():
             self._cut(self._read)
             end = len(self._tokens) - 1
-            # What has gone on without drafts is read once: no draft takes that time again.
-            if end - self._read > MOST:
-                self._read_on(end - self._read - MOST)
-            with self._each.of(most):
-                token, g = self._read_on(end - self._read)
-                found = [token]
-                for i in range(1, most):
-                    token, g = self._step(token, g, end + i)
-                    found.append(token)
-                likeliest: list[int] = torch.cat(found, 1)[0].tolist()
+            token, g = self._read_on(end - self._read)
+            found = [token]
+            for i in range(1, most):
+                token, g = self._step(token, g, end + i)
+                found.append(token)
+            likeliest: list[int] = torch.cat(found, 1)[0].tolist()
         return likeliest
 
     def _read_on(self, count: int) -> tuple[Tensor, Tensor]:
