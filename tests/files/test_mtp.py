@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import load_quietly, random_model
-from gguf_models import convert, random_hf
+from gguf_files import load_quietly, random_model, tensors_of, write_gguf
+from gguf_models import convert, fields_of, random_hf
 from mtp_models import FAMILIES, folder_with_head, step, trunk, with_nextn
+from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -43,6 +44,18 @@ def test_a_gguf_file(case: str, tmp_path: Path) -> None:
     assert got.shape == (1, want) and bool(got.isfinite().all())
     with pytest.raises(ValueError, match=r"m\.gguf has no layer that predicts later tokens"):
         load_mtp(model, without)
+
+
+def test_a_gguf_file_without_a_part(tmp_path: Path) -> None:
+    path = with_nextn(random_model(tmp_path / "m.gguf", "qwen35"), "qwen35")
+    model, _, _ = load_quietly(path)
+    fields, tensors = fields_of(path), dict(tensors_of(path))
+    values = {k.removeprefix("qwen35."): v for k, v in fields.items() if k.startswith("qwen35.")}
+    for missing in ("nextn.enorm", "nextn.eh_proj", "attn_k"):
+        left = {n: t for n, t in tensors.items() if n != f"blk.4.{missing}.weight"}
+        bad = write_gguf(tmp_path / "bad.gguf", "qwen35", left, values)
+        with pytest.raises(ValueError, match="has no tensor"):
+            load_mtp(model, bad)
 
 
 def _both(model: Any, head: Any) -> Any:
@@ -101,6 +114,13 @@ def test_no_head(tmp_path: Path) -> None:
     wide = trunk("glm4_moe", hidden_size=32)
     with pytest.raises(ValueError, match="its tensors are no"):
         load_mtp(wide, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for missing in ("enorm", "self_attn.k_proj"):
+        left = {n: t for n, t in tensors.items() if n != f"model.layers.2.{missing}.weight"}
+        (tmp_path / missing).mkdir()
+        save_file(left, tmp_path / missing / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"no .*{missing}\.weight"):
+            load_mtp(model, tmp_path / missing)
     shutil.copy(folder / "model.safetensors", folder / "again.safetensors")
     with pytest.raises(ValueError, match="is in .*again.safetensors and in"):
         load_mtp(model, folder)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..extras import HF, require
-from ..models.mtp import MtpHead
+from ..models.mtp import OWN, MtpHead
 from ..models.quantize import quantize_
 from ..nn import QuantLinear
 from .blame import blaming
@@ -93,6 +93,8 @@ def _stage(path: Path, model: Any, folder: Path) -> dict[str, Tensor]:
             f"model.layers.{text.num_hidden_layers}.*"
         )
     own = {n: tensors.pop(n) for n in list(tensors) if not n.startswith("model.")}
+    if missing := sorted({f"{name}.weight" for name in OWN} - own.keys()):
+        raise ValueError(f"{path}: its head for later tokens has no {', '.join(missing)}")
     tensors["model.embed_tokens.weight"] = torch.zeros(1, text.hidden_size)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     return own

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from ..nn.exact import MOST
 from .cache_argument import with_cache
 
+OWN = ("enorm", "hnorm", "eh_proj")  # what a head has beside its layer and last norm
+
 
 class Logits(OrderedDict[str, Any]):
     """logits [1, 1, vocabulary] and the cache, as models of transformers return them."""
@@ -65,7 +67,6 @@ class MtpHead(nn.Module):
         size, dtype = block.config.hidden_size, block.dtype
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device="meta", dtype=dtype)
-
         self.config, self.given = block.config, Given()
 
     @property

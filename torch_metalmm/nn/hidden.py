@@ -11,21 +11,17 @@ class LastHidden:
     """rows: the last hidden states of the model's last step, [batch, tokens, hidden_size], behind
     the final norm; None: no step has been computed.
 
-    A hook of the decoder keeps them, until remove(). A replayed step, which calls no hook, sets
-    them (hf/replay.py).
+    A hook of the decoder keeps them. A replayed step, which calls no hook, sets them
+    (hf/replay.py).
     """
 
     def __init__(self, model: Any) -> None:
         """model: one of transformers with a decoder and an output head."""
         self.rows: Tensor | None = None
-        self._hook = model.get_decoder().register_forward_hook(self._keep)
+        model.get_decoder().register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, args: Any, out: Any) -> None:
         self.rows = out[0]
-
-    def remove(self) -> None:
-        self._hook.remove()
-        self.rows = None
 
 
 def last_hidden(model: Any) -> LastHidden | None:

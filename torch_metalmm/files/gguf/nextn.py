@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...models.mtp import MtpHead
+from ...models.mtp import OWN, MtpHead
 from ...models.skeleton import put_dense, put_packed
 from ...nn.place import place
 from .architectures import model_config
@@ -29,10 +29,13 @@ class OneLayer(GgufFile):
         self._file, name = file, file.architecture
         count = file.stated("nextn_predict_layers", 0)
         self._layers = file.stated("block_count", 0)
+        if type(count) is not int or type(self._layers) is not int or not 0 < count < self._layers:
+            raise ValueError(f"{file.path} has no layer that predicts later tokens (nextn)")
         self.number = self._layers - count
         self.prefix = f"blk.{self.number}.nextn."
-        if not count or f"{self.prefix}eh_proj.weight" not in file.tensors:
-            raise ValueError(f"{file.path} has no layer that predicts later tokens (nextn)")
+        needed = [f"{self.prefix}{name}.weight" for name in OWN]
+        if missing := [name for name in needed if name not in file.tensors]:
+            raise ValueError(f"{file.path} has no tensor {', '.join(missing)}")
         self.metadata = file.metadata | {
             f"{name}.block_count": 1,
             f"{name}.nextn_predict_layers": 0,
