@@ -215,7 +215,8 @@ class _Steps:
     def _forward(self, ids: Tensor, others: dict[str, Any]) -> Tensor:
         if self._positions is not None:
             self._given["position_ids"] = self._positions
-        cache, start = with_cache(self._model, self._cache), int(self._cache.get_seq_length())
+        start = 0 if self._sees is None else int(self._cache.get_seq_length())
+        cache = with_cache(self._model, self._cache)
         logits: Tensor = self._model(input_ids=ids, **cache, **self._given | others).logits
         if self._sees is not None and self._sees.hidden.rows is not None:
             self._sees.see(start, self._sees.hidden.rows)

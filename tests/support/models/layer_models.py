@@ -14,7 +14,7 @@ from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.models.fuse.norms import as_norm
 
 VOCABULARY = 96
-_SIZES = {
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -86,7 +86,7 @@ def small(
 
     given = FUSED[kind][0] if kind in FUSED else _OPTIONS.get(kind, {})
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(_SIZES | given | options))
+    config = AutoConfig.for_model(kind, **(SIZES | given | options))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:

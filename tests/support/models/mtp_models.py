@@ -10,22 +10,12 @@ import numpy as np
 import torch
 from gguf_files import tensors_of, write_gguf
 from gguf_models import fields_of
+from layer_models import SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_LONGER = {"max_position_embeddings": 256}
 _ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -75,7 +65,7 @@ def _random(model: Any, seed: int) -> Any:
 
 def trunk(family: str, **options: Any) -> Any:
     """The model, dense, in f32, the same at each call."""
-    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | options))
+    config = AutoConfig.for_model(family, **(SIZES | _LONGER | FAMILIES[family] | options))
     return _random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 0)
 
 

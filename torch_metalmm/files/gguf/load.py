@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -271,8 +270,8 @@ def _plan(
 
 def _is_later(name: str, config: Any) -> bool:
     """Whether the tensor is of a layer behind the model's."""
-    layer = re.match(r"blk\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= getattr(config, "num_hidden_layers", 1 << 30)
+    layer = layer_of(name)
+    return layer is not None and layer >= getattr(config, "num_hidden_layers", MAX_LAYERS)
 
 
 def _number(file: GgufFile, key: str, layer: int | None) -> float:

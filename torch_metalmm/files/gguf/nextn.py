@@ -26,7 +26,7 @@ class OneLayer(GgufFile):
     def __init__(self, file: GgufFile) -> None:
         """ValueError: the file has no such layer."""
         self.__dict__.update(vars(file))  # its map and what was read of it
-        self._file, name = file, file.architecture
+        self._file, kind = file, file.architecture
         count = file.stated("nextn_predict_layers", 0)
         self._layers = file.stated("block_count", 0)
         if type(count) is not int or type(self._layers) is not int or not 0 < count < self._layers:
@@ -37,10 +37,10 @@ class OneLayer(GgufFile):
         if missing := [name for name in needed if name not in file.tensors]:
             raise ValueError(f"{file.path} has no tensor {', '.join(missing)}")
         self.metadata = file.metadata | {
-            f"{name}.block_count": 1,
-            f"{name}.nextn_predict_layers": 0,
-            f"{name}.leading_dense_block_count": 0,
-            f"{name}.full_attention_interval": 1,
+            f"{kind}.block_count": 1,
+            f"{kind}.nextn_predict_layers": 0,
+            f"{kind}.leading_dense_block_count": 0,
+            f"{kind}.full_attention_interval": 1,
         }
         self._names = {name: name for name in _SHARED if name in file.tensors}
         if f"{self.prefix}shared_head_norm.weight" in file.tensors:

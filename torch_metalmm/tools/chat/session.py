@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hf.drafts import Drafter, Lookup, Pace, Sees, SmallModel
-from ...hf.mtp import Mtp
+from ...hf.drafts import Drafter, Pace, Sees, SmallModel
 from ...models.cache_argument import cache_in, cache_of_generate
 from ...models.mtp import MtpHead
 from ..sequence import Sequence
@@ -239,7 +238,7 @@ class Session:
     def _own_drafter(self) -> Drafter | None:
         """Of our own loop; None: there are no drafts, or transformers' loop takes those of a model:
         it translates other vocabularies, and knows models and caches that ours does not."""
-        from ...hf.decoding import why_undrafted
+        from ...hf.decoding import drafter_of, why_undrafted
 
         if self.draft is None:
             return None
@@ -249,7 +248,7 @@ class Session:
         if self.draft == "lookup" or isinstance(self.draft, MtpHead):
             if why:
                 raise ValueError(f"draft: {why}")
-            return Lookup() if self.draft == "lookup" else Mtp(self.model, self.draft)
+            return drafter_of(self.draft, self.model)
         if why:
             return None
         model, tokenizer = self.draft
