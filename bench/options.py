@@ -76,6 +76,8 @@ OPTIONS = {
         "with --cache several",
         normal="32",
     ),
+    "states": Option("HEADSxVALUES (32x128)", normal="32x128", quick="4x32"),
+    "positions": Option("of a sequence, as 1,512", normal="1,8,512,4096", quick="1,40"),
     "prefill": Option("queries of a prefill (512); 0: none", int, 512, 24),
     "filled": Option("slots before a prefill (0,8k)", normal="0,8k", quick="0,100"),
     "pages": Option("caches in pages, too", bool),
@@ -173,6 +175,11 @@ MEASURES = {
     ),
     "experts": Command(
         "ops.experts", "products of experts that tokens choose", ON_DEVICE + "experts tokens dtype"
+    ),
+    "recurrent": Command(
+        "ops.recurrent",
+        "prompts through gated_delta and ssm_scan",
+        ON_DEVICE + "states positions dtype",
     ),
     "attention": Command(
         "ops.attention",

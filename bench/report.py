@@ -84,6 +84,7 @@ CELLS: dict[str, set[str]] = {
     "norm": set(),
     "experts": set(),
     "attention": {"format"},
+    "recurrent": set(),
     "matrix-op": {"format", "m"},
 }
 OF_CELLS: tuple[Column, ...] = (
@@ -94,6 +95,7 @@ OF_CELLS: tuple[Column, ...] = (
     ("tokens", "tokens", str),
     ("batch", "batch", str),
     ("slots", "slots", str),
+    ("positions", "positions", str),
     ("MB of cache", "bytes", with_unit(1e6)),
     ("µs", lambda r: microseconds(r, 4), str),
     ("IQR", spread, percent),
@@ -109,6 +111,7 @@ OF_CELLS: tuple[Column, ...] = (
     ("linear of the same work over it", "of_same_work", times),
     ("of one expert over it", "of_one_expert", times),
     ("unfused over it", "of_unfused", times),
+    ("in chunks over it", "of_chunks", times),
     ("error", "error", scientific),
     ("of bound", lambda r: 100 * r["worst"] if "worst" in r else None, percent),
 )

@@ -180,19 +180,32 @@ struct RouteGeometry {
 };
 MM_CONST float kRouteLeast = 1e-20f;  // added to a sum of chosen scores
 
-// gated_delta: a simdgroup kColumns columns of the state of a head, 4 a lane, a row for each
-// kRowLanes; an item is a lane. 16 columns instead of 8 leave 256 simdgroups for 32 heads of 128.
+// gated_delta: a threadgroup kGroupColumns columns of the state of a head, a simdgroup kColumns of
+// them, 4 a lane in 4 of every 4 kRowLanes rows; kPositions positions in threadgroup memory. 16
+// columns instead of 8 leave 256 simdgroups for 32 heads of 128.
 struct GatedDeltaGeometry {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
-  MM_CONST int kColumns = 8, kRowLanes = kSimdWidth / (kColumns / 4), kMostRows = 16;
+  MM_CONST int kColumns = 8, kMostRows = 16, kPositions = 8;
+  MM_CONST int kRowLanes = kSimdWidth / (kColumns / 4);
+  MM_CONST int kGroupColumns = kColumns * (kThreads / kSimdWidth);
+  // Of heads of k values in `size` bytes each.
+  static constexpr int threadgroup_bytes(int k, int size) {
+    return kPositions * (16 + (2 * ((k + 3) / 4 * 4) + kGroupColumns) * size);
+  }
 };
 
-// ssm_scan: a simdgroup kRows rows of the state of a head, kLaneRows a lane; kRowLanes lanes a row,
-// 4 values each of every 4 kRowLanes; an item is a lane.
+// ssm_scan: a threadgroup kGroupRows rows of the state of a head, a simdgroup kRows of them,
+// kLaneRows a lane; kRowLanes lanes a row, 4 values each of every 4 kRowLanes; kPositions positions
+// in threadgroup memory.
 struct SsmScanGeometry {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
-  MM_CONST int kLaneRows = 4, kRowLanes = 16, kMostValues = 256;
+  MM_CONST int kLaneRows = 4, kRowLanes = 16, kMostValues = 256, kPositions = 8;
   MM_CONST int kRows = kLaneRows * (kSimdWidth / kRowLanes);
+  MM_CONST int kGroupRows = kRows * (kThreads / kSimdWidth);
+  // Of k values of b and of c in `size` bytes each.
+  static constexpr int threadgroup_bytes(int k, int size) {
+    return kPositions * (16 + 4 * kGroupRows + (2 * k + kGroupRows) * size);
+  }
 };
 
 // causal_conv: a thread so many positions of a channel, an item.

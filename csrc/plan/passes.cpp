@@ -13,10 +13,6 @@ using S = StrategyId;
 
 // ---- strategies.def as values
 
-// MM_KERNEL of entry.h declares [[threadgroup(0)]] for every kernel. Memory must be bound to it,
-// and Metal takes multiples of 16 bytes.
-constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; }
-
 template <Family family, class G>
 constexpr StrategyInfo info(const char* name, uint32_t slots) {
   StrategyInfo out{};

@@ -120,6 +120,10 @@ int64_t threadgroups_of(StrategyId strategy, const Problem& problem);
 
 uint32_t threadgroup_bytes_of(StrategyId strategy, DType dtype);
 
+// MM_KERNEL of entry.h declares [[threadgroup(0)]] for every kernel. Memory must be bound to it,
+// and Metal takes multiples of 16 bytes.
+constexpr int bound_bytes(int used) { return used ? (used + 15) / 16 * 16 : 16; }
+
 // K cut into parts of k_per_part values, a whole number of blocks and of steps; the last may be
 // shorter, none is empty.
 struct Parts {

@@ -39,13 +39,16 @@ KernelArgs args_of(const Problem& p, int64_t values, int64_t gates, int64_t posi
 // What the kernels of an op differ in.
 struct Launch {
   KernelArgs args;
-  uint32_t bits;    // of kConstantEpilogue
-  int64_t threads;  // of the grid
+  uint32_t bits;          // of kConstantEpilogue
+  int64_t threads;        // of the grid
+  int threadgroup_bytes;  // 0: none
 };
+
+int size_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 Launch launch_of_conv(const Problem& p, Reason& reason) {
   const ConvSizes& c = p.conv;
-  Launch out{args_of(p, p.n, p.n, c.positions), 0, 0};
+  Launch out{args_of(p, p.n, p.n, c.positions), 0, 0, 0};
   out.args.count = u32(c.width, "width");
   out.bits = (c.bias ? kConvBias : 0u) | (c.silu ? kConvSilu : 0u) |
              (c.float_weight ? kConvFloatWeight : 0u);
@@ -58,13 +61,14 @@ Launch launch_of_conv(const Problem& p, Reason& reason) {
 Launch launch_of_delta(const Problem& p, Reason& reason) {
   const DeltaSizes& d = p.delta;
   const int64_t values = product(product(d.key_heads, 2), p.k) + product(d.heads, p.n);
-  Launch out{args_of(p, values, d.heads, d.positions), 0, 0};
+  Launch out{args_of(p, values, d.heads, d.positions), 0, 0, 0};
   out.args.heads = u32(d.heads, "heads");
   out.args.kv_heads = u32(d.key_heads, "key_heads");
   out.args.eps = p.eps;
   out.bits = d.float_heads ? kDeltaFloatHeads : 0u;
   const int64_t heads = product(p.m / d.positions, d.heads);
-  out.threads = product(product(heads, ceil_div(p.n, G::kColumns)), kSimdWidth);
+  out.threads = product(product(heads, ceil_div(p.n, G::kGroupColumns)), G::kThreads);
+  out.threadgroup_bytes = G::threadgroup_bytes(static_cast<int>(p.k), size_of(p.dtype));
   reason.add("gated_delta: a simdgroup ", G::kColumns, " columns of the state of a head");
   return out;
 }
@@ -72,7 +76,8 @@ Launch launch_of_delta(const Problem& p, Reason& reason) {
 Launch launch_of_ssm(const Problem& p, Reason& reason) {
   const SsmSizes& s = p.ssm;
   const int64_t values = product(s.heads, p.n);
-  Launch out{args_of(p, values + product(product(s.groups, 2), p.k), s.heads, s.positions), 0, 0};
+  Launch out{args_of(p, values + product(product(s.groups, 2), p.k), s.heads, s.positions), 0, 0,
+             0};
   out.args.y_stride = or_packed(p.y_stride, values);
   out.args.heads = u32(s.heads, "heads");
   out.args.kv_heads = u32(s.groups, "groups");
@@ -80,7 +85,8 @@ Launch launch_of_ssm(const Problem& p, Reason& reason) {
   out.args.beta = s.dt_max;
   out.bits = (s.float_heads ? kSsmFloatHeads : 0u) | (p.has_gate ? kSsmGate : 0u);
   const int64_t heads = product(p.m / s.positions, s.heads);
-  out.threads = product(product(heads, ceil_div(p.n, S::kRows)), kSimdWidth);
+  out.threads = product(product(heads, ceil_div(p.n, S::kGroupRows)), S::kThreads);
+  out.threadgroup_bytes = S::threadgroup_bytes(static_cast<int>(p.k), size_of(p.dtype));
   reason.add("ssm_scan: a simdgroup ", S::kRows, " rows of the state of a head");
   return out;
 }
@@ -140,7 +146,7 @@ Plan plan_recurrent(const Problem& p, std::optional<StrategyId> forced, Reason r
   pass.kernel = kernel_name(strategy, Codec::kCount, p.dtype);
   pass.grid = {u32(ceil_div(launch.threads, s.threads), "grid"), 1, 1};
   pass.threads = {static_cast<uint32_t>(s.threads), 1, 1};
-  pass.threadgroup_bytes = threadgroup_bytes_of(strategy, p.dtype);
+  pass.threadgroup_bytes = bound_bytes(launch.threadgroup_bytes);
   pass.slots = s.slots;
   pass.args = launch.args;
   pass.constants[kConstantK] = pass.args.k;

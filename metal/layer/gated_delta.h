@@ -6,11 +6,13 @@
 // `heads` heads, n values each. heads / kv_heads heads of v share q and k. x2 and c are rows of a
 // and b, a value a head. y is [sequence, position, head, n]; f32, rounded once.
 //
-// Owner    a simdgroup owns kColumns columns of S of a head; a lane 4 of them in every kRowLanes-th
-//          row, in registers through all positions.
-// Traffic  S once there and once back; q and k n / kColumns times, but for once from the cache.
-// Needs    fc_k at most kMostRows * kRowLanes; n a multiple of 4. Of 128 registers none spill at
-//          fc_k = 128; at 256 132 bytes do (ptxas).
+// Owner    a threadgroup owns kGroupColumns columns of S of a head, a simdgroup kColumns of them; a
+//          lane 4 in every kRowLanes-th row, in registers through all positions. The simdgroups
+//          load kPositions positions in turn, a block, while they compute the block before.
+// Traffic  S once there and once back; q and k n / kGroupColumns times, but for once from the
+// cache. Needs    fc_k at most kMostRows * kRowLanes; n a multiple of 4; threadgroup memory for the
+// rows of
+//          a block.
 #pragma once
 
 #include <metal_simdgroup>
@@ -23,6 +25,8 @@ namespace metalmm {
 template <class T>
 struct GatedDelta {
   using G = GatedDeltaGeometry;
+  MM_CONST uint kBlock = G::kPositions, kSimdgroups = G::kThreads / kSimdWidth;
+  MM_CONST uint kEach = kBlock / kSimdgroups;  // positions of a block that a simdgroup loads
 
   struct From {
     device const T* x;
@@ -32,113 +36,241 @@ struct GatedDelta {
     device const T* dt_bias;
   };
 
+  // What a thread owns.
+  struct Owned {
+    uint sequence, head, key;
+    uint group_column;   // the first of the threadgroup
+    uint column, first;  // the first of the lane's 4, and of its rows
+    float rate, bias;    // of the head
+  };
+
+  // Of each position of a block the scales of q and k, the decay and beta; then q and k, with zeros
+  // up to a multiple of 4, and v of the threadgroup's columns.
+  struct Block {
+    threadgroup float4* scales;
+    threadgroup T* rows;
+
+    static METAL_FUNC Block at(threadgroup float4* memory) {
+      return {memory, reinterpret_cast<threadgroup T*>(memory + kBlock)};
+    }
+    static METAL_FUNC uint keys() { return (fc_k + 3) / 4 * 4; }
+    static METAL_FUNC threadgroup T* row(Block block, uint p) {
+      return block.rows + p * (2 * keys() + G::kGroupColumns);
+    }
+  };
+
   // A value for each head, f32 where fc_epilogue says so.
   static METAL_FUNC float of_head(device const T* values, uint head) {
     if (fc_epilogue & kDeltaFloatHeads) return reinterpret_cast<device const float*>(values)[head];
     return float(values[head]);
   }
 
-  // The sum over the lanes of a column, in each of them.
-  static METAL_FUNC float sum_rows(float v) {
+  // The sums over the lanes of a column, in each of them; side by side, since a lane waits for
+  // each.
+  template <int kSums>
+  static METAL_FUNC void sum_rows(thread float (&v)[kSums]) {
     MM_UNROLL
     for (int lanes = G::kColumns / 4; lanes < kSimdWidth; lanes *= 2) {
-      v += simd_shuffle_xor(v, ushort(lanes));
+      MM_UNROLL
+      for (int i = 0; i < kSums; ++i) v[i] += simd_shuffle_xor(v[i], ushort(lanes));
     }
-    return v;
   }
 
-  // The values of a row of x that belong to the rows of S of this lane; the sum of all squares.
+  // The positions of a block that a simdgroup loads, every kSimdgroups-th: a lane has every
+  // kSimdWidth-th value.
   template <int kRows>
-  static METAL_FUNC float load(device const T* x, uint first, thread float (&v)[kRows]) {
-    float squares = 0.0f;
+  struct Loaded {
+    MM_CONST int kValues = (kRows * G::kRowLanes + kSimdWidth - 1) / kSimdWidth;
+    T q[kEach][kValues], k[kEach][kValues], v[kEach], a[kEach], b[kEach];
+
+    // Of the block from `position` on; behind the last position that once more.
+    static METAL_FUNC Loaded of(From from, constant KernelArgs& args, Owned own, uint position,
+                                Position at) {
+      Loaded out;
+      MM_UNROLL
+      for (uint e = 0; e < kEach; ++e) {
+        const uint p = min(position + e * kSimdgroups + at.sg, args.positions - 1);
+        const ulong m = ulong(own.sequence) * args.positions + p;
+        device const T* x = from.x + m * args.x_stride;
+        device const T* q = x + own.key * fc_k;
+        device const T* k = q + args.kv_heads * fc_k;
+        MM_UNROLL
+        for (int i = 0; i < kValues; ++i) {
+          const uint row = at.lane + i * kSimdWidth;
+          out.q[e][i] = row < fc_k ? q[row] : T(0.0f);
+          out.k[e][i] = row < fc_k ? k[row] : T(0.0f);
+        }
+        const uint column = own.group_column + at.lane;
+        device const T* v = x + 2 * args.kv_heads * fc_k + own.head * args.n;
+        out.v[e] = column < args.n ? v[column] : T(0.0f);
+        out.a[e] = from.a[m * args.x2_stride + own.head];
+        out.b[e] = from.b[m * args.y_stride + own.head];
+      }
+      return out;
+    }
+
+    static METAL_FUNC float sum_of_squares(thread const T (&v)[kValues]) {
+      float sum = 0.0f;
+      MM_UNROLL
+      for (int i = 0; i < kValues; ++i) sum = fma(float(v[i]), float(v[i]), sum);
+      return simd_sum(sum);
+    }
+
+    static METAL_FUNC void store(thread const Loaded& in, Block block, Owned own, float eps,
+                                 Position at) {
+      static_assert(G::kGroupColumns == kSimdWidth, "a lane has a value of v");
+      MM_UNROLL
+      for (uint e = 0; e < kEach; ++e) {
+        const uint p = e * kSimdgroups + at.sg;
+        threadgroup T* to = Block::row(block, p);
+        MM_UNROLL
+        for (int i = 0; i < kValues; ++i) {
+          const uint row = at.lane + i * kSimdWidth;
+          if (row < Block::keys()) to[row] = in.q[e][i];
+          if (row < Block::keys()) to[Block::keys() + row] = in.k[e][i];
+        }
+        to[2 * Block::keys() + at.lane] = in.v[e];
+        const float q_scale = rsqrt(sum_of_squares(in.q[e]) + eps) * rsqrt(float(fc_k));
+        const float k_scale = rsqrt(sum_of_squares(in.k[e]) + eps);
+        const float decay = exp(-own.rate * softplus(float(in.a[e]) + own.bias));
+        const float beta = sigmoid(float(in.b[e]));
+        if (at.lane == 0) block.scales[p] = float4(q_scale, k_scale, decay, beta);
+      }
+    }
+  };
+
+  // Row i of the lane's.
+  static METAL_FUNC uint row_of(Owned own, int i) {
+    return own.first + i / 4 * (4 * G::kRowLanes) + i % 4;
+  }
+
+  // The values of q or k of the lane's rows.
+  template <int kRows>
+  static METAL_FUNC void load_rows(const threadgroup T* from, Owned own, thread float (&v)[kRows]) {
+    using Four = vec<T, 4>;
+    MM_UNROLL
+    for (int i = 0; i < kRows; i += 4) {
+      const uint row = row_of(own, i);
+      Four four = Four(T(0.0f));
+      if (row < Block::keys()) four = *reinterpret_cast<const threadgroup Four*>(from + row);
+      MM_UNROLL
+      for (int j = 0; j < 4; ++j) v[i + j] = float(four[j]);
+    }
+  }
+
+  // Sums over rows of q^T S of a position, and what they are yet to be multiplied by.
+  struct Waiting {
+    float sums[4], scale;
+    uint position;
+  };
+
+  static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting) {
+    if (own.first != 0 || own.column >= args.n) return;
+    const ulong m = ulong(own.sequence) * args.positions + waiting.position;
+    device T* to = y + (m * args.heads + own.head) * args.n + own.column;
+    MM_UNROLL
+    for (int c = 0; c < 4; ++c) to[c] = T(waiting.sums[c] * waiting.scale);
+  }
+
+  // A step of position p of the block. What the last one left is summed up in its round of sums.
+  template <int kRows>
+  static METAL_FUNC void step(Block block, uint p, Owned own, thread float (&s)[kRows][4],
+                              thread Waiting& last, device T* y, constant KernelArgs& args) {
+    const threadgroup T* q = Block::row(block, p);
+    const threadgroup T* k = q + Block::keys();
+    const threadgroup T* v = k + Block::keys() + (own.column - own.group_column);
+    const float4 scales = block.scales[p];
+    const float k_scale = scales[1], decay = scales[2], beta = scales[3];
+    float keys[kRows], queries[kRows], sums[8] = {};
+    load_rows(k, own, keys);
+    load_rows(q, own, queries);
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const uint row = first + i * G::kRowLanes;
-      v[i] = row < fc_k ? float(x[row]) : 0.0f;
-      squares = fma(v[i], v[i], squares);
+      MM_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        s[i][c] *= decay;
+        sums[c] = fma(s[i][c], keys[i], sums[c]);
+      }
     }
-    return sum_rows(squares);
+    MM_UNROLL
+    for (int c = 0; c < 4; ++c) sums[4 + c] = last.sums[c];
+    sum_rows(sums);
+    MM_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      last.sums[c] = sums[4 + c];
+      sums[c] = (float(v[c]) - sums[c] * k_scale) * beta * k_scale;
+    }
+    if (last.position < args.positions) store(y, args, own, last);
+    MM_UNROLL
+    for (int c = 0; c < 4; ++c) last.sums[c] = 0.0f;
+    MM_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      MM_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        s[i][c] = fma(keys[i], sums[c], s[i][c]);
+        last.sums[c] = fma(s[i][c], queries[i], last.sums[c]);
+      }
+    }
+    last.scale = scales[0];
   }
 
   template <int kRows>
   static METAL_FUNC void walk(From from, device T* y, device float4* state,
-                              constant KernelArgs& args, uint sequence, uint head, uint column,
-                              uint first) {
-    const bool is_inside = column < args.n;
+                              constant KernelArgs& args, Owned own, Block block, Position at) {
     float s[kRows][4];
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const uint row = first + i * G::kRowLanes;
-      const float4 four = row < fc_k && is_inside ? state[ulong(row) * (args.n / 4)] : float4(0.0f);
+      const uint row = row_of(own, i);
+      const bool is_inside = row < fc_k && own.column < args.n;
+      const float4 four = is_inside ? state[ulong(row) * (args.n / 4)] : float4(0.0f);
       MM_UNROLL
       for (int c = 0; c < 4; ++c) s[i][c] = four[c];
     }
-    const uint key = head / (args.heads / args.kv_heads);
-    const float rate = exp(of_head(from.a_log, head)), bias = of_head(from.dt_bias, head);
-    for (uint position = 0; position < args.positions; ++position) {
-      const ulong m = ulong(sequence) * args.positions + position;
-      device const T* x = from.x + m * args.x_stride;
-      float q[kRows], k[kRows], memory[4] = {}, out[4] = {};
-      const float q_scale = rsqrt(load(x + key * fc_k, first, q) + args.eps) * rsqrt(float(fc_k));
-      const float k_scale = rsqrt(load(x + (args.kv_heads + key) * fc_k, first, k) + args.eps);
-      const float decay = exp(-rate * softplus(float(from.a[m * args.x2_stride + head]) + bias));
-      const float beta = sigmoid(float(from.b[m * args.y_stride + head]));
-      MM_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        k[i] *= k_scale;
-        MM_UNROLL
-        for (int c = 0; c < 4; ++c) {
-          s[i][c] *= decay;
-          memory[c] = fma(s[i][c], k[i], memory[c]);
-        }
-      }
-      device const T* v = x + 2 * args.kv_heads * fc_k + head * args.n + column;
-      MM_UNROLL
-      for (int c = 0; c < 4; ++c) {
-        memory[c] = ((is_inside ? float(v[c]) : 0.0f) - sum_rows(memory[c])) * beta;
-      }
-      MM_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        MM_UNROLL
-        for (int c = 0; c < 4; ++c) {
-          s[i][c] = fma(k[i], memory[c], s[i][c]);
-          out[c] = fma(s[i][c], q[i], out[c]);
-        }
-      }
-      MM_UNROLL
-      for (int c = 0; c < 4; ++c) out[c] = sum_rows(out[c]) * q_scale;
-      if (first == 0 && is_inside) {
-        device T* to = y + (m * args.heads + head) * args.n + column;
-        MM_UNROLL
-        for (int c = 0; c < 4; ++c) to[c] = T(out[c]);
+    Waiting last = {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, args.positions};
+    Loaded<kRows> next = Loaded<kRows>::of(from, args, own, 0, at);
+    for (uint position = 0; position < args.positions; position += kBlock) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the block before is read
+      Loaded<kRows>::store(next, block, own, args.eps, at);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      next = Loaded<kRows>::of(from, args, own, position + kBlock, at);
+      const uint count = min(kBlock, args.positions - position);
+      for (uint p = 0; p < count; ++p) {
+        step(block, p, own, s, last, y, args);
+        last.position = position + p;
       }
     }
+    sum_rows(last.sums);
+    store(y, args, own, last);
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const uint row = first + i * G::kRowLanes;
-      if (row < fc_k && is_inside) {
+      const uint row = row_of(own, i);
+      if (row < fc_k && own.column < args.n) {
         state[ulong(row) * (args.n / 4)] = float4(s[i][0], s[i][1], s[i][2], s[i][3]);
       }
     }
   }
 
   static METAL_FUNC void run(From from, device T* y, device float* state, constant KernelArgs& args,
-                             Position at) {
-    const uint tiles = (args.n + G::kColumns - 1) / G::kColumns;
-    const uint item = at.tg.x * (G::kThreads / kSimdWidth) + at.sg;
-    const uint tile = item % tiles, head = item / tiles % args.heads;
-    const uint sequence = item / tiles / args.heads;
-    if (sequence >= args.m / args.positions) return;
-    const uint column = tile * G::kColumns + at.lane % (G::kColumns / 4) * 4;
-    const ulong of_head = (ulong(sequence) * args.heads + head) * fc_k * args.n;
-    device float4* from_state = reinterpret_cast<device float4*>(state + of_head + column);
-    const uint first = at.lane / (G::kColumns / 4);
+                             threadgroup float4* memory, Position at) {
+    const uint groups = (args.n + G::kGroupColumns - 1) / G::kGroupColumns;
+    Owned own;
+    own.head = at.tg.x / groups % args.heads;
+    own.sequence = at.tg.x / groups / args.heads;
+    own.key = own.head / (args.heads / args.kv_heads);
+    own.group_column = at.tg.x % groups * G::kGroupColumns;
+    own.column = own.group_column + at.sg * G::kColumns + at.lane % (G::kColumns / 4) * 4;
+    own.first = at.lane / (G::kColumns / 4) * 4;
+    own.rate = exp(of_head(from.a_log, own.head));
+    own.bias = of_head(from.dt_bias, own.head);
+    const ulong first = (ulong(own.sequence) * args.heads + own.head) * fc_k * args.n + own.column;
+    device float4* from_state = reinterpret_cast<device float4*>(state + first);
+    const Block block = Block::at(memory);
     if (fc_k <= G::kRowLanes * G::kMostRows / 4) {
-      walk<G::kMostRows / 4>(from, y, from_state, args, sequence, head, column, first);
+      walk<G::kMostRows / 4>(from, y, from_state, args, own, block, at);
     } else if (fc_k <= G::kRowLanes * G::kMostRows / 2) {
-      walk<G::kMostRows / 2>(from, y, from_state, args, sequence, head, column, first);
+      walk<G::kMostRows / 2>(from, y, from_state, args, own, block, at);
     } else {
-      walk<G::kMostRows>(from, y, from_state, args, sequence, head, column, first);
+      walk<G::kMostRows>(from, y, from_state, args, own, block, at);
     }
   }
 };
