@@ -24,6 +24,7 @@ SHAPES = (
     (512, 14336, 4096),
 )
 CHIPS = tuple(str(gpu["name"]) for gpu in _C.gpus())
+ROWS_FORMATS, ROWS_SHAPE = ("q4_0", "q4_k", "q6_k", "q8_0", "affine4_g64"), (14336, 4096)
 
 DISCUSSION, MLX_LM = "llama.cpp discussion 4167", "mlx-lm BENCHMARKS.md"
 
@@ -137,6 +138,24 @@ def shapes_table() -> Table:
     return Table(title, columns, rows)
 
 
+def rows_table() -> Table:
+    """What a step of drafted tokens costs: of the vector kernel, whose rows have the bits of single
+    ones, and behind it 8 rows of what plan() chooses."""
+    title = "Predicted time of 2 / 4 / 8 rows of x over that of one, with the bits of single rows; "
+    title += "in brackets 8 rows by the fastest kernel; W {}×{}, x f16".format(*ROWS_SHAPE)
+    table = Table(title, ["chip", *ROWS_FORMATS])
+    for chip in CHIPS:
+        row = [chip]
+        for format in ROWS_FORMATS:
+            given = (*ROWS_SHAPE, format, chip)
+            one = predict(1, *given).total
+            exact = (predict(m, *given, strategy="gemv_batched").total / one for m in (2, 4, 8))
+            fastest = predict(8, *given).total / one
+            row.append(" / ".join(f"{r:.2f}" for r in exact) + f" ({fastest:.2f})")
+        table.rows.append(row)
+    return table
+
+
 def compared_tokens() -> Table:
     columns = ["chip, cores", "model", "format", "published tokens/s", "predicted"]
     columns += ["published of predicted", "ms of a token left over", "source"]
@@ -190,4 +209,4 @@ def markdown() -> str:
 
 def block() -> str:
     """Those that docs/chip-model.md has."""
-    return "\n\n".join(map(to_markdown, (tokens_table(), fits(), compared_kernels())))
+    return "\n\n".join(map(to_markdown, (tokens_table(), rows_table(), fits(), compared_kernels())))

@@ -15,10 +15,9 @@
 //          a block.
 #pragma once
 
-#include <metal_simdgroup>
-
 #include "../entry.h"
 #include "activation.h"
+#include "lane_sums.h"
 
 namespace metalmm {
 
@@ -27,6 +26,8 @@ struct GatedDelta {
   using G = GatedDeltaGeometry;
   MM_CONST uint kBlock = G::kPositions, kSimdgroups = G::kThreads / kSimdWidth;
   MM_CONST uint kEach = kBlock / kSimdgroups;  // positions of a block that a simdgroup loads
+  MM_CONST int kLanes = G::kColumns / 4;       // of a row
+  static_assert(G::kRowLanes == 16, "sums of lane_sums.h");
 
   struct From {
     device const T* x;
@@ -38,9 +39,10 @@ struct GatedDelta {
 
   // What a thread owns.
   struct Owned {
-    uint sequence, head, key;
+    uint sequence, head, key, lane;
     uint group_column;   // the first of the threadgroup
     uint column, first;  // the first of the lane's 4, and of its rows
+    uint summed;         // the column that it sums up
     float rate, bias;    // of the head
   };
 
@@ -63,17 +65,6 @@ struct GatedDelta {
   static METAL_FUNC float of_head(device const T* values, uint head) {
     if (fc_epilogue & kDeltaFloatHeads) return reinterpret_cast<device const float*>(values)[head];
     return float(values[head]);
-  }
-
-  // The sums over the lanes of a column, in each of them; side by side, since a lane waits for
-  // each.
-  template <int kSums>
-  static METAL_FUNC void sum_rows(thread float (&v)[kSums]) {
-    MM_UNROLL
-    for (int lanes = G::kColumns / 4; lanes < kSimdWidth; lanes *= 2) {
-      MM_UNROLL
-      for (int i = 0; i < kSums; ++i) v[i] += simd_shuffle_xor(v[i], ushort(lanes));
-    }
   }
 
   // The positions of a block that a simdgroup loads, every kSimdgroups-th: a lane has every
@@ -158,30 +149,30 @@ struct GatedDelta {
     }
   }
 
-  // Sums over rows of q^T S of a position, and what they are yet to be multiplied by.
+  // The lane's shares of q^T S of a position, and what the sums are yet to be multiplied by.
   struct Waiting {
     float sums[4], scale;
     uint position;
   };
 
   static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting) {
-    if (own.first != 0 || own.column >= args.n) return;
+    const float sum = sum_of_four<kLanes>(waiting.sums, own.lane);
+    const bool is_first = own.lane < 4 * kLanes && own.summed < args.n;
+    if (!is_first || waiting.position >= args.positions) return;
     const ulong m = ulong(own.sequence) * args.positions + waiting.position;
-    device T* to = y + (m * args.heads + own.head) * args.n + own.column;
-    MM_UNROLL
-    for (int c = 0; c < 4; ++c) to[c] = T(waiting.sums[c] * waiting.scale);
+    y[(m * args.heads + own.head) * args.n + own.summed] = T(sum * waiting.scale);
   }
 
-  // A step of position p of the block. What the last one left is summed up in its round of sums.
+  // A step of position p of the block.
   template <int kRows>
   static METAL_FUNC void step(Block block, uint p, Owned own, thread float (&s)[kRows][4],
-                              thread Waiting& last, device T* y, constant KernelArgs& args) {
+                              thread Waiting& out) {
     const threadgroup T* q = Block::row(block, p);
     const threadgroup T* k = q + Block::keys();
-    const threadgroup T* v = k + Block::keys() + (own.column - own.group_column);
+    const threadgroup T* v = k + Block::keys();
     const float4 scales = block.scales[p];
     const float k_scale = scales[1], decay = scales[2], beta = scales[3];
-    float keys[kRows], queries[kRows], sums[8] = {};
+    float keys[kRows], queries[kRows], delta[4] = {};
     load_rows(k, own, keys);
     load_rows(q, own, queries);
     MM_UNROLL
@@ -189,29 +180,23 @@ struct GatedDelta {
       MM_UNROLL
       for (int c = 0; c < 4; ++c) {
         s[i][c] *= decay;
-        sums[c] = fma(s[i][c], keys[i], sums[c]);
+        delta[c] = fma(s[i][c], keys[i], delta[c]);
       }
     }
+    const float seen = sum_of_four<kLanes>(delta, own.lane) * k_scale;
+    const float value = float(v[own.summed - own.group_column]);
+    share_four<kLanes>((value - seen) * beta * k_scale, own.lane, delta);
     MM_UNROLL
-    for (int c = 0; c < 4; ++c) sums[4 + c] = last.sums[c];
-    sum_rows(sums);
-    MM_UNROLL
-    for (int c = 0; c < 4; ++c) {
-      last.sums[c] = sums[4 + c];
-      sums[c] = (float(v[c]) - sums[c] * k_scale) * beta * k_scale;
-    }
-    if (last.position < args.positions) store(y, args, own, last);
-    MM_UNROLL
-    for (int c = 0; c < 4; ++c) last.sums[c] = 0.0f;
+    for (int c = 0; c < 4; ++c) out.sums[c] = 0.0f;
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
       MM_UNROLL
       for (int c = 0; c < 4; ++c) {
-        s[i][c] = fma(keys[i], sums[c], s[i][c]);
-        last.sums[c] = fma(s[i][c], queries[i], last.sums[c]);
+        s[i][c] = fma(keys[i], delta[c], s[i][c]);
+        out.sums[c] = fma(s[i][c], queries[i], out.sums[c]);
       }
     }
-    last.scale = scales[0];
+    out.scale = scales[0];
   }
 
   template <int kRows>
@@ -226,7 +211,8 @@ struct GatedDelta {
       MM_UNROLL
       for (int c = 0; c < 4; ++c) s[i][c] = four[c];
     }
-    Waiting last = {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, args.positions};
+    Waiting last = {};
+    last.position = args.positions;
     Loaded<kRows> next = Loaded<kRows>::of(from, args, own, 0, at);
     for (uint position = 0; position < args.positions; position += kBlock) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the block before is read
@@ -235,11 +221,13 @@ struct GatedDelta {
       next = Loaded<kRows>::of(from, args, own, position + kBlock, at);
       const uint count = min(kBlock, args.positions - position);
       for (uint p = 0; p < count; ++p) {
-        step(block, p, own, s, last, y, args);
-        last.position = position + p;
+        Waiting now;
+        now.position = position + p;
+        step(block, p, own, s, now);
+        store(y, args, own, last);  // the lanes' sums wait for each other beside the step
+        last = now;
       }
     }
-    sum_rows(last.sums);
     store(y, args, own, last);
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -258,8 +246,10 @@ struct GatedDelta {
     own.sequence = at.tg.x / groups / args.heads;
     own.key = own.head / (args.heads / args.kv_heads);
     own.group_column = at.tg.x % groups * G::kGroupColumns;
-    own.column = own.group_column + at.sg * G::kColumns + at.lane % (G::kColumns / 4) * 4;
-    own.first = at.lane / (G::kColumns / 4) * 4;
+    own.column = own.group_column + at.sg * G::kColumns + at.lane % kLanes * 4;
+    own.first = at.lane / kLanes * 4;
+    own.lane = at.lane;
+    own.summed = own.column + summed_by<kLanes>(at.lane);
     own.rate = exp(of_head(from.a_log, own.head));
     own.bias = of_head(from.dt_bias, own.head);
     const ulong first = (ulong(own.sequence) * args.heads + own.head) * fc_k * args.n + own.column;

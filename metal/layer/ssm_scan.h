@@ -17,10 +17,9 @@
 // block.
 #pragma once
 
-#include <metal_simdgroup>
-
 #include "../entry.h"
 #include "activation.h"
+#include "lane_sums.h"
 
 namespace metalmm {
 
@@ -39,11 +38,14 @@ struct SsmScan {
     device const T* d;
   };
 
+  static_assert(G::kRowLanes == 16 && G::kLaneRows == 4, "sums of lane_sums.h");
+
   // What a thread owns.
   struct Owned {
-    uint sequence, head, group;
+    uint sequence, head, group, lane;
     uint group_row;       // the first of the threadgroup
     uint row, first;      // the first of the lane's rows, and of its values
+    uint summed;          // the row that it sums up
     float rate, bias, d;  // of the head
   };
 
@@ -127,28 +129,18 @@ struct SsmScan {
     }
   };
 
-  // The lane's shares of S c of a position, and what its rows of y are made of.
+  // The lane's shares of S c of a position, and what its row of y is made of.
   struct Waiting {
-    float sums[G::kLaneRows], skipped[G::kLaneRows], gates[G::kLaneRows];
+    float sums[G::kLaneRows], skipped, gate;
     uint position;
   };
 
   static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting) {
-    MM_UNROLL
-    for (int lanes = 1; lanes < G::kRowLanes; lanes *= 2) {
-      MM_UNROLL
-      for (int r = 0; r < G::kLaneRows; ++r) {
-        waiting.sums[r] += simd_shuffle_xor(waiting.sums[r], ushort(lanes));
-      }
-    }
-    if (own.first != 0 || waiting.position >= args.positions) return;
+    const float sum = sum_of_four<1>(waiting.sums, own.lane) + waiting.skipped;
+    const bool is_first = own.first < 4 * 4 && own.summed < args.n;
+    if (!is_first || waiting.position >= args.positions) return;
     const ulong m = ulong(own.sequence) * args.positions + waiting.position;
-    device T* to = y + (m * args.heads + own.head) * args.n + own.row;
-    MM_UNROLL
-    for (int r = 0; r < G::kLaneRows; ++r) {
-      const float sum = waiting.sums[r] + waiting.skipped[r];
-      if (own.row + r < args.n) to[r] = T(sum * waiting.gates[r]);
-    }
+    y[(m * args.heads + own.head) * args.n + own.summed] = T(sum * waiting.gate);
   }
 
   // A step of position p of the block.
@@ -157,17 +149,17 @@ struct SsmScan {
                               thread float (&s)[G::kLaneRows][kValues], thread Waiting& out) {
     const threadgroup T* b = Block::row(block, p);
     const threadgroup T* c = b + fc_k;
-    const uint row = own.row - own.group_row;
-    const threadgroup T* x = c + fc_k + row;
+    const threadgroup T* x = c + fc_k;
     const float t = block.steps[p][0], decay = block.steps[p][1];
     float scaled[G::kLaneRows];
     MM_UNROLL
     for (int r = 0; r < G::kLaneRows; ++r) {
-      scaled[r] = t * float(x[r]);
-      out.skipped[r] = own.d * float(x[r]);
-      out.gates[r] = block.gates[p * G::kGroupRows + row + r];
+      scaled[r] = t * float(x[own.row - own.group_row + r]);
       out.sums[r] = 0.0f;
     }
+    const uint summed = own.summed - own.group_row;
+    out.skipped = own.d * float(x[summed]);
+    out.gate = block.gates[p * G::kGroupRows + summed];
     using Four = vec<T, 4>;
     MM_UNROLL
     for (int i = 0; i < kValues; i += 4) {
@@ -243,6 +235,8 @@ struct SsmScan {
     own.group_row = at.tg.x % groups * G::kGroupRows;
     own.row = own.group_row + at.sg * G::kRows + at.lane / G::kRowLanes * G::kLaneRows;
     own.first = at.lane % G::kRowLanes * 4;
+    own.lane = at.lane;
+    own.summed = own.row + summed_by<1>(at.lane);
     own.rate = exp(of_head(from.a_log, own.head));
     own.bias = of_head(from.dt_bias, own.head);
     own.d = of_head(from.d, own.head);

@@ -251,8 +251,9 @@ def load_quietly(path: Path, **options: Any) -> tuple[Any, Any, list[str]]:
 
 def mapped(path: Path, tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes are those of the file, mapped into this process."""
+    name = str(path.resolve())
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if str(path.resolve()) in line:
+        if name in line:
             start, end = (int(part, 16) for part in line.split()[0].split("-"))
             if start <= tensor.data_ptr() < end:
                 return True

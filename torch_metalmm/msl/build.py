@@ -23,7 +23,7 @@ from .kernels import Shader
 from .repair import edits_of_errors
 from .rules import check_rules
 from .source import Kernel, MetalSyntaxError, Reader, Source
-from .tables import prefix, tables
+from .tables import headers, prefix, tables
 from .translate import apply, visible_edits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,8 +235,9 @@ def _syntax_errors(file: Path) -> str:
         "-Wno-everything",
     ]
     options += ["-Werror=vla-cxx-extension"]
-    prefix = ["-include", str(file.parent / "prefix.h")]
-    done = zig("clang", *LANGUAGE, *_machine(), *options, *prefix, str(file))
+    parsed = _parsed_headers(True, *LANGUAGE, *_machine())
+    constants = ["-include", str(file.parent / "prefix.h")]
+    done = zig("clang", *LANGUAGE, *_machine(), *parsed, *options, *constants, str(file))
     return done.stderr if done.returncode else ""
 
 
@@ -255,17 +256,37 @@ def _readable(errors: str, file: str, places: list[tuple[str, int]]) -> str:
     return "\n".join(lines)
 
 
+# Headers are known by their bytes: a checkout may write them anew.
+_BY_CONTENT = ["-Xclang", "-fvalidate-ast-input-files-content"]
 _FRAME = re.compile(r"^(.*): error: stack frame size \((\d+)\) exceeds", re.MULTILINE)
+
+
+@functools.cache
+def _parsed_headers(translated: bool, *options: str) -> list[str]:
+    """Options of clang by which it reads headers() as they were parsed once: 0.2 s of the 0.7 to 2
+    that a shader takes."""
+    key = digest(str(ROOT), _tool_digest(), headers(translated), *options)
+    file = CACHE / f"headers-{key}" / "headers.pch"
+    with _missing(file) as missing:
+        if missing:
+            text, part = file.with_suffix(".h"), file.with_suffix(".part")
+            text.write_text(headers(translated))
+            made = ["-x", "c++-header", str(text), "-o", str(part)]
+            done = zig("clang", *options, *_BY_CONTENT, *made)
+            if done.returncode:
+                raise BuildError(done.stderr)
+            os.replace(part, file)
+    return ["-include-pch", str(file), *_BY_CONTENT]
 
 
 def _compile(folder: Path, text: str, checked: bool, more: Sequence[str]) -> Path:
     """Compiles translated `text` into folder/shader.o."""
     file, obj = folder / "shader.cpp", folder / "shader.o"
     file.write_text(text)
-    checks = [*(_CHECKS if checked else []), *more]
+    options = [*LANGUAGE, *_CODE, *_machine(), *(_CHECKS if checked else []), *more]
+    parsed = _parsed_headers(text.startswith(headers(True)), *options)
     places = [f"-ffile-prefix-map={ROOT}/="]  # a library serves every checkout
-    command = [*LANGUAGE, *_CODE, *_machine(), *checks, *places, "-c", str(file), "-o", str(obj)]
-    done = zig("clang", *command)
+    done = zig("clang", *options, *parsed, *places, "-c", str(file), "-o", str(obj))
     if done.returncode:
         if frame := _FRAME.search(done.stderr):
             raise MetalSyntaxError(f"{frame[1]}: {frame[2]} bytes of private memory in a thread")
@@ -327,14 +348,25 @@ def build_shader(shader: Shader, checked: bool) -> Path:
     expanded = preprocess(shader.text, name, [])
     moved = expanded.replace(f"{ROOT}/", "")  # line markers name this checkout
     library = CACHE / digest(_tool_digest(), moved, str(checked), _scripts()) / "library.so"
+    _keeps_rules(shader.file)
     with _missing(library) as missing:
         if missing:
-            plain, places = unmark(expanded, name)
-            check_rules(plain, places, _standard(), METAL_VERSION, ours=True)
-            source = Reader(plain).read()
+            source = Reader(unmark(expanded, name)[0]).read()
             text = prefix(source.constants, translated=False) + shader.text
             _link(library, text + tables(source, checked), checked)
     return library
+
+
+@functools.cache
+def _keeps_rules(file: Path) -> None:
+    """MetalSyntaxError where a file of metal/library does not, with all its kernels."""
+    expanded = preprocess(Shader(file).text, file.name, [])
+    key = digest(_tool_digest(), expanded, _scripts())
+    with _missing(CACHE / f"rules-{key}" / "kept") as missing:
+        if missing:
+            plain, places = unmark(expanded, file.name)
+            check_rules(plain, places, _standard(), METAL_VERSION, ours=True)
+            (CACHE / f"rules-{key}" / "kept").touch()
 
 
 @functools.cache

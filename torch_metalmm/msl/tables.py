@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from .source import ROLES, TABLES, Constant, Source
 
 
+def headers(translated: bool) -> str:
+    """What every text begins with."""
+    return ("#define MM_TRANSLATED 1\n" if translated else "") + "#include <metal_stdlib>\n"
+
+
 def prefix(constants: Sequence[Constant], translated: bool) -> str:
-    """What is before the text: the storage of its function constants."""
+    """What is before the text: the headers, the storage of its function constants."""
     symbols = sorted({c.symbol for c in constants})
     storage = "".join(
         f"__attribute__((weak)) alignas(32) unsigned char {s}[32];\n" for s in symbols
     )
-    head = "#define MM_TRANSLATED 1\n" if translated else ""
-    return f'{head}#include <metal_stdlib>\nextern "C" {{\n{storage}}}\n'
+    return f'{headers(translated)}extern "C" {{\n{storage}}}\n'
 
 
 def tables(source: Source, checked: bool) -> str:
