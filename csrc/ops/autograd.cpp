@@ -11,6 +11,7 @@
 #include "attention/autograd.h"
 #include "composed.h"
 #include "gradients.h"
+#include "recurrent.h"
 #include "tensors.h"
 
 namespace metalmm::gradients {
@@ -201,6 +202,29 @@ Heads recorded(const args::rope& a) {
 
 namespace {
 
+template <class Args>
+Tensor recorded_state(const Args& a, const Tensor& rows, Tensor (*composed)(const Args&)) {
+  check(a);
+  check_memory(a);
+  TORCH_CHECK_VALUE(!needs_grad(a.state), "state: requires grad, but ", OpOf<Args>::kName,
+                    " writes it; pass state.detach()");
+  if (rows.size(1) > 0) return composed(a);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call(a);
+}
+
+}  // namespace
+
+Tensor recorded(const args::causal_conv& a) {
+  return recorded_state(a, a.x, composed::causal_conv);
+}
+Tensor recorded(const args::gated_delta& a) {
+  return recorded_state(a, a.qkv, composed::gated_delta);
+}
+Tensor recorded(const args::ssm_scan& a) { return recorded_state(a, a.xbc, composed::ssm_scan); }
+
+namespace {
+
 template <class Kind>
 constexpr bool is_weight =
     std::is_same_v<Kind, kind::Weight> || std::is_same_v<Kind, kind::MaybeWeight>;
@@ -270,20 +294,13 @@ bool records_grad(const Args& a) {
   });
 }
 
+// The op below Autograd, which counts what is written.
 template <class Args>
-typename OpOf<Args>::Result differentiable(const Args& a) {
-  if (records_grad(a)) return recorded(a);
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return call(a);
-}
-
-template <class Args>
-typename OpOf<Args>::Result forward_only(const Args& a) {
-  return with_fields(a, [&](const Args&, const auto&... field) {
-    if (records_grad(a)) (check_no_grad(OpOf<Args>::kName, field), ...);
+typename OpOf<Args>::Result computed(const Args& a) {
+  return with_fields(a, [](const Args& all, const auto&... field) {
     const auto below = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
-      return call(a);
+      return call(all);
     };
     if constexpr (std::is_void_v<typename OpOf<Args>::Result>) {
       below();
@@ -294,6 +311,21 @@ typename OpOf<Args>::Result forward_only(const Args& a) {
       return out;
     }
   });
+}
+
+template <class Args>
+typename OpOf<Args>::Result differentiable(const Args& a) {
+  return records_grad(a) ? recorded(a) : computed(a);
+}
+
+template <class Args>
+typename OpOf<Args>::Result forward_only(const Args& a) {
+  if (records_grad(a)) {
+    with_fields(a, [](const Args&, const auto&... field) {
+      (check_no_grad(OpOf<Args>::kName, field), ...);
+    });
+  }
+  return computed(a);
 }
 
 // Ops without a result: see cache_append_of_views.

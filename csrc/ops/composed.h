@@ -21,4 +21,9 @@ at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double ep
 // Arguments as those of the op; results in the dtype of qkv.
 Heads rope(const args::rope& a);
 
+// As the ops, of at least one position; the state is written.
+at::Tensor causal_conv(const args::causal_conv& a);
+at::Tensor gated_delta(const args::gated_delta& a);
+at::Tensor ssm_scan(const args::ssm_scan& a);
+
 }  // namespace metalmm::composed

@@ -12,6 +12,7 @@ from inputs import activations, random_weight
 from layer_oracle import ACTIVATIONS
 from oracle import U, spec
 from torch import Tensor
+from torch.nn.functional import conv1d, silu, softplus
 
 ops = torch.ops.metalmm
 N, K, EPS = 9, 64, 1e-5
@@ -149,3 +150,109 @@ def test_gradients_have_the_dtypes_of_their_inputs(dtype: torch.dtype, backend: 
     assert y.dtype == dtype
     grads = torch.autograd.grad(y.float().sum(), [x, g, r])
     assert [t.dtype for t in grads] == [dtype, torch.float32, torch.float32]
+
+
+def delta64(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """The steps of gated_delta on a state of zeros: a head of q and k, 8 values, 2 of v, 4 values."""
+    q, k, v = qkv.split([8, 8, 8], -1)
+    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    state, out = qkv.new_zeros(qkv.shape[0], 2, 8, 4), []
+    decay = (-a_log.exp() * softplus(a + dt_bias)).exp()
+    for i in range(qkv.shape[1]):
+        key, value = k[:, i, None, :, None], v[:, i].unflatten(-1, (2, 1, 4))
+        state = state * decay[:, i, :, None, None]
+        seen = (state * key).sum(-2, keepdim=True)
+        state = state + key * (value - seen) * b[:, i].sigmoid()[..., None, None]
+        out.append((state * q[:, i, None, :, None]).sum(-2) * 8**-0.5)
+    return torch.stack(out, 1)
+
+
+def scan64(
+    xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, gate: Tensor
+) -> Tensor:
+    """The steps of ssm_scan on a state of zeros: 2 heads of 4 values, a group of 8."""
+    x, b, c = xbc.split([8, 8, 8], -1)
+    x = x.unflatten(-1, (2, 4))
+    t = softplus(dt + dt_bias).clamp(0.1, 1.5)
+    state, out = xbc.new_zeros(xbc.shape[0], 2, 4, 8), []
+    for i in range(xbc.shape[1]):
+        step = t[:, i, :, None, None]
+        state = state * (-step * a_log.exp()[:, None, None]).exp()
+        state = state + step * x[:, i, :, :, None] * b[:, i, None, None]
+        out.append((state * c[:, i, None, None]).sum(-1) + x[:, i] * d[:, None])
+    return torch.stack(out, 1).flatten(2) * silu(gate)
+
+
+def conv64(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Rows behind zeros: 3 taps of 6 channels."""
+    y = conv1d(x.mT, weight[:, None], bias, padding=2, groups=6)[..., : x.shape[1]]
+    return silu(y.mT)
+
+
+Given = Callable[..., list[Tensor]]
+
+
+def recurrent_calls(each: Given) -> dict[str, tuple[Callable[..., Tensor], list[Tensor], Any]]:
+    """{op: (the op of operands and a state, the operands, sizes of the state)}; each(sizes ...)
+    makes operands."""
+    s = 67  # more than the chunks in which a gradient is recorded have
+    return {
+        "gated_delta": (
+            ops.gated_delta.default,
+            each((2, s, 24), (2, s, 2), (2, s, 2), (2,), (2,)),
+            (2, 2, 8, 4),
+        ),
+        "ssm_scan": (
+            lambda xbc, dt, a_log, dt_bias, d, gate, state: ops.ssm_scan(
+                xbc, dt, a_log, dt_bias, d, state, gate, 0.1, 1.5
+            ),
+            each((2, s, 24), (2, s, 2), (2,), (2,), (2,), (2, s, 8)),
+            (2, 2, 4, 8),
+        ),
+        "causal_conv": (
+            lambda x, weight, bias, state: ops.causal_conv(x, weight, bias, state, "silu"),
+            each((2, s, 6), (6, 3), (6,)),
+            (2, 6, 3),
+        ),
+    }
+
+
+REFERENCES = {"gated_delta": delta64, "ssm_scan": scan64, "causal_conv": conv64}
+
+
+@pytest.mark.parametrize("op", REFERENCES)
+def test_recurrent_ops(op: str, backend: Backend) -> None:
+    """On a state of zeros."""
+    each = lambda *sizes: [activations(*size, seed=size) for size in sizes]  # noqa: E731
+    call, operands, sizes = recurrent_calls(each)[op]
+    zeros = lambda: backend.put(torch.zeros(sizes))  # noqa: E731
+    same_gradients(lambda *given: call(*given, zeros()), REFERENCES[op], operands, backend)
+
+
+@pytest.mark.parametrize("op", REFERENCES)
+def test_a_recorded_recurrent_op_is_the_op(op: str, backend: Backend) -> None:
+    """Of f16 rows, on a state that is not zero: y, to its rounding, and the state, which has no
+    gradient; of no rows nothing; a state that requires grad is refused."""
+
+    def each(*sizes: tuple[int, ...]) -> list[Tensor]:
+        dtypes = (torch.float16 if len(size) == 3 else torch.float32 for size in sizes)
+        return [
+            backend.put(activations(*size, seed=size, dtype=dtype))
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
+
+    call, operands, sizes = recurrent_calls(each)[op]
+    dtype = torch.float16 if op == "causal_conv" else torch.float32
+    before = backend.put(activations(*sizes, seed="state", dtype=dtype))
+    states = [before.clone() for _ in range(2)]
+    want = call(*operands, states[0])
+    y = call(operands[0].requires_grad_(), *operands[1:], states[1])
+    assert y.requires_grad and not states[1].requires_grad
+    assert y.dtype == torch.float16 and y.is_contiguous() and states[1]._version == 1
+    for got, of, rounded in ((y, want, 2.0**-10), (states[1], states[0], 0.0)):
+        error = float((got.detach().double() - of.double()).norm())
+        assert error <= (rounded + 64 * K * U) * float(of.double().norm())
+    none = [t[:, :0].detach().requires_grad_() if t.dim() == 3 else t for t in operands]
+    assert call(*none, states[1]).shape[1] == 0 and states[1]._version == 2
+    with pytest.raises(ValueError, match=f"state: requires grad, but {op} writes it"):
+        call(*operands, before.requires_grad_())

@@ -197,14 +197,13 @@ def test_a_state_that_is_a_view(backend: Backend) -> None:
         assert torch.equal(put, outside)
 
 
-def test_refused_for_their_memory_or_gradient(backend: Backend) -> None:
+def test_refused_for_their_memory(backend: Backend) -> None:
     given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
     state = given["state"]
     before = state.clone()
     bad: tuple[tuple[dict[str, Any], str], ...] = (
         ({"a": state.view(-1)[:8].view(2, 2, 2)}, "a: shares memory with state"),
         ({"state": state[:1].expand(2, -1, -1, -1)}, "state: .* its own place"),
-        ({"b": given["b"].clone().requires_grad_()}, "b: requires grad, but gated_delta has no"),
     )
     for changed, message in bad:
         with pytest.raises(ValueError, match=message):
@@ -216,7 +215,6 @@ def test_refused_for_their_memory_or_gradient(backend: Backend) -> None:
     bad = (
         ({"x": state.view(-1)[:24].view(2, 2, 6)}, "x: shares memory with state"),
         ({"state": state[:1].expand(2, -1, -1)}, "state: .* its own place"),
-        ({"bias": conv["bias"].clone().requires_grad_()}, "bias: requires grad, but causal_conv"),
     )
     for changed, message in bad:
         with pytest.raises(ValueError, match=message):
