@@ -52,7 +52,8 @@ at::Tensor causal_conv(const args::causal_conv& a) {
   const at::Tensor rows = at::cat({a.state, a.x.transpose(1, 2)}, 2);  // [B, C, width + S]
   const OptionalTensor bias = a.bias.has_value() ? OptionalTensor(f32(*a.bias)) : std::nullopt;
   const at::Tensor read = f32(rows.narrow(2, width - taps + 1, taps - 1 + positions));
-  const at::Tensor y = at::conv1d(read, f32(a.weight).unsqueeze(1), bias, 1, 0, 1, channels);
+  const int64_t one[] = {1}, none[] = {0};
+  const at::Tensor y = at::conv1d(read, f32(a.weight).unsqueeze(1), bias, one, none, one, channels);
   keep(a.state, rows.narrow(2, positions, width));
   const at::Tensor by_row = y.transpose(1, 2).contiguous();
   return stored(a.activation.has_value() ? at::silu(by_row) : by_row, a.x.scalar_type());

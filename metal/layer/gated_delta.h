@@ -7,12 +7,12 @@
 // and b, a value a head. y is [sequence, position, head, n]; f32, rounded once.
 //
 // Owner    a threadgroup owns kGroupColumns columns of S of a head, a simdgroup kColumns of them; a
-//          lane 4 in every kRowLanes-th row, in registers through all positions. The simdgroups
-//          load kPositions positions in turn, a block, while they compute the block before.
-// Traffic  S once there and once back; q and k n / kGroupColumns times, but for once from the
-// cache. Needs    fc_k at most kMostRows * kRowLanes; n a multiple of 4; threadgroup memory for the
-// rows of
-//          a block.
+//          lane 4 in 4 of every 4 kRowLanes rows, in registers through all positions. The
+//          simdgroups load a block of kPositions positions while they compute the block before.
+// Traffic  S once there and once back; q and k once for kGroupColumns columns, from the cache but
+//          for the first time.
+// Needs    fc_k at most kMostRows * kRowLanes; n a multiple of 4; threadgroup memory for the rows
+//          of a block.
 #pragma once
 
 #include "../entry.h"

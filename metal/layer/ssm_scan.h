@@ -10,9 +10,9 @@
 //
 // Owner    a threadgroup owns kGroupRows rows of S of a head, a simdgroup kRows of them; a lane 4
 //          values of every 4 kRowLanes of kLaneRows rows, in registers through all positions. The
-//          simdgroups load kPositions positions in turn, a block, while they compute the block
-//          before.
-// Traffic  S once there and once back; b and c n / kGroupRows times, but for once from the cache.
+//          simdgroups load a block of kPositions positions while they compute the block before.
+// Traffic  S once there and once back; b and c once for kGroupRows rows, from the cache but for the
+//          first time.
 // Needs    fc_k at most kMostValues and a multiple of 4; threadgroup memory for the rows of a
 // block.
 #pragma once
@@ -137,7 +137,7 @@ struct SsmScan {
 
   static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting) {
     const float sum = sum_of_four<1>(waiting.sums, own.lane) + waiting.skipped;
-    const bool is_first = own.first < 4 * 4 && own.summed < args.n;
+    const bool is_first = own.lane % G::kRowLanes < 4 && own.summed < args.n;
     if (!is_first || waiting.position >= args.positions) return;
     const ulong m = ulong(own.sequence) * args.positions + waiting.position;
     y[(m * args.heads + own.head) * args.n + own.summed] = T(sum * waiting.gate);

@@ -136,7 +136,7 @@ def test_a_state_that_is_a_view(backend: Backend) -> None:
         assert torch.equal(put, outside)
 
 
-def test_refused_for_their_memory_or_gradient(backend: Backend) -> None:
+def test_refused_for_their_memory(backend: Backend) -> None:
     given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
     state = given["state"]
     before = state.clone()
