@@ -100,6 +100,9 @@ OPTIONS = {
     "families": Option("what a token costs in families that are more than a Llama", bool),
     "loops": Option("a token of generate() by transformers' loop and by decode", bool),
     "draft": Option("prompt lookup on tasks, beside decoding without", bool),
+    "inexact": Option(
+        "--draft: tokens of so many that differ with the fastest kernels instead", int
+    ),
     "mtp": Option("drafts of models' own heads, small models that are trained first", bool),
     "train": Option("--mtp: each model for so many seconds (150)", float, 150.0, 2.0),
     "told": Option(
@@ -195,8 +198,8 @@ MEASURES = {
         "models.tokens",
         "what a token costs, by part",
         ON_DEVICE + "models compile no-graph no-fuse no-peers prompt context cache activations tp "
-        "one-device new-tokens budget chip overhead families loops draft ops write mtp train "
-        "folder told",
+        "one-device new-tokens budget chip overhead families loops draft inexact ops write mtp "
+        "train folder told",
         {
             "cpu": {"formats": "q4_0,q4_k,q6_k,q8_0", "models": "168m,smollm2"},
             "cuda": ON_GPU | {"models": "8b,1b"},

@@ -73,6 +73,22 @@ def test_layers_of_tiny_weights(tmp_path: Path) -> None:
     assert packed["ops_us"] > 0 and packed["system"] == "metalmm q4_0"
 
 
+def test_drafted_rows_are_counted_and_equal(tmp_path: Path) -> None:
+    found = records_of(tmp_path, "tokens", "--draft", "--inexact", "12")
+    counted = [r for r in found if r["kind"] == "inexact"]
+    assert [r["rows"] for r in counted] == [2, 4, 8] and all(r["ok"] for r in counted)
+    assert all(0 <= r["differ"] <= 12 for r in counted)
+
+
+def test_prompts_through_recurrent_ops(tmp_path: Path) -> None:
+    """Each op and number of positions, gated_delta beside its form in chunks."""
+    found = [r for r in records_of(tmp_path, "recurrent") if r["kind"] == "recurrent"]
+    ours = {(r["variant"], r["positions"]): r for r in found if r["variant"][:5] != "torch"}
+    assert len(ours) == 4 and len(found) == 6
+    assert all(r["ok"] and r["us"] > 0 for r in ours.values())
+    assert ours["gated_delta", 40]["of_chunks"] > 0
+
+
 @pytest.mark.parametrize("format", ["q4_0", "affine4_g64"])
 def test_a_norm_before_a_product(tmp_path: Path, format: str) -> None:
     found = records_of(tmp_path, "norm", "--formats", format, "--m", "1", "--shapes", "64x256")
