@@ -304,6 +304,8 @@ KINDS: dict[str, tuple[str, tuple[Column, ...]]] = {
             quartiles("ms"),
             ("of unfused", "of_unfused", whole_percent),
             ("replays", "replays", str),
+            ("ms of a prompt of {prompt}", "prompt_ms", digits),
+            ("of unfused", "prompt_of_unfused", whole_percent),
         ),
     ),
     "quality": (

@@ -1,13 +1,14 @@
 """What a token costs in families whose layers are more than attention and a gated MLP.
 
 Random models of 8 layers of hidden size 2048, packed: unfused on transformers' own cache, after
-fuse_ on a PackedCache, and with its steps replayed, by turns in one process.
+fuse_ on a PackedCache, and with its steps replayed, by turns in one process; and a prompt of each.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -102,10 +103,13 @@ def run(run: Run) -> Iterator[Record]:
             "replayed": Packed("replayed", fused),
         }
         samples: dict[str, list[float]] = {name: [] for name in systems}
+        prompts: dict[str, list[float]] = {name: [] for name in systems}
         for turn in range(run.args.repetitions + 1):
             for name, system in systems.items():
                 times = _turn(system, run.args.new_tokens)
+                prompt = _prompt(system, run.args.prompt)
                 samples[name] += times if turn else []
+                prompts[name] += [prompt] if turn else []
         medians = {name: Timing.of(times) for name, times in samples.items()}
         for name, timing in medians.items():
             yield {
@@ -115,8 +119,23 @@ def run(run: Run) -> Iterator[Record]:
                 "system": name,
                 **timing.fields("ms", lambda s: 1e3 * s),
                 "of_unfused": timing.median / medians["unfused"].median,
+                "prompt": run.args.prompt,
+                "prompt_ms": 1e3 * median(prompts[name]),
+                "prompt_of_unfused": median(prompts[name]) / median(prompts["unfused"]),
                 "replays": replayed(fused).replays if name == "replayed" else 0,  # type: ignore[union-attr]
             }
+
+
+def _prompt(system: Any, tokens: int) -> float:
+    """Seconds of a prompt of so many tokens, until the first one is chosen."""
+    _empty(system)
+    return wall_clock(lambda: int(system.feed([i % 97 + 3 for i in range(tokens)]).argmax()))
+
+
+def _empty(system: Any) -> None:
+    system.reset()
+    if system.make is None:
+        system.cache = None
 
 
 def _turn(system: Any, tokens: int) -> list[float]:
@@ -124,9 +143,7 @@ def _turn(system: Any, tokens: int) -> list[float]:
 
     Not of the first two, which a replayed system records.
     """
-    system.reset()
-    if system.make is None:
-        system.cache = None
+    _empty(system)
     token = int(system.feed([i % 97 + 3 for i in range(CONTEXT)]).argmax())
     times = []
     for _ in range(tokens + 2):
