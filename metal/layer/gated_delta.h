@@ -100,16 +100,24 @@ struct GatedDelta {
       return out;
     }
 
+    // Of the lane's values.
     static METAL_FUNC float sum_of_squares(thread const T (&v)[kValues]) {
       float sum = 0.0f;
       MM_UNROLL
       for (int i = 0; i < kValues; ++i) sum = fma(float(v[i]), float(v[i]), sum);
-      return simd_sum(sum);
+      return sum;
     }
 
     static METAL_FUNC void store(thread const Loaded& in, Block block, Owned own, float eps,
                                  Position at) {
       static_assert(G::kGroupColumns == kSimdWidth, "a lane has a value of v");
+      float squares[2 * kEach];
+      MM_UNROLL
+      for (uint e = 0; e < kEach; ++e) {
+        squares[2 * e] = sum_of_squares(in.q[e]);
+        squares[2 * e + 1] = sum_of_squares(in.k[e]);
+      }
+      sum_each(squares);
       MM_UNROLL
       for (uint e = 0; e < kEach; ++e) {
         const uint p = e * kSimdgroups + at.sg;
@@ -121,8 +129,8 @@ struct GatedDelta {
           if (row < Block::keys()) to[Block::keys() + row] = in.k[e][i];
         }
         to[2 * Block::keys() + at.lane] = in.v[e];
-        const float q_scale = rsqrt(sum_of_squares(in.q[e]) + eps) * rsqrt(float(fc_k));
-        const float k_scale = rsqrt(sum_of_squares(in.k[e]) + eps);
+        const float q_scale = rsqrt(squares[2 * e] + eps) * rsqrt(float(fc_k));
+        const float k_scale = rsqrt(squares[2 * e + 1] + eps);
         const float decay = exp(-own.rate * softplus(float(in.a[e]) + own.bias));
         const float beta = sigmoid(float(in.b[e]));
         if (at.lane == 0) block.scales[p] = float4(q_scale, k_scale, decay, beta);
@@ -151,28 +159,29 @@ struct GatedDelta {
 
   // The lane's shares of q^T S of a position, and what the sums are yet to be multiplied by.
   struct Waiting {
-    float sums[4], scale;
+    float sums[1][4], scale;
     uint position;
   };
 
-  static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting) {
-    const float sum = sum_of_four<kLanes>(waiting.sums, own.lane);
+  // y of a position, whose sum is that of the lane's column.
+  static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting,
+                               float sum) {
     const bool is_first = own.lane < 4 * kLanes && own.summed < args.n;
     if (!is_first || waiting.position >= args.positions) return;
     const ulong m = ulong(own.sequence) * args.positions + waiting.position;
     y[(m * args.heads + own.head) * args.n + own.summed] = T(sum * waiting.scale);
   }
 
-  // A step of position p of the block.
+  // A step of position p of the block; what the last one left is summed up beside its own sums.
   template <int kRows>
   static METAL_FUNC void step(Block block, uint p, Owned own, thread float (&s)[kRows][4],
-                              thread Waiting& out) {
+                              thread Waiting& last, device T* y, constant KernelArgs& args) {
     const threadgroup T* q = Block::row(block, p);
     const threadgroup T* k = q + Block::keys();
     const threadgroup T* v = k + Block::keys();
     const float4 scales = block.scales[p];
     const float k_scale = scales[1], decay = scales[2], beta = scales[3];
-    float keys[kRows], queries[kRows], delta[4] = {};
+    float keys[kRows], queries[kRows], fours[2][4] = {}, sums[2];
     load_rows(k, own, keys);
     load_rows(q, own, queries);
     MM_UNROLL
@@ -180,23 +189,27 @@ struct GatedDelta {
       MM_UNROLL
       for (int c = 0; c < 4; ++c) {
         s[i][c] *= decay;
-        delta[c] = fma(s[i][c], keys[i], delta[c]);
+        fours[0][c] = fma(s[i][c], keys[i], fours[0][c]);
       }
     }
-    const float seen = sum_of_four<kLanes>(delta, own.lane) * k_scale;
-    const float value = float(v[own.summed - own.group_column]);
-    share_four<kLanes>((value - seen) * beta * k_scale, own.lane, delta);
     MM_UNROLL
-    for (int c = 0; c < 4; ++c) out.sums[c] = 0.0f;
+    for (int c = 0; c < 4; ++c) fours[1][c] = last.sums[0][c];
+    sum_fours<kLanes>(fours, own.lane, sums);
+    const float value = float(v[own.summed - own.group_column]);
+    float delta[4];
+    share_four<kLanes>((value - sums[0] * k_scale) * beta * k_scale, own.lane, delta);
+    store(y, args, own, last, sums[1]);
+    MM_UNROLL
+    for (int c = 0; c < 4; ++c) last.sums[0][c] = 0.0f;
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
       MM_UNROLL
       for (int c = 0; c < 4; ++c) {
         s[i][c] = fma(keys[i], delta[c], s[i][c]);
-        out.sums[c] = fma(s[i][c], queries[i], out.sums[c]);
+        last.sums[0][c] = fma(s[i][c], queries[i], last.sums[0][c]);
       }
     }
-    out.scale = scales[0];
+    last.scale = scales[0];
   }
 
   template <int kRows>
@@ -221,14 +234,13 @@ struct GatedDelta {
       next = Loaded<kRows>::of(from, args, own, position + kBlock, at);
       const uint count = min(kBlock, args.positions - position);
       for (uint p = 0; p < count; ++p) {
-        Waiting now;
-        now.position = position + p;
-        step(block, p, own, s, now);
-        store(y, args, own, last);  // the lanes' sums wait for each other beside the step
-        last = now;
+        step(block, p, own, s, last, y, args);
+        last.position = position + p;
       }
     }
-    store(y, args, own, last);
+    float sums[1];
+    sum_fours<kLanes>(last.sums, own.lane, sums);
+    store(y, args, own, last, sums[0]);
     MM_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const uint row = row_of(own, i);

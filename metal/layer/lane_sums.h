@@ -13,20 +13,32 @@ METAL_FUNC uint summed_by(uint lane) {
   return (lane & kFirst ? 2 : 0) + (lane & 2 * kFirst ? 1 : 0);
 }
 
-// The sum of v[summed_by(lane)] over the lanes. The first two rounds halve what a lane has: five
-// values are exchanged, for 16 if each lane had all four sums.
-template <int kFirst>
-METAL_FUNC float sum_of_four(thread const float (&v)[4], uint lane) {
+// Of each of the fours the sum of [summed_by(lane)] over the lanes. The first two rounds halve what
+// a lane has: five values are exchanged, for 16 if each lane had all four sums. The fours go side
+// by side, since a lane waits for what it is given.
+template <int kFirst, int kFours>
+METAL_FUNC void sum_fours(thread const float (&fours)[kFours][4], uint lane,
+                          thread float (&sums)[kFours]) {
   const bool upper = lane & kFirst, odd = lane & 2 * kFirst;
-  float pair[2];
+  float pairs[kFours][2];
   MM_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    pair[i] = (upper ? v[2 + i] : v[i]) + simd_shuffle_xor(upper ? v[i] : v[2 + i], ushort(kFirst));
+  for (int f = 0; f < kFours; ++f) {
+    MM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float low = fours[f][i], high = fours[f][2 + i];
+      pairs[f][i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(kFirst));
+    }
   }
-  const float given = odd ? pair[0] : pair[1];
-  float sum = (odd ? pair[1] : pair[0]) + simd_shuffle_xor(given, ushort(2 * kFirst));
-  sum += simd_shuffle_xor(sum, ushort(4 * kFirst));
-  return sum + simd_shuffle_xor(sum, ushort(8 * kFirst));
+  MM_UNROLL
+  for (int f = 0; f < kFours; ++f) {
+    const float given = odd ? pairs[f][0] : pairs[f][1];
+    sums[f] = (odd ? pairs[f][1] : pairs[f][0]) + simd_shuffle_xor(given, ushort(2 * kFirst));
+  }
+  MM_UNROLL
+  for (int far = 4 * kFirst; far <= 8 * kFirst; far *= 2) {
+    MM_UNROLL
+    for (int f = 0; f < kFours; ++f) sums[f] += simd_shuffle_xor(sums[f], ushort(far));
+  }
 }
 
 // Each lane's value of summed_by(lane), in all 16 lanes.
@@ -40,6 +52,16 @@ METAL_FUNC void share_four(float mine, uint lane, thread float (&v)[4]) {
     const float far = simd_shuffle_xor(pair[i], ushort(kFirst));
     v[i] = upper ? far : pair[i];
     v[2 + i] = upper ? pair[i] : far;
+  }
+}
+
+// simd_sum of each of the values, side by side.
+template <int kCount>
+METAL_FUNC void sum_each(thread float (&v)[kCount]) {
+  MM_UNROLL
+  for (int far = 1; far < kSimdWidth; far *= 2) {
+    MM_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] += simd_shuffle_xor(v[i], ushort(far));
   }
 }
 

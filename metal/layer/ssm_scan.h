@@ -131,12 +131,14 @@ struct SsmScan {
 
   // The lane's shares of S c of a position, and what its row of y is made of.
   struct Waiting {
-    float sums[G::kLaneRows], skipped, gate;
+    float sums[1][G::kLaneRows], skipped, gate;
     uint position;
   };
 
   static METAL_FUNC void store(device T* y, constant KernelArgs& args, Owned own, Waiting waiting) {
-    const float sum = sum_of_four<1>(waiting.sums, own.lane) + waiting.skipped;
+    float sums[1];
+    sum_fours<1>(waiting.sums, own.lane, sums);
+    const float sum = sums[0] + waiting.skipped;
     const bool is_first = own.lane % G::kRowLanes < 4 && own.summed < args.n;
     if (!is_first || waiting.position >= args.positions) return;
     const ulong m = ulong(own.sequence) * args.positions + waiting.position;
@@ -155,7 +157,7 @@ struct SsmScan {
     MM_UNROLL
     for (int r = 0; r < G::kLaneRows; ++r) {
       scaled[r] = t * float(x[own.row - own.group_row + r]);
-      out.sums[r] = 0.0f;
+      out.sums[0][r] = 0.0f;
     }
     const uint summed = own.summed - own.group_row;
     out.skipped = own.d * float(x[summed]);
@@ -172,7 +174,7 @@ struct SsmScan {
         MM_UNROLL
         for (int r = 0; r < G::kLaneRows; ++r) {
           s[r][i + j] = fma(scaled[r], float(in[j]), s[r][i + j] * decay);
-          out.sums[r] = fma(s[r][i + j], float(seen[j]), out.sums[r]);
+          out.sums[0][r] = fma(s[r][i + j], float(seen[j]), out.sums[0][r]);
         }
       }
     }
