@@ -89,6 +89,11 @@ TARGETS = {
     "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
     "(emulator and gated_down)'",
+    "metal/layer/gated_delta.h": "test_recurrent.py -k 'emulator and not descending'",
+    "metal/layer/ssm_scan.h": "test_ssm_scan.py -k 'emulator and not descending'",
+    "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py -k 'emulator and not descending'",
+    "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
+    "csrc/plan/recurrent.cpp": "test_plan.py test_plan_layer.py",
     "metal/formats/block32.h": "test_exact.py -k 'emulator and gemv and not descending and "
     "(q4_0 or q4_1 or q5_0 or q5_1 or q8_0)'",
 }

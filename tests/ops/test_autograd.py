@@ -43,12 +43,14 @@ def test_dx_is_grad_times_the_weight(name: str, dtype: torch.dtype, backend: Bac
 
 @pytest.mark.parametrize("name", KINDS)
 def test_layouts_of_the_gradient(name: str, backend: Backend) -> None:
-    """Gradients arrive expanded (from sum), strided, transposed; after any strategy."""
+    """Gradients arrive expanded (from sum), strided, transposed; after any strategy, of which a slow
+    engine takes some with each kind."""
     k = backend.k(name)
     packed = random_weight(name, 9, k)
     values, w = spec(name, packed, k), backend.put(packed)
     x = leaf(activations(4, 3, k), backend)
-    for strategy in (None, *backend.strategies):
+    some = slice(KINDS.index(name), None, len(KINDS)) if backend.is_slow else slice(None)
+    for strategy in (None, *backend.strategies[some]):
         (dx,) = torch.autograd.grad(ops.linear(x, w, None, name, strategy).sum(), x)
         check(dx, Value.of(torch.ones(4, 3, 9)).dot(values.T), "sum")
     g = activations(9, 3, 4, seed="g").permute(2, 1, 0)
