@@ -35,6 +35,7 @@ from places import ROOT, TESTS
 TREE = ROOT / "build" / "mutants"
 SECONDS = 900  # seconds for the tests of one mutant: a mutant that hangs is noticed, too
 
+_EMULATED = "-k 'emulator and not descending'"
 _REPLAYS = "test_replay.py test_replay_faults.py"
 
 # {file to mutate: the tests that shall notice, in whatever room they are, and pytest's choice among
@@ -89,9 +90,9 @@ TARGETS = {
     "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
     "(emulator and gated_down)'",
-    "metal/layer/gated_delta.h": "test_recurrent.py -k 'emulator and not descending'",
-    "metal/layer/ssm_scan.h": "test_ssm_scan.py -k 'emulator and not descending'",
-    "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py -k 'emulator and not descending'",
+    "metal/layer/gated_delta.h": f"test_recurrent.py {_EMULATED}",
+    "metal/layer/ssm_scan.h": f"test_ssm_scan.py {_EMULATED}",
+    "metal/layer/lane_sums.h": f"test_recurrent.py test_ssm_scan.py {_EMULATED}",
     "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
     "csrc/plan/recurrent.cpp": "test_plan.py test_plan_layer.py",
     "metal/formats/block32.h": "test_exact.py -k 'emulator and gemv and not descending and "

@@ -43,8 +43,10 @@ def test_dx_is_grad_times_the_weight(name: str, dtype: torch.dtype, backend: Bac
 
 @pytest.mark.parametrize("name", KINDS)
 def test_layouts_of_the_gradient(name: str, backend: Backend) -> None:
-    """Gradients arrive expanded (from sum), strided, transposed; after any strategy, of which a slow
-    engine takes some with each kind."""
+    """Gradients arrive expanded (from sum), strided, transposed; after any strategy.
+
+    A slow engine takes some of these with each kind of format.
+    """
     k = backend.k(name)
     packed = random_weight(name, 9, k)
     values, w = spec(name, packed, k), backend.put(packed)
