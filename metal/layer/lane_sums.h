@@ -10,7 +10,7 @@ namespace metalmm {
 // Which of the four sums a lane gets. The 16 lanes differ in 4 bits from kFirst on.
 template <int kFirst>
 METAL_FUNC uint summed_by(uint lane) {
-  return (lane & kFirst ? 2 : 0) + (lane & 2 * kFirst ? 1 : 0);
+  return lane / kFirst & 3;
 }
 
 // Of each of the fours the sum of [summed_by(lane)] over the lanes. The first two rounds halve what
@@ -19,20 +19,20 @@ METAL_FUNC uint summed_by(uint lane) {
 template <int kFirst, int kFours>
 METAL_FUNC void sum_fours(thread const float (&fours)[kFours][4], uint lane,
                           thread float (&sums)[kFours]) {
-  const bool upper = lane & kFirst, odd = lane & 2 * kFirst;
+  const bool odd = lane & kFirst, upper = lane & 2 * kFirst;
   float pairs[kFours][2];
   MM_UNROLL
   for (int f = 0; f < kFours; ++f) {
     MM_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const float low = fours[f][i], high = fours[f][2 + i];
-      pairs[f][i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(kFirst));
+      const float even = fours[f][2 * i], other = fours[f][2 * i + 1];
+      pairs[f][i] = (odd ? other : even) + simd_shuffle_xor(odd ? even : other, ushort(kFirst));
     }
   }
   MM_UNROLL
   for (int f = 0; f < kFours; ++f) {
-    const float given = odd ? pairs[f][0] : pairs[f][1];
-    sums[f] = (odd ? pairs[f][1] : pairs[f][0]) + simd_shuffle_xor(given, ushort(2 * kFirst));
+    const float given = upper ? pairs[f][0] : pairs[f][1];
+    sums[f] = (upper ? pairs[f][1] : pairs[f][0]) + simd_shuffle_xor(given, ushort(2 * kFirst));
   }
   MM_UNROLL
   for (int far = 4 * kFirst; far <= 8 * kFirst; far *= 2) {
@@ -44,14 +44,14 @@ METAL_FUNC void sum_fours(thread const float (&fours)[kFours][4], uint lane,
 // Each lane's value of summed_by(lane), in all 16 lanes.
 template <int kFirst>
 METAL_FUNC void share_four(float mine, uint lane, thread float (&v)[4]) {
-  const bool upper = lane & kFirst, odd = lane & 2 * kFirst;
+  const bool odd = lane & kFirst, upper = lane & 2 * kFirst;
   const float other = simd_shuffle_xor(mine, ushort(2 * kFirst));
-  const float pair[2] = {odd ? other : mine, odd ? mine : other};
+  const float pair[2] = {upper ? other : mine, upper ? mine : other};
   MM_UNROLL
   for (int i = 0; i < 2; ++i) {
     const float far = simd_shuffle_xor(pair[i], ushort(kFirst));
-    v[i] = upper ? far : pair[i];
-    v[2 + i] = upper ? pair[i] : far;
+    v[2 * i] = odd ? far : pair[i];
+    v[2 * i + 1] = odd ? pair[i] : far;
   }
 }
 

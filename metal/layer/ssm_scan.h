@@ -207,11 +207,9 @@ struct SsmScan {
       next = Rows::of(from, args, own, position + kBlock, at);
       const uint count = min(kBlock, args.positions - position);
       for (uint p = 0; p < count; ++p) {
-        Waiting now;
-        now.position = position + p;
-        step(block, p, own, s, now);
-        store(y, args, own, last);  // the lanes' sums wait for each other beside the step
-        last = now;
+        store(y, args, own, last);  // its lanes wait for each other beside the step
+        step(block, p, own, s, last);
+        last.position = position + p;
       }
     }
     store(y, args, own, last);
