@@ -1,7 +1,7 @@
 """Every Python block of README.md and of the pages of docs runs.
 
-The blocks of one section run one after the other in one folder, each in a process of its own, as
-a reader would run them.
+The blocks of one section run one after the other in one folder and one process, each with names
+of its own.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ def sections() -> dict[str, list[str]]:
 
 
 SECTIONS = sections()
+_EACH = """
+import linecache, sys
+for i, block in enumerate(sys.argv[1:]):
+    name = f"block {i + 1}"
+    linecache.cache[name] = len(block), None, block.splitlines(True), name
+    exec(compile(block, name, "exec"), {"__name__": "__main__"})
+"""
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -45,7 +52,6 @@ def test_recipe(section: str, tmp_path: Path) -> None:
         pytest.skip(testing.absence())
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for block in SECTIONS[section]:
-        command = [sys.executable, "-W", "error::UserWarning", "-c", block]
-        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert run.returncode == 0, f"{block}\n{run.stderr}"
+    command = [sys.executable, "-W", "error::UserWarning", "-c", _EACH, *SECTIONS[section]]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -11,6 +11,7 @@ import struct
 from typing import Any
 
 import torch
+from oracle import FORMATS
 from torch import Tensor
 
 from torch_metalmm import _C
@@ -29,6 +30,11 @@ def memory_of(rows: Tensor, gap: int = 0, offset: int = 0) -> Tensor:
     memory = torch.full((size,), fill, dtype=rows.dtype)
     memory.as_strided((m, k), (k + gap, 1), offset).copy_(rows)
     return memory[offset:]
+
+
+def dtype_of(name: str, takes_turns: bool) -> torch.dtype:
+    """Of x for a format: each has its turn, or that which most tests compile."""
+    return list(NAMES)[FORMATS.index(name) % len(NAMES)] if takes_turns else torch.float32
 
 
 def alignment_of(memory: Tensor) -> int:
