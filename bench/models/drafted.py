@@ -62,15 +62,15 @@ class Times:
 
 
 def run(run: Run) -> Iterator[Record]:
-    """One record per task and choice of tokens; with --inexact one of the formats instead."""
+    """One record per task and choice of tokens; with --inexact one per number of rows instead."""
     device, args = run.device.type, run.args
     dtype = torch.float32 if device == "cpu" else torch.float16
     with torch.inference_mode(False), torch.no_grad():
         loaded, tokenizer = load_gguf(demo_model(), device=device, dtype=dtype)
-        if args.inexact:
-            yield from inexact(loaded, tokenizer, dtype, run)
-            return
         model = fuse_(loaded, cache=DTYPE_NAMES[dtype])
+    if args.inexact:
+        yield from inexact(model, tokenizer, run)
+        return
     for task, (asked, text) in TASKS.items():
         message = {"role": "user", "content": f"{asked}\n\n{text}".rstrip()}
         prompt = tokenizer.apply_chat_template(
@@ -102,13 +102,12 @@ def run(run: Run) -> Iterator[Record]:
             }
 
 
-def inexact(model: Any, tokenizer: Any, dtype: torch.dtype, run: Run) -> Iterator[Record]:
+def inexact(model: Any, tokenizer: Any, run: Run) -> Iterator[Record]:
     """How many of the likeliest tokens behind a text's differ where it is read in steps of several
     rows by the fastest kernels. A text starts anew after each WINDOW tokens."""
     args, device = run.args, run.device.type
     ids = tokenizer(PROSE + CODE, return_tensors="pt").input_ids[:, : args.inexact].to(device)
-    model = fuse_(model, cache=DTYPE_NAMES[dtype])
-    cache = PackedCache(model.config, DTYPE_NAMES[dtype])
+    cache = PackedCache(model.config, DTYPE_NAMES[model.dtype])
 
     def likeliest(rows: int) -> Tensor:
         found = []

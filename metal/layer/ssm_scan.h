@@ -13,8 +13,8 @@
 //          simdgroups load a block of kPositions positions while they compute the block before.
 // Traffic  S once there and once back; b and c once for kGroupRows rows, from the cache but for the
 //          first time.
-// Needs    fc_k at most kMostValues and a multiple of 4; threadgroup memory for the rows of a
-// block.
+// Needs    fc_k at most kMostValues and a multiple of 4; threadgroup memory for the rows of
+//          a block.
 #pragma once
 
 #include "../entry.h"
