@@ -171,7 +171,9 @@ enum RopeBits : MM_U32 {
   kRopeApart = 16,        // v is x2
   kRopeFloatTables = 32,  // cos and sin are f32, whatever x is
   kRopeHalfKeys = 64,     // rows of keys are f16, whatever the format of values
-  kRopePages = 128        // a slot for each row, of one cache for all sequences; else a position
+  kRopePages = 128,       // a slot for each row, of one cache for all sequences; else a position
+  kRopeWholeNorms = 256,  // the norms of q and of k are of all their heads, else of each
+  kRopeNormV = 512        // each head of v is normalised, without a weight
 };
 
 enum TableBits : MM_U32 {

@@ -98,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": _ROUTED,
     "minimax_m2": _LOCAL,
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64},
-    "afmoe": _EXPERTS,
+    "afmoe": _EXPERTS | {"num_shared_experts": 1},
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR | _SHARED,
     "qwen3_next": _LINEAR | _SHARED | {"mlp_only_layers": []},

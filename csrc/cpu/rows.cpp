@@ -119,10 +119,14 @@ void turn_heads(const HeadsFrom& h, const Turn& t, float* to) {
   const auto position = [&](int64_t b, int64_t s, float* scratch) {
     const float* from = h.values + b * h.batch_stride + s * h.position_stride;
     const int64_t angle = b * t.angle_stride + s * t.rotated;
+    if (t.normed == Normed::kWhole) {
+      normalize(from, h.count * h.dim, t.factors, t.eps, scratch);
+      from = scratch;
+    }
     for (int64_t head = 0; head < h.count; ++head) {
       const float* values = from + head * h.dim;
-      if (t.norm) {
-        normalize(values, h.dim, t.norm, t.eps, scratch);
+      if (t.normed == Normed::kHead) {
+        normalize(values, h.dim, t.factors, t.eps, scratch);
         values = scratch;
       }
       float* row = to + ((b * h.count + head) * h.positions + s) * h.dim;
@@ -132,7 +136,7 @@ void turn_heads(const HeadsFrom& h, const Turn& t, float* to) {
   };
   parallel_for(0, h.batch * h.positions, row_grain(h.count * h.dim),
                [&](int64_t first, int64_t last) {
-                 std::vector<float> scratch(t.norm ? h.dim : 0);
+                 std::vector<float> scratch(t.normed == Normed::kWhole ? h.count * h.dim : h.dim);
                  for (int64_t i = first; i < last; ++i) {
                    position(i / h.positions, i % h.positions, scratch.data());
                  }

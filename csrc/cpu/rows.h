@@ -27,12 +27,15 @@ struct HeadsFrom {
   int64_t batch_stride, position_stride;
   int64_t batch, positions, count, dim;
 };
+// What is normalised: nothing, each head, or all heads of a position as one row.
+enum class Normed { kNothing, kHead, kWhole };
 // How they are turned: the first `rotated` values by cos and sin [positions, rotated], of a batch
-// angle_stride apart. norm [dim] holds the factors of an RMS norm, or is null.
+// angle_stride apart. factors: of the norm, [dim] or [count dim], or null.
 struct Turn {
   const float *cos, *sin;
   int64_t angle_stride, rotated;
-  const float* norm;
+  Normed normed;
+  const float* factors;
   float eps;
   bool interleaved;
 };

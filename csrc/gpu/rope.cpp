@@ -47,6 +47,8 @@ struct Call {
                     options.q_norm.has_value(),
                     options.k_norm.has_value(),
                     options.interleaved,
+                    shape.has_whole_norms,
+                    options.v_norm,
                     options.v.has_value(),
                     !same};
   }

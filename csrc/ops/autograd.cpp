@@ -195,10 +195,7 @@ std::tuple<Tensor, Tensor> recorded(const args::add_rms_norm& a) {
   return {stored(composed::rms_norm(sum, a.weight, a.eps, a.offset), a.x.scalar_type()), sum};
 }
 
-Heads recorded(const args::rope& a) {
-  check(a);
-  return composed::rope(a);
-}
+Heads recorded(const args::rope& a) { return composed::rope(a, check(a).has_whole_norms); }
 
 namespace {
 

@@ -197,10 +197,15 @@ RopeShape check(const args::rope& a) {
   const Size dim = qkv.sym_size(2) / all;
   TORCH_CHECK_VALUE(dim * all == qkv.sym_size(2) && dim >= 1, "qkv: ", qkv.sym_size(2),
                     " values a position; must be a multiple of its ", all, " heads");
-  const RopeShape out{qkv.sym_size(0), qkv.sym_size(1), dim, cos.sym_size(-1)};
+  const auto is_of_all = [&](const OptionalTensor& weight, int64_t heads) {
+    return heads > 1 && weight.has_value() && weight->dim() == 1 &&
+           weight->sym_size(0) == dim * heads;
+  };
+  const bool whole = is_of_all(a.q_norm, a.heads) || is_of_all(a.k_norm, a.kv_heads);
+  const RopeShape out{qkv.sym_size(0), qkv.sym_size(1), dim, cos.sym_size(-1), whole};
   check_addend("v", a.v, {out.batch, out.positions, dim * a.kv_heads}, qkv);
-  check_addend("q_norm", a.q_norm, {dim}, qkv);
-  check_addend("k_norm", a.k_norm, {dim}, qkv);
+  check_addend("q_norm", a.q_norm, {out.has_whole_norms ? dim * a.heads : dim}, qkv);
+  check_addend("k_norm", a.k_norm, {out.has_whole_norms ? dim * a.kv_heads : dim}, qkv);
   check_norm_numbers("q_norm", a.q_norm.has_value() || a.k_norm.has_value(), a.eps, a.offset);
   TORCH_CHECK_VALUE(
       cos.sym_size(1) == out.positions && (cos.sym_size(0) == 1 || cos.sym_size(0) == out.batch),

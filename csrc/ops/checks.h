@@ -47,9 +47,11 @@ WeightShape check(const args::norm_linear& a);
 void check(const args::rms_norm& a);
 void check(const args::add_rms_norm& a);
 
-// The sizes of rope: batch, positions, values of a head, of which `rotated` are rotated.
+// The sizes of rope: batch, positions, values of a head, of which `rotated` are rotated; and
+// whether the weights of its norms are of all heads.
 struct RopeShape {
   c10::SymInt batch, positions, dim, rotated;
+  bool has_whole_norms;
 };
 RopeShape check(const args::rope& a);
 

@@ -97,7 +97,7 @@ at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double ep
   return weight.has_value() ? scaled * (weight->to(at::kFloat) + offset) : scaled;
 }
 
-Heads rope(const args::rope& a) {
+Heads rope(const args::rope& a, bool has_whole_norms) {
   const int64_t all = a.heads + (a.v.has_value() ? 1 : 2) * a.kv_heads;
   const at::Tensor by_head = a.qkv.unflatten(-1, {all, a.qkv.size(-1) / all}).to(at::kFloat);
   const at::Tensor c = a.cos.to(at::kFloat).unsqueeze(2), s = a.sin.to(at::kFloat).unsqueeze(2);
@@ -105,12 +105,17 @@ Heads rope(const args::rope& a) {
     return stored(t.transpose(1, 2), a.qkv.scalar_type());
   };
   const auto turned = [&](int64_t first, int64_t count, const OptionalTensor& norm) {
-    const at::Tensor part = by_head.narrow(2, first, count);
-    return finish(rotate(norm.has_value() ? rms_norm(part, norm, a.eps, a.offset) : part, c, s,
-                         a.interleaved));
+    at::Tensor part = by_head.narrow(2, first, count);
+    if (norm.has_value()) {
+      if (has_whole_norms) part = part.flatten(2);
+      part = rms_norm(part, norm, a.eps, a.offset);
+      if (has_whole_norms) part = part.unflatten(2, {count, by_head.size(-1)});
+    }
+    return finish(rotate(part, c, s, a.interleaved));
   };
-  const at::Tensor values = a.v.has_value() ? a.v->unflatten(-1, {a.kv_heads, by_head.size(-1)})
-                                            : by_head.narrow(2, a.heads + a.kv_heads, a.kv_heads);
+  at::Tensor values = a.v.has_value() ? a.v->unflatten(-1, {a.kv_heads, by_head.size(-1)})
+                                      : by_head.narrow(2, a.heads + a.kv_heads, a.kv_heads);
+  if (a.v_norm) values = rms_norm(values, std::nullopt, a.eps, 0);
   return {turned(0, a.heads, a.q_norm), turned(a.heads, a.kv_heads, a.k_norm), finish(values)};
 }
 

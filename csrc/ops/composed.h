@@ -19,7 +19,7 @@ at::Tensor slope(const at::Tensor& gate, Activation activation);
 at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset);
 
 // Arguments as those of the op; results in the dtype of qkv.
-Heads rope(const args::rope& a);
+Heads rope(const args::rope& a, bool has_whole_norms);
 
 // As the ops, of at least one position; the state is written.
 at::Tensor causal_conv(const args::causal_conv& a);

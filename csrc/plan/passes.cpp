@@ -272,6 +272,7 @@ int64_t heads_of(const RopeSizes& r) { return r.heads + product(r.kv_heads, 2); 
 uint32_t rope_bits(const Problem& p) {
   const RopeSizes& r = p.rope;
   return (r.q_norm ? kRopeNormQ : 0u) | (r.k_norm ? kRopeNormK : 0u) |
+         (r.whole_norms ? kRopeWholeNorms : 0u) | (r.v_norm ? kRopeNormV : 0u) |
          (p.offset != 0 ? kRopeOffset : 0u) | (r.interleaved ? kRopeInterleaved : 0u) |
          (r.v_apart ? kRopeApart : 0u) | (r.float_angles ? kRopeFloatTables : 0u) |
          (p.append.half_keys ? kRopeHalfKeys : 0u) | (p.append.pages ? kRopePages : 0u);

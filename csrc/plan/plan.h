@@ -72,6 +72,8 @@ struct RopeSizes {
   int64_t positions = 1;   // rows of x of one sequence
   int64_t angle_rows = 1;  // rows of cos and sin: of one sequence, or of all
   bool q_norm = false, k_norm = false, interleaved = false;
+  bool whole_norms = false;   // those of q and of k are of all their heads, else of each
+  bool v_norm = false;        // of each head of v, without a weight
   bool v_apart = false;       // x2 is v
   bool float_angles = false;  // cos and sin are f32, not of dtype
 };

@@ -34,11 +34,16 @@ constexpr std::pair<const char*, uint32_t> kEpilogueBits[] = {{"bias", kEpilogue
                                                               {"norm_weight", kEpilogueNormWeight},
                                                               {"norm_offset", kEpilogueNormOffset},
                                                               {"activation", kEpilogueActivation}};
-constexpr std::pair<const char*, uint32_t> kRopeBits[] = {
-    {"norm_q", kRopeNormQ},       {"norm_k", kRopeNormK},
-    {"offset", kRopeOffset},      {"interleaved", kRopeInterleaved},
-    {"apart", kRopeApart},        {"float_tables", kRopeFloatTables},
-    {"half_keys", kRopeHalfKeys}, {"pages", kRopePages}};
+constexpr std::pair<const char*, uint32_t> kRopeBits[] = {{"norm_q", kRopeNormQ},
+                                                          {"norm_k", kRopeNormK},
+                                                          {"offset", kRopeOffset},
+                                                          {"interleaved", kRopeInterleaved},
+                                                          {"apart", kRopeApart},
+                                                          {"float_tables", kRopeFloatTables},
+                                                          {"half_keys", kRopeHalfKeys},
+                                                          {"pages", kRopePages},
+                                                          {"whole_norms", kRopeWholeNorms},
+                                                          {"norm_v", kRopeNormV}};
 constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"causal", kAttentionCausal},      {"window", kAttentionWindow},
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},

@@ -44,12 +44,18 @@ void set_fields(const char* what, const py::dict& given, const std::vector<Field
 }
 
 inline RopeSizes read_rope(const py::dict& given) {
-  static const std::vector<Field<RopeSizes>> fields = {
-      {"heads", &RopeSizes::heads},           {"kv_heads", &RopeSizes::kv_heads},
-      {"rotated", &RopeSizes::rotated},       {"positions", &RopeSizes::positions},
-      {"angle_rows", &RopeSizes::angle_rows}, {"q_norm", &RopeSizes::q_norm},
-      {"k_norm", &RopeSizes::k_norm},         {"interleaved", &RopeSizes::interleaved},
-      {"v_apart", &RopeSizes::v_apart},       {"float_angles", &RopeSizes::float_angles}};
+  static const std::vector<Field<RopeSizes>> fields = {{"heads", &RopeSizes::heads},
+                                                       {"kv_heads", &RopeSizes::kv_heads},
+                                                       {"rotated", &RopeSizes::rotated},
+                                                       {"positions", &RopeSizes::positions},
+                                                       {"angle_rows", &RopeSizes::angle_rows},
+                                                       {"q_norm", &RopeSizes::q_norm},
+                                                       {"k_norm", &RopeSizes::k_norm},
+                                                       {"interleaved", &RopeSizes::interleaved},
+                                                       {"v_apart", &RopeSizes::v_apart},
+                                                       {"float_angles", &RopeSizes::float_angles},
+                                                       {"whole_norms", &RopeSizes::whole_norms},
+                                                       {"v_norm", &RopeSizes::v_norm}};
   RopeSizes out;
   set_fields("rope", given, fields, out);
   return out;

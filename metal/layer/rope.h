@@ -1,14 +1,17 @@
 // The heads of q, k and v out of a merged projection, rotated by their positions.
 //
 // Row m of x, a position of a sequence, has the heads of q, of k and, where x2 has none, of v, fc_k
-// values each. Those of q and of k are normalised where they have a weight; then pairs (i, j) of
-// the first `rotated` values become
+// values each. Those of q and of k are normalised where they have a weight, each head or all heads
+// as one row, and those of v where asked, without a weight; then pairs (i, j) of the first
+// `rotated` values of a head of q or k become
 //     y[i] = x[i] cos[i] - x[j] sin[i],   y[j] = x[j] cos[j] + x[i] sin[j]
 // and the rest is copied, in f32, rounded once. Results are [sequence, head, position, fc_k].
 //
 // Owner    a simdgroup owns a head of a row.
-// Traffic  every value of x once, with a norm twice, the second time from the cache; cos and sin
-//          once per head, from the cache but for the first.
+// Traffic  every value of x once, with a norm twice, the second time from the cache, and with a
+// norm
+//          of all heads once more for each head, from the cache; cos and sin once per head, from
+//          the cache but for the first.
 // Needs    nothing.
 #pragma once
 
@@ -37,11 +40,12 @@ struct Head {
   device const T* x;
   device const T* weight;
   float scale, offset;
-  bool has_norm;
+  bool has_norm, has_weight;
 
   static METAL_FUNC float value(Head h, uint i) {
     const float x = float(h.x[i]);
     if (!h.has_norm) return x;
+    if (!h.has_weight) return x * h.scale;
     const float weight = float(h.weight[i]);
     return x * h.scale * (fc_epilogue & kRopeOffset ? h.offset + weight : weight);
   }
@@ -74,16 +78,22 @@ struct Rope {
   // The head whose values begin at x, with the scale of its norm, which all lanes compute.
   static METAL_FUNC Head<T> head(device const T* x, HeadPlace place, From from,
                                  constant KernelArgs& args, uint lane) {
-    const bool has_norm = (place.group == 0 && (fc_epilogue & kRopeNormQ) != 0) ||
-                          (place.group == 1 && (fc_epilogue & kRopeNormK) != 0);
-    Head<T> out = {x, place.group == 0 ? from.q_weight : from.k_weight, 1.0f, args.offset,
-                   has_norm};
+    const bool has_weight = (place.group == 0 && (fc_epilogue & kRopeNormQ) != 0) ||
+                            (place.group == 1 && (fc_epilogue & kRopeNormK) != 0);
+    const bool has_norm = has_weight || (place.group == 2 && (fc_epilogue & kRopeNormV) != 0);
+    const bool is_whole = has_weight && (fc_epilogue & kRopeWholeNorms) != 0;
+    const uint heads = !is_whole ? 1 : place.group == 0 ? args.heads : args.kv_heads;
+    const uint before = is_whole ? place.head * fc_k : 0;  // values of the row of the norm
+    Head<T> out = {x,        (place.group == 0 ? from.q_weight : from.k_weight) + before,
+                   1.0f,     args.offset,
+                   has_norm, has_weight};
     if (has_norm) {
+      device const T* row = x - before;
       float squares = 0.0f;
-      for (uint i = lane; i < fc_k; i += kSimdWidth) {
-        squares = fma(float(x[i]), float(x[i]), squares);
+      for (uint i = lane; i < heads * fc_k; i += kSimdWidth) {
+        squares = fma(float(row[i]), float(row[i]), squares);
       }
-      out.scale = norm_scale(simd_sum(squares), args.eps);
+      out.scale = norm_scale(simd_sum(squares) / float(heads), args.eps);
     }
     return out;
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,15 +72,21 @@ def operands(s: Shape, dtype: torch.dtype, apart: bool) -> dict[str, Tensor]:
     return out | ({"v": qkv[..., qk:]} if apart else {})
 
 
-def options(s: Shape, dtype: torch.dtype, backend: Backend, norms: bool) -> dict[str, Any]:
+def options(s: Shape, dtype: torch.dtype, backend: Backend, norms: str) -> dict[str, Any]:
+    """norms: of each "head", of the "whole" row of q and of k and of v beside them, or ""."""
     if not norms:
         return {}
-    q_norm, k_norm = (backend.put(activations(s.dim, dtype=dtype, seed=i)) for i in "qk")
-    return {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS, "offset": 1.0, "interleaved": True}
+    counts = (s.heads, s.kv_heads) if norms == "whole" else (1, 1)
+    q_norm, k_norm = (
+        backend.put(activations(n * s.dim, dtype=dtype, seed=i))
+        for n, i in zip(counts, "qk", strict=True)
+    )
+    found = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS, "offset": 1.0, "interleaved": True}
+    return found | {"v_norm": norms == "whole"}
 
 
 def check_append(
-    s: Shape, names: tuple[str, str], dtype: torch.dtype, traits: tuple[bool, bool], view: bool,
+    s: Shape, names: tuple[str, str], dtype: torch.dtype, traits: tuple[bool, str], view: bool,
     backend: Backend,
 ) -> None:  # fmt: skip
     """Both ways leave the same bytes in all of the memory of the cache, slots in any order."""
@@ -104,9 +111,8 @@ def check_append(
 def test_shapes(s: Shape, dtype: torch.dtype, backend: Backend) -> None:
     """v of qkv or apart, norms, pairs, a view of a larger cache."""
     for name in ("q8_0", "q4_0", "f16"):
-        for i in range(4):
-            apart, norms = i % 2 == 1, i >= 2
-            check_append(s, (name, name), dtype, (apart, norms), norms, backend)
+        for norms, apart in product(("", "head", "whole"), (False, True)):
+            check_append(s, (name, name), dtype, (apart, norms), bool(norms), backend)
 
 
 @pytest.mark.quick
@@ -115,16 +121,16 @@ def test_formats(name: str, backend: Backend) -> None:
     """Of keys, of values, of both, of values beside keys in f16; dense formats of every dtype."""
     s = Shape(2, 3, 2, 2, 64, 48)
     for dtype in DTYPES:
-        check_append(s, (name, name), dtype, (False, False), False, backend)
-    check_append(s, ("f16", name), torch.bfloat16, (True, True), True, backend)
-    check_append(s, (name, "q8_0"), torch.float16, (True, True), True, backend)
-    check_append(s, ("f32", name), torch.bfloat16, (False, True), True, backend)
+        check_append(s, (name, name), dtype, (False, ""), False, backend)
+    check_append(s, ("f16", name), torch.bfloat16, (True, "head"), True, backend)
+    check_append(s, (name, "q8_0"), torch.float16, (True, "head"), True, backend)
+    check_append(s, ("f32", name), torch.bfloat16, (False, "whole"), True, backend)
 
 
 @pytest.mark.every_format
 def test_every_format_stores_what_rope_returns(name: str, backend: Backend) -> None:
     dim = max(64, formats.get(name).block_values)
-    call = Shape(1, 2, 1, 1, dim, 32), (name, name), torch.float32, (False, False), False, backend
+    call = Shape(1, 2, 1, 1, dim, 32), (name, name), torch.float32, (False, ""), False, backend
     if formats.get(name).packs:
         check_append(*call)
         return

@@ -256,6 +256,12 @@ LAYER_CASES = {
     "sin": Case(rope(sin=lambda t: t.x[None, :, :6]), "sin", r"\[1, 3, 6\]", r"\[1, 3, 8\]"),
     "q_norm": Case(rope(q_norm=lambda t: t.bias), "q_norm", r"\[5\]", r"\[16\]"),
     "k_norm": Case(rope(k_norm=lambda t: t.bias), "k_norm", r"\[5\]", r"\[16\]"),
+    "q_norm of a head": Case(
+        rope(kv_heads=2, v=lambda t: t.x[None, :, :32], k_norm=lambda t: t.x[0, :32]),
+        "q_norm",
+        r"\[16\]",
+        r"\[32\]",
+    ),
     "v of rope": Case(
         rope(v=lambda t: t.x[None], qkv=lambda t: t.x[None, :, :48]), "v", "3, 64", r"\[1, 3, 16\]"
     ),

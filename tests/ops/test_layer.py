@@ -315,7 +315,7 @@ def test_rope(
     interleaved: bool,
     backend: Backend,
 ) -> None:
-    """q, k and v of the merged projection, each head normalised where asked, then rotated."""
+    """q, k and v of the merged projection, normalised where asked, q and k rotated."""
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
     wide = activations(batch, positions, sum(sizes) + 7, dtype=dtype)
     qkv = wide[..., 3:-4]
@@ -323,35 +323,47 @@ def test_rope(
         "q_norm": activations(dim, dtype=dtype, seed="q"),
         "k_norm": activations(dim, seed="k"),
     }
+    whole = {
+        "q_norm": activations(heads * dim, seed="all q"),
+        "k_norm": activations(kv_heads * dim, dtype=dtype, seed="all k"),
+    }
     for rows, norms, split in (
         *((1, {}, False), (batch, g, False), (batch, {}, True), (1, g, True)),
-        *((1, {name: weight}, False) for name, weight in g.items()),
+        *((1, {name: weight}, False) for name, weight in (*g.items(), *whole.items())),
+        *((1, whole, False), (batch, whole, True)),
     ):
         cos, sin = angles(rows, positions, part, torch.float32 if split else dtype)
         parts = [t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(sizes, -1)]
         want = []
         for x, weight in zip(parts[:2], (norms.get("q_norm"), norms.get("k_norm")), strict=True):
-            head = Value.of(x) if weight is None else normalized(x, weight, EPS, 1.0)
+            head = Value.of(x) if weight is None else normed_heads(x, weight)
             want.append(rotated(head, cos, sin, interleaved).store(dtype))
+        of_v = normalized(parts[2], None, EPS).store(dtype)
         qk = qkv[..., : sum(sizes[:2])] if split else qkv
         more = {"v": backend.put_view(qkv[..., sum(sizes[:2]) :])} if split else {}
         if norms:
             put = {name: backend.put(weight) for name, weight in norms.items()}
             more |= {**put, "eps": EPS, "offset": 1.0}
-        q, k, v = ops.rope(
-            backend.put_view(qk),
-            backend.put(cos),
-            backend.put(sin),
-            heads,
-            kv_heads,
-            interleaved=interleaved,
-            **more,
-        )
+        given = backend.put_view(qk), backend.put(cos), backend.put(sin), heads, kv_heads
+        q, k, v = ops.rope(*given, interleaved=interleaved, **more)
         for got in (q, k, v):
             assert got.dtype == dtype and got.is_contiguous()
         check(q, want[0], "q")
         check(k, want[1], "k")
         assert torch.equal(v.cpu(), parts[2])
+        more["eps"] = EPS
+        others = ops.rope(*given, interleaved=interleaved, v_norm=True, **more)
+        assert torch.equal(others[0], q) and torch.equal(others[1], k)
+        check(others[2], of_v, "v")
+
+
+def normed_heads(x: Tensor, weight: Tensor) -> Value:
+    """Heads [B, H, S, D] by a weight [D] of each, or [H D] of all of a position as one row."""
+    if weight.numel() == x.shape[-1]:
+        return normalized(x, weight, EPS, 1.0)
+    heads = (x.shape[1], x.shape[3])
+    y = normalized(x.transpose(1, 2).flatten(2), weight, EPS, 1.0)
+    return Value(*(t.unflatten(-1, heads).transpose(1, 2) for t in (y.exact, y.error)))
 
 
 def test_rope_without_angles_only_moves(backend: Backend) -> None:

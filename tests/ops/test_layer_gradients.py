@@ -26,12 +26,19 @@ def rope64(qkv: Tensor, cos: Tensor, sin: Tensor, g: Tensor) -> tuple[Tensor, ..
     """2 heads of q, 1 of k and v, 16 values each, all rotated by halves; q normalised."""
     heads = qkv.unflatten(-1, (4, 16)).transpose(1, 2)
     q, k, v = heads.split([2, 1, 1], 1)
+    return turned64(norm64(q, g, 1.0), cos, sin), turned64(k, cos, sin), v
 
-    def turn(t: Tensor) -> Tensor:
-        a, b = t.chunk(2, -1)
-        return t * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
 
-    return turn(norm64(q, g, 1.0)), turn(k), v
+def whole64(qkv: Tensor, cos: Tensor, sin: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """The same, both heads of q normalised as one row, and v."""
+    q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in qkv.split([32, 16, 16], -1))
+    row = norm64(q.transpose(1, 2).flatten(2), g, 1.0).unflatten(-1, (2, 16)).transpose(1, 2)
+    return turned64(row, cos, sin), turned64(k, cos, sin), norm64(v, torch.ones(16).double(), 0.0)
+
+
+def turned64(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = t.chunk(2, -1)
+    return t * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
 
 
 def same_gradients(
@@ -137,6 +144,12 @@ def test_rope(backend: Backend) -> None:
         lambda qkv, g: ops.rope(qkv, *put, 2, 1, q_norm=g, eps=EPS, offset=1.0),
         lambda qkv, g: rope64(qkv, cos.double(), sin.double(), g),
         [activations(2, 3, 64), activations(16, seed="g")],
+        backend,
+    )
+    same_gradients(  # q as one row, and v
+        lambda qkv, g: ops.rope(qkv, *put, 2, 1, q_norm=g, eps=EPS, offset=1.0, v_norm=True),
+        lambda qkv, g: whole64(qkv, cos.double(), sin.double(), g),
+        [activations(2, 3, 64), activations(32, seed="g")],
         backend,
     )
 

@@ -182,5 +182,12 @@ class PackedCache(Cache):
         room: Room = layer.room(shape[1], is_masked)
         return room
 
+    def seen(self, number: int, room: Room, count: int) -> tuple[Any, Any]:
+        """What update() would have returned of `count` rows that are written in this room."""
+        layer: Any = self.layers[number]
+        layer.returns_packed = self.config._attn_implementation == ATTENTION
+        rows: tuple[Any, Any] = layer.seen(count)
+        return rows
+
 
 _LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer, HybridPackedLayer))

@@ -46,8 +46,8 @@ def attended(
     qkv, v, gate = _projected(r, ops, pre, x)
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
     a = None
-    if held.options is not None and cache is not None and r.shared is None:
-        a = _appended(r, ops, x, (qkv, v), held, cache, mask)
+    if held.options is not None and cache is not None and r.kv_heads:
+        a = _appended(r, ops, x, (qkv, v), held, kwargs, mask)
     if a is None:
         a = _attended(r, ops, x, (qkv, v), held, kwargs, mask)
     batch, length, _ = x.shape
@@ -69,11 +69,11 @@ def _appended(
     x: Tensor,
     projected: tuple[Tensor, Tensor | None],
     held: Held,
-    cache: Any,
+    kwargs: dict[str, Any],
     mask: Tensor | None,
 ) -> Tensor | None:
     """Rotation, cache and attention in two ops; None if that is not what the layer calls."""
-    length = x.shape[1]
+    length, cache = x.shape[1], kwargs[r.cache]
     find, options = getattr(cache, "room", None), held.options
     if find is None or options is None:
         return None
@@ -83,15 +83,16 @@ def _appended(
     if found is None:
         return None
     both, keys, values, slots, k, v, end, pages, window = found
-    norms = {} if r.head_norms is None else _of_heads(r.head_norms, x)
     q = ops.rope_append(
         *(projected[0], held.cos, held.sin, r.heads, r.kv_heads),
         *(keys, values, slots, *both),
         v=projected[1],
         interleaved=r.interleaved,
-        **norms,
+        **_norms(r, x),
     )
     q = held.grown(q)
+    if r.shared is not None:
+        kwargs[r.shared[0]][r.shared[1]] = cache.seen(number(r), found, length)
     if mask is not None and mask.shape[2] != length:
         mask = mask.expand(-1, -1, length, -1)
     if r.attend.own:
@@ -115,10 +116,9 @@ def _attended(
 ) -> Any:
     """Rotation, then cache and attention as the layer calls them."""
     direct = held.direct
-    norms = {} if r.head_norms is None else _of_heads(r.head_norms, x)
     qkv, v = projected
     given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
-    q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **norms)
+    q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **_norms(r, x))
     q = held.grown(q)
     cache = kwargs.get(r.cache)
     if not r.kv_heads:
@@ -155,23 +155,17 @@ def _projected(
     if order is not None:
         row = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         parts = [row.index_select(-1, order)]
-    elif not (r.whole_norms or r.value_norm or r.v_is_k or r.gate) and len(parts) < 3:
+    elif not (r.v_is_k or r.gate) and len(parts) < 3:
         return parts[0], parts[1] if len(parts) == 2 else None, None
     gate: Tensor | None = None
     if len(parts) == 3:
         q, k, v = parts
-        qk = q if r.whole_norms else torch.cat((q, k), -1)
+        qk = torch.cat((q, k), -1)
     else:
         row, rest = parts[0], parts[1:]
         sizes = [q_size, k_size, 0 if r.v_is_k or rest else k_size]
         q, k, v, gate = torch.split(row, [*sizes, row.shape[-1] - sum(sizes)], -1)
         qk, v = row[..., : q_size + k_size], rest[0] if rest else k if r.v_is_k else v
-    if r.whole_norms is not None:
-        both = zip((q, k), r.whole_norms, strict=True)
-        qk = torch.cat([ops.rms_norm(t, n.weight(), n.eps, n.offset) for t, n in both], -1)
-    if r.value_norm is not None:
-        norm, by_head = r.value_norm, v.reshape(*v.shape[:-1], r.kv_heads, r.head_size)
-        v = ops.rms_norm(by_head, norm.weight(), norm.eps, norm.offset).flatten(-2)
     return qk, v if r.kv_heads else None, gate if r.gate else None
 
 
@@ -183,10 +177,17 @@ def projection(ops: Ops, pre: Norm | None, x: Tensor, layer: Any) -> Tensor:
     return normed(ops, pre, x, weight, layer.format, bias)
 
 
-def _of_heads(norms: tuple[Norm, Norm], x: Tensor) -> dict[str, Any]:
-    """The arguments of rope that normalise heads."""
-    q, k = (norm.factors(x) for norm in norms)
-    return {"q_norm": q, "k_norm": k, "eps": norms[0].eps, "offset": norms[0].offset}
+def _norms(r: Heads, x: Tensor) -> dict[str, Any]:
+    """The arguments of rope that normalise; all norms have one eps."""
+    found: dict[str, Any] = {}
+    if r.value_norm is not None:
+        found = {"v_norm": True, "eps": r.value_norm.eps}
+    if r.qk_norms is not None:
+        of_q, of_k = r.qk_norms
+        found |= {"q_norm": of_q.factors(x), "eps": of_q.eps, "offset": of_q.offset}
+        if r.kv_heads:
+            found["k_norm"] = of_k.factors(x)
+    return found
 
 
 def normed(

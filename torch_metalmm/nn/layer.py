@@ -13,6 +13,7 @@ from .collective import all_reduce
 from .delta import is_recording, mixed
 from .exact import as_one_row
 from .fused import GatedMLP
+from .gate import ACTIVATIONS
 from .heads import DIRECT, TRACED, Ops, attended, normed, number
 from .mixture import Mixture
 from .recipe import (
@@ -205,6 +206,8 @@ class FusedLayer:
         if isinstance(core, Product):
             own = core.linear._parameters
             gate = normed(ops, norm, x, own["weight"], core.linear.format, own["bias"])
+            if core.factor is None:
+                return _joined(ops, branch.output, ACTIVATIONS[core.activation](gate), None, h)
             factor = kwargs[core.factor].to(gate.dtype)
             return _joined(ops, branch.output, gate, (factor.contiguous(), core.activation), h)
         if norm is not None:

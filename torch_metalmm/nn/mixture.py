@@ -14,6 +14,7 @@ from .router import Router
 
 _FEW = 16  # rows up to which experts and the shared one are read as one stack
 _MOST = 31  # choices of route beside a shared one
+_SURE = 64.0  # 1 + exp(-64) is 1 in f32
 
 
 @dataclass(eq=False)
@@ -32,9 +33,10 @@ class Mixture:
     gate: Any = None
     _key: tuple[int, ...] = field(default=(), compare=False, repr=False)  # addresses, of
     _stacked: bool = field(default=False, compare=False, repr=False)
+    _whole: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_key": ()}  # another model's memory is another
+        return {**self.__dict__, "_key": (), "_whole": None}  # another model's memory is another
 
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
@@ -51,15 +53,23 @@ class Mixture:
         if self.gate is not None:
             of_gate = self.gate._parameters
             logit = ops.linear(rows, of_gate["weight"], of_gate["bias"], self.gate.format)
-        stacks = None if logit is None or rows.shape[0] > _FEW else self.stacks()
+        stacks = None if rows.shape[0] > _FEW else self.stacks()
         if stacks is not None:
-            weights, ids = router.choose(router.module, rows, *given, shared=logit)
+            of_shared = self._counts_whole(rows) if logit is None else logit
+            weights, ids = router.choose(router.module, rows, *given, shared=of_shared)
         else:
             weights, ids = router.choose(router.module, rows, *given)
             if self.shared is not None:
                 added = self._shared(ops, rows, logit, added)
         y: Tensor = self.experts.mixed(rows, ids, weights, added, stacks)
         return y.view(x.shape)
+
+    def _counts_whole(self, rows: Tensor) -> Tensor:
+        """Logits whose sigmoid is 1, [rows, 1]."""
+        held = self._whole
+        if held is None or held.dtype != rows.dtype or held.device != rows.device:
+            held = self._whole = rows.new_full((_FEW, 1), _SURE)
+        return held[: rows.shape[0]]
 
     def _shared(self, ops: Any, rows: Tensor, logit: Tensor | None, added: Tensor | None) -> Tensor:
         mlp: Any = self.shared
@@ -109,7 +119,7 @@ def join(r: Mixture) -> None:
     Names and shapes of all tensors stay: they are parts of one stack then.
     """
     e, mlp = r.experts, r.shared
-    if mlp is None or r.gate is None or not e.is_gated or mlp.roles.up is None:
+    if mlp is None or not e.is_gated or mlp.roles.up is None:
         return
     if r.router.top_k > _MOST:
         return

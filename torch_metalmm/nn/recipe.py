@@ -172,9 +172,8 @@ class Heads(_Ordered):
     order: Tensor | None
     v_is_k: bool
     gate: str | None
-    head_norms: tuple[Norm, Norm] | None  # of each head of q and k, before the rotation
-    whole_norms: tuple[Norm, Norm] | None  # of q and k over all heads, before the rotation
-    value_norm: Norm | None  # of each head of v
+    qk_norms: tuple[Norm, Norm] | None  # of each head or of all, before the rotation
+    value_norm: Norm | None  # of each head of v, without a weight
     interleaved: bool
     angles: str
     shared: tuple[str, Any] | None = None
@@ -182,7 +181,7 @@ class Heads(_Ordered):
     growth: Growth | None = None  # of q, behind the rotation
 
     def norms(self) -> list[Norm | None]:
-        return [*(self.head_norms or ()), *(self.whole_norms or ()), self.value_norm]
+        return [*(self.qk_norms or ()), self.value_norm]
 
 
 Limits = tuple[float, float | None]  # the least and the most; None: any
@@ -289,11 +288,11 @@ class Whole:
 
 @dataclass
 class Product:
-    """act(linear(x)) times an argument of the layer."""
+    """act(linear(x)), times an argument of the layer where `factor` names one."""
 
     linear: Any
     activation: str
-    factor: str
+    factor: str | None
 
 
 @dataclass

@@ -19,22 +19,29 @@ class Turned {
   Turned(const RopeShape& shape, const args::rope& a)
       : a_(a),
         dim_(shape.dim.expect_int()),
+        with_weight_(shape.has_whole_norms ? Normed::kWhole : Normed::kHead),
         dtype_(a.qkv.scalar_type()),
         cos_(a.cos.to(at::kFloat).contiguous()),
         sin_(a.sin.to(at::kFloat).contiguous()),
         qkv_(dense_f32(a.qkv)) {}
 
-  at::Tensor q() const { return part(qkv_, 0, a_.heads, cos_.size(-1), a_.q_norm); }
-  at::Tensor k() const { return part(qkv_, a_.heads, a_.kv_heads, cos_.size(-1), a_.k_norm); }
+  at::Tensor q() const { return turned(0, a_.heads, a_.q_norm); }
+  at::Tensor k() const { return turned(a_.heads, a_.kv_heads, a_.k_norm); }
   at::Tensor v() const {
-    if (a_.v.has_value()) return part(dense_f32(*a_.v), 0, a_.kv_heads, 0, std::nullopt);
-    return part(qkv_, a_.heads + a_.kv_heads, a_.kv_heads, 0, std::nullopt);
+    const Normed normed = a_.v_norm ? Normed::kHead : Normed::kNothing;
+    if (a_.v.has_value()) return part(dense_f32(*a_.v), 0, a_.kv_heads, 0, normed, std::nullopt);
+    return part(qkv_, a_.heads + a_.kv_heads, a_.kv_heads, 0, normed, std::nullopt);
   }
 
  private:
+  at::Tensor turned(int64_t first, int64_t count, const OptionalTensor& norm) const {
+    const Normed normed = norm.has_value() ? with_weight_ : Normed::kNothing;
+    return part(qkv_, first, count, cos_.size(-1), normed, norm);
+  }
+
   // `count` heads from the head `first`, of which `rotated` values turn: [B, count, S, D].
   at::Tensor part(const at::Tensor& from, int64_t first, int64_t count, int64_t rotated,
-                  const OptionalTensor& norm) const {
+                  Normed normed, const OptionalTensor& norm) const {
     const int64_t batch = from.size(0), positions = from.size(1);
     at::Tensor out = at::empty({batch, count, positions, dim_}, from.options());
     if (out.numel() == 0) return out.to(dtype_);
@@ -42,7 +49,7 @@ class Turned {
     turn_heads({elements<float>(from) + first * dim_, from.stride(0), from.stride(1), batch,
                 positions, count, dim_},
                {elements<float>(cos_), elements<float>(sin_),
-                cos_.size(0) > 1 ? positions * cos_.size(-1) : 0, rotated,
+                cos_.size(0) > 1 ? positions * cos_.size(-1) : 0, rotated, normed,
                 g.empty() ? nullptr : g.data(), static_cast<float>(a_.eps), a_.interleaved},
                out.mutable_data_ptr<float>());
     return out.to(dtype_);
@@ -50,6 +57,7 @@ class Turned {
 
   const args::rope& a_;
   int64_t dim_;
+  Normed with_weight_;
   at::ScalarType dtype_;
   at::Tensor cos_, sin_, qkv_;
 };

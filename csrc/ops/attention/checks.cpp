@@ -129,8 +129,8 @@ CacheShape check(const args::cache_append& a) {
 }
 
 args::rope rope_of(const args::rope_append& a) {
-  return {a.qkv,    a.cos,    a.sin, a.heads,  a.kv_heads,   a.v,
-          a.q_norm, a.k_norm, a.eps, a.offset, a.interleaved};
+  return {a.qkv,    a.cos,    a.sin, a.heads,  a.kv_heads,    a.v,
+          a.q_norm, a.k_norm, a.eps, a.offset, a.interleaved, a.v_norm};
 }
 
 RopeAppendShape check(const args::rope_append& a) {

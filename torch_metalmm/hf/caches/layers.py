@@ -134,12 +134,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.slots.fixed is not None and count > 1:
             raise Unrecorded("a layer that fuse_ has not changed, for several tokens")
         self._make_room(count)
-        first = self._first_seen(self.end)
         self._write(key_states, value_states)
         self.end += count
+        return self.seen(count)
+
+    def seen(self, count: int) -> tuple[Any, Any]:
+        """The rows that the last `count`, which are written, may see."""
+        first = self._first_seen(self.end - count)
         keys, values = self._rows(self.keys, first, 0), self._rows(self.values, first, 1)
         if isinstance(keys, PackedRows) and count <= FEW_QUERIES:
-            keys.length = self.slots.length(keys.rows)
+            of_all = self.slots.of(self.end - count, count, keys.device)[1]
+            keys.length = self.slots.length(keys.rows) if first else of_all
         return keys, values
 
     def prepare(self, k: Tensor, v: Tensor) -> None:

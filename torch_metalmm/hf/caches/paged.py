@@ -187,6 +187,10 @@ class PagedCache(Cache):
         room = self.room(layer_idx, key_states, 0, 0)
         given = room.new_keys, room.new_values, key_states, value_states, room.slots
         ops.cache_append(*given, *room.formats)
+        return self.seen(layer_idx, room, 0)
+
+    def seen(self, number: int, room: Room, count: int) -> tuple[Room, Room]:
+        """What update() returns of rows that are written in this room."""
         return room, room
 
 

@@ -78,6 +78,9 @@ class StaticPackedLayer(PackedLayer):  # type: ignore[no-untyped-call]
         self.transaction.begin(self)
         self.prepare(key_states, value_states)
         self._append(key_states, value_states, self._advance(key_states.shape[2]))
+        return self.seen(key_states.shape[2])
+
+    def seen(self, count: int) -> tuple[Any, Any]:
         return self._rows(self.keys, 0, 0), self._rows(self.values, 0, 1)
 
     def _rows(self, rows: Tensor, first: int, which: int) -> Any:

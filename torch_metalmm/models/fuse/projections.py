@@ -72,6 +72,9 @@ def projections_of(
         value = _value_norm(inner, of_v, v) if own else (None,)
         if found is None or value is None:
             continue
+        numbers = {(n.eps, n.offset) for n in found["qk_norms"] or ()}
+        if len(numbers) > 1 or (value[0] and numbers and value[0].eps != min(numbers)[0]):
+            raise Unknown("norms of q, k and v with other numbers")
         found |= {
             "heads": heads,
             "kv_heads": kv_heads,
@@ -161,7 +164,7 @@ def _arranged(calls: list[Call], places: _Places, own: bool) -> dict[str, Any]:
 
 def _straight(found: dict[str, Any], factors: Tensor) -> Tensor:
     """Factors of the layers' results, where these are taken in the order of their calls."""
-    if found["order"] is not None or found["v_is_k"] or found["gate"] or found["head_norms"]:
+    if found["order"] is not None or found["v_is_k"] or found["gate"] or found["qk_norms"]:
         raise Unknown("k times a number, and more")
     return factors
 
@@ -189,7 +192,7 @@ def merged_of(layers: list[Any]) -> tuple[Any, ...]:
 def _normed(
     inner: list[Call], outs: list[Tensor], made: tuple[Tensor, Tensor], size: int
 ) -> dict[str, Any] | None:
-    """The fields head_norms and whole_norms; None: only one of q and k has a norm."""
+    """The field qk_norms; None: one of q and k has a norm, or one of each head, and one not."""
     norms = [
         _norm_of(inner, out, size) or _norm_after(inner, of, size)
         for out, of in zip(outs, made, strict=True)
@@ -198,11 +201,11 @@ def _normed(
     if len(norms) == 1:
         norms *= 2  # of q alone
     first, second = norms
-    if (first is None) != (second is None):
+    if first is None and second is None:
+        return {"qk_norms": None}
+    if first is None or second is None or first[1] != second[1]:
         return None
-    pair = None if first is None or second is None else (first[0], second[0])
-    of_heads = first is not None and first[1]
-    return {"head_norms": pair if of_heads else None, "whole_norms": None if of_heads else pair}
+    return {"qk_norms": (first[0], second[0])}
 
 
 def _norm_of(inner: list[Call], out: Tensor, size: int) -> tuple[Norm, bool] | None:
@@ -244,7 +247,7 @@ def _value_norm(inner: list[Call], of_v: Tensor, v: Tensor) -> tuple[Norm | None
         norm = as_norm(call.module, size) if len(call.inputs) == 1 else None
         if norm is not None:
             made = _rms_norm(by_head, norm.weight(), norm.eps, norm.offset)
-            if _near(made, v.transpose(1, 2)):
+            if not norm.name and _near(made, v.transpose(1, 2)):
                 return (norm,)
     return None
 
@@ -257,16 +260,12 @@ def _rotation(
 ) -> tuple[str, bool] | None:
     """The rotation that makes q and k of what the layers gave, None if there is none of ours."""
     weights: tuple[Any, ...] = (None, None, 0.0, 0.0)
-    if found["head_norms"] is not None:
-        of_q, of_k = found["head_norms"]
-        if (of_q.eps, of_q.offset) != (of_k.eps, of_k.offset):
-            raise Unknown("norms of q and k with other numbers")
-        weights = (of_q.factors(outs[0]), of_k.factors(outs[0]), of_q.eps, of_q.offset)
-    parts = list(outs)
-    for i, norm in enumerate(found["whole_norms"] or ()):
-        parts[i] = _rms_norm(parts[i], norm.weight(), norm.eps, norm.offset)
     heads, size = (found["heads"], found["kv_heads"]), found["head_size"]
-    row = torch.cat(parts, -1)
+    if found["qk_norms"] is not None:
+        of_q, of_k = found["qk_norms"]
+        own = of_k.factors(outs[0]) if found["kv_heads"] else None
+        weights = (of_q.factors(outs[0]), own, of_q.eps, of_q.offset)
+    row = torch.cat(outs, -1)
     for form, pairs in _ROTATIONS:
         cos, sin = tables(form, *angles)
         if cos.shape[-1] > size or cos.shape[-1] % 2:

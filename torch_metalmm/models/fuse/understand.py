@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import QuantLinear
-from ...nn.fused import GatedMLP, SwiGLU
+from ...nn.fused import GatedMLP, SwiGLU, plain
 from ...nn.gate import ACTIVATIONS
 from ...nn.recipe import Beside, Branch, Heads, Mixer, Norm, Output, Product, Recipe, Whole
 from .delta import mixer_of, rescale
@@ -188,7 +188,21 @@ class _Reader:
             return self._product(call)
         if self.heads and (mixture := mixture_of(call, x)) is not None:
             return mixture, None
-        return self._whole(call, x), None
+        return self._plain_mlp(call, x) or (self._whole(call, x), None)
+
+    def _plain_mlp(self, call: Call, x: Tensor) -> tuple[Product, Any] | None:
+        """The linear layers of a module that has two, with an activation between them."""
+        inside = set(call.module.modules())
+        linears = [c for c in self.seen.calls if c.module in inside and plain(c.module)]
+        if len(linears) != 2 or any(True for _ in call.module.parameters(recurse=False)):
+            return None
+        up, down = linears
+        if up.inputs[0] is not x or down.out is not call.out:
+            return None
+        for activation, function in ACTIVATIONS.items():
+            if same_values(function(up.out), down.inputs[0]):
+                return Product(up.module, activation, None), down.module
+        return None
 
     def _product(self, call: Call) -> tuple[Product, Any]:
         """The linear layer of the call, an activation, an argument's factor, and a linear layer."""
