@@ -55,5 +55,5 @@ def test_greedy_tokens_of_padded_prompts(kind: str, options: dict[str, Any]) -> 
     model.set_attn_implementation("metalmm")
     cache = PackedCache(model.config, "q8_0")
     assert torch.equal(generated(fused), generated(model, past_key_values=cache))
-    unfuse_(fused)
+    model.set_attn_implementation(unfuse_(fused).config._attn_implementation)
     assert torch.equal(generated(fused), generated(model))
