@@ -90,6 +90,8 @@ TARGETS = {
     "csrc/cpu/quantize/k.cpp": "test_quantizers.py",
     "metal/kernels/gemv_core.h": "test_matmul.py test_layer.py -k 'emulator-gemv- or "
     "(emulator and gated_down)'",
+    "metal/layer/rope.h": "test_layer.py test_rope_append.py -k 'rope and emulator and not "
+    "descending'",
     "metal/layer/gated_delta.h": f"test_recurrent.py {_EMULATED}",
     "metal/layer/ssm_scan.h": f"test_ssm_scan.py {_EMULATED}",
     "metal/layer/lane_sums.h": f"test_recurrent.py test_ssm_scan.py {_EMULATED}",

@@ -131,11 +131,12 @@ def rope(_: str, dtype: torch.dtype) -> Call:
     """Two sequences of three positions; two heads of q, one of k and one of v, elsewhere."""
     qk, v = (torch.zeros(2, 3, n + 8, dtype=dtype)[..., :n] for n in (48, 16))
     cos, sin = (torch.zeros(1, 4, 8, dtype=dtype)[:, 1:] for _ in range(2))
-    norm, norm2 = rows(1, 16, dtype)[0], rows(1, 16, dtype)[0]
+    norm, norm2 = rows(1, 32, dtype)[0], rows(1, 16, dtype)[0]  # of all heads
     sizes = {"heads": 2, "kv_heads": 1, "rotated": 8, "positions": 3, "angle_rows": 3}
-    sizes |= dict.fromkeys(("q_norm", "k_norm", "interleaved", "v_apart"), True)
+    traits = "q_norm", "k_norm", "whole_norms", "v_norm", "interleaved", "v_apart"
+    sizes |= dict.fromkeys(traits, True)
     problem = {"op": "rope", "m": 6, "k": 16, "rope": sizes, "eps": 0.5, "offset": 1.0}
-    run = lambda: ops.rope(qk, cos, sin, 2, 1, v, norm, norm2, 0.5, 1.0, True)  # noqa: E731
+    run = lambda: ops.rope(qk, cos, sin, 2, 1, v, norm, norm2, 0.5, 1.0, True, v_norm=True)  # noqa: E731
     operands = {"x": qk.view(6, -1), "x2": v.view(6, -1), "cos": cos, "sin": sin}
     operands |= {"norm": norm, "norm2": norm2}
     return Call(run, operands, problem | {"x_stride": 56, "x2_stride": 24})
