@@ -34,10 +34,17 @@ _SIZES = {
     "max_position_embeddings": 8192,
 }
 _SMALL = {"num_hidden_layers": 2}  # with --quick, of the page's sizes
+_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 768}
 _EVERY_FOURTH = [*["linear_attention"] * 3, "full_attention"] * 2
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768},
+    "olmo2": {},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "global_head_dim": 256,
+    },
+    "qwen3_moe": {"num_experts": 32} | _EXPERTS,
+    "glm4_moe": {"n_routed_experts": 32} | _EXPERTS,
     "qwen3_5_text": {
         "layer_types": _EVERY_FOURTH,
         "linear_num_value_heads": 32,

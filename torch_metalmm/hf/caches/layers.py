@@ -230,7 +230,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self._is_packed() and seen.dtype == self.dtype:
             return seen
         packed = PackedRows(seen, self.formats[which], self.dims[which], self.dtype)
-        return packed if self.returns_packed and self._is_packed() else packed.decoded()
+        return packed if self.returns_packed else packed.decoded()
 
     def _is_packed(self) -> bool:
         """Whether keys or values are rows that not every attention function reads."""
