@@ -35,23 +35,23 @@ def alone(model: Any, rows: list[Tensor], pad: int, tokens: int) -> list[list[in
     return [generate(model, [row], pad, tokens)[0] for row in rows]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("format", ["q4_k", "affine4_g64"])
+@pytest.mark.parametrize(
+    ("format", "dtype", "fused"),
+    [("q4_k", torch.float32, False), ("affine4_g64", torch.bfloat16, True)],
+)
 def test_rows_of_a_random_model(
     format: str, dtype: torch.dtype, fused: bool, backend: Backend
 ) -> None:
     """Weights spread so that no two tokens are within the rounding of each other."""
-    model = tiny_llama(num_hidden_layers=1)
+    model = tiny_llama()
     with torch.no_grad():
         model.lm_head.weight *= 50
     quantize_(model.to(dtype), format, progress=False).to(backend.device)
     if fused:
         fuse_(model, "swiglu_linear")
     rows = [token_ids(n, seed=n) for n in LENGTHS]
-    batch = generate(model, rows, 0, 6)
-    assert batch == alone(model, rows, 0, 6)
+    batch = generate(model, rows, 0, 4)
+    assert batch == alone(model, rows, 0, 4)
     assert len({tuple(row) for row in batch}) == len(rows)
 
 
