@@ -64,7 +64,7 @@ TARGETS = {
     "torch_metalmm/models/quantize.py": "test_quantize.py",
     "torch_metalmm/models/fuse/read.py": "test_fuse_read.py test_fuse.py -k cpu",
     "torch_metalmm/models/fuse/rotations.py": "test_rotations.py",
-    "torch_metalmm/nn/delta.py": "test_layers_delta.py",
+    "torch_metalmm/nn/delta.py": "test_layers_recurrent.py",
     "torch_metalmm/nn/mixture.py": "test_mixtures_fused.py",
     "torch_metalmm/models/routers.py": "test_routers.py",
     "torch_metalmm/nn/rotation.py": "test_rotations.py",

@@ -60,7 +60,9 @@ _LINEAR = {
     "linear_value_head_dim": 32,
 }
 _PER_LAYER = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 32}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32}
+# transformers fills a prompt up to whole chunks, which are of 256 tokens.
+_CHUNK = 16
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_chunk_size": _CHUNK}
 
 # {model_type of transformers: options}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -115,6 +117,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "state_size": 64,
         "n_groups": 2,
+        "chunk_size": _CHUNK,
         "time_step_limit": (0.01, 2.0),
     },
     "nemotron_h": {
@@ -122,6 +125,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 32,
         "ssm_state_size": 64,
         "n_groups": 2,
+        "chunk_size": _CHUNK,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
     },
     "falcon_h1": {
@@ -130,6 +134,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 32,
         "mamba_d_state": 16,
         "mamba_n_groups": 1,
+        "mamba_chunk_size": _CHUNK,
         "mlp_multipliers": [0.75, 0.6],
         "ssm_multipliers": [0.35, 0.3, 0.4, 0.5, 0.7],
         "ssm_in_multiplier": 1.25,

@@ -1,4 +1,4 @@
-"""What llama-quantize makes of small models: {case: {mixture: {types in runs: GGUF names}}}.
+"""What llama-quantize makes of small models: {"case mixture": {types in runs: GGUF names}}.
 
     python tests/models/mixtures.py LIBLLAMA
 
@@ -145,11 +145,12 @@ def _quantized(library: Any, folder: Path, case: str, mixture: str) -> dict[str,
 def _main(library: str) -> None:
     loaded = ctypes.CDLL(library)
     with tempfile.TemporaryDirectory() as folder:
-        found = {
-            case: {name: lines(_quantized(loaded, Path(folder), case, name)) for name in _IDS}
+        rows = [
+            f'"{case} {name}": {json.dumps(lines(_quantized(loaded, Path(folder), case, name)))}'
             for case in CASES
-        }
-    RECORDS.write_text(json.dumps(found, indent=0) + "\n")
+            for name in _IDS
+        ]
+    RECORDS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from torch_metalmm import fuse_, quantize_
 
@@ -69,7 +69,7 @@ def test_one_graph_serves_every_batch_and_length(kind: str) -> None:
 
 def test_sizes_not_marked_cost_one_more_graph() -> None:
     """The first call is compiled for its sizes, the second for any."""
-    model, counter = llama("plain", num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
+    model, counter = llama("plain", num_hidden_layers=1), CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     frames = []
     for shape in SHAPES:
@@ -83,7 +83,7 @@ def test_decoding_takes_two_graphs(kind: str) -> None:
     """One for the prompt, one for every token after it, which takes the form for one row."""
     from transformers import StaticCache
 
-    model, counter = llama(kind), CompileCounterWithBackend("aot_eager")
+    model, counter = llama(kind, num_hidden_layers=1), CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
 
     def generate(f: Any) -> Tensor:

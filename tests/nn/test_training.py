@@ -9,38 +9,40 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import Backend, leaf
+from backends import EMULATOR, Backend, leaf
 from inputs import activations, random_weight
 from places import ROOT
 
 ops = torch.ops.metalmm
 
 
-def test_dense_weights_that_require_grad_are_refused(backend: Backend) -> None:
-    """A silent missing gradient would be worse: the error says what to do. no_grad allows them."""
+def above_the_engine(backend: Backend) -> None:
+    """What torch dispatches before an engine is asked is on the emulator as on the CPU."""
+    if backend is EMULATOR:
+        pytest.skip("as on the CPU")
+
+
+def test_dense_weights_that_require_grad_are_taken_under_no_grad(backend: Backend) -> None:
+    """tests/ops/test_errors.py: they are refused where the gradient would be recorded."""
+    above_the_engine(backend)
     w = leaf(torch.randn(4, 8), backend)
     x = leaf(torch.randn(2, 8), backend)
-    calls = {
-        "weight": (
-            lambda w: ops.linear(x, w, None, "f32"),
-            lambda w: ops.gemm(x, w, "f32"),
-            lambda w: ops.gemv(x[0], w, "f32"),
-            lambda w: ops.swiglu_linear(x, x, w, None, "f32"),
-        ),
-        "gate_weight": (lambda w: ops.swiglu(x, w, w.detach(), "f32", "f32"),),
-        "up_weight": (lambda w: ops.swiglu(x, w.detach(), w, "f32", "f32"),),
-    }
-    for argument, functions in calls.items():
-        for f in functions:
-            with pytest.raises(ValueError, match=rf"{argument}: requires grad.*detach"):
-                f(w)
-            assert f(w.detach()).requires_grad
-            with torch.no_grad():
-                assert torch.equal(f(w), f(w.detach()))
+    calls = (
+        lambda w: ops.linear(x, w, None, "f32"),
+        lambda w: ops.gemm(x, w, "f32"),
+        lambda w: ops.gemv(x[0], w, "f32"),
+        lambda w: ops.swiglu_linear(x, x, w, None, "f32"),
+        lambda w: ops.swiglu(x, w, w, "f32", "f32"),
+    )
+    for f in calls:
+        assert f(w.detach()).requires_grad
+        with torch.no_grad():
+            assert torch.equal(f(w), f(w.detach()))
 
 
 def test_only_what_is_asked_for_is_recorded(backend: Backend) -> None:
     """No graph without a gradient to record, under no_grad and under inference_mode."""
+    above_the_engine(backend)
     w, x = backend.put(random_weight("q4_0", 3, 32)), leaf(torch.randn(2, 32), backend)
     assert ops.linear(x, w, None, "q4_0").requires_grad
     assert not ops.linear(x.detach(), w, None, "q4_0").requires_grad
@@ -61,7 +63,7 @@ sys.path[:0] = ["tests/support", "."]
 from inputs import random_weight
 from torch_metalmm.tools.generate import peak_memory
 ops = torch.ops.metalmm
-n, k = 65536, 4096  # dense, 1 GiB
+n, k = 32768, 4096  # dense, 512 MiB
 rows = torch.cat([random_weight("q4_0", 64, k)] * (n // 64))
 def step(w, m):
     x = torch.ones(m, k, requires_grad=True)
@@ -77,7 +79,7 @@ print(peak_memory() - before)
 
 
 def test_the_dense_weight_never_exists() -> None:
-    """Forward and backward of a layer of 1 GiB in f32 take below 300 MB beside its bytes."""
+    """Forward and backward of a layer of 512 MiB in f32 take below 150 MB beside its bytes."""
     path = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
     run = subprocess.run(
         [sys.executable, "-c", MEMORY],
@@ -89,7 +91,7 @@ def test_the_dense_weight_never_exists() -> None:
     )
     assert run.returncode == 0, run.stderr
     print(f"{int(run.stdout) / 1e6:.0f} MB")
-    assert int(run.stdout) < 300e6
+    assert int(run.stdout) < 150e6
 
 
 # ---- training
@@ -98,6 +100,7 @@ def test_the_dense_weight_never_exists() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_lowers_the_activations(dtype: torch.dtype, backend: Backend) -> None:
     """Under autocast every op computes as with x in the autocast dtype; gradients are x's own."""
+    above_the_engine(backend)
     w, x = backend.put(random_weight("q8_0", 64, 64)), leaf(activations(3, 64), backend)
     bias, c = backend.put(activations(64, seed="bias")), backend.put(activations(3, 64, seed="c"))
     calls = (

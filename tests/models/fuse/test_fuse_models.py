@@ -44,10 +44,6 @@ QKV = "self_attn.merged_q_proj_k_proj_v_proj"
 # {architecture: (its sizes, the merged layers, whether its MLP has a gate)}
 MODELS: dict[str, tuple[dict[str, Any], set[str], bool]] = {
     "llama": (SIZES, {QKV}, True),
-    "qwen2": (SIZES, {QKV}, True),  # with biases
-    "qwen3": (SIZES | {"head_dim": 64}, {QKV}, True),
-    "mistral": (SIZES, {QKV}, True),
-    "gemma": (SIZES | {"head_dim": 64}, {QKV}, True),
     "phi": (SIZES, {QKV}, False),
     "phi3": (SIZES, set(), True),  # both are merged by the model
     "bert": (SIZES, {"self.merged_query_key_value"}, False),

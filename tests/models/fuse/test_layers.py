@@ -11,7 +11,7 @@ from layer_models import FUSED, PARTS, are_fused, dense, exact, ids, layers, pad
 from torch import Tensor
 
 from bench.models.op_counts import Calls
-from torch_metalmm import fuse_
+from torch_metalmm import PackedCache, fuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 
 BOTH = pytest.mark.parametrize("kind", FUSED)
@@ -67,9 +67,11 @@ def test_half_precision(kind: str, dtype: torch.dtype) -> None:
     assert (got.float() - want).norm() <= 1.5 * (own.float() - want).norm()
 
 
+@pytest.mark.covering
 @BOTH
 @pytest.mark.parametrize("way", ["padded", "beams", "assisted", "static", "long"])
-def test_generation(kind: str, way: str) -> None:
+@pytest.mark.parametrize("cache", ["transformers", "packed"])
+def test_generation(kind: str, way: str, cache: str) -> None:
     """Ten tokens are past the sliding windows of 4; a prompt of 20 is, too, before the first."""
     options: dict[str, Any] = {
         "beams": {"num_beams": 3},
@@ -79,7 +81,15 @@ def test_generation(kind: str, way: str) -> None:
     inputs = {"padded": padded(3, 7), "static": padded(2, 7), "long": {"input_ids": ids(2, 20)}}
     given = inputs.get(way, {"input_ids": ids(1, 7)})
     given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
-    (tokens, scores), (want, own) = (generated(m, given, **options) for m in reversed(pair(kind)))
+    made = []
+    for model in pair(kind):
+        if cache == "packed":
+            model.set_attn_implementation("metalmm")
+            options.pop("cache_implementation", None)
+            slots = 40 if way == "static" else None
+            options["past_key_values"] = PackedCache(model.config, slots=slots)
+        made.append(generated(model, given, **options))
+    (want, own), (tokens, scores) = made
     assert torch.equal(tokens, want)
     assert near(scores, own, 10 * NEAR)  # each token's cache has the errors of those before
 

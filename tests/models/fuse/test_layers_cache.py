@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -176,31 +175,6 @@ def test_rows_of_another_dtype_than_the_model() -> None:
     want = logits(model, Updated(model.config, "f16"), parts)
     got = logits(model, PackedCache(model.config, "f16"), parts)
     assert (got - want).norm() <= NEAR * want.norm()
-
-
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("way", ["padded", "beams", "assisted", "static", "long"])
-def test_generation_is_that_of_the_unfused_model(kind: str, way: str) -> None:
-    """With the same cache and attention function."""
-    model = small(kind)
-    fused = fuse_(copy.deepcopy(model), "swiglu")
-    options: dict[str, Any] = {
-        "beams": {"num_beams": 3},
-        "assisted": {"prompt_lookup_num_tokens": 3},
-    }.get(way, {})
-    inputs = {"padded": padded(3, 7), "static": padded(2, 7), "long": {"input_ids": ids(2, 20)}}
-    given = inputs.get(way, {"input_ids": ids(1, 7)})
-    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
-    made = []
-    for each in (model, fused):
-        each.set_attn_implementation("metalmm")
-        cache = PackedCache(each.config, slots=40 if way == "static" else None)
-        arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1} | options
-        arguments |= {"output_logits": True, "return_dict_in_generate": True}
-        made.append(each.generate(**given, past_key_values=cache, **arguments))
-    assert torch.equal(made[0].sequences, made[1].sequences)
-    want, got = (torch.stack(m.logits) for m in made)
-    assert (got - want).norm() <= 10 * NEAR * want.norm()
 
 
 def test_what_goes_by_update() -> None:

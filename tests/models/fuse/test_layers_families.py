@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def generated(model: Any, **options: Any) -> torch.Tensor:
-    options |= {"max_new_tokens": 64, "do_sample": False, "eos_token_id": -1}
+    options |= {"max_new_tokens": 20, "do_sample": False, "eos_token_id": -1}
     made: torch.Tensor = model.generate(**padded(3, 7), **options)
     return made
 

@@ -21,7 +21,7 @@ from torch_metalmm.nn.mixture import Mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NEAR = 2 * 2 * 14 * 128**0.5 * 2.0**-24  # as in test_layers_delta.py
+NEAR = 2 * 2 * 14 * 128**0.5 * 2.0**-24  # as in test_layers_recurrent.py
 
 
 def mixtures(model: Any) -> list[Mixture]:

@@ -29,29 +29,27 @@ pytestmark = QUIET
 # ---- the plug
 
 
-def run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+FIRST = {
+    "peft": "import peft",
+    "this package": "import sys, torch_metalmm; torch_metalmm.merge_errors\n"
+    "assert not {'peft', 'transformers'} & set(sys.modules)\n"
+    "import torch_metalmm.models.lora.layers",
+}
 
 
-def test_importing_this_package_does_not_import_peft() -> None:
-    run(
-        "import sys, torch_metalmm; torch_metalmm.merge_errors\n"
-        "assert not {'peft', 'transformers'} & set(sys.modules)"
-    )
-
-
-@pytest.mark.parametrize("first", ["peft", "torch_metalmm.models.lora.layers"])
+@pytest.mark.parametrize("first", FIRST)
 def test_every_order_of_imports_plugs_in(first: str) -> None:
-    """In this process torch_metalmm is imported first, then peft."""
-    run(
-        f"import {first}, torch_metalmm, peft, warnings\n"
+    """In this process torch_metalmm is imported first, which does not import peft; then peft."""
+    script = (
+        f"{FIRST[first]}\nimport torch_metalmm, peft\n"
         "kind = peft.PEFT_TYPE_TO_TUNER_MAPPING['LORA']\n"
         "assert kind.__name__ == 'PackedLoraModel', kind\n"
         "assert issubclass(kind, peft.LoraModel)\n"
     )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_way_of_adding_lora_finds_the_packed_layers() -> None:

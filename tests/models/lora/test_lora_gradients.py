@@ -17,18 +17,18 @@ error of the dense f32 model. Hence, in norms,
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
+from layer_models import dense
 from lora_cases import QUIET, lora, randomize
 from oracle import U
 from peft import get_peft_model
 from tiny_models import tiny_llama, token_ids
 from torch import Tensor, nn
 
-from torch_metalmm import QuantEmbedding, QuantLinear, quantize_
+from torch_metalmm import quantize_
 
 pytestmark = QUIET
 
@@ -59,19 +59,6 @@ class MovedLinear(nn.Linear):
         return _Moved.apply(x, self.weight)
 
 
-def decoded(model: nn.Module, kind: type[nn.Linear] = nn.Linear) -> nn.Module:
-    """A copy with decoded weights; linear layers of that kind."""
-    dense = copy.deepcopy(model)
-    for name, module in list(dense.named_modules()):
-        if isinstance(module, QuantLinear):
-            linear = kind(module.in_features, module.out_features, False)
-            linear.weight.data = module.dequantize()
-            dense.set_submodule(name, linear)
-        elif isinstance(module, QuantEmbedding):
-            dense.set_submodule(name, nn.Embedding.from_pretrained(module.dequantize()))
-    return dense
-
-
 def gradients(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     model = get_peft_model(model, lora(*TARGETS))
     randomize(model)  # in f32, so that all have the same adapters
@@ -84,11 +71,11 @@ def gradients(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("format", ["q6_k", "affine4_g64"])
 def test_gradients_of_a_llama_are_those_of_the_decoded_weights(format: str) -> None:
     packed = quantize_(tiny_llama(), format, progress=False)
-    twin, moved = decoded(packed), decoded(packed, MovedLinear)
-    halved = decoded(packed)  # with one layer of fifteen wrong by what f16 rounds
+    twin, moved = dense(packed), dense(packed, MovedLinear)
+    halved = dense(packed)  # with one layer of fifteen wrong by what f16 rounds
     layer = halved.model.layers[0].mlp.up_proj
     layer.weight.data = layer.weight.half().float()
-    exact = gradients(decoded(packed), torch.float64)
+    exact = gradients(dense(packed), torch.float64)
     torch.manual_seed(0)
     of_moved, of_halved = gradients(moved, torch.float64), gradients(halved, torch.float64)
     ours, theirs = gradients(packed, torch.float32), gradients(twin, torch.float32)

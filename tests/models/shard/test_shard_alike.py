@@ -42,9 +42,10 @@ def fused_untimed(mesh: Any) -> tuple[set[str], Tensor]:
     def timed(*args: Any) -> None:
         raise AssertionError("an MLP of a sharded model is timed")
 
-    times._times = timed  # type: ignore[assignment]
     model = shard_(built("qwen3", "q8_0", **RAGGED["blocks"]), mesh)
-    fuse_(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(times, "_times", timed)
+        fuse_(model)
     return {m.form for m in model.modules() if isinstance(m, SwiGLU)}, logits(model)
 
 
@@ -68,8 +69,10 @@ def misunderstood(mesh: Any) -> tuple[int, int]:
             raise Unknown("this rank does not know")
         return understood(layer, *args)
 
-    layers.recipe_of = recipe_of
-    model = fuse_(shard_(built("qwen3", "q8_0", **RAGGED["blocks"]), mesh), "swiglu")
+    model = shard_(built("qwen3", "q8_0", **RAGGED["blocks"]), mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "recipe_of", recipe_of)
+        fuse_(model, "swiglu")
     assert logits(model).isfinite().all()
     return len(calls), sum(map(_is_fused, model.model.layers))
 

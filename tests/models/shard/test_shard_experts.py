@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from expert_models import expert_model
-from gguf_files import tensors_of, write_gguf
 from ranks import on_ranks
+from test_shard_files import write_model
 
 from torch_metalmm import (
     MetalMMConfig,
@@ -16,12 +16,10 @@ from torch_metalmm import (
     load_mlx,
     load_packed,
     quantize_,
-    save_gguf,
     save_mlx,
     save_packed,
     shard_,
 )
-from torch_metalmm.files.gguf.file import GgufFile
 
 SAID = "experts are not sharded yet: model.layers.0.mlp.experts"
 WAYS = ("shard_", "dense", "packed", "gguf", "mlx", "config")
@@ -36,11 +34,7 @@ def write(folder: Path) -> None:
     mixture().save_pretrained(folder / "dense")
     save_packed(quantize_(mixture(), "q4_0", progress=False), None, folder / "packed")
     save_mlx(quantize_(mixture(), "affine4_g32", progress=False), None, folder / "mlx")
-    save_gguf(quantize_(mixture(), "q4_0", progress=False), None, folder / "weights")
-    values = GgufFile(folder / "weights").metadata
-    kind = values["general.architecture"]
-    own = {k.removeprefix(f"{kind}."): v for k, v in values.items() if k.startswith(f"{kind}.")}
-    write_gguf(folder / "model.gguf", kind, dict(tensors_of(folder / "weights")), own)
+    write_model(quantize_(mixture(), "q4_0", progress=False), folder)
 
 
 def sharded(way: str, folder: Path, mesh: Any) -> None:

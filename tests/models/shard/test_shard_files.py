@@ -69,10 +69,16 @@ def write(kind: str, folder: Path) -> None:
     elif kind == "mlx":
         save_mlx(packed_model(kind), None, folder)
     else:
-        save_gguf(packed_model(kind), None, folder / "weights")
-        values = GgufFile(folder / "weights").metadata
-        own = {k.removeprefix("llama."): v for k, v in values.items() if k.startswith("llama.")}
-        write_gguf(folder / "model.gguf", "llama", dict(tensors_of(folder / "weights")), own)
+        write_model(packed_model(kind), folder)
+
+
+def write_model(model: Any, folder: Path) -> None:
+    """model.gguf, with a tokenizer."""
+    save_gguf(model, None, folder / "weights")
+    values = GgufFile(folder / "weights").metadata
+    kind = values["general.architecture"]
+    own = {k.removeprefix(f"{kind}."): v for k, v in values.items() if k.startswith(f"{kind}.")}
+    write_gguf(folder / "model.gguf", kind, dict(tensors_of(folder / "weights")), own)
 
 
 def load(kind: str, folder: Path, mesh: Any) -> Any:

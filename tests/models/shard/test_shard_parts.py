@@ -169,15 +169,8 @@ def test_plans_that_are_refused(what: str) -> None:
 
 
 @pytest.mark.quick
-def test_a_model_without_a_plan_or_with_experts() -> None:
+def test_a_model_without_a_plan() -> None:
     with pytest.raises(ValueError, match="Sequential has no tp_plan of its own: give plan="):
         plan_of(torch.nn.Sequential(torch.nn.Linear(32, 32)), None, 2)
     with pytest.raises(TypeError, match="plan must be {pattern: style}, got str"):
         plan_of(tiny_llama(), "auto", 2)  # type: ignore[arg-type]
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "vocab_size": 96}
-    heads_ = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads_))
-    with pytest.raises(ValueError, match="experts are not sharded yet"):
-        plan_of(model, None, 2)

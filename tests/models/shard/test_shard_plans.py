@@ -31,18 +31,14 @@ GEMMA4 = {
 ATTENTION, MLP = "model.layers.*.self_attn.", "model.layers.*.mlp."
 
 
-def planned(kind: str, config: str, given: Any = None, **options: Any) -> Plan:
+def planned(kind: str, config: str, **options: Any) -> Plan:
     with torch.device("meta"):
         made = getattr(transformers, config)(**(SIZES | options))
-        return plan_of(getattr(transformers, kind)(made), given, 2)
+        return plan_of(getattr(transformers, kind)(made), None, 2)
 
 
 def gemma4(**options: Any) -> Plan:
     return planned("Gemma4ForCausalLM", "Gemma4TextConfig", **(GEMMA4 | options))
-
-
-def llama(given: Any) -> Plan:
-    return planned("LlamaForCausalLM", "LlamaConfig", given)
 
 
 def divided(plan: Plan, part: str) -> set[str]:
@@ -122,7 +118,7 @@ def styled(prefix: str, names: str, last: str) -> dict[str, str]:
     return of | {prefix + last: "rowwise"}
 
 
-REFUSED: dict[str, tuple[dict[str, str], str]] = {
+OF_LLAMA: dict[str, tuple[dict[str, str], str]] = {
     "no rows": (
         styled(MLP, "", "down_proj"),
         "no layer of model.layers.0.mlp has the style colwise and gives down_proj a part of its "
@@ -148,15 +144,6 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("what", REFUSED)
-def test_plans_of_a_part_of_a_module(what: str) -> None:
-    given, said = REFUSED[what]
-    with pytest.raises(ValueError) as caught:
-        llama(given)
-    assert str(caught.value).endswith(f"cannot be divided among 2 ranks: {said}")
-
-
 BLOCK = "encoder.block.*.layer.*."
 OF_T5: dict[str, tuple[dict[str, str], str]] = {
     "attention": (
@@ -175,11 +162,13 @@ OF_T5: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("what", OF_T5)
-def test_layers_of_t5_that_are_not_divided(what: str) -> None:
-    given, said = OF_T5[what]
+@pytest.mark.parametrize(
+    ("kind", "what"), [("llama", case) for case in OF_LLAMA] + [("t5", case) for case in OF_T5]
+)
+def test_layers_that_are_not_divided(kind: str, what: str) -> None:
+    given, said = (OF_T5 if kind == "t5" else OF_LLAMA)[what]
     with pytest.raises(ValueError) as caught:
-        plan_of(random_model("t5"), given, 2)
+        plan_of(random_model(kind), given, 2)
     assert str(caught.value).endswith(f"cannot be divided among 2 ranks: {said}")
 
 

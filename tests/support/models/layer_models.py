@@ -122,12 +122,12 @@ def padded(batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def dense(model: Any) -> Any:
-    """A copy of an unfused model with the weights decoded to f32."""
+def dense(model: Any, kind: type[nn.Linear] = nn.Linear) -> Any:
+    """A copy of an unfused model with the weights decoded to f32; linear layers of that kind."""
     copied = copy.deepcopy(model)
     for name, module in list(copied.named_modules()):
         if isinstance(module, QuantLinear):
-            linear = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            linear = kind(module.in_features, module.out_features, module.bias is not None)
             linear.weight = nn.Parameter(module.dequantize(), requires_grad=False)
             linear.bias = module.bias
             copied.set_submodule(name, linear)

@@ -1,8 +1,9 @@
-"""Several processes that speak by gloo, each a rank of a mesh, for one call of a function.
+"""Several processes that speak by gloo, each a rank of a mesh, for calls of functions.
 
-A process is forked from a server that has imported torch, transformers and the package and has
-computed nothing, so that a rank begins in a tenth of a second; on a Mac, where a forked process may
-not use Apple's frameworks, each starts anew.
+They are forked from a server that has imported torch, transformers and the package and has
+computed nothing; on a Mac, where a forked process may not use Apple's frameworks, each starts anew.
+They serve every call of as many ranks until one of them fails: what a function changes in a module,
+it puts back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 120  # of one call; a rank that waits for ever ends the test
-_PRELOADED = ["torch", "transformers", "torch_metalmm", "torch_metalmm.hf.quantizer"]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "torch_metalmm.hf.quantizer",
+]
 
 
 class RankError(AssertionError):
@@ -31,72 +37,88 @@ class RankError(AssertionError):
         self.errors = errors
 
 
-def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """[function(mesh, *args) of each rank]. RankError: one raised, ended or took too long."""
-    context = mp.get_context("spawn" if sys.platform == "darwin" else "forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    ranks, pipes = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
+class _Ranks:
+    def __init__(self, count: int) -> None:
+        context = mp.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes, self._processes = [], []
         for rank in range(count):
-            pipe, end = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(end, store, count, rank, function, args))
+            pipe, end = context.Pipe()
+            process = context.Process(target=_rank, args=(end, store, count, rank), daemon=True)
             process.start()
             end.close()  # so that the pipe ends with the process
-            ranks.append(process)
-            pipes.append(pipe)
-        try:
-            results, errors = _answers(pipes, ranks)
-        finally:
-            for process, pipe in zip(ranks, pipes, strict=True):
-                process.kill()
-                process.join()
-                pipe.close()
-    if errors:
-        raise RankError(errors)
-    return [pickle.loads(results[r]) for r in range(count)]
+            self._processes.append(process)
+            self._pipes.append(pipe)
+
+    def call(self, function: Callable[..., Any], args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, bytes] = {}
+        errors: dict[int, str] = {}
+        end = time.monotonic() + SECONDS
+        left = dict(enumerate(self._pipes))
+        while left:
+            ready = wait(list(left.values()), timeout=end - time.monotonic())
+            if not ready:
+                errors |= dict.fromkeys(left, f"no answer in {SECONDS} s")
+                break
+            for rank, pipe in list(left.items()):
+                if pipe not in ready:
+                    continue
+                del left[rank]
+                try:
+                    error, results[rank] = pipe.recv()
+                except EOFError:
+                    self._processes[rank].join()
+                    error = f"ended with {self._processes[rank].exitcode}"
+                if error:
+                    errors[rank] = error
+        if errors:
+            raise RankError(errors)
+        return [pickle.loads(result) for _, result in sorted(results.items())]
+
+    def end(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+        self._folder.cleanup()
 
 
-def _answers(pipes: list[Any], ranks: list[Any]) -> tuple[dict[int, bytes], dict[int, str]]:
-    results: dict[int, bytes] = {}
-    errors: dict[int, str] = {}
-    end = time.monotonic() + SECONDS
-    left = dict(enumerate(pipes))
-    while left:
-        ready = wait(list(left.values()), timeout=end - time.monotonic())
-        if not ready:
-            errors |= dict.fromkeys(left, f"no answer in {SECONDS} s")
-            return results, errors
-        for rank, pipe in list(left.items()):
-            if pipe not in ready:
-                continue
-            del left[rank]
-            try:
-                error, results[rank] = pipe.recv()
-            except EOFError:
-                ranks[rank].join()
-                error = f"ended with {ranks[rank].exitcode}"
-            if error:
-                errors[rank] = error
-    return results, errors
+_ranks: dict[int, _Ranks] = {}
 
 
-def _rank(
-    answer: Any, store: str, count: int, rank: int, function: Callable[..., Any], args: Any
-) -> None:
+def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """[function(mesh, *args) of each rank]. RankError: one raised, ended or took too long."""
+    if count not in _ranks:
+        _ranks[count] = _Ranks(count)
     try:
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        torch.set_num_threads(1)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        file = dist.FileStore(store, count)
-        dist.init_process_group("gloo", store=file, rank=rank, world_size=count)
-        mesh = init_device_mesh("cpu", (count,))
-        result = function(mesh, *args)
-        # As bytes: a tensor would be shared by a file that ends with this process.
-        answer.send((None, pickle.dumps(result)))
+        return _ranks[count].call(function, args)
     except BaseException:
-        answer.send((traceback.format_exc(), b""))
-    os._exit(0)  # without waiting for ranks that ended
+        _ranks.pop(count).end()
+        raise
+
+
+def _rank(calls: Any, store: str, count: int, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    file = dist.FileStore(store, count)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=count)
+    mesh = init_device_mesh("cpu", (count,))
+    while True:
+        try:
+            function, args = calls.recv()
+        except EOFError:
+            os._exit(0)  # without waiting for ranks that ended
+        try:
+            # As bytes: a tensor would be shared by a file that ends with this process.
+            calls.send((None, pickle.dumps(function(mesh, *args))))
+        except BaseException:
+            calls.send((traceback.format_exc(), b""))
+            os._exit(0)  # others do not wait for it in a collective
