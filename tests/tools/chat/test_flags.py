@@ -250,6 +250,18 @@ def test_a_missing_package_is_named_before_anything_is_fetched(
     assert f"needs {package}: pip install " in failure(capsys, *command)
 
 
+# Commands in one process, whose environment names the hub: (status, out, err) of each.
+COMMANDS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from torch_metalmm.tools.cli import main
+for line in sys.stdin:
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = main(json.loads(line))
+    print(json.dumps((status, out.getvalue(), err.getvalue())), flush=True)
+"""
+
+
 def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
     """generate and quantize take them; a dense model is refused before its weights are fetched."""
     config = transformers.Qwen2Config(hidden_size=64).to_dict()
@@ -265,23 +277,33 @@ def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
         env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
         env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
 
-        def metalmm(*arguments: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "torch_metalmm", *arguments]
-            return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        command = [sys.executable, "-c", COMMANDS]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=pipe, stdout=pipe)
+        assert process.stdin and process.stdout
 
-        answer = metalmm("generate", "hello", "-m", "org/tiny-GGUF:Q4_K_M", "-n", "4", "--json")
-        assert json.loads(answer.stdout)["new_tokens"] == 4, answer.stderr
-        packed = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
-        assert packed.returncode == 0 and (tmp_path / "packed" / "config.json").exists()
-        hub.requests.clear()
-        for flags in ([], ["--format", "q8_0", "--device", "nonsense"]):
-            refused = metalmm("quantize", "org/dense", "--output", "other", *flags)
-            wanted = "device: nonsense" if flags else "give --format, --pattern or both"
-            assert refused.returncode == 1 and wanted in refused.stderr
-        imatrix = metalmm("quantize", "org/other-GGUF", "--output", "o", "--imatrix", "i.gguf")
-        assert imatrix.returncode == 1 and "--imatrix: give --format" in imatrix.stderr
-        assert not {"model.safetensors", "tiny-Q5_0.gguf"} & {*hub.fetched()}
-        hub.requests.clear()
-        dense = metalmm("generate", "hello", "-m", "org/dense")
-        assert dense.returncode == 1 and "model.safetensors" not in hub.fetched()
-        assert "org/dense is not packed; run `metalmm quantize org/dense --f" in dense.stderr
+        def metalmm(*arguments: str) -> tuple[int, str, str]:
+            process.stdin.write(json.dumps(arguments).encode() + b"\n")
+            process.stdin.flush()
+            status, out, err = json.loads(process.stdout.readline())
+            return status, out, err
+
+        with process:
+            tiny = "org/tiny-GGUF:Q4_K_M"
+            _, out, err = metalmm("generate", "hello", "-m", tiny, "-n", "4", "--json")
+            assert json.loads(out)["new_tokens"] == 4, err
+            status, *_ = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
+            assert status == 0 and (tmp_path / "packed" / "config.json").exists()
+            hub.requests.clear()
+            for flags in ([], ["--format", "q8_0", "--device", "nonsense"]):
+                status, _, err = metalmm("quantize", "org/dense", "--output", "other", *flags)
+                wanted = "device: nonsense" if flags else "give --format, --pattern or both"
+                assert status == 1 and wanted in err
+            other = ("org/other-GGUF", "--output", "o", "--imatrix", "i.gguf")
+            status, _, err = metalmm("quantize", *other)
+            assert status == 1 and "--imatrix: give --format" in err
+            assert not {"model.safetensors", "tiny-Q5_0.gguf"} & {*hub.fetched()}
+            hub.requests.clear()
+            status, _, err = metalmm("generate", "hello", "-m", "org/dense")
+            assert status == 1 and "model.safetensors" not in hub.fetched()
+            assert "org/dense is not packed; run `metalmm quantize org/dense --f" in err

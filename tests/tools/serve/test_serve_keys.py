@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from answered import run
 from gguf_files import random_model
-from serving import KEY, OTHER_KEY, serving
+from serving import KEY, OTHER_KEY, Served
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools.chat.session import Options, Session
@@ -16,21 +16,19 @@ from torch_metalmm.tools.serve.batch import Batch
 from torch_metalmm.tools.serve.engine import Finish, Job
 from torch_metalmm.tools.serve.single import Single
 
-pytest.importorskip("uvicorn")
-
 IDS = [3 + i % 60 for i in range(200)]
 
 
-@pytest.mark.parametrize("flags", ((), ("--share-prefixes",)), ids=("apart", "shared"))
-def test_keys(flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("server", "wanted"), (("smol", [0, 0, 128]), ("tiny", [0, 128, 128])))
+def test_keys(server: str, wanted: list[int], request: pytest.FixtureRequest) -> None:
+    """The prompts of each are its own, but with --share-prefixes."""
+    served: Served = request.getfixturevalue(server)
     found = list[int]()
-    with serving(*flags) as served:
-        for key in (KEY, OTHER_KEY, KEY, OTHER_KEY):
-            body = {"model": served.name, "prompt": IDS, "max_tokens": 2}
-            status, _, told = served.ask("/v1/completions", body, key)
-            assert status == 200
-            found.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert found == ([0, 128, 128, 128] if flags else [0, 0, 128, 128])
+    for key in (KEY, OTHER_KEY, KEY):
+        status, _, told = served.ask("/v1/completions", {"prompt": IDS, "max_tokens": 2}, key)
+        assert status == 200
+        found.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == wanted
 
 
 @pytest.mark.parametrize("kind", ("batch", "single"))
