@@ -32,6 +32,18 @@ def test_keys(tiny: Served, path: str) -> None:
         assert ask(tiny, path, **headers)[0] in (200, 400)
 
 
+@pytest.mark.parametrize(("server", "wanted"), (("smol", [0, 0, 128]), ("tiny", [0, 128, 128])))
+def test_prompts_of_keys(server: str, wanted: list[int], request: pytest.FixtureRequest) -> None:
+    """What was read for one is not there for another, but with --share-prefixes."""
+    served: Served = request.getfixturevalue(server)
+    body, found = {"prompt": [3 + i % 60 for i in range(200)], "max_tokens": 2}, list[int]()
+    for key in (KEY, OTHER_KEY, KEY):
+        status, _, told = served.ask("/v1/completions", body, key)
+        assert status == 200
+        found.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == wanted
+
+
 def test_a_key_of_no_ascii(tiny: Served) -> None:
     assert ask(tiny, ROUTES[0], key="", X_Api_Key="\xe9")[0] == 401
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
+from gguf_files import random_model
 from serving import Served
 
+from torch_metalmm import load_gguf
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.tokens import Tokens, bound_of
 
@@ -83,6 +85,12 @@ def test_no_text_is_refused_that_fits(demo: tuple[Any, Any]) -> None:
     assert error.value.code == "context_length_exceeded"
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a few hundred tokens, of the kind of SmolLM2's."""
+    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))[1]
+
+
 @pytest.mark.parametrize(
     ("part", "value", "has"),
     (
@@ -95,12 +103,12 @@ def test_no_text_is_refused_that_fits(demo: tuple[Any, Any]) -> None:
     ),
 )
 def test_tokenizers_that_lose_text_have_no_bound(
-    demo: tuple[Any, Any], part: str, value: dict[str, Any], has: bool
+    tokenizer: Any, part: str, value: dict[str, Any], has: bool
 ) -> None:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    said = json.loads(demo[1].backend_tokenizer.to_str()) | {part: value}
+    said = json.loads(tokenizer.backend_tokenizer.to_str()) | {part: value}
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
     assert (bound_of(made) is not None) == has
     made.add_tokens([taking_spaces()])
