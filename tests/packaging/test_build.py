@@ -204,9 +204,14 @@ def sdist_files(clone: Path) -> set[str]:
         return {name.partition("/")[2] for name in tar.getnames()}
 
 
-def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path) -> None:
+@pytest.fixture(scope="module")
+def sdist(clone: Path) -> set[str]:
+    return sdist_files(clone)
+
+
+def test_a_wheel_and_an_sdist_do_not_depend_on_what_was_run(clone: Path, sdist: set[str]) -> None:
     """PTX, a module, a library of shaders and the files of an earlier build."""
-    wheel, sdist = wheel_files(clone), sdist_files(clone)
+    wheel = wheel_files(clone)
     package = clone / "torch_metalmm"
     (package / "ptx").mkdir()
     compiled = ("_C.cpython-310-darwin.so", "_ops_t2_10.so", "libmetalmm_core.dylib")
@@ -275,11 +280,12 @@ def test_an_installation_measures_without_a_clone(clone: Path, tmp_path: Path) -
     assert said == [f"bench: {name}: {why}" for name in refused]
 
 
-@pytest.mark.parametrize("name", ["metalmm.metallib", "_ops_t2_10.so", "libmetalmm_core.dylib"])
-def test_an_editable_build_keeps_nothing_of_before(clone: Path, tmp_path: Path, name: str) -> None:
+def test_an_editable_build_keeps_nothing_of_before(clone: Path, tmp_path: Path) -> None:
     """Compiled files lie in the package of the clone: those of this build, or none."""
-    beside, made = clone / "torch_metalmm" / name, tmp_path / "torch_metalmm"
+    made = tmp_path / "torch_metalmm"
     made.mkdir()
+    names = ("metalmm.metallib", "_ops_t2_10.so", "libmetalmm_core.dylib")
+    files = [clone / "torch_metalmm" / name for name in names]
     code = f"""
 import runpy, setuptools
 kept = {{}}
@@ -290,12 +296,13 @@ command.extensions, command.build_lib = [], {str(tmp_path)!r}
 command.copy_extensions_to_source()
 """
     for text in ("new", None):
-        beside.write_text("old")
-        if text:
-            (made / beside.name).write_text(text)
+        for file in files:
+            file.write_text("old")
+            (made / file.name).unlink(missing_ok=True)
+            if text:
+                (made / file.name).write_text(text)
         subprocess.run([sys.executable, "-c", code], cwd=clone, check=True)
-        assert (beside.read_text() if beside.exists() else None) == text
-        (made / beside.name).unlink(missing_ok=True)
+        assert [file.read_text() if file.exists() else None for file in files] == [text] * 3
 
 
 def test_ptx_that_is_asked_for_must_be_there(clone: Path) -> None:
@@ -303,13 +310,14 @@ def test_ptx_that_is_asked_for_must_be_there(clone: Path) -> None:
     assert done.returncode != 0 and "run python -m torch_metalmm.msl.ptx first" in done.stderr
 
 
-def test_an_sdist_has_what_a_build_needs_and_no_part_of_the_tests(clone: Path) -> None:
-    files = sdist_files(clone)
+def test_an_sdist_has_what_a_build_needs_and_no_part_of_the_tests(
+    clone: Path, sdist: set[str]
+) -> None:
     for name in ("CMakeLists.txt", "cmake", "csrc", "metal", "setup.py", "pyproject.toml"):
         sources = [clone / name] if (clone / name).is_file() else (clone / name).rglob("*")
         needed = {str(f.relative_to(clone)) for f in sources if f.is_file() and f.suffix != ".pyc"}
-        assert needed and needed <= files
-    assert not [name for name in files if name.startswith("tests")]
+        assert needed and needed <= sdist
+    assert not [name for name in sdist if name.startswith("tests")]
 
 
 def test_metadata_name_the_minor(clone: Path) -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import torch_metalmm
+
 COMMANDS = ("generate", "quantize", "explain", "doctor", "bench")
 PRINTED = [["--version"], ["info"], ["--help"], *([name, "--help"] for name in COMMANDS)]
 
@@ -19,7 +21,7 @@ def python(*arguments: str) -> str:
 
 @pytest.mark.parametrize("arguments", PRINTED, ids=" ".join)
 def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
-    """Through the console script's import and as a module."""
+    """Through the console script's import; the first of them also as a module."""
     script = (
         "import atexit, sys; from torch_metalmm.tools.cli import main; "
         "atexit.register(lambda: print(*sys.modules)); "
@@ -27,7 +29,8 @@ def test_what_only_prints_imports_no_torch(arguments: list[str]) -> None:
     )
     *printed, modules = python("-c", script).splitlines()
     assert {"torch", "numpy", "transformers"}.isdisjoint(modules.split())
-    assert python("-m", "torch_metalmm", *arguments).splitlines() == printed
+    if arguments == PRINTED[0]:
+        assert python("-m", "torch_metalmm", *arguments).splitlines() == printed
     if arguments[0] in ("generate", "quantize", "doctor", "bench"):
         assert "--device DEVICE cpu, mps, cuda" in " ".join(" ".join(printed).split())
 
@@ -43,8 +46,7 @@ def test_importing_the_package_registers_the_ops(first: str) -> None:
 
 def test_public_names_are_there() -> None:
     """Two of them need transformers."""
-    script = "import torch_metalmm as t; print(all(getattr(t, name) for name in t.__all__))"
-    assert python("-c", script) == "True\n"
+    assert all(getattr(torch_metalmm, name) for name in torch_metalmm.__all__)
 
 
 def test_the_emulator_of_a_wheel_says_that_it_needs_a_checkout() -> None:
@@ -66,7 +68,7 @@ except ImportError as error:
     )
 
 
-@pytest.mark.parametrize("name", ["_C", "formats.affine", "files.gguf.load", "nn.linear", "ops"])
+@pytest.mark.parametrize("name", ["_C", "files.gguf.load", "ops"])
 def test_a_module_is_imported_first(name: str) -> None:
     """Before torch, whose import registers the ops while this one is under way."""
     parent, _, last = f"torch_metalmm.{name}".rpartition(".")

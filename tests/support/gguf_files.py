@@ -192,9 +192,10 @@ def random_model(
     tied: bool = True,
     seed: int = 0,
     kinds: Sequence[str] = MIXED,
+    context: int = CONTEXT,
 ) -> Path:
     """A GGUF file of that architecture: random weights, the formats of `kinds` in turn."""
-    values = ARCHITECTURES[architecture]
+    values = ARCHITECTURES[architecture] | {"context_length": context}
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     head = {} if tied else {"output.weight": (np.zeros((320, H), np.float32), "f32")}
     turned = np.float32([1] * 8 + [1e30] * 24)

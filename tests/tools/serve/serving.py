@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from typing import Any
 from bench.models.served import Server, server
 
 KEY, OTHER_KEY = "a-key-of-tests", "another"
+# Of the server of a tiny model.
+ORIGIN = "https://chat.example:8080"
+CONTEXT, DESCRIPTORS = 256, 512
 
 
 class Served(Server):
@@ -40,3 +44,15 @@ def serving(*flags: str) -> Iterator[Served]:
     """A server of these flags, which ends at the end. RuntimeError: it did not start."""
     with server(*flags, METALMM_API_KEY=f"{KEY}\n{OTHER_KEY}\n", HF_HUB_OFFLINE="1") as found:
         yield Served(*found)
+
+
+@contextmanager
+def descriptors(count: int) -> Iterator[None]:
+    """This process, and those that it starts, may have so many files open, or all that it may."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if before[1] < 0 else min(count, before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from serving import KEY, Served, serving
-
-from torch_metalmm import load_gguf
-from torch_metalmm.tools.generate import demo_model
+from serving import KEY, Served
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 # Greedy, the model repeats this for ever.
 ENDLESS = {
@@ -35,21 +31,15 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--queue", "2", "--parallel", "4", "--max-body", "100000") as found:
+def client(smol: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key=KEY, max_retries=0) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
+def answers(demo: tuple[Any, Any]) -> dict[str, str]:
     """transformers' own greedy answers, of at most 12 tokens."""
-    model, tokenizer = load_gguf(demo_model())
+    model, tokenizer = demo
     found = {}
     for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
@@ -63,43 +53,43 @@ def answers() -> dict[str, str]:
     return found
 
 
-def chat(client: Any, served: Served, question: str = QUESTIONS[0], **options: Any) -> Any:
+def chat(client: Any, smol: Served, question: str = QUESTIONS[0], **options: Any) -> Any:
     given = {"temperature": 0, "max_tokens": 12} | options
     messages = [{"role": "user", "content": question}]
-    return client.chat.completions.create(model=served.name, messages=messages, **given)
+    return client.chat.completions.create(model=smol.name, messages=messages, **given)
 
 
-def test_a_chat(client: Any, served: Served, answers: dict[str, str]) -> None:
-    answer = chat(client, served)
+def test_a_chat(client: Any, smol: Served, answers: dict[str, str]) -> None:
+    answer = chat(client, smol)
     assert answer.choices[0].message.content == answers[QUESTIONS[0]]
     assert answer.choices[0].finish_reason == "stop"
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    cut = chat(client, served, max_tokens=3)
+    cut = chat(client, smol, max_tokens=3)
     assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 3
 
 
-def test_a_stream(client: Any, served: Served, answers: dict[str, str]) -> None:
-    chunks = list(chat(client, served, stream=True, stream_options={"include_usage": True}))
+def test_a_stream(client: Any, smol: Served, answers: dict[str, str]) -> None:
+    chunks = list(chat(client, smol, stream=True, stream_options={"include_usage": True}))
     texts = [c.choices[0].delta.content or "" for c in chunks[:-1]]
     assert "".join(texts) == answers[QUESTIONS[0]] and sum(map(bool, texts)) > 3
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 3
 
 
-def test_stop_strings(client: Any, served: Served, answers: dict[str, str]) -> None:
+def test_stop_strings(client: Any, smol: Served, answers: dict[str, str]) -> None:
     before = answers[QUESTIONS[0]].partition("Paris")[0]
     for stop in ("Paris", ["never", "Paris"]):
-        choice = chat(client, served, stop=stop).choices[0]
+        choice = chat(client, smol, stop=stop).choices[0]
         assert (choice.message.content, choice.finish_reason) == (before, "stop")
 
 
-def test_four_clients(client: Any, served: Served, answers: dict[str, str]) -> None:
+def test_four_clients(client: Any, smol: Served, answers: dict[str, str]) -> None:
     """Prompts of several lengths, whose answers join and leave the steps of others."""
     found: dict[str, str] = {}
 
     def ask(question: str) -> None:
-        found[question] = chat(client, served, question).choices[0].message.content
+        found[question] = chat(client, smol, question).choices[0].message.content
 
     threads = [threading.Thread(target=ask, args=(question,)) for question in QUESTIONS]
     for thread in threads:
@@ -109,21 +99,21 @@ def test_four_clients(client: Any, served: Served, answers: dict[str, str]) -> N
     assert found == answers
 
 
-def test_seeds(client: Any, served: Served) -> None:
+def test_seeds(client: Any, smol: Served) -> None:
     def told(**options: Any) -> str:
-        return str(chat(client, served, temperature=1.5, **options).choices[0].message.content)
+        return str(chat(client, smol, temperature=1.5, **options).choices[0].message.content)
 
     assert told(seed=1) == told(seed=1) != told(seed=2)
     # One token to choose from is the likeliest.
-    greedy = chat(client, served).choices[0].message.content
+    greedy = chat(client, smol).choices[0].message.content
     for one in ({"top_p": 0}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1}}):
         assert told(**one) == greedy
 
 
-def test_characters_come_whole(client: Any, served: Served) -> None:
+def test_characters_come_whole(client: Any, smol: Served) -> None:
     """An emoji is several tokens; no chunk has a part of one."""
     prompt = "\U0001f980\U0001f980\U0001f980 \U0001f984\U0001f984" * 6
-    given = {"model": served.name, "prompt": prompt, "temperature": 0, "max_tokens": 40}
+    given = {"model": smol.name, "prompt": prompt, "temperature": 0, "max_tokens": 40}
     whole = client.completions.create(**given)
     chunks = list(client.completions.create(**given, stream=True))
     texts = [chunk.choices[0].text for chunk in chunks]
@@ -132,31 +122,29 @@ def test_characters_come_whole(client: Any, served: Served) -> None:
     assert max(map(ord, "".join(shown))) > 0xFFFF and len(shown) < whole.usage.completion_tokens
 
 
-def test_completions_go_on_from_text_and_tokens(client: Any, served: Served) -> None:
+def test_completions_go_on_from_text_and_tokens(client: Any, smol: Served, demo: Any) -> None:
     text = "The capital of France is"
-    ids = load_gguf(demo_model())[1](text).input_ids
+    ids = demo[1](text).input_ids
     texts = [
-        client.completions.create(model=served.name, prompt=prompt, temperature=0).choices[0].text
+        client.completions.create(model=smol.name, prompt=prompt, temperature=0).choices[0].text
         for prompt in (text, ids)
     ]
     assert texts[0] == texts[1] and "Paris" in texts[0]
 
 
-def test_models(client: Any, served: Served) -> None:
-    assert [model.id for model in client.models.list()] == [served.name]
-    assert client.models.retrieve(served.name).id == served.name
+def test_models(client: Any, smol: Served) -> None:
+    assert [model.id for model in client.models.list()] == [smol.name]
+    assert client.models.retrieve(smol.name).id == smol.name
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
 
-def test_embeddings_of_a_model_that_generates(client: Any, served: Served) -> None:
+def test_embeddings_of_a_model_that_generates(client: Any, smol: Served) -> None:
     """Of unit length, the same alone and beside a longer text, and nearer to what is like it."""
     texts = ["A cat sat on the mat.", "A cat sat upon the mat.", "Tax law of 1923, in ten volumes"]
-    both = client.embeddings.create(model=served.name, input=texts)
+    both = client.embeddings.create(model=smol.name, input=texts)
     found = torch.tensor([item.embedding for item in both.data])
-    as_numbers = client.embeddings.create(
-        model=served.name, input=texts[0], encoding_format="float"
-    )
+    as_numbers = client.embeddings.create(model=smol.name, input=texts[0], encoding_format="float")
     alone = torch.tensor(as_numbers.data[0].embedding)
     near = found @ alone
     assert found.shape == (3, 576) and int(near.argmax()) == 0
@@ -164,14 +152,14 @@ def test_embeddings_of_a_model_that_generates(client: Any, served: Served) -> No
     torch.testing.assert_close(near[0], torch.tensor(1.0))
 
 
-def test_curl(served: Served) -> None:
+def test_curl(smol: Served) -> None:
     if shutil.which("curl") is None:
         pytest.skip("no curl here")
-    body = {"model": served.name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    body = {"model": smol.name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
     command = [
         "curl",
         "-sN",
-        f"{served.url}/v1/chat/completions",
+        f"{smol.url}/v1/chat/completions",
         "-H",
         f"Authorization: Bearer {KEY}",
     ]
@@ -185,42 +173,42 @@ def test_curl(served: Served) -> None:
 # ---- a client that goes
 
 
-def busy(served: Served) -> bool:
-    return bool(served.ask("/health")[2]["busy"])
+def busy(smol: Served) -> bool:
+    return bool(smol.ask("/health")[2]["busy"])
 
 
-def is_free_soon(served: Served) -> bool:
+def is_free_soon(smol: Served) -> bool:
     end = time.monotonic() + 30
-    while busy(served) and time.monotonic() < end:
+    while busy(smol) and time.monotonic() < end:
         time.sleep(0.05)
-    return not busy(served)
+    return not busy(smol)
 
 
 @pytest.mark.parametrize("stream", (True, False), ids=("stream", "whole"))
-def test_a_client_that_goes_frees_its_place(client: Any, served: Served, stream: bool) -> None:
+def test_a_client_that_goes_frees_its_place(client: Any, smol: Served, stream: bool) -> None:
     """Left to itself, the answer takes minutes."""
-    given = ENDLESS | {"model": served.name, "stream": stream}
+    given = ENDLESS | {"model": smol.name, "stream": stream}
     if stream:
         answer = client.completions.create(**given)
         next(iter(answer))
-        assert busy(served)
+        assert busy(smol)
         answer.close()
     else:
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(**given, timeout=2)
-    assert is_free_soon(served)
+    assert is_free_soon(smol)
 
 
-def test_the_queue_is_bounded(client: Any, served: Served) -> None:
+def test_the_queue_is_bounded(client: Any, smol: Served) -> None:
     """4 are answered, 2 wait, and the next is refused."""
-    given = ENDLESS | {"model": served.name, "stream": True}
+    given = ENDLESS | {"model": smol.name, "stream": True}
     taken = [client.completions.create(**given) for _ in range(6)]
     try:
         with pytest.raises(openai.RateLimitError) as refused:
-            chat(client, served)
+            chat(client, smol)
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert refused.value.body["type"] == "rate_limit_error"
     finally:
         for answer in taken:
             answer.close()
-    assert is_free_soon(served)
+    assert is_free_soon(smol)

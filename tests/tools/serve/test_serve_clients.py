@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import KEY, Served, serving
-
-pytest.importorskip("uvicorn")
+from serving import KEY, Served
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -22,19 +20,13 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--name", "smol") as found:
-        yield found
-
-
 # ---- openai's responses
 
 
 @pytest.fixture(scope="module")
-def openai(served: Served) -> Iterator[Any]:
+def openai(smol: Served) -> Iterator[Any]:
     module = pytest.importorskip("openai")
-    with module.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as found:
+    with module.OpenAI(base_url=f"{smol.url}/v1", api_key=KEY, max_retries=0) as found:
         yield found
 
 
@@ -115,9 +107,9 @@ def test_responses_of_a_schema(openai: Any) -> None:
         ("tool_choice", [[]]),
     ),
 )
-def test_what_responses_refuse(served: Served, field: str, value: Any) -> None:
+def test_what_responses_refuse(smol: Served, field: str, value: Any) -> None:
     """By the field's name, or that of what became of it."""
-    status, _, told = served.ask("/v1/responses", {"input": "Hi"} | {field: value})
+    status, _, told = smol.ask("/v1/responses", {"input": "Hi"} | {field: value})
     assert status == 400 and told["error"]["param"] in (field, "messages", "reasoning_effort")
 
 
@@ -125,9 +117,9 @@ def test_what_responses_refuse(served: Served, field: str, value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def anthropic(served: Served) -> Iterator[Any]:
+def anthropic(smol: Served) -> Iterator[Any]:
     module = pytest.importorskip("anthropic")
-    with module.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as found:
+    with module.Anthropic(base_url=smol.url, api_key=KEY, max_retries=0) as found:
         yield found
 
 
@@ -205,20 +197,20 @@ def test_calls_of_messages(anthropic: Any) -> None:
         {"temperature": 2.5},
     ),
 )
-def test_what_messages_refuse(served: Served, fields: dict[str, Any]) -> None:
+def test_what_messages_refuse(smol: Served, fields: dict[str, Any]) -> None:
     body = {"messages": [ASKED], "max_tokens": 1} | fields
     for path in ("", "/count_tokens"):
-        status, _, told = served.ask(f"/v1/messages{path}", body)
+        status, _, told = smol.ask(f"/v1/messages{path}", body)
         error = told["error"]
         assert (status, told["type"]) == (400, "error"), told
         assert error["type"] == "invalid_request_error" and error["message"]
 
 
-def test_errors_of_messages(anthropic: Any, served: Served) -> None:
+def test_errors_of_messages(anthropic: Any, smol: Served) -> None:
     module = pytest.importorskip("anthropic")
     with pytest.raises(module.BadRequestError, match="max_tokens"):
         message(anthropic, max_tokens=0)
-    wrong = module.Anthropic(base_url=served.url, api_key="wrong", max_retries=0)
+    wrong = module.Anthropic(base_url=smol.url, api_key="wrong", max_retries=0)
     with pytest.raises(module.AuthenticationError):
         message(wrong)
 
@@ -226,11 +218,11 @@ def test_errors_of_messages(anthropic: Any, served: Served) -> None:
 # ---- langchain
 
 
-def test_langchain(served: Served) -> None:
+def test_langchain(smol: Served) -> None:
     langchain = pytest.importorskip("langchain_openai")
 
     def chat(**options: Any) -> Any:
-        given = {"base_url": f"{served.url}/v1", "api_key": KEY, "model": "smol", "temperature": 0}
+        given = {"base_url": f"{smol.url}/v1", "api_key": KEY, "model": "smol", "temperature": 0}
         return langchain.ChatOpenAI(**given | options)
 
     answer = chat().invoke(QUESTION)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from backends import CASES
 from gguf_files import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Served, serving
+from serving import Served
 
 from torch_metalmm import load_gguf
 from torch_metalmm.tools.chat.session import Options, Session
@@ -211,18 +210,11 @@ def test_json_of_random_schemas_parses_and_validates(
     jsonschema.validate(json.loads(tokenizer.decode(tokens[:-1])), schema)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    pytest.importorskip("uvicorn")
-    with serving("--name", "smol") as found:
-        yield found
-
-
-def test_a_chat_with_a_call(served: Served) -> None:
+def test_a_chat_with_a_call(smol: Served) -> None:
     """Of a model that knows of none: it must come, and its place in the answer is a call's."""
     question = {"role": "user", "content": "Where to?"}
     body = {"messages": [question], "temperature": 0, "tools": TOOLS, "tool_choice": "required"}
-    status, _, told = served.ask("/v1/chat/completions", body | {"logprobs": True, "n": 2})
+    status, _, told = smol.ask("/v1/chat/completions", body | {"logprobs": True, "n": 2})
     assert status == 200
     for choice in told["choices"]:
         (call,) = choice["message"]["tool_calls"]
@@ -231,11 +223,11 @@ def test_a_chat_with_a_call(served: Served) -> None:
         assert "".join(one["token"] for one in choice["logprobs"]["content"])[:9] == '{"name": '
 
 
-def test_a_chat_of_a_schema(served: Served) -> None:
+def test_a_chat_of_a_schema(smol: Served) -> None:
     question = {"role": "user", "content": "Name a city and a year."}
     format = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
     body = {"model": "smol", "messages": [question], "temperature": 0, "response_format": format}
-    status, _, told = served.ask("/v1/chat/completions", body)
+    status, _, told = smol.ask("/v1/chat/completions", body)
     (choice,) = told["choices"]
     assert (status, choice["finish_reason"]) == (200, "stop")
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

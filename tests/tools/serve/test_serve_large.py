@@ -6,27 +6,18 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
-from serving import Served, serving
-
-pytest.importorskip("uvicorn")
+from gguf_files import random_model
+from serving import Served
 
 from torch_metalmm import load_gguf
-from torch_metalmm.tools.generate import demo_model
 from torch_metalmm.tools.serve.errors import ApiError
 from torch_metalmm.tools.serve.tokens import Tokens, bound_of
 
 BODY = 4 << 20
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--name", "m") as found:
-        yield found
 
 
 def bodies() -> list[tuple[str, dict[str, Any]]]:
@@ -40,15 +31,15 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def test_memory_after_the_largest_bodies(served: Served) -> None:
+def test_memory_after_the_largest_bodies(smol: Served) -> None:
     """16 at once and 4 after them; one that is short is answered meanwhile."""
-    short = {"model": "m", "prompt": "Hi", "max_tokens": 1}
-    assert served.ask("/v1/completions", short)[0] == 200
-    process, statuses = psutil.Process(served.pid), list[int]()
+    short = {"model": "smol", "prompt": "Hi", "max_tokens": 1}
+    assert smol.ask("/v1/completions", short)[0] == 200
+    process, statuses = psutil.Process(smol.pid), list[int]()
     before = process.memory_info().rss
 
     def ask(path: str, body: dict[str, Any]) -> None:
-        status, _, told = served.ask(f"/v1/{path}", {"model": "m"} | body)
+        status, _, told = smol.ask(f"/v1/{path}", {"model": "smol"} | body)
         statuses.append(status)
         assert told["error"]["code"] in ("context_length_exceeded", "queue")
 
@@ -57,21 +48,16 @@ def test_memory_after_the_largest_bodies(served: Served) -> None:
     for thread in threads:
         thread.start()
     begun = time.monotonic()
-    assert served.ask("/health")[0] == 200 and time.monotonic() - begun < 10
+    assert smol.ask("/health")[0] == 200 and time.monotonic() - begun < 10
     for thread in threads:
         thread.join()
     for one in bodies():
         ask(*one)
     assert len(statuses) == 20 and set(statuses) <= {400, 429}
-    assert served.ask("/v1/completions", short)[0] == 200
+    assert smol.ask("/v1/completions", short)[0] == 200
     grown = process.memory_info().rss - before
     # Each of 16 bodies is held a few times at once, and malloc keeps pieces between what is used.
     assert grown < 320 << 20, f"{grown >> 20} MiB stay"
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return load_gguf(demo_model())
 
 
 def test_no_text_is_refused_that_fits(demo: tuple[Any, Any]) -> None:
@@ -99,6 +85,12 @@ def test_no_text_is_refused_that_fits(demo: tuple[Any, Any]) -> None:
     assert error.value.code == "context_length_exceeded"
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a few hundred tokens, of the kind of SmolLM2's."""
+    return load_gguf(random_model(tmp_path_factory.mktemp("m") / "m.gguf", "llama"))[1]
+
+
 @pytest.mark.parametrize(
     ("part", "value", "has"),
     (
@@ -111,12 +103,12 @@ def test_no_text_is_refused_that_fits(demo: tuple[Any, Any]) -> None:
     ),
 )
 def test_tokenizers_that_lose_text_have_no_bound(
-    demo: tuple[Any, Any], part: str, value: dict[str, Any], has: bool
+    tokenizer: Any, part: str, value: dict[str, Any], has: bool
 ) -> None:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    said = json.loads(demo[1].backend_tokenizer.to_str()) | {part: value}
+    said = json.loads(tokenizer.backend_tokenizer.to_str()) | {part: value}
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
     assert (bound_of(made) is not None) == has
     made.add_tokens([taking_spaces()])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from answered import answered, endless, pool
-from serving import serving
+from serving import Served
 
 from torch_metalmm import formats
 from torch_metalmm.hf.drafts import Lookup
@@ -34,6 +34,15 @@ def jobs(told: list[list[Any]]) -> list[Job]:
     return found
 
 
+@pytest.fixture(scope="module")
+def plain(loaded: Any) -> tuple[list[list[Any]], list[list[torch.Tensor]]]:
+    """What the jobs are told without guesses, and the logits of their tokens."""
+    told = [list[Any]() for _ in range(5)]
+    made = jobs(told)
+    found = answered(pool(loaded, 1, 32, 0), made)
+    return told, [found[id(job)] for job in made]
+
+
 @pytest.mark.parametrize("name", [n for n in formats.names() if formats.get(n).packs])
 def test_rows_of_a_step(name: str) -> None:
     """Up to ROWS have the bits that each has alone."""
@@ -44,21 +53,26 @@ def test_rows_of_a_step(name: str) -> None:
     assert all(torch.equal(y, alone[: len(y)]) for y in rows)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("most", "pages"), [(1, 32), (2, 32), (4, 32), (4, 5)])
 @pytest.mark.parametrize("are_wrong", (False, True), ids=("found", "wrong"))
 def test_answers_are_those_without_guesses(
-    loaded: Any, most: int, pages: int, are_wrong: bool, monkeypatch: pytest.MonkeyPatch
+    loaded: Any,
+    plain: Any,
+    most: int,
+    pages: int,
+    are_wrong: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One, two or four in a step, and where the pages run out."""
-    told, plain = [list[Any]() for _ in range(5)], [list[Any]() for _ in range(5)]
-    with_guesses, without = jobs(told), jobs(plain)
-    wanted = answered(pool(loaded, 1, 32, 0), without)
+    told = [list[Any]() for _ in range(5)]
+    with_guesses = jobs(told)
     if are_wrong:
         monkeypatch.setattr(_Answer, "_guess", lambda _, most: [317, 318, 319][: max(0, most)])
     logits = answered(pool(loaded, most, pages, 3), with_guesses)
-    for a, b, own, alone in zip(with_guesses, without, told, plain, strict=True):
-        assert len(logits[id(a)]) == len(wanted[id(b)])
-        assert all(map(torch.equal, logits[id(a)], wanted[id(b)]))
+    for job, own, alone, wanted in zip(with_guesses, told, *plain, strict=True):
+        assert len(logits[id(job)]) == len(wanted)
+        assert all(map(torch.equal, logits[id(job)], wanted))
         assert own[:-1] == alone[:-1] and own[-1][:4] == alone[-1][:4]
         assert alone[-1][4:6] == (0, 0)
     right, wrong = (sum(own[-1][i] for own in told) for i in (4, 5))
@@ -82,7 +96,7 @@ def test_steps_that_are_saved(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("what", ("cancelled", "fails", "one fails"))
-def test_a_step_of_guesses_that_does_not_end(loaded: Any, what: str) -> None:
+def test_a_step_of_guesses_that_does_not_end(loaded: Any, plain: Any, what: str) -> None:
     """No page is lost, and the next answer is right."""
     batch, told = pool(loaded, 2, 32, 3), [list[Any](), list[Any]()]
     first, second = jobs(told)
@@ -116,30 +130,22 @@ def test_a_step_of_guesses_that_does_not_end(loaded: Any, what: str) -> None:
                 batch.fail(error)
     assert batch._forward == forward and batch._goes_on == choose
     assert batch.cache.pages.available == 32
-    plain = [list[Any](), list[Any]()]
-    answered(pool(loaded, 1, 32, 0), jobs(plain))
+    alone = plain[0][:2]
     if what == "fails":
         assert all(isinstance(own[-1], MemoryError) for own in told)
     else:
-        assert told[1][:-1] == plain[1][:-1]
+        assert told[1][:-1] == alone[1][:-1]
         assert not any(isinstance(one, Finish) for one in told[0])
     again = [list[Any](), list[Any]()]
     answered(batch, jobs(again))
-    assert [own[:-1] for own in again] == [own[:-1] for own in plain]
+    assert [own[:-1] for own in again] == [own[:-1] for own in alone]
 
 
-def test_usage() -> None:
-    found = []
-    body = {"prompt": "One, two, three, one, two, three, one, two, three,", "temperature": 0}
-    for flags in ((), ("--lookup", "3")):
-        with serving(*flags) as served:
-            given = body | {"model": served.name, "max_tokens": 40}
-            found.append(served.ask("/v1/completions", given)[2])
-    assert found[0]["choices"] == found[1]["choices"]
-    without, guesses = (told["usage"]["completion_tokens_details"] for told in found)
-    assert set(without.values()) == {0}
-    assert guesses["accepted_prediction_tokens"] > 20
-    assert found[1]["usage"]["completion_tokens"] == 40
+def test_usage(tiny: Served) -> None:
+    body = {"prompt": [3, 4, 5] * 30, "temperature": 0, "max_tokens": 40}
+    usage = tiny.ask("/v1/completions", body | {"logit_bias": {"9": 100}})[2]["usage"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 20
+    assert usage["completion_tokens"] == 40
 
 
 def test_guesses_become_fewer_where_they_were_wrong() -> None:

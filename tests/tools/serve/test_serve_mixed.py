@@ -6,16 +6,14 @@ METALMM_TEST_CASES=all makes 2,000 of them.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from answered import endless, pool
 from backends import CASES
-from gguf_files import random_model
 
-from torch_metalmm import load_gguf
 from torch_metalmm.hf.caches.pages import SLOTS
 from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.serve.batch import Batch
@@ -58,33 +56,45 @@ def run(batch: Batch, jobs: list[Job], resident: list[int] | None = None) -> Non
         resident.append(psutil.Process().memory_info().rss)
 
 
-@pytest.mark.parametrize("lookup", (0, 3))
-def test_mixed_requests(tmp_path: Path, lookup: int) -> None:
-    model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
-    model.generation_config.eos_token_id = None
+def requests(told: list[list[Any]]) -> list[Job]:
     draw = random.Random(8)
     heads = [draw.choices(range(3, 300), k=n) for n in (64, 130, 200, 300)]
+    return [request(draw, heads, own) for own in told]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return endless("llama", tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: tuple[Any, Any]) -> list[list[Any]]:
+    """What each is told that has an empty cache for itself, and does not leave."""
     told = [list[Any]() for _ in range(COUNT)]
-    jobs = [request(draw, heads, own) for own in told]
+    for job, own in zip(requests([[] for _ in told]), told, strict=True):
+        run(pool(loaded, 1, 16), [Job("", job.ids, job.options, job.seed, own.append)])
+    return told
+
+
+@pytest.mark.parametrize("lookup", (0, 3))
+def test_mixed_requests(loaded: tuple[Any, Any], alone: list[list[Any]], lookup: int) -> None:
+    told = [list[Any]() for _ in range(COUNT)]
+    jobs = requests(told)
     slots = sum(len(job.ids) + int(job.options.max_new_tokens or 0) for job in jobs)
-    page = Batch(model, tokenizer, 1, "q8_0", 1 << 24).cache.page_bytes
     count = slots // SLOTS // 10
-    batch, resident = Batch(model, tokenizer, 4, "q8_0", count * page, lookup), list[int]()
+    batch, resident = pool(loaded, 4, count, lookup), list[int]()
     run(batch, jobs, resident)
     pages = batch.cache.pages
     assert pages.available == pages.count == count and len(pages._known) <= count
     assert resident[1] <= 1.05 * resident[0]
     kept = cancelled = 0
-    for job, own in zip(jobs, told, strict=True):
-        alone = list[Any]()
-        one = Job("", job.ids, job.options, job.seed, alone.append)
-        run(Batch(model, tokenizer, 1, "q8_0", 16 * page), [one])
+    for job, own, wanted in zip(jobs, told, alone, strict=True):
         texts = [what for what in own if not isinstance(what, Finish)]
         cancelled += job.is_cancelled
         if len(texts) == len(own) and job.is_cancelled:
-            assert texts == alone[: len(texts)]
+            assert texts == wanted[: len(texts)]
             continue
-        assert texts == alone[:-1]
-        assert own[-1].reason == alone[-1].reason and own[-1].new_tokens == alone[-1].new_tokens
+        assert texts == wanted[:-1]
+        assert own[-1].reason == wanted[-1].reason and own[-1].new_tokens == wanted[-1].new_tokens
         kept += own[-1].kept_tokens > 0
     assert kept > COUNT // 10 and cancelled > COUNT // 10

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from gguf_files import random_model
-from serving import serving
+from serving import DESCRIPTORS, Served, descriptors
 
 pytest.importorskip("uvicorn")
 
@@ -25,7 +22,6 @@ from torch_metalmm.tools.serve import wire
 
 HALF = b"GET /0 HTTP/1.1\r\nHost: local"
 WHOLE = b"GET /0 HTTP/1.1\r\nHost: localhost\r\n\r\n"
-DESCRIPTORS = 512
 
 
 async def answers(scope: Any, receive: Any, send: Any) -> None:
@@ -141,31 +137,15 @@ def test_too_many_connections() -> None:
     assert error["code"] == "connections"
 
 
-@contextmanager
-def descriptors(count: int) -> Iterator[None]:
-    """This process, and those that it starts, may have so many files open."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_more_half_requests_than_descriptors(tmp_path: Path) -> None:
-    """700 clients that send half of a head do not keep others out."""
-    file = random_model(tmp_path / "m.gguf", "llama")
+def test_more_half_requests_than_descriptors(tiny: Served) -> None:
+    """Clients that send half of a head do not keep others out."""
     with ExitStack() as opened:
-        with descriptors(DESCRIPTORS):
-            served = opened.enter_context(serving(str(file)))
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < 1000:
-            opened.enter_context(descriptors(1000 if hard < 0 else min(hard, 1000)))
-        host, port = served.url.removeprefix("http://").split(":")
-        for _ in range(700):
+        opened.enter_context(descriptors(2 * DESCRIPTORS))
+        host, port = tiny.url.removeprefix("http://").split(":")
+        for _ in range(DESCRIPTORS + 200):
             one = opened.enter_context(socket.create_connection((host, int(port)), 30))
             one.sendall(HALF)
         begun = time.monotonic()
         for _ in range(3):
-            assert served.ask("/health")[0] == 200
+            assert tiny.ask("/health")[0] == 200
         assert time.monotonic() - begun < 10

@@ -107,6 +107,24 @@ def test_an_answer_has_its_place_when_its_first_token_is_told(loaded: tuple[Any,
     assert batch.room() == 2
 
 
+@pytest.mark.parametrize(("kind", "most"), (("batch", 128), ("single", 199)))
+def test_owners(
+    loaded: tuple[Any, Any], kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runner keeps an owner's prompts for it alone."""
+    monkeypatch.setattr(loaded[0].config, "max_position_embeddings", 256)
+    runner: Any = Batch(*loaded, 1)
+    if kind == "single":
+        runner = Single(Session(*loaded, Options()))
+    ids, kept = [3 + i % 60 for i in range(200)], list[int]()
+    for owner in (b"a", b"a", b"ab", b"", b""):
+        told = list[Any]()
+        run(runner, Job("", ids, Options(max_new_tokens=2), None, told.append, owner))
+        assert isinstance(told[-1], Finish)
+        kept.append(told[-1].kept_tokens)
+    assert kept == [0, most, 0, 0, most]
+
+
 @pytest.mark.parametrize("asked", (None, 1.0), ids=("the model's", "the request's"))
 def test_the_repetition_penalty(
     loaded: tuple[Any, Any], asked: float | None, monkeypatch: pytest.MonkeyPatch

@@ -230,7 +230,7 @@ def speed(device: str) -> Check:
             target = torch.empty_like(source)
             copied = 2 * source.nbytes / _seconds(lambda _: target.copy_(source), device) / 1e9
             read = weight.nbytes / _seconds(linear, device) / 1e9
-            found = compare(y, x, w.repeat(repeated, 1))
+            found = compare(y.view(repeated, -1), x.expand(repeated, -1), w)
             note = f"{read:.3g} GB/s of weights, {read / copied:.0%} of a copy's {copied:.3g}"
             return Found(found.error, found.bound, "; ".join(filter(None, (found.note, note))))
 
