@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from bench.__main__ import main
-from bench.models import served
+from bench.models import conversations, served
 
 pytest.importorskip("uvicorn")
 
@@ -41,8 +42,11 @@ def test_an_answer_of_fewer_tokens_is_an_error(started: served.Server) -> None:
         served.streamed(started.port, started.name, 3, prompt="word " * 9000)
 
 
-def test_turns_of_conversations(tmp_path: Path, started: served.Server) -> None:
+def test_turns_of_conversations(
+    tmp_path: Path, started: served.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each reads what is new, and what lies in no whole page, beside the server or its peer."""
+    monkeypatch.setattr(conversations, "server", lambda *_: nullcontext(started))
     out, asked = tmp_path / "out.jsonl", f"--quick --repetitions 1 --turns 3 --peer {started.port}"
     assert main(["serve", *asked.split(), "--json", str(out)]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
