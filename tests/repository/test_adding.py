@@ -19,6 +19,8 @@ from torch_metalmm.msl.entries import shaders
 
 HERE = Path(__file__).parent
 PAGE = (ROOT / "docs" / "adding.md").read_text("utf-8")
+COPIED = ("csrc", "metal", "torch_metalmm", "docs", "pyproject.toml")
+COPIED += ("tests/conftest.py", "tests/support", "tests/formats")  # of check_table()
 KERNEL = ("q8_x", "2", "48", "160")  # a problem of adding_kernel.py, for adding_plan.cpp
 
 
@@ -78,11 +80,12 @@ def compile_host(tree: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What git knows of the repository, the module that is built, the emulator's own objects."""
+    """What git knows of COPIED, the module that is built, the emulator's own objects."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
     out = tmp_path / "tree"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    command = ["git", "ls-files", "-z", *COPIED]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     for name in listed.stdout.decode().split("\0")[:-1]:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, out / name, follow_symlinks=False)
