@@ -6,7 +6,9 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+Found = TypeVar("Found")
 # call(i) does the work on copy i of its weight; the engine waits until the work is done.
 Call = Callable[[int], object]
 
@@ -53,6 +55,19 @@ class Timing:
         """A value of the median and of the quartiles, as a record has them: name, _q1, _q3."""
         q1, q3 = sorted((value(self.q1), value(self.q3)))
         return {name: value(self.median), f"{name}_q1": q1, f"{name}_q3": q3}
+
+
+class Ticks:
+    """A streamer of generate(): when the prompt and each token came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, _: Any) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
 
 
 class Timed:
@@ -112,3 +127,13 @@ def interleave(
             v.burst()
         rounds += 1
     return {name: Timing.of(v.samples) for name, v in variants.items()}
+
+
+def by_turns(ways: Mapping[str, Callable[[], Found]], turns: int) -> dict[str, list[Found]]:
+    """What each way gives in so many rounds over all, in random order, behind a first round."""
+    found: dict[str, list[Found]] = {name: [] for name in ways}
+    for turn in range(turns + 1):
+        for name in random.sample(sorted(ways), len(ways)):
+            given = ways[name]()
+            found[name] += [given] if turn else []
+    return found

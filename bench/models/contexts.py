@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from torch_metalmm import PackedCache, formats, fuse_
 from torch_metalmm.hf.caches import pair_of
@@ -82,7 +82,7 @@ class ContextBuilder(Builder):
     def captured(self, label: str, model: Any, packed: nn.Module) -> Iterator[Entry]:
         """Steps as graphs: StaticCache, and a PackedCache of each format."""
         given, first = (model, False, self.beyond), f"{label}, StaticCache, graph"
-        yield Entry(Graph(first, *given, static_cache(model), attention="sdpa"), packed)
+        yield Entry(Graph(first, *given, attention="sdpa"), packed)
         for cache in self.args.cache:
             name, make = f"{label}, PackedCache {cache}, graph", packed_cache(model, cache)
             system = Graph(name, *given, make, attention="metalmm", format=cache)
@@ -97,10 +97,6 @@ class ContextBuilder(Builder):
             if ggml.TYPES.keys() >= set(pair_of(cache)):
                 where = (self.folder, self.args.threads, room, CHUNK, cache)
                 yield Entry(LlamaCpp(packed, name, *where), packed)
-
-
-def static_cache(model: Any) -> Callable[[int], Any]:
-    return lambda slots: StaticCache(config=model.config, max_cache_len=slots)
 
 
 def packed_cache(model: Any, format: str) -> Callable[[int], Any]:

@@ -7,8 +7,7 @@ one process. The texts are the beginnings of Moby-Dick and of Python's textwrap.
 from __future__ import annotations
 
 import textwrap
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +26,7 @@ from torch_metalmm.tools.generate import demo_model
 
 from ..runner import Record, Run
 from ..tables import status
+from ..timing import Ticks
 from .quality import TEXT
 
 PROSE = TEXT.read_text()
@@ -44,21 +44,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8},
 }
-
-
-class Times:
-    """A streamer that notes when tokens come."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None: ...
-
-    def per_second(self) -> float:
-        return (len(self.at) - 1) / (self.at[-1] - self.at[0])
 
 
 def run(run: Run) -> Iterator[Record]:
@@ -79,27 +64,34 @@ def run(run: Run) -> Iterator[Record]:
         for choice, how in CHOICES.items():
             status(f"{task}, {choice}")
             plain, drafted, equal, paces = list[float](), list[float](), list[bool](), list[Pace]()
-            for turn in range(args.repetitions + 1):
+            for _ in range(args.repetitions + 1):
                 want, without = answered(model, prompt, args.new_tokens, **how)
                 paces.append(Pace())
-                got, found = answered(
-                    model, prompt, args.new_tokens, draft="lookup", pace=paces[-1], **how
-                )
+                given = how | {"draft": "lookup", "pace": paces[-1]}
+                got, found = answered(model, prompt, args.new_tokens, **given)
                 equal.append(torch.equal(got, want))
-                if turn:
-                    plain.append(without)
-                    drafted.append(found)
+                plain.append(without)
+                drafted.append(found)
             yield {
-                "kind": "drafts",
                 "model": f"SmolLM2, {device}, answers of {args.new_tokens} tokens",
                 "task": f"{task}, {prompt.shape[1]} tokens, {choice}",
-                "plain": median(plain),
-                "drafted": median(drafted),
-                "speed": median(b / a for a, b in zip(plain, drafted, strict=True)),
-                "share": sum(p.accepted for p in paces) / max(1, sum(p.drafted for p in paces)),
                 "drafts": median(p.drafted for p in paces),
-                "ok": all(equal),
+                **compared(plain[1:], drafted[1:], paces, all(equal)),
             }
+
+
+def compared(
+    plain: Sequence[float], drafted: Sequence[float], paces: Sequence[Pace], ok: bool
+) -> Record:
+    """Of tokens a second without drafts and with them, by turns."""
+    return {
+        "kind": "drafts",
+        "plain": median(plain),
+        "drafted": median(drafted),
+        "speed": median(b / a for a, b in zip(plain, drafted, strict=True)),
+        "share": sum(p.accepted for p in paces) / max(1, sum(p.drafted for p in paces)),
+        "ok": ok,
+    }
 
 
 def inexact(model: Any, tokenizer: Any, run: Run) -> Iterator[Record]:
@@ -141,7 +133,7 @@ def answered(
     torch.manual_seed(0)
     cache = PackedCache(model.config, DTYPE_NAMES[model.dtype]) if cache is None else cache
     cache.reset()
-    times = Times()
+    ticks = Ticks()
     draft = {name: how.pop(name) for name in ("draft", "pace") if name in how}
     out: Tensor = model.generate(
         prompt,
@@ -149,7 +141,7 @@ def answered(
         max_new_tokens=count,
         eos_token_id=None,
         pad_token_id=0,
-        custom_generate=partial(decode, streamer=times, **draft),
+        custom_generate=partial(decode, streamer=ticks, **draft),
         **how,
     )
-    return out, times.per_second()
+    return out, (len(ticks.at) - 1) / (ticks.at[-1] - ticks.at[0])

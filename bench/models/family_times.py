@@ -7,7 +7,8 @@ fuse_ on a PackedCache, and with its steps replayed, by turns in one process; an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch_metalmm.hf.replay import replayed
 
 from ..runner import Record, Run, named
 from ..tables import status
-from ..timing import Timing, wall_clock
+from ..timing import Timing, by_turns, wall_clock
 from .families import family, versions
 from .systems import Packed, Transformers
 
@@ -109,15 +110,12 @@ def run(run: Run) -> Iterator[Record]:
             "fuse_": Eager("fuse_", fused),
             "replayed": Packed("replayed", fused),
         }
-        samples: dict[str, list[float]] = {name: [] for name in systems}
-        prompts: dict[str, list[float]] = {name: [] for name in systems}
-        for turn in range(run.args.repetitions + 1):
-            for name, system in systems.items():
-                times = _turn(system, run.args.new_tokens)
-                prompt = _prompt(system, run.args.prompt)
-                samples[name] += times if turn else []
-                prompts[name] += [prompt] if turn else []
-        medians = {name: Timing.of(times) for name, times in samples.items()}
+        ways = {name: partial(_turn, system, run.args) for name, system in systems.items()}
+        found = by_turns(ways, run.args.repetitions)
+        medians = {
+            n: Timing.of([s for steps, _ in each for s in steps]) for n, each in found.items()
+        }
+        prompts = {name: median(prompt for _, prompt in each) for name, each in found.items()}
         for name, timing in medians.items():
             yield {
                 "kind": "families",
@@ -127,16 +125,10 @@ def run(run: Run) -> Iterator[Record]:
                 **timing.fields("ms", lambda s: 1e3 * s),
                 "of_unfused": timing.median / medians["unfused"].median,
                 "prompt": run.args.prompt,
-                "prompt_ms": 1e3 * median(prompts[name]),
-                "prompt_of_unfused": median(prompts[name]) / median(prompts["unfused"]),
+                "prompt_ms": 1e3 * prompts[name],
+                "prompt_of_unfused": prompts[name] / prompts["unfused"],
                 "replays": replayed(fused).replays if name == "replayed" else 0,  # type: ignore[union-attr]
             }
-
-
-def _prompt(system: Any, tokens: int) -> float:
-    """Seconds of a prompt of so many tokens, until the first one is chosen."""
-    _empty(system)
-    return wall_clock(lambda: int(system.feed([i % 97 + 3 for i in range(tokens)]).argmax()))
 
 
 def _empty(system: Any) -> None:
@@ -145,17 +137,20 @@ def _empty(system: Any) -> None:
         system.cache = None
 
 
-def _turn(system: Any, tokens: int) -> list[float]:
-    """Seconds of so many tokens after a context, each until its choice is read.
+def _turn(system: Any, args: Any) -> tuple[list[float], float]:
+    """Seconds of new tokens after a context, and of a prompt, each until its choice is read.
 
-    Not of the first two, which a replayed system records.
+    Not of the first two tokens, which a replayed system records.
     """
+    token, times = 0, list[float]()
+
+    def feed(ids: Sequence[int]) -> None:
+        nonlocal token
+        token = int(system.feed(ids).argmax())
+
     _empty(system)
-    token = int(system.feed([i % 97 + 3 for i in range(CONTEXT)]).argmax())
-    times = []
-    for _ in range(tokens + 2):
-        found: list[int] = []
-        given = token
-        times.append(wall_clock(lambda: found.append(int(system.feed([given]).argmax()))))  # noqa: B023
-        token = found[0]
-    return times[2:]
+    feed([i % 97 + 3 for i in range(CONTEXT)])
+    for _ in range(args.new_tokens + 2):
+        times.append(wall_clock(partial(feed, [token])))
+    _empty(system)
+    return times[2:], wall_clock(partial(feed, [i % 97 + 3 for i in range(args.prompt)]))

@@ -16,7 +16,6 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch_metalmm.models.mtp import MtpHead
 
 from ..runner import Record, Run
 from ..tables import status
-from .drafted import CHOICES, answered
+from .drafted import CHOICES, answered, compared
 from .trained import byte_ids
 
 BATCH, LENGTH, RATE, DEPTH = 64, 256, 1.5e-3, 2
@@ -219,15 +218,9 @@ def raced(
                 others[name].append(speed)
                 equal[name] &= torch.equal(got, want)
         for name, speeds in others.items():
-            pace, draft = paces[name], drafters[name]
             yield {
-                "kind": "drafts",
                 "model": f"{kind}, {format}, {device}, {args.new_tokens} tokens",
                 "task": f"{name}, {choice}",
-                "plain": median(plain[1:]),
-                "drafted": median(speeds[1:]),
-                "speed": median(b / a for a, b in zip(plain[1:], speeds[1:], strict=True)),
-                "share": pace.accepted / max(1, pace.drafted),
-                "drafts": pace.drafted / len(speeds),
-                "ok": equal[name],
+                "drafts": paces[name].drafted / len(speeds),
+                **compared(plain[1:], speeds[1:], [paces[name]], equal[name]),
             }

@@ -20,7 +20,7 @@ from torch_metalmm.hf.replay import replayed
 
 from ..runner import Record, Run, named
 from ..tables import status
-from ..timing import Timing, wall_clock
+from ..timing import Timing, by_turns, wall_clock
 from . import llamas
 
 PROMPT, SHORT = 64, 16
@@ -40,21 +40,18 @@ def run(run: Run) -> Iterator[Record]:
         with torch.inference_mode(False), torch.no_grad():
             packed: Any = llamas.packed_llama(llamas.SHAPES[name], format, run.device.type, dtype)
             model = fuse_(packed, cache=DTYPE_NAMES[dtype])
-        samples: dict[str, list[float]] = {loop: [] for loop in LOOPS}
-        answers: dict[str, Tensor] = {}
-        for turn in range(run.args.repetitions + 1):
-            for loop, how in LOOPS.items():
-                prompt = torch.ones(1, PROMPT, dtype=torch.long, device=run.device.type)
-                given = prompt, SHORT, run.args.new_tokens
-                seconds, answers[loop] = token_of_answer(model, *given, **how)
-                samples[loop] += [seconds] if turn else []
+        prompt = torch.ones(1, PROMPT, dtype=torch.long, device=run.device.type)
+        given = model, prompt, SHORT, run.args.new_tokens
+        ways = {loop: partial(token_of_answer, *given, **how) for loop, how in LOOPS.items()}
+        found = by_turns(ways, run.args.repetitions)
+        answers = {loop: each[-1][1] for loop, each in found.items()}
         steps = replayed(model)
-        for loop, times in samples.items():
+        for loop, each in found.items():
             yield {
                 "kind": "loops",
                 "model": f"Llama of {name}, {format}, {dtype}",
                 "loop": loop,
-                **Timing.of(times).fields("ms", lambda s: 1e3 * s),
+                **Timing.of([seconds for seconds, _ in each]).fields("ms", lambda s: 1e3 * s),
                 "ok": torch.equal(answers[loop], answers["transformers"]),
                 "replays": steps.replays if steps is not None else 0,
             }

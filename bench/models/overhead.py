@@ -7,7 +7,6 @@ costs, and what the layers leave of a step lies beside them.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch_metalmm.models.cache_argument import with_cache
 
 from ..devices import CPU
 from ..runner import Record, Run, named
-from ..timing import Timing, wall_clock
+from ..timing import Timing, by_turns, wall_clock
 from . import llamas, shares
 from .loops import token_of_answer
 from .systems import Compiled, Packed, Transformers
@@ -38,33 +37,37 @@ def tiny_llama(layers: int) -> Any:
     return llamas.random_llama(llamas.Shape(HIDDEN, layers, 2 * HIDDEN, HIDDEN, 4, 2))
 
 
+Pair = tuple[float, float]  # of few layers, and of many
+
+
 class Stepped:
-    """A system of few layers and one of many, and the seconds of their steps."""
+    """A system of few layers and one of many."""
 
     def __init__(self, name: str, models: Sequence[nn.Module], form: Any = Transformers) -> None:
         self.name = name
         self.systems = [form(name, model) for model in models]
-        self.samples: list[list[float]] = [[], []]
 
-    def turn(self, timed: bool) -> None:
-        """A burst of steps of each, from the same context."""
-        for system, samples in zip(self.systems, self.samples, strict=True):
-            system.reset()
-            system.feed(range(CONTEXT))
-            steps = [wall_clock(lambda s=system: s.feed([1])) for _ in range(BURST)]
-            if timed:
-                samples.append(Timing.of(steps).median)
+    def turn(self) -> Pair:
+        """Seconds of a step of each."""
+        few, many = map(self.seconds, self.systems)
+        return few, many
 
-    def record(self) -> Record:
+    def seconds(self, system: Any) -> float:
+        """The median of a burst of steps, from the same context."""
+        system.reset()
+        system.feed(range(CONTEXT))
+        return Timing.of([wall_clock(lambda: system.feed([1])) for _ in range(BURST)]).median
+
+    def record(self, turns: Sequence[Pair]) -> Record:
         """Microseconds: medians and quartiles over the turns of a layer's share."""
-        few, many = self.samples
+        few, many = ([pair[i] for pair in turns] for i in (0, 1))
         each = [(b - a) / (MANY - FEW) for a, b in zip(few, many, strict=True)]
         t, step = Timing.of(each), Timing.of(few).median
         out: Record = {"kind": "layers", "system": self.name}
         out |= t.fields("layer_us", lambda s: 1e6 * s)
-        return out | {"beside_us": 1e6 * (step - FEW * t.median)} | self.ops()
+        return out | {"beside_us": 1e6 * (step - FEW * t.median)} | self.ops(few, many)
 
-    def ops(self) -> Record:
+    def ops(self, few: list[float], many: list[float]) -> Record:
         """What a layer calls, and the time of these ops in rows."""
         if type(self.systems[0]) is not Transformers or self.systems[0].make:
             return dict.fromkeys(_COUNTS)
@@ -73,8 +76,8 @@ class Stepped:
         kinds = [[call.kind for call in c] for c in calls]
 
         def each(*wanted: str | None) -> float:
-            few, many = (sum(kind in wanted for kind in found) for found in kinds)
-            return (many - few) / (MANY - FEW)
+            less, more = (sum(kind in wanted for kind in found) for found in kinds)
+            return (more - less) / (MANY - FEW)
 
         return {
             "ops_us": 1e6 * (timed[1] - timed[0]) / (MANY - FEW),
@@ -89,36 +92,36 @@ class Replays(Stepped):
 
     def __init__(self, name: str, models: Sequence[nn.Module]) -> None:
         super().__init__(name, models, Packed)
-        self.lists: list[list[float]] = [[], []]
+        self.lists: list[Pair] = []  # seconds of the lists in each turn
 
-    def turn(self, timed: bool) -> None:
-        token = {"input_ids": torch.ones(1, 1, dtype=torch.long)}
-        for i, system in enumerate(self.systems):
-            system.reset()
-            system.feed(range(CONTEXT))
-            model: Any = system.model
-            given = {**token, **with_cache(model, system.cache), "use_cache": True}
-            given["position_ids"] = torch.tensor([[CONTEXT]])
-            steps = [wall_clock(lambda m=model, g=given: m(**g)) for _ in range(2 * BURST)]
-            found = replayed(model)
-            assert found is not None and not found.why, found
-            (step,) = (s for s in found.kinds() if s.run is not None)
-            runs = [wall_clock(step.native.run) for _ in range(BURST)]
-            if timed:
-                self.samples[i].append(Timing.of(steps[BURST:]).median)
-                self.lists[i].append(Timing.of(runs).median)
+    def turn(self) -> Pair:
+        steps, lists = zip(*map(self.both, self.systems), strict=True)
+        self.lists.append(lists)
+        return steps
 
-    def ops(self) -> Record:
+    def both(self, system: Any) -> Pair:
+        """Seconds of a replayed step, and of its list alone."""
+        system.reset()
+        system.feed(range(CONTEXT))
+        model: Any = system.model
+        given = {"input_ids": torch.ones(1, 1, dtype=torch.long), "use_cache": True}
+        given |= {**with_cache(model, system.cache), "position_ids": torch.tensor([[CONTEXT]])}
+        steps = [wall_clock(lambda: model(**given)) for _ in range(2 * BURST)]
+        found = replayed(model)
+        assert found is not None and not found.why, found
+        (step,) = (s for s in found.kinds() if s.run is not None)
+        runs = [wall_clock(step.native.run) for _ in range(BURST)]
+        return Timing.of(steps[BURST:]).median, Timing.of(runs).median
+
+    def ops(self, few: list[float], many: list[float]) -> Record:
         """The time of the list, and what Python takes for a layer and for a step."""
-        steps, lists = (
-            [Timing.of(each).median for each in of] for of in (self.samples, self.lists)
-        )
-        few, many = (step - ops for step, ops in zip(steps, lists, strict=True))
-        layer = (many - few) / (MANY - FEW)
+        lists = [Timing.of([*of]).median for of in zip(*self.lists[1:], strict=True)]
+        less, more = (Timing.of(s).median - ops for s, ops in zip((few, many), lists, strict=True))
+        layer = (more - less) / (MANY - FEW)
         return dict.fromkeys(_COUNTS) | {
             "ops_us": 1e6 * (lists[1] - lists[0]) / (MANY - FEW),
             "python_layer_us": 1e6 * layer,
-            "python_us": 1e6 * (few - FEW * layer),
+            "python_us": 1e6 * (less - FEW * layer),
         }
 
 
@@ -129,14 +132,11 @@ class Generated(Stepped):
         super().__init__(name, models)
         self.how = how
 
-    def turn(self, timed: bool) -> None:
+    def seconds(self, system: Any) -> float:
         prompt = torch.ones(1, CONTEXT, dtype=torch.long)
-        for system, samples in zip(self.systems, self.samples, strict=True):
-            seconds, _ = token_of_answer(system.model, prompt, BURST, 2 * BURST, **self.how)
-            if timed:
-                samples.append(seconds)
+        return token_of_answer(system.model, prompt, BURST, 2 * BURST, **self.how)[0]
 
-    def ops(self) -> Record:
+    def ops(self, few: list[float], many: list[float]) -> Record:
         return dict.fromkeys(_COUNTS)
 
 
@@ -167,12 +167,9 @@ def run(run: Run) -> Iterator[Record]:
     args, names = run.args, named(run.args.formats)
     fit = [n for n in names if llamas.resolve_format(n, HIDDEN) == n]
     systems = [*stepped(fit or ["q4_0"], args)]
-    pick = random.Random(0)
-    for i in range(args.repetitions + 1):
-        for system in pick.sample(systems, len(systems)):
-            system.turn(timed=i > 0)
+    found = by_turns({s.name: s.turn for s in systems}, args.repetitions)
     model = f"Llama of hidden size {HIDDEN}, {args.threads} thread" + "s" * (args.threads > 1)
-    records = {s.name: s.record() | {"model": model} for s in systems}
+    records = {s.name: s.record(found[s.name]) | {"model": model} for s in systems}
     for name, record in records.items():
         plain = records.get(name.replace(", fuse_", ""))
         if plain is not None and plain is not record:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from torch_metalmm.tools.generate import demo_model
 from ..machine import IMPORTED_FROM
 from ..runner import Record, Run
 from ..tables import status
-from ..timing import Timing
+from ..timing import Ticks, Timing, by_turns
 
 PROMPT = "One, two, three, four, five, six, seven, eight, nine, ten,"
 CLIENTS = 4
@@ -45,14 +44,8 @@ def run(run: Run) -> Iterator[Record]:
             "generate": lambda: generated(model, ids, tokens),
             "serve": lambda: streamed(started.port, started.name, tokens)[1:3],
         }
-        samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for turn in range(turns + 1):
-            status(f"one client: turn {turn} of {turns}")
-            for way in random.sample(sorted(ways), len(ways)):
-                found = ways[way]()
-                if turn:
-                    samples[way].append(found)
-        for way, found in samples.items():
+        status(f"one client: {turns} turns")
+        for way, found in by_turns(ways, turns).items():
             yield one_client(way, tokens, found)
         status(f"{CLIENTS} clients for {seconds:g} s")
         yield four_clients(started, tokens, seconds)
@@ -66,22 +59,9 @@ def one_client(way: str, tokens: int, found: list[tuple[float, float]]) -> Recor
     return {"kind": "serve", "way": way, "tokens": tokens, **times}
 
 
-class _Clock:
-    """A streamer: when the first token came. The prompt comes before it."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
 def generated(model: Any, ids: Any, tokens: int) -> tuple[float, float]:
     """Seconds to the first token and to the last, of generate()."""
-    clock, start = _Clock(), time.perf_counter()
+    ticks, start = Ticks(), time.perf_counter()
     with torch.inference_mode():
         model.generate(
             ids,
@@ -89,9 +69,9 @@ def generated(model: Any, ids: Any, tokens: int) -> tuple[float, float]:
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,
-            streamer=clock,
+            streamer=ticks,
         )
-    return clock.times[1] - start, clock.times[-1] - start
+    return ticks.at[1] - start, ticks.at[-1] - start
 
 
 class Streamed(NamedTuple):

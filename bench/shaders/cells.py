@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 import operator
+import os
 import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_metalmm import _C
-from torch_metalmm.msl.build import LANGUAGE, ROOT, BuildError, zig
+from torch_metalmm.msl.build import CACHE, LANGUAGE, ROOT, BuildError, digest, zig
 from torch_metalmm.tools import cost_model
 
 from ..tables import Table, replace_block, to_markdown
@@ -106,15 +107,33 @@ class Cell:
         return self.cost.cycles / self.weights
 
 
-def clang(text: str, *flags: str) -> str:
-    """What clang makes of a text. BuildError: its message."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "cells.cpp"
-        file.write_text(text)
-        done = zig("clang", *flags, str(file), "-o", "-")
+def _said(*arguments: str) -> str:
+    """What a command of the compiler prints. BuildError: its message."""
+    done = zig(*arguments)
     if done.returncode:
         raise BuildError(done.stderr)
     return done.stdout
+
+
+@functools.cache
+def _version() -> str:
+    return _said("version")
+
+
+def clang(text: str, *flags: str) -> str:
+    """What clang makes of a text, kept by what it includes. BuildError: its message."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        file, part = Path(folder) / "cells.cpp", Path(folder) / "cells.s"
+        file.write_text(text)
+        command = ("clang", *flags, str(file), "-o", "-")
+        whole = text if _IR[1] in flags else _said(*command, "-E", "-P")
+        named = (flag.replace(f"{ROOT}/", "") for flag in flags)
+        kept = CACHE / f"cells-{digest(_version(), *named, whole)}.s"
+        if not kept.exists():
+            part.write_text(_said(*command))
+            os.replace(part, kept)
+    return kept.read_text()
 
 
 def compile_text(text: str, **changed: int) -> str:

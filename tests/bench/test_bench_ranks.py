@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from bench.__main__ import main
 from bench.devices import Device
@@ -15,7 +17,15 @@ from bench.options import parse
 from bench.runner import Run
 
 
-@pytest.mark.usefixtures("own_threads")
+@pytest.fixture
+def forked(own_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are forks of one that has imported what each needs."""
+    mp.get_context("forkserver").set_forkserver_preload([ranks.__name__])
+    forks = functools.partial(mp.start_processes, start_method="forkserver")
+    monkeypatch.setattr(mp, "spawn", forks)
+
+
+@pytest.mark.usefixtures("forked")
 def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "records.json"
     options = "--quick --device cpu --threads 1 --models tiny --formats q4_0 --tp 2 --prompt 40"
@@ -32,7 +42,7 @@ def test_tokens_of_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "metalmm q4_0, fuse_, 2 processes" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("own_threads")
+@pytest.mark.usefixtures("forked")
 def test_tokens_of_a_part_on_one_device(tmp_path: Path) -> None:
     file = tmp_path / "records.json"
     options = "--quick --device cpu --threads 1 --models tiny --formats q4_0 --tp 2 --prompt 40"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from bench.__main__ import main
-from bench.models import served
+from bench.models import conversations, served
 
 pytest.importorskip("uvicorn")
 
@@ -28,33 +30,25 @@ def test_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| generate |" in capsys.readouterr().out
 
 
-def test_an_answer_of_fewer_tokens_is_an_error() -> None:
-    with served.server("--threads", "1") as started:
-        port, name = started.port, started.name
-        assert served.streamed(port, name, 3)[0] == 3
-        with pytest.raises(RuntimeError, match="tokens; the context has"):
-            served.streamed(port, name, 3, prompt="word " * 9000)
+@pytest.fixture(scope="module")
+def started() -> Iterator[served.Server]:
+    with served.server("--threads", "1") as server:
+        yield server
 
 
-def test_turns_of_conversations(tmp_path: Path) -> None:
+def test_an_answer_of_fewer_tokens_is_an_error(started: served.Server) -> None:
+    assert served.streamed(started.port, started.name, 3)[0] == 3
+    with pytest.raises(RuntimeError, match="tokens; the context has"):
+        served.streamed(started.port, started.name, 3, prompt="word " * 9000)
+
+
+def test_turns_of_conversations(
+    tmp_path: Path, started: served.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each reads what is new, and what lies in no whole page, beside the server or its peer."""
-    out = tmp_path / "out.jsonl"
-    with served.server("--threads", "1") as started:
-        assert (
-            main(
-                [
-                    "serve",
-                    "--quick",
-                    "--turns",
-                    "3",
-                    "--peer",
-                    str(started.port),
-                    "--json",
-                    str(out),
-                ]
-            )
-            == 0
-        )
+    monkeypatch.setattr(conversations, "server", lambda *_: nullcontext(started))
+    out, asked = tmp_path / "out.jsonl", f"--quick --repetitions 1 --turns 3 --peer {started.port}"
+    assert main(["serve", *asked.split(), "--json", str(out)]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     ways = {r["way"]: r for r in records if r["kind"] == "serve-turns"}
     assert set(ways) == {"metalmm", "peer"}

@@ -219,3 +219,14 @@ extern "C" void f(device float* y, uint i) {
 }
 """
     assert ptx.uses_local_memory(ptx.functions(cells.compile_text(text))["f"])
+
+
+def test_a_text_is_compiled_anew_where_an_include_is_another(tmp_path: Path) -> None:
+    """What is kept goes by what the text includes, not by the text alone."""
+    text = f'#include <metal_stdlib>\n#include "{tmp_path}/value.h"\n'
+    text += 'extern "C" void f(device float* y) { *y = VALUE; }\n'
+    found = []
+    for value in ("1.0f", "2.0f", "1.0f"):
+        (tmp_path / "value.h").write_text(f"#define VALUE {value}\n")
+        found.append(cells.compile_text(text))
+    assert found[0] == found[2] != found[1]
