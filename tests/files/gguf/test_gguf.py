@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from converted_models import CASES as RECORDED
-from converted_models import read_record
+from converted_models import records
 from gguf_cases import CASES, architecture_of
 from gguf_files import ARCHITECTURES, RARE, load_quietly, map_and_model, mapped, random_model
 from places import ROOT
@@ -152,7 +152,7 @@ def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
 
 def test_supported_architectures_are_the_tested_ones() -> None:
     converted = {architecture_of(case) for case in CASES}
-    converted |= {read_record(case)[0] for case in RECORDED}
+    converted |= {records()[case]["architecture"] for case in RECORDED}
     assert set(supported_architectures()) == set(ARCHITECTURES) | converted
 
 
@@ -181,10 +181,10 @@ def test_demo_model_equals_transformers(smollm: tuple[Any, Any]) -> None:
     ids = tokenizer(4 * text, return_tensors="pt").input_ids[:, :64]
     assert ids.shape == (1, 64)
     reference = reference_model(demo_model(), "llama")
-    greedy = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    greedy = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     with torch.inference_mode():
         ours, theirs = model.generate(ids, **greedy), reference.generate(ids, **greedy)
-    assert ours.shape == (1, 128) and torch.equal(ours, theirs)
+    assert ours.shape == (1, 80) and torch.equal(ours, theirs)
     difference = check_equals_reference(model, reference, ids)
     print(f"largest difference of logits {difference:.2e}")
 
@@ -246,7 +246,7 @@ model, tokenizer = torch_metalmm.load_gguf(demo_model())
         run.stdin.flush()
         while run.poll() is None:
             peak = max(peak, _anonymous(run.pid))
-            time.sleep(0.001)
+            time.sleep(0.005)
     assert run.returncode == 0
     grown, size = peak - base, demo_model().stat().st_size
     print(f"anonymous memory over imports {grown / size:.2f} x the file")
