@@ -47,6 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gguf")
 
 
+def file_of(folder: Path, architecture: str, tied: bool = True) -> Path:
+    """The architecture's file, written once."""
+    path = folder / f"{architecture}-{tied}.gguf"
+    return path if path.exists() else random_model(path, architecture, tied)
+
+
 def reference_model(path: Path, architecture: str, config: Any = None) -> Any:
     """The model as transformers' own loader decodes it, in f32.
 
@@ -89,7 +95,7 @@ def check_equals_reference(model: nn.Module, reference: nn.Module, ids: Tensor) 
     [(a, True) for a in LOADABLE] + [(a, False) for a in UNTIED],
 )
 def test_architecture_equals_transformers(folder: Path, architecture: str, tied: bool) -> None:
-    path = random_model(folder / f"{architecture}-{tied}.gguf", architecture, tied)
+    path = file_of(folder, architecture, tied)
     model, tokenizer, given = load_quietly(path)
     warned = [text for text in given if "scale_decoder_outputs" not in text]
     expected = DECODED.get(architecture, ())
@@ -141,9 +147,7 @@ def test_name_map_equals_the_full_one(folder: Path, architecture: str) -> None:
 
     from torch_metalmm.files.gguf.map import ProcessorMap
 
-    mapping, model = map_and_model(
-        GgufFile(random_model(folder / f"names-{architecture}.gguf", architecture))
-    )
+    mapping, model = map_and_model(GgufFile(file_of(folder, architecture)))
     if isinstance(mapping, ProcessorMap):
         own = "t5" if "t5" in architecture else architecture
         full = get_gguf_hf_weights_map(model, mapping._processor, model_type=own)
@@ -157,9 +161,9 @@ def test_supported_architectures_are_the_tested_ones() -> None:
 
 
 def test_from_pretrained_with_our_config_names_load_gguf(folder: Path) -> None:
-    path = random_model(folder / "both.gguf", "llama")
+    path = file_of(folder, "llama")
     for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
-        with pytest.raises(ValueError, match=r"keep both.gguf packed .*load_gguf\(path\) keeps"):
+        with pytest.raises(ValueError, match=rf"keep {path.name} packed .*load_gguf\(path\) keeps"):
             kind.from_pretrained(
                 folder, gguf_file=path.name, quantization_config=MetalMMConfig("q8_0")
             )
@@ -180,7 +184,7 @@ def test_demo_model_equals_transformers(smollm: tuple[Any, Any]) -> None:
     text = "The history of Paris begins more than two thousand years ago, when a tribe settled. "
     ids = tokenizer(4 * text, return_tensors="pt").input_ids[:, :64]
     assert ids.shape == (1, 64)
-    reference = reference_model(demo_model(), "llama")
+    reference = reference_model(demo_model(), "llama", model.config)
     greedy = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     with torch.inference_mode():
         ours, theirs = model.generate(ids, **greedy), reference.generate(ids, **greedy)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFReader
-from gguf_cases import CASES, HEAD
+from gguf_cases import HEAD
 from gguf_files import ARCHITECTURES, HEADS, load_quietly, random_model, tensors_of, write_gguf
 from gguf_models import convert, fields_of, random_hf
 from tokenizers import Regex, pre_tokenizers
@@ -26,8 +26,6 @@ pytestmark = [
 
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 TIED = ("command-r", "command-r+", "cohere2", "gemma")  # which have no output.weight
-# The text of some is saved as Qwen2 or Qwen3, two stacks of a latent as one matrix.
-AGAIN = [c for c in CASES if not CASES[c].stacks]
 
 
 def wide(architecture: str) -> dict[str, Any]:
@@ -72,15 +70,6 @@ def test_a_saved_file_is_the_one_that_was_read(
     check_same_file(tmp_path / "b.gguf", path)
     check_same_model(tmp_path / "b.gguf", model, tokenizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
-
-
-@pytest.mark.parametrize("case", AGAIN)
-def test_a_converted_file_is_saved_as_it_was(tmp_path: Path, case: str) -> None:
-    path = convert(random_hf(case, case in TIED), case, tmp_path / "a.gguf")
-    model, tokenizer, _ = load_quietly(path)
-    save_gguf(model, tokenizer, tmp_path / "b.gguf")
-    check_same_file(tmp_path / "b.gguf", path)
-    check_same_model(tmp_path / "b.gguf", model, tokenizer)
 
 
 def test_a_latent_is_saved_as_one_matrix(tmp_path: Path) -> None:
