@@ -148,16 +148,8 @@ def test_folders_that_are_no_packed_model(tmp_path: Path) -> None:
 def test_folders_that_contradict_themselves(tmp_path: Path) -> None:
     model = quantize_(small_llama(), "q8_0", progress=False)
     save_packed(model, None, tmp_path)
-    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    content, good = weights.read_bytes(), json.loads(config.read_text())
-
-    weights.write_bytes(content[:-10])
-    with pytest.raises(ValueError, match="cannot read .*model.safetensors"):
-        load_packed(tmp_path)
-    weights.unlink()
-    with pytest.raises(OSError, match="no file named model.safetensors"):
-        load_packed(tmp_path)
-    weights.write_bytes(content)
+    config = tmp_path / "config.json"
+    good = json.loads(config.read_text())
     for change, message in (
         ({"num_hidden_layers": 3}, "has no tensor for model.layers.2"),
         ({"num_hidden_layers": 1}, "has tensors the model does not: model.layers.1"),
@@ -166,8 +158,3 @@ def test_folders_that_contradict_themselves(tmp_path: Path) -> None:
         config.write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=message):
             load_packed(tmp_path)
-    good["quantization_config"]["modules"]["lm_head"] = "q4_0"
-    good["quantization_config"]["modules"]["model.embed_tokens"] = "q4_0"
-    config.write_text(json.dumps(good))
-    with pytest.raises(ValueError, match=r"embed_tokens.weight must be U8 .* \(q4_0\)"):
-        load_packed(tmp_path)
