@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from fake_hub import FakeHub
 from places import ROOT
 
@@ -57,37 +59,56 @@ REPOSITORIES = {
     "org/pickles": {"config.json": b"{ }", "pytorch_model.bin": b"code"},
     "org/adapter": {"adapter_config.json": b"{  }", "adapter_model.safetensors": b"lora"},
 }
+# huggingface_hub reads the environment when it is imported: here, once for each line.
 SCRIPT = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from torch_metalmm.files.hub import fetch
+assert "huggingface_hub" not in sys.modules
 def check(folder):
     print(json.dumps(["checked", sorted(f.name for f in folder.iterdir())]))
-for name in sys.argv[1:]:
-    try:
-        path = fetch(name, check)
-        files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
-        print(json.dumps(["path", str(path), [f.read_bytes().decode() for f in files]]))
-    except (OSError, ValueError) as error:
-        print(json.dumps([type(error).__name__, str(error)]))
+def answer(folder, variables, names):
+    os.chdir(folder)
+    os.environ.update(variables)
+    for name in names:
+        try:
+            path = fetch(name, check)
+            files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+            print(json.dumps(["path", str(path), [f.read_bytes().decode() for f in files]]))
+        except (OSError, ValueError) as error:
+            print(json.dumps([type(error).__name__, str(error)]))
+for line in sys.stdin:
+    if os.fork() == 0:
+        answer(*json.loads(line))
+        sys.stdout.flush()
+        os._exit(0)
+    print(json.dumps(["status", os.wait()[1]]), flush=True)
 """
+Ask = Callable[..., list[list[object]]]
 
 
-def ask(cache: Path, url: str, *names: str, **env: str) -> list[list[object]]:
-    """What fetch() gives for each name in a process that has this hub and cache."""
-    variables = {"HF_ENDPOINT": url, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT), **env}
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
-        variables.setdefault(name, "")
-    variables = {k: v for k, v in (os.environ | variables).items() if v}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *names],
-        env=variables,
-        cwd=cache,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in run.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """ask(cache, url, names): what fetch() gives for each in a process with this hub and cache."""
+    ours = ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN")
+    variables = {k: v for k, v in os.environ.items() if k not in ours} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=variables, text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        lines = process.stdin, process.stdout
+
+        def asked(cache: Path, url: str, *names: str, **env: str) -> list[list[object]]:
+            given = [str(cache), {"HF_ENDPOINT": url, "HF_HOME": str(cache), **env}, names]
+            print(json.dumps(given), file=lines[0], flush=True)
+            found = [json.loads(lines[1].readline())]
+            while found[-1][0] != "status":
+                found.append(json.loads(lines[1].readline()))
+            assert found.pop() == ["status", 0]
+            return found
+
+        yield asked
+        process.stdin.close()
 
 
 def test_what_is_a_name_on_the_hub() -> None:
@@ -103,7 +124,7 @@ def test_what_is_a_name_on_the_hub() -> None:
         assert hub_name(other) in (None, Named(other))
 
 
-def test_models_are_fetched_once(tmp_path: Path) -> None:
+def test_models_are_fetched_once(tmp_path: Path, ask: Ask) -> None:
     """The one model, that of a tag in any case, all parts of a split one, a folder's weights."""
     names = ["org/one-GGUF", "org/big-GGUF", "org/big-GGUF:q8_0", f"org/big-GGUF/{PARTS[1]}"]
     names += ["mlx-community/m", "org/adapter"]
@@ -135,14 +156,14 @@ def test_models_are_fetched_once(tmp_path: Path) -> None:
     assert gone == offline
 
 
-def test_the_modules_of_an_embedder_are_fetched(tmp_path: Path) -> None:
+def test_the_modules_of_an_embedder_are_fetched(tmp_path: Path, ask: Ask) -> None:
     """They lie below the folder, where twins of the weights do, too."""
     with FakeHub(REPOSITORIES) as hub:
         found = ask(tmp_path, hub.url, "org/embedder")
     assert found[-1][2] == ["cls", "a layer", "{    }", "weights", "[]"]
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(tmp_path: Path, ask: Ask) -> None:
     """In one line each, and nothing is fetched for it."""
     with FakeHub(REPOSITORIES) as hub:
         hub.gated.add("org/adapter")
@@ -169,7 +190,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         assert hub.requests == []
 
 
-def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer(tmp_path: Path, ask: Ask) -> None:
     """The cache is enough where it has all; else it is said what it lacks, and why."""
     with FakeHub(REPOSITORIES) as hub:
         found = ask(tmp_path, hub.url, "org/big-GGUF", "org/shards")

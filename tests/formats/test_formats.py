@@ -1,18 +1,16 @@
-"""The specification of the formats against gguf, mlx, ggml's C results and its own table."""
+"""The specification of the formats against gguf, mlx and ggml's C results."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import math
-import re
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from format_cases import (
-    AFFINE,
     BLOCK,
     GGML,
     GGML_DIGEST,
@@ -49,36 +47,7 @@ def ggml_type(name: str) -> GGMLQuantizationType:
 IN_GGUF = [n for n in GGML if n.upper() in vars(gguf.quants) or n in ("f32", "f16", "bf16")]
 
 
-# ---- the table
-
-
-def table_rows() -> list[tuple[str, int, float]]:
-    """(name, values per block, bytes per block) of every format of metal/formats.def, in order."""
-    rows = []
-    text = (ROOT / "metal" / "formats.def").read_text()
-    pattern = r"^MM_(DENSE|BLOCK|AFFINE)\s*\((\w+),\s*\w+,\s*([\d, ]+)\)"
-    for kind, name, numbers in re.findall(pattern, text, re.M):
-        sizes = [int(v) for v in numbers.split(",")]
-        if kind == "AFFINE":
-            for group in (32, 64, 128):
-                for suffix, scale_bytes in (("", 2), ("_bf16", 2), ("_f32", 4)):
-                    size = group * sizes[0] // 8 + 2 * scale_bytes
-                    rows.append((f"{name}_g{group}{suffix}", group, size))
-        else:
-            rows.append((name, *(sizes if kind == "BLOCK" else (1, sizes[0]))[:2]))
-    return rows
-
-
-def test_the_classes_are_the_rows_of_the_table():
-    rows = table_rows()
-    assert formats.names() == [name for name, _, _ in rows]
-    for name, values, size in rows:
-        f = formats.get(name)
-        assert (f.block_values, f.block_bytes) == (values, size), name
-        assert f.bits_per_weight == 8 * size / values
-        assert f.row_bytes(256) % (16 if name in AFFINE else 1) == 0
-        assert 0 <= f.row_bytes(256) - 256 // values * size < 16
-        assert f.row_bytes(0) == 0
+# ---- names
 
 
 def test_names_are_accepted_in_any_case_and_unknown_ones_listed():

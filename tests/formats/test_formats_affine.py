@@ -11,13 +11,7 @@ from torch import Tensor
 from torch_metalmm import formats
 
 mx = pytest.importorskip("mlx.core")
-mx.set_default_device(mx.cpu)
-
-
-def from_mlx(a: mx.array) -> Tensor:
-    if a.dtype == mx.bfloat16:
-        return torch.from_numpy(np.array(a.view(mx.uint16))).view(torch.bfloat16)
-    return torch.from_numpy(np.array(a))
+from mlx_files import from_mlx  # noqa: E402
 
 
 def to_mlx(t: Tensor) -> mx.array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from format_cases import KINDS, same_bits, weights
@@ -12,15 +11,11 @@ from torch_metalmm import formats
 from torch_metalmm.formats._planes import Planes
 
 mx = pytest.importorskip("mlx.core")
-mx.set_default_device(mx.cpu)
+from mlx_files import from_mlx  # noqa: E402
 
 PLANES = ("mxfp4", "mxfp8", "nvfp4")
 QUANTIZED = ("mxfp8", "nvfp4")  # by MLX's rules; mxfp4 by ggml's
 K = 1024
-
-
-def from_mlx(a: mx.array) -> Tensor:
-    return torch.from_numpy(np.array(a))
 
 
 def mlx_packed(w: Tensor, name: str) -> Tensor:

@@ -103,6 +103,7 @@ def test_the_specification_has_the_formats_of_the_table() -> None:
 def test_rows_of_bytes_agree(backend: Backend) -> None:
     """The ops' row_bytes and the specification's, for many K of each format."""
     for row in TABLE:
+        assert formats.get(row.name).bits_per_weight == 8 * row.block_bytes / row.block_values
         for blocks in (0, 1, 2, 3, 4, 5, 7, 8, 33):
             k = blocks * row.block_values
             size = formats.get(row.name).row_bytes(k)

@@ -30,7 +30,7 @@ def on(engine: str) -> AbstractContextManager[Any]:
     return emulated() if engine == "emulator" else nullcontext()
 
 
-def model_of(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, str]:
+def model_of(kind: str, dtype: torch.dtype) -> tuple[Any, str]:
     heads, format, cache, form, others = CASES[kind]
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": heads}
     heads_of = {} if kind in ("phi3", "starcoder2") else {"head_dim": 64}
@@ -63,12 +63,14 @@ RUNS += [("emulator", "qwen3", torch.float16)]
 def test_rows_of_a_step_have_the_bits_of_single_steps(
     engine: str, kind: str, dtype: torch.dtype
 ) -> None:
+    # Of the emulator a prompt after which the steps reach the second of two parts of 64 slots.
+    emulates = engine == "emulator"
+    length, steps, counts = (62, MOST, (8, 3)) if emulates else (300, 2 * MOST, (2, 3, 4, 5, 8))
     model, cache = model_of(kind, dtype)
-    # Of the emulator a prompt that ends within the second of two parts of 64 slots.
-    prompt, rest = ids(1, 62 if engine == "emulator" else 300), ids(1, 2 * MOST, seed=1)
+    prompt, rest = ids(1, length), ids(1, steps, seed=1)
     with on(engine):
         want = stepped(model, cache, prompt, rest, 1)
-        for count in (8, 3) if engine == "emulator" else (2, 3, 4, 5, 8):
+        for count in counts:
             got = stepped(model, cache, prompt, rest, count)
             assert torch.equal(got, want), count
 

@@ -63,7 +63,7 @@ def test_tokens_are_those_without_drafts(
     model, head = pair(family, tmp_path)
     draft, prompt = Seen(model, head), ids(1, 9)
     want = answer(model, prompt, **given)
-    for most in (1, 3, 7):
+    for most in (1, 3, 7) if given is GREEDY else (3,):
         pace = Fixed(most)
         assert torch.equal(answer(model, prompt, draft=draft, pace=pace, **given), want)
         assert max(pace.rows) == most + 1 and pace.drafted > 15

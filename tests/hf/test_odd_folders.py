@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "deep index": (text("*.index.json", DEEP), "no weight_map of tensors", INDEXED),
     "deep tokenizer": (text("tokenizer.json", DEEP), "no tokenizer of its files", ALL),
     "index is a list": (text("*.index.json", "[]"), "no weight_map of tensors", INDEXED),
+    "index without a map": (text("*.index.json", "{}"), "no weight_map of tensors", INDEXED),
     "index of text": (text("*.index.json", "{"), "no weight_map of tensors", INDEXED),
     "index of a number": (text("*.index.json", '{"weight_map": 5}'), "no weight_map", INDEXED),
     "index of no strings": (

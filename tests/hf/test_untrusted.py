@@ -12,30 +12,16 @@ from typing import Any
 
 import pytest
 import transformers
-from gguf_files import random_model as random_gguf
-from hf_models import random_model
+from test_odd_folders import folders
 from transformers.integrations import hub_kernels
 
-from torch_metalmm import load_gguf, load_mlx, load_packed, quantize_, save_mlx, save_packed
+from torch_metalmm import load_mlx, load_packed
 from torch_metalmm.files.untrusted import forget_kernels
 from torch_metalmm.tools.cli import main
 
+__all__ = ["folders"]  # the fixture
+
 Load = Callable[[Path], Any]
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A packed, an MLX and a dense folder, with shards where the index counts, and a tokenizer."""
-    root = tmp_path_factory.mktemp("folders")
-    tokenizer = load_gguf(random_gguf(root / "m.gguf", "llama"))[1]
-    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
-    model = random_model("llama", **small)
-    model.save_pretrained(root / "dense", max_shard_size="100KB")
-    tokenizer.save_pretrained(root / "dense")
-    quantize_(model, "affine4_g32", progress=False)
-    save_packed(model, tokenizer, root / "packed", max_shard_size="20KB")
-    save_mlx(model, tokenizer, root / "mlx")
-    return {name: root / name for name in ("packed", "mlx", "dense")}
 
 
 def quantize(folder: Path) -> None:
@@ -61,8 +47,8 @@ def change(file: Path, **values: Any) -> None:
 
 
 @pytest.fixture
-def copy(folders: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    return lambda kind: Path(shutil.copytree(folders[kind], tmp_path / kind))
+def copy(folders: Path, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda kind: Path(shutil.copytree(folders / kind, tmp_path / kind))
 
 
 _opened: list[list[str]] = []
@@ -188,17 +174,6 @@ def test_a_config_names_weights_of_its_folder(
         load(folder)
     said = str(raised.value) + capsys.readouterr().err
     assert f"names the weights {weights!r}, which is no file of the folder" in said
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["[]", "{}", "{", *(f'{{"weight_map": {m}}}' for m in ("[]", '{"a": {}}', '{"a": 4}'))],
-)
-def test_an_index_that_is_none(content: str, copy: Any) -> None:
-    folder = copy("packed")
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=f"{folder}/model.safetensors.index.json"):
-        load_packed(folder)
 
 
 ELSEWHERE = (

@@ -198,13 +198,16 @@ def random_model(
     values = ARCHITECTURES[architecture] | {"context_length": context}
     embedding = {"token_embd.weight": (np.zeros((320, H), np.float32), "f32")}
     head = {} if tied else {"output.weight": (np.zeros((320, H), np.float32), "f32")}
-    turned = np.float32([1] * 8 + [1e30] * 24)
-    extra = {"rope_freqs.weight": (turned, "f32")} if architecture == "gemma4" else {}
+    extra: dict[str, Any] = {}
+    if architecture == "gemma4":
+        extra["rope_freqs.weight"] = np.float32([1] * 8 + [1e30] * 24), "f32"
+        # A file without it has a table of 262144 tokens.
+        extra["per_layer_token_embd.weight"] = np.zeros((320, 512), np.float32), "f32"
     write_gguf(path, architecture, embedding | head | extra, values)
     torch.manual_seed(seed)
     skip = ("q5_0", "q5_1", "mxfp4") if architecture in NEW_STYLE else ()
     formats = cycle(f for f in kinds if f not in skip)
-    tensors: dict[str, Any] = dict(extra)
+    tensors = dict(extra)
     for name, shape in _tensor_shapes(path, architecture):
         tensors[name] = _random_tensor(name, shape, formats)
     return write_gguf(path, architecture, tensors, values)

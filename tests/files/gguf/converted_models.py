@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import compress, decompress
@@ -84,7 +85,7 @@ def logits(model: Any) -> Tensor:
 
 def read_record(case: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """(architecture, metadata by full keys, tensors by name) of the recorded file."""
-    record = _records()[case]
+    record = records()[case]
     sources = _parts(random_model(case))
     tensors = {}
     for name, (shape, source, levels) in record["tensors"].items():
@@ -99,7 +100,9 @@ def read_record(case: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     return record["architecture"], record["metadata"], tensors
 
 
-def _records() -> dict[str, Any]:
+@cache
+def records() -> dict[str, Any]:
+    """{case: its record}, and `classes`."""
     found: dict[str, Any] = json.loads(lzma.decompress(RECORDS.read_bytes()))
     return found
 
@@ -119,7 +122,7 @@ def outcomes() -> str:
     from torch_metalmm.files.gguf.rows import all_rows
 
     tried = {class_of(case).__name__ for case in CASES}
-    shared, known = _records()["classes"], supported_architectures()
+    shared, known = records()["classes"], supported_architectures()
     lists: dict[str, list[str]] = {WITHIN: [], REFUSED: []}
     for name, architecture in sorted(shared.items()):
         why = WITHIN if name in tried else OTHERS.get(name, REFUSED)
@@ -216,7 +219,7 @@ def _architectures() -> dict[str, str | None]:
 
 def _main(converter: str, cases: list[str]) -> None:
     sys.path[:0] = [converter, f"{converter}/gguf-py"]
-    records = _records() if cases else {}
+    made = records() if cases else {}
     for case in cases or CASES:
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
             try:
@@ -228,12 +231,13 @@ def _main(converter: str, cases: list[str]) -> None:
                 words = {"model": {"vocab": {str(i): i for i in range(VOCABULARY)}}}
                 Path(folder, "tokenizer.json").write_text(json.dumps(words | {"added_tokens": []}))
                 _convert(Path(folder), Path(folder, "model.gguf"))
-                records[case] = _record(Path(folder, "model.gguf"), model)
-                print(case, len(json.dumps(records[case])), flush=True)
+                made[case] = _record(Path(folder, "model.gguf"), model)
+                print(case, len(json.dumps(made[case])), flush=True)
             except Exception as error:
                 print(f"{case}: {type(error).__name__}: {error}")
-    records["classes"] = _architectures()
-    RECORDS.write_bytes(lzma.compress(json.dumps(records).encode()))
+    made["classes"] = _architectures()
+    RECORDS.write_bytes(lzma.compress(json.dumps(made).encode()))
+    records.cache_clear()
     print(outcomes())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFReader
-from gguf_cases import CASES, HEAD
+from gguf_cases import HEAD
 from gguf_files import ARCHITECTURES, HEADS, load_quietly, random_model, tensors_of, write_gguf
 from gguf_models import convert, fields_of, random_hf
 from tokenizers import Regex, pre_tokenizers
@@ -26,8 +26,6 @@ pytestmark = [
 
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 TIED = ("command-r", "command-r+", "cohere2", "gemma")  # which have no output.weight
-# The text of some is saved as Qwen2 or Qwen3, two stacks of a latent as one matrix.
-AGAIN = [c for c in CASES if not CASES[c].stacks]
 
 
 def wide(architecture: str) -> dict[str, Any]:
@@ -36,17 +34,18 @@ def wide(architecture: str) -> dict[str, Any]:
 
 def check_same_file(made: Path, source: Path) -> None:
     """The same tensors, bit for bit, and every value that the source states."""
-    tensors = [{t.name: t for t in GGUFReader(path).tensors} for path in (made, source)]
+    readers = GGUFReader(made), GGUFReader(source)
+    tensors = [{t.name: t for t in reader.tensors} for reader in readers]
     assert tensors[0].keys() == tensors[1].keys()
     for name, theirs in tensors[1].items():
         ours = tensors[0][name]
         assert ours.tensor_type == theirs.tensor_type, name
         assert np.array_equal(np.array(ours.data), np.array(theirs.data)), name
-    ours_fields, fields = fields_of(made), fields_of(source)
+    ours_fields, fields = (reader.fields for reader in readers)
     unread = {"tokenizer.ggml.scores", "tokenizer.ggml.add_space_prefix"}
-    for key, value in fields.items():
-        if not key.startswith("general.") and key not in unread:
-            assert ours_fields[key] == value, key
+    for key, field in fields.items():
+        if not key.startswith(("general.", "GGUF.")) and key not in unread:
+            assert ours_fields[key].contents() == field.contents(), key
 
 
 def check_same_model(made: Path, source: Any, tokenizer: Any) -> None:
@@ -71,15 +70,6 @@ def test_a_saved_file_is_the_one_that_was_read(
     check_same_file(tmp_path / "b.gguf", path)
     check_same_model(tmp_path / "b.gguf", model, tokenizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
-
-
-@pytest.mark.parametrize("case", AGAIN)
-def test_a_converted_file_is_saved_as_it_was(tmp_path: Path, case: str) -> None:
-    path = convert(random_hf(case, case in TIED), case, tmp_path / "a.gguf")
-    model, tokenizer, _ = load_quietly(path)
-    save_gguf(model, tokenizer, tmp_path / "b.gguf")
-    check_same_file(tmp_path / "b.gguf", path)
-    check_same_model(tmp_path / "b.gguf", model, tokenizer)
 
 
 def test_a_latent_is_saved_as_one_matrix(tmp_path: Path) -> None:
@@ -321,8 +311,6 @@ def test_files_are_replaced_only_if_asked(tmp_path: Path, tiny: tuple[Any, Any])
     assert torch.equal(load_gguf(tmp_path / "tiny.gguf")[0](ids).logits, logits)
     with pytest.raises(IsADirectoryError, match="give the name of a file"):
         save_gguf(model, tokenizer, tmp_path)
-    with pytest.raises(FileNotFoundError):
-        save_gguf(model, tokenizer, tmp_path / "no" / "x.gguf")
 
 
 @pytest.mark.filterwarnings("ignore")  # fallbacks, and progress bars

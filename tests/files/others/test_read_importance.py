@@ -68,12 +68,13 @@ def test_names(tmp_path: Path, suffix: str, kind: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_names_of_every_architecture(case: str) -> None:
     """llama.cpp calls Mixtral llama, Phi phi2, Ministral 3 mistral3."""
-    layers = linear_layers(random_hf(case))
+    model = random_hf(case)
+    layers = linear_layers(model)
     (arch,) = (a for a, name in MODEL_ARCH_NAMES.items() if name == architecture_of(case))
     known = get_tensor_name_map(arch, LAYERS)
     named = {layer: known.get_name(layer) for layer in layers}
     want = {layer: f"{name}.weight" for layer, name in named.items() if name is not None}
-    assert want and gguf_names(random_hf(case), layers) == want
+    assert want and gguf_names(model, layers) == want
 
 
 def test_columns_of_a_packed_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from gguf_files import random_model
+from hf_models import same_bytes
 from safetensors import safe_open
 from torch import nn
 
@@ -97,9 +98,16 @@ def test_gguf_models_round_trip(tmp_path: Path, architecture: str) -> None:
         model, tokenizer = load_gguf(path)
     save_packed(model, tokenizer, tmp_path / "packed")
     loaded, again = load_packed(tmp_path / "packed")
+    assert same_bytes(loaded, model)
     extra = {"decoder_input_ids": IDS} if architecture == "t5" else {}
     with torch.inference_mode():
         assert torch.equal(loaded(IDS, **extra)[0], model(IDS, **extra)[0])
+    orders = {n: m.input_order for n, m in model.named_modules() if hasattr(m, "input_order")}
+    for name, order in orders.items():
+        kept = loaded.get_submodule(name).input_order
+        assert kept is None if order is None else torch.equal(kept, order)
+    if architecture == "qwen35":
+        assert any(order is not None for order in orders.values())
     text = "the man in the <|end|> room"
     assert again(text).input_ids == tokenizer(text).input_ids
 
@@ -123,37 +131,6 @@ def test_models_that_cannot_be_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
-    model = quantize_(small_llama(), "q8_0", progress=False)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot write to the folder .*file/x: Not a directory"):
-        save_packed(model, None, tmp_path / "file" / "x")
-    with pytest.raises(OSError, match="cannot write to the folder /proc/x"):
-        save_packed(model, None, "/proc/x")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(FileExistsError, match="holds another model"):
-        save_packed(model, None, tmp_path / "other")
-    assert [f.name for f in (tmp_path / "other").iterdir()] == ["config.json"]
-
-
-def test_an_interrupted_save_leaves_the_old_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = quantize_(small_llama(), "q8_0", progress=False)
-    save_packed(model, None, tmp_path)
-    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
-
-    def full(self: Any, folder: Path, **options: Any) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_packed(quantize_(model, "q4_0", progress=False), None, tmp_path)
-    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
-
-
 def test_folders_that_are_no_packed_model(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         load_packed(tmp_path / "nothing")
@@ -171,16 +148,8 @@ def test_folders_that_are_no_packed_model(tmp_path: Path) -> None:
 def test_folders_that_contradict_themselves(tmp_path: Path) -> None:
     model = quantize_(small_llama(), "q8_0", progress=False)
     save_packed(model, None, tmp_path)
-    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    content, good = weights.read_bytes(), json.loads(config.read_text())
-
-    weights.write_bytes(content[:-10])
-    with pytest.raises(ValueError, match="cannot read .*model.safetensors"):
-        load_packed(tmp_path)
-    weights.unlink()
-    with pytest.raises(OSError, match="no file named model.safetensors"):
-        load_packed(tmp_path)
-    weights.write_bytes(content)
+    config = tmp_path / "config.json"
+    good = json.loads(config.read_text())
     for change, message in (
         ({"num_hidden_layers": 3}, "has no tensor for model.layers.2"),
         ({"num_hidden_layers": 1}, "has tensors the model does not: model.layers.1"),
@@ -189,8 +158,3 @@ def test_folders_that_contradict_themselves(tmp_path: Path) -> None:
         config.write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=message):
             load_packed(tmp_path)
-    good["quantization_config"]["modules"]["lm_head"] = "q4_0"
-    good["quantization_config"]["modules"]["model.embed_tokens"] = "q4_0"
-    config.write_text(json.dumps(good))
-    with pytest.raises(ValueError, match=r"embed_tokens.weight must be U8 .* \(q4_0\)"):
-        load_packed(tmp_path)
