@@ -299,7 +299,8 @@ def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> 
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
         objects = [str(_compile(Path(temporary), text, checked, more)), *runtime_objects()]
-        done = zig("cc", "-shared", "-g1", "-o", str(linked), *objects, "-lm", "-lpthread")
+        options = ["-shared", "-g1", "-fno-sanitize=all"]  # else zig builds a library for sanitizers
+        done = zig("cc", *options, "-o", str(linked), *objects, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
         os.replace(linked, library)
