@@ -299,7 +299,8 @@ def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> 
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
         objects = [str(_compile(Path(temporary), text, checked, more)), *runtime_objects()]
-        options = ["-shared", "-g1", "-fno-sanitize=all"]  # else zig builds a library for sanitizers
+        # Without the last, zig first builds a library for sanitizers.
+        options = ["-shared", "-g1", "-fno-sanitize=all"]
         done = zig("cc", *options, "-o", str(linked), *objects, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
