@@ -92,9 +92,10 @@ TARGETS = {
     "(emulator and gated_down)'",
     "metal/layer/rope.h": "test_layer.py test_rope_append.py -k 'rope and emulator and not "
     "descending'",
-    "metal/layer/gated_delta.h": f"test_recurrent.py {_EMULATED}",
-    "metal/layer/ssm_scan.h": f"test_ssm_scan.py {_EMULATED}",
-    "metal/layer/lane_sums.h": f"test_recurrent.py test_ssm_scan.py {_EMULATED}",
+    "metal/layer/gated_delta.h": f"test_recurrent.py test_recurrent_states.py {_EMULATED}",
+    "metal/layer/ssm_scan.h": f"test_ssm_scan.py test_recurrent_states.py {_EMULATED}",
+    "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py test_recurrent_states.py "
+    f"{_EMULATED}",
     "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
     "csrc/plan/recurrent.cpp": "test_plan.py test_plan_layer.py",
     "metal/formats/block32.h": "test_exact.py -k 'emulator and gemv and not descending and "

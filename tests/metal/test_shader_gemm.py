@@ -44,7 +44,7 @@ def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
 
     For f16, affine4 may round the exact value instead of that of f32: no weight here differs.
     """
-    k, dtype = some_k(name), dtype_of(name, kernel == "gemm")
+    k, dtype = some_k(name), dtype_of(name, kernel, kernel == "gemm")
     packed = random_weight(name, 3, k)
     y = linear(kernel, name, packed, torch.eye(k, dtype=dtype))
     want = spec(name, packed, k).T.to(dtype)

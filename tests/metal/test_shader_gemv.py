@@ -43,7 +43,7 @@ def picked(name: str, k: int) -> Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_hot_gives_the_weight(name: str, kernel: str) -> None:
     """x = e_k gives W[:, k], rounded once, for every place of a block."""
-    k, dtype = two_loops(name), dtype_of(name, kernel == "gemv")
+    k, dtype = two_loops(name), dtype_of(name, kernel, kernel == "gemv")
     packed = random_weight(name, 3, k)
     at = picked(name, k)
     x = torch.zeros(len(at), k, dtype=dtype)

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from backends import compiled_dtype
 from inputs import activations, random_weight
 from layer_oracle import normalized
-from oracle import DTYPES, TINY, Value, check, gamma, spec
+from oracle import TINY, Value, check, gamma, spec
 from shaders import execute, memory_of
 from torch import Tensor
 
@@ -63,7 +64,7 @@ def lengths(name: str) -> list[int]:
 def test_products_of_a_norm(name: str, kernel: str) -> None:
     """Tails of N and of K, rows at any alignment, with and without weight, offset and addends."""
     for i, k in enumerate(lengths(name)):
-        n, m, dtype = (1, 5, 33, 18)[i], 1 + i % 3, DTYPES[i % 3]
+        n, m, dtype = (1, 5, 33, 18)[i], 1 + i % 3, compiled_dtype(name, kernel)
         packed = random_weight(name, n, k)
         x, g = activations(m, k, dtype=dtype, seed=i), activations(k, dtype=dtype, seed="g")
         bias, c = activations(n, dtype=dtype, seed="b"), activations(m, n, dtype=dtype, seed="c")

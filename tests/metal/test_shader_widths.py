@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends import compiled_dtype
 from inputs import activations, random_weight
 from oracle import DTYPES, FORMATS, check, spec
 from plan_cases import STRATEGIES, WIDTH_BITS
@@ -57,6 +58,8 @@ def test_every_width_gives_the_same_bits(name: str, kernel: str) -> None:
     block, widths = formats.get(name).block_values, set()
     for i, blocks in enumerate((1, 2, 3, 4, 6, 8)):
         packed, dtype = random_weight(name, 3, blocks * block), DTYPES[(i + 1) % 3]
+        if kernel != "dequantize":
+            dtype = compiled_dtype(name, kernel)
         x = activations(5, blocks * block, dtype=dtype)
         want = run(kernel, name, packed, x, 2, packed.shape[1] % 4)  # rows at odd multiples of 2
         w = spec(name, packed, blocks * block)

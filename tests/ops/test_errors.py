@@ -64,26 +64,19 @@ def test_an_axis_is_a_row_of_the_positions(axis: int, backend: Backend) -> None:
         assert torch.equal(ops.rope_tables(*given)[0], ops.rope_tables(*given[:2], nearest)[0])
 
 
-@pytest.mark.parametrize("label", TRACED)
-def test_bad_arguments_of_fakes(label: str, backend: Backend) -> None:
-    put = {k: backend.put(v) for k, v in arguments().items()}
-    with FakeTensorMode() as mode:
-        expect(CASES[label], SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()}))
-
-
-def message(call: Callable[[], Any]) -> str:
+def error(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
     with pytest.raises((ValueError, IndexError)) as caught:
         call()
-    return str(caught.value).splitlines()[0]
+    return type(caught.value), str(caught.value).splitlines()[0]
 
 
 @pytest.mark.parametrize("label", TRACED)
 def test_a_fake_says_what_the_engine_says(label: str, backend: Backend) -> None:
     put = {k: backend.put(v) for k, v in arguments().items()}
-    said = message(lambda: CASES[label].call(SimpleNamespace(**put)))
+    said = error(lambda: CASES[label].call(SimpleNamespace(**put)))
     with FakeTensorMode() as mode:
         fakes = SimpleNamespace(**{k: mode.from_tensor(v) for k, v in put.items()})
-        assert message(lambda: CASES[label].call(fakes)) == said
+        assert error(lambda: CASES[label].call(fakes)) == said
 
 
 @pytest.mark.parametrize("label", [n for n in TRACED if "strategy" not in n])

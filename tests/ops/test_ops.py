@@ -9,7 +9,7 @@ import torch
 from backends import Backend
 from inputs import activations, generator, random_weight
 from op_calls import op_calls
-from oracle import DTYPES, KINDS, Value, check, spec
+from oracle import DTYPES, FORMATS, Value, check, spec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -69,7 +69,6 @@ def test_every_op_is_called() -> None:
     assert schemas == called | shapes | {"metalmm::_take_failure", "metalmm::_exact_rows"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("label", "grad"),
     [
@@ -78,8 +77,9 @@ def test_every_op_is_called() -> None:
         for grad in (False, True)[: 1 if label.startswith(FROZEN) else 2]
     ],
 )
-def test_opcheck(label: str, dtype: torch.dtype, grad: bool, backend: Backend) -> None:
+def test_opcheck(label: str, grad: bool, backend: Backend) -> None:
     """Schema, autograd registration, fake tensors and AOT dispatch with dynamic shapes."""
+    dtype = (torch.float32, torch.bfloat16)[(CALLS.index(label) + grad) % 2]
     op, args, kwargs = op_calls(dtype)[label]
     torch.library.opcheck(op.default, moved(args, backend, grad), moved_options(kwargs, backend))
 
@@ -121,7 +121,7 @@ def test_ops_leave_their_arguments_alone(label: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.formats
 def test_gemm_and_gemv(
     name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
 ) -> None:
@@ -133,7 +133,7 @@ def test_gemm_and_gemv(
     for i, m in enumerate((0, 1, 5, 33)):
         halved = backend.halves(strategy, dtype, name, (m, 21, k))
         x, c = activations(m, k, dtype=dtype), activations(m, 21, dtype=dtype, seed="c")
-        few = scales[(KINDS.index(name) + i) % 3 :: 3]
+        few = scales[(FORMATS.index(name) + i) % 3 :: 3]
         for alpha, beta in few if backend.is_slow else scales:
             product = Value.of(x).dot(values, halved=halved) * alpha
             want = (product + Value.of(c) * beta).store(dtype)

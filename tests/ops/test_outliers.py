@@ -27,14 +27,17 @@ def problem(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return x, packed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 @pytest.mark.formats
-def test_every_kernel(name: str, backend: Backend, strategy: str | None) -> None:
+def test_every_kernel(
+    name: str, dtype: torch.dtype, backend: Backend, strategy: str | None
+) -> None:
     """Formats that are summed apart round d q x and m x apart, others only w x."""
     x, packed = problem(name)
     if name in APART:
         want = linear_apart(x, name, packed)
     else:
-        want = Value.of(x).dot(spec(name, packed, K), K + 8).store(x.dtype)
+        want = Value.of(x).dot(spec(name, packed, K), K + 8).store(dtype)
     y = ops.linear(backend.put(x), backend.put(packed), None, name, strategy=strategy)
     check(y, want, f"{name} {strategy}")
 

@@ -86,25 +86,6 @@ def test_steps_far_out_and_large_rows(backend: Backend) -> None:
     check_scan(given, backend, "long memory")  # 1 - decay of 1e-9
 
 
-def test_a_prompt_is_its_steps(backend: Backend) -> None:
-    """Bit for bit; of no positions and of no sequences the state is left alone."""
-    given = {n: backend.put(t) for n, t in operands((2, 5, 1, 2, 20, 48), torch.float32).items()}
-    rest = {n: given.pop(n) for n in ("a_log", "dt_bias", "d")}
-    whole = given.pop("state")
-    state = whole.clone()
-    y = ops.ssm_scan(**given, **rest, state=whole)
-    steps = [
-        ops.ssm_scan(**{n: t[:, i : i + 1] for n, t in given.items()}, **rest, state=state)
-        for i in range(5)
-    ]
-    assert torch.equal(torch.cat(steps, 1), y) and torch.equal(state, whole)
-    none = {n: t[:, :0] for n, t in given.items()}
-    assert ops.ssm_scan(**none, **rest, state=state).shape == (2, 0, 40)
-    none = {n: t[:0] for n, t in given.items()}
-    assert ops.ssm_scan(**none, **rest, state=state[:0]).shape == (0, 5, 40)
-    assert torch.equal(state, whole)
-
-
 def test_a_long_prompt(backend: Backend) -> None:
     """As in one piece, so in two, and within the bound of so many steps."""
     length = 64 if backend.name == "emulator" else 512
@@ -116,54 +97,3 @@ def test_a_long_prompt(backend: Backend) -> None:
     parts = [{n: put[n].split(length // 2, 1)[i] for n in ("xbc", "dt", "gate")} for i in (0, 1)]
     other = [ops.ssm_scan(**put | part | {"state": state}) for part in parts]
     assert torch.equal(torch.cat(other, 1), y) and torch.equal(state, put["state"])
-
-
-def test_a_state_that_is_a_view(backend: Backend) -> None:
-    """One that begins between 16 bytes, and one with gaps, whose neighbours stay."""
-    given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
-    state = given.pop("state")
-    for memory, view in (
-        (torch.ones(513), lambda t: t[1:].view(2, 2, 16, 8)),
-        (torch.ones(2, 3, 16, 12), lambda t: t[:, 1:, :, 3:11]),
-    ):
-        put = backend.put(memory)
-        view(put).copy_(state)
-        want, outside = state.clone(), put.clone()
-        y = ops.ssm_scan(**given, state=want)
-        assert torch.equal(ops.ssm_scan(**given, state=view(put)), y)
-        assert torch.equal(view(put), want)
-        view(outside).copy_(want)
-        assert torch.equal(put, outside)
-
-
-def test_refused_for_their_memory(backend: Backend) -> None:
-    given = {n: backend.put(t) for n, t in operands((2, 2, 1, 2, 16, 8), torch.float32).items()}
-    state = given["state"]
-    before = state.clone()
-    bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"dt": state.view(-1)[:8].view(2, 2, 2)}, "dt: shares memory with state"),
-        ({"gate": state.view(-1)[:128].view(2, 2, 32)}, "gate: shares memory with state"),
-        ({"state": state[:1].expand(2, -1, -1, -1)}, "state: .* its own place"),
-    )
-    for changed, message in bad:
-        with pytest.raises(ValueError, match=message):
-            ops.ssm_scan(**given | changed)
-    assert torch.equal(state, before)
-
-
-def test_a_compiled_step(backend: Backend) -> None:
-    """What is compiled sees the state that it wrote."""
-    given = {n: backend.put(t) for n, t in operands((1, 1, 1, 2, 8, 16), torch.float32).items()}
-    state = given.pop("state")
-
-    def step(state: Tensor) -> Tensor:
-        y: Tensor = ops.ssm_scan(**given, state=state)
-        return y.sum() + state.sum()
-
-    torch._dynamo.reset()
-    results = []
-    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        own = state.clone()
-        results.append((f(own), f(own), own))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)

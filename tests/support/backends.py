@@ -28,7 +28,7 @@ import pytest
 import torch
 from inputs import long_k, short_k
 from kernel_cases import CHIP
-from oracle import FORMATS, Halved
+from oracle import DTYPES, FORMATS, Halved
 from plan_cases import codecs, strategies_used
 from torch import Tensor
 
@@ -43,8 +43,9 @@ VARIANTS = {c: [n for n in FORMATS if n == c or n.startswith(c + "_g")] for c in
 # of the table without a class has none: test_table.py names the row.
 ONE_OF_EACH = tuple(of[(4 * i + 3) % len(of)] for i, of in enumerate(VARIANTS.values()) if of)
 
-# A format of each family: of each module of the specification.
-ONE_OF_FAMILY = tuple({type(formats.get(n)).__module__: n for n in ONE_OF_EACH}.values())
+# {format: its family, a module of the specification}, and a format of each.
+FAMILY = {name: type(formats.get(name)).__module__ for name in FORMATS}
+ONE_OF_FAMILY = tuple({FAMILY[name]: name for name in ONE_OF_EACH}.values())
 
 CASES = os.environ.get("METALMM_TEST_CASES") or None
 
@@ -95,6 +96,10 @@ class Backend:
         tiles = any(_C.strategy(s)["rounds_to_half"] for s in strategies_used(plan))
         return tiles and dtype == torch.float16
 
+    def dtype(self, name: str, strategy: str | None) -> torch.dtype:
+        """Of x, in a test of something else."""
+        return compiled_dtype(name, strategy) if self.is_slow else torch.float32
+
     def put(self, t: Tensor) -> Tensor:
         """t on this engine's device."""
         return t.to(self.device)
@@ -129,6 +134,13 @@ CPU = Backend(
 )
 
 _SHADER_STRATEGIES = tuple(_C.strategies("linear"))
+
+
+def compiled_dtype(name: str, strategy: str | None) -> torch.dtype:
+    """Of x, where a kernel is compiled for a test: families of formats take turns."""
+    turn = [*dict.fromkeys(FAMILY.values())].index(FAMILY[name])
+    turn += _SHADER_STRATEGIES.index(strategy or "gemv")
+    return DTYPES[turn % len(DTYPES)]
 
 
 def _shader_edges(strategy: str | None) -> Edges:

@@ -8,7 +8,7 @@ The emulator's second schedule takes every value but not every pair: it looks fo
 
 A kernel of the emulator takes a second to compile. There a format is a value of its own in tests
 marked `every_format` alone, with arguments in cases of these; and all tests take the same format of
-a family and the same dtype for a strategy, so that one compilation serves them.
+a family and the dtype that compiled_dtype() has for it, so that one compilation serves them.
 
 METALMM_TEST_CASES=all runs the products, as the scheduled workflow does.
 """
@@ -22,13 +22,7 @@ from collections.abc import Hashable, Iterable
 from itertools import combinations
 
 import pytest
-import torch
-from backends import CASES, DESCENDING, EMULATOR
-from oracle import FORMATS
-
-from torch_metalmm import formats
-
-_FAMILY = {name: type(formats.get(name)).__module__ for name in FORMATS}
+from backends import CASES, DESCENDING, EMULATOR, FAMILY, compiled_dtype
 
 
 def _columns(item: pytest.Function) -> dict[str, str]:
@@ -55,7 +49,7 @@ def _shown(item: pytest.Function) -> frozenset[Hashable]:
     """The values and the pairs of values of a case, and that its test runs."""
     columns = _columns(item)
     name = columns.get("name", "")
-    family = columns | ({"name": _FAMILY.get(name, name)} if name else {})
+    family = columns | ({"name": FAMILY.get(name, name)} if name else {})
     shown: set[Hashable] = {"runs", *family.items()}
     every = item.get_closest_marker("every_format")
     if every.kwargs.items() <= columns.items() if every else not _is_compiled(item):
@@ -65,11 +59,19 @@ def _shown(item: pytest.Function) -> frozenset[Hashable]:
     return frozenset(shown.union(combinations(sorted(family.items()), 2)))
 
 
+def _is_taken(item: pytest.Function) -> bool:
+    """Whether other tests compile the kernel of a case for its dtype of x."""
+    params = item.callspec.params
+    if not _is_compiled(item) or not {"name", "dtype"} <= params.keys():
+        return True
+    return params["dtype"] == compiled_dtype(params["name"], params.get("strategy"))
+
+
 def _order(item: pytest.Function) -> tuple[int, int]:
     """Which of cases that show as much is taken."""
     params = item.callspec.params
-    kernel = params.get("strategy", params.get("kernel")), params.get("name")
-    compiled = f"{kernel} {params.get('dtype', torch.float32)}"
+    kernel = params.get("strategy", params.get("kernel")) or "gemv"  # which few rows take
+    compiled = f"{kernel} {params.get('name')}"
     return zlib.crc32(compiled.encode()) * _is_compiled(item), zlib.crc32(item.nodeid.encode())
 
 
@@ -102,5 +104,6 @@ def covered(items: list[pytest.Item]) -> list[pytest.Item]:
                 of = (item.nodeid.split("[")[0], getattr(backend, "name", ""))
                 cases[of].append(item)
     left_out = {item.nodeid for of in cases.values() for item in of}
-    left_out -= set().union(*map(_fewest, cases.values()))
+    for of in cases.values():
+        left_out -= _fewest([item for item in of if _is_taken(item)] or of)
     return [item for item in items if item.nodeid not in left_out]

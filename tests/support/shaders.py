@@ -11,6 +11,7 @@ import struct
 from typing import Any
 
 import torch
+from backends import compiled_dtype
 from oracle import FORMATS
 from torch import Tensor
 
@@ -32,9 +33,10 @@ def memory_of(rows: Tensor, gap: int = 0, offset: int = 0) -> Tensor:
     return memory[offset:]
 
 
-def dtype_of(name: str, takes_turns: bool) -> torch.dtype:
+def dtype_of(name: str, kernel: str, takes_turns: bool) -> torch.dtype:
     """Of x for a format: each has its turn, or that which most tests compile."""
-    return list(NAMES)[FORMATS.index(name) % len(NAMES)] if takes_turns else torch.float32
+    turn = list(NAMES)[FORMATS.index(name) % len(NAMES)]
+    return turn if takes_turns else compiled_dtype(name, kernel)
 
 
 def alignment_of(memory: Tensor) -> int:

@@ -299,7 +299,9 @@ def _link(library: Path, text: str, checked: bool, more: Sequence[str] = ()) -> 
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         linked = Path(temporary) / library.name
         objects = [str(_compile(Path(temporary), text, checked, more)), *runtime_objects()]
-        done = zig("cc", "-shared", "-g1", "-o", str(linked), *objects, "-lm", "-lpthread")
+        # Without the last, zig first builds a library for sanitizers.
+        options = ["-shared", "-g1", "-fno-sanitize=all"]
+        done = zig("cc", *options, "-o", str(linked), *objects, "-lm", "-lpthread")
         if done.returncode:
             raise BuildError(done.stderr)
         os.replace(linked, library)
