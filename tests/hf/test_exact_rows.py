@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import ids, small
+from layer_models import SHARED, ids, small
 from torch import Tensor
 
 from bench.models.families import FAMILIES, family, fused_family
 from torch_metalmm import PackedCache, formats, fuse_
+from torch_metalmm.hf.replay import replayed
 from torch_metalmm.models.cache_argument import with_cache
 from torch_metalmm.nn.exact import MOST, exact_rows
 from torch_metalmm.testing import emulated
@@ -75,12 +76,20 @@ def test_rows_of_a_step_have_the_bits_of_single_steps(
             assert torch.equal(got, want), count
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "mamba2"])
-def test_every_family(kind: str) -> None:
-    """Experts and recurrent layers, too. A cache of mamba2 counts no rows: it has no drafts."""
-    model = fused_family(family(kind))
+_CASES = [(kind, {}) for kind in FAMILIES if kind != "mamba2"] + [
+    ("gemma4_text", SHARED),
+    ("gemma3n_text", SHARED | {"activation_sparsity_pattern": [0.0] * 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), _CASES)
+def test_every_family(kind: str, options: dict[str, Any]) -> None:
+    """Experts and recurrent layers, too; steps are replayed. A cache of mamba2 counts no rows: it
+    has no drafts, and no steps that are recorded."""
+    model = fused_family(family(kind, **options))
     prompt, rest = ids(1, 20), ids(1, 2 * MOST, seed=1)
     want = stepped(model, "q8_0", prompt, rest, 1)
+    assert replayed(model).replays >= MOST  # type: ignore[union-attr]
     for count in (2, 4, 8):
         assert torch.equal(stepped(model, "q8_0", prompt, rest, count), want), count
 

@@ -15,6 +15,7 @@ the rows by two ops.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from .caches import ATTENTION, name_of, pair_of  # noqa: E402
 from .caches.file import File, write  # noqa: E402
 from .caches.hybrid import HybridPackedLayer  # noqa: E402
 from .caches.layers import Offset, PackedLayer, PackedSlidingLayer, Room  # noqa: E402
-from .caches.rows import Slots  # noqa: E402
+from .caches.rows import Slots, Stored  # noqa: E402
 from .caches.static import StaticPackedLayer  # noqa: E402
 from .caches.transaction import Transaction  # noqa: E402
 
@@ -182,12 +183,11 @@ class PackedCache(Cache):
         room: Room = layer.room(shape[1], is_masked)
         return room
 
-    def seen(self, number: int, room: Room, count: int) -> tuple[Any, Any]:
-        """What update() would have returned of `count` rows that are written in this room."""
+    def stored(self, number: int, room: Room, count: int) -> Stored:
+        """`count` rows that are written in this room, for layers that share them."""
         layer: Any = self.layers[number]
         layer.returns_packed = self.config._attn_implementation == ATTENTION
-        rows: tuple[Any, Any] = layer.seen(count)
-        return rows
+        return Stored(room, partial(layer.seen, count))
 
 
 _LAYERS = frozenset((PackedLayer, PackedSlidingLayer, StaticPackedLayer, HybridPackedLayer))

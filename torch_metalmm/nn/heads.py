@@ -46,8 +46,14 @@ def attended(
     qkv, v, gate = _projected(r, ops, pre, x)
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
     a = None
-    if held.options is not None and cache is not None and r.kv_heads:
-        a = _appended(r, ops, x, (qkv, v), held, kwargs, mask)
+    several = x.shape[1] > 1 and mask is None
+    if held.options is not None and cache is not None and not (several and _sees_later(r)):
+        given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
+        if r.kv_heads:
+            a = _appended(r, ops, x, given, v, held, kwargs, mask)
+        elif (room := getattr(_of_others(r, kwargs), "room", None)) is not None:
+            q = ops.rope(*given, interleaved=r.interleaved, **_norms(r, x))[0]
+            a = _over(r, ops, held.grown(q), room, held.options, mask)
     if a is None:
         a = _attended(r, ops, x, (qkv, v), held, kwargs, mask)
     batch, length, _ = x.shape
@@ -67,42 +73,51 @@ def _appended(
     r: Heads,
     ops: Ops,
     x: Tensor,
-    projected: tuple[Tensor, Tensor | None],
+    given: tuple[Any, ...],
+    v: Tensor | None,
     held: Held,
     kwargs: dict[str, Any],
     mask: Tensor | None,
 ) -> Tensor | None:
-    """Rotation, cache and attention in two ops; None if that is not what the layer calls."""
-    length, cache = x.shape[1], kwargs[r.cache]
-    find, options = getattr(cache, "room", None), held.options
-    if find is None or options is None:
+    """Rotation, cache and attention in two ops; None if that is not what the layer calls.
+
+    given: qkv, cos, sin and the heads, as rope takes them.
+    """
+    cache = kwargs[r.cache]
+    find = getattr(cache, "room", None)
+    room = None if find is None else find(number(r), x, r.kv_heads, r.head_size, mask is not None)
+    if room is None:
         return None
-    if length > 1 and mask is None and not getattr(r.attention, "is_causal", True):
-        return None
-    found = find(number(r), x, r.kv_heads, r.head_size, mask is not None)
-    if found is None:
-        return None
-    both, keys, values, slots, k, v, end, pages, window = found
-    q = ops.rope_append(
-        *(projected[0], held.cos, held.sin, r.heads, r.kv_heads),
-        *(keys, values, slots, *both),
-        v=projected[1],
-        interleaved=r.interleaved,
-        **_norms(r, x),
-    )
-    q = held.grown(q)
+    written = (room.new_keys, room.new_values, room.slots, *room.formats)
+    q = ops.rope_append(*given, *written, v=v, interleaved=r.interleaved, **_norms(r, x))
     if r.shared is not None:
-        kwargs[r.shared[0]][r.shared[1]] = cache.seen(number(r), found, length)
-    if mask is not None and mask.shape[2] != length:
-        mask = mask.expand(-1, -1, length, -1)
+        kwargs[r.shared[0]][r.shared[1]] = cache.stored(number(r), room, x.shape[1])
+    return _over(r, ops, held.grown(q), room, held.options, mask)
+
+
+def _over(r: Heads, ops: Ops, q: Tensor, room: Any, options: Any, mask: Tensor | None) -> Tensor:
+    """Attention of q [B, heads, S, D] over the rows of a room of a cache."""
+    if mask is not None and mask.shape[2] != q.shape[2]:
+        mask = mask.expand(-1, -1, q.shape[2], -1)
     if r.attend.own:
         options = {**options, "sinks": r.attention._parameters[r.attend.own["s_aux"]]}
-    if window:
-        options = {**options, "window": window}
-    if pages is not None:
-        options = {**options, "pages": pages}
-    a: Tensor = ops.attention(q, k, v, *both, end, mask=mask, causal=mask is None, **options)
+    if room.window:
+        options = {**options, "window": room.window}
+    if room.pages is not None:
+        options = {**options, "pages": room.pages}
+    given = (q, room.keys, room.values, *room.formats, room.length)
+    a: Tensor = ops.attention(*given, mask=mask, causal=mask is None, **options)
     return a
+
+
+def _sees_later(r: Heads) -> bool:
+    """Whether a query without a mask sees what is behind it."""
+    return not getattr(r.attention, "is_causal", True)
+
+
+def _of_others(r: Heads, kwargs: dict[str, Any]) -> Any:
+    """k and v of the layer that this one shares them with."""
+    return kwargs[r.shared[0]][r.shared[1]]  # type: ignore[index]
 
 
 def _attended(
@@ -122,7 +137,7 @@ def _attended(
     q = held.grown(q)
     cache = kwargs.get(r.cache)
     if not r.kv_heads:
-        k, v = kwargs[r.shared[0]][r.shared[1]]  # type: ignore[index]
+        k, v = _of_others(r, kwargs)
     elif cache is not None:
         told = {}
         if r.told is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import are_fused, padded
+from layer_models import SHARED, are_fused, padded
 
 from bench.models.families import COMMAND, FAMILIES, PAGE, family, fused_family, record, versions
 from bench.report import model_tables
@@ -23,14 +23,6 @@ def generated(model: Any, **options: Any) -> torch.Tensor:
     return made
 
 
-SHARED = {
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 32,
-    "vocab_size_per_layer_input": 320,
-    "sliding_window": 8,
-}
 # Keys that layers share, values that are keys before their norm, embeddings for each layer.
 CASES = [(kind, {}) for kind in FAMILIES] + [
     ("gemma4_text", SHARED),

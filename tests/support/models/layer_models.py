@@ -26,6 +26,15 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Of Gemma 3n and 4: layers that read the rows of others, and embeddings for each layer.
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 320,
+    "sliding_window": 8,
+}
 _HEAD = {"head_dim": 32}
 _WINDOW = {"sliding_window": 4}
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}

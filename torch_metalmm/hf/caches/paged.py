@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...models.cache_argument import with_cache
 from .layers import Offset, PackedLayer, Room
 from .pages import SLOTS, Pages, PoolFull
-from .rows import lasting
+from .rows import Stored, lasting
 
 __all__ = ["PagedCache", "PoolFull", "Step", "Text", "default_memory", "paged_cache"]
 
@@ -187,11 +187,11 @@ class PagedCache(Cache):
         room = self.room(layer_idx, key_states, 0, 0)
         given = room.new_keys, room.new_values, key_states, value_states, room.slots
         ops.cache_append(*given, *room.formats)
-        return self.seen(layer_idx, room, 0)
-
-    def seen(self, number: int, room: Room, count: int) -> tuple[Room, Room]:
-        """What update() returns of rows that are written in this room."""
         return room, room
+
+    def stored(self, number: int, room: Room, count: int) -> Stored:
+        """Rows that are written in this room, for layers that share them."""
+        return Stored(room, lambda: (room, room))
 
 
 def paged_cache(model: Any, format: str, memory: int) -> PagedCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -152,3 +152,23 @@ class PackedRows:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.decoded()[index]
+
+
+class Stored:
+    """Keys and values that a layer has written in its room and others share, a pair (k, v).
+
+    The pair is what the cache's update() returns, made where code of a model takes it apart: a
+    fused layer reads the room, which is in memory that stays.
+    """
+
+    def __init__(self, room: Any, pair: Callable[[], tuple[Any, Any]]) -> None:
+        self.room, self._pair = room, pair
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._pair())
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self._pair()[index]

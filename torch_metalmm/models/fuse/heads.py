@@ -85,7 +85,7 @@ def _shared(runs: list[Seen]) -> tuple[str, Any, bool] | None:
         for name, values in seen.kwargs.items()
         if isinstance(values, Mapping)
         for key, value in values.items()
-        if _are(value, kv)
+        if _are(value, kv) and (name, key) not in seen.stored
     ]
     return one(places) if places else None
 
