@@ -49,7 +49,7 @@ def alone(model: Any, ids: list[int], new: int) -> list[int]:
     ("architecture", "fused", "cache"),
     [
         *(("llama", False, None), ("gemma3", False, "q8_0"), ("gemma3", True, None)),
-        *(("qwen3", True, "q8_0"), ("phi3", True, None)),
+        *(("qwen3", True, "q8_0"), ("phi3", True, None), ("gemma4", True, "q8_0")),
     ],
 )
 def test_answers_that_join_and_leave(
