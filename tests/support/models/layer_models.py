@@ -55,8 +55,7 @@ FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "olmo2": (  # norms after the branches, and of q and k as wholes
         {},
-        ["linear", "rms_norm", "rms_norm", "rope", "linear", "rms_norm"]
-        + ["swiglu", "linear", "rms_norm"],
+        ["linear", "rope", "linear", "rms_norm", "swiglu", "linear", "rms_norm"],
     ),
     "gemma": (_HEAD, _PRE),
     "gemma2": (_HEAD | _WINDOW, _SANDWICH),
@@ -67,7 +66,7 @@ FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 # {architecture: the cores of a layer's branches, "" where attention alone is fused}
 PARTS = {
-    "starcoder2": "Heads Whole",  # layer norms, and an MLP without a gate
+    "starcoder2": "Heads Product",  # layer norms, and an MLP without a gate
     "cohere": "Beside",  # attention and MLP side by side
     "gpt_neox": "",  # the same, without a gate; q, k and v of a head together
     "gpt2": "Heads Whole",  # no rotation, and a table of positions
