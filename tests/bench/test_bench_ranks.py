@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from bench.runner import Run
 
 @pytest.fixture
 def forked(own_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are forks of one that has imported what each needs."""
-    mp.get_context("forkserver").set_forkserver_preload([ranks.__name__])
-    forks = functools.partial(mp.start_processes, start_method="forkserver")
+    """The processes are forks of one that has imported what each needs; on a Mac each is new."""
+    method = "spawn" if sys.platform == "darwin" else "forkserver"
+    mp.get_context(method).set_forkserver_preload([ranks.__name__])
+    forks = functools.partial(mp.start_processes, start_method=method)
     monkeypatch.setattr(mp, "spawn", forks)
 
 

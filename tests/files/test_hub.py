@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub
+from forked import forked
 from places import ROOT
 
 from torch_metalmm.files.hub import Named, hub_name
@@ -67,7 +66,7 @@ from torch_metalmm.files.hub import fetch
 assert "huggingface_hub" not in sys.modules
 def check(folder):
     print(json.dumps(["checked", sorted(f.name for f in folder.iterdir())]))
-def answer(folder, variables, names):
+def run(folder, variables, names):
     os.chdir(folder)
     os.environ.update(variables)
     for name in names:
@@ -77,38 +76,25 @@ def answer(folder, variables, names):
             print(json.dumps(["path", str(path), [f.read_bytes().decode() for f in files]]))
         except (OSError, ValueError) as error:
             print(json.dumps([type(error).__name__, str(error)]))
-for line in sys.stdin:
-    if os.fork() == 0:
-        answer(*json.loads(line))
-        sys.stdout.flush()
-        os._exit(0)
-    print(json.dumps(["status", os.wait()[1]]), flush=True)
 """
 Ask = Callable[..., list[list[object]]]
 
 
 @pytest.fixture(scope="module")
-def ask() -> Iterator[Ask]:
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """ask(cache, url, names): what fetch() gives for each in a process with this hub and cache."""
-    ours = ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN")
-    variables = {k: v for k, v in os.environ.items() if k not in ours} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=variables, text=True, **pipes) as process:
-        assert process.stdin is not None and process.stdout is not None
-        lines = process.stdin, process.stdout
+    of_hub = dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"), "")
+    folder, count = tmp_path_factory.mktemp("said"), itertools.count()
+    with forked(SCRIPT, of_hub | {"PYTHONPATH": str(ROOT)}) as calls:
 
         def asked(cache: Path, url: str, *names: str, **env: str) -> list[list[object]]:
-            given = [str(cache), {"HF_ENDPOINT": url, "HF_HOME": str(cache), **env}, names]
-            print(json.dumps(given), file=lines[0], flush=True)
-            found = [json.loads(lines[1].readline())]
-            while found[-1][0] != "status":
-                found.append(json.loads(lines[1].readline()))
-            assert found.pop() == ["status", 0]
-            return found
+            said = folder / str(next(count))
+            given = str(cache), {"HF_ENDPOINT": url, "HF_HOME": str(cache), **env}, names
+            assert calls(said, *given) == 0, said.read_text()
+            lines = said.read_text().splitlines()
+            return [json.loads(line) for line in lines if line.startswith("[")]
 
         yield asked
-        process.stdin.close()
 
 
 def test_what_is_a_name_on_the_hub() -> None:
