@@ -298,3 +298,37 @@ def test_fusing_in_a_process_of_another_default_dtype() -> None:
 def test_packed_layers_outside_of_transformers_models() -> None:
     model = nn.Sequential(packed("q8_0", 64, 64), packed("q8_0", 64, 64))
     assert fuse_(model) is model
+
+
+def _of_scale(model: Any) -> None:
+    layers(model)[2].self_attn.scaling *= 2
+
+
+def _of_eps(model: Any) -> None:
+    layers(model)[2].input_layernorm.variance_epsilon *= 4
+
+
+def _of_class(model: Any) -> None:
+    layers(model)[2].__class__ = Clamping
+
+
+def _of_object(model: Any) -> None:
+    layers(model)[2].self_attn.more = object()
+
+
+@pytest.mark.parametrize("change", [_of_scale, _of_eps, _of_class, _of_object])
+def test_layers_alike_are_confirmed_once(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights are no other layer; a number, a class or an object of its own is."""
+    known: list[bool] = []
+    whole = agrees
+    monkeypatch.setattr(
+        "torch_metalmm.models.fuse.layers.agrees",
+        lambda fused, runs, is_known: (known.append(is_known), whole(fused, runs, is_known))[1],
+    )
+    fuse_(small("llama", num_hidden_layers=4))
+    assert known == [False, True, True, True]
+    known.clear()
+    model = small("llama", num_hidden_layers=4)
+    change(model)
+    fuse_(model)
+    assert known[:2] == [False, True] and not known[2] and known[-1]

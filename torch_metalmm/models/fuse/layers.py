@@ -16,10 +16,11 @@ from ...nn.norm import FusedNorm
 from ...nn.recipe import Growth, Recipe
 from ...nn.rotation import FusedRotation
 from ...nn.router import FusedRouter
-from ...nn.sharded import everywhere
+from ...nn.sharded import everywhere, is_sharded
 from ...nn.step import Held, Step
 from ..mtp import MtpHead
 from ..routers import fuse_routers
+from .alike import kind_of
 from .confirm import agrees
 from .heads import growths
 from .merge import merge_projections
@@ -45,6 +46,7 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
             fuse_routers(top)
             fuse_rotations(top)
         steps: dict[object, Step] = {}
+        known: set[object] = set()
         seen = observed(top)
         for module in top.modules():
             earlier = fused_layer(module)
@@ -52,10 +54,11 @@ def fuse_layers(model: nn.Module, form: str, once: dict[int, str | None]) -> Non
                 earlier.step.held = Held()  # has what stood in for the attention function
         for layer, runs in seen.items():
             readings = _readings(layer, runs)
-            if any(_fuse(layer, read, steps, form, once) for read in readings):
+            if any(_fuse(layer, read, steps, form, once, known) for read in readings):
                 continue
             for attention in dict.fromkeys(attentions_of(runs)):
-                _fuse(attention, partial(_attention, attention, runs), steps, form, once)
+                read = partial(_attention, attention, runs)
+                _fuse(attention, read, steps, form, once, known)
         _fuse_norms(top)
     for head in (module for module in model.modules() if isinstance(module, MtpHead)):
         for norm in (head.enorm, head.hnorm):
@@ -92,8 +95,12 @@ def _fuse(
     steps: dict[object, Step],
     form: str,
     once: dict[int, str | None],
+    known: set[object],
 ) -> bool:
-    """Give the module a forward of our ops where it is understood and confirmed; whether it is."""
+    """Give the module a forward of our ops where it is understood and confirmed; whether it is.
+
+    known: kinds of modules that agreed in all cases. Of 30 layers of a kind one takes all.
+    """
     fused = None
     try:
         recipe, runs = read()
@@ -108,10 +115,13 @@ def _fuse(
         return False
     assert fused is not None
     try:
-        agreed = agrees(fused, runs)
+        kind = None if is_sharded(module) else kind_of(module, recipe)  # ranks run alike
+        agreed = agrees(fused, runs, kind in known)
     except Exception:
         return False
     if agreed:
+        if kind is not None:
+            known.add(kind)
         for core in (recipe.heads, recipe.mixer):
             if core is None:
                 continue

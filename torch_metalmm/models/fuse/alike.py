@@ -1,0 +1,55 @@
+"""Which layers compute alike: one code and one recipe, with weights of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...nn.recipe import Recipe
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OWN = frozenset(vars(nn.Module())) - {"training"}  # hooks, and tensors and children, seen apart
+
+
+def kind_of(layer: nn.Module, recipe: Recipe) -> object:
+    """Equal for two layers of a model if only their weights differ, and their number in it.
+
+    Compared are the classes of all modules, what the modules have beside tensors (numbers by their
+    values, other objects by identity), the shapes and dtypes of tensors, and the recipes.
+    """
+    return tuple(map(_of_module, *zip(*layer.named_modules(), strict=True))), _of(recipe)
+
+
+def _of_module(name: str, module: nn.Module) -> object:
+    ours = type(module).__module__.startswith(__package__.partition(".")[0])
+    own = {k: v for k, v in vars(module).items() if k not in _OWN and not _tells(k, ours)}
+    others = sorted((k, v if isinstance(v, _PLAIN) else _of(v)) for k, v in own.items())
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    shapes = [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors]
+    return name, type(module), tuple(others), tuple(shapes)
+
+
+def _tells(name: str, ours: bool) -> bool:
+    """Whether the attribute is a layer's number, or what a module of ours notes of others."""
+    return name == "layer_idx" or (ours and (name[0] == "_" or name == "hook_numbers"))
+
+
+def _of(value: Any) -> object:
+    """What a value is compared by: modules by their classes, tensors by what they hold."""
+    if isinstance(value, nn.Module):
+        return type(value)
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
+    if is_dataclass(value) and not isinstance(value, type):
+        compared = (getattr(value, f.name) for f in fields(value) if f.compare)
+        return type(value), tuple(map(_of, compared))
+    if isinstance(value, Mapping):
+        return type(value), tuple((_of(k), _of(v)) for k, v in value.items())
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_of, value))
+    if isinstance(value, frozenset | set):
+        return frozenset(map(_of, value))
+    return value if isinstance(value, _PLAIN) else id(value)
