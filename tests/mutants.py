@@ -63,6 +63,7 @@ TARGETS = {
     "torch_metalmm/hf/caches/recorded.py": f"{_REPLAYS} -k 'not emulator'",
     "torch_metalmm/models/quantize.py": "test_quantize.py",
     "torch_metalmm/models/fuse/read.py": "test_fuse_read.py test_fuse.py -k cpu",
+    "torch_metalmm/models/fuse/alike.py": "test_layers_confirm.py -k alike",
     "torch_metalmm/models/fuse/rotations.py": "test_rotations.py",
     "torch_metalmm/nn/delta.py": "test_layers_recurrent.py",
     "torch_metalmm/nn/mixture.py": "test_mixtures_fused.py",
