@@ -24,12 +24,16 @@ def kind_of(layer: nn.Module, recipe: Recipe) -> object:
 
 
 def _of_module(name: str, module: nn.Module) -> object:
-    ours = type(module).__module__.startswith(__package__.partition(".")[0])
+    ours = _is_ours(module)
     own = {k: v for k, v in vars(module).items() if k not in _OWN and not _tells(k, ours)}
     others = sorted((k, v if isinstance(v, _PLAIN) else _of(v)) for k, v in own.items())
     tensors = [*module._parameters.items(), *module._buffers.items()]
     shapes = [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors]
     return name, type(module), tuple(others), tuple(shapes)
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.startswith(__package__.partition(".")[0] + ".")
 
 
 def _tells(name: str, ours: bool) -> bool:
@@ -43,7 +47,8 @@ def _of(value: Any) -> object:
         return type(value)
     if isinstance(value, Tensor):
         return str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
-    if is_dataclass(value) and not isinstance(value, type):
+    # A config is a dataclass, too, whose fields need not be readable.
+    if is_dataclass(value) and not isinstance(value, type) and _is_ours(value):
         compared = (getattr(value, f.name) for f in fields(value) if f.compare)
         return type(value), tuple(map(_of, compared))
     if isinstance(value, Mapping):
