@@ -8,10 +8,8 @@
 // and the rest is copied, in f32, rounded once. Results are [sequence, head, position, fc_k].
 //
 // Owner    a simdgroup owns a head of a row.
-// Traffic  every value of x once, with a norm twice, the second time from the cache, and with a
-// norm
-//          of all heads once more for each head, from the cache; cos and sin once per head, from
-//          the cache but for the first.
+// Traffic  every value of x once, with a norm of each head twice, with one of all heads once more
+//          for each head; cos and sin once for each head. All from the cache but the first time.
 // Needs    nothing.
 #pragma once
 

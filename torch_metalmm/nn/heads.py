@@ -46,16 +46,16 @@ def attended(
     qkv, v, gate = _projected(r, ops, pre, x)
     cache, mask = kwargs.get(r.cache), kwargs.get(r.mask)  # type: ignore[arg-type]
     a = None
+    given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
     several = x.shape[1] > 1 and mask is None
     if held.options is not None and cache is not None and not (several and _sees_later(r)):
-        given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
         if r.kv_heads:
             a = _appended(r, ops, x, given, v, held, kwargs, mask)
         elif (room := getattr(_of_others(r, kwargs), "room", None)) is not None:
             q = ops.rope(*given, interleaved=r.interleaved, **_norms(r, x))[0]
             a = _over(r, ops, held.grown(q), room, held.options, mask)
     if a is None:
-        a = _attended(r, ops, x, (qkv, v), held, kwargs, mask)
+        a = _attended(r, ops, x, given, v, held, kwargs, mask)
     batch, length, _ = x.shape
     if gate is None:
         return a.reshape(batch, length, -1), None
@@ -124,15 +124,14 @@ def _attended(
     r: Heads,
     ops: Ops,
     x: Tensor,
-    projected: tuple[Tensor, Tensor | None],
+    given: tuple[Any, ...],
+    v: Tensor | None,
     held: Held,
     kwargs: dict[str, Any],
     mask: Tensor | None,
 ) -> Any:
     """Rotation, then cache and attention as the layer calls them."""
     direct = held.direct
-    qkv, v = projected
-    given = (qkv, held.cos, held.sin, r.heads, r.kv_heads)
     q, k, v = ops.rope(*given, v=v, interleaved=r.interleaved, **_norms(r, x))
     q = held.grown(q)
     cache = kwargs.get(r.cache)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...nn.recipe import Recipe
+from .runs import PLAIN
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # hooks, and tensors and children, seen apart
 
 
@@ -26,7 +26,7 @@ def kind_of(layer: nn.Module, recipe: Recipe) -> object:
 def _of_module(name: str, module: nn.Module) -> object:
     ours = _is_ours(module)
     own = {k: v for k, v in vars(module).items() if k not in _OWN and not _tells(k, ours)}
-    others = sorted((k, v if isinstance(v, _PLAIN) else _of(v)) for k, v in own.items())
+    others = sorted((k, _of(v)) for k, v in own.items())
     tensors = [*module._parameters.items(), *module._buffers.items()]
     shapes = [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors]
     return name, type(module), tuple(others), tuple(shapes)
@@ -57,4 +57,4 @@ def _of(value: Any) -> object:
         return type(value), tuple(map(_of, value))
     if isinstance(value, frozenset | set):
         return frozenset(map(_of, value))
-    return value if isinstance(value, _PLAIN) else id(value)
+    return value if isinstance(value, PLAIN) else id(value)

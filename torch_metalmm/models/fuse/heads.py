@@ -14,9 +14,7 @@ from ...nn import QuantLinear
 from ...nn.recipe import Attend, Growth, Heads
 from .observe import Attention, Seen, is_angles
 from .projections import projections_of
-from .runs import Unknown, one
-
-_PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
+from .runs import PLAIN, Unknown, one
 
 
 def heads_of(
@@ -118,7 +116,7 @@ def _told(runs: list[Seen]) -> tuple[tuple[str, ...], dict[str, Any]] | None:
         for name, value in told.items():
             if name in seen.kwargs and seen.kwargs[name] is value:
                 names[name] = None
-            elif not isinstance(value, _PLAIN) or constants.setdefault(name, value) != value:
+            elif not isinstance(value, PLAIN) or constants.setdefault(name, value) != value:
                 raise Unknown("the cache is given what changes and is not the layer's")
     return tuple(names), constants
 
@@ -155,7 +153,7 @@ def _attend(attention: nn.Module, runs: list[Seen]) -> Attend:
     }
     rest = names.difference(passed, own)
     constants = {name: first.options[name] for name in rest}
-    if not all(isinstance(value, _PLAIN) for value in constants.values()):
+    if not all(isinstance(value, PLAIN) for value in constants.values()):
         raise Unknown("attention with a tensor of its own")
     for call in calls:
         if any(call.options[name] != value for name, value in constants.items()):

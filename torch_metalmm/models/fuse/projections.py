@@ -72,8 +72,9 @@ def projections_of(
         value = _value_norm(inner, of_v, v) if own else (None,)
         if found is None or value is None:
             continue
-        numbers = {(n.eps, n.offset) for n in found["qk_norms"] or ()}
-        if len(numbers) > 1 or (value[0] and numbers and value[0].eps != min(numbers)[0]):
+        norms = found["qk_norms"] or ()
+        eps = {n.eps for n in (*norms, *filter(None, value))}
+        if len(eps) > 1 or len({n.offset for n in norms}) > 1:
             raise Unknown("norms of q, k and v with other numbers")
         found |= {
             "heads": heads,
@@ -245,9 +246,9 @@ def _value_norm(inner: list[Call], of_v: Tensor, v: Tensor) -> tuple[Norm | None
         return (None,)
     for call in inner:
         norm = as_norm(call.module, size) if len(call.inputs) == 1 else None
-        if norm is not None:
+        if norm is not None and not norm.name:
             made = _rms_norm(by_head, norm.weight(), norm.eps, norm.offset)
-            if not norm.name and _near(made, v.transpose(1, 2)):
+            if _near(made, v.transpose(1, 2)):
                 return (norm,)
     return None
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
+
 
 class Unknown(Exception):
     """The layer does something that no recipe says."""

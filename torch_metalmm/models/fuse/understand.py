@@ -23,9 +23,7 @@ from .heads import heads_of
 from .mixtures import mixture_of
 from .norms import as_norm
 from .observe import Call, Seen, convolution_of
-from .runs import Unknown, numbers_of, one
-
-_PLAIN = (bool, int, float, str, type(None))  # what a constant argument may be
+from .runs import PLAIN, Unknown, numbers_of, one
 
 
 def recipe_of(layer: nn.Module, runs: list[Seen], heads: bool = True) -> Recipe:
@@ -235,7 +233,7 @@ class _Reader:
             found = [n for n in pairs[0][1] if all(n in k and k[n] is v for v, k in pairs)]
             if found:
                 passed[own] = own if own in found else found[0]
-            elif all(isinstance(v, _PLAIN) and v == value for v, _ in pairs):
+            elif all(isinstance(v, PLAIN) and v == value for v, _ in pairs):
                 constants[own] = value
             else:
                 raise Unknown("a module with an argument of the layer's own")
