@@ -103,17 +103,20 @@ class Sequence:
 
 
 def keeps_rows(model: Any) -> bool:
-    """Whether every layer's cache has keys and values of each token, or of the last ones."""
+    """Whether every layer's cache has keys and values of each token, or of the last ones.
+
+    Or it has none, because the layer reads those of another.
+    """
     import inspect
 
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
     takes = inspect.signature(model.forward).parameters
     if not keeps_cache(model) or not {"attention_mask", "position_ids"} <= set(takes):
         return False
     layers = DynamicCache(config=model.config).layers
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
     return bool(layers) and all(type(x) in kinds for x in layers) and long_from(model) is None
 
 

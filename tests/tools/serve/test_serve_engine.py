@@ -14,6 +14,7 @@ import pytest
 import torch
 from answered import answered
 from gguf_files import random_model
+from layer_models import SHARED, VOCABULARY, small
 
 from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.chat import loading
@@ -57,6 +58,21 @@ def test_answers_that_join_and_leave(
 ) -> None:
     """Each is to the bit what it is alone; gemma3's windows are shorter than two of the prompts."""
     model, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", architecture))
+    check_answers(model, tokenizer, fused, cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused", "cache"),
+    [("gemma4_text", True, None), ("gemma4_text", False, "q8_0"), ("gemma3n_text", True, "q8_0")],
+)
+def test_layers_that_read_rows_of_others(
+    tmp_path: Path, kind: str, fused: bool, cache: str | None
+) -> None:
+    _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    check_answers(small(kind, **SHARED, max_position_embeddings=256), tokenizer, fused, cache)
+
+
+def check_answers(model: Any, tokenizer: Any, fused: bool, cache: str | None) -> None:
     model.generation_config.eos_token_id = None
     if fused:
         fuse_(model)
@@ -64,7 +80,7 @@ def test_answers_that_join_and_leave(
     told: list[list[Any]] = [[] for _ in LENGTHS]
     jobs = []
     for i, length in enumerate(LENGTHS):
-        ids = [int(token) for token in torch.randint(3, 300, (length,))]
+        ids = [int(token) for token in torch.randint(3, VOCABULARY, (length,))]
         jobs.append(Job("", ids, Options(max_new_tokens=NEW + 3 * i), None, told[i].append))
     together = answered(Batch(model, tokenizer, 4, cache), jobs)
     for i, job in enumerate(jobs):

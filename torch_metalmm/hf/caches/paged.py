@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from ...models.cache_argument import with_cache
 from .layers import Offset, PackedLayer, Room
@@ -138,14 +138,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class PagedCache(Cache):
     """Keys and values of all texts of a model whose attention function is "metalmm".
 
-    like: the layers of a PackedCache that hold a row of the model. memory: bytes that rows may
-    take; ValueError: not even one page fits.
+    like: the layers of a PackedCache that hold a row of the model, or none where they read those
+    of others. memory: bytes that rows may take; ValueError: not even one page fits.
     """
 
-    def __init__(self, like: Sequence[PackedLayer], memory: int) -> None:
+    def __init__(self, like: Sequence[PackedLayer | DummyLayer], memory: int) -> None:
         page_bytes = sum(
             t.shape[1] * SLOTS * t.shape[3] * t.element_size()
             for layer in like
+            if not isinstance(layer, DummyLayer)
             for t in (layer.keys, layer.values)
         )
         if memory < page_bytes:
@@ -155,7 +156,9 @@ class PagedCache(Cache):
         self.page_bytes = page_bytes
         self.pages = Pages(memory // page_bytes)
         slots = self.pages.count * SLOTS
-        super().__init__(layers=[PagedLayer(x, slots) for x in like])
+        super().__init__(
+            layers=[x if isinstance(x, DummyLayer) else PagedLayer(x, slots) for x in like]
+        )
         self.slots = slots  # of all texts
         self.step: Step | None = None
 
