@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..models.cache_argument import cache_argument, with_cache
+from ..models.fuse.layers import fused_layer
 
 # Tokens of a prompt between two looks at whether to stop: one look takes 0.3 s for a model of 0.2 B
 # parameters on two cores.
@@ -102,22 +103,43 @@ class Sequence:
         return PackedCache(config, self._format)
 
 
-def keeps_rows(model: Any) -> bool:
+def keeps_rows(model: Any, states: bool = False) -> bool:
     """Whether every layer's cache has keys and values of each token, or of the last ones.
 
-    Or it has none, because the layer reads those of another.
+    Or it has none, because the layer reads those of another. states: recurrent ones may be there,
+    too, in layers that fuse_ has changed: their ops have the same bits in any parts of a text.
     """
     import inspect
 
     from transformers import DynamicCache
-    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import (
+        DummyLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
 
     takes = inspect.signature(model.forward).parameters
     if not keeps_cache(model) or not {"attention_mask", "position_ids"} <= set(takes):
         return False
+    rows = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
     layers = DynamicCache(config=model.config).layers
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-    return bool(layers) and all(type(x) in kinds for x in layers) and long_from(model) is None
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    if recurrent and not (states and len(recurrent) == _fused_mixers(model)):
+        return False
+    kinds = (*rows, DummyLayer, LinearAttentionLayer)
+    return (
+        any(type(x) in rows for x in layers)
+        and all(type(x) in kinds for x in layers)
+        and long_from(model) is None
+    )
+
+
+def _fused_mixers(model: Any) -> int:
+    """Layers whose recurrent part is computed by our ops."""
+    fused = [fused_layer(module) for module in model.modules()]
+    return sum(each is not None and each.recipe.mixer is not None for each in fused)
 
 
 def keeps_cache(model: Any) -> bool:

@@ -51,6 +51,7 @@ def alone(model: Any, ids: list[int], new: int) -> list[int]:
     [
         *(("llama", False, None), ("gemma3", False, "q8_0"), ("gemma3", True, None)),
         *(("qwen3", True, "q8_0"), ("phi3", True, None), ("gemma4", True, "q8_0")),
+        *(("qwen35", True, None), ("qwen35moe", True, "q8_0"), ("lfm2", True, "q8_0")),
     ],
 )
 def test_answers_that_join_and_leave(

@@ -1,10 +1,10 @@
 """A cache of many texts in a fixed number of bytes: rows of each layer in pages of one pool.
 
 A layer has two tensors, keys and values [1, kv_heads, slots, row], of which pages.py gives texts
-pages of 64 slots. A forward reads and writes rows of the texts that begin_step() names: a token, or
+pages of 64 slots; the states of recurrent layers lie beside them (pooled.py). A forward reads and writes rows of the texts that begin_step() names: a token, or
 a part of a prompt, of each. Texts that join, leave or grow move no rows, and those with a common
 beginning read its rows at one place. What a failed step has written lies behind all lengths, so no
-text sees it.
+text sees it; states have moved on, and the step's texts are to end.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from ...models.cache_argument import with_cache
+from .hybrid import HybridPackedLayer
 from .layers import Offset, PackedLayer, Room
 from .pages import SLOTS, Pages, PoolFull
+from .pooled import PooledStates
 from .rows import Stored, lasting
 
 __all__ = ["PagedCache", "PoolFull", "Step", "Text", "default_memory", "paged_cache"]
 
 ops = torch.ops.metalmm
+
+KEPT = 0.25  # of the memory behind the states of texts under way
 
 
 class Step:
@@ -72,7 +76,13 @@ class Text:
         least: tokens at the end that are read in any case.
         """
         self.end()
-        self.pages = self.cache.pages.find(tokens, max(0, len(tokens) - least), self.owner)
+        pages, states = self.cache.pages, self.cache.states
+        self.pages = pages.find(tokens, max(0, len(tokens) - least), self.owner)
+        if states:
+            serials = [pages.serial(page) for page in self.pages]
+            kept = next((i for i, s in reversed([*enumerate(serials, 1)]) if states.has(s)), 0)
+            self._drop(kept)
+            states.start(self, serials[kept - 1] if kept else None)
         self.tokens = list(tokens[: len(self.pages) * SLOTS])
         return len(self.tokens)
 
@@ -93,9 +103,18 @@ class Text:
         if is_shared and len(self.tokens) // SLOTS > full:
             self.cache.pages.publish(self.pages, self.tokens, self.owner)
 
+    def keep_states(self) -> None:
+        """Of recurrent layers, for texts that begin with all these tokens, whose pages are full."""
+        pages = self.cache.pages
+        known = pages.find(self.tokens, len(self.tokens), self.owner)  # may be another text's
+        if len(known) == len(self.pages):
+            self.cache.states.keep(self, pages.serial(known[-1]))
+        pages.release(known)
+
     def end(self) -> None:
         """Its pages may go when others need their place."""
         self._drop(0)
+        self.cache.states.end(self)
         self.tokens = []
 
     def _drop(self, kept: int) -> None:
@@ -135,32 +154,53 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
+class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
+    """Keys and values of all texts, and the states that `like` shows."""
+
+    def __init__(self, like: HybridPackedLayer, slots: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=like.number_of_states)
+        vars(self).update(vars(like))
+        PagedLayer.__init__(self, like, slots)
+
+    lazy_initialization = LinearAttentionLayer.lazy_initialization
+
+
 class PagedCache(Cache):
     """Keys and values of all texts of a model whose attention function is "metalmm".
 
     like: the layers of a PackedCache that hold a row of the model, or none where they read those
-    of others. memory: bytes that rows may take; ValueError: not even one page fits.
+    of others. memory: bytes that rows and states may take, those of `texts` texts at a time and
+    kept ones; ValueError: not even one page fits.
     """
 
-    def __init__(self, like: Sequence[PackedLayer | DummyLayer], memory: int) -> None:
-        page_bytes = sum(
+    def __init__(self, like: Sequence[Any], memory: int, texts: int = 1) -> None:
+        self.page_bytes = sum(
             t.shape[1] * SLOTS * t.shape[3] * t.element_size()
             for layer in like
-            if not isinstance(layer, DummyLayer)
+            if isinstance(layer, PackedLayer)
             for t in (layer.keys, layer.values)
         )
-        if memory < page_bytes:
+        self.states = PooledStates(like, texts)
+        left = memory - texts * self.states.text_bytes
+        if left < self.page_bytes:
+            states = f", and states of {texts} texts" if self.states else ""
+            needed = self.page_bytes + memory - left
             raise ValueError(
-                f"memory: {memory} bytes; {SLOTS} tokens of this model take {page_bytes}"
+                f"memory: {memory} bytes; {SLOTS} tokens of this model{states} take {needed}"
             )
-        self.page_bytes = page_bytes
-        self.pages = Pages(memory // page_bytes)
+        if self.states:
+            kept = int((left - self.page_bytes) * KEPT) // self.states.text_bytes
+            self.states.most_kept = kept
+            left -= kept * self.states.text_bytes
+        self.pages = Pages(left // self.page_bytes)
         slots = self.pages.count * SLOTS
-        super().__init__(
-            layers=[x if isinstance(x, DummyLayer) else PagedLayer(x, slots) for x in like]
-        )
+        super().__init__(layers=[_paged(x, slots) for x in like])
         self.slots = slots  # of all texts
         self.step: Step | None = None
+
+    @property
+    def with_rows(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def begin_step(self, texts: Sequence[Text], count: int) -> Tensor:
         """The next forward is of `count` tokens more of each text; their positions [B, count].
@@ -169,8 +209,9 @@ class PagedCache(Cache):
         """
         for text in texts:
             text.make_room(count)
-        layer: Any = self.layers[0]
-        self.step = Step.of(texts, count, layer.keys.device)
+        if self.states:
+            self.states.begin_step(texts)
+        self.step = Step.of(texts, count, self.with_rows[0].keys.device)
         return self.step.positions
 
     def room(
@@ -197,7 +238,14 @@ class PagedCache(Cache):
         return Stored(room, lambda: (room, room))
 
 
-def paged_cache(model: Any, format: str, memory: int) -> PagedCache:
+def _paged(like: Any, slots: int) -> Any:
+    """The layer of a cache of many texts; one without rows is as it is."""
+    if isinstance(like, HybridPackedLayer):
+        return PagedHybridLayer(like, slots)
+    return PagedLayer(like, slots) if isinstance(like, PackedLayer) else like
+
+
+def paged_cache(model: Any, format: str, memory: int, texts: int = 1) -> PagedCache:
     """Of a model whose attention function is "metalmm", which reads a token to show its rows."""
     from ..cache import PackedCache
 
@@ -205,7 +253,7 @@ def paged_cache(model: Any, format: str, memory: int) -> PagedCache:
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=ids, use_cache=True, **with_cache(model, like))
-    return PagedCache(like.layers, memory)
+    return PagedCache(like.layers, memory, texts)
 
 
 def default_memory(device: torch.device) -> int:

@@ -43,6 +43,10 @@ class Pages:
         """Pages that a text may be given."""
         return len(self._free) + len(self._idle)
 
+    def serial(self, page: int) -> int:
+        """The number of what the page holds."""
+        return self._serials[page]
+
     def take(self) -> int:
         """A page for new rows. PoolFull: there is none."""
         if self._free:

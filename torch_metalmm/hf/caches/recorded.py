@@ -157,7 +157,7 @@ class PagedStep:
 
     @staticmethod
     def key(cache: Any) -> Any:
-        return cache.step.key
+        return cache.step.key, cache.states.first
 
     @staticmethod
     def refusal(cache: Any, count: int) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...hf.caches.layers import DTYPE_NAMES
 from ...hf.caches.paged import PagedCache, PoolFull, Text, default_memory, paged_cache
+from ...hf.caches.pages import SLOTS
 from ...hf.drafts import Lookup
 from ...models.attach import check_cache, set_cache
 from ...models.cache_argument import with_cache
@@ -41,12 +42,13 @@ RUN = 3  # tokens that must have stood before what is guessed
 
 
 def can_share(model: Any) -> bool:
-    """Whether its answers can share steps: by rows of tokens, and our attention function.
+    """Whether its answers can share steps: by rows of tokens, our attention function, and our ops
+    where a layer is recurrent.
 
     A chunk's first row, unlike that of a window, is not always behind the last one's.
     """
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if not keeps_rows(model) or "chunked_attention" in kinds or model.dtype not in DTYPE_NAMES:
+    if not keeps_rows(model, states=True) or "chunked_attention" in kinds or model.dtype not in DTYPE_NAMES:
         return False
     try:
         check_cache([model], DTYPE_NAMES[model.dtype])
@@ -82,8 +84,23 @@ class _Answer:
 
     def part(self, most: int) -> list[int]:
         """The next tokens of the prompt: `most`, or all where less than LEAST would be left."""
-        left = self.job.ids[len(self.text.tokens) :]
+        left = self.job.ids[len(self.text.tokens) : self._stop()]
         return left if len(left) < most + LEAST else left[:most]
+
+    def _stop(self) -> int:
+        """Where the next part ends at the latest: states are kept there, for later prompts."""
+        read, whole = len(self.text.tokens), len(self.job.ids)
+        last = (whole - LEAST) // SLOTS * SLOTS
+        if not self.text.cache.states or read >= last:
+            return whole
+        return min(last, (read // CHUNK + 1) * CHUNK)
+
+    def extend(self, part: list[int]) -> None:
+        """The part of the prompt is read."""
+        stop = self._stop()
+        self.text.extend(part)
+        if len(self.text.tokens) == stop < len(self.job.ids):
+            self.text.keep_states()
 
     def left(self) -> int:
         """Tokens that may still come."""
@@ -138,7 +155,10 @@ class Batch:
         self.model, self._tokenizer, self._most, self._lookup = model, tokenizer, most, lookup
         format = cache or DTYPE_NAMES[model.dtype]
         set_cache([model], format)
-        self.cache = paged_cache(model, format, memory or default_memory(model.device))
+        memory = memory or default_memory(model.device)
+        self.cache = paged_cache(model, format, memory, texts=most)
+        if lookup and self.cache.states:
+            raise ValueError("lookup: not of a model with recurrent states, which cannot go back")
         self._keeps_logits = model._supports_logits_to_keep()
         self._end_tokens = end_tokens(model)
         self._prompts: deque[_Answer] = deque()
@@ -254,7 +274,7 @@ class Batch:
             _tell(answer, error)
             return
         self._speed = len(part) / (time.monotonic() - begin)
-        answer.text.extend(part)
+        answer.extend(part)
         if len(answer.text.tokens) < len(answer.job.ids):
             self._prompts.rotate(-1)
             return

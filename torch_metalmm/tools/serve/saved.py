@@ -94,7 +94,7 @@ class SavedPrompts:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, rows [kv_heads, pages, 64, row] of the cache)."""
         for i, layer in enumerate(self._cache.layers):
-            for name in ("keys", "values"):
+            for name in ("keys", "values") if layer in self._cache.with_rows else ():
                 rows: Tensor = getattr(layer, name)[0]
                 yield f"layers.{i}.{name}", rows.view(len(rows), -1, SLOTS, rows.shape[2])
 
@@ -107,7 +107,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> N
 
 def _digest(model: Any, cache: PagedCache) -> str:
     """Of what the bits of rows depend on: weights, config, formats, how they are used."""
-    first: Any = cache.layers[0]
+    first = cache.with_rows[0]
     kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
     native: Any = _C  # mypy does not see into the module
     device = native.cpu_isa() if model.device.type == "cpu" else model.device.type

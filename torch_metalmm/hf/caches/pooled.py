@@ -1,0 +1,113 @@
+"""The states of recurrent layers of many texts: a row of memory that stays for each text under way.
+
+The rows of a step's texts follow each other, so the step reads and writes one view of each state;
+where they do not, they are moved first. A state cannot go back to an earlier token: some are kept
+as they were behind a page, the least recently used ones go first, and a later text that begins
+with these pages goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from .pages import PoolFull
+from .rows import lasting
+
+
+class PooledStates:
+    """Of a cache whose layers are `like`, which hold a row of the model, for `count` texts."""
+
+    def __init__(self, like: Sequence[Any], count: int) -> None:
+        self.count = count
+        self._layers: list[Any] = [x for x in like if isinstance(x, LinearAttentionLayer)]
+        with lasting():
+            self._pools = [
+                (states, i, state.new_zeros(count, *state.shape[1:]))
+                for states, i, state in _states(self._layers)
+            ]
+        self.text_bytes = sum(t[0].numel() * t.element_size() for *_, t in self._pools)
+        self.most_kept = 0
+        self.first = 0  # the row of the step's first text
+        self._texts: list[Any] = [None] * count
+        self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._pools)
+
+    def start(self, text: Any, serial: int | None) -> None:
+        """The text has a row: of the states that are kept as `serial`, or of zeros.
+
+        PoolFull: all rows are texts'.
+        """
+        self.end(text)
+        if None not in self._texts:
+            raise PoolFull(f"the states of all {self.count} texts are in use")
+        row = self._texts.index(None)
+        given = None if serial is None else self._kept[serial]
+        for i, (*_, pool) in enumerate(self._pools):
+            if given is None:
+                pool[row].zero_()
+            else:
+                pool[row].copy_(given[i])
+        if serial is not None:
+            self._kept.move_to_end(serial)
+        self._texts[row] = text
+
+    def end(self, text: Any) -> None:
+        if text in self._texts:
+            self._texts[self._texts.index(text)] = None
+
+    def has(self, serial: int) -> bool:
+        return serial in self._kept
+
+    def keep(self, text: Any, serial: int) -> None:
+        """The text's states as they are now, behind the page that has this serial number."""
+        if not self.most_kept or serial in self._kept:
+            return
+        row = self._texts.index(text)
+        if len(self._kept) < self.most_kept:
+            with lasting():
+                self._kept[serial] = [pool[row].clone() for *_, pool in self._pools]
+            return
+        _, kept = self._kept.popitem(last=False)
+        for own, (*_, pool) in zip(kept, self._pools, strict=True):
+            own.copy_(pool[row])
+        self._kept[serial] = kept
+
+    def begin_step(self, texts: Sequence[Any]) -> None:
+        """The layers show the states of these texts, whose rows they will move on."""
+        for text in texts:
+            if text not in self._texts:
+                self.start(text, None)
+        rows = [self._texts.index(text) for text in texts]
+        if rows != [*range(rows[0], rows[0] + len(rows))]:
+            self._arrange(rows)
+            rows = [*range(len(rows))]
+        self.first = rows[0]
+        has_states = all(text.tokens for text in texts)
+        for states, i, pool in self._pools:
+            states[i] = pool[self.first : self.first + len(rows)]
+        for layer in self._layers:
+            layer.has_previous_state.update(dict.fromkeys(layer.has_previous_state, has_states))
+
+    def _arrange(self, rows: list[int]) -> None:
+        """These rows become the first."""
+        order = rows + [row for row in range(self.count) if row not in rows]
+        self._texts = [self._texts[row] for row in order]
+        for *_, pool in self._pools:
+            pool.copy_(pool[order])
+
+
+def _states(layers: Sequence[Any]) -> Iterator[tuple[dict[int, Any], int, Tensor]]:
+    """(where a layer has it, under which number, the state [B, ...]) of each."""
+    for layer in layers:
+        for states in (layer.conv_states, layer.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    yield states, i, state
