@@ -53,7 +53,7 @@ class FusedLayer:
 
     def __init__(self, layer: nn.Module, recipe: Recipe, step: Step | None, form: str) -> None:
         self.layer, self.recipe, self.step, self.form = layer, recipe, step, form
-        self.watch = Watch(layer, recipe.called())
+        self.watch = Watch(layer, recipe.called(), recipe.ordered())
         self.dtype: torch.dtype | None = None  # the last x's, if the layer gives results of it
         self.dtypes: list[torch.dtype | None] = []  # those of the norms then
         self._norms = [norm for norm in recipe.norms() if norm.name]
@@ -200,6 +200,11 @@ class FusedLayer:
             return _joined(ops, branch.output, a, None, h)
         if isinstance(core, Mixer):
             y, post = mixed(core, ops, norm, x, kwargs)
+            order = branch.output.linear._buffers["input_order"]
+            if order is not None:
+                if post is not None:
+                    y, post = ops.rms_norm(y, post.weight(), post.eps, post.offset), None
+                y = y.index_select(-1, order)
             return _joined(ops, branch.output, y, None, h, post)
         if isinstance(core, GatedMLP):
             return _joined(ops, branch.output, *self._gated(ops, core, norm, x), residual=h)
@@ -238,10 +243,12 @@ class FusedLayer:
         return y, None
 
     def _floats(self) -> list[Tensor]:
-        """Norms, biases and what a mixer has."""
+        """Norms, biases and what a mixer or a mixture has."""
         r = self.recipe
         found = [*(norm.weight() for norm in r.norms()), *(layer.bias for layer in r.linears())]
-        found += [] if r.mixer is None else r.mixer.floats()
+        for branch in r.each():
+            if isinstance(branch.core, Mixer | Mixture):
+                found += branch.core.floats()
         return [t for t in found if t is not None]
 
     def _trained(self) -> bool:

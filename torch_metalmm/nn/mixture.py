@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import formats
 from .experts import DOWN, GATE, GATE_UP, UP
 from .fused import GatedMLP
+from .linear import QuantLinear
 from .router import Router
 
+_NAMES = {dtype: name for name, dtype in formats.DTYPES.items()}
 _FEW = 16  # rows up to which experts and the shared one are read as one stack
 _MOST = 31  # choices of route beside a shared one
 _SURE = 64.0  # 1 + exp(-64) is 1 in f32
@@ -21,8 +24,9 @@ _SURE = 64.0  # 1 + exp(-64) is 1 in f32
 class Mixture:
     """The experts that a router chooses for x, and an MLP of each x times sigmoid(gate x).
 
-    given: the name of the module's tensor that the router takes beside x. gate None: the MLP counts
-    as it is. experts: a QuantExperts.
+    given: the name of the module's tensor that the router takes beside x. gate: a QuantLinear, or
+    one of torch's without a bias, which GGUF files have; None: the MLP counts as it is. experts: a
+    QuantExperts.
     """
 
     module: nn.Module
@@ -41,7 +45,12 @@ class Mixture:
     def linears(self) -> list[Any]:
         """The linear layers that our ops compute."""
         shared = [] if self.shared is None else [*self.shared.layers()]
-        return shared if self.gate is None else [*shared, self.gate]
+        return [*shared, self.gate] if isinstance(self.gate, QuantLinear) else shared
+
+    def floats(self) -> list[Tensor | None]:
+        """The parameters that are not packed."""
+        is_dense = self.gate is not None and not isinstance(self.gate, QuantLinear)
+        return [self.gate._parameters["weight"]] if is_dense else []
 
     def of(self, ops: Any, x: Tensor, residual: Tensor | None) -> Tensor:
         """The mixture of x [..., K], and the residual."""
@@ -52,7 +61,9 @@ class Mixture:
         router, logit = self.router, None
         if self.gate is not None:
             of_gate = self.gate._parameters
-            logit = ops.linear(rows, of_gate["weight"], of_gate["bias"], self.gate.format)
+            weight = of_gate["weight"]
+            format = getattr(self.gate, "format", None) or _NAMES[weight.dtype]
+            logit = ops.linear(rows, weight, of_gate["bias"], format)
         stacks = None if rows.shape[0] > _FEW else self.stacks()
         if stacks is not None:
             of_shared = self._counts_whole(rows) if logit is None else logit

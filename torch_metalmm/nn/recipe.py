@@ -356,6 +356,11 @@ class Recipe:
             every.append(branch.output.linear)
         return [layer for layer in every if layer is not None]
 
+    def ordered(self) -> list[nn.Module]:
+        """The linear layers whose input_order the layer follows: those behind mixers have one in
+        GGUF files, whose heads are in another order."""
+        return [b.output.linear for b in self.each() if isinstance(b.core, Mixer)]
+
     def called(self) -> list[nn.Module]:
         """The modules that are called as they are."""
         every = [part for branch in self.branches for part in (branch.pre, branch.core)]

@@ -29,9 +29,15 @@ class Watch:
     `plain` looks at each module.
     """
 
-    def __init__(self, layer: nn.Module, called: Iterable[nn.Module] = ()) -> None:
-        """called: modules that the fused layer calls as they are, with their hooks."""
-        self.layer = layer
+    def __init__(
+        self,
+        layer: nn.Module,
+        called: Iterable[nn.Module] = (),
+        ordered: Iterable[nn.Module] = (),
+    ) -> None:
+        """called: modules that the fused layer calls as they are, with their hooks. ordered: those
+        whose input_order it follows, if they have one."""
+        self.layer, self.ordered = layer, frozenset(ordered)
         within = {m for module in called for m in module.modules()}
         self.modules = [m for m in layer.modules() if m is not layer and m not in within]
         parents = [m for m in (layer, *self.modules) if m._modules]
@@ -52,7 +58,7 @@ class Watch:
         self.captured: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layer", "modules", "children", "names", "settings")
+        kept = ("layer", "ordered", "modules", "children", "names", "settings")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -88,8 +94,9 @@ class Watch:
         for module in self.modules:
             if _forward_is_set(module) or not hooks_are_known(module, captured):
                 return False
-            if isinstance(module, QuantLinear) and module._buffers["input_order"] is not None:
-                return False
+            if isinstance(module, QuantLinear) and module not in self.ordered:
+                if module._buffers["input_order"] is not None:
+                    return False
         if _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         if not torch.compiler.is_compiling():
@@ -97,7 +104,7 @@ class Watch:
             self._dicts = [each for dicts in of_modules for each in dicts]
             self._families = [(m._modules, seen) for m, seen in self.children]
             self._sizes = [*map(len, self._dicts)]
-            packed = [m for m in self.modules if type(m) in PLAIN]
+            packed = [m for m in self.modules if type(m) in PLAIN and m not in self.ordered]
             self._buffers = [m._buffers for m in packed]
             self._hooks = RemovableHandle.next_id
             self.captured = frozenset(captured)

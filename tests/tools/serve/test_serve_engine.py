@@ -16,6 +16,7 @@ from answered import answered
 from gguf_files import random_model
 from layer_models import SHARED, VOCABULARY, small
 
+from bench.models.families import family
 from torch_metalmm import fuse_, load_gguf
 from torch_metalmm.tools.chat import loading
 from torch_metalmm.tools.chat.session import Options, Session
@@ -71,6 +72,14 @@ def test_layers_that_read_rows_of_others(
 ) -> None:
     _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
     check_answers(small(kind, **SHARED, max_position_embeddings=256), tokenizer, fused, cache)
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"]
+)
+def test_families_with_states(tmp_path: Path, kind: str) -> None:
+    _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    check_answers(family(kind), tokenizer, True, "q8_0")
 
 
 def check_answers(model: Any, tokenizer: Any, fused: bool, cache: str | None) -> None:

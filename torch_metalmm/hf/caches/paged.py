@@ -157,6 +157,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
     """Keys and values of all texts, and the states that `like` shows."""
 
+    is_compileable = False  # as PagedLayer's: masks are made for one that is
+
     def __init__(self, like: HybridPackedLayer, slots: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=like.number_of_states)
         vars(self).update(vars(like))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ... import formats
 from ...nn import QuantLinear
 from ...nn.experts import QuantExperts
-from ...nn.fused import SwiGLU, owner_of, plain
+from ...nn.fused import SwiGLU, owner_of, plain, unhooked
 from ...nn.heads import TRACED
 from ...nn.mixture import Mixture
 from ...nn.router import FusedRouter
@@ -25,7 +26,7 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     experts = [c for c in children if type(c) is QuantExperts]
     mlps = [c.gated for c in children if isinstance(c, SwiGLU)]
     shared = [mlp for mlp in mlps if mlp.gate_scale == mlp.scale == 1]
-    gates = [c for c in children if type(c) is QuantLinear and c.out_features == 1 and plain(c)]
+    gates = [c for c in children if _is_gate(c)]
     parts: tuple[list[Any], ...] = (routers, experts, shared, gates)
     if len(call.inputs) != 1 or call.inputs[0] is not x or call.kwargs:
         return None
@@ -47,3 +48,11 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
     # Of more than rounding another rule differs by; confirm.py says whether it is rounding.
     near = isinstance(call.out, Tensor) and call.out.shape == y.shape
     return found if near and (y - call.out).norm() <= 0.1 * call.out.norm() else None
+
+
+def _is_gate(child: nn.Module) -> bool:
+    """Whether it is a linear layer of one result that the op computes."""
+    if type(child) is nn.Linear:
+        is_known = child.weight.dtype in formats.DTYPES.values() and child.bias is None
+        return is_known and child.out_features == 1 and unhooked(child)
+    return type(child) is QuantLinear and child.out_features == 1 and plain(child)
