@@ -259,3 +259,27 @@ def test_a_saved_cache(tmp_path: Any) -> None:
     torch.save(cache, tmp_path / "cache.pt")
     loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
     assert torch.equal(run(fused, loaded, ids[:, 8:]), run(fused, cache, ids[:, 8:]))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_an_output_that_takes_its_input_in_another_order(kind: str) -> None:
+    """As of GGUF files, whose heads are in another order; the one that a state dict brings, too."""
+    model = family(kind)
+    outputs = [
+        (n, m) for n, m in model.named_modules() if n.endswith(("conv.out_proj", "out_proj"))
+    ]
+    orders = {f"{name}.input_order": torch.randperm(m.in_features) for name, m in outputs}
+    for name, output in outputs:
+        output.input_order = orders[f"{name}.input_order"]
+    fused, ids = fuse_(copy.deepcopy(model), "swiglu"), tokens(2, 9)
+    assert mixer_of(fused) is not None
+    assert_near(
+        kind, run(fused, None, ids, use_cache=False), run(model, None, ids, use_cache=False)
+    )
+    state = {name: order.flip(0) for name, order in orders.items()}
+    for each in (model, fused):
+        each.load_state_dict(state, strict=False)
+    with Calls() as calls:
+        got = run(fused, None, ids, use_cache=False)
+    assert "causal_conv" in calls.ours
+    assert_near(kind, got, run(model, None, ids, use_cache=False))

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import random_model
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bench.models.families import family, fused_family
-from torch_metalmm import unfuse_
+from torch_metalmm import fuse_, load_gguf, unfuse_
 from torch_metalmm.models.fuse.layers import fused_layer
 from torch_metalmm.nn.experts import QuantExperts
 from torch_metalmm.nn.mixture import Mixture
@@ -121,3 +122,34 @@ def test_what_changes_after_fuse_() -> None:
         down = m.get_decoder().layers[0].mlp.shared_expert.down_proj
         down.bias = torch.nn.Parameter(torch.ones(down.out_features), requires_grad=False)
     assert_near(logits(biased, 3), logits(model, 3))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_shared_gate_that_is_not_packed(trained: bool) -> None:
+    """As of GGUF files and recipes. Its gradient is the class's own forward's."""
+    model = family("qwen3_5_moe_text")
+    for layer in model.model.layers:
+        packed = layer.mlp.shared_expert_gate
+        gate = nn.Linear(packed.in_features, 1, bias=False)
+        gate.weight = nn.Parameter(packed.dequantize(), requires_grad=False)
+        layer.mlp.shared_expert_gate = gate
+    fused = fused_family(model)
+    assert len(mixtures(fused)) == 2 and all(m.stacks() is not None for m in mixtures(fused))
+    for length in (3, 40):
+        assert_near(logits(fused, length), logits(model, length))
+    gate = fused.model.layers[0].mlp.shared_expert_gate
+    for parameter in fused.parameters():
+        parameter.requires_grad = False
+    gate.weight.requires_grad = trained
+    out = fused(torch.arange(5)[None] + 5, use_cache=False).logits
+    assert out.requires_grad == trained
+
+
+def test_the_layers_of_gguf_files(tmp_path: Path) -> None:
+    """The shared gate is not packed there, and outputs of recurrent layers have an order."""
+    model, _ = load_gguf(random_model(tmp_path / "m.gguf", "qwen35moe", kinds=("q8_0",)))
+    assert model.model.layers[0].linear_attn.out_proj.input_order is not None
+    fuse_(model)
+    found = [fused_layer(layer) for layer in model.model.layers]
+    cores = [[type(b.core).__name__ for b in f.recipe.branches] for f in found if f is not None]
+    assert cores == [["Delta", "Mixture"]] * 3 + [["Heads", "Mixture"]]

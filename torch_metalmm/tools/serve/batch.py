@@ -48,7 +48,11 @@ def can_share(model: Any) -> bool:
     A chunk's first row, unlike that of a window, is not always behind the last one's.
     """
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if not keeps_rows(model, states=True) or "chunked_attention" in kinds or model.dtype not in DTYPE_NAMES:
+    if (
+        not keeps_rows(model, states=True)
+        or "chunked_attention" in kinds
+        or model.dtype not in DTYPE_NAMES
+    ):
         return False
     try:
         check_cache([model], DTYPE_NAMES[model.dtype])
