@@ -94,9 +94,9 @@ class Watch:
         for module in self.modules:
             if _forward_is_set(module) or not hooks_are_known(module, captured):
                 return False
-            if isinstance(module, QuantLinear) and module not in self.ordered:
-                if module._buffers["input_order"] is not None:
-                    return False
+            follows = not isinstance(module, QuantLinear) or module in self.ordered
+            if not follows and module._buffers["input_order"] is not None:
+                return False
         if _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         if not torch.compiler.is_compiling():

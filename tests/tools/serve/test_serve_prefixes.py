@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch_metalmm.tools.serve.engine import Finish, Job
 NEW = 9
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3 fused", "qwen35 fused"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return endless(request.param, tmp_path_factory.mktemp("m"))
 
@@ -52,9 +53,32 @@ def test_a_prompt_begins_where_an_earlier_one_did(loaded: Any) -> None:
         if shared == 300:
             ids = first
         (finish, logits), *_ = logits_of(batch, [ids])
+        if batch.cache.states and shared == 64:  # states are kept at each 512 and near the end
+            kept = 0
         assert finish.kept_tokens == kept, shared
         assert same(logits, logits_of(pool(loaded, 1, 32), [ids])[0][1])
     assert batch.cache.pages.available == 32
+
+
+def test_states_are_kept_behind_parts(tmp_path: Path) -> None:
+    """Of recurrent layers, where a part of 512 tokens ends; the last used ones stay."""
+    loaded = endless("qwen35 fused", tmp_path)
+    batch, head = pool(loaded, 2, 64), tokens(5, 600)
+    with pytest.raises(ValueError, match="lookup: 2; recurrent states"):
+        pool(loaded, 2, 64, lookup=2)
+    with pytest.raises(ValueError, match=r"memory: 9999 bytes; 64 .* states of 2 texts take \d+$"):
+        Batch(*loaded, 2, "q8_0", 9999)
+    logits_of(batch, [head + tokens(6, 200)])
+    second = head + tokens(7, 90)
+    wanted = logits_of(pool(loaded, 1, 64), [second])[0][1]
+    (finish, logits), *_ = logits_of(batch, [second])
+    assert finish.kept_tokens == 512 and same(logits, wanted)
+    batch = pool(loaded, 2, 64)
+    batch.cache.states.most_kept = 1
+    for ids, kept in ((second, 0), (second, 576), (tokens(8, 200), 0), (second, 0)):
+        (finish, logits), *_ = logits_of(batch, [ids])
+        assert finish.kept_tokens == kept
+        assert ids is not second or same(logits, wanted)
 
 
 def test_prompts_under_way_share(loaded: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from answered import answered, endless, pool
 from gguf_files import random_model
+from layer_models import SHARED, small
 from safetensors import safe_open
 from safetensors.torch import save_file
 from serving import KEY, OTHER_KEY, serving
@@ -30,6 +31,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return endless("llama", tmp_path_factory.mktemp("m"))
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return endless("qwen35 fused", tmp_path_factory.mktemp("r"))
+
+
+@pytest.fixture(params=["loaded", "recurrent"])
+def either(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
 def prompt(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(3, 300), k=count)
 
@@ -41,34 +52,34 @@ def ask(batch: Batch, ids: list[int], owner: bytes = b"") -> tuple[int, list[tor
     return told[-1].kept_tokens, logits
 
 
-def test_a_next_process_begins_where_prompts_did(loaded: Any, tmp_path: Path) -> None:
+def test_a_next_process_begins_where_prompts_did(either: Any, tmp_path: Path) -> None:
     """For their owners alone, with the same bits; what has no room is what was used first."""
     file = tmp_path / "prompts"
     head = prompt(1, 2 * SLOTS)
     texts = [(prompt(2, 200), b""), (head + prompt(3, 150), b"a"), (head + prompt(4, 150), b"a")]
-    first = pool(loaded, 1, 32)
+    first = pool(either, 1, 32)
     logits = [ask(first, ids, owner)[1] for ids, owner in texts]
     SavedPrompts(file, first).write()
     assert file.stat().st_mode & 0o777 == 0o600
     for (ids, owner), wanted, kept in zip(texts, logits, (128, 192, 192), strict=True):
-        batch = pool(loaded, 1, 32)
+        batch = pool(either, 1, 32)
         SavedPrompts(file, batch).read()
         assert ask(batch, ids, b"b")[0] == 0
         count, found = ask(batch, ids, owner)
         assert count == kept
         assert len(found) == NEW and all(map(torch.equal, found, wanted))
     for room, held in ((6, (0, 4, 4)), (5, (0, 3, 4)), (1, (0, 1, 1))):
-        batch = pool(loaded, 1, room)
+        batch = pool(either, 1, room)
         SavedPrompts(file, batch).read()
         pages = batch.cache.pages
         assert pages.available == room
         assert tuple(len(pages.find(ids, len(ids), owner)) for ids, owner in texts) == held
 
 
-def test_what_is_restored_is_saved_again(loaded: Any, tmp_path: Path) -> None:
+def test_what_is_restored_is_saved_again(either: Any, tmp_path: Path) -> None:
     """In the same order, and an empty cache as one."""
     files = [tmp_path / name for name in ("a", "b", "empty")]
-    batch, again = pool(loaded, 1, 16), pool(loaded, 1, 16)
+    batch, again = pool(either, 1, 16), pool(either, 1, 16)
     SavedPrompts(files[2], batch).write()
     SavedPrompts(files[2], batch).read()
     for seed in (5, 6):
@@ -119,6 +130,35 @@ def test_a_damaged_file_is_refused(loaded: Any, tmp_path: Path) -> None:
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=f"--prompts {file}: "):
         SavedPrompts(file, batch).read()
+
+
+def test_damaged_states_are_refused(recurrent: Any, tmp_path: Path) -> None:
+    file, batch = tmp_path / "prompts", pool(recurrent, 1, 8)
+    ask(batch, prompt(7, 300))
+    SavedPrompts(file, batch).write()
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in tuple(opened.keys())}
+        metadata = opened.metadata()
+    for changed, told in (
+        ({"behind": tensors["behind"] - 9}, "behind: -7; must be a page"),
+        ({"behind": tensors["behind"].int()}, "behind: torch.int32"),
+        ({"states.1": tensors["states.1"][:, :1].clone()}, "states.1: .*must be"),
+    ):
+        save_file(tensors | changed, file, metadata=metadata)
+        with pytest.raises(ValueError, match=f"--prompts {file}: .*{told}"):
+            SavedPrompts(file, pool(recurrent, 1, 8)).read()
+
+
+def test_layers_that_read_rows_of_others(loaded: Any, tmp_path: Path) -> None:
+    """They have none to be saved."""
+    model = small("gemma4_text", **SHARED, max_position_embeddings=512)
+    ids, file = [3 + i % 90 for i in range(200)], tmp_path / "prompts"
+    first, again = (pool((model, loaded[1]), 1, 8) for _ in range(2))
+    wanted = ask(first, ids)[1]
+    SavedPrompts(file, first).write()
+    SavedPrompts(file, again).read()
+    kept, found = ask(again, ids)
+    assert kept == 128 and all(map(torch.equal, found, wanted))
 
 
 def test_two_servers(tmp_path: Path) -> None:

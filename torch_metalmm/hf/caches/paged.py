@@ -1,10 +1,11 @@
 """A cache of many texts in a fixed number of bytes: rows of each layer in pages of one pool.
 
 A layer has two tensors, keys and values [1, kv_heads, slots, row], of which pages.py gives texts
-pages of 64 slots; the states of recurrent layers lie beside them (pooled.py). A forward reads and writes rows of the texts that begin_step() names: a token, or
-a part of a prompt, of each. Texts that join, leave or grow move no rows, and those with a common
-beginning read its rows at one place. What a failed step has written lies behind all lengths, so no
-text sees it; states have moved on, and the step's texts are to end.
+pages of 64 slots; the states of recurrent layers lie beside them (pooled.py). A forward reads and
+writes rows of the texts that begin_step() names: a token, or a part of a prompt, of each. Texts
+that join, leave or grow move no rows, and those with a common beginning read its rows at one place.
+What a failed step has written lies behind all lengths, so no text sees it; states have moved on,
+and the step's texts are to end.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
+class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore
     """Keys and values of all texts, and the states that `like` shows."""
 
     is_compileable = False  # as PagedLayer's: masks are made for one that is
@@ -164,7 +165,7 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
         vars(self).update(vars(like))
         PagedLayer.__init__(self, like, slots)
 
-    lazy_initialization = LinearAttentionLayer.lazy_initialization
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
 
 
 class PagedCache(Cache):
@@ -213,7 +214,8 @@ class PagedCache(Cache):
             text.make_room(count)
         if self.states:
             self.states.begin_step(texts)
-        self.step = Step.of(texts, count, self.with_rows[0].keys.device)
+        first: Any = self.with_rows[0]
+        self.step = Step.of(texts, count, first.keys.device)
         return self.step.positions
 
     def room(

@@ -68,17 +68,28 @@ class PooledStates:
 
     def keep(self, text: Any, serial: int) -> None:
         """The text's states as they are now, behind the page that has this serial number."""
+        row = self._texts.index(text)
+        self.put(serial, [pool[row] for *_, pool in self._pools])
+
+    def put(self, serial: int, states: Sequence[Tensor]) -> None:
+        """Keep a copy of these, in the place of those that were used longest ago."""
         if not self.most_kept or serial in self._kept:
             return
-        row = self._texts.index(text)
         if len(self._kept) < self.most_kept:
             with lasting():
-                self._kept[serial] = [pool[row].clone() for *_, pool in self._pools]
-            return
-        _, kept = self._kept.popitem(last=False)
-        for own, (*_, pool) in zip(kept, self._pools, strict=True):
-            own.copy_(pool[row])
+                kept = [torch.empty_like(pool[0]) for *_, pool in self._pools]
+        else:
+            _, kept = self._kept.popitem(last=False)
+        for own, state in zip(kept, states, strict=True):
+            own.copy_(state)
         self._kept[serial] = kept
+
+    def kept(self, serial: int) -> list[Tensor]:
+        return self._kept[serial]
+
+    def shapes(self) -> list[tuple[torch.dtype, list[int]]]:
+        """Those of a text's states."""
+        return [(pool.dtype, list(pool.shape[1:])) for *_, pool in self._pools]
 
     def begin_step(self, texts: Sequence[Any]) -> None:
         """The layers show the states of these texts, whose rows they will move on."""

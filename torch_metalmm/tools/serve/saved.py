@@ -2,8 +2,9 @@
 
 A safetensors file: "layers.0.keys", "layers.0.values" [kv_heads, pages, 64, row] and so on,
 "tokens" int64 [pages, 64], "before" int64 [pages], the place in the file of the page before, or
--1 - i of a text's first page, whose owner is the i-th. In the metadata "metalmm_prompts", JSON:
-version; model, which the rows are of; owners, in hex digits.
+-1 - i of a text's first page, whose owner is the i-th. Of recurrent layers "states.0" and so on,
+each [kept, ...], and "behind" int64 [kept], the pages behind which they are. In the metadata
+"metalmm_prompts", JSON: version; model, which the rows are of; owners, in hex digits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ... import _C
 from ...files.staging import check_writable, replaced
-from ...hf.caches.paged import PagedCache
+from ...hf.caches.paged import PagedCache, PagedLayer
 from ...hf.caches.pages import SLOTS
 
 if TYPE_CHECKING:
@@ -68,6 +69,22 @@ class SavedPrompts:
                 rows = file.get_tensor(name)
                 _check(name, rows, own.dtype, [own.shape[0], count, *own.shape[2:]])
                 own[:, given] = rows[:, : len(given)].to(own.device)
+            if self._cache.states:
+                self._read_states(file, given)
+
+    def _read_states(self, file: Any, pages: list[int]) -> None:
+        states, behind = self._cache.states, file.get_tensor("behind")
+        _check("behind", behind, torch.int64, [len(behind)])
+        tensors = []
+        for i, (dtype, shape) in enumerate(states.shapes()):
+            tensors.append(file.get_tensor(f"states.{i}"))
+            _check(f"states.{i}", tensors[i], dtype, [len(behind), *shape])
+        if len(behind) and int(behind.min()) < 0:
+            raise ValueError(f"behind: {int(behind.min())}; must be a page")
+        # The last used ones are the first, and stay where there is not room for all.
+        for i, place in reversed([*enumerate(behind.tolist())][: states.most_kept]):
+            if place < len(pages):
+                states.put(self._cache.pages.serial(pages[place]), [t[i] for t in tensors])
 
     def write(self) -> None:
         """What the cache holds and no answer reads, the last used first. OSError: as replaced.
@@ -84,6 +101,8 @@ class SavedPrompts:
         }
         for name, own in self._tensors():
             tensors[name] = own[:, numbers].cpu()
+        if self._cache.states:
+            tensors |= self._states(numbers)
         hexes = [owner.hex() for owner in owners]
         said = json.dumps({"version": VERSION, "model": self._model, "owners": hexes})
         with replaced(self._path) as new:
@@ -91,10 +110,23 @@ class SavedPrompts:
             save_file(tensors, new, metadata={KEY: said})
             new.chmod(0o600)
 
+    def _states(self, pages: list[int]) -> dict[str, Tensor]:
+        """Of recurrent layers, behind which of these pages they are kept."""
+        states, serials = self._cache.states, [self._cache.pages.serial(page) for page in pages]
+        behind = [i for i, serial in enumerate(serials) if states.has(serial)]
+        found = {"behind": torch.tensor(behind, dtype=torch.int64)}
+        kept = [states.kept(serials[i]) for i in behind]
+        for i, (dtype, shape) in enumerate(states.shapes()):
+            own = [each[i].cpu() for each in kept]
+            found[f"states.{i}"] = torch.stack(own) if own else torch.empty(0, *shape, dtype=dtype)
+        return found
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, rows [kv_heads, pages, 64, row] of the cache)."""
         for i, layer in enumerate(self._cache.layers):
-            for name in ("keys", "values") if layer in self._cache.with_rows else ():
+            if not isinstance(layer, PagedLayer):
+                continue
+            for name in ("keys", "values"):
                 rows: Tensor = getattr(layer, name)[0]
                 yield f"layers.{i}.{name}", rows.view(len(rows), -1, SLOTS, rows.shape[2])
 
@@ -107,7 +139,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> N
 
 def _digest(model: Any, cache: PagedCache) -> str:
     """Of what the bits of rows depend on: weights, config, formats, how they are used."""
-    first = cache.with_rows[0]
+    first: Any = cache.with_rows[0]
     kinds = [f"{type(x).__name__} {getattr(x, 'activations', None)}" for x in model.modules()]
     native: Any = _C  # mypy does not see into the module
     device = native.cpu_isa() if model.device.type == "cpu" else model.device.type
