@@ -18,6 +18,7 @@ from layer_models import SHARED, VOCABULARY, small
 
 from bench.models.families import family
 from torch_metalmm import fuse_, load_gguf
+from torch_metalmm.hf.replay import replayed
 from torch_metalmm.tools.chat import loading
 from torch_metalmm.tools.chat.session import Options, Session
 from torch_metalmm.tools.chat.template import Template
@@ -93,6 +94,8 @@ def check_answers(model: Any, tokenizer: Any, fused: bool, cache: str | None) ->
         ids = [int(token) for token in torch.randint(3, VOCABULARY, (length,))]
         jobs.append(Job("", ids, Options(max_new_tokens=NEW + 3 * i), None, told[i].append))
     together = answered(Batch(model, tokenizer, 4, cache), jobs)
+    if fused:  # the steps are few kinds, on memory that stays
+        assert replayed(model).replays > NEW  # type: ignore[union-attr]
     for i, job in enumerate(jobs):
         assert told[i][-1] == Finish("length", len(job.ids), 0, NEW + 3 * i)
         by_itself = answered(Batch(model, tokenizer, 1, cache), [job])[id(job)]

@@ -79,6 +79,10 @@ def test_states_are_kept_behind_parts(tmp_path: Path) -> None:
         (finish, logits), *_ = logits_of(batch, [ids])
         assert finish.kept_tokens == kept
         assert ids is not second or same(logits, wanted)
+    batch.cache.states.most_kept = 2
+    a, b, c = (tokens(seed, 200) for seed in (50, 51, 52))
+    found = [logits_of(batch, [ids])[0][0].kept_tokens for ids in (a, b, a, c, a, b)]
+    assert found == [0, 0, 128, 0, 128, 0]
 
 
 def test_prompts_under_way_share(loaded: Any) -> None:

@@ -31,6 +31,8 @@ class PooledStates:
                 (states, i, state.new_zeros(count, *state.shape[1:]))
                 for states, i, state in _states(self._layers)
             ]
+        # By the rows of a step, made once: a step that is recorded is of these tensors.
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
         self.text_bytes = sum(t[0].numel() * t.element_size() for *_, t in self._pools)
         self.most_kept = 0
         self.first = 0  # the row of the step's first text
@@ -102,10 +104,17 @@ class PooledStates:
             rows = [*range(len(rows))]
         self.first = rows[0]
         has_states = all(text.tokens for text in texts)
-        for states, i, pool in self._pools:
-            states[i] = pool[self.first : self.first + len(rows)]
+        for (states, i, _), view in zip(self._pools, self._shown(len(rows)), strict=True):
+            states[i] = view
         for layer in self._layers:
             layer.has_previous_state.update(dict.fromkeys(layer.has_previous_state, has_states))
+
+    def _shown(self, count: int) -> list[Tensor]:
+        key = self.first, count
+        if key not in self._views:
+            with lasting():
+                self._views[key] = [pool[key[0] : key[0] + count] for *_, pool in self._pools]
+        return self._views[key]
 
     def _arrange(self, rows: list[int]) -> None:
         """These rows become the first."""
