@@ -10,6 +10,7 @@ import pytest
 import torch
 from answered import answered, endless, pool
 
+from torch_metalmm.hf.caches.paged import Text
 from torch_metalmm.hf.caches.pages import SLOTS, PoolFull
 from torch_metalmm.tools.chat.session import Options
 from torch_metalmm.tools.serve.batch import LEAST, Batch
@@ -83,6 +84,23 @@ def test_states_are_kept_behind_parts(tmp_path: Path) -> None:
     a, b, c = (tokens(seed, 200) for seed in (50, 51, 52))
     found = [logits_of(batch, [ids])[0][0].kept_tokens for ids in (a, b, a, c, a, b)]
     assert found == [0, 0, 128, 0, 128, 0]
+    batch.cache.states.most_kept = 0
+    assert [logits_of(batch, [ids])[0][0].kept_tokens for ids in (c, c)] == [0, 0]
+    texts = [Text(batch.cache) for _ in range(3)]
+    for text in texts[:2]:
+        text.begin([], 0)
+    with pytest.raises(PoolFull, match="states of all 2 texts"):
+        texts[2].begin([], 0)
+
+
+def test_texts_under_way_keep_states_once(tmp_path: Path) -> None:
+    """Two that read the same at a time take the place of one, and no other goes."""
+    batch = pool(endless("qwen35 fused", tmp_path), 2, 64)
+    batch.cache.states.most_kept = 2
+    a, b = tokens(60, 200), tokens(61, 200)
+    for prompts in ([a], [b, b]):
+        logits_of(batch, prompts)
+    assert logits_of(batch, [a])[0][0].kept_tokens == 128
 
 
 def test_prompts_under_way_share(loaded: Any) -> None:
