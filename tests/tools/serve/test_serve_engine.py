@@ -83,6 +83,20 @@ def test_families_with_states(tmp_path: Path, kind: str) -> None:
     check_answers(family(kind), tokenizer, True, "q8_0")
 
 
+def test_a_prompt_of_one_token_is_no_step(tmp_path: Path) -> None:
+    """Nemotron-H limits dt otherwise in a prompt than in a step, of which a recording is known."""
+    _, tokenizer = load_gguf(random_model(tmp_path / "m.gguf", "llama"))
+    model = fuse_(family("nemotron_h"))
+    model.generation_config.eos_token_id = None
+    job = Job("", [5], Options(max_new_tokens=6), None, lambda _: None)
+    wanted = answered(Batch(model, tokenizer, 1, "q8_0"), [job])[id(job)]
+    warm = Batch(model, tokenizer, 1, "q8_0")
+    for _ in range(4):
+        answered(warm, [Job("", [7, 9, 11], Options(max_new_tokens=NEW), None, lambda _: None)])
+    assert replayed(model).replays > NEW  # type: ignore[union-attr]
+    assert all(map(torch.equal, answered(warm, [job])[id(job)], wanted))
+
+
 def check_answers(model: Any, tokenizer: Any, fused: bool, cache: str | None) -> None:
     model.generation_config.eos_token_id = None
     if fused:

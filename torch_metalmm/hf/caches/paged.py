@@ -183,18 +183,18 @@ class PagedCache(Cache):
             if isinstance(layer, PackedLayer)
             for t in (layer.keys, layer.values)
         )
-        self.states = PooledStates(like, texts)
-        left = memory - texts * self.states.text_bytes
+        of_text = PooledStates.bytes_of(like)
+        left, kept = memory - texts * of_text, 0
         if left < self.page_bytes:
-            states = f", and states of {texts} texts" if self.states else ""
-            needed = self.page_bytes + memory - left
+            states = f", and states of {texts} texts" if of_text else ""
+            needed = self.page_bytes + texts * of_text
             raise ValueError(
                 f"memory: {memory} bytes; {SLOTS} tokens of this model{states} take {needed}"
             )
-        if self.states:
-            kept = int((left - self.page_bytes) * KEPT) // self.states.text_bytes
-            self.states.most_kept = kept
-            left -= kept * self.states.text_bytes
+        if of_text:
+            kept = int((left - self.page_bytes) * KEPT) // of_text
+            left -= kept * of_text
+        self.states = PooledStates(like, texts, kept)
         self.pages = Pages(left // self.page_bytes)
         slots = self.pages.count * SLOTS
         super().__init__(layers=[_paged(x, slots) for x in like])

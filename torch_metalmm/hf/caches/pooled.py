@@ -23,21 +23,29 @@ from .rows import lasting
 class PooledStates:
     """Of a cache whose layers are `like`, which hold a row of the model, for `count` texts."""
 
-    def __init__(self, like: Sequence[Any], count: int) -> None:
-        self.count = count
-        self._layers: list[Any] = [x for x in like if isinstance(x, LinearAttentionLayer)]
+    def __init__(self, like: Sequence[Any], count: int, kept: int) -> None:
+        """kept: states that are kept beside those of texts under way."""
+        recurrent = [layer for layer in like if isinstance(layer, LinearAttentionLayer)]
+        self.count, self.most_kept = count, kept
+        self._before = [layer.has_previous_state for layer in recurrent]
         with lasting():
             self._pools = [
                 (states, i, state.new_zeros(count, *state.shape[1:]))
-                for states, i, state in _states(self._layers)
+                for states, i, state in _states(recurrent)
             ]
+            self._free = [[torch.empty_like(t[0]) for *_, t in self._pools] for _ in range(kept)]
         # By the rows of a step, made once: a step that is recorded is of these tensors.
         self._views: dict[tuple[int, int], list[Tensor]] = {}
-        self.text_bytes = sum(t[0].numel() * t.element_size() for *_, t in self._pools)
-        self.most_kept = 0
-        self.first = 0  # the row of the step's first text
+        # The row of the step's first text, and whether all of them have read tokens.
+        self.first, self.goes_on = 0, False
         self._texts: list[Any] = [None] * count
         self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
+
+    @staticmethod
+    def bytes_of(like: Sequence[Any]) -> int:
+        """What the states of a text take."""
+        recurrent = [layer for layer in like if isinstance(layer, LinearAttentionLayer)]
+        return sum(t[0].numel() * t.element_size() for *_, t in _states(recurrent))
 
     def __bool__(self) -> bool:
         return bool(self._pools)
@@ -75,19 +83,22 @@ class PooledStates:
 
     def put(self, serial: int, states: Sequence[Tensor]) -> None:
         """Keep a copy of these, in the place of those that were used longest ago."""
-        if not self.most_kept or serial in self._kept:
+        if serial in self._kept:
+            self._kept.move_to_end(serial)
+            return
+        if not self.most_kept:
             return
         if len(self._kept) < self.most_kept:
-            with lasting():
-                kept = [torch.empty_like(pool[0]) for *_, pool in self._pools]
+            kept = self._free.pop()
         else:
             _, kept = self._kept.popitem(last=False)
         for own, state in zip(kept, states, strict=True):
             own.copy_(state)
         self._kept[serial] = kept
 
-    def kept(self, serial: int) -> list[Tensor]:
-        return self._kept[serial]
+    def kept(self) -> dict[int, list[Tensor]]:
+        """By their serial numbers, the last used ones first."""
+        return dict(reversed(self._kept.items()))
 
     def shapes(self) -> list[tuple[torch.dtype, list[int]]]:
         """Those of a text's states."""
@@ -97,17 +108,18 @@ class PooledStates:
         """The layers show the states of these texts, whose rows they will move on."""
         for text in texts:
             if text not in self._texts:
+                assert not text.tokens, "a text whose states are gone"
                 self.start(text, None)
         rows = [self._texts.index(text) for text in texts]
         if rows != [*range(rows[0], rows[0] + len(rows))]:
             self._arrange(rows)
             rows = [*range(len(rows))]
         self.first = rows[0]
-        has_states = all(text.tokens for text in texts)
+        self.goes_on = all(text.tokens for text in texts)
         for (states, i, _), view in zip(self._pools, self._shown(len(rows)), strict=True):
             states[i] = view
-        for layer in self._layers:
-            layer.has_previous_state.update(dict.fromkeys(layer.has_previous_state, has_states))
+        for before in self._before:
+            before.update(dict.fromkeys(before, self.goes_on))
 
     def _shown(self, count: int) -> list[Tensor]:
         key = self.first, count

@@ -149,7 +149,7 @@ def _window(layer: Any) -> int:
 class PagedStep:
     """Of a PagedCache: the slots, lengths and pages of its texts."""
 
-    place = ()  # no code of Python sees what changes
+    place = ()  # no code of Python sees what changes but the key
 
     def __init__(self, cache: Any, count: int, device: torch.device) -> None:
         with lasting():
@@ -157,7 +157,7 @@ class PagedStep:
 
     @staticmethod
     def key(cache: Any) -> Any:
-        return cache.step.key, cache.states.first
+        return cache.step.key, cache.states.first, cache.states.goes_on
 
     @staticmethod
     def refusal(cache: Any, count: int) -> str:

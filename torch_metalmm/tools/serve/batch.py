@@ -95,7 +95,7 @@ class _Answer:
         """Where the next part ends at the latest: states are kept there, for later prompts."""
         read, whole = len(self.text.tokens), len(self.job.ids)
         last = (whole - LEAST) // SLOTS * SLOTS
-        if not self.text.cache.states or read >= last:
+        if not self.text.cache.states.most_kept or read >= last:
             return whole
         return min(last, (read // CHUNK + 1) * CHUNK)
 
@@ -139,9 +139,10 @@ class Batch:
     With lookup an answer's step has tokens more, guessed by what came before: a row for each shows
     what the model would have chosen, and those behind the first wrong one are forgotten.
 
-    Rows do not depend on which other texts share a step, up to ROWS, nor on where a prompt's
-    parts begin, so answers are those of a server with one client. Where the pages run out, the
-    youngest answer gives its own back, and later reads its tokens again as it read them before.
+    Rows do not depend on which other texts share a step, up to ROWS, nor, but for experts, on where
+    a prompt's parts begin, so answers are those of a server with one client. Where the pages run
+    out, the youngest answer gives its own back, and later reads its tokens again as it read them
+    before.
     """
 
     def __init__(
@@ -157,6 +158,10 @@ class Batch:
         bytes of all rows; None: a quarter of what the machine has free. lookup: guesses at a time.
         """
         self.model, self._tokenizer, self._most, self._lookup = model, tokenizer, most, lookup
+        if lookup and not keeps_rows(model):
+            raise ValueError(
+                f"lookup: {lookup}; recurrent states cannot go back from a wrong guess"
+            )
         format = cache or DTYPE_NAMES[model.dtype]
         set_cache([model], format)
         memory = memory or default_memory(model.device)
@@ -209,7 +214,9 @@ class Batch:
         most = self._ahead()
         while self._answers:
             ahead = [a.ahead(most) for a in self._answers]
-            count = max(map(len, ahead))
+            # A state cannot go back from a token that is there for its place alone.
+            count = (min if self.cache.states else max)(map(len, ahead))
+            ahead = [ids[:count] for ids in ahead]
             rows = [ids + ids[-1:] * (count - len(ids)) for ids in ahead]
             try:
                 positions = self.cache.begin_step([a.text for a in self._answers], count)
@@ -264,13 +271,14 @@ class Batch:
     def _fill(self) -> None:
         """A part of the prompt whose turn it is; where it is the last, it becomes an answer."""
         answer = self._prompts[0]
-        if not answer.text.pages:
-            kept = answer.text.begin(answer.job.ids, LEAST)
-            answer.kept = kept if answer.kept is None else answer.kept
-        part = answer.part(self._part_size())
         begin = time.monotonic()
         try:
+            if not answer.text.pages:
+                kept = answer.text.begin(answer.job.ids, LEAST)
+                answer.kept = kept if answer.kept is None else answer.kept
+            part = answer.part(self._part_size())
             logits = self._forward([part], self.cache.begin_step([answer.text], len(part)))
+            answer.extend(part)
         except PoolFull:
             if not self._answers:  # of which none will end and give its pages back
                 self._give_back()
@@ -280,7 +288,6 @@ class Batch:
             _tell(answer, error)
             return
         self._speed = len(part) / (time.monotonic() - begin)
-        answer.extend(part)
         if len(answer.text.tokens) < len(answer.job.ids):
             self._prompts.rotate(-1)
             return

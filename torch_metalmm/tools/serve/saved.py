@@ -70,19 +70,20 @@ class SavedPrompts:
                 _check(name, rows, own.dtype, [own.shape[0], count, *own.shape[2:]])
                 own[:, given] = rows[:, : len(given)].to(own.device)
             if self._cache.states:
-                self._read_states(file, given)
+                self._read_states(file, given, count)
 
-    def _read_states(self, file: Any, pages: list[int]) -> None:
+    def _read_states(self, file: Any, pages: list[int], count: int) -> None:
         states, behind = self._cache.states, file.get_tensor("behind")
         _check("behind", behind, torch.int64, [len(behind)])
         tensors = []
         for i, (dtype, shape) in enumerate(states.shapes()):
             tensors.append(file.get_tensor(f"states.{i}"))
             _check(f"states.{i}", tensors[i], dtype, [len(behind), *shape])
-        if len(behind) and int(behind.min()) < 0:
-            raise ValueError(f"behind: {int(behind.min())}; must be a page")
+        places = behind.tolist()
+        if len({*places}) < len(places) or not {*places} <= {*range(count)}:
+            raise ValueError(f"behind: {places}; must be different ones of {count} pages")
         # The last used ones are the first, and stay where there is not room for all.
-        for i, place in reversed([*enumerate(behind.tolist())][: states.most_kept]):
+        for i, place in reversed([*enumerate(places)][: states.most_kept]):
             if place < len(pages):
                 states.put(self._cache.pages.serial(pages[place]), [t[i] for t in tensors])
 
@@ -112,12 +113,12 @@ class SavedPrompts:
 
     def _states(self, pages: list[int]) -> dict[str, Tensor]:
         """Of recurrent layers, behind which of these pages they are kept."""
-        states, serials = self._cache.states, [self._cache.pages.serial(page) for page in pages]
-        behind = [i for i, serial in enumerate(serials) if states.has(serial)]
-        found = {"behind": torch.tensor(behind, dtype=torch.int64)}
-        kept = [states.kept(serials[i]) for i in behind]
+        of_serial = {self._cache.pages.serial(page): i for i, page in enumerate(pages)}
+        states = self._cache.states
+        kept = {of_serial[s]: own for s, own in states.kept().items() if s in of_serial}
+        found = {"behind": torch.tensor([*kept], dtype=torch.int64)}
         for i, (dtype, shape) in enumerate(states.shapes()):
-            own = [each[i].cpu() for each in kept]
+            own = [each[i].cpu() for each in kept.values()]
             found[f"states.{i}"] = torch.stack(own) if own else torch.empty(0, *shape, dtype=dtype)
         return found
 
