@@ -166,10 +166,6 @@ class Batch:
         set_cache([model], format)
         memory = memory or default_memory(model.device)
         self.cache = paged_cache(model, format, memory, texts=most)
-        if lookup and self.cache.states:
-            raise ValueError(
-                f"lookup: {lookup}; recurrent states cannot go back from a wrong guess"
-            )
         self._keeps_logits = model._supports_logits_to_keep()
         self._end_tokens = end_tokens(model)
         self._prompts: deque[_Answer] = deque()
