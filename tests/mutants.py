@@ -76,7 +76,8 @@ TARGETS = {
     "torch_metalmm/tools/serve/schema.py": "test_serve_refuses.py test_serve_fields.py",
     "torch_metalmm/tools/serve/weights.py": "test_serve_fields.py",
     "torch_metalmm/tools/serve/access.py": "test_serve_access.py",
-    "torch_metalmm/hf/caches/pooled.py": "test_serve_prefixes.py test_serve_saved.py -k qwen35",
+    "torch_metalmm/hf/caches/pooled.py": "test_serve_prefixes.py test_serve_saved.py "
+    "-k 'qwen35 or states or recurrent'",
     "torch_metalmm/tools/serve/batch.py": "test_serve_steps.py test_serve_lookup.py",
     "torch_metalmm/tools/serve/saved.py": "test_serve_saved.py",
     "torch_metalmm/nn/fused.py": "test_fuse.py test_fuse_waiting.py -k cpu",
