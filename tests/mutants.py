@@ -102,9 +102,9 @@ TARGETS = {
     f"{_EMULATED}",
     "csrc/ops/composed_recurrent.cpp": "test_layer_gradients.py -k 'cpu and recurrent'",
     "csrc/plan/recurrent.cpp": "test_plan.py test_plan_layer.py",
-    "metal/formats/block32.h": "test_exact.py test_shader_widths.py "
-    "-k '(emulator or every_width) and gemv and not descending and "
-    "(q4_0 or q4_1 or q5_0 or q5_1 or q8_0)'",
+    "metal/formats/block32.h": "test_exact.py test_shader_widths.py test_subnormal_codes.py "
+    "-k '(emulator or every_width or form) and not descending and "
+    "(gemv or form) and (q4_0 or q4_1 or q5_0 or q5_1 or q8_0 or other_form)'",
 }
 
 _SWAPS = {
