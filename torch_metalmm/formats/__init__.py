@@ -11,7 +11,7 @@ from difflib import get_close_matches
 import torch
 
 from . import blocks32, codebook, grids, kquants, microscaling, ternary
-from ._base import DTYPES, BlockFormat, Format
+from ._base import DTYPE_NAMES, DTYPES, BlockFormat, Format
 from .affine import AFFINE, Affine
 from .dense import DENSE
 
@@ -74,4 +74,4 @@ def names() -> list[str]:
     return list(_BY_NAME)
 
 
-__all__ = ["DTYPES", "Affine", "Format", "affine", "get", "names"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "Affine", "Format", "affine", "get", "names"]

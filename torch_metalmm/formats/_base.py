@@ -14,6 +14,7 @@ FLOOR = 2.0**-40  # of the largest, to within a factor of 2: what less importanc
 
 # What activations, results and sources are, by the names that formats and kernels have for them.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def row_slices(n: int, k: int) -> Iterator[slice]:

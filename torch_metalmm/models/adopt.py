@@ -26,7 +26,6 @@ from .integers.modules import check_computes, integer_rows
 from .replace import check_model, replaceable, summary
 from .structure import activation_of
 
-_DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
 # What libraries call the number of a GGML type: on the layer, or on its weight.
 _GGML_ON_LAYER = ("ggml_type",)
 _GGML_ON_WEIGHT = ("quant_type", "tensor_type")
@@ -250,8 +249,8 @@ def _in_rows(weight: Tensor, format: str, n: int, k: int) -> Tensor:
 
 
 def _checked(weight: Tensor, format: str, n: int, k: int) -> Tensor:
-    if weight.dtype in _DENSE:
-        want = [n, k] if _DENSE[weight.dtype] == format else None
+    if weight.dtype in formats.DTYPE_NAMES:
+        want = [n, k] if formats.DTYPE_NAMES[weight.dtype] == format else None
     else:
         want = [n, formats.get(format).row_bytes(k)] if weight.dtype == torch.uint8 else None
     if list(weight.shape) != want:
@@ -325,12 +324,12 @@ def _affine(module: Any, weight: Tensor) -> _Stored | None:
 def _dense(module: Any, weight: Tensor) -> _Stored | None:
     if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
         return None
-    own = type(weight) in (nn.Parameter, Tensor) and weight.dtype in _DENSE
+    own = type(weight) in (nn.Parameter, Tensor) and weight.dtype in formats.DTYPE_NAMES
     if not own or weight.requires_grad or tuple(weight.shape) != _shape(module):
         return None
     if weight.is_meta or not _computes_linear(module):
         return None
-    name = _DENSE[weight.dtype]
+    name = formats.DTYPE_NAMES[weight.dtype]
     return _Stored(module.in_features, lambda: Rows(name, weight.detach()), module.bias)
 
 

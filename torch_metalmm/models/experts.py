@@ -15,8 +15,6 @@ from .structure import Structure, structure_of
 Site = tuple[str, Any]  # a layer, or a Stack of a module of experts, by name
 Sites = list[Site]  # what holds one weight
 
-_DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
-
 
 class Stack:
     """One weight of a module of experts, dense or packed, as quantize_ and the loaders see it."""
@@ -173,7 +171,7 @@ def _empty(module: nn.Module, structure: Structure, apart: bool, top_k: int) -> 
 
 def dense_format(weight: Tensor) -> str:
     """The format of a stack that stays as it is beside packed ones."""
-    return _DENSE.get(weight.dtype, "f32")
+    return formats.DTYPE_NAMES.get(weight.dtype, "f32")
 
 
 def unpack_into(dense: nn.Module, packed: QuantExperts, dtype: torch.dtype) -> None:

@@ -14,7 +14,6 @@ from .fused import GatedMLP
 from .linear import QuantLinear
 from .router import Router
 
-_NAMES = {dtype: name for name, dtype in formats.DTYPES.items()}
 _FEW = 16  # rows up to which experts and the shared one are read as one stack
 _MOST = 31  # choices of route beside a shared one
 _SURE = 64.0  # 1 + exp(-64) is 1 in f32
@@ -62,7 +61,7 @@ class Mixture:
         if self.gate is not None:
             of_gate = self.gate._parameters
             weight = of_gate["weight"]
-            format = getattr(self.gate, "format", None) or _NAMES[weight.dtype]
+            format = getattr(self.gate, "format", None) or formats.DTYPE_NAMES[weight.dtype]
             logit = ops.linear(rows, weight, of_gate["bias"], format)
         stacks = None if rows.shape[0] > _FEW else self.stacks()
         if stacks is not None:

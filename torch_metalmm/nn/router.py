@@ -14,7 +14,6 @@ from .packed import Packed
 from .settings import Settings
 
 _route = torch.ops.metalmm.route.default
-_FORMAT = {dtype: name for name, dtype in formats.DTYPES.items()}
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Router:
         if self.choice_bias is not None:
             choice = tensor_of(module, self.choice_bias)[1] if self.choice_bias else given[0]
             choice = choice.flatten()
-        form = owner.format if isinstance(owner, Packed) else _FORMAT[weight.dtype]
+        form = owner.format if isinstance(owner, Packed) else formats.DTYPE_NAMES[weight.dtype]
         made: tuple[Tensor, Tensor] = _route(
             x, self.top_k, weight, bias, form, choice_bias=choice, shared=shared, **self.options
         )

@@ -105,13 +105,19 @@ def test_another_model_is_refused(loaded: Any, tmp_path: Path) -> None:
             SavedPrompts(file, one).read()
 
 
+def contents(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a file of prompts, and its metadata."""
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in tuple(opened.keys())}
+        return tensors, opened.metadata()
+
+
 def test_a_damaged_file_is_refused(loaded: Any, tmp_path: Path) -> None:
     file, batch = tmp_path / "prompts", pool(loaded, 1, 8)
     ask(batch, prompt(7, 300))
     SavedPrompts(file, batch).write()
-    with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in tuple(opened.keys())}
-        said = json.loads(opened.metadata()["metalmm_prompts"])
+    tensors, metadata = contents(file)
+    said = json.loads(metadata["metalmm_prompts"])
     before, tokens = tensors["before"], tensors["tokens"]
     assert len(before) == 4
     for changed, meta, told in (
@@ -136,9 +142,7 @@ def test_damaged_states_are_refused(recurrent: Any, tmp_path: Path) -> None:
     file, batch = tmp_path / "prompts", pool(recurrent, 1, 8)
     ask(batch, prompt(7, 300))
     SavedPrompts(file, batch).write()
-    with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in tuple(opened.keys())}
-        metadata = opened.metadata()
+    tensors, metadata = contents(file)
     for changed, told in (
         ({"behind": tensors["behind"] - 9}, "behind: .*-7.*; must be different ones of 4 pages"),
         ({"behind": tensors["behind"] + 9}, "behind: .*11.*; must be different ones of 4 pages"),

@@ -40,7 +40,7 @@ class Room(NamedTuple):
 
 FIRST, STEP = 256, 4096  # slots of a new cache; the most that it grows by
 SLACK = 256  # slots of a sliding window beyond those that it needs
-DTYPE_NAMES = {dtype: name for name, dtype in formats.DTYPES.items()}
+DTYPE_NAMES = formats.DTYPE_NAMES
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -80,10 +80,9 @@ class Text:
         pages, states = self.cache.pages, self.cache.states
         self.pages = pages.find(tokens, max(0, len(tokens) - least), self.owner)
         if states:
-            serials = [pages.serial(page) for page in self.pages]
-            kept = next((i for i, s in reversed([*enumerate(serials, 1)]) if states.has(s)), 0)
-            self._drop(kept)
-            states.start(self, serials[kept - 1] if kept else None)
+            while self.pages and not states.has(pages.serial(self.pages[-1])):
+                self._drop(len(self.pages) - 1)
+            states.start(self, pages.serial(self.pages[-1]) if self.pages else None)
         self.tokens = list(tokens[: len(self.pages) * SLOTS])
         return len(self.tokens)
 
@@ -198,12 +197,9 @@ class PagedCache(Cache):
         self.pages = Pages(left // self.page_bytes)
         slots = self.pages.count * SLOTS
         super().__init__(layers=[_paged(x, slots) for x in like])
+        self.with_rows = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.slots = slots  # of all texts
         self.step: Step | None = None
-
-    @property
-    def with_rows(self) -> list[PagedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def begin_step(self, texts: Sequence[Text], count: int) -> Tensor:
         """The next forward is of `count` tokens more of each text; their positions [B, count].

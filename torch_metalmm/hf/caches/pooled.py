@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from .hybrid import states_of
 from .pages import PoolFull
 from .rows import lasting
 
@@ -44,8 +45,7 @@ class PooledStates:
     @staticmethod
     def bytes_of(like: Sequence[Any]) -> int:
         """What the states of a text take."""
-        recurrent = [layer for layer in like if isinstance(layer, LinearAttentionLayer)]
-        return sum(t[0].numel() * t.element_size() for *_, t in _states(recurrent))
+        return sum(state[0].nbytes for state in states_of(like))
 
     def __bool__(self) -> bool:
         return bool(self._pools)

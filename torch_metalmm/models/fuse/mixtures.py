@@ -53,6 +53,6 @@ def mixture_of(call: Call, x: Tensor) -> Mixture | None:
 def _is_gate(child: nn.Module) -> bool:
     """Whether it is a linear layer of one result that the op computes."""
     if type(child) is nn.Linear:
-        is_known = child.weight.dtype in formats.DTYPES.values() and child.bias is None
+        is_known = child.weight.dtype in formats.DTYPE_NAMES and child.bias is None
         return is_known and child.out_features == 1 and unhooked(child)
     return type(child) is QuantLinear and child.out_features == 1 and plain(child)

@@ -26,7 +26,6 @@ _SAME = {
     "local_params": REPLICATED,
 }
 STYLES = (COLUMNWISE, ROWWISE, GATHERED, SPLIT_INPUT, VOCABULARY, REPLICATED)
-_DENSE = {dtype: name for name, dtype in formats.DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def layer_of(model: nn.Module, name: str) -> tuple[Any, str | None]:
     if is_conv1d(module):
         return module, "it is a dense Conv1D"
     if not isinstance(module, QuantLinear | QuantEmbedding):
-        if module.weight.dtype not in _DENSE:
+        if module.weight.dtype not in formats.DTYPE_NAMES:
             return module, f"its weight is {module.weight.dtype}"
         if not replaceable(model, name):
             return module, "the model computes with its weight, or keeps it in float32"
@@ -83,7 +82,7 @@ def block_of(module: Any) -> int:
 def format_of(module: Any) -> str:
     """The format of a layer; of a dense one that of its dtype."""
     format: str | None = getattr(module, "format", None)
-    return format or _DENSE[module.weight.dtype]
+    return format or formats.DTYPE_NAMES[module.weight.dtype]
 
 
 def leaf(name: str) -> str:
