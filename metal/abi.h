@@ -32,9 +32,9 @@ struct KernelArgs {
   MM_U32 k_per_part;  // split-K: values of K per part, a whole number of blocks; k when there is
                       // one part; attention: pages of a cache
   MM_U32 parts;       // split-K: partial results per output, 1 when not split, 0 where y has them
-  MM_U32 count;       // ids of an embedding, elements of act_mul or a probe, rows of cos of rope,
-                      // from a bias of gate of an expert to the next; attention: whether all n
-                      // slots hold rows; causal_conv: inputs that the state holds
+  MM_U32 count;  // ids of an embedding, elements of hadamard, act_mul or a probe, rows of cos of
+                 // rope, from a bias of gate of an expert to the next; attention: whether all n
+                 // slots hold rows; causal_conv: inputs that the state holds
   // rope: heads of q, of k and of v; values of a head that are rotated; positions of a sequence.
   // attention: heads of q and of the cache, and queries of a sequence; m of all of them, n slots.
   // gated_delta: heads of v, and of q and k; it and causal_conv: positions of a sequence.
@@ -98,6 +98,7 @@ enum SlotBits : MM_U32 {
   kBindReduce = kBindEpilogue | slot_bit(kSlotPartial),
   kBindDequantize = slot_bit(kSlotWeight) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
   kBindEmbedding = kBindDequantize | slot_bit(kSlotIds) | slot_bit(kSlotNorm),
+  kBindHadamard = slot_bit(kSlotX) | slot_bit(kSlotY) | slot_bit(kSlotArgs),
   kBindNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotC),
   kBindAddNorm = kBindProbe | slot_bit(kSlotNorm) | slot_bit(kSlotY2),
   kBindRope = kBindAddNorm | slot_bit(kSlotNorm2) | slot_bit(kSlotCos) | slot_bit(kSlotSin) |
@@ -166,14 +167,16 @@ enum NormBits : MM_U32 {
 enum RopeBits : MM_U32 {
   kRopeNormQ = 1,
   kRopeNormK = 2,
-  kRopeOffset = 4,        // as kEpilogueNormOffset
-  kRopeInterleaved = 8,   // values 2 i and 2 i + 1 are a pair, else i and i + rotated / 2
-  kRopeApart = 16,        // v is x2
-  kRopeFloatTables = 32,  // cos and sin are f32, whatever x is
-  kRopeHalfKeys = 64,     // rows of keys are f16, whatever the format of values
-  kRopePages = 128,       // a slot for each row, of one cache for all sequences; else a position
-  kRopeWholeNorms = 256,  // the norms of q and of k are of all their heads, else of each
-  kRopeNormV = 512        // each head of v is normalised, without a weight
+  kRopeOffset = 4,         // as kEpilogueNormOffset
+  kRopeInterleaved = 8,    // values 2 i and 2 i + 1 are a pair, else i and i + rotated / 2
+  kRopeApart = 16,         // v is x2
+  kRopeFloatTables = 32,   // cos and sin are f32, whatever x is
+  kRopeHalfKeys = 64,      // rows of keys are f16, whatever the format of values
+  kRopePages = 128,        // a slot for each row, of one cache for all sequences; else a position
+  kRopeWholeNorms = 256,   // the norms of q and of k are of all their heads, else of each
+  kRopeNormV = 512,        // each head of v is normalised, without a weight
+  kRopeRotateKeys = 1024,  // rows of keys, of values, are of what hadamard makes of them
+  kRopeRotateValues = 2048
 };
 
 enum TableBits : MM_U32 {

@@ -171,6 +171,11 @@ struct HeadLanes {
   MM_CONST int kValues = 1, kThreads = 4 * kSimdWidth;
 };
 
+// hadamard: a thread a value, a simdgroup the kHadamardValues values that are rotated together.
+using HadamardItems = FlatGeometry<1>;
+MM_CONST int kHadamardValues = kSimdWidth;
+MM_CONST float kHadamardScale = 0.17677669529663687f;  // 1 / sqrt(32)
+
 // rope_tables: a thread a frequency of a position, an item.
 using TableItems = FlatGeometry<1>;
 

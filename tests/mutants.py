@@ -96,6 +96,8 @@ TARGETS = {
     "(emulator and gated_down)'",
     "metal/layer/rope.h": "test_layer.py test_rope_append.py -k 'rope and emulator and not "
     "descending'",
+    "metal/layer/hadamard.h": "test_hadamard.py -k emulator",
+    "csrc/cpu/hadamard.cpp": "test_hadamard.py -k cpu",
     "metal/layer/gated_delta.h": f"test_recurrent.py test_recurrent_states.py {_EMULATED}",
     "metal/layer/ssm_scan.h": f"test_ssm_scan.py test_recurrent_states.py {_EMULATED}",
     "metal/layer/lane_sums.h": "test_recurrent.py test_ssm_scan.py test_recurrent_states.py "

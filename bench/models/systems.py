@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalmm import PackedCache, formats
-from torch_metalmm.hf.caches import pair_of
+from torch_metalmm.hf.caches import pair_of, rows_of
 from torch_metalmm.models.cache_argument import cache_in, with_cache
 
 Step = Callable[[Tensor], Tensor]
@@ -277,13 +277,22 @@ def rounded(rows: Tensor, format: str) -> Tensor:
     return ops.dequantize(packed, format, size).view(rows.shape).to(rows)
 
 
+def held(rows: Tensor, name: str) -> Tensor:
+    """The values that a cache gives back for these: `name` is that of its rows, as in pair_of."""
+    kind, is_rotated = rows_of(name)
+    if not is_rotated:
+        return rounded(rows, kind.name)
+    turned: Tensor = torch.ops.metalmm.hadamard(rows)
+    return torch.ops.metalmm.hadamard(rounded(turned, kind.name))
+
+
 def rounded_cache(format: str) -> Any:
     """Keys and values as the formats of a cache have them, in the dtype of the model."""
     from transformers import DynamicCache
 
     class RoundedCache(DynamicCache):
         def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            given = map(rounded, (k, v), pair_of(format))
+            given = map(held, (k, v), pair_of(format))
             return super().update(*given, layer_idx, *args, **kwargs)
 
     return RoundedCache()

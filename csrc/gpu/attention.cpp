@@ -104,7 +104,6 @@ at::Tensor by_sequence(const args::attention& a, int64_t slots) {
   for (int64_t b = 0; b < a.q.size(0); ++b) {
     const at::Tensor pages = a.pages->select(0, b).clamp(0, a.keys.size(2) / kPageSlots - 1);
     const at::Tensor at = (pages.unsqueeze(1) * kPageSlots + within).flatten().narrow(0, 0, slots);
-    args::attention own = a;
     const at::Tensor q = a.q.narrow(0, b, 1), length = a.length->select(0, b);
     out.push_back(call(args::attention{q, a.keys.index_select(2, at), a.values.index_select(2, at),
                                        a.format_k, a.format_v, length, std::nullopt, a.scale,
@@ -120,6 +119,11 @@ at::Tensor by_sequence(const args::attention& a, int64_t slots) {
 at::Tensor attention(const Engine& e, const args::attention& a) {
   const Tensor &q = a.q, &keys = a.keys, &values = a.values;
   const AttentionShape shape = check(a);
+  if (shape.cache.is_rotated()) {
+    return attend_rotated(
+        a, shape.cache, [&](const at::Tensor& t) { return hadamard(e, args::hadamard{t}); },
+        [&](const args::attention& plain) { return attention(e, plain); });
+  }
   if (q.is_cpu() && a.length.has_value()) check_lengths(a);
   if (q.is_cpu() && a.pages.has_value()) check_page_numbers(a);
   const int64_t capacity = a.pages.has_value() ? a.pages->size(1) * kPageSlots : keys.size(2);

@@ -110,6 +110,19 @@ at::Tensor rms_norm(const Engine& e, const args::rms_norm& a) {
   return like_input(normalised(e, rows, {a.weight, a.eps, a.offset}, a.residual, a.gate), a.x);
 }
 
+at::Tensor hadamard(const Engine& e, const args::hadamard& a) {
+  check(a);
+  Operands o;
+  o[kSlotX] = a.x.contiguous();
+  o[kSlotY] = at::empty(a.x.sizes(), a.x.options());
+  Problem p;
+  p.op = Op::kHadamard;
+  p.n = a.x.numel();
+  p.dtype = dtype_of(a.x.scalar_type());
+  run(e, p, o);
+  return o[kSlotY];
+}
+
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const Engine& e, const args::add_rms_norm& a) {
   const at::Tensor& x = a.x;
   check(a);

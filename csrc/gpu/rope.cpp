@@ -5,6 +5,7 @@
 #include "ops/attention/checks.h"
 #include "ops/attention/composed.h"
 #include "ops/attention/memory.h"
+#include "ops/composed.h"
 
 namespace metalmm::gpu {
 namespace {
@@ -92,6 +93,8 @@ struct Call {
     problem.w2_stride = bytes(values, 2);
     AppendSizes& a = problem.append;
     a.half_keys = has_half_keys(cache.keys, cache.values);
+    a.rotated_keys = cache.rotated_keys;
+    a.rotated_values = cache.rotated_values;
     a.pages = given.slots.dim() == 2;
     a.head_stride = bytes(keys, 1);
     a.head2_stride = bytes(values, 1);
@@ -126,9 +129,11 @@ bool is_written_by_a_kernel(const at::Tensor& keys, const at::Tensor& values,
 }
 
 // Rows [B, kv_heads, S, D] as those of the cache: packed, or of its dtype.
-at::Tensor as_rows_of(const at::Tensor& cache, const at::Tensor& rows, const Format& format) {
+at::Tensor as_rows_of(const at::Tensor& cache, const at::Tensor& rows, const Format& format,
+                      bool is_rotated) {
   if (cache.scalar_type() != at::kByte) return rows.to(cache.scalar_type());
-  const at::Tensor x = rows.to(at::kFloat).reshape({-1, rows.size(3)});
+  const at::Tensor values = is_rotated ? composed::hadamard(rows) : rows.to(at::kFloat);
+  const at::Tensor x = values.reshape({-1, rows.size(3)});
   at::Tensor packed = composed::quantize(x, format);
   if (!packed.defined()) packed = quantize(args::quantize{x, format.name});
   return packed.view({rows.size(0), rows.size(1), rows.size(2), cache.size(3)});
@@ -204,8 +209,8 @@ void cache_append(const Engine& e, const args::cache_append& a) {
     launch(e, call.problem, call.operands);
     return;
   }
-  const at::Tensor new_keys = as_rows_of(a.keys, a.k, shape.keys);
-  const at::Tensor new_values = as_rows_of(a.values, a.v, shape.values);
+  const at::Tensor new_keys = as_rows_of(a.keys, a.k, shape.keys, shape.rotated_keys);
+  const at::Tensor new_values = as_rows_of(a.values, a.v, shape.values, shape.rotated_values);
   const at::Tensor slots = a.slots.flatten();
   const auto put = [&](at::Tensor rows, at::Tensor added) {
     if (a.slots.dim() == 2) added = added.transpose(0, 1).flatten(1, 2).unsqueeze(0);

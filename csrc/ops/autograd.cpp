@@ -195,6 +195,11 @@ std::tuple<Tensor, Tensor> recorded(const args::add_rms_norm& a) {
   return {stored(composed::rms_norm(sum, a.weight, a.eps, a.offset), a.x.scalar_type()), sum};
 }
 
+Tensor recorded(const args::hadamard& a) {
+  check(a);
+  return stored(composed::hadamard(a.x), a.x.scalar_type());
+}
+
 Heads recorded(const args::rope& a) { return composed::rope(a, check(a).has_whole_norms); }
 
 namespace {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dtypes.h"
+#include "metal/geometry.h"
 #include "tensors.h"
 
 namespace metalmm {
@@ -182,6 +183,12 @@ void check(const args::rms_norm& a) {
 void check(const args::add_rms_norm& a) {
   check_norm("weight", a.x, a.weight, a.eps, a.offset);
   check_addend("residual", a.residual, a.x.sym_sizes(), a.x);
+}
+
+void check(const args::hadamard& a) {
+  const Size dim = check_rows("x", a.x);
+  TORCH_CHECK_VALUE(dim % kHadamardValues == 0, "x: rows of ", dim,
+                    " values; must be a multiple of ", kHadamardValues);
 }
 
 RopeShape check(const args::rope& a) {

@@ -55,6 +55,9 @@ struct RopeShape {
 };
 RopeShape check(const args::rope& a);
 
+// x f32 / f16 / bf16 [..., D], D a multiple of kHadamardValues.
+void check(const args::hadamard& a);
+
 // grad [..., N]
 WeightShape check(const args::linear_input_grad& a);
 

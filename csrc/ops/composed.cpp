@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "exact_rows.h"
+#include "metal/geometry.h"
 #include "tensors.h"
 
 namespace metalmm::composed {
@@ -95,6 +96,15 @@ at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double ep
   const at::Tensor rows = x.to(at::kFloat);
   const at::Tensor scaled = rows * (rows.square().mean(-1, true) + eps).rsqrt();
   return weight.has_value() ? scaled * (weight->to(at::kFloat) + offset) : scaled;
+}
+
+at::Tensor hadamard(const at::Tensor& x) {
+  at::Tensor y = x.to(at::kFloat).reshape({-1, 1, 1});
+  for (int64_t step = 1; step < kHadamardValues; step *= 2) {
+    const auto pair = y.view({-1, 2, step}).unbind(1);
+    y = at::stack({pair[0] + pair[1], pair[0] - pair[1]}, 1);
+  }
+  return y.view(x.sizes()) * kHadamardScale;
 }
 
 Heads rope(const args::rope& a, bool has_whole_norms) {

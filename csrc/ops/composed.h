@@ -18,6 +18,9 @@ at::Tensor slope(const at::Tensor& gate, Activation activation);
 // f32, whatever the dtype of x is.
 at::Tensor rms_norm(const at::Tensor& x, const OptionalTensor& weight, double eps, double offset);
 
+// f32 [..., D].
+at::Tensor hadamard(const at::Tensor& x);
+
 // Arguments as those of the op; results in the dtype of qkv.
 Heads rope(const args::rope& a, bool has_whole_norms);
 

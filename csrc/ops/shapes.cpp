@@ -41,6 +41,11 @@ std::tuple<Shape, Shape> add_rms_norm(const args::add_rms_norm& a) {
   return {out, out};
 }
 
+Shape hadamard(const args::hadamard& a) {
+  check(a);
+  return a.x.sym_sizes().vec();
+}
+
 std::tuple<Shape, Shape, Shape> rope(const args::rope& a) {
   const RopeShape r = check(a);
   const Shape kv{r.batch, a.kv_heads, r.positions, r.dim};

@@ -2,6 +2,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "metal/geometry.h"
 #include "passes.h"
 
 namespace metalmm {
@@ -100,6 +101,9 @@ void check(const Problem& p) {
     reject("norm_rows: " + str(p.norm_rows) + "; must be 1, of rms_norm 1 or more");
   }
   if (p.rounded && p.op != Op::kActMul) reject("rounded: of act_mul, not of " + op);
+  if (p.op == Op::kHadamard && p.n % kHadamardValues != 0) {
+    reject("n: " + str(p.n) + "; hadamard takes a multiple of " + str(kHadamardValues));
+  }
   if (p.beta != 0 && !p.has_c) reject("c: missing, but beta is not 0");
   if (p.op == Op::kExpertDown && p.has_c && p.beta != 1) {
     reject("beta: " + std::to_string(p.beta) + "; expert_down adds c as it is: 1");

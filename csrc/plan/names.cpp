@@ -7,11 +7,11 @@ namespace metalmm {
 namespace {
 
 constexpr const char* kOps[] = {
-    "linear",      "swiglu_up",    "swiglu_down", "expert_linear", "expert_down",
-    "expert_up",   "expert_tiles", "embedding",   "dequantize",    "rope_append",
-    "attention",   "add",          "sub",         "mul",           "div",
-    "dot",         "act_mul",      "rms_norm",    "add_rms_norm",  "rope",
-    "rope_tables", "route",        "causal_conv", "gated_delta",   "ssm_scan"};
+    "linear",       "swiglu_up",    "swiglu_down", "expert_linear", "expert_down", "expert_up",
+    "expert_tiles", "embedding",    "dequantize",  "rope_append",   "attention",   "add",
+    "sub",          "mul",          "div",         "dot",           "act_mul",     "hadamard",
+    "rms_norm",     "add_rms_norm", "rope",        "rope_tables",   "route",       "causal_conv",
+    "gated_delta",  "ssm_scan"};
 static_assert(sizeof kOps / sizeof *kOps == static_cast<size_t>(Op::kCount));
 
 constexpr const char* kCodecs[] = {
@@ -105,6 +105,8 @@ std::vector<StrategyId> strategies_of(Op op) {
       return {S::dot};
     case Op::kActMul:
       return {S::act_mul};
+    case Op::kHadamard:
+      return {S::hadamard};
     case Op::kRmsNorm:
       return {S::rms_norm};
     case Op::kAddRmsNorm:

@@ -79,7 +79,7 @@ static_assert(sizeof kStrategies / sizeof *kStrategies == kNumStrategies);
 
 // ---- sizes
 
-// Elements of act_mul or a probe, ids of an embedding, rows of cos of rope.
+// Elements of hadamard, act_mul or a probe, ids of an embedding, rows of cos of rope.
 int64_t count_of(const Problem& p) {
   if (p.op == Op::kEmbedding) return p.m;
   if (is_of_rows(p.op)) return p.op == Op::kRope ? p.rope.angle_rows : 0;
@@ -275,7 +275,9 @@ uint32_t rope_bits(const Problem& p) {
          (r.whole_norms ? kRopeWholeNorms : 0u) | (r.v_norm ? kRopeNormV : 0u) |
          (p.offset != 0 ? kRopeOffset : 0u) | (r.interleaved ? kRopeInterleaved : 0u) |
          (r.v_apart ? kRopeApart : 0u) | (r.float_angles ? kRopeFloatTables : 0u) |
-         (p.append.half_keys ? kRopeHalfKeys : 0u) | (p.append.pages ? kRopePages : 0u);
+         (p.append.half_keys ? kRopeHalfKeys : 0u) | (p.append.pages ? kRopePages : 0u) |
+         (p.append.rotated_keys ? kRopeRotateKeys : 0u) |
+         (p.append.rotated_values ? kRopeRotateValues : 0u);
 }
 
 int64_t product(int64_t a, int64_t b) {

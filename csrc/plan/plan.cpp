@@ -186,6 +186,8 @@ StrategyId choose(const Problem& p, const Gpu& gpu, Reason why) {
       return only(S::dot, "a probe");
     case Op::kActMul:
       return only(S::act_mul, "gate and up, their product rounded once");
+    case Op::kHadamard:
+      return only(S::hadamard, "a simdgroup the values that are rotated together");
     case Op::kRmsNorm:
       return only(S::rms_norm, "a norm on its own, a threadgroup a row");
     case Op::kAddRmsNorm:

@@ -49,6 +49,7 @@ enum class Op : int {
   kDiv,
   kDot,         // k elements: y[0] = sum of x * x2
   kActMul,      // n elements: y = act(x) * x2, x and x2 f32 or, where `rounded`, of dtype
+  kHadamard,    // n elements, whole rows of kHadamardValues: y of x
   kRmsNorm,     // m, k: y = x normalised, times silu(x2) with a gate, + beta * c
   kAddRmsNorm,  // m, k: y2 = x + x2, and y = that normalised
   kRope,        // m rows of x, k values of a head, and `rope`: metal/kernels/rope.h
@@ -138,6 +139,7 @@ constexpr int64_t kPacked = -1;  // a stride: rows follow each other
 // them; of x, and of x2 where v is apart, in values.
 struct AppendSizes {
   bool half_keys = false;
+  bool rotated_keys = false, rotated_values = false;  // rows are of hadamard(values)
   bool pages = false;  // one cache for all sequences, a slot for each row
   int64_t head_stride = kPacked, sequence_stride = kPacked;
   int64_t head2_stride = kPacked, sequence2_stride = kPacked;

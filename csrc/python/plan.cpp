@@ -43,7 +43,9 @@ constexpr std::pair<const char*, uint32_t> kRopeBits[] = {{"norm_q", kRopeNormQ}
                                                           {"half_keys", kRopeHalfKeys},
                                                           {"pages", kRopePages},
                                                           {"whole_norms", kRopeWholeNorms},
-                                                          {"norm_v", kRopeNormV}};
+                                                          {"norm_v", kRopeNormV},
+                                                          {"rotate_keys", kRopeRotateKeys},
+                                                          {"rotate_values", kRopeRotateValues}};
 constexpr std::pair<const char*, uint32_t> kAttentionBits[] = {
     {"causal", kAttentionCausal},      {"window", kAttentionWindow},
     {"softcap", kAttentionSoftcap},    {"partial", kEpiloguePartial},

@@ -120,6 +120,7 @@ inline AppendSizes read_append(const py::dict& given) {
   using A = AppendSizes;
   static const std::vector<Field<A>> fields = {
       {"half_keys", &A::half_keys},           {"pages", &A::pages},
+      {"rotated_keys", &A::rotated_keys},     {"rotated_values", &A::rotated_values},
       {"head_stride", &A::head_stride},       {"sequence_stride", &A::sequence_stride},
       {"head2_stride", &A::head2_stride},     {"sequence2_stride", &A::sequence2_stride},
       {"x_head_stride", &A::x_head_stride},   {"x_sequence_stride", &A::x_sequence_stride},

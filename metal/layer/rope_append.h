@@ -1,6 +1,6 @@
 // rope, of which k and v go to the slots of a cache, in the format of the cache: rounded to T as
 // rope rounds them, then quantized. Without heads of q: rows [sequence, head, position] of x and x2
-// as they are.
+// as they are. A row of a rotated format is that of hadamard(the rounded values).
 //
 // Owner    a simdgroup owns a head of a row.
 // Traffic  as rope; a value of a rotated head of k twice, the second time from the cache.
@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../formats/encode.h"
+#include "hadamard.h"
 #include "rope.h"
 
 namespace metalmm {
@@ -76,8 +77,10 @@ struct RopeAppend {
                                long(place.head) * args.head_stride + slot * args.w_stride)
                : cache.values + (long(sequence) * args.sequence2_stride +
                                  long(place.head) * args.head2_stride + slot * args.w2_stride);
+    const bool is_rotated = (fc_epilogue & (is_key ? kRopeRotateKeys : kRopeRotateValues)) != 0;
     for (uint i = at.lane; i < fc_k; i += kSimdWidth) {
-      const float value = float(T(turned(head, cosines, sines, rotated, i)));
+      float value = float(T(turned(head, cosines, sines, rotated, i)));
+      if (is_rotated) value = hadamard(value, at.lane);
       if (is_half) {
         Encoder<F16>::store(row, i, value, at.lane);
       } else {

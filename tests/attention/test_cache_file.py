@@ -22,7 +22,7 @@ from torch_metalmm.hf.caches.file import KEY
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-FORMATS = (None, "f32", "f16", "q8_0/q8_0", "q4_0/q4_0")
+FORMATS = (None, "f32", "f16", "q8_0/q8_0", "q4_0/q4_0_rotated")
 
 
 def continued(model: Any, cache: Any, tokens: Tensor, mask: Tensor) -> Any:

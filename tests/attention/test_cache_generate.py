@@ -142,7 +142,9 @@ def forced(model: Any, cache: Any, ids: Tensor, parts: tuple[int, ...]) -> Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt"])
-@pytest.mark.parametrize("format", [*(f"{f}/{f}" for f in PACKED), "f16/q8_0", "q4_0/f16"])
+@pytest.mark.parametrize(
+    "format", [*(f"{f}/{f}" for f in PACKED), "f16/q8_0", "q4_0_rotated/f16", "q8_0/q4_0_rotated"]
+)
 def test_packed_rows_read_where_they_lie(kind: str, format: str) -> None:
     """As the eager attention function reads them decoded; prompts in parts, and one by one.
 

@@ -22,7 +22,7 @@ from torch_metalmm.hf.caches.layers import FIRST, SLACK, STEP, PackedLayer, Pack
 from torch_metalmm.hf.caches.rows import PackedRows
 
 HEADS, DIM = 2, 64
-FORMATS = (None, "f32", "f16", "q8_0", "q4_0")
+FORMATS = (None, "f32", "f16", "q8_0", "q4_0", "q4_0_rotated")
 
 
 def rows(batch: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,12 @@ def rows(batch: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def as_kept(format: str | None, t: Tensor) -> Tensor:
-    return t if format in (None, "f32", "f16") else unpack(format, pack(format, t), DIM)
+    if format in (None, "f32", "f16"):
+        return t
+    if format == "q4_0_rotated":
+        kept: Tensor = torch.ops.metalmm.hadamard(as_kept("q4_0", torch.ops.metalmm.hadamard(t)))
+        return kept
+    return unpack(format, pack(format, t), DIM)
 
 
 def both(
@@ -133,7 +138,7 @@ def test_rows_are_written_in_place(format: str | None) -> None:
         assert layer.keys.data_ptr() == memory[layer.keys.shape[2]]
     assert list(memory) == [FIRST, FIRST * 2, FIRST * 4, FIRST * 8]
     assert layer._capacity(10 * STEP + 1, 10 * STEP) == 11 * STEP
-    f = formats.get(format or "f32")
+    f = formats.get((format or "f32").removesuffix("_rotated"))
     assert layer.keys.nbytes == HEADS * total * f.row_bytes(DIM)
 
 
@@ -229,6 +234,8 @@ def test_what_is_refused() -> None:
         ("q8_0", "f16/q8_0", "f16"),
         ("Q8_0/q4_0", "q8_0/q4_0", "q8_0"),
         ("q4_0/q4_0", "q4_0/q4_0", "q4_0"),
+        ("q4_0_rotated", "f16/q4_0_rotated", "f16"),
+        ("Q8_0/Q4_0_Rotated", "q8_0/q4_0_rotated", "q8_0"),
         ("f16", "f16", "f16"),
     ],
 )

@@ -110,6 +110,11 @@ def swiglu_of_a_norm(name: str, dtype: torch.dtype) -> Call:
     return Call(run, call.operands | {"norm": norm}, problem)
 
 
+def hadamard(_: str, dtype: torch.dtype) -> Call:
+    x = rows(3, K, dtype).contiguous()
+    return Call(lambda: ops.hadamard(x), {"x": x}, {"op": "hadamard", "n": x.numel()})
+
+
 def rms_norm(_: str, dtype: torch.dtype) -> Call:
     x, norm, residual = rows(3, K, dtype), rows(1, K, dtype)[0], torch.zeros(3, K, dtype=dtype)
     problem = {"op": "rms_norm", "m": 3, "k": K, "c": True, "beta": 1.0, "x_stride": x.stride(0)}
@@ -143,8 +148,9 @@ def rope(_: str, dtype: torch.dtype) -> Call:
 
 
 def rope_append(name: str, dtype: torch.dtype) -> Call:
-    """Two sequences of three positions into a part of a larger cache."""
+    """Two sequences of three positions into a part of a larger cache, values rotated."""
     name = name if name in stored() else "q8_0"
+    is_packed = name not in formats.DTYPES
     qkv = torch.zeros(2, 3, 136, dtype=dtype)[..., :128]
     cos, sin = (torch.zeros(1, 4, 8, dtype=dtype)[:, 1:] for _ in range(2))
     row = formats.get(name).row_bytes(32)
@@ -154,10 +160,10 @@ def rope_append(name: str, dtype: torch.dtype) -> Call:
     sizes = {"heads": 2, "kv_heads": 1, "rotated": 8, "positions": 3, "angle_rows": 3}
     problem = {"op": "rope_append", "m": 6, "n": 5, "k": 32, "rope": sizes, "format": name}
     strides = dict.fromkeys(("sequence_stride", "sequence2_stride"), 18 * row)
-    strides |= {"head_stride": 0, "head2_stride": 0}
+    strides |= {"head_stride": 0, "head2_stride": 0, "rotated_values": is_packed}
     problem |= {"append": strides, "x_stride": 136, "w2_stride": row}
     run = lambda: ops.rope_append(  # noqa: E731
-        qkv, cos, sin, 2, 1, keys, values, slots, name, name
+        qkv, cos, sin, 2, 1, keys, values, slots, name, name + "_rotated" * is_packed
     )
     operands = {"x": qkv.view(6, -1), "cos": cos, "sin": sin, "ids": slots}
     return Call(run, operands | {"weight": keys, "weight2": values}, problem | {"w_stride": row})
@@ -347,6 +353,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], Call]] = {
     "norm_linear": norm_linear,
     "norm_linear in two passes": norm_linear_of_rows,
     "swiglu of a norm": swiglu_of_a_norm,
+    "hadamard": hadamard,
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "rope": rope,

@@ -82,6 +82,7 @@ def op_calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...], dict[s
                 {"choice_bias": bias.float(), "scoring": "sigmoid"},
             ),
             "route, shared": (ops.route, (x, 2), {"shared": c[:, :1]}),
+            "hadamard": (ops.hadamard, (x3,), {}),
             "rope_tables": (ops.rope_tables, (ids, dense[0]), {}),
             "rope_tables, all": (
                 ops.rope_tables,

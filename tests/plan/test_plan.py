@@ -30,7 +30,7 @@ FORMATS = formats.names()
 KERNELS = set(_C.kernel_names())
 ROPES = ("rope", "rope_append")
 # test_plan_attention.py and test_plan_experts.py have the others; these two take few sizes.
-OTHERS = ("attention", "causal_conv", "gated_delta", "route", "ssm_scan")
+OTHERS = ("attention", "causal_conv", "gated_delta", "hadamard", "route", "ssm_scan")
 OPS = [op for op in _C.ops() if op not in OTHERS and not op.startswith("expert_")]
 
 
@@ -132,6 +132,7 @@ def cases() -> Iterator[Case]:
     for gate in (False, True):
         sizes = {"m": 21, "n": 64, "k": 128, "ssm": scan, "gate": gate}
         yield "gate" * gate, "ssm_scan", sizes
+    yield "", "hadamard", {"n": 4096 * 3}
     tables = {"rows": 3, "twice": True, "interleaved": True, "axes": True}
     yield "axes", "rope_tables", {"m": 21, "k": 64, "tables": tables}
     for flags in ROUTES:

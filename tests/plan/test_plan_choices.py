@@ -30,7 +30,9 @@ def test_every_strategy_is_reachable() -> None:
     found |= chosen(op="gated_delta", n=128, k=128, chip="m4-max")
     found |= chosen(op="ssm_scan", n=64, k=128, chip="m4-max")
     found |= chosen(op="route", n=128, k=8, chip="m4-max")
-    for op in {*_C.ops()} - {"attention", "causal_conv", "gated_delta", "route", "ssm_scan"}:
+    found |= chosen(op="hadamard", n=4096, chip="m4-max")
+    of_their_own = {"attention", "causal_conv", "gated_delta", "hadamard", "route", "ssm_scan"}
+    for op in {*_C.ops()} - of_their_own:
         for m in (16, 128) if op == "expert_tiles" else (1, 2, 16, 20, 128):
             for n, k in (*NKS, (64, 65536)):
                 found |= chosen(op=op, m=m, n=n, k=k, format="q4_0", chip="m4-max")
@@ -43,7 +45,8 @@ def test_every_strategy_is_reachable() -> None:
             k = {"attention": 256, "causal_conv": 1, "route": 8}.get(op, 512)
             k = 256 if op in ("gated_delta", "ssm_scan") else k
             m = 8 if op == "expert_tiles" else 7
-            forced = {"m": m, "n": 36, "k": k, "format": "q4_0", "chip": "m1"}
+            n = 32 if op == "hadamard" else 36
+            forced = {"m": m, "n": n, "k": k, "format": "q4_0", "chip": "m1"}
             assert name in chosen(op=op, strategy=name, **forced)
 
 

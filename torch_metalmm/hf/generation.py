@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from .. import formats
 from ..models.attach import plug_in_caches
 from ..models.cache_argument import cache_in, cache_of_generate
-from .caches import ATTENTION, name_of, pair_of
+from .caches import ATTENTION, name_of, pair_of, rows_of
 from .replay import Replayed, replayed
 
 _METHOD = "_prepare_cache_for_generation"
@@ -67,7 +66,7 @@ def check_cache(models: Iterable[Any], format: str) -> None:
     if not isinstance(format, str):
         raise ValueError(f"cache: {format!r}; must be the name of a format, or of two")
     try:
-        kinds = [formats.get(name) for name in pair_of(format)]
+        kinds = [rows_of(name)[0] for name in pair_of(format)]
     except ValueError as error:
         raise ValueError(f"cache: {str(error).removeprefix('format: ')}") from None
     generating = _generating(models)

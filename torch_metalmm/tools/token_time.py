@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .. import _C, formats
-from ..hf.caches import pair_of
+from .. import _C
+from ..hf.caches import pair_of, rows_of
 from .cost_model import LAUNCH_US, REACHED, Chip, predict
 
 FORMS = ("unfused", "fused", "replayed", "gpu")
@@ -91,7 +91,7 @@ class Model:
 
     def cache_bytes(self, context: int, cache: str) -> int:
         """Keys and values of the context in the formats that the name stands for."""
-        row = sum(formats.get(name).row_bytes(self.head_size) for name in pair_of(cache))
+        row = sum(rows_of(name)[0].row_bytes(self.head_size) for name in pair_of(cache))
         return self.layers * self.kv_heads * row * context
 
 

@@ -16,10 +16,12 @@ namespace {
 // New rows of keys or of values: from `from` [B, kv_heads, S, D] f32 to the slots of `to`.
 class Append {
  public:
-  Append(const char* name, const at::Tensor& cache, const at::Tensor& rows, const Format& format)
+  Append(const char* name, const at::Tensor& cache, const at::Tensor& rows, const Format& format,
+         bool is_rotated)
       : from_(rows.detach().to(at::kFloat).contiguous()), to_(cache), format_(format) {
     TORCH_CHECK_VALUE(cache.stride(3) == 1, name == std::string("k") ? "keys" : "values",
                       ": the values of a row must lie side by side");
+    if (is_rotated) from_ = hadamard(args::hadamard{from_});
     if (format.name == "f16") check_f16(name);
     if (format.layout == Layout::kDense) return;
     TORCH_CHECK_VALUE(all_finite(elements<float>(from_), from_.numel()), name,
@@ -67,8 +69,8 @@ class Append {
 void append_rows(const Cache& cache, const at::Tensor& k, const at::Tensor& v,
                  const at::Tensor& slots) {
   if (k.numel() == 0) return;
-  const Append new_keys("k", cache.keys, k, cache.shape.keys);
-  const Append new_values("v", cache.values, v, cache.shape.values);
+  const Append new_keys("k", cache.keys, k, cache.shape.keys, cache.shape.rotated_keys);
+  const Append new_values("v", cache.values, v, cache.shape.values, cache.shape.rotated_values);
   const at::Tensor at = slots.contiguous();
   new_keys.write(at);
   new_values.write(at);

@@ -67,6 +67,11 @@ void Attention::finish_scores(int64_t b, int64_t head, int64_t i, Span at, float
 at::Tensor attention(const args::attention& given) {
   const Tensor &q = given.q, &keys = given.keys, &values = given.values;
   const AttentionShape shape = check(given);
+  if (shape.cache.is_rotated()) {
+    return attend_rotated(
+        given, shape.cache, [](const at::Tensor& t) { return hadamard(args::hadamard{t}); },
+        attention);
+  }
   std::vector<int64_t> lengths = check_lengths(given), pages;
   if (given.pages.has_value()) pages = check_page_numbers(given);
   const int64_t slots = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 
+#include "metal/geometry.h"
 #include "ops/dtypes.h"
 #include "ops/exact_rows.h"
 #include "ops/tensors.h"
@@ -19,10 +20,21 @@ void check_dims(const char* name, const at::Tensor& t, const char* shape) {
   TORCH_CHECK_VALUE(t.dim() == 4, name, ": shape ", t.sym_sizes(), "; must be ", shape);
 }
 
+bool is_rotated(std::string_view format) {
+  return format.size() > kRotated.size() &&
+         format.substr(format.size() - kRotated.size()) == kRotated;
+}
+
 // Rows of `dim` values of a format: [B, kv_heads, capacity, row].
 const Format& check_rows(const char* name, const at::Tensor& rows, std::string_view format,
                          const Size& dim, const at::Tensor& x) {
-  const Format& f = check_format(format);
+  const bool rotated = is_rotated(format);
+  const Format& f =
+      check_format(rotated ? format.substr(0, format.size() - kRotated.size()) : format);
+  TORCH_CHECK_VALUE(
+      !rotated || (f.layout != Layout::kDense && f.block_values % kHadamardValues == 0),
+      "format: ", format, "; only rows of packed blocks of ", kHadamardValues,
+      " values are rotated");
   check_device(name, rows, x);
   check_dims(name, rows, "[B, kv_heads, capacity, row]");
   check_k(name, f, dim);
@@ -42,7 +54,14 @@ CacheShape check_cache(const Args& a, const Size& dim, const at::Tensor& x) {
   TORCH_CHECK_VALUE(dim >= 1, "D: ", dim, "; at least 1");
   const Format& key = check_rows("keys", keys, a.format_k, dim, x);
   const Format& value = check_rows("values", values, a.format_v, dim, x);
-  const CacheShape out{key, value, keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), dim};
+  const CacheShape out{key,
+                       value,
+                       keys.sym_size(0),
+                       keys.sym_size(1),
+                       keys.sym_size(2),
+                       dim,
+                       is_rotated(a.format_k),
+                       is_rotated(a.format_v)};
   for (int64_t d = 0; d < 3; ++d) {
     TORCH_CHECK_VALUE(values.sym_size(d) == keys.sym_size(d), "values: shape ", values.sym_sizes(),
                       "; keys are ", keys.sym_sizes());

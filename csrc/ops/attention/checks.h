@@ -9,10 +9,16 @@
 
 namespace metalmm {
 
+// What follows the name of a format whose rows are those of hadamard(values).
+constexpr std::string_view kRotated = "_rotated";
+
 // The keys and values of a layer: heads of `dim` values.
 struct CacheShape {
   const Format &keys, &values;
   c10::SymInt batch, kv_heads, capacity, dim;
+  bool rotated_keys, rotated_values;
+
+  bool is_rotated() const { return rotated_keys || rotated_values; }
 
   // Of rows in the shaders, which have one for both.
   int64_t alignment() const { return std::max(keys.alignment, values.alignment); }
@@ -40,6 +46,18 @@ AttentionShape check(const args::attention& a);
 // filled: all of them hold rows. The format is that of keys, unless only values are to be decoded.
 Problem attention_problem(const args::attention& a, const AttentionShape& shape, int64_t slots,
                           bool filled);
+
+// Attention over a cache that is_rotated(), by that over the rows as they are: q and the result
+// pass through hadamard(t), where keys and where values have. q kᵀ = (q H)(k H)ᵀ.
+template <class Hadamard, class Attend>
+at::Tensor attend_rotated(const args::attention& a, const CacheShape& cache,
+                          const Hadamard& hadamard, const Attend& attend) {
+  const at::Tensor q = cache.rotated_keys ? hadamard(a.q) : a.q;
+  const at::Tensor y = attend(
+      args::attention{q, a.keys, a.values, cache.keys.name, cache.values.name, a.length, a.mask,
+                      a.scale, a.softcap, a.window, a.sinks, a.causal, a.strategy, a.pages});
+  return cache.rotated_values ? hadamard(y) : y;
+}
 
 // How attention is computed: the strategies that the op has on every engine.
 enum class AttentionWay { kSplit, kTile, kTorch, kSdpa };

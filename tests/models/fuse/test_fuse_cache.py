@@ -87,7 +87,7 @@ def test_the_tokens_are_those_of_dynamic_cache(kind: str, format: str) -> None:
         assert tokens(plain, given, assistant_model=assistant) == want
 
 
-@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("format", ["q8_0", "q4_0_rotated/q4_0_rotated"])
 def test_assisted_tokens_of_packed_rows(format: str) -> None:
     """An assistant proposes what the model itself says: rejected tokens leave no trace."""
     for kind in ("llama", "gemma3_text"):

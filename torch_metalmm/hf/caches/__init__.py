@@ -9,12 +9,32 @@ from ... import formats
 ATTENTION = "metalmm"
 
 
+# What follows the name of a format whose rows are those of torch.ops.metalmm.hadamard(values).
+_ROTATED = "_rotated"
+
+
+def rows_of(name: str) -> tuple[formats.Format, bool]:
+    """The format of a cache's rows, and whether they are of rotated values ("q4_0_rotated").
+
+    ValueError: such a format there is not, it is only read, or its values are not in blocks.
+    """
+    name = name.lower()
+    kind = formats.get(name.removesuffix(_ROTATED))
+    is_rotated = name.endswith(_ROTATED)
+    if not kind.packs:
+        raise ValueError(f"format: {kind.refusal()}")
+    if is_rotated and kind.name in formats.DTYPES:
+        raise ValueError(f"format: {name!r}; values of {kind.name} are not packed, nor rotated")
+    return kind, is_rotated
+
+
 def pair_of(format: str) -> tuple[str, str]:
     """The formats of keys and of values that the name of a cache's format stands for.
 
-    "K/V" names both. The name of one packed format is that of the values, beside keys in f16:
-    scores are products of keys, and softmax makes a small error of a score a factor. In SmolLM2
-    keys in q8_0, too, make six times the error of a question's last logits (docs/guide/fuse.md).
+    "K/V" names both, each of which may be rotated: "q8_0/q4_0_rotated". The name of one packed
+    format is that of the values, beside keys in f16: scores are products of keys, and softmax makes
+    a small error of a score a factor. In SmolLM2 keys in q8_0, too, make six times the error of a
+    question's last logits (docs/guide/fuse.md).
     ValueError: such a name there is not, or of a format that is only read.
     """
     names = format.split("/")
@@ -22,10 +42,8 @@ def pair_of(format: str) -> tuple[str, str]:
         raise ValueError(f"format: {format!r}; must be a format, or two as in 'f16/q8_0'")
     found = []
     for name in names:
-        kind = formats.get(name)
-        if not kind.packs:
-            raise ValueError(f"format: {kind.refusal()}")
-        found.append(kind.name)
+        kind, is_rotated = rows_of(name)
+        found.append(kind.name + _ROTATED * is_rotated)
     if len(found) == 1 and found[0] not in formats.DTYPES:
         found.insert(0, "f16")
     return found[0], found[-1]

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import DummyLayer
 
-from ... import formats
 from ...files.staging import replaced
+from . import pair_of
 from .layers import DTYPE_NAMES, PackedLayer
 
 KEY, VERSION = "metalmm_cache", 1
@@ -89,7 +89,9 @@ class File:
         self.format: str | None = fields["format"]
         if self.format is not None:
             names = str(self.format).split("/")
-            if len(names) not in (1, 2) or any(name not in formats.names() for name in names):
+            try:
+                pair_of(self.format)
+            except (ValueError, AttributeError):
                 self.refuse("format", f"unknown {self.format!r}")
             self.format = f"{names[0]}/{names[-1]}"
         if not isinstance(fields["layers"], list):

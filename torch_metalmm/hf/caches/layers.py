@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ... import formats
+from . import rows_of
 from .rows import FEW_QUERIES, PackedRows, Slots, lasting
 from .transaction import Transaction
 
@@ -83,7 +84,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         format, size = self.formats[which], (shape[0], shape[1], slots)
         row, dtype = shape[3], formats.DTYPES.get(format)
         if dtype is None:
-            row, dtype = formats.get(format).row_bytes(row), torch.uint8
+            row, dtype = rows_of(format)[0].row_bytes(row), torch.uint8
         with lasting():
             return torch.empty(*size, row, dtype=dtype, device=self.device)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ... import formats
+from . import rows_of
 
 ops = torch.ops.metalmm
 
@@ -128,8 +129,9 @@ class PackedRows:
         if self.format in formats.DTYPES:
             return self.rows.to(self.dtype)
         flat = self.rows.reshape(-1, self.rows.shape[-1])
-        values: Tensor = ops.dequantize(flat, self.format, self.shape[-1], dtype=self.dtype)
-        return values.view(self.shape)
+        kind, is_rotated = rows_of(self.format)
+        values: Tensor = ops.dequantize(flat, kind.name, self.shape[-1], dtype=self.dtype)
+        return (ops.hadamard(values) if is_rotated else values).view(self.shape)
 
     @classmethod
     def __torch_function__(
