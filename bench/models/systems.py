@@ -282,8 +282,9 @@ def held(rows: Tensor, name: str) -> Tensor:
     kind, is_rotated = rows_of(name)
     if not is_rotated:
         return rounded(rows, kind.name)
-    turned: Tensor = torch.ops.metalmm.hadamard(rows)
-    return torch.ops.metalmm.hadamard(rounded(turned, kind.name))
+    turned = torch.ops.metalmm.hadamard(rows.float())
+    back: Tensor = torch.ops.metalmm.hadamard(rounded(turned, kind.name))
+    return back.to(rows.dtype)
 
 
 def rounded_cache(format: str) -> Any:
