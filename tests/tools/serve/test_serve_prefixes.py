@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from answered import answered, endless, pool
 
+from torch_metalmm.hf.caches import paged
 from torch_metalmm.hf.caches.paged import Text
 from torch_metalmm.hf.caches.pages import SLOTS, PoolFull
 from torch_metalmm.tools.chat.session import Options
@@ -61,7 +63,7 @@ def test_a_prompt_begins_where_an_earlier_one_did(loaded: Any) -> None:
     assert batch.cache.pages.available == 32
 
 
-def test_states_are_kept_behind_parts(tmp_path: Path) -> None:
+def test_states_are_kept_behind_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of recurrent layers, where a part of 512 tokens ends; the last used ones stay."""
     loaded = endless("qwen35 fused", tmp_path)
     batch, head = pool(loaded, 2, 64), tokens(5, 600)
@@ -69,6 +71,12 @@ def test_states_are_kept_behind_parts(tmp_path: Path) -> None:
         pool(loaded, 2, 64, lookup=2)
     with pytest.raises(ValueError, match=r"memory: 9999 bytes; 64 .* states of 2 texts take \d+$"):
         Batch(*loaded, 2, "q8_0", 9999)
+    of_text = sum(math.prod(shape) * d.itemsize for d, shape in batch.cache.states.shapes())
+    page = batch.cache.page_bytes
+    for free, most in ((4 * of_text + page, 2), (4 * of_text - 1, 1), (of_text + page, 1)):
+        monkeypatch.setattr(paged, "default_memory", lambda _, free=free: free)
+        few = Batch(*loaded, 2, "q8_0")
+        assert few.room() == few.cache.states.count == most, free
     logits_of(batch, [head + tokens(6, 200)])
     second = head + tokens(7, 90)
     wanted = logits_of(pool(loaded, 1, 64), [second])[0][1]

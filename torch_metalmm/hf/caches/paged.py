@@ -245,14 +245,22 @@ def _paged(like: Any, slots: int) -> Any:
     return PagedLayer(like, slots) if isinstance(like, PackedLayer) else like
 
 
-def paged_cache(model: Any, format: str, memory: int, texts: int = 1) -> PagedCache:
-    """Of a model whose attention function is "metalmm", which reads a token to show its rows."""
+def paged_cache(model: Any, format: str, memory: int | None, texts: int = 1) -> PagedCache:
+    """Of a model whose attention function is "metalmm", which reads a token to show its rows.
+
+    memory: as PagedCache; None: a quarter of what is free, of which the states of texts under way
+    take no more than half: of fewer than `texts`, down to one, where theirs would.
+    """
     from ..cache import PackedCache
 
     like: Any = PackedCache(model.config, format)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=ids, use_cache=True, **with_cache(model, like))
+    if memory is None:
+        memory = default_memory(model.device)
+        if of_text := PooledStates.bytes_of(like.layers):
+            texts = max(1, min(texts, memory // 2 // of_text))
     return PagedCache(like.layers, memory, texts)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...hf.caches.layers import DTYPE_NAMES
-from ...hf.caches.paged import PagedCache, PoolFull, Text, default_memory, paged_cache
+from ...hf.caches.paged import PagedCache, PoolFull, Text, paged_cache
 from ...hf.caches.pages import SLOTS
 from ...hf.drafts import Lookup
 from ...models.attach import check_cache, set_cache
@@ -155,17 +155,20 @@ class Batch:
         lookup: int = 0,
     ) -> None:
         """most: answers at a time. cache: the format of rows; None: the model's dtype. memory:
-        bytes of all rows; None: a quarter of what the machine has free. lookup: guesses at a time.
+        bytes of all rows; None: a quarter of what the machine has free, and fewer answers at a time
+        where their states take more than half of it. lookup: guesses at a time.
         """
-        self.model, self._tokenizer, self._most, self._lookup = model, tokenizer, most, lookup
+        self.model, self._tokenizer, self._lookup = model, tokenizer, lookup
         if lookup and not keeps_rows(model):
             raise ValueError(
                 f"lookup: {lookup}; recurrent states cannot go back from a wrong guess"
             )
         format = cache or DTYPE_NAMES[model.dtype]
         set_cache([model], format)
-        memory = memory or default_memory(model.device)
         self.cache = paged_cache(model, format, memory, texts=most)
+        self._most = min(most, self.cache.states.count) if self.cache.states else most
+        if self._most < most:
+            _LOG.warning("%d answers at a time: the memory has no states for %d", self._most, most)
         self._keeps_logits = model._supports_logits_to_keep()
         self._end_tokens = end_tokens(model)
         self._prompts: deque[_Answer] = deque()
