@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from torch_metalmm import PackedCache, QuantLinear, load_mtp, quantize_
+from torch_metalmm import PackedCache, QuantLinear, load_mtp, load_packed, quantize_
+from torch_metalmm.files.mtp import HEAD_FILE
+from torch_metalmm.tools import cli
 
 GGUF = ("qwen35", "qwen35moe", "glm4moe", "deepseek2+")
 
@@ -99,6 +101,38 @@ def test_a_packed_model_packs_its_head(tmp_path: Path) -> None:
     layers = [m for m in head.block.get_decoder().layers.modules() if isinstance(m, QuantLinear)]
     assert {m.format for m in layers} == {"q8_0"} and len(layers) >= 7
     assert load_mtp(model, folder, format="q4_0").eh_proj.format == "q4_0"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantize_keeps_the_head(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a packed folder as it is, so that load_mtp packs it; a GGUF file is said to have none."""
+    model = trunk(family)
+    source = folder_with_head(model, tmp_path / "dense")
+    packed = tmp_path / "packed"
+    flags = ["--format", "q8_0", "--output"]
+    assert cli.main(["quantize", str(source), *flags, str(packed)]) == 0
+    assert "without the head" not in capsys.readouterr().err
+    loaded, _ = load_packed(packed)
+    quantize_(model, "q8_0", progress=False)
+    want, got = load_mtp(model, source), load_mtp(loaded, packed)
+    assert isinstance(got.eh_proj, QuantLinear)
+    both = zip(want.state_dict().items(), got.state_dict().items(), strict=True)
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in both)
+    trunk(family).save_pretrained(tmp_path / "none")
+    assert cli.main(["quantize", str(tmp_path / "none"), *flags, str(packed), "--force"]) == 0
+    assert not (packed / HEAD_FILE).exists()
+
+
+def test_quantize_says_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = random_model(tmp_path / "m.gguf", "qwen35")
+    for i, path in enumerate((without, with_nextn(without, "qwen35"))):
+        assert cli.main(["quantize", str(path), "--output", str(tmp_path / f"out{i}")]) == 0
+        said = "without the head for later tokens of" in capsys.readouterr().err
+        assert said == (i == 1)
 
 
 def test_no_head(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ..models.quantize import quantize_
 from ..nn import QuantLinear
 from .blame import blaming
 from .gguf.nextn import mtp_of_gguf
-from .gguf.split import is_gguf
+from .gguf.split import is_gguf, open_gguf
 from .source import Source
 from .untrusted import check_index
 
@@ -36,6 +36,10 @@ _NAMES = {
     r"model\.layers\.LAYERS\.(enorm|hnorm|eh_proj)\.(.+)": r"\1.\2",
     r"model\.layers\.LAYERS\.(.+)": r"model.layers.0.\1",
 }
+
+
+# Of a packed folder: transformers reads it no more than the tensors in it.
+HEAD_FILE = "mtp.safetensors"
 
 
 def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None) -> MtpHead:
@@ -71,12 +75,49 @@ def load_mtp(model: Any, path: str | os.PathLike[str], format: str | None = None
     return head.requires_grad_(False).eval()
 
 
+def copy_head(source: Path, config: Any, file: Path) -> bool:
+    """Write the tensors of a folder's heads to a file, as they are; False: it has none.
+
+    config: of the source's model. ValueError: its files are no checkpoint.
+    """
+    from safetensors.torch import save_file
+
+    with Source(_files(source), config) as found:
+        held = {key: found.read(key) for key in _of_heads(found, config)}
+    if held:
+        save_file(held, file)
+    return bool(held)
+
+
+def has_head(source: Path, config: Any) -> bool:
+    """Whether a GGUF file, or a folder, has a head. config: of its model."""
+    if is_gguf(source):
+        return bool(open_gguf(source).stated("nextn_predict_layers", 0))
+    with Source(_files(source), config) as found:
+        return bool(_of_heads(found, config))
+
+
+def _of_heads(found: Source, config: Any) -> list[str]:
+    """The tensors of heads, and of layers behind the model's last."""
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+
+    def is_of_head(key: str) -> bool:
+        layer = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", key)
+        is_behind = layer is not None and int(layer[1]) >= layers
+        return is_behind or re.match(r"(?:model\.)?mtp\.", key) is not None
+
+    return [key for key in found.keys if is_of_head(key)]
+
+
+def _files(path: Path) -> list[str]:
+    check_index(path)
+    return sorted(str(f) for f in path.glob("*.safetensors") if f.is_file())
+
+
 def _stage(path: Path, model: Any, folder: Path) -> dict[str, Tensor]:
     """Write a checkpoint of the head's layer; the head's other tensors."""
     from safetensors.torch import save_file
 
-    check_index(path)
-    files = sorted(str(f) for f in path.glob("*.safetensors") if f.is_file())
     text = model.config.get_text_config(decoder=True)
     names = {of.replace("LAYERS", str(text.num_hidden_layers)): n for of, n in _NAMES.items()}
 
@@ -85,7 +126,7 @@ def _stage(path: Path, model: Any, folder: Path) -> dict[str, Tensor]:
         found = next((m.expand(n) for of, n in names.items() if (m := re.fullmatch(of, key))), "")
         return found or f"unused.{key}"
 
-    with Source(files, model.config, renamed) as source:
+    with Source(_files(path), model.config, renamed) as source:
         tensors = {n: source.read(n) for n in source.keys if not n.startswith("unused.")}
     if not any(name.startswith("model.layers.0.") for name in tensors):
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -56,6 +58,7 @@ def to_file(
     """
     from ..files.gguf.save import check_target, save_gguf
     from ..files.gguf.split import is_gguf, part_paths
+    from ..files.mtp import has_head
     from ..models.ggml import type_names
     from ..models.mixtures import MIXTURES
 
@@ -71,13 +74,19 @@ def to_file(
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, without which no program reads a GGUF file")
     save_gguf(model, tokenizer, output, replace=force)
+    if has_head(source, model.config):
+        _say_without_head(source, output)
 
 
 def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[Any, Any]]) -> None:
     """Write what `make` makes of the source as a packed folder, with the modules that
-    sentence-transformers has there; a new folder is gone again if that fails."""
+    sentence-transformers has there, and the heads for later tokens of a dense one, as they are; a
+    new folder is gone again if that fails."""
     from ..files.folder import is_packed, replaceable_weights
+    from ..files.gguf.split import is_gguf
+    from ..files.mtp import HEAD_FILE, copy_head, has_head
     from ..files.owned import prepare_folder
+    from ..files.quantized import is_quantized
     from ..hf.packed import save_beside
     from .sentences import files_beside
 
@@ -87,9 +96,23 @@ def to_folder(source: Path, output: Path, force: bool, make: Callable[[], tuple[
     if is_packed(output) and not force:
         raise FileExistsError(f"{output} holds a packed model; --force replaces it")
     try:
-        save_beside(*make(), output, beside)
+        model, tokenizer = make()
+        with tempfile.TemporaryDirectory() as folder:
+            head = Path(folder) / HEAD_FILE
+            if is_gguf(source) or is_quantized(source):
+                if has_head(source, model.config):
+                    _say_without_head(source, output)
+            elif copy_head(source, model.config, head):
+                beside[HEAD_FILE] = head
+            save_beside(model, tokenizer, output, beside)
+        if HEAD_FILE not in beside:  # one there is of the model that was replaced
+            (output / HEAD_FILE).unlink(missing_ok=True)
     except BaseException:
         if is_new:
             with suppress(OSError):  # the folder has files of others meanwhile
                 output.rmdir()
         raise
+
+
+def _say_without_head(source: Path, output: Path) -> None:
+    print(f"{output}: without the head for later tokens of {source}", file=sys.stderr)
